@@ -1,0 +1,33 @@
+"""The errors a user can meet; each message says what was found, what was expected, where, and what to change."""
+
+
+class BraidError(ValueError):
+    """Base of every error that Braid raises about its input."""
+
+
+class ConfigError(BraidError):
+    """A flag or a configuration file is wrong, contradictory, or would be ignored."""
+
+
+class ModelError(BraidError):
+    """A model graph does not describe a model that can be built."""
+
+
+class PlanError(BraidError):
+    """A plan does not fit the model, the ranks, or itself."""
+
+
+class AssignmentError(BraidError):
+    """An assignment drops, repeats or misplaces an atom."""
+
+
+class ScheduleError(BraidError):
+    """A schedule breaks a dependency, misses or repeats an action, or cannot finish."""
+
+
+class DataError(BraidError):
+    """A sample, an image or a manifest cannot be used."""
+
+
+class CheckpointError(BraidError):
+    """A checkpoint is missing, damaged, or belongs to another model."""

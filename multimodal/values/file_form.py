@@ -1,0 +1,36 @@
+"""The file form that all values share: YAML or JSON, told apart by the file's suffix."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from multimodal.values.errors import BraidError
+
+
+def read_mapping(path: str | Path, *, error: type[BraidError]) -> dict[str, Any]:
+    """Read a YAML or JSON file whose top level is a mapping.
+
+    Raises `error` when the file is missing, cannot be parsed, or is not a mapping.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise error(f"{path}: no such file; give the path of an existing .yaml or .json file")
+    text = path.read_text()
+    try:
+        value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (json.JSONDecodeError, yaml.YAMLError) as problem:
+        raise error(f"{path}: cannot be parsed ({' '.join(str(problem).split())}); correct the syntax there") from problem
+    if not isinstance(value, dict):
+        raise error(f"{path}: expected a mapping at the top level, found {type(value).__name__}")
+    return value
+
+
+def write_mapping(path: str | Path, value: dict[str, Any]) -> None:
+    """Write `value` as JSON when the suffix is .json, else as YAML."""
+    path = Path(path)
+    if path.suffix == ".json":
+        path.write_text(json.dumps(value, indent=2) + "\n")
+    else:
+        path.write_text(yaml.safe_dump(value, sort_keys=False))

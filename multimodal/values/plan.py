@@ -1,0 +1,252 @@
+"""Where each layer lives: unit -> replicas -> stages -> ranks and layer ranges."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from multimodal.values.errors import PlanError
+from multimodal.values.file_form import read_mapping, write_mapping
+from multimodal.values.model_graph import LayerKind, ModelGraph
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A rank group (one tensor x context parallel grid) and the layers it holds."""
+
+    ranks: tuple[int, ...]
+    """Global ranks; context parallel rank is the slower index, tensor parallel rank the faster."""
+    layer_ranges: tuple[tuple[int, int], ...]
+    """Half-open ranges of the unit's layer list; several when the stage is virtual."""
+
+
+@dataclass(frozen=True)
+class VirtualStage:
+    """One layer range in pipeline order; what an action's `stage` counts."""
+
+    index: int
+    stage_index: int
+    ranks: tuple[int, ...]
+    layers: range
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One data-parallel copy of a unit."""
+
+    stages: tuple[Stage, ...]
+
+    @cached_property
+    def virtual_stages(self) -> tuple[VirtualStage, ...]:
+        """All layer ranges of all stages, ordered by their first layer."""
+        ranges = sorted((first, last, index) for index, stage in enumerate(self.stages) for first, last in stage.layer_ranges)
+        return tuple(
+            VirtualStage(position, index, self.stages[index].ranks, range(first, last))
+            for position, (first, last, index) in enumerate(ranges)
+        )
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks of this replica, stage by stage."""
+        return tuple(rank for stage in self.stages for rank in stage.ranks)
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """The parallelism of one unit."""
+
+    replicas: tuple[Replica, ...]
+    tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of replicas."""
+        return len(self.replicas)
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """Layer ranges that a microbatch passes through (the same for every replica)."""
+        return len(self.replicas[0].virtual_stages)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks of this unit, replica by replica."""
+        return tuple(rank for replica in self.replicas for rank in replica.ranks)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The parallelism of every unit; units may own disjoint ranks or share them."""
+
+    units: Mapping[str, UnitPlan] = field(default_factory=dict)
+
+    @cached_property
+    def num_ranks(self) -> int:
+        """World size that this plan is for."""
+        return 1 + max(rank for unit in self.units.values() for rank in unit.ranks)
+
+    @cached_property
+    def lanes(self) -> tuple[tuple[int, ...], ...]:
+        """Rank groups that act as one: ranks that belong to exactly the same stages, ordered by their first rank."""
+        membership: dict[int, list[tuple[str, int, int]]] = {}
+        for name, unit in self.units.items():
+            for replica_index, replica in enumerate(unit.replicas):
+                for stage_index, stage in enumerate(replica.stages):
+                    for rank in stage.ranks:
+                        membership.setdefault(rank, []).append((name, replica_index, stage_index))
+        groups: dict[tuple[tuple[str, int, int], ...], list[int]] = {}
+        for rank in sorted(membership):
+            groups.setdefault(tuple(membership[rank]), []).append(rank)
+        return tuple(tuple(ranks) for ranks in groups.values())
+
+    @cached_property
+    def lane_of_rank(self) -> Mapping[int, int]:
+        """Index into `lanes` of every rank."""
+        return {rank: index for index, ranks in enumerate(self.lanes) for rank in ranks}
+
+    def virtual_stage(self, unit: str, replica: int, stage: int) -> VirtualStage:
+        """The virtual stage that an action's (unit, replica, stage) names."""
+        return self.units[unit].replicas[replica].virtual_stages[stage]
+
+    def lanes_of_stage(self, unit: str, replica: int, stage: int) -> tuple[int, ...]:
+        """Indices of the lanes that together execute this virtual stage (one, unless units overlap in part)."""
+        ranks = self.virtual_stage(unit, replica, stage).ranks
+        return tuple(dict.fromkeys(self.lane_of_rank[rank] for rank in ranks))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain form, read back by `from_dict`."""
+        return {"units": {name: _unit_plan_to_dict(unit) for name, unit in self.units.items()}}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> "Plan":
+        """Build from the plain form; raises PlanError naming the offending place."""
+        units = value.get("units")
+        if not isinstance(units, Mapping) or not units or set(value) != {"units"}:
+            raise PlanError("plan: expected one key, 'units', mapping each unit's name to its replicas")
+        return cls({str(name): _unit_plan_from_dict(str(name), entry) for name, entry in units.items()})
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "Plan":
+        """Read a YAML or JSON plan file."""
+        try:
+            return cls.from_dict(read_mapping(path, error=PlanError))
+        except PlanError as problem:
+            raise problem if str(problem).startswith(str(path)) else PlanError(f"{path}: {problem}") from None
+
+    def to_file(self, path: str | Path) -> None:
+        """Write a YAML or JSON plan file."""
+        write_mapping(path, self.to_dict())
+
+
+def _unit_plan_to_dict(unit: UnitPlan) -> dict[str, Any]:
+    return {
+        "tensor_parallel_size": unit.tensor_parallel_size,
+        "context_parallel_size": unit.context_parallel_size,
+        "replicas": [
+            {"stages": [{"ranks": list(stage.ranks), "layers": [list(pair) for pair in stage.layer_ranges]} for stage in replica.stages]}
+            for replica in unit.replicas
+        ],
+    }
+
+
+def _unit_plan_from_dict(name: str, entry: Any) -> UnitPlan:
+    where = f"plan: unit '{name}'"
+    known = {"tensor_parallel_size", "context_parallel_size", "replicas"}
+    if not isinstance(entry, Mapping) or set(entry) - known or not entry.get("replicas"):
+        raise PlanError(f"{where}: expected the keys {', '.join(sorted(known))} with at least one replica")
+    try:
+        replicas = tuple(
+            Replica(
+                tuple(
+                    Stage(tuple(map(int, stage["ranks"])), tuple((int(first), int(last)) for first, last in stage["layers"]))
+                    for stage in replica["stages"]
+                )
+            )
+            for replica in entry["replicas"]
+        )
+        sizes = int(entry.get("tensor_parallel_size", 1)), int(entry.get("context_parallel_size", 1))
+    except (KeyError, TypeError, ValueError) as problem:
+        raise PlanError(
+            f"{where}: every replica needs 'stages', each with 'ranks' (integers) and 'layers' ([first, last] pairs); "
+            f"found a malformed entry ({problem})"
+        ) from problem
+    return UnitPlan(replicas, *sizes)
+
+
+def validate_plan(plan: Plan, *, graph: ModelGraph, world_size: int) -> None:
+    """Check that a plan fits the model and the ranks; raises PlanError with the place and the fix."""
+    if missing := [name for name in graph.unit_names if name not in plan.units]:
+        raise PlanError(f"the plan says nothing of unit '{missing[0]}'; the model's units are {', '.join(graph.unit_names)}")
+    if unknown := [name for name in plan.units if name not in graph.unit_names]:
+        raise PlanError(
+            f"the plan is for a unit '{unknown[0]}' that the model lacks (its units are {', '.join(graph.unit_names)}); "
+            "use the plan that belongs to this model"
+        )
+    for name in graph.unit_names:
+        _validate_unit(plan.units[name], graph=graph, name=name)
+    used = {rank for unit in plan.units.values() for rank in unit.ranks}
+    if used != set(range(world_size)):
+        idle = sorted(set(range(world_size)) - used)
+        beyond = sorted(rank for rank in used if not 0 <= rank < world_size)
+        problem = f"ranks {beyond} do not exist" if beyond else f"ranks {idle} have nothing to do"
+        raise PlanError(f"the plan uses {len(used)} ranks but the run has {world_size}: {problem}; launch {len(used)} processes or change the plan")
+
+
+def _validate_unit(unit: UnitPlan, *, graph: ModelGraph, name: str) -> None:
+    num_layers = len(graph.unit(name).layers)
+    group_size = unit.tensor_parallel_size * unit.context_parallel_size
+    shape = graph.unit(name).transformer
+    for what, size in (
+        ("num_attention_heads", shape.num_attention_heads),
+        ("num_query_groups", shape.query_groups),
+        ("ffn_hidden_size", shape.ffn_hidden_size),
+    ):
+        if size % unit.tensor_parallel_size:
+            raise PlanError(
+                f"unit '{name}': {what} {size} is not divisible by tensor parallel size {unit.tensor_parallel_size}; "
+                f"choose a --{name}-tensor-model-parallel-size that divides it"
+            )
+    if unit.context_parallel_size != 1:
+        raise PlanError(f"unit '{name}': context parallel size {unit.context_parallel_size} is not available yet; set it to 1")
+    if len(set(unit.ranks)) != len(unit.ranks):
+        raise PlanError(f"unit '{name}': a rank appears in two of its stages; each rank may hold one stage of a unit")
+    for replica_index, replica in enumerate(unit.replicas):
+        where = f"unit '{name}', replica {replica_index}"
+        for stage_index, stage in enumerate(replica.stages):
+            if len(stage.ranks) != group_size:
+                raise PlanError(
+                    f"{where}, stage {stage_index}: tp {unit.tensor_parallel_size} x cp {unit.context_parallel_size} needs "
+                    f"{group_size} ranks, found {len(stage.ranks)} {list(stage.ranks)}"
+                )
+        covered = [layer for stage in replica.virtual_stages for layer in stage.layers]
+        if covered != list(range(num_layers)) or any(not stage.layers for stage in replica.virtual_stages):
+            ranges = [list(pair) for stage in replica.stages for pair in stage.layer_ranges]
+            raise PlanError(
+                f"{where}: its layer ranges {ranges} must cover layers 0 to {num_layers - 1} once each "
+                f"({graph.unit(name).layers[0]}, {shape.num_layers} transformer layers, {graph.unit(name).layers[-1]})"
+            )
+    if any(
+        [stage.layer_ranges for stage in replica.stages] != [stage.layer_ranges for stage in unit.replicas[0].stages]
+        for replica in unit.replicas
+    ):
+        raise PlanError(f"unit '{name}': replicas with different stages are not available yet; give all the same layer ranges")
+
+
+def split_layers(layers: tuple[LayerKind, ...], *, num_stages: int) -> tuple[tuple[int, int], ...]:
+    """Cut a unit's layer list into `num_stages` ranges with transformer layers as even as possible.
+
+    The first layer (an embedding) joins the first range and the last (projector or head) the last one; earlier ranges get
+    the surplus, except that the last one, which also has the head, gets it last.
+    """
+    num_transformer = len(layers) - 2
+    if not 1 <= num_stages <= num_transformer:
+        raise PlanError(f"{num_transformer} transformer layers cannot be cut into {num_stages} pipeline stages; use 1 to {num_transformer}")
+    base, surplus = divmod(num_transformer, num_stages)
+    ranges, first = [], 0
+    for index in range(num_stages):
+        last = (first or 1) + base + (index < surplus)
+        ranges.append((first, last if index < num_stages - 1 else len(layers)))
+        first = last
+    return tuple(ranges)

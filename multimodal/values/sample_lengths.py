@@ -1,0 +1,37 @@
+"""How long a sample is, in tokens, known from metadata before any pixel is decoded."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class ItemLengths(NamedTuple):
+    """One image or clip of a sample."""
+
+    unit: str
+    """The encoder that processes it."""
+    num_tokens: int
+    """Tokens inside the encoder (patches)."""
+    num_output_tokens: int
+    """Tokens that leave the projector and enter the LLM."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLengths:
+    """Lengths of one sample; an item's index counts over all items of the sample in document order."""
+
+    sample_id: int
+    items: tuple[ItemLengths, ...]
+    num_text_tokens: int
+    num_target_tokens: int
+    """Text tokens that count in the loss."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sample inside the LLM."""
+        return self.num_text_tokens + sum(item.num_output_tokens for item in self.items)
+
+
+def index_by_sample(lengths: Sequence[SampleLengths]) -> Mapping[int, SampleLengths]:
+    """Map sample ids to lengths."""
+    return {sample.sample_id: sample for sample in lengths}

@@ -1,0 +1,63 @@
+"""What happened when: (action, lane, start, end), simulated or measured."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from multimodal.values.schedule import Action, ActionKind, Place
+
+
+class TimelineEvent(NamedTuple):
+    """One action's interval. For a receive it is the time the lane stood still for it."""
+
+    action: Action
+    lane: int
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All events of one step; seconds count from the step's start."""
+
+    lanes: tuple[tuple[int, ...], ...]
+    """Ranks of each lane."""
+    events: tuple[TimelineEvent, ...]
+
+    @property
+    def duration_seconds(self) -> float:
+        """From the step's start to the last event's end."""
+        return max((event.end_seconds for event in self.events), default=0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain form, read back by `from_dict`."""
+        return {
+            "lanes": [list(ranks) for ranks in self.lanes],
+            "events": [
+                [[*event.action[:5], list(event.action.peer) if event.action.peer else None], *event[1:]] for event in self.events
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> "Timeline":
+        """Build from the plain form."""
+        return cls(
+            tuple(tuple(ranks) for ranks in value["lanes"]),
+            tuple(
+                TimelineEvent(
+                    Action(ActionKind(action[0]), *action[1:5], Place(*action[5]) if action[5] else None), lane, start, end
+                )
+                for action, lane, start, end in value["events"]
+            ),
+        )
+
+    def to_file(self, path: str | Path) -> None:
+        """Write as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict()))
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "Timeline":
+        """Read what `to_file` wrote."""
+        return cls.from_dict(json.loads(Path(path).read_text()))
