@@ -1,0 +1,58 @@
+"""What every data set offers: lengths without decoding, the text of a sample, the pixels of one of its items."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from multimodal.values.sample_lengths import SampleLengths
+
+
+@dataclass(frozen=True, slots=True)
+class SampleText:
+    """One sample as the LLM sees it."""
+
+    token_ids: npt.NDArray[np.int64]
+    """[num_tokens]; the placeholder id stands wherever an item's output goes."""
+    labels: npt.NDArray[np.int64]
+    """[num_tokens], already shifted: `labels[i]` is the token after `i` (the last one has none and holds the pad id)."""
+    is_target: npt.NDArray[np.bool_]
+    """[num_tokens]; True where `labels[i]` counts in the loss."""
+    item_starts: tuple[tuple[int, int, int], ...]
+    """(item_index, start, num_output_tokens) of every item, `start` counting tokens from the sample's first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemPixels:
+    """One image, cut into patches."""
+
+    patches: npt.NDArray[np.float32]
+    """[num_patches, in_channels * patch_size * patch_size], in merge-window order: the merge_size x merge_size patches of
+    one output token are adjacent (Qwen2-VL's order)."""
+    grid: tuple[int, int]
+    """(rows, columns) of patches."""
+
+
+class SampleSource(Protocol):
+    """A data set addressed by index; all of it but `item` is answered from memory."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        ...
+
+    def lengths(self, index: int) -> SampleLengths:
+        """Lengths of one sample from metadata only; `sample_id` is the index, and a caller re-labels it."""
+        ...
+
+    def text(self, index: int) -> SampleText:
+        """Tokens, labels and item positions of one sample."""
+        ...
+
+    def item(self, index: int, item_index: int) -> ItemPixels:
+        """Decode one item of a sample; raises DataError when its file cannot be used."""
+        ...
+
+    def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
+        """(rows, columns) of patches of one item, from metadata only (stages past the first need positions, not pixels)."""
+        ...
