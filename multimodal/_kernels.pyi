@@ -1,0 +1,3 @@
+from collections.abc import Sequence
+
+def partition_longest_first(costs: Sequence[float], *, num_bins: int, max_items_per_bin: int) -> list[list[int]]: ...
