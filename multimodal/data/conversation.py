@@ -1,0 +1,129 @@
+"""From the ordered segments of a sample to its tokens: role markers, image placeholders, and what is trained on.
+
+A sample reads `begin`, then its turns. A turn is a run of text segments of one role: the role's marker, the texts, and for
+assistant and document turns `end`. An image is `vision_start`, one placeholder per output token, `vision_end`; inside a turn
+if the text on either side belongs to it (or no text follows), else between turns.
+
+    begin [image] user "how many?" assistant "three" end
+                                              ^^^^^  ^^^   targets
+
+Targets are the texts of assistant turns and their `end`. A sample that has only document text trains on all of it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from multimodal.data.sample_source import SampleText
+from multimodal.data.tokenizer import Tokenizer
+
+ROLES = ("user", "assistant", "document")
+_ROLES_WITH_END = ("assistant", "document")
+
+
+@dataclass(frozen=True, slots=True)
+class TextSegment:
+    """A piece of text and who says it."""
+
+    role: str
+    """One of ROLES."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ItemSegment:
+    """An image that becomes this many tokens of the LLM."""
+
+    num_output_tokens: int
+
+
+Segment = TextSegment | ItemSegment
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A tokenised sample, in the compact form that an index keeps."""
+
+    token_ids: npt.NDArray[np.int32]
+    """[num_tokens]."""
+    is_trained: npt.NDArray[np.bool_]
+    """[num_tokens]; True where this token is to be predicted."""
+    item_starts: tuple[tuple[int, int, int], ...]
+    """(item_index, start, num_output_tokens) of the items that fit."""
+    is_cut: bool
+    """Whether the sample was longer than allowed."""
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Tokens to be predicted."""
+        return int(self.is_trained.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Tokens that belong together; an item's piece has its output tokens inside."""
+
+    token_ids: list[int]
+    is_trained: bool = False
+    num_output_tokens: int = 0
+
+
+def build_conversation(segments: Sequence[Segment], *, tokenizer: Tokenizer, seq_length: int) -> Conversation:
+    """Tokenise segments, at most `seq_length` tokens of them.
+
+    A longer sample is cut at its end: inside a text, or before the first item that does not fit whole.
+    """
+    token_ids: list[int] = [tokenizer.special.begin]
+    trained: list[bool] = [False]
+    item_starts: list[tuple[int, int, int]] = []
+    is_cut = False
+    for piece in _pieces(segments, tokenizer=tokenizer):
+        room = seq_length - len(token_ids)
+        is_cut = len(piece.token_ids) > room
+        if piece.num_output_tokens and not is_cut:
+            item_starts.append((len(item_starts), len(token_ids) + 1, piece.num_output_tokens))
+        if not (piece.num_output_tokens and is_cut):
+            token_ids += piece.token_ids[:room]
+            trained += [piece.is_trained] * min(room, len(piece.token_ids))
+        if is_cut:
+            break
+    return Conversation(np.array(token_ids, dtype=np.int32), np.array(trained, dtype=np.bool_), tuple(item_starts), is_cut)
+
+
+def build_sample_text(conversation: Conversation, *, pad_id: int) -> SampleText:
+    """Shift tokens into labels; the last token has no successor, so its label is `pad_id` and never a target."""
+    token_ids = conversation.token_ids.astype(np.int64)
+    return SampleText(
+        token_ids=token_ids,
+        labels=np.append(token_ids[1:], pad_id),
+        is_target=np.append(conversation.is_trained[1:], False),
+        item_starts=conversation.item_starts,
+    )
+
+
+def _pieces(segments: Sequence[Segment], *, tokenizer: Tokenizer) -> Iterator[_Piece]:
+    special = tokenizer.special
+    roles = [segment.role for segment in segments if isinstance(segment, TextSegment)]
+    trained_role = "document" if set(roles) == {"document"} else "assistant"
+    markers = {"user": special.user, "assistant": special.assistant, "document": special.document}
+    turn: str | None = None
+    num_texts_seen = 0
+    for segment in segments:
+        next_role = roles[num_texts_seen] if num_texts_seen < len(roles) else turn
+        if turn is not None and next_role != turn:
+            if turn in _ROLES_WITH_END:
+                yield _Piece([special.end], turn == trained_role)
+            turn = None
+        if isinstance(segment, ItemSegment):
+            placeholders = [special.image] * segment.num_output_tokens
+            yield _Piece([special.vision_start, *placeholders, special.vision_end], num_output_tokens=segment.num_output_tokens)
+            continue
+        num_texts_seen += 1
+        if turn is None:
+            yield _Piece([markers[segment.role]])
+        turn = segment.role
+        yield _Piece(tokenizer.encode(segment.text), turn == trained_role)
+    if turn in _ROLES_WITH_END:
+        yield _Piece([special.end], turn == trained_role)

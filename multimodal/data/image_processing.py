@@ -1,0 +1,146 @@
+"""From an image file to patches at the image's native resolution, by Qwen2-VL's rule.
+
+The size of the result follows from (width, height) alone, so token counts are known before any pixel is decoded.
+Pixels are resized bicubically and normalised to [-1, 1] by (x / 255 - 0.5) / 0.5. A transparent image is laid on white;
+an animation contributes its first frame; an EXIF orientation is not applied.
+"""
+
+import math
+import os
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from multimodal.data.sample_source import ItemPixels
+from multimodal.values.errors import DataError
+from multimodal.values.model_graph import ImageInput
+
+MAX_ASPECT_RATIO = 200
+"""The longest image (long side / short side) that Qwen2-VL's rule accepts."""
+
+
+def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """Return the (height, width) to which an image is resized, as Qwen2-VL does (`smart_resize` in its image processor).
+
+    Both become multiples of `factor` = patch_size x merge_size, the area lies within [min_pixels, max_pixels] and the aspect
+    ratio changes as little as that allows. The bounds give way only where multiples of `factor` cannot meet them: a side is
+    never shorter than `factor`, and sizes enlarged to min_pixels are rounded up.
+
+    Raises DataError for a side below 1 and for an aspect ratio above 200.
+    """
+    if min(height, width) < 1:
+        raise DataError(f"an image of {width}x{height} pixels has no area; replace it")
+    if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
+        raise DataError(
+            f"an image of {width}x{height} pixels is more than {MAX_ASPECT_RATIO} times longer than it is thick; "
+            "crop it or cut it into several images"
+        )
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if new_height * new_width > max_pixels:
+        shrink = math.sqrt(height * width / max_pixels)
+        new_height = max(factor, math.floor(height / shrink / factor) * factor)
+        new_width = max(factor, math.floor(width / shrink / factor) * factor)
+    elif new_height * new_width < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        new_height = math.ceil(height * grow / factor) * factor
+        new_width = math.ceil(width * grow / factor) * factor
+    return new_height, new_width
+
+
+def image_grid(*, width: int, height: int, image_input: ImageInput) -> tuple[int, int]:
+    """Return the (rows, columns) of patches of an image of this size; both are multiples of merge_size.
+
+    Raises DataError when the size breaks `smart_resize`'s rule.
+    """
+    new_height, new_width = smart_resize(
+        height,
+        width,
+        factor=image_input.patch_size * image_input.merge_size,
+        min_pixels=image_input.min_pixels,
+        max_pixels=image_input.max_pixels,
+    )
+    return new_height // image_input.patch_size, new_width // image_input.patch_size
+
+
+def image_to_patches(image: Image.Image, *, image_input: ImageInput) -> ItemPixels:
+    """Resize, normalise and cut one decoded image, as RGB if in_channels is 3 and grey if it is 1.
+
+    Raises DataError when its size breaks `smart_resize`'s rule.
+    """
+    rows, columns = grid = image_grid(width=image.width, height=image.height, image_input=image_input)
+    size = (columns * image_input.patch_size, rows * image_input.patch_size)
+    image = _convert(image, in_channels=image_input.in_channels)
+    if image.size != size:
+        image = image.resize(size, Image.Resampling.BICUBIC)
+    pixels = np.asarray(image, dtype=np.float32).reshape(size[1], size[0], image_input.in_channels)
+    normalised = (pixels / np.float32(255) - np.float32(0.5)) / np.float32(0.5)
+    return ItemPixels(cut_patches(normalised, patch_size=image_input.patch_size, merge_size=image_input.merge_size), grid)
+
+
+def cut_patches(pixels: npt.NDArray[np.float32], *, patch_size: int, merge_size: int) -> npt.NDArray[np.float32]:
+    """Cut [height, width, channels] into [num_patches, channels * patch_size * patch_size], in merge-window order.
+
+    Windows of merge_size x merge_size patches follow each other row by row, and so do the patches inside a window; a patch
+    lists its first channel's rows, then its second's. Both sides must be multiples of patch_size x merge_size.
+    """
+    height, width, channels = pixels.shape
+    factor = patch_size * merge_size
+    windows = pixels.reshape(height // factor, merge_size, patch_size, width // factor, merge_size, patch_size, channels)
+    ordered = windows.transpose(0, 3, 1, 4, 6, 2, 5)
+    return np.ascontiguousarray(ordered.reshape(-1, channels * patch_size * patch_size))
+
+
+def patch_positions(grid: tuple[int, int], *, merge_size: int) -> npt.NDArray[np.int64]:
+    """Return [num_patches, 2]: the (row, column) of each patch of a grid, in merge-window order."""
+    rows, columns = np.meshgrid(np.arange(grid[0]), np.arange(grid[1]), indexing="ij")
+    windows = np.stack((rows, columns), axis=-1).reshape(grid[0] // merge_size, merge_size, grid[1] // merge_size, merge_size, 2)
+    return windows.transpose(0, 2, 1, 3, 4).reshape(-1, 2).astype(np.int64, copy=False)
+
+
+def read_image_size(path: str, *, where: str) -> tuple[int, int]:
+    """Return (width, height) from the file's header; raises DataError naming the file and `where` it is asked for."""
+    try:
+        with Image.open(path) as image:
+            return image.size
+    except Exception as problem:  # the decoders of damaged files raise errors of every kind
+        raise _unreadable(path, where=where, problem=problem) from problem
+
+
+def read_image(path: str, *, size: tuple[int, int], image_input: ImageInput, where: str) -> ItemPixels:
+    """Decode an image file into patches.
+
+    `size` is the (width, height) that the lengths were computed from, `where` names the sample and its line in errors.
+    Raises DataError when the file is missing, damaged, no image, of another size, or has 32-bit pixels.
+    """
+    try:
+        with Image.open(path) as image:
+            image.load()
+    except Exception as problem:  # as above
+        raise _unreadable(path, where=where, problem=problem) from problem
+    if image.size != size:
+        raise DataError(
+            f"{where}: {path} is {image.width}x{image.height} pixels but the manifest says {size[0]}x{size[1]}; "
+            "correct width and height there, or replace the file"
+        )
+    if image.mode in ("I", "F"):
+        raise DataError(
+            f"{where}: {path} has 32-bit pixels (mode {image.mode}) of unknown range; convert it to 8 or 16 bits a channel"
+        )
+    return image_to_patches(image, image_input=image_input)
+
+
+def _unreadable(path: str, *, where: str, problem: Exception) -> DataError:
+    if not os.path.isfile(path):
+        return DataError(f"{where}: {path} does not exist; restore the file or remove that line")
+    reason = " ".join(str(problem).split()) or type(problem).__name__
+    return DataError(f"{where}: {path} cannot be decoded as an image ({reason}); replace the file or remove that line")
+
+
+def _convert(image: Image.Image, *, in_channels: int) -> Image.Image:
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    elif image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image.convert("L" if in_channels == 1 else "RGB")

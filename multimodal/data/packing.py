@@ -1,0 +1,101 @@
+"""Atoms into microbatches: variable-length sequences laid end to end, without padding."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from multimodal.data.image_processing import patch_positions
+from multimodal.data.sample_source import SampleSource
+from multimodal.values.assignment import Atom
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderMicrobatch:
+    """Items packed for an encoder, in the order of their atoms."""
+
+    patches: torch.Tensor | None
+    """[num_tokens, patch_dim], float32, merge-window order; None where only positions were asked for."""
+    positions: torch.Tensor
+    """[num_tokens, 2], int64: (row, column) of each patch in its image."""
+    cu_seqlens: torch.Tensor
+    """[num_items + 1], int32: where each item begins among the patches, and the total."""
+    output_spans: Mapping[Atom, tuple[int, int]]
+    """Atom -> (start, length) among the packed output tokens of the projector."""
+
+
+@dataclass(frozen=True, slots=True)
+class LanguageMicrobatch:
+    """Samples packed for the LLM, in the order of their atoms."""
+
+    token_ids: torch.Tensor
+    """[num_tokens], int64, with placeholder ids in the items' spans."""
+    position_ids: torch.Tensor
+    """[num_tokens], int64, from 0 in each sample."""
+    cu_seqlens: torch.Tensor
+    """[num_samples + 1], int32."""
+    labels: torch.Tensor
+    """[num_tokens], int64, already shifted."""
+    is_target: torch.Tensor
+    """[num_tokens], bool: which labels count in the loss."""
+    item_spans: Mapping[Atom, tuple[int, int]]
+    """Atom of each item -> (start, length) among the packed tokens."""
+    sample_ids: tuple[int, ...]
+
+
+def pack_encoder_microbatch(
+    atoms: Sequence[Atom],
+    *,
+    source: SampleSource,
+    index_of_sample: Mapping[int, int],
+    merge_size: int,
+    with_pixels: bool,
+) -> EncoderMicrobatch:
+    """Pack items for an encoder, decoding them only `with_pixels` (first stages need them, later ones positions alone).
+
+    atoms: at least one; index_of_sample: sample id -> index in `source`. Raises DataError when an item cannot be decoded.
+    """
+    places = [(index_of_sample[atom.sample_id], atom.item_index) for atom in atoms]
+    grids = [source.item_grid(*place) for place in places]
+    positions = np.concatenate([patch_positions(grid, merge_size=merge_size) for grid in grids])
+    starts = _starts([rows * columns for rows, columns in grids])
+    output_starts = starts // merge_size**2
+    spans = zip(output_starts[:-1].tolist(), np.diff(output_starts).tolist(), strict=True)
+    return EncoderMicrobatch(
+        patches=torch.from_numpy(np.concatenate([source.item(*place).patches for place in places])) if with_pixels else None,
+        positions=torch.from_numpy(positions),
+        cu_seqlens=torch.from_numpy(starts),
+        output_spans=dict(zip(atoms, spans, strict=True)),
+    )
+
+
+def pack_language_microbatch(
+    atoms: Sequence[Atom], *, source: SampleSource, index_of_sample: Mapping[int, int]
+) -> LanguageMicrobatch:
+    """Pack whole samples for the LLM.
+
+    atoms: at least one; index_of_sample: sample id -> index in `source`.
+    """
+    sample_ids = tuple(atom.sample_id for atom in atoms)
+    texts = [source.text(index_of_sample[sample_id]) for sample_id in sample_ids]
+    starts = _starts([len(text.token_ids) for text in texts])
+    item_spans = {
+        Atom(sample_id, item_index): (int(sample_start) + start, length)
+        for sample_id, text, sample_start in zip(sample_ids, texts, starts[:-1], strict=True)
+        for item_index, start, length in text.item_starts
+    }
+    return LanguageMicrobatch(
+        token_ids=torch.from_numpy(np.concatenate([text.token_ids for text in texts])),
+        position_ids=torch.from_numpy(np.concatenate([np.arange(len(text.token_ids)) for text in texts])),
+        cu_seqlens=torch.from_numpy(starts),
+        labels=torch.from_numpy(np.concatenate([text.labels for text in texts])),
+        is_target=torch.from_numpy(np.concatenate([text.is_target for text in texts])),
+        item_spans=item_spans,
+        sample_ids=sample_ids,
+    )
+
+
+def _starts(lengths: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """Where each of several runs begins when laid end to end, and the total; int32, as attention kernels expect."""
+    return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)

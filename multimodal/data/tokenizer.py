@@ -1,0 +1,147 @@
+"""Text to token ids and back, with the special tokens that a conversation with images needs."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from multimodal.values.errors import ConfigError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """Ids of the tokens that no text can contain."""
+
+    pad: int
+    begin: int
+    end: int
+    user: int
+    assistant: int
+    document: int
+    vision_start: int
+    vision_end: int
+    image: int
+    """The placeholder: one for each output token of an image."""
+
+
+class Tokenizer(Protocol):
+    """What the data sets ask of a tokenizer."""
+
+    special: SpecialTokens
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text; never a special one, whatever the text says."""
+        ...
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The text of ids; special tokens are left out."""
+        ...
+
+
+class ByteTokenizer:
+    """One token per UTF-8 byte (ids 0 to 255), then the special tokens."""
+
+    special = SpecialTokens(*range(256, 256 + len(fields(SpecialTokens))))
+
+    @property
+    def vocab_size(self) -> int:
+        """256 bytes and the special tokens."""
+        return 256 + len(fields(SpecialTokens))
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of the text; a lone surrogate, which UTF-8 cannot hold, becomes '?'."""
+        return list(text.encode(errors="replace"))
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The text of the ids; bytes that are no UTF-8 become the replacement character."""
+        return bytes(token for token in token_ids if token < 256).decode(errors="replace")
+
+
+_SPELLINGS: dict[str, tuple[str, ...]] = {
+    "pad": ("<|pad|>", "<pad>", "[PAD]", "<|endoftext|>"),
+    "begin": ("<|begin_of_text|>", "<s>", "<bos>", "<|im_start|>", "<|endoftext|>"),
+    "end": ("<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|endoftext|>"),
+    "user": ("<|user|>",),
+    "assistant": ("<|assistant|>",),
+    "document": ("<|document|>",),
+    "vision_start": ("<|vision_start|>",),
+    "vision_end": ("<|vision_end|>",),
+    "image": ("<|image_pad|>", "<image>"),
+}
+"""Spellings under which known vocabularies hold a special token, the first being the one that is added to others."""
+
+
+class HuggingFaceTokenizer:
+    """A local tokenizer.json, read by the `tokenizers` package; special tokens it lacks are added behind its vocabulary."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Load `path`, a tokenizer.json or the folder that holds one; raises ConfigError when that is impossible."""
+        self._tokenizer = _load(Path(path))
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        chosen = {
+            name: next((spelling for spelling in spellings if spelling in vocabulary), spellings[0])
+            for name, spellings in _SPELLINGS.items()
+        }
+        self._tokenizer.add_special_tokens(list(chosen.values()))
+        self._tokenizer.encode_special_tokens = True  # "<|user|>" inside a text is text
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.special = SpecialTokens(**{name: vocabulary[spelling] for name, spelling in chosen.items()})
+        self._vocab_size = max(vocabulary.values()) + 1
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id, added tokens included."""
+        return self._vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without the begin and end tokens that the file's post-processor may add."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The text of ids; special tokens are left out."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+def build_tokenizer(tokenizer_type: str, tokenizer_model: str | Path | None = None) -> Tokenizer:
+    """Build the tokenizer that `--tokenizer-type` and `--tokenizer-model` name.
+
+    Raises ConfigError for an unknown type, a file that is missing or unreadable, and a file that would be ignored.
+    """
+    if tokenizer_type == "ByteTokenizer":
+        if tokenizer_model is not None:
+            raise ConfigError(
+                f"--tokenizer-model {tokenizer_model} would be ignored: ByteTokenizer reads no file; "
+                "remove it or set --tokenizer-type HuggingFaceTokenizer"
+            )
+        return ByteTokenizer()
+    if tokenizer_type == "HuggingFaceTokenizer":
+        if tokenizer_model is None:
+            raise ConfigError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model: the path of a tokenizer.json")
+        return HuggingFaceTokenizer(tokenizer_model)
+    raise ConfigError(f"--tokenizer-type {tokenizer_type}: no such type; use ByteTokenizer or HuggingFaceTokenizer")
+
+
+def _load(path: Path) -> "tokenizers.Tokenizer":
+    try:
+        import tokenizers
+    except ImportError as problem:
+        raise ConfigError(
+            "HuggingFaceTokenizer needs the package 'tokenizers'; install it with: pip install braid[tokenizers]"
+        ) from problem
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(
+            f"{file}: no such file; give --tokenizer-model the path of a local tokenizer.json (nothing is downloaded)"
+        )
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as problem:  # the package raises bare Exception
+        raise ConfigError(f"{file}: not a tokenizer.json that 'tokenizers' can read ({problem}); give another file") from problem
