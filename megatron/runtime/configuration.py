@@ -1,0 +1,219 @@
+"""What a run is told: one frozen dataclass per group of flags; each field's docstring is the flag's help.
+
+A field `eval_iters` is the flag `--eval-iters`; a boolean that is on by default is the flag that turns it off
+(`load_optim` is `--no-load-optim`). What may be combined with what is decided in `cross_checks.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from multimodal.plan.unit_sizes import UnitSizes
+
+AT_LEAST_ONE: Mapping[str, Any] = MappingProxyType({"minimum": 1})
+AT_LEAST_ZERO: Mapping[str, Any] = MappingProxyType({"minimum": 0})
+INPUT_PATH: Mapping[str, Any] = MappingProxyType({"input_path": True})
+"""Inside a configuration file, such a path is looked up beside that file first."""
+PER_UNIT: Mapping[str, Any] = MappingProxyType({"per_unit": True})
+"""Filled from the flags that carry a unit's name; has no flag of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What is trained."""
+
+    model: Path = field(metadata={**INPUT_PATH, "metavar": "FILE.yaml"})
+    """The model graph: its units, their shapes, and the edges between them."""
+    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    """Whose transformer layers to use; transformer_engine needs that package and CUDA."""
+    freeze: tuple[str, ...] = field(default=(), metadata={"metavar": "UNIT"})
+    """Units whose module is not trained (an encoder's projector still is)."""
+    freeze_projector: tuple[str, ...] = field(default=(), metadata={"metavar": "UNIT"})
+    """Encoders whose projector is not trained."""
+    make_vocab_size_divisible_by: int = field(default=128, metadata=AT_LEAST_ONE)
+    """The vocabulary is padded to a multiple of this times the LLM's tensor parallel size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelismConfig:
+    """Where the units run: by default each on ranks of its own, encoders first, then the LLM."""
+
+    units: Mapping[str, UnitSizes] = field(default_factory=dict, metadata=PER_UNIT)
+    """Sizes of every unit of the model."""
+    sequence_parallel: bool = False
+    """Shard norms and dropout over the tensor parallel ranks; needs a unit with tensor parallel size above 1."""
+    colocate_units: bool = False
+    """All units share all ranks, each with dp = processes / (tp x cp x pp). Chosen by itself when there is one process."""
+    plan: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "FILE.yaml"})
+    """A whole plan (unit, replicas, stages, ranks, layers) instead of the size flags."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How long, in which batches, in which order and precision."""
+
+    micro_batch_size: int = field(default=1, metadata=AT_LEAST_ONE)
+    """Samples in one microbatch of the LLM."""
+    encoder_micro_batch_sizes: Mapping[str, int] = field(default_factory=dict, metadata=PER_UNIT)
+    """Items in one microbatch of an encoder; an encoder that is not named follows the LLM's microbatches."""
+    global_batch_size: int = field(metadata=AT_LEAST_ONE)
+    """Samples in one optimizer step, over all replicas."""
+    train_iters: int = field(metadata=AT_LEAST_ONE)
+    """Optimizer steps in all, those before a resumption included."""
+    exit_interval: int | None = field(default=None, metadata=AT_LEAST_ONE)
+    """Stop after the next step that this divides."""
+    seed: int = field(default=1234, metadata=AT_LEAST_ZERO)
+    """Seed of weights, data order and dropout."""
+    dtype: Literal["float32", "bfloat16", "float64"] = field(
+        default="float32", metadata={"shorthand": ("bf16", "bfloat16", "float32")}
+    )
+    """Precision of weights and activations: bfloat16 keeps float32 main weights and gradients, float64 is for exact checks."""
+    recompute_granularity: Literal["selective", "full"] | None = field(
+        default=None, metadata={"shorthand": ("recompute_activations", "selective", None)}
+    )
+    """Recompute in the backward instead of storing: the attention core (selective) or whole layers (full)."""
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    """Order of forwards and backwards on every rank."""
+    balancer: Literal["in-order", "longest-first"] = "in-order"
+    """How samples and items are distributed over replicas and microbatches."""
+    distributed_backend: Literal["nccl", "gloo"] | None = None
+    """Communication library; by default nccl where CUDA is present, else gloo."""
+    distributed_timeout_minutes: float = field(default=10.0, metadata={"above": 0})
+    """How long a rank waits for its peers before the run ends with an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """AdamW and its learning rate, under Megatron's names."""
+
+    lr: float = field(metadata={"above": 0})
+    """Highest learning rate."""
+    min_lr: float = field(default=0.0, metadata=AT_LEAST_ZERO)
+    """Learning rate that the decay ends at."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    """How the learning rate falls after the warm-up."""
+    lr_decay_iters: int | None = field(default=None, metadata=AT_LEAST_ONE)
+    """Step at which the decay ends; by default --train-iters."""
+    lr_warmup_iters: int = field(default=0, metadata=AT_LEAST_ZERO)
+    """Steps in which the learning rate rises linearly."""
+    lr_warmup_fraction: float | None = field(default=None, metadata={"minimum": 0, "below": 1})
+    """The same, as a fraction of --lr-decay-iters."""
+    lr_warmup_init: float = field(default=0.0, metadata=AT_LEAST_ZERO)
+    """Learning rate that the warm-up starts at."""
+    lr_wsd_decay_iters: int | None = field(default=None, metadata=AT_LEAST_ONE)
+    """WSD: steps of the final annealing."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """WSD: how the learning rate falls in the final annealing."""
+    weight_decay: float = field(default=0.01, metadata=AT_LEAST_ZERO)
+    """AdamW's decoupled weight decay."""
+    adam_beta1: float = field(default=0.9, metadata={"minimum": 0, "below": 1})
+    """Decay of the running mean of gradients."""
+    adam_beta2: float = field(default=0.999, metadata={"minimum": 0, "below": 1})
+    """Decay of the running mean of squared gradients."""
+    adam_eps: float = field(default=1e-8, metadata={"above": 0})
+    """Added to the denominator of the update."""
+    clip_grad: float = field(default=1.0, metadata=AT_LEAST_ZERO)
+    """Largest global gradient norm, over all units; 0 does not clip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is trained on."""
+
+    data_path: str = field(metadata={**INPUT_PATH, "metavar": "MANIFEST.jsonl|digits"})
+    """A manifest with one sample per line, or the word digits: handwritten digits that are composed on the fly."""
+    tokenizer_type: Literal["ByteTokenizer", "HuggingFaceTokenizer"] = "ByteTokenizer"
+    """How text becomes tokens."""
+    tokenizer_model: str | None = field(default=None, metadata={**INPUT_PATH, "metavar": "PATH"})
+    """HuggingFaceTokenizer: its tokenizer.json, or the folder that holds it."""
+    seq_length: int = field(default=4096, metadata=AT_LEAST_ONE)
+    """Most LLM tokens (text and images) that one sample may have."""
+    split: str = field(default="969,30,1", metadata={"metavar": "TRAIN,VALID,TEST"})
+    """Proportions of training, validation and test samples."""
+    num_workers: int = field(default=2, metadata=AT_LEAST_ZERO)
+    """Processes per rank that load and decode ahead; 0 loads in the training process."""
+    digits_samples: int | None = field(default=None, metadata=AT_LEAST_ONE)
+    """--data-path digits: number of training samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """How the model is judged on held-out samples."""
+
+    eval_interval: int | None = field(default=None, metadata=AT_LEAST_ONE)
+    """Steps between evaluations; by default only after the last step."""
+    eval_iters: int = field(default=0, metadata=AT_LEAST_ZERO)
+    """Global batches per evaluation; 0 does not evaluate."""
+    eval_blank_images: bool = False
+    """Also evaluate with blank images, to see whether the model uses them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is kept, and what is resumed."""
+
+    save: Path | None = field(default=None, metadata={"metavar": "DIR"})
+    """Folder for checkpoints; one is written at the end."""
+    save_interval: int | None = field(default=None, metadata=AT_LEAST_ONE)
+    """Steps between checkpoints; by default only at the end."""
+    keep_last_checkpoints: int = field(default=2, metadata=AT_LEAST_ONE)
+    """Newest checkpoints that are kept."""
+    load: Path | None = field(default=None, metadata={"metavar": "DIR"})
+    """Folder whose newest complete checkpoint is resumed, under any plan."""
+    load_optim: bool = True
+    """Start with a fresh optimizer."""
+    load_rng: bool = True
+    """Start with fresh random generators."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """What is reported, and where."""
+
+    log_interval: int = field(default=10, metadata=AT_LEAST_ONE)
+    """Steps between lines of the log."""
+    tensorboard_dir: Path | None = field(default=None, metadata={"metavar": "DIR"})
+    """Folder for TensorBoard."""
+    log_json: Path | None = field(default=None, metadata={"metavar": "FILE.jsonl"})
+    """File that gets one JSON object per step: step, loss, grad_norm, num_target_tokens, step_seconds, ..."""
+    report_dir: Path | None = field(default=None, metadata={"metavar": "DIR"})
+    """Folder for the pictures: loss curve and measured pipeline timeline."""
+    timeline_interval: int | None = field(default=None, metadata=AT_LEAST_ONE)
+    """Steps between drawn timelines; by default only the last step's."""
+    peak_tflops: float | None = field(default=None, metadata={"above": 0})
+    """Peak TFLOP/s of one device, for the model FLOPs utilisation (MFU)."""
+    progress_bar: bool = True
+    """Print plain lines instead of a progress bar."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that a run is told."""
+
+    model: ModelConfig
+    parallelism: ParallelismConfig
+    training: TrainingConfig
+    optimizer: OptimizerSettings
+    data: DataConfig
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    given: frozenset[str] = frozenset()
+    """Names of the fields that were given rather than left at their default; a unit's as `vision.tensor_parallel_size`."""
+
+
+GROUPS: Mapping[str, type] = MappingProxyType(
+    {
+        "model": ModelConfig,
+        "parallelism": ParallelismConfig,
+        "training": TrainingConfig,
+        "optimizer": OptimizerSettings,
+        "data": DataConfig,
+        "evaluation": EvaluationConfig,
+        "checkpoint": CheckpointConfig,
+        "logging": LoggingConfig,
+    }
+)
+"""The groups of flags, by their field of `RunConfig`."""

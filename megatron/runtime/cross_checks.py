@@ -1,0 +1,224 @@
+"""What may be combined with what: every rule about two or more flags, in tables of (condition, message)."""
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from megatron.runtime.configuration import GROUPS, RunConfig
+from megatron.runtime.field_flags import field_flags
+from megatron.runtime.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLINGS
+from multimodal.values.backward_need import unit_is_trainable
+from multimodal.values.errors import ConfigError
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+
+
+class IgnoredFlag(NamedTuple):
+    """A flag that has no effect under some condition."""
+
+    name: str
+    """The field's name."""
+    because_of: tuple[str, ...]
+    """Fields that decide it. When one of them was given on the command line, the flag of a configuration file just yields."""
+    is_ignored: Callable[[RunConfig], bool]
+    reason: str
+
+
+class Rule(NamedTuple):
+    """A combination that cannot be run."""
+
+    is_broken: Callable[[RunConfig], bool]
+    message: str
+    """A format string over `c`, the configuration."""
+
+
+_NO_DECAY = "--lr-decay-style constant never lowers the learning rate; choose another style or leave it out"
+_NO_WSD = "it belongs to --lr-decay-style WSD; choose that style or leave it out"
+_NO_EVALUATION = "nothing is evaluated; add --eval-iters N or leave it out"
+_NO_SAVE = "no checkpoint is written; add --save DIR or leave it out"
+_NO_LOAD = "no checkpoint is resumed; add --load DIR or leave it out"
+_STYLE, _EVALUATION = ("lr_decay_style",), ("eval_iters",)
+
+IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
+    IgnoredFlag("min_lr", _STYLE, lambda c: c.optimizer.lr_decay_style == "constant", _NO_DECAY),
+    IgnoredFlag("lr_decay_iters", _STYLE, lambda c: c.optimizer.lr_decay_style == "constant", _NO_DECAY),
+    IgnoredFlag("lr_wsd_decay_iters", _STYLE, lambda c: c.optimizer.lr_decay_style != "WSD", _NO_WSD),
+    IgnoredFlag("lr_wsd_decay_style", _STYLE, lambda c: c.optimizer.lr_decay_style != "WSD", _NO_WSD),
+    IgnoredFlag(
+        "lr_warmup_init",
+        ("lr_warmup_iters", "lr_warmup_fraction"),
+        lambda c: not c.optimizer.lr_warmup_iters and not c.optimizer.lr_warmup_fraction,
+        "there is no warm-up; add --lr-warmup-iters N or leave it out",
+    ),
+    IgnoredFlag(
+        "tokenizer_model",
+        ("tokenizer_type",),
+        lambda c: c.data.tokenizer_type == "ByteTokenizer",
+        "a ByteTokenizer needs no file; add --tokenizer-type HuggingFaceTokenizer or leave it out",
+    ),
+    IgnoredFlag(
+        "digits_samples",
+        ("data_path",),
+        lambda c: c.data.data_path != "digits",
+        "the samples come from a manifest; use --data-path digits or leave it out",
+    ),
+    IgnoredFlag("eval_interval", _EVALUATION, lambda c: not c.evaluation.eval_iters, _NO_EVALUATION),
+    IgnoredFlag(
+        "eval_blank_images",
+        _EVALUATION,
+        lambda c: c.evaluation.eval_blank_images and not c.evaluation.eval_iters,
+        _NO_EVALUATION,
+    ),
+    IgnoredFlag("save_interval", ("save",), lambda c: c.checkpoint.save is None, _NO_SAVE),
+    IgnoredFlag("keep_last_checkpoints", ("save",), lambda c: c.checkpoint.save is None, _NO_SAVE),
+    IgnoredFlag("load_optim", ("load",), lambda c: not c.checkpoint.load_optim and c.checkpoint.load is None, _NO_LOAD),
+    IgnoredFlag("load_rng", ("load",), lambda c: not c.checkpoint.load_rng and c.checkpoint.load is None, _NO_LOAD),
+    IgnoredFlag(
+        "timeline_interval",
+        ("report_dir",),
+        lambda c: c.logging.report_dir is None,
+        "timelines are drawn into the report; add --report-dir DIR or leave it out",
+    ),
+    IgnoredFlag(
+        "colocate_units",
+        ("model",),
+        lambda c: c.parallelism.colocate_units and len(c.parallelism.units) == 1,
+        "the model has one unit, which has nobody to share ranks with; leave it out",
+    ),
+)
+
+EXCLUSIVE_FLAGS: tuple[tuple[str, str, str], ...] = (
+    ("lr_warmup_iters", "lr_warmup_fraction", "both set the length of the warm-up"),
+    ("plan", "colocate_units", "a plan already says which ranks each unit has"),
+)
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda c: c.training.micro_batch_size > c.training.global_batch_size,
+        "--micro-batch-size {c.training.micro_batch_size} is larger than --global-batch-size {c.training.global_batch_size}; "
+        "lower the former or raise the latter",
+    ),
+    Rule(
+        lambda c: c.optimizer.min_lr > c.optimizer.lr,
+        "--min-lr {c.optimizer.min_lr} is above --lr {c.optimizer.lr}; lower it",
+    ),
+    Rule(
+        lambda c: c.optimizer.lr_warmup_init > c.optimizer.lr,
+        "--lr-warmup-init {c.optimizer.lr_warmup_init} is above --lr {c.optimizer.lr}; lower it",
+    ),
+    Rule(
+        lambda c: c.optimizer.lr_warmup_iters >= (c.optimizer.lr_decay_iters or c.training.train_iters),
+        "--lr-warmup-iters {c.optimizer.lr_warmup_iters} leaves no step for the decay, which ends at --lr-decay-iters "
+        "(by default --train-iters {c.training.train_iters}); lower the former or raise the latter",
+    ),
+    Rule(
+        lambda c: c.optimizer.lr_decay_style == "WSD" and c.optimizer.lr_wsd_decay_iters is None,
+        "--lr-decay-style WSD needs the length of its final annealing; add --lr-wsd-decay-iters N",
+    ),
+    Rule(
+        lambda c: (c.optimizer.lr_wsd_decay_iters or 0) > (c.optimizer.lr_decay_iters or c.training.train_iters),
+        "--lr-wsd-decay-iters {c.optimizer.lr_wsd_decay_iters} is longer than the whole decay, which ends at --lr-decay-iters "
+        "(by default --train-iters {c.training.train_iters}); lower it",
+    ),
+    Rule(
+        lambda c: c.data.tokenizer_type == "HuggingFaceTokenizer" and c.data.tokenizer_model is None,
+        "--tokenizer-type HuggingFaceTokenizer needs its file; add --tokenizer-model PATH",
+    ),
+    Rule(
+        lambda c: not _is_split(c.data.split),
+        "--split {c.data.split!r} must be three proportions of which the first is above 0, such as 969,30,1",
+    ),
+    Rule(
+        lambda c: c.model.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None,
+        "--transformer-impl transformer_engine: Transformer Engine is not installed; install it or use --transformer-impl local",
+    ),
+    Rule(
+        lambda c: c.model.transformer_impl == "transformer_engine" and c.training.dtype == "float64",
+        "--transformer-impl transformer_engine has no float64; use --transformer-impl local for exact checks",
+    ),
+)
+
+
+def drop_overruled(values: Mapping[str, Any], *, overruled: Callable[[str, str], bool], units: tuple[str, ...]) -> dict[str, Any]:
+    """Of two flags that exclude each other, drop the one that the command line overrules.
+
+    values: destination -> value; overruled(a, b): whether a stems from a file and b from the command line.
+    Raises ConfigError when both were given in the same place.
+    """
+    kept = dict(values)
+    sizes = [(f"{unit}.{size}", "plan", "a plan already has every unit's sizes") for unit in units for size in SIZE_SPELLINGS]
+    for first, second, reason in (*EXCLUSIVE_FLAGS, *sizes):
+        if kept.get(first) in (None, False) or kept.get(second) in (None, False):
+            continue
+        if overruled(first, second):
+            del kept[first]
+        elif overruled(second, first):
+            del kept[second]
+        else:
+            raise ConfigError(f"{shown_flag(first)} and {shown_flag(second)} exclude each other: {reason}; keep one")
+    for replicas in [f"{unit}.data_parallel_size" for unit in units]:
+        if kept.get("colocate_units") and overruled(replicas, "colocate_units"):
+            kept.pop(replicas, None)
+    return kept
+
+
+def ignored_flags(config: RunConfig) -> tuple[IgnoredFlag, ...]:
+    """List the flags that were given but have no effect."""
+    return tuple(row for row in IGNORED_FLAGS if row.name in config.given and row.is_ignored(config))
+
+
+def check_config(config: RunConfig, *, graph: ModelGraph) -> None:
+    """Check bounds and combinations of a whole configuration; raises ConfigError for the first rule that is broken.
+
+    graph: the model with its units frozen as the configuration says.
+    """
+    for row in ignored_flags(config):
+        raise ConfigError(f"{shown_flag(row.name)} would be ignored: {row.reason}")
+    for name, group in GROUPS.items():
+        for flag in field_flags(group):
+            value = getattr(getattr(config, name), flag.name)
+            if flag.bounds() and value is not None and not flag.allows(value):
+                raise ConfigError(f"{flag.flag} must be {flag.bounds()}, found {value}")
+    for unit, sizes in config.parallelism.units.items():
+        if sizes.context_parallel_size != 1:
+            flag_name = shown_flag(f"{unit}.context_parallel_size")
+            raise ConfigError(f"{flag_name} {sizes.context_parallel_size} is not available yet; leave it at 1")
+    for rule in RULES:
+        if rule.is_broken(config):
+            raise ConfigError(rule.message.format(c=config))
+    if not any(unit_is_trainable(graph, name) for name in graph.unit_names):
+        raise ConfigError("every unit is frozen, so nothing would be trained; leave a --freeze or --freeze-projector out")
+
+
+def check_plan(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> None:
+    """Check what depends on the parallel sizes; raises ConfigError."""
+    if config.parallelism.sequence_parallel and all(unit.tensor_parallel_size == 1 for unit in plan.units.values()):
+        raise ConfigError(
+            "--sequence-parallel would be ignored: every unit's tensor parallel size is 1; raise one (such as "
+            "--tensor-model-parallel-size 2) or leave it out"
+        )
+    num_replicas = plan.units[graph.backbone.name].data_parallel_size
+    if config.training.global_batch_size < num_replicas:
+        raise ConfigError(
+            f"--global-batch-size {config.training.global_batch_size} leaves some of the {num_replicas} replicas of unit "
+            f"'{graph.backbone.name}' without a sample; raise it to at least {num_replicas}, or lower --{LLM}-data-parallel-size"
+        )
+
+
+def shown_flag(name: str) -> str:
+    """How messages spell the flag of a field, or of a unit's field."""
+    for group in GROUPS.values():
+        for flag in field_flags(group):
+            if flag.name == name:
+                return flag.flag
+    unit, size = name.split(".")
+    ending = "micro-batch-size" if size == MICRO_BATCH_SIZE else SIZE_SPELLINGS[size][0]
+    return f"--{unit.replace('_', '-')}-{ending}"
+
+
+def _is_split(text: str) -> bool:
+    try:
+        proportions = [float(part) for part in text.split(",")]
+    except ValueError:
+        return False
+    return len(proportions) == 3 and all(0 <= part < float("inf") for part in proportions) and proportions[0] > 0

@@ -1,0 +1,136 @@
+"""From a configuration dataclass to its flags: name, value type, bounds and help of every field."""
+
+import argparse
+import ast
+import inspect
+import math
+import textwrap
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, fields
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldFlag:
+    """One field of a configuration dataclass, as the flag it becomes."""
+
+    name: str
+    """The field's name, which is also the flag's destination."""
+    flag: str
+    """The documented spelling."""
+    opposite: str | None = None
+    """Booleans: the spelling that sets the default again, for overruling a configuration file."""
+    parse: Callable[[str], Any] | None = None
+    """From the text of one value; None for booleans."""
+    metavar: str = ""
+    choices: tuple[str, ...] = ()
+    is_list: bool = False
+    is_required: bool = False
+    default: Any = None
+    help: str = ""
+    shorthand: tuple[str, Any, Any] | None = None
+    """A boolean flag that sets this field to one value, and its opposite to another: (name, value, opposite value)."""
+    minimum: float | None = None
+    above: float | None = None
+    below: float | None = None
+    is_input_path: bool = False
+
+    def bounds(self) -> str:
+        """Say the allowed range in words; empty when every number will do."""
+        parts = [("at least", self.minimum), ("above", self.above), ("below", self.below)]
+        return " and ".join(f"{word} {bound:g}" for word, bound in parts if bound is not None)
+
+    def allows(self, number: float) -> bool:
+        """Whether a number lies in the allowed range."""
+        return (
+            (self.minimum is None or number >= self.minimum)
+            and (self.above is None or number > self.above)
+            and (self.below is None or number < self.below)
+        )
+
+
+@cache
+def field_flags(group: type) -> tuple[FieldFlag, ...]:
+    """List the flags of a configuration dataclass, in the order of its fields; fields filled per unit have none."""
+    hints = get_type_hints(group)
+    helps = field_docstrings(group)
+    return tuple(_field_flag(f, hints[f.name], helps[f.name]) for f in fields(group) if not f.metadata.get("per_unit"))
+
+
+@cache
+def field_docstrings(group: type) -> dict[str, str]:
+    """Read the string literal under each field of a dataclass, on one line."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(group))).body
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for statement, following in zip(body.body, body.body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and isinstance(following, ast.Expr):
+            found[statement.target.id] = " ".join(str(ast.literal_eval(following.value)).split())
+    return found
+
+
+def whole_number(text: str) -> int:
+    """Parse an int; the error says what was expected."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number, found {text!r}") from None
+
+
+def finite_number(text: str) -> float:
+    """Parse a finite float; the error says what was expected."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"expected a number, found {text!r}")
+    return number
+
+
+def flag_of(name: str) -> str:
+    """Spell the flag of a field or unit name: dashes for underscores, two in front."""
+    return "--" + name.replace("_", "-")
+
+
+_PARSERS: dict[Any, tuple[Callable[[str], Any], str]] = {
+    int: (whole_number, "N"),
+    float: (finite_number, "X"),
+    str: (str, "TEXT"),
+    Path: (Path, "PATH"),
+}
+
+
+def _field_flag(field: Field[Any], hint: Any, help_text: str) -> FieldFlag:
+    metadata = field.metadata
+    shared: dict[str, Any] = {
+        "name": field.name,
+        "help": help_text,
+        "is_required": field.default is MISSING and field.default_factory is MISSING,
+        "default": None if field.default is MISSING else field.default,
+        "shorthand": metadata.get("shorthand"),
+        "is_input_path": bool(metadata.get("input_path")),
+        **{bound: metadata.get(bound) for bound in ("minimum", "above", "below")},
+    }
+    if hint is bool:
+        spellings = flag_of(field.name), flag_of(f"no_{field.name}")
+        flag, opposite = reversed(spellings) if field.default else spellings
+        return FieldFlag(flag=flag, opposite=opposite, **shared)
+    hint = _without_none(hint)
+    if get_origin(hint) is Literal:
+        choices = get_args(hint)
+        return FieldFlag(flag=flag_of(field.name), parse=str, metavar="{" + ",".join(choices) + "}", choices=choices, **shared)
+    is_list = get_origin(hint) is tuple
+    parse, metavar = _PARSERS[get_args(hint)[0] if is_list else hint]
+    metavar = metadata.get("metavar", metavar)
+    return FieldFlag(flag=flag_of(field.name), parse=parse, metavar=metavar, is_list=is_list, **shared)
+
+
+def _without_none(hint: Any) -> Any:
+    if get_origin(hint) not in (Union, UnionType):
+        return hint
+    (only,) = [part for part in get_args(hint) if part is not NoneType]
+    return only

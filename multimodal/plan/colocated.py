@@ -1,0 +1,49 @@
+"""All units on the same ranks (Optimus, DIP): each spans every rank with its own tp, pp and dp."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from multimodal.plan.unit_grid import build_unit_plan
+from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.values.errors import PlanError
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan, validate_plan
+
+
+def plan_colocated(graph: ModelGraph, *, sizes: Mapping[str, UnitSizes], world_size: int) -> Plan:
+    """Lay every unit over all ranks; each unit's data parallel size is `world_size / (tp x cp x pp)`.
+
+    sizes: unit name -> sizes; a unit that is not named has size 1 in everything but its data parallel size.
+    world_size: number of processes.
+    Raises PlanError when a unit's replicas do not fill the ranks, or a given data parallel size is another one.
+    """
+    if unknown := [name for name in sizes if name not in graph.unit_names]:
+        raise PlanError(f"sizes were given for a unit '{unknown[0]}'; the model's units are {', '.join(graph.unit_names)}")
+    plan = Plan(
+        {
+            unit.name: build_unit_plan(
+                unit, sizes=_spread(unit.name, sizes=sizes.get(unit.name, UnitSizes()), world_size=world_size), first_rank=0
+            )
+            for unit in graph.units
+        }
+    )
+    validate_plan(plan, graph=graph, world_size=world_size)
+    return plan
+
+
+def _spread(name: str, *, sizes: UnitSizes, world_size: int) -> UnitSizes:
+    replica = sizes.ranks_per_replica
+    where = f"unit '{name}' ({sizes}), colocated on {world_size} rank{'s' * (world_size != 1)}"
+    if world_size % replica:
+        raise PlanError(
+            f"{where}: a replica takes {replica} ranks, which does not divide {world_size}; change its tp or pp, or launch "
+            f"{replica * max(1, world_size // replica)} or {replica * (world_size // replica + 1)} processes"
+            if world_size > replica
+            else f"{where}: a replica takes {replica} ranks; launch {replica} processes or lower its tp or pp"
+        )
+    if sizes.data_parallel_size not in (None, world_size // replica):
+        raise PlanError(
+            f"{where}: a unit that spans all ranks has dp {world_size} / {replica} = {world_size // replica}, "
+            f"not {sizes.data_parallel_size}; leave --{name}-data-parallel-size out"
+        )
+    return replace(sizes, data_parallel_size=world_size // replica)

@@ -1,0 +1,65 @@
+"""Every unit on ranks of its own (DistTrain, Cornstarch): the encoders' first, in the graph's order, then the LLM's."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from multimodal.plan.unit_grid import build_unit_plan
+from multimodal.plan.unit_sizes import UnitSizes, describe_sizes
+from multimodal.values.errors import PlanError
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan, validate_plan
+
+
+def plan_disaggregated(graph: ModelGraph, *, sizes: Mapping[str, UnitSizes], world_size: int) -> Plan:
+    """Give each unit `tp x cp x pp x dp` ranks of its own, one unit after the other.
+
+    sizes: unit name -> sizes; a unit that is not named has size 1 in everything but its data parallel size, which is open.
+    At most one unit may leave its data parallel size open; it takes all ranks that the others leave.
+    world_size: number of processes; all of them must be used.
+    Raises PlanError, with the arithmetic, when the ranks do not come out even.
+    """
+    if unknown := [name for name in sizes if name not in graph.unit_names]:
+        raise PlanError(f"sizes were given for a unit '{unknown[0]}'; the model's units are {', '.join(graph.unit_names)}")
+    complete = _fill_open_size({name: sizes.get(name, UnitSizes()) for name in graph.unit_names}, world_size=world_size)
+    units, first_rank = {}, 0
+    for unit in graph.units:
+        units[unit.name] = build_unit_plan(unit, sizes=complete[unit.name], first_rank=first_rank)
+        first_rank += len(units[unit.name].ranks)
+    plan = Plan(units)
+    validate_plan(plan, graph=graph, world_size=world_size)
+    return plan
+
+
+def _fill_open_size(sizes: dict[str, UnitSizes], *, world_size: int) -> dict[str, UnitSizes]:
+    found = describe_sizes(sizes)
+    open_units = [name for name, size in sizes.items() if size.num_ranks is None]
+    num_taken = sum(size.num_ranks or 0 for size in sizes.values())
+    if len(open_units) > 1:
+        raise PlanError(
+            f"{found}: the data parallel sizes of {' and '.join(open_units)} are left out, but only one can follow from the "
+            f"number of processes ({world_size}); give {' and '.join(f'--{name}-dp' for name in open_units[:-1])}, "
+            "or let the units share ranks with --colocate-units"
+        )
+    if not open_units:
+        if num_taken != world_size:
+            raise PlanError(
+                f"{found}: together {num_taken} ranks, but the run has {_processes(world_size)}; launch {num_taken}, change a "
+                "size, or leave one unit's data parallel size out so that it follows"
+            )
+        return sizes
+    name = open_units[0]
+    replica = sizes[name].ranks_per_replica
+    num_left = world_size - num_taken
+    if num_left < replica or num_left % replica:
+        enough = num_taken + replica * max(1, num_left // replica)
+        counts = [enough, enough + replica] if num_left > 0 else [enough]
+        share = ", or let the units share ranks with --colocate-units" if len(sizes) > 1 else ""
+        raise PlanError(
+            f"{found}: of {_processes(world_size)} the other units leave {max(0, num_left)} for '{name}', whose replicas take "
+            f"{replica} rank{'s' * (replica != 1)} each; launch {' or '.join(map(str, counts))}, or change a size{share}"
+        )
+    return {**sizes, name: replace(sizes[name], data_parallel_size=num_left // replica)}
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'es' * (count != 1)}"

@@ -1,0 +1,50 @@
+"""How much parallelism a unit is asked to have, before any rank is chosen."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from multimodal.values.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSizes:
+    """The parallel sizes of one unit; raises PlanError when one is below 1."""
+
+    tensor_parallel_size: int = 1
+    """Ranks that share every layer's weights (tensor parallelism)."""
+    pipeline_parallel_size: int = 1
+    """Pipeline stages that the unit's layers are cut into."""
+    context_parallel_size: int = 1
+    """Ranks that share every sequence; only 1 is available yet."""
+    data_parallel_size: int | None = None
+    """Replicas of the unit. May be left out for one unit, and then follows from the number of processes."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            size = getattr(self, field.name)
+            if size is not None and size < 1:
+                raise PlanError(f"{field.name} must be at least 1, found {size}")
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks of one replica: tp x cp x pp."""
+        return self.tensor_parallel_size * self.context_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_ranks(self) -> int | None:
+        """Ranks of the unit; None while its data parallel size is open."""
+        return None if self.data_parallel_size is None else self.ranks_per_replica * self.data_parallel_size
+
+    def __str__(self) -> str:
+        """Show the arithmetic, as error messages show it: `tp 1 x pp 3 x dp ?`."""
+        context = f"cp {self.context_parallel_size} x " if self.context_parallel_size != 1 else ""
+        replicas = "?" if self.data_parallel_size is None else self.data_parallel_size
+        return f"tp {self.tensor_parallel_size} x {context}pp {self.pipeline_parallel_size} x dp {replicas}"
+
+
+def describe_sizes(sizes: Mapping[str, UnitSizes]) -> str:
+    """Show the arithmetic of all units, for error messages: `vision tp 1 x pp 1 x dp 2 = 2 ranks, llm tp 1 x pp 3 x dp ?`."""
+    return ", ".join(
+        f"{name} {size}" + ("" if size.num_ranks is None else f" = {size.num_ranks} rank{'s' * (size.num_ranks != 1)}")
+        for name, size in sizes.items()
+    )
