@@ -57,6 +57,16 @@ class Assignment:
             for unit, replicas in self.units.items()
         }
 
+    @cached_property
+    def _routes_by_edges(self) -> dict[tuple[tuple[str, str], ...], "Routes"]:
+        return {}
+
+    def routes(self, graph: ModelGraph) -> "Routes":
+        """All routes along the graph's edges, built once per assignment."""
+        if graph.edges not in self._routes_by_edges:
+            self._routes_by_edges[graph.edges] = build_routes(graph, self)
+        return self._routes_by_edges[graph.edges]
+
     def to_dict(self) -> dict[str, Any]:
         """Plain form, read back by `from_dict`."""
         return {

@@ -1,0 +1,1 @@
+"""Passes: functions from one schedule to another, one file each."""

@@ -1,0 +1,114 @@
+"""Lower a schedule: add the sends and receives that carry its dependencies between rank groups."""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from multimodal.schedule.dependencies import dependencies, message, needs_message
+from multimodal.schedule.lane_execution import execute_lanes
+from multimodal.schedule.place_grid import show_places
+from multimodal.schedule.unit_cost import unit_cost
+from multimodal.values.assignment import Assignment
+from multimodal.values.errors import ScheduleError
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+from multimodal.values.schedule import Action, ActionKind, Lane, Schedule
+
+
+class _Message(NamedTuple):
+    """One dependency that travels. Messages sort by producer, then consumer, in the order of one execution."""
+
+    producer_number: int
+    consumer_number: int
+    send: Action
+    receive: Action
+    source_lanes: tuple[int, ...]
+
+
+def insert_communication(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
+    """Turn a compute-dialect schedule into the lowered dialect.
+
+    A send stands right after its producer, a receive before its consumer. Between two lanes messages match by order (NCCL), and
+    two units may group the same data differently, so a lane may need messages in another order than they are sent. All actions
+    are therefore numbered by one execution of the schedule, and before each consumer stand the receives it needs together with
+    every earlier-numbered receive from the same lanes that is still pending. A receive only posts, so standing early costs
+    memory at most, never time. `forward_only` schedules need no flag.
+
+    Raises ScheduleError when the schedule cannot finish. Complexity: O((actions + messages) log).
+    """
+    numbers = _number_actions(schedule, graph=graph, plan=plan, assignment=assignment)
+    sends: dict[Action, list[_Message]] = defaultdict(list)
+    receives: dict[Action, list[_Message]] = defaultdict(list)
+    for consumer, consumer_number in numbers.items():
+        for producer in dependencies(consumer, graph, plan, assignment):
+            if needs_message(producer, consumer, plan):
+                source_lanes = plan.lanes_of_stage(producer.unit, producer.replica, producer.stage)
+                found = _Message(numbers[producer], consumer_number, *message(producer, consumer), source_lanes)
+                sends[producer].append(found)
+                receives[consumer].append(found)
+    return Schedule(tuple(Lane(lane.ranks, tuple(_lower_lane(lane.actions, sends, receives))) for lane in schedule.lanes))
+
+
+def _number_actions(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> dict[Action, int]:
+    """Count forwards and backwards in the order in which they start under unit costs."""
+    execution = execute_lanes(
+        schedule,
+        graph=graph,
+        plan=plan,
+        assignment=assignment,
+        lowered=False,
+        duration=lambda action: unit_cost(action, graph, plan),
+    )
+    if not execution.is_finished(schedule):
+        stuck = {
+            lane: position
+            for lane, position in enumerate(execution.positions)
+            if position < len(schedule.lanes[lane].actions)
+        }
+        raise ScheduleError(
+            "the schedule cannot finish, so no communication can be inserted; validate it first\n"
+            + show_places(schedule, marked=stuck)
+        )
+    started = dict.fromkeys(event.action for event in execution.events if event.action.kind is not ActionKind.REDUCE_GRADIENTS)
+    return {action: number for number, action in enumerate(started)}
+
+
+def _lower_lane(
+    actions: Iterable[Action], sends: dict[Action, list[_Message]], receives: dict[Action, list[_Message]]
+) -> Iterator[Action]:
+    actions = tuple(actions)
+    pending = _PendingReceives(found for action in actions for found in receives.get(action, ()))
+    for action in actions:
+        yield from pending.take(receives.get(action, ()))
+        yield action
+        yield from (found.send for found in sorted(sends.get(action, ())))
+
+
+class _PendingReceives:
+    """The receives that a lane has yet to post, as one queue per lane they come from."""
+
+    def __init__(self, messages: Iterable[_Message]) -> None:
+        self.queues: dict[int, list[_Message]] = defaultdict(list)
+        for found in messages:
+            for lane in found.source_lanes:
+                self.queues[lane].append(found)
+        for queue in self.queues.values():
+            heapq.heapify(queue)
+        self.posted: set[_Message] = set()
+
+    def take(self, needed: Iterable[_Message]) -> list[Action]:
+        """Post `needed` and, transitively, all that must be posted before; returns the receives in sending order."""
+        taken: list[_Message] = []
+        wanted = [found for found in needed if found not in self.posted]
+        while wanted:
+            last = wanted.pop()
+            for lane in last.source_lanes:
+                queue = self.queues[lane]
+                while queue and queue[0] <= last:
+                    found = heapq.heappop(queue)
+                    if found not in self.posted:
+                        self.posted.add(found)
+                        taken.append(found)
+                        wanted.append(found)
+        return [found.receive for found in sorted(taken)]

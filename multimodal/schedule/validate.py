@@ -1,0 +1,154 @@
+"""The one validator: every schedule passes through it, after the builder and after every pass."""
+
+from collections import defaultdict
+
+from multimodal.schedule.dependencies import dependencies
+from multimodal.schedule.expected_actions import expected_actions
+from multimodal.schedule.lane_execution import execute_lanes
+from multimodal.schedule.place_grid import show_places
+from multimodal.schedule.text import action_to_text
+from multimodal.schedule.unit_cost import unit_cost
+from multimodal.values.assignment import Assignment
+from multimodal.values.errors import ScheduleError
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+from multimodal.values.schedule import ACTION_TABLE, Action, Resource, Schedule
+
+
+def validate_schedule(
+    schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment, lowered: bool, forward_only: bool = False
+) -> None:
+    """Check that a schedule does each action of the step once, where it belongs, in an order that can finish.
+
+    Checked in turn: the lanes are the plan's; every action belongs to the step, stands in its lanes, and stands there once; none
+    is missing; no lane has an action before one that it needs; between two lanes, receives are posted in the order of the
+    sends; no lanes wait for each other in a circle (the schedule is executed symbolically).
+
+    Raises ScheduleError that names the action and shows its surroundings. O(actions + dependencies).
+    """
+    _check_lanes(schedule, plan)
+    expected = expected_actions(graph, plan, assignment, lowered=lowered, forward_only=forward_only)
+    positions = _check_actions(schedule, plan, frozenset(expected), dialect="lowered" if lowered else "compute")
+    _check_missing(schedule, plan, expected, positions)
+    needs = {action: dependencies(action, graph, plan, assignment, lowered=lowered) for action in expected}
+    _check_order(schedule, needs, positions)
+    if lowered:
+        _check_message_order(schedule, plan, positions)
+    _check_progress(schedule, graph=graph, plan=plan, assignment=assignment, lowered=lowered, needs=needs)
+
+
+def _check_lanes(schedule: Schedule, plan: Plan) -> None:
+    found = tuple(lane.ranks for lane in schedule.lanes)
+    if found != plan.lanes:
+        raise ScheduleError(
+            f"the schedule's lanes have ranks {_ranks(found)}, the plan's {_ranks(plan.lanes)}; build it for this plan"
+        )
+
+
+def _ranks(lanes: tuple[tuple[int, ...], ...]) -> str:
+    return " | ".join(",".join(map(str, ranks)) for ranks in lanes)
+
+
+def _check_actions(
+    schedule: Schedule, plan: Plan, expected: frozenset[Action], *, dialect: str
+) -> dict[Action, dict[int, int]]:
+    """Check each action by itself; returns action -> lane -> position."""
+    positions: dict[Action, dict[int, int]] = {}
+    for lane, actions in enumerate(lane.actions for lane in schedule.lanes):
+        for position, action in enumerate(actions):
+            if action not in expected:
+                problem = f"unknown action: no such action belongs to this step in the {dialect} dialect; remove it"
+                raise _error(action, problem, schedule, {lane: position})
+            if lane not in (own := _lanes(action, plan)):
+                problem = f"wrong lane: it stands in lane {lane} but belongs to lane {', '.join(map(str, own))}; move it there"
+                raise _error(action, problem, schedule, {lane: position})
+            if lane in positions.setdefault(action, {}):
+                problem = f"duplicate: it stands in lane {lane} at positions {positions[action][lane]} and {position}; keep one"
+                raise _error(action, problem, schedule, {lane: position})
+            positions[action][lane] = position
+    return positions
+
+
+def _check_missing(
+    schedule: Schedule, plan: Plan, expected: tuple[Action, ...], positions: dict[Action, dict[int, int]]
+) -> None:
+    for action in expected:
+        for lane in _lanes(action, plan):
+            if lane not in positions.get(action, {}):
+                problem = f"missing: lane {lane} must do it and does not; add it there"
+                raise _error(action, problem, schedule, {lane: len(schedule.lanes[lane].actions)})
+
+
+def _check_order(schedule: Schedule, needs: dict[Action, tuple[Action, ...]], positions: dict[Action, dict[int, int]]) -> None:
+    for action, needed in needs.items():
+        if ACTION_TABLE[action.kind].resource is Resource.RECEIVE:
+            continue  # A receive only posts: it may stand before its send in the same lane.
+        for need in needed:
+            for lane, position in positions[action].items():
+                if positions[need].get(lane, -1) > position:
+                    problem = f"wrong order: in lane {lane} it stands before {action_to_text(need)}, which it needs; swap them"
+                    raise _error(action, problem, schedule, {lane: position})
+
+
+def _check_message_order(schedule: Schedule, plan: Plan, positions: dict[Action, dict[int, int]]) -> None:
+    """Check that the sends of one lane to another stand in the order of the other's receives from it."""
+    sent: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
+    received: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
+    for action, places in positions.items():
+        if action.peer is None:
+            continue
+        resource = ACTION_TABLE[action.kind].resource
+        for lane, position in places.items():
+            for peer_lane in plan.lanes_of_stage(*action.peer[:3]):
+                if resource is Resource.SEND:
+                    sent[lane, peer_lane].append((position, action))
+                else:
+                    received[peer_lane, lane].append((position, action))
+    for (source, target), sends in sorted(sent.items()):
+        for (send_at, send), (receive_at, receive) in zip(sorted(sends), sorted(received[source, target]), strict=True):
+            if (send.place, send.peer) != (receive.peer, receive.place):
+                problem = (
+                    f"wrong message order: lane {target} receives it when lane {source} sends {action_to_text(send)}; "
+                    "messages between two lanes match by order, so post receives in the order of the sends"
+                )
+                marked = {target: receive_at} if source == target else {source: send_at, target: receive_at}
+                raise _error(receive, problem, schedule, marked)
+
+
+def _check_progress(
+    schedule: Schedule,
+    *,
+    graph: ModelGraph,
+    plan: Plan,
+    assignment: Assignment,
+    lowered: bool,
+    needs: dict[Action, tuple[Action, ...]],
+) -> None:
+    execution = execute_lanes(
+        schedule,
+        graph=graph,
+        plan=plan,
+        assignment=assignment,
+        lowered=lowered,
+        duration=lambda action: unit_cost(action, graph, plan),
+    )
+    if execution.is_finished(schedule):
+        return
+    stuck = {
+        lane: position for lane, position in enumerate(execution.positions) if position < len(schedule.lanes[lane].actions)
+    }
+    lane = min(stuck)
+    action = schedule.lanes[lane].actions[stuck[lane]]
+    sources = [needs[need][0] if ACTION_TABLE[need.kind].resource is Resource.RECEIVE else need for need in needs[action]]
+    unmet = [source for source in sources if source not in execution.done]
+    awaited = ", ".join(map(action_to_text, unmet[:3])) or "the other lanes that do it together"
+    problem = f"deadlock: lane {lane} waits in it for {awaited}; each of these lanes waits for another, so reorder one of them"
+    raise _error(action, problem, schedule, stuck)
+
+
+def _lanes(action: Action, plan: Plan) -> tuple[int, ...]:
+    return plan.lanes_of_stage(action.unit, action.replica, action.stage)
+
+
+def _error(action: Action, problem: str, schedule: Schedule, marked: dict[int, int]) -> ScheduleError:
+    return ScheduleError(f"{action_to_text(action)}: {problem}\n{show_places(schedule, marked=marked)}")
