@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Trains a small vision-language model on real handwritten digits over 4 processes, in .venv (made on first use).
+#
+#   ./scripts/quickstart.sh            train; a run that was stopped goes on where its last checkpoint left it
+#   ./scripts/quickstart.sh --fresh    forget the earlier run and start anew
+#
+# All other arguments go to pretrain_mllm.py: ./scripts/quickstart.sh --fresh --train-iters 50 --llm-pp 3 --llm-dp 1
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+run=runs/digits
+arguments=()
+for argument in "$@"; do
+    if [[ "$argument" == --fresh ]]; then
+        rm -rf "$run"
+    else
+        arguments+=("$argument")
+    fi
+done
+mkdir -p "$run"
+
+exec torchrun --standalone --nproc-per-node 4 pretrain_mllm.py \
+    --config examples/digits/config.yaml \
+    --save "$run/checkpoints" --load "$run/checkpoints" \
+    --tensorboard-dir "$run/tensorboard" --log-json "$run/log.jsonl" --report-dir "$run" \
+    ${arguments[@]+"${arguments[@]}"}

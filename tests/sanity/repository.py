@@ -1,0 +1,36 @@
+"""What the sanity tests look at: the files of this repository."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+_HIDDEN_BUT_OURS = {".ci", ".dockerignore", ".gitignore", ".pre-commit-config.yaml"}
+_GENERATED = {"build", "dist", "runs", "__pycache__"}
+_BINARY = {".so", ".png", ".jpg", ".gif", ".pdf", ".npz", ".pyc"}
+
+
+def list_text_files():
+    """List every text file that belongs to the repository, generated and hidden ones left out."""
+    return [path for path in _list_files(ROOT) if path.suffix not in _BINARY]
+
+
+def list_python_files(*folders):
+    """List the Python files below folders of the repository's root."""
+    return [path for folder in folders for path in _list_files(ROOT / folder) if path.suffix == ".py"]
+
+
+def module_name(path):
+    """Return the dotted name under which a file of the repository is imported."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _list_files(folder):
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        hidden = path.name.startswith(".") and path.name not in _HIDDEN_BUT_OURS
+        if hidden or path.name in _GENERATED or path.name.endswith(".egg-info"):
+            continue
+        if path.is_dir():
+            yield from _list_files(path)
+        else:
+            yield path

@@ -1,0 +1,40 @@
+"""Every file has a purpose that its name and its first line say, and none depends on the machine it was written on."""
+
+import ast
+import re
+
+import pytest
+
+from tests.sanity.repository import ROOT, list_python_files, list_text_files, module_name
+
+NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "common", "manager", "managers", "misc"}
+# Spelled so that this file does not match itself.
+MACHINE_PATHS = re.compile(r"(?<![\w.$}*-])/(?:work|root|home)/[\w.]|/tmp/(?:venv)")
+
+
+@pytest.mark.parametrize("path", list_python_files("multimodal", "megatron", "tools", "benchmarks"), ids=module_name)
+def test_every_module_says_what_it_is(path):
+    assert ast.get_docstring(ast.parse(path.read_text())), f"{path}: add a docstring"
+
+
+def test_no_file_is_named_after_nothing():
+    folders_and_files = {part for path in list_text_files() for part in path.relative_to(ROOT).with_suffix("").parts}
+    assert {name for name in folders_and_files if NAMES_THAT_SAY_NOTHING & set(re.split(r"[_\W]", name))} == set()
+
+
+def test_no_file_mentions_a_path_of_some_machine():
+    found = {
+        f"{path.relative_to(ROOT)}: {match.group()}"
+        for path in list_text_files()
+        for match in MACHINE_PATHS.finditer(path.read_text(errors="replace"))
+    }
+    assert found == set()
+
+
+@pytest.mark.parametrize("line", ["cd /" + "work/main", "open('/" + "home/me/data')", "PATH=/tmp/" + "venv/bin"])
+def test_planted_paths_are_found(line):
+    assert MACHINE_PATHS.search(line)
+
+
+def test_relative_paths_pass():
+    assert not MACHINE_PATHS.search("runs/work/digits ./home/page $RUN/root/x https://example.org/home/page")
