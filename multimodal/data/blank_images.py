@@ -16,7 +16,7 @@ class BlankImages:
         self._patch_dims = {unit.name: unit.image.in_channels * unit.image.patch_size**2 for unit in graph.encoders if unit.image}
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Count the samples."""
         return len(self._source)
 
     def lengths(self, index: int) -> SampleLengths:

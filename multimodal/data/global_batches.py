@@ -36,7 +36,7 @@ class GlobalBatches:
             raise ConfigError(f"--global-batch-size is {self.global_batch_size}; set it to 1 or more")
 
     def batch(self, step: int) -> tuple[DrawnSample, ...]:
-        """The samples of global batch `step` (from 0), in the order of consumption."""
+        """Return the samples of global batch `step` (from 0), in the order of consumption."""
         first = step * self.global_batch_size
         return tuple(
             DrawnSample(sample_id, self._source_index(sample_id)) for sample_id in range(first, first + self.global_batch_size)

@@ -24,8 +24,9 @@ def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_p
     """Return the (height, width) to which an image is resized, as Qwen2-VL does (`smart_resize` in its image processor).
 
     Both become multiples of `factor` = patch_size x merge_size, the area lies within [min_pixels, max_pixels] and the aspect
-    ratio changes as little as that allows. The bounds give way only where multiples of `factor` cannot meet them: a side is
-    never shorter than `factor`, and sizes enlarged to min_pixels are rounded up.
+    ratio changes as little as that allows. As in the original, rounding comes first: a side is never shorter than `factor`
+    (a thin image may pass max_pixels), sizes shrunk to max_pixels are rounded down and sizes enlarged to min_pixels up, so
+    bounds less than four times apart can be missed by part of a row and a column of tokens.
 
     Raises DataError for a side below 1 and for an aspect ratio above 200.
     """

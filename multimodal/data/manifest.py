@@ -70,7 +70,7 @@ class ManifestSource:
         self._check_not_empty()
 
     def __len__(self) -> int:
-        """Number of usable samples."""
+        """Count the usable samples."""
         return len(self._samples)
 
     def lengths(self, index: int) -> SampleLengths:
@@ -109,9 +109,9 @@ class ManifestSource:
     def _index(self, line: ManifestLine) -> tuple[_IndexedSample | None, str]:
         """Return the sample, or None and why it is left out."""
         if any(isinstance(segment, AudioSegment) for segment in line.segments):
-            return None, "has audio, which no unit of the model takes"
+            return None, "with audio, which no unit of the model takes"
         if self._encoder is None and any(isinstance(segment, ImageSegment) for segment in line.segments):
-            return None, "has images, which no unit of the model takes"
+            return None, "with images, which no unit of the model takes"
         segments: list[Segment] = []
         images: list[_IndexedImage] = []
         for segment in line.segments:
@@ -123,7 +123,7 @@ class ManifestSource:
                 segments.append(ItemSegment(rows * columns // self._image_input.merge_size**2))
         conversation = build_conversation(segments, tokenizer=self._tokenizer, seq_length=self._seq_length)
         if not conversation.num_target_tokens:
-            return None, f"has no target token within its first {self._seq_length} tokens (seq_length)"
+            return None, f"without a target token among the first {self._seq_length} (seq_length)"
         return _IndexedSample(line.where, conversation, tuple(images[: len(conversation.item_starts)])), ""
 
     def _index_image(self, segment: ImageSegment, *, where: str) -> _IndexedImage:
@@ -148,7 +148,7 @@ class ManifestSource:
 
 
 def _image_encoder(graph: ModelGraph) -> Unit | None:
-    """The unit that takes the manifest's images."""
+    """Find the unit that takes the manifest's images."""
     encoders = [unit for unit in graph.encoders if unit.image is not None]
     if len(encoders) > 1:
         names = ", ".join(unit.name for unit in encoders)

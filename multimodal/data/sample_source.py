@@ -38,7 +38,7 @@ class SampleSource(Protocol):
     """A data set addressed by index; all of it but `item` is answered from memory."""
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Count the samples."""
         ...
 
     def lengths(self, index: int) -> SampleLengths:

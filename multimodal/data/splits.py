@@ -47,12 +47,12 @@ class SourceSubset:
     """A `SampleSource` that shows some samples of another one, such as those of one split."""
 
     def __init__(self, source: SampleSource, indices: Sequence[int] | npt.NDArray[np.int64]) -> None:
-        """`indices`: the samples of `source` to show, in the order in which to show them."""
+        """Show the samples `indices` of `source`, in that order."""
         self._source = source
         self._indices = np.asarray(indices, dtype=np.int64)
 
     def __len__(self) -> int:
-        """Number of samples shown."""
+        """Count the samples shown."""
         return len(self._indices)
 
     def lengths(self, index: int) -> SampleLengths:

@@ -38,11 +38,11 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; never a special one, whatever the text says."""
+        """Return the ids of a text; never a special one, whatever the text says."""
         ...
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of ids; special tokens are left out."""
+        """Return the text of ids; special tokens are left out."""
         ...
 
 
@@ -57,11 +57,11 @@ class ByteTokenizer:
         return 256 + len(fields(SpecialTokens))
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of the text; a lone surrogate, which UTF-8 cannot hold, becomes '?'."""
+        """Return the bytes of the text; a lone surrogate, which UTF-8 cannot hold, becomes '?'."""
         return list(text.encode(errors="replace"))
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of the ids; bytes that are no UTF-8 become the replacement character."""
+        """Return the text of the ids; bytes that are no UTF-8 become the replacement character."""
         return bytes(token for token in token_ids if token < 256).decode(errors="replace")
 
 
@@ -91,7 +91,6 @@ class HuggingFaceTokenizer:
             for name, spellings in _SPELLINGS.items()
         }
         self._tokenizer.add_special_tokens(list(chosen.values()))
-        self._tokenizer.encode_special_tokens = True  # "<|user|>" inside a text is text
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.special = SpecialTokens(**{name: vocabulary[spelling] for name, spelling in chosen.items()})
         self._vocab_size = max(vocabulary.values()) + 1
@@ -102,11 +101,12 @@ class HuggingFaceTokenizer:
         return self._vocab_size
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without the begin and end tokens that the file's post-processor may add."""
+        """Return the ids of a text, without the begin and end tokens that the file's post-processor may add."""
+        self._tokenizer.encode_special_tokens = True  # "<|user|>" inside a text is text; set here, since pickling forgets it
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of ids; special tokens are left out."""
+        """Return the text of ids; special tokens are left out."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 

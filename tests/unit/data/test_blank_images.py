@@ -1,0 +1,27 @@
+"""Same texts and lengths, no pixels."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from multimodal.data.blank_images import BlankImages
+from multimodal.data.manifest import ManifestSource
+from multimodal.values.model_graph import ModelGraph
+
+
+def test_only_the_pixels_differ(
+    open_manifest: Callable[..., ManifestSource], write_image: Callable[..., str], graph: ModelGraph, tmp_path: Path
+) -> None:
+    """Zeros of the right shape, without touching the file."""
+    segments = [{"type": "image", "path": write_image("a.png", (24, 16))}, {"type": "text", "role": "assistant", "text": "yes"}]
+    source = open_manifest([segments])
+    blank = BlankImages(source, graph=graph)
+    seen = source.item(0, 0)
+    os.remove(tmp_path / "a.png")
+    unseen = blank.item(0, 0)
+    assert len(blank) == 1 and blank.lengths(0) == source.lengths(0) and blank.item_grid(0, 0) == source.item_grid(0, 0)
+    np.testing.assert_array_equal(blank.text(0).token_ids, source.text(0).token_ids)
+    assert unseen.grid == seen.grid and unseen.patches.shape == seen.patches.shape and unseen.patches.dtype == np.float32
+    assert np.abs(seen.patches).max() > 0 and not unseen.patches.any()

@@ -1,0 +1,187 @@
+"""Sizes, order of patches, decoding and its errors."""
+
+import math
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from multimodal.data.image_processing import (
+    cut_patches,
+    image_grid,
+    image_to_patches,
+    patch_positions,
+    read_image,
+    read_image_size,
+    smart_resize,
+)
+from multimodal.values.errors import DataError
+from multimodal.values.model_graph import ImageInput
+
+SIDES = st.integers(1, 4000)
+FACTORS = st.sampled_from([1, 4, 14, 28, 32])
+TINY = ImageInput(patch_size=2, merge_size=2, in_channels=1, min_pixels=1, max_pixels=10**6)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        ((640, 426), (644, 420)),  # rounded to multiples of 28
+        ((105, 105), (112, 112)),
+        ((24, 24), (56, 56)),  # enlarged to 3,136 pixels
+        ((4000, 3000), (1148, 840)),  # shrunk to 1,003,520 pixels
+        ((1, 200), (28, 812)),  # the longest that is allowed
+        ((42, 70), (56, 56)),  # 1.5 and 2.5 factors both round to the even 2
+    ],
+)
+def test_known_sizes_of_qwen2_vl(size: tuple[int, int], expected: tuple[int, int]) -> None:
+    """Sizes worked out by hand from the published rule."""
+    assert smart_resize(*size, factor=28, min_pixels=3136, max_pixels=1003520) == expected
+
+
+@given(SIDES, SIDES, FACTORS, st.integers(1, 10**5), st.integers(0, 10**6))
+def test_smart_resize_agrees_with_exact_arithmetic(height: int, width: int, factor: int, min_pixels: int, extra: int) -> None:
+    """An independent statement of the rule, in integers and fractions instead of floating-point square roots."""
+    max_pixels = min_pixels + extra
+    if max(height, width) > 200 * min(height, width):
+        with pytest.raises(DataError, match="more than 200 times longer"):
+            smart_resize(height, width, factor=factor, min_pixels=min_pixels, max_pixels=max_pixels)
+        return
+    found = smart_resize(height, width, factor=factor, min_pixels=min_pixels, max_pixels=max_pixels)
+    rounded = tuple(round(Fraction(side, factor)) * factor for side in (height, width))
+    if rounded[0] * rounded[1] > max_pixels:
+        # floor(side * sqrt(max_pixels / area) / factor)
+        scaled = [math.isqrt(side * side * max_pixels // (height * width * factor * factor)) for side in (height, width)]
+        expected = tuple(max(1, count) * factor for count in scaled)
+    elif rounded[0] * rounded[1] < min_pixels:
+        squares = [Fraction(side * side * min_pixels, height * width * factor * factor) for side in (height, width)]
+        expected = tuple((math.isqrt(math.ceil(square) - 1) + 1) * factor for square in squares)
+    else:
+        expected = rounded
+    assert all(abs(side - exact) in (0, factor) for side, exact in zip(found, expected, strict=True))
+    if found != expected:  # only where a side lies on a multiple of the factor, within rounding
+        target = max_pixels if rounded[0] * rounded[1] > max_pixels else min_pixels
+        scale = math.sqrt(target / (height * width))
+        assert any(math.isclose(s * scale / factor, round(s * scale / factor), rel_tol=1e-12) for s in (height, width))
+
+
+@given(SIDES, SIDES, FACTORS, st.integers(1, 10**5), st.integers(4, 100))
+def test_smart_resize_properties(height: int, width: int, factor: int, min_pixels: int, ratio: int) -> None:
+    """Multiples of the factor; area within bounds that lie 4 times apart; one scale for both sides, within one factor."""
+    if max(height, width) > 200 * min(height, width):
+        return
+    max_pixels = min_pixels * ratio
+    sides = smart_resize(height, width, factor=factor, min_pixels=min_pixels, max_pixels=max_pixels)
+    area = sides[0] * sides[1]
+    assert min(sides) >= factor and all(side % factor == 0 for side in sides)
+    assert area >= min_pixels
+    if min(sides) > factor:  # else no smaller size exists; sizes rounded up may pass max_pixels by the strip that this adds
+        assert area <= max(max_pixels, min_pixels + factor * sum(sides) - factor**2)
+    scales = [1.0, math.sqrt(max_pixels / (height * width)), math.sqrt(min_pixels / (height * width))]
+    misfits = [
+        max(0 if new == factor > old * scale else abs(new - old * scale) for new, old in zip(sides, (height, width), strict=True))
+        for scale in scales
+    ]
+    assert min(misfits) <= factor * (1 + 1e-9)
+
+
+def test_patches_come_in_merge_window_order() -> None:
+    """Pixels that encode their own place show which patch went where."""
+    height, width, patch, merge = 8, 12, 2, 2
+    rows, columns = np.meshgrid(np.arange(height), np.arange(width), indexing="ij")
+    pixels = np.stack((rows * 100 + columns, -(rows * 100 + columns)), axis=-1).astype(np.float32)
+    patches = cut_patches(pixels, patch_size=patch, merge_size=merge)
+    positions = patch_positions((height // patch, width // patch), merge_size=merge)
+    assert positions[:8].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [0, 2], [0, 3], [1, 2], [1, 3]]
+    assert positions[12:16].tolist() == [[2, 0], [2, 1], [3, 0], [3, 1]]
+    assert patches.shape == (24, 2 * patch * patch)
+    for vector, (row, column) in zip(patches, positions, strict=True):
+        expected = pixels[row * patch : (row + 1) * patch, column * patch : (column + 1) * patch]
+        np.testing.assert_array_equal(vector, np.concatenate([expected[..., 0].ravel(), expected[..., 1].ravel()]))
+
+
+def test_pixels_are_normalised_to_minus_one_and_one() -> None:
+    """0, 255 and 51 become -1, 1 and -0.6, in place."""
+    pixels = np.zeros((4, 4), dtype=np.uint8)
+    pixels[0, 0], pixels[0, 3] = 255, 51
+    found = image_to_patches(Image.fromarray(pixels), image_input=TINY)
+    assert found.grid == (2, 2) and found.patches.dtype == np.float32
+    expected = -np.ones((4, 4))
+    expected[0, 0], expected[1, 1] = 1.0, -0.6
+    np.testing.assert_allclose(found.patches, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 3), (3, 1), (5, 2)])
+def test_images_smaller_than_a_token_are_enlarged(size: tuple[int, int]) -> None:
+    """An image of one pixel is still one token."""
+    found = image_to_patches(Image.new("L", size, 255), image_input=TINY)
+    assert found.grid == image_grid(width=size[0], height=size[1], image_input=TINY)
+    assert min(found.grid) == 2 and len(found.patches) == found.grid[0] * found.grid[1]
+    np.testing.assert_allclose(found.patches, 1.0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("image", "expected"),
+    [
+        (Image.new("1", (4, 4), 1), (1.0, 1.0, 1.0)),
+        (Image.new("L", (4, 4), 51), (-0.6, -0.6, -0.6)),
+        (Image.new("RGB", (4, 4), (255, 0, 51)), (1.0, -1.0, -0.6)),
+        (Image.new("RGBA", (4, 4), (0, 0, 0, 0)), (1.0, 1.0, 1.0)),  # transparent: the white behind it
+        (Image.new("RGB", (4, 4), (255, 0, 51)).convert("P"), (1.0, -1.0, -0.6)),
+        (Image.fromarray(np.full((4, 4), 51 * 256, dtype=np.uint16)), (-0.6, -0.6, -0.6)),
+    ],
+    ids=["bits", "grey", "rgb", "transparent", "palette", "16-bit"],
+)
+def test_every_kind_of_image_becomes_rgb(tmp_path: Path, image: Image.Image, expected: tuple[float, ...]) -> None:
+    """Each channel of the patch holds the colour one would see."""
+    path = str(tmp_path / "image.png")
+    image.save(path)
+    colour = ImageInput(patch_size=2, merge_size=2, in_channels=3, min_pixels=1)
+    patches = read_image(path, size=(4, 4), image_input=colour, where="here").patches
+    np.testing.assert_allclose(patches.reshape(4, 3, 4).mean(axis=(0, 2)), expected, atol=1e-6)
+
+
+def test_read_image_size_reads_the_header(tmp_path: Path) -> None:
+    """Width first, as PIL has it."""
+    Image.new("RGB", (7, 5)).save(tmp_path / "image.png")
+    assert read_image_size(str(tmp_path / "image.png"), where="here") == (7, 5)
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    """Truncated, corrupt, missing and foreign files say who, where and what to do."""
+    good, bad = tmp_path / "good.png", tmp_path / "bad.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)).save(good)
+    damaged = bytearray(good.read_bytes())
+    damaged[60:90] = bytes(30)
+    for content in (good.read_bytes()[:2000], bytes(damaged), b"no image at all", b""):
+        bad.write_bytes(content)
+        message = rf"m\.jsonl, line 3: {re.escape(str(bad))} cannot be decoded .*; replace the file or remove that line"
+        with pytest.raises(DataError, match=message):
+            read_image(str(bad), size=(40, 40), image_input=TINY, where="m.jsonl, line 3")
+    for read in (
+        lambda: read_image(str(tmp_path / "gone.png"), size=(4, 4), image_input=TINY, where="line 3"),
+        lambda: read_image_size(str(tmp_path / "gone.png"), where="line 3"),
+    ):
+        with pytest.raises(DataError, match=r"line 3: .*gone\.png does not exist; restore the file or remove that line"):
+            read()
+
+
+def test_another_size_than_promised_is_an_error(tmp_path: Path) -> None:
+    """Lengths come from the manifest, so a file of another size would break them."""
+    Image.new("RGB", (7, 5)).save(tmp_path / "image.png")
+    with pytest.raises(
+        DataError, match=r"line 3: .*image\.png is 7x5 pixels but the manifest says 5x7; correct width and height"
+    ):
+        read_image(str(tmp_path / "image.png"), size=(5, 7), image_input=TINY, where="line 3")
+
+
+def test_pixels_of_unknown_range_are_refused(tmp_path: Path) -> None:
+    """A floating-point image has no known black and white."""
+    Image.fromarray(np.zeros((4, 4), dtype=np.float32)).save(tmp_path / "image.tiff")
+    with pytest.raises(DataError, match=r"32-bit pixels .* convert it"):
+        read_image(str(tmp_path / "image.tiff"), size=(4, 4), image_input=TINY, where="line 3")

@@ -1,0 +1,175 @@
+"""The index over a manifest, and every way in which a manifest can be wrong."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from multimodal.data.image_processing import image_to_patches
+from multimodal.data.manifest import ManifestSource
+from multimodal.data.tokenizer import ByteTokenizer
+from multimodal.values.errors import DataError, ModelError
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+
+ANSWER = {"type": "text", "role": "assistant", "text": "yes"}
+QUESTION = {"type": "text", "role": "user", "text": "what?"}
+DOCUMENT = {"type": "text", "role": "document", "text": "words"}
+AUDIO = {"type": "audio", "path": "a.wav", "seconds": 1.0}
+CORPUS = Path(__file__).resolve().parents[4] / "shared" / "data" / "corpus"
+
+
+def image(path: str, size: tuple[int, int] | None = None) -> dict[str, object]:
+    """An image segment."""
+    return {"type": "image", "path": path} | ({"width": size[0], "height": size[1]} if size else {})
+
+
+def test_lengths_text_and_pixels_agree(
+    open_manifest: Callable[..., ManifestSource], write_image: Callable[..., str], graph: ModelGraph, tmp_path: Path
+) -> None:
+    """Two images, one of whose sizes the manifest leaves out, in document order."""
+    write_image("a.png", (24, 16))
+    write_image("b.png", (8, 40), seed=1)
+    source = open_manifest([[image("a.png", (24, 16)), DOCUMENT, image("b.png"), DOCUMENT]])
+    assert len(source) == 1 and source.skipped == {} and source.num_cut == 0
+    items = (ItemLengths("vision", 24, 6), ItemLengths("vision", 20, 5))
+    # begin, 2 x (start, end), marker, 2 x "words", end
+    assert source.lengths(0) == SampleLengths(0, items, num_text_tokens=1 + 4 + 1 + 10 + 1, num_target_tokens=11)
+    text = source.text(0)
+    assert len(text.token_ids) == source.lengths(0).num_tokens
+    assert text.item_starts == ((0, 2, 6), (1, 16, 5))
+    assert [source.item_grid(0, item) for item in (0, 1)] == [(4, 6), (10, 2)]
+    encoder = graph.unit("vision").image
+    assert encoder is not None
+    for item, name in enumerate(("a.png", "b.png")):
+        with Image.open(tmp_path / name) as file:
+            expected = image_to_patches(file, image_input=encoder)
+        found = source.item(0, item)
+        assert found.grid == expected.grid == source.item_grid(0, item)
+        np.testing.assert_array_equal(found.patches, expected.patches)
+
+
+def test_images_beyond_the_cut_are_dropped(open_manifest: Callable[..., ManifestSource], write_image: Callable[..., str]) -> None:
+    """Lengths speak of what is left only."""
+    write_image("a.png", (8, 8))
+    source = open_manifest([[image("a.png"), DOCUMENT, image("a.png"), DOCUMENT]], seq_length=11)
+    assert source.lengths(0) == SampleLengths(0, (ItemLengths("vision", 4, 1),), num_text_tokens=9, num_target_tokens=5)
+    assert source.num_cut == 1
+
+
+def test_samples_the_model_cannot_use_are_counted(
+    open_manifest: Callable[..., ManifestSource], write_image: Callable[..., str], text_graph: ModelGraph
+) -> None:
+    """Audio now; images when no encoder takes them; no target within the limit."""
+    write_image("a.png", (8, 8))
+    lines = [[AUDIO, ANSWER], [image("a.png"), ANSWER], [QUESTION], [AUDIO, ANSWER], [DOCUMENT]]
+    source = open_manifest(lines)
+    no_target = "without a target token among the first 1000 (seq_length)"
+    assert source.skipped == {"with audio, which no unit of the model takes": 2, no_target: 1}
+    assert [len(source.lengths(index).items) for index in range(len(source))] == [1, 0]
+    source = open_manifest(lines, graph=text_graph)
+    assert source.skipped["with images, which no unit of the model takes"] == 1
+    assert len(source) == 1
+
+
+def test_blank_lines_and_a_folder_are_accepted(write_manifest: Callable[..., Path], graph: ModelGraph) -> None:
+    """The folder that holds manifest.jsonl will do."""
+    folder = write_manifest([[DOCUMENT], "", [DOCUMENT]]).parent
+    assert len(ManifestSource(folder, graph=graph, tokenizer=ByteTokenizer(), seq_length=9)) == 2
+
+
+def test_a_source_travels_to_loader_workers(
+    open_manifest: Callable[..., ManifestSource], write_image: Callable[..., str]
+) -> None:
+    """A pickled copy answers alike."""
+    source = open_manifest([[image(write_image("a.png", (8, 8))), ANSWER]])
+    copy = pickle.loads(pickle.dumps(source))
+    assert copy.lengths(0) == source.lengths(0)
+    np.testing.assert_array_equal(copy.item(0, 0).patches, source.item(0, 0).patches)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"id": "x", "segments": [{"type": "te', "not a complete JSON object .* restore it or remove it"),
+        ("[1, 2]", "expected a JSON object, found list"),
+        (b"\xff", "not a complete JSON object"),
+        ({"segments": [ANSWER]}, "the key 'id' is missing; found 'segments'"),
+        ({"id": "x"}, r"\(sample 'x'\): the key 'segments' is missing"),
+        ({"id": "x", "segments": {}}, "'segments' must be a list, found dict"),
+        ([], "'segments' is empty"),
+        (["text"], "segment 0: expected a JSON object with a 'type', found str"),
+        ([ANSWER, {"type": "video", "path": "v"}], "segment 1: unknown segment type 'video'; use one of text, image, audio"),
+        ([{"role": "user", "text": ""}], "the key 'type' is missing"),
+        ([{"type": "text", "role": "user"}], "the key 'text' is missing"),
+        ([{"type": "text", "text": "a"}], "the key 'role' is missing"),
+        ([{"type": "text", "role": "system", "text": "a"}], "unknown role 'system'; use one of user, assistant, document"),
+        ([{"type": "text", "role": "user", "text": 3}], "'text' must be text, found int"),
+        ([{"type": "image", "width": 3, "height": 3}], "the key 'path' is missing"),
+        ([{"type": "image", "path": "a.png", "width": 3}], "width and height must be positive whole numbers, found 3 and None"),
+        ([image("a.png", (0, 3))], "width and height must be positive whole numbers, found 0 and 3"),
+        ([image("gone.png", (8, 8)), ANSWER], r"gone\.png does not exist; restore the file or remove that line"),
+        ([image("text.png"), ANSWER], r"text\.png cannot be decoded as an image"),
+        (
+            [image("text.png", (8, 1608)), ANSWER],
+            r"text\.png: an image of 8x1608 pixels is more than 200 times .*remove that line",
+        ),
+    ],
+)
+def test_a_wrong_line_is_named(
+    open_manifest: Callable[..., ManifestSource], write_image: Callable[..., str], tmp_path: Path, line: object, message: str
+) -> None:
+    """Every fault names manifest and line, and the sample once that is known."""
+    write_image("a.png", (8, 8))
+    (tmp_path / "text.png").write_text("no image")
+    with pytest.raises(DataError, match=f"manifest.jsonl, line 2.*{message}"):
+        open_manifest([[ANSWER], line])
+
+
+def test_missing_and_empty_manifests(open_manifest: Callable[..., ManifestSource], tmp_path: Path, graph: ModelGraph) -> None:
+    """Nothing there, nothing in it, nothing usable in it."""
+    with pytest.raises(DataError, match=r"gone\.jsonl: no such manifest; give --data-path"):
+        ManifestSource(tmp_path / "gone.jsonl", graph=graph, tokenizer=ByteTokenizer(), seq_length=9)
+    with pytest.raises(DataError, match=r"manifest\.jsonl: the manifest is empty"):
+        open_manifest([])
+    with pytest.raises(DataError, match=r"no usable sample \(2 samples with audio"):
+        open_manifest([[AUDIO, ANSWER]] * 2)
+
+
+def test_a_file_that_changed_since_is_named(
+    open_manifest: Callable[..., ManifestSource], write_image: Callable[..., str]
+) -> None:
+    """The error of a loader worker still says which line of which manifest."""
+    source = open_manifest([[image(write_image("a.png", (8, 8)), (8, 9)), ANSWER]])
+    with pytest.raises(DataError, match=r"line 1 \(sample 's1'\): .*a\.png is 8x8 pixels but the manifest says 8x9"):
+        source.item(0, 0)
+
+
+def test_models_that_cannot_take_image_files(
+    open_manifest: Callable[..., ManifestSource], two_encoder_graph: ModelGraph, graph: ModelGraph
+) -> None:
+    """Two candidates, or channels that no file has."""
+    with pytest.raises(ModelError, match="units vision, sketch all take images"):
+        open_manifest([[ANSWER]], graph=two_encoder_graph)
+    changed = graph.to_dict()
+    changed["units"]["vision"]["image"]["in_channels"] = 4
+    with pytest.raises(ModelError, match="unit 'vision': in_channels is 4"):
+        open_manifest([[ANSWER]], graph=ModelGraph.from_dict(changed))
+
+
+@pytest.mark.skipif(not CORPUS.is_dir(), reason="the corpus is not beside this checkout (../shared/data/corpus)")
+def test_the_real_corpus() -> None:
+    """All samples without audio are read; photos, figures, pages and characters decode to the promised lengths."""
+    graph = ModelGraph.from_file(Path(__file__).resolve().parents[3] / "examples" / "corpus" / "model.yaml")
+    source = ManifestSource(CORPUS, graph=graph, tokenizer=ByteTokenizer(), seq_length=8192)
+    assert len(source) == 497 and sum(source.skipped.values()) == 447
+    lengths = [source.lengths(index) for index in range(len(source))]
+    assert max(len(sample.items) for sample in lengths) >= 6
+    assert all(item.num_tokens == 4 * item.num_output_tokens <= 200704 / 14**2 for sample in lengths for item in sample.items)
+    for index in range(0, len(source), 50):
+        assert len(source.text(index).token_ids) == lengths[index].num_tokens <= 8192
+        for item_index, item in enumerate(lengths[index].items):
+            assert source.item(index, item_index).patches.shape == (item.num_tokens, 3 * 14 * 14)

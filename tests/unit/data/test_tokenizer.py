@@ -1,0 +1,103 @@
+"""Bytes, a local tokenizer.json, and what each refuses."""
+
+import json
+import pickle
+import sys
+from dataclasses import astuple
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multimodal.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, build_tokenizer
+from multimodal.values.errors import ConfigError
+
+
+@given(st.text())
+def test_bytes_round_trip_and_never_special(text: str) -> None:
+    """Whatever is written comes back, and no text can spell a special token."""
+    tokenizer = ByteTokenizer()
+    token_ids = tokenizer.encode(text)
+    assert tokenizer.decode(token_ids) == text
+    assert all(token < 256 for token in token_ids)
+
+
+def test_special_tokens_of_bytes_are_distinct_and_silent() -> None:
+    """They follow the bytes, fill the vocabulary and decode to nothing."""
+    tokenizer = ByteTokenizer()
+    assert sorted(astuple(tokenizer.special)) == list(range(256, tokenizer.vocab_size))
+    assert tokenizer.decode([tokenizer.special.begin, 65, tokenizer.special.image, 66, tokenizer.special.end]) == "AB"
+
+
+def test_lone_surrogates_become_question_marks() -> None:
+    """JSON can hold half a character; UTF-8 cannot."""
+    assert ByteTokenizer().encode("a\ud800b") == [97, 63, 98]
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path: Path) -> Path:
+    """A word-level tokenizer.json that has an end token and an image placeholder, and nothing else special."""
+    pytest.importorskip("tokenizers", reason="the optional package 'tokenizers' is not installed")
+    vocabulary = {"[UNK]": 0, "two": 1, "cats": 2, "</s>": 3, "<image>": 4, "user": 5, "<|": 6, "|>": 7}
+    content = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"},
+    }
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_a_local_file_gains_the_special_tokens_it_lacks(tokenizer_file: Path) -> None:
+    """Known spellings are taken over, the others are added behind the vocabulary."""
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_file)
+    assert (tokenizer.special.end, tokenizer.special.image) == (3, 4)
+    assert sorted(astuple(tokenizer.special)) == [3, 4, *range(8, 15)]
+    assert tokenizer.vocab_size == 15
+    assert tokenizer.encode("two cats") == [1, 2]
+    assert tokenizer.decode([tokenizer.special.user, 1, 2, tokenizer.special.end]) == "two cats"
+    assert HuggingFaceTokenizer(tokenizer_file.parent).special == tokenizer.special
+
+
+def test_a_text_cannot_spell_a_special_token(tokenizer_file: Path) -> None:
+    """Marks inside the data are text, so nobody can forge a role or an image."""
+    tokenizer = HuggingFaceTokenizer(tokenizer_file)
+    assert tokenizer.encode("<|user|>") == [6, 5, 7]
+
+
+def test_a_local_tokenizer_travels_to_workers(tokenizer_file: Path) -> None:
+    """Loader workers receive a pickled copy."""
+    tokenizer = HuggingFaceTokenizer(tokenizer_file)
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert copy.encode("<|user|> two") == tokenizer.encode("<|user|> two") and copy.special == tokenizer.special
+
+
+def test_wrong_choices_say_what_to_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unknown type, ignored file, missing flag, missing package."""
+    assert isinstance(build_tokenizer("ByteTokenizer"), ByteTokenizer)
+    with pytest.raises(ConfigError, match="--tokenizer-type Foo: no such type; use ByteTokenizer or HuggingFaceTokenizer"):
+        build_tokenizer("Foo")
+    with pytest.raises(ConfigError, match=r"--tokenizer-model x\.json would be ignored"):
+        build_tokenizer("ByteTokenizer", "x.json")
+    with pytest.raises(ConfigError, match="needs --tokenizer-model"):
+        build_tokenizer("HuggingFaceTokenizer")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ConfigError, match=r"pip install braid\[tokenizers\]"):
+        build_tokenizer("HuggingFaceTokenizer", tmp_path / "tokenizer.json")
+
+
+def test_missing_and_damaged_files_are_named(tokenizer_file: Path) -> None:
+    """The file is local or it is nothing."""
+    with pytest.raises(ConfigError, match=r"gone\.json: no such file"):
+        build_tokenizer("HuggingFaceTokenizer", tokenizer_file.parent / "gone.json")
+    tokenizer_file.write_text("{")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: not a tokenizer\.json"):
+        build_tokenizer("HuggingFaceTokenizer", tokenizer_file)
