@@ -60,16 +60,16 @@ prepare_environment() {
     if [[ -x .venv/bin/python && "$(fingerprint)" == "$(cat .venv/braid.stamp 2>/dev/null)" ]]; then
         return
     fi
-    # A half-made environment, or one moved here from elsewhere, is made anew.
-    if ! .venv/bin/python -m pip --version >/dev/null 2>&1 || [[ "$(cat .venv/braid.root 2>/dev/null)" != "$PWD" ]]; then
+    # A half-made environment, or one that was moved here with its repository, is made anew.
+    if ! .venv/bin/python -m pip --version >/dev/null 2>&1 || [[ "$(cat .venv/braid.root 2>/dev/null || echo "$PWD")" != "$PWD" ]]; then
         local python
         python="$(find_python)" || fail "no Python 3.11 or 3.12 found (tried: ${BRAID_PYTHON:-python3.11 python3.12 python3});" \
             "install one, or name it: BRAID_PYTHON=/path/to/python3.11 $0"
         "$python" -c 'import ensurepip, venv' 2>/dev/null || fail "$python cannot make virtual environments;" \
             "install its venv module (on Debian and Ubuntu the package python3-venv)"
         step "Making .venv with $("$python" --version)" make_venv "$python"
-        echo "$PWD" >.venv/braid.root
     fi
+    echo "$PWD" >.venv/braid.root
     # shellcheck disable=SC2086  # BRAID_TORCH may carry options
     step "Installing ${BRAID_TORCH%% *}" .venv/bin/python -m pip install --quiet $BRAID_TORCH
     step "Installing Braid, building its C++ kernels" install_braid
