@@ -125,8 +125,14 @@ RULES: tuple[Rule, ...] = (
         "--tokenizer-type HuggingFaceTokenizer needs its file; add --tokenizer-model PATH",
     ),
     Rule(
-        lambda c: not _is_split(c.data.split),
-        "--split {c.data.split!r} must be three proportions of which the first is above 0, such as 969,30,1",
+        lambda c: not _proportions(c.data.split),
+        "--split {c.data.split!r} must be one to three proportions (training, validation, test), the first above 0, such as "
+        "969,30,1",
+    ),
+    Rule(
+        lambda c: c.evaluation.eval_iters > 0 and c.data.data_path != "digits" and not any(_proportions(c.data.split)[1:2]),
+        "--eval-iters {c.evaluation.eval_iters} needs validation samples, but --split {c.data.split} leaves none; use a second "
+        "proportion above 0 or --eval-iters 0",
     ),
     Rule(
         lambda c: c.model.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None,
@@ -216,9 +222,11 @@ def shown_flag(name: str) -> str:
     return f"--{unit.replace('_', '-')}-{ending}"
 
 
-def _is_split(text: str) -> bool:
+def _proportions(split: str) -> list[float]:
+    """Parse a split; empty when it is none."""
     try:
-        proportions = [float(part) for part in text.split(",")]
+        proportions = [float(part) for part in split.split(",")]
     except ValueError:
-        return False
-    return len(proportions) == 3 and all(0 <= part < float("inf") for part in proportions) and proportions[0] > 0
+        return []
+    is_split = len(proportions) <= 3 and all(0 <= part < float("inf") for part in proportions) and proportions[0] > 0
+    return proportions if is_split else []

@@ -87,7 +87,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 _SPELLED = " spelled"
-"""Where the namespace keeps the spelling that set each destination; no flag can have this destination."""
+"""Where the namespace keeps how each destination was set, for messages; no flag can have this destination."""
 
 
 class _StoreOnce(argparse.Action):
@@ -97,19 +97,12 @@ class _StoreOnce(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
     ) -> None:
         value = self.const[0] if self.const else tuple(values) if isinstance(values, list) else values
-        spelled: dict[str, str] = getattr(namespace, _SPELLED, {})
-        if self.dest in spelled and getattr(namespace, self.dest) != value:
-            first = _show(spelled[self.dest], getattr(namespace, self.dest), bare=bool(self.const))
-            second = _show(str(option_string), value, bare=bool(self.const))
-            parser.error(f"{first} and {second} set the same thing to different values; keep one")
+        shown = " ".join(map(str, (option_string, *(() if self.const else value if isinstance(value, tuple) else (value,)))))
+        earlier: dict[str, str] = getattr(namespace, _SPELLED, {})
+        if self.dest in earlier and getattr(namespace, self.dest) != value:
+            parser.error(f"{earlier[self.dest]} and {shown} set the same thing to different values; keep one")
         setattr(namespace, self.dest, value)
-        setattr(namespace, _SPELLED, {**spelled, self.dest: str(option_string)})
-
-
-def _show(spelling: str, value: Any, *, bare: bool) -> str:
-    if isinstance(value, tuple):
-        return f"{spelling} {' '.join(map(str, value))}"
-    return spelling if bare or isinstance(value, bool) else f"{spelling} {value}"
+        setattr(namespace, _SPELLED, {**earlier, self.dest: shown})
 
 
 class _Formatter(argparse.HelpFormatter):
