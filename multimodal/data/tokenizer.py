@@ -85,6 +85,8 @@ class HuggingFaceTokenizer:
     def __init__(self, path: str | Path) -> None:
         """Load `path`, a tokenizer.json or the folder that holds one; raises ConfigError when that is impossible."""
         self._tokenizer = _load(Path(path))
+        self._tokenizer.no_truncation()  # the file may ask for both; lengths are the data set's business
+        self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         chosen = {
             name: next((spelling for spelling in spellings if spelling in vocabulary), spellings[0])

@@ -42,8 +42,15 @@ def tokenizer_file(tmp_path: Path) -> Path:
     vocabulary = {"[UNK]": 0, "two": 1, "cats": 2, "</s>": 3, "<image>": 4, "user": 5, "<|": 6, "|>": 7}
     content = {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
+        "truncation": {"max_length": 2, "stride": 0, "strategy": "LongestFirst", "direction": "Right"},
+        "padding": {
+            "strategy": {"Fixed": 5},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": "[UNK]",
+        },
         "added_tokens": [],
         "normalizer": None,
         "pre_tokenizer": {"type": "Whitespace"},
@@ -71,6 +78,12 @@ def test_a_text_cannot_spell_a_special_token(tokenizer_file: Path) -> None:
     """Marks inside the data are text, so nobody can forge a role or an image."""
     tokenizer = HuggingFaceTokenizer(tokenizer_file)
     assert tokenizer.encode("<|user|>") == [6, 5, 7]
+
+
+def test_a_text_is_neither_cut_nor_padded(tokenizer_file: Path) -> None:
+    """Whatever lengths the file asks for."""
+    assert HuggingFaceTokenizer(tokenizer_file).encode("two cats two cats") == [1, 2, 1, 2]
+    assert HuggingFaceTokenizer(tokenizer_file).encode("two") == [1]
 
 
 def test_a_local_tokenizer_travels_to_workers(tokenizer_file: Path) -> None:

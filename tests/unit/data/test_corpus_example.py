@@ -1,0 +1,23 @@
+"""The files of examples/corpus describe a model and flags that belong together."""
+
+from pathlib import Path
+
+import yaml
+
+from multimodal.data.tokenizer import build_tokenizer
+from multimodal.values.model_graph import ModelGraph
+
+FOLDER = Path(__file__).resolve().parents[3] / "examples" / "corpus"
+
+
+def test_model_and_flags_fit_together() -> None:
+    """The model file exists, every unit has its sizes, and the pipeline has no more stages than layers."""
+    flags = yaml.safe_load((FOLDER / "config.yaml").read_text())
+    graph = ModelGraph.from_file(FOLDER / flags["model"])
+    assert graph.unit_names == ("vision", "llm") and graph.edges == (("vision", "llm"),)
+    assert 1 <= flags["llm-pp"] <= graph.backbone.transformer.num_layers
+    assert flags["global-batch-size"] % (flags["micro-batch-size"] * flags["llm-dp"]) == 0
+    assert build_tokenizer(flags["tokenizer-type"]).vocab_size == 265
+    image = graph.unit("vision").image
+    assert image is not None and image.max_pixels // (image.patch_size * image.merge_size) ** 2 == 256 < flags["seq-length"]
+    assert isinstance(flags["lr"], float) and isinstance(flags["min-lr"], float)
