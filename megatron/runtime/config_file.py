@@ -1,9 +1,12 @@
 """A configuration file: flags as keys, with dashes or underscores, with or without the leading dashes."""
 
 import argparse
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from megatron.runtime.configuration import GROUPS
 from megatron.runtime.field_flags import field_flags
@@ -13,14 +16,24 @@ from multimodal.values.file_form import read_mapping
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Flag -> value as it stands in the file. Raises ConfigError when a key appears in two spellings."""
-    flags: dict[str, Any] = {}
-    for key, value in read_mapping(path, error=ConfigError).items():
-        flag = "--" + str(key).lstrip("-").replace("_", "-")
-        if flag in flags:
+    """Flag -> value as it stands in the file. Raises ConfigError when a key appears twice, or in two spellings."""
+    mapping = read_mapping(path, error=ConfigError)
+    flags = [_flag(key) for key in _keys(path)]
+    for flag in flags:
+        if flags.count(flag) > 1:
             raise ConfigError(f"{path}: {flag} is there twice; keep one")
-        flags[flag] = value
-    return flags
+    return {_flag(key): value for key, value in mapping.items()}
+
+
+def _keys(path: Path) -> list[Any]:
+    """All keys as they are written; a mapping would keep only the last of two equal ones."""
+    if path.suffix == ".json":
+        return [key for key, _ in json.loads(path.read_text(), object_pairs_hook=list)]
+    return [key.value for key, _ in yaml.compose(path.read_text(), yaml.SafeLoader).value]
+
+
+def _flag(key: Any) -> str:
+    return "--" + str(key).lstrip("-").replace("_", "-")
 
 
 def parse_config_file(entries: Mapping[str, Any], *, parser: FlagParser, path: Path) -> dict[str, Any]:

@@ -131,10 +131,10 @@ class DataConfig:
     seq_length: int = field(default=4096, metadata=AT_LEAST_ONE)
     """Most LLM tokens (text and images) that one sample may have."""
     split: str = field(default="969,30,1", metadata={"metavar": "TRAIN,VALID,TEST"})
-    """Proportions of training, validation and test samples."""
+    """Proportions of training, validation and test samples of a manifest."""
     num_workers: int = field(default=2, metadata=AT_LEAST_ZERO)
     """Processes per rank that load and decode ahead; 0 loads in the training process."""
-    digits_samples: int | None = field(default=None, metadata=AT_LEAST_ONE)
+    digits_samples: int = field(default=10000, metadata=AT_LEAST_ONE)
     """--data-path digits: number of training samples."""
 
 

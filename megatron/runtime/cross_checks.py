@@ -62,6 +62,12 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         lambda c: c.data.data_path != "digits",
         "the samples come from a manifest; use --data-path digits or leave it out",
     ),
+    IgnoredFlag(
+        "split",
+        ("data_path",),
+        lambda c: c.data.data_path == "digits",
+        "--data-path digits holds out handwritten digits of its own; leave it out",
+    ),
     IgnoredFlag("eval_interval", _EVALUATION, lambda c: not c.evaluation.eval_iters, _NO_EVALUATION),
     IgnoredFlag(
         "eval_blank_images",

@@ -1,5 +1,6 @@
 """The command line, the configuration file, and which of them wins."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -220,6 +221,18 @@ def test_wrong_configuration_files_are_named(parse: Parse, file: dict[str, Any],
         parse(file=file)
     assert message in str(problem.value)
     assert "config.yaml: " in str(problem.value)
+
+
+def test_a_key_that_is_there_twice(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("lr: 1\nseed: 2\nlr: 3\n")
+    with pytest.raises(ConfigError, match=r"config\.yaml: --lr is there twice; keep one"):
+        parse_arguments(["--config", str(tmp_path / "config.yaml")], environ={})
+
+
+def test_a_json_configuration_file(tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_text(json.dumps({"units": {"llm": BACKBONE}}))
+    (tmp_path / "config.json").write_text(json.dumps({"model": "model.json", **REQUIRED, "lr": 1e-05}, indent="\t"))
+    assert parse_arguments(["--config", str(tmp_path / "config.json")], environ={}).optimizer.lr == 1e-05
 
 
 def test_missing_flags_are_listed_together() -> None:
