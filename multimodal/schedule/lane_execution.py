@@ -69,6 +69,8 @@ class _Run:
         self.duration = duration
         self.positions = [0] * len(self.lanes)
         self.free_at = [0.0] * len(self.lanes)
+        self.needs: dict[Action, tuple[Action, ...]] = {}
+        self.lanes_of_stage: dict[tuple[str, int, int], tuple[int, ...]] = {}
         self.done: dict[Action, float] = {}
         self.passed: dict[Action, set[int]] = {}
         self.waiters: dict[Action, set[int]] = {}
@@ -91,7 +93,9 @@ class _Run:
         return self._compute(action)
 
     def _needs(self, action: Action) -> tuple[Action, ...]:
-        return dependencies(action, self.graph, self.plan, self.assignment, lowered=self.lowered)
+        if action not in self.needs:
+            self.needs[action] = dependencies(action, self.graph, self.plan, self.assignment, lowered=self.lowered)
+        return self.needs[action]
 
     def _send(self, action: Action, lane: int) -> bool:
         if not self._is_met(action, (lane,)):
@@ -182,4 +186,7 @@ class _Run:
         return actions[self.positions[lane]] if self.positions[lane] < len(actions) else None
 
     def _lanes_of(self, action: Action) -> tuple[int, ...]:
-        return self.plan.lanes_of_stage(action.unit, action.replica, action.stage)
+        stage = action.unit, action.replica, action.stage
+        if stage not in self.lanes_of_stage:
+            self.lanes_of_stage[stage] = self.plan.lanes_of_stage(*stage)
+        return self.lanes_of_stage[stage]

@@ -26,7 +26,8 @@ def forward_limits(
 
     Stage s of the P stages of the LLM: P - s. Stage s of the S stages of an encoder: S - s, plus as many of this replica's
     microbatches as the LLM's first stages span at any moment when each is as full as it may be. With one encoder microbatch
-    per LLM microbatch that is the limit of one pipeline of S + P stages.
+    per LLM microbatch that is the limit of one pipeline of S + P stages. A stage without a backward needs to be ahead of its
+    consumer only; its limit shapes a lane that it shares with other stages (alone in a lane, there is nothing to order).
     """
     limits: dict[StageKey, int] = {}
     for unit in reversed(graph.unit_names):

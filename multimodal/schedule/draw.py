@@ -1,0 +1,136 @@
+"""Draw a timeline: one row per lane, one box per action, time to the right."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from multimodal.values.schedule import ACTION_TABLE, ActionKind, Resource
+from multimodal.values.timeline import Timeline, TimelineEvent
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_UNIT_COLOURS = (
+    ("#4c8fd6", "#a9cdf0"),
+    ("#e8883a", "#f8cfa5"),
+    ("#3fa66b", "#b0dec3"),
+    ("#9a6cc4", "#d9c6ec"),
+)
+"""(backward, forward) per unit: the same hue, the backward darker; units beyond the fourth start over."""
+_REDUCE_COLOUR = "#d64550"
+_WAIT_COLOUR = "#f6f6f6"
+_ROW_HEIGHT_INCHES = 0.42
+_LARGEST_NUMBER_POINTS = 8.0
+_SMALLEST_NUMBER_POINTS = 4.5
+
+
+def draw_timeline(timeline: Timeline, path: str | Path, *, title: str) -> None:
+    """Write a timeline as PNG: rows are lanes, labelled with ranks and units; the number in a box is its microbatch.
+
+    Forwards are light and backwards dark in their unit's colour, waiting for a message is hatched, idle time is white. Needs
+    matplotlib (the extra `plots`), which is imported here and draws without a display.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    width = min(20.0, max(9.0, 0.16 * max(map(len, _events_by_lane(timeline)), default=0)))
+    figure = Figure(figsize=(width, 1.5 + _ROW_HEIGHT_INCHES * len(timeline.lanes)), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    units = tuple(dict.fromkeys(event.action.unit for event in sorted(timeline.events, key=lambda event: event.start_seconds)))
+    seconds_per_inch = max(timeline.duration_seconds, 1e-9) / (width - 2)
+    for event in timeline.events:
+        _draw_event(axes, event, units, seconds_per_inch)
+    _dress(axes, timeline, title)
+    figure.legend(
+        handles=_legend(timeline, units), loc="outside lower center", ncols=min(2 * len(units) + 2, 8), frameon=False, fontsize=8
+    )
+    figure.savefig(path)
+
+
+def _events_by_lane(timeline: Timeline) -> list[list[TimelineEvent]]:
+    rows: list[list[TimelineEvent]] = [[] for _ in timeline.lanes]
+    for event in timeline.events:
+        rows[event.lane].append(event)
+    return rows
+
+
+def _draw_event(axes: "Axes", event: TimelineEvent, units: tuple[str, ...], seconds_per_inch: float) -> None:
+    kind, start, seconds = event.action.kind, event.start_seconds, event.end_seconds - event.start_seconds
+    look = _look(kind, units.index(event.action.unit))
+    axes.barh(event.lane, seconds, left=start, height=0.8, linewidth=0.6, **look)
+    points = _number_points(str(event.action.microbatch), seconds / seconds_per_inch)
+    if ACTION_TABLE[kind].resource is Resource.COMPUTE and points >= _SMALLEST_NUMBER_POINTS:
+        axes.text(
+            start + seconds / 2,
+            event.lane,
+            str(event.action.microbatch),
+            ha="center",
+            va="center_baseline",
+            fontsize=points,
+            color="white" if kind is ActionKind.BACKWARD else "#222222",
+            clip_on=True,
+        )
+
+
+def _number_points(label: str, width_inches: float) -> float:
+    """Return the type size at which a number fits into its box; digits are 0.64 of their size wide."""
+    return min(_LARGEST_NUMBER_POINTS, 72 * width_inches / (0.64 * len(label) + 0.3))
+
+
+def _look(kind: ActionKind, unit_index: int) -> dict[str, Any]:
+    """Return how an action's box looks: colours by resource, and by direction and unit where it computes."""
+    resource = ACTION_TABLE[kind].resource
+    if resource is Resource.COLLECTIVE:
+        return {"facecolor": _REDUCE_COLOUR, "edgecolor": "white"}
+    if resource is not Resource.COMPUTE:
+        return {"facecolor": _WAIT_COLOUR, "edgecolor": "#d2d2d2", "hatch": "////"}
+    dark, light = _UNIT_COLOURS[unit_index % len(_UNIT_COLOURS)]
+    return {"facecolor": dark if kind is ActionKind.BACKWARD else light, "edgecolor": "white"}
+
+
+def _dress(axes: "Axes", timeline: Timeline, title: str) -> None:
+    axes.set_title(title, fontsize=11, loc="left")
+    axes.set_yticks(range(len(timeline.lanes)), [_row_label(timeline, lane) for lane in range(len(timeline.lanes))], fontsize=8)
+    axes.set_ylim(len(timeline.lanes) - 0.5, -0.5)
+    axes.set_xlim(0, max(timeline.duration_seconds, 1e-9))
+    axes.set_xlabel("seconds", fontsize=8)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.grid(axis="x", color="#e4e4e4", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def _row_label(timeline: Timeline, lane: int) -> str:
+    """Ranks, then what the lane holds, such as `rank 2  llm 0 stage 1`."""
+    ranks = timeline.lanes[lane]
+    places = sorted({event.action[1:4] for event in timeline.events if event.lane == lane})
+    held = ", ".join(f"{unit} {replica} stage {stage}" for unit, replica, stage in places)
+    return f"{held or 'idle'}   {'rank' if len(ranks) == 1 else 'ranks'} {_rank_ranges(ranks)}"
+
+
+def _rank_ranges(ranks: tuple[int, ...]) -> str:
+    """Consecutive ranks as one range: 0-3,8."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def _legend(timeline: Timeline, units: tuple[str, ...]) -> list[Any]:
+    from matplotlib.patches import Patch
+
+    kinds = {event.action.kind for event in timeline.events}
+    handles = [
+        Patch(label=f"{unit} {name}", **_look(kind, index))
+        for index, unit in enumerate(units)
+        for kind, name in ((ActionKind.FORWARD, "forward"), (ActionKind.BACKWARD, "backward"))
+        if kind in {event.action.kind for event in timeline.events if event.action.unit == unit}
+    ]
+    for resource, name in ((Resource.RECEIVE, "waiting for a message"), (Resource.COLLECTIVE, "reducing gradients")):
+        if found := [kind for kind in ActionKind if kind in kinds and ACTION_TABLE[kind].resource is resource]:
+            handles.append(Patch(label=name, **_look(found[0], 0)))
+    return handles

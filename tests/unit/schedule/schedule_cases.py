@@ -1,0 +1,138 @@
+"""Small graphs, plans and assignments for the schedule tests, and strategies for random ones."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hypothesis import strategies as st
+
+from multimodal.values.assignment import Assignment, Atom
+from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
+
+SHAPE = Transformer(num_layers=8, hidden_size=8, num_attention_heads=2, ffn_hidden_size=16)
+
+
+class Case(NamedTuple):
+    """The three values that a builder takes."""
+
+    graph: ModelGraph
+    plan: Plan
+    assignment: Assignment
+
+
+def build_graph(*encoders: str, frozen: Sequence[str] = (), frozen_projectors: Sequence[str] = ()) -> ModelGraph:
+    """A backbone `llm` behind the named encoders, eight transformer layers each."""
+    units = [
+        Unit(name, Role.ENCODER, SHAPE, freeze_module=name in frozen, freeze_projector=name in frozen_projectors)
+        for name in encoders
+    ]
+    llm = Unit("llm", Role.BACKBONE, SHAPE, freeze_module="llm" in frozen)
+    return ModelGraph((*units, llm), tuple((name, "llm") for name in encoders))
+
+
+def build_unit_plan(graph: ModelGraph, unit: str, *, dp: int, pp: int, tp: int = 1, first_rank: int = 0) -> UnitPlan:
+    """A grid of consecutive ranks."""
+    ranges = split_layers(graph.unit(unit).layers, num_stages=pp)
+    starts = [[first_rank + (replica * pp + stage) * tp for stage in range(pp)] for replica in range(dp)]
+    return UnitPlan(
+        tuple(
+            Replica(tuple(Stage(tuple(range(start, start + tp)), (layers,)) for start, layers in zip(row, ranges, strict=True)))
+            for row in starts
+        ),
+        tp,
+    )
+
+
+def build_case(
+    graph: ModelGraph,
+    sizes: dict[str, tuple[int, int, int]],
+    groupings: dict[str, list[list[list[int]]]],
+    *,
+    colocated: bool = False,
+) -> Case:
+    """`sizes`: unit -> (dp, pp, tp); `groupings`: unit -> replica -> microbatch -> samples, one item per sample and encoder."""
+    units, first_rank = {}, 0
+    for name in graph.unit_names:
+        dp, pp, tp = sizes[name]
+        units[name] = build_unit_plan(graph, name, dp=dp, pp=pp, tp=tp, first_rank=first_rank)
+        first_rank += 0 if colocated else dp * pp * tp
+    index = {name: -1 if name == "llm" else position for position, name in enumerate(graph.unit_names)}
+    assignment = Assignment(
+        {
+            name: tuple(
+                tuple(tuple(Atom(sample, index[name]) for sample in microbatch) for microbatch in replica) for replica in replicas
+            )
+            for name, replicas in groupings.items()
+        }
+    )
+    return Case(graph, Plan(units), assignment)
+
+
+def deal(num_samples: int, dp: int) -> list[list[list[int]]]:
+    """Samples dealt round robin over `dp` replicas, one per microbatch."""
+    return [[[sample] for sample in range(replica, num_samples, dp)] for replica in range(dp)]
+
+
+@st.composite
+def groupings_of(draw: st.DrawFn, atoms: Sequence[Atom], dp: int) -> tuple[tuple[tuple[Atom, ...], ...], ...]:
+    """Any grouping of the atoms into microbatches, of any sizes and order, on any replicas; some may stay without."""
+    shuffled = draw(st.permutations(atoms))
+    replicas: list[list[list[Atom]]] = [[] for _ in range(dp)]
+    for atom in shuffled:
+        replica = replicas[draw(st.integers(0, dp - 1))]
+        if not replica or draw(st.booleans()):
+            replica.append([])
+        replica[-1].append(atom)
+    return tuple(tuple(tuple(microbatch) for microbatch in replica) for replica in replicas)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Random graphs (none to two encoders, any part frozen), plans (disjoint or colocated) and assignments."""
+    encoders = draw(st.sampled_from([(), ("vision",), ("vision", "audio")]))
+    frozen = [unit for unit in (*encoders, "llm") if draw(st.booleans())]
+    graph = build_graph(*encoders, frozen=frozen, frozen_projectors=[unit for unit in encoders if draw(st.booleans())])
+    colocated = draw(st.booleans())
+    units, first_rank = {}, 0
+    for name in graph.unit_names:
+        dp, pp, tp = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
+        units[name] = build_unit_plan(graph, name, dp=dp, pp=pp, tp=tp, first_rank=first_rank)
+        first_rank += 0 if colocated else dp * pp * tp
+    num_items = [[draw(st.integers(0, 2)) for _ in encoders] for _ in range(draw(st.integers(1, 6)))]
+    placed = {
+        name: [
+            Atom(sample, position * 2 + item) for sample, counts in enumerate(num_items) for item in range(counts[position])
+        ]
+        for position, name in enumerate(encoders)
+    }
+    placed["llm"] = [Atom(sample) for sample in range(len(num_items))]
+    assignment = Assignment(
+        {name: draw(groupings_of(atoms, units[name].data_parallel_size)) for name, atoms in placed.items()}
+    )
+    return Case(graph, Plan(units), assignment)
+
+
+def golden_cases() -> dict[str, Case]:
+    """The small cases whose schedules are compared with golden text."""
+    vision = build_graph("vision")
+    frozen = build_graph("vision", frozen=["vision"], frozen_projectors=["vision"])
+    crossed = {"vision": [[[0], [1]], [[2], [3]]], "llm": [[[3], [2], [0], [1]]]}
+    return {
+        "one_unit": build_case(build_graph(), {"llm": (1, 3, 1)}, {"llm": deal(5, 1)}),
+        "encoder_dp2_llm_pp2": build_case(
+            vision, {"vision": (2, 1, 1), "llm": (1, 2, 1)}, {"vision": deal(4, 2), "llm": deal(4, 1)}
+        ),
+        "encoder_dp1_llm_dp2_unequal": build_case(
+            vision,
+            {"vision": (1, 1, 1), "llm": (2, 1, 1)},
+            {"vision": [[[0, 1], [2, 3], [4]]], "llm": [[[0], [1], [2]], [[3, 4]]]},
+        ),
+        "frozen_encoder": build_case(frozen, {"vision": (1, 2, 1), "llm": (1, 2, 1)}, {"vision": deal(4, 1), "llm": deal(4, 1)}),
+        "colocated_one_rank": build_case(
+            vision, {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": deal(3, 1), "llm": deal(3, 1)}, colocated=True
+        ),
+        "colocated_different_tp": build_case(
+            vision, {"vision": (2, 1, 1), "llm": (1, 1, 2)}, {"vision": deal(2, 2), "llm": deal(2, 1)}, colocated=True
+        ),
+        "crossed_groupings": build_case(vision, {"vision": (2, 1, 1), "llm": (1, 1, 1)}, crossed),
+    }

@@ -1,0 +1,48 @@
+"""Every consumer of the action table knows every kind."""
+
+import pytest
+
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.dependencies import dependencies
+from multimodal.schedule.expected_actions import expected_actions
+from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.schedule.text import action_to_text, schedule_from_text
+from multimodal.schedule.unit_cost import unit_cost
+from multimodal.schedule.validate import validate_schedule
+from multimodal.values.errors import ScheduleError
+from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Lane, Resource, Schedule
+from tests.unit.schedule.schedule_cases import golden_cases
+
+CASE = golden_cases()["encoder_dp2_llm_pp2"]
+
+
+def example(kind: ActionKind) -> Action:
+    return next(action for action in expected_actions(*CASE, lowered=True) if action.kind is kind)
+
+
+def test_every_kind_has_a_row() -> None:
+    assert set(ACTION_TABLE) == set(ActionKind)
+
+
+@pytest.mark.parametrize("kind", ActionKind)
+def test_text_handles_every_kind(kind: ActionKind) -> None:
+    action = example(kind)
+    assert schedule_from_text(f"lane 0: {action_to_text(action)}").lanes[0].actions == (action,)
+
+
+@pytest.mark.parametrize("kind", ActionKind)
+def test_dependencies_and_cost_handle_every_kind(kind: ActionKind) -> None:
+    action = example(kind)
+    assert set(dependencies(action, *CASE, lowered=True)) <= set(expected_actions(*CASE, lowered=True))
+    is_message = ACTION_TABLE[kind].resource in (Resource.SEND, Resource.RECEIVE)
+    assert (unit_cost(action, CASE.graph, CASE.plan) == 0) == is_message
+
+
+@pytest.mark.parametrize("kind", ActionKind)
+def test_the_validator_misses_every_kind(kind: ActionKind) -> None:
+    graph, plan, assignment = CASE
+    full = insert_communication(BUILDERS["1f1b"](*CASE), graph=graph, plan=plan, assignment=assignment)
+    dropped = example(kind)
+    lanes = tuple(Lane(lane.ranks, tuple(action for action in lane.actions if action != dropped)) for lane in full.lanes)
+    with pytest.raises(ScheduleError, match=f"^{action_to_text(dropped)}: missing"):
+        validate_schedule(Schedule(lanes), graph=graph, plan=plan, assignment=assignment, lowered=True)

@@ -1,0 +1,110 @@
+import pytest
+
+from multimodal.schedule.dependencies import dependencies
+from multimodal.schedule.expected_actions import compute_actions, expected_actions
+from multimodal.schedule.text import action_to_text, schedule_from_text
+from multimodal.values.schedule import Action, ActionKind
+from tests.unit.schedule.schedule_cases import Case, build_case, build_graph, deal, golden_cases
+
+
+def parse(text: str) -> Action:
+    return schedule_from_text(f"lane 0: {text}").lanes[0].actions[0]
+
+
+def needs(case: Case, text: str, *, lowered: bool = False) -> list[str]:
+    return [action_to_text(action) for action in dependencies(parse(text), *case, lowered=lowered)]
+
+
+def unequal() -> Case:
+    """One encoder with items of samples 0 1 | 2 3 | 4 before two LLM replicas with samples 0 | 1 | 2 and 3 4."""
+    return golden_cases()["encoder_dp1_llm_dp2_unequal"]
+
+
+@pytest.mark.parametrize(
+    ("action", "compute", "lowered"),
+    [
+        ("F vision/0/0/1", [], []),
+        ("F llm/0/0/1", ["F vision/0/0/0"], ["RF llm/0/0/1<vision/0/0/0"]),
+        (
+            "F llm/1/0/0",
+            ["F vision/0/0/1", "F vision/0/0/2"],
+            ["RF llm/1/0/0<vision/0/0/1", "RF llm/1/0/0<vision/0/0/2"],
+        ),
+        ("B llm/1/0/0", ["F llm/1/0/0"], ["F llm/1/0/0"]),
+        (
+            "B vision/0/0/1",
+            ["F vision/0/0/1", "B llm/0/0/2", "B llm/1/0/0"],
+            ["F vision/0/0/1", "RB vision/0/0/1<llm/0/0/2", "RB vision/0/0/1<llm/1/0/0"],
+        ),
+        ("RG llm/0/0", ["B llm/0/0/0", "B llm/0/0/1", "B llm/0/0/2"], ["B llm/0/0/0", "B llm/0/0/1", "B llm/0/0/2"]),
+        ("SF vision/0/0/0>llm/0/0/1", ["F vision/0/0/0"], ["F vision/0/0/0"]),
+        ("RF llm/0/0/1<vision/0/0/0", ["SF vision/0/0/0>llm/0/0/1"], ["SF vision/0/0/0>llm/0/0/1"]),
+        ("SB llm/0/0/1>vision/0/0/0", ["B llm/0/0/1"], ["B llm/0/0/1"]),
+        ("RB vision/0/0/0<llm/0/0/1", ["SB llm/0/0/1>vision/0/0/0"], ["SB llm/0/0/1>vision/0/0/0"]),
+    ],
+)
+def test_dependencies_across_units(action: str, compute: list[str], lowered: list[str]) -> None:
+    assert needs(unequal(), action) == compute
+    assert needs(unequal(), action, lowered=True) == lowered
+
+
+def test_dependencies_between_stages_of_a_unit() -> None:
+    case = golden_cases()["one_unit"]
+    assert needs(case, "F llm/0/1/2") == ["F llm/0/0/2"]
+    assert needs(case, "B llm/0/1/2") == ["F llm/0/1/2", "B llm/0/2/2"]
+    assert needs(case, "B llm/0/1/2", lowered=True) == ["F llm/0/1/2", "RB llm/0/1/2<llm/0/2/2"]
+
+
+def test_equal_ranks_need_no_message() -> None:
+    case = golden_cases()["colocated_one_rank"]
+    assert needs(case, "F llm/0/0/1", lowered=True) == ["F vision/0/0/1"]
+    assert all(action.peer is None for action in expected_actions(*case, lowered=True))
+
+
+def test_routes_are_built_once_per_assignment() -> None:
+    graph, _, assignment = unequal()
+    assert assignment.routes(graph) is assignment.routes(graph)
+
+
+def test_a_text_only_microbatch_depends_on_nobody() -> None:
+    case = build_case(
+        build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": [[[1]]], "llm": [[[0], [1]]]}
+    )
+    assert needs(case, "F llm/0/0/0", lowered=True) == []
+    assert needs(case, "F llm/0/0/1") == ["F vision/0/0/0"]
+
+
+@pytest.mark.parametrize(
+    ("frozen", "frozen_projectors", "with_backward", "with_reduction"),
+    [
+        ([], [], {"vision 0", "vision 1", "llm 0"}, {"vision 0", "vision 1", "llm 0"}),
+        (["vision"], [], {"vision 1", "llm 0"}, {"vision 1", "llm 0"}),
+        (["vision"], ["vision"], {"llm 0"}, {"llm 0"}),
+        (["llm"], [], {"vision 0", "vision 1", "llm 0"}, {"vision 0", "vision 1"}),
+        (["vision", "llm"], [], {"vision 1", "llm 0"}, {"vision 1"}),
+        (["vision", "llm"], ["vision"], set(), set()),
+    ],
+)
+def test_backwards_and_reductions_exist_where_something_is_trained(
+    frozen: list[str], frozen_projectors: list[str], with_backward: set[str], with_reduction: set[str]
+) -> None:
+    graph = build_graph("vision", frozen=frozen, frozen_projectors=frozen_projectors)
+    case = build_case(graph, {"vision": (1, 2, 1), "llm": (1, 1, 1)}, {"vision": deal(2, 1), "llm": deal(2, 1)})
+    actions = compute_actions(*case)
+    stages = {kind: {f"{a.unit} {a.stage}" for a in actions if a.kind is kind} for kind in ActionKind}
+    assert stages[ActionKind.FORWARD] == {"vision 0", "vision 1", "llm 0"}
+    assert stages[ActionKind.BACKWARD] == with_backward
+    assert stages[ActionKind.REDUCE_GRADIENTS] == with_reduction
+
+
+def test_a_replica_without_microbatches_still_reduces() -> None:
+    case = build_case(
+        build_graph("vision"), {"vision": (2, 1, 1), "llm": (1, 1, 1)}, {"vision": [[[0]], []], "llm": [[[0]]]}
+    )
+    assert [action_to_text(action) for action in compute_actions(*case) if action[1:3] == ("vision", 1)] == ["RG vision/1/0"]
+
+
+def test_forward_only_has_forwards_only() -> None:
+    assert {action.kind for action in compute_actions(*unequal(), forward_only=True)} == {ActionKind.FORWARD}
+    lowered = expected_actions(*unequal(), lowered=True, forward_only=True)
+    assert {action.kind for action in lowered} == {ActionKind.FORWARD, ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD}

@@ -1,0 +1,32 @@
+"""Builders and communication insertion against the text in tests/golden/schedule.
+
+After a change that is meant, print the new text with `schedule_to_text` and review the difference.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.schedule.text import schedule_from_text, schedule_to_text
+from multimodal.schedule.validate import validate_schedule
+from tests.unit.schedule.schedule_cases import golden_cases
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "schedule"
+
+
+@pytest.mark.parametrize("name", golden_cases())
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_builder_gives_the_golden_schedule(name: str, builder: str) -> None:
+    case = golden_cases()[name]
+    assert schedule_to_text(BUILDERS[builder](*case)) == (GOLDEN / f"{name}.{builder}.txt").read_text()
+
+
+@pytest.mark.parametrize("name", golden_cases())
+def test_communication_insertion_turns_golden_compute_text_into_golden_lowered_text(name: str) -> None:
+    graph, plan, assignment = golden_cases()[name]
+    before = schedule_from_text((GOLDEN / f"{name}.1f1b.txt").read_text())
+    after = insert_communication(before, graph=graph, plan=plan, assignment=assignment)
+    assert schedule_to_text(after) == (GOLDEN / f"{name}.1f1b.lowered.txt").read_text()
+    validate_schedule(after, graph=graph, plan=plan, assignment=assignment, lowered=True)

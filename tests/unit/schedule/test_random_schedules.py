@@ -1,0 +1,87 @@
+from collections import defaultdict
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.dependencies import dependencies
+from multimodal.schedule.expected_actions import expected_actions
+from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.schedule.text import schedule_from_text, schedule_to_text
+from multimodal.schedule.unit_cost_timeline import timeline_of_unit_costs
+from multimodal.schedule.validate import validate_schedule
+from multimodal.values.schedule import ACTION_TABLE, ActionKind, Memory
+from tests.unit.schedule.schedule_cases import Case, cases
+
+builders = st.sampled_from(sorted(BUILDERS))
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), builder=builders, forward_only=st.booleans())
+def test_every_built_schedule_is_valid_in_both_dialects_and_round_trips(case: Case, builder: str, forward_only: bool) -> None:
+    graph, plan, assignment = case
+    compute = BUILDERS[builder](graph, plan, assignment, forward_only=forward_only)
+    validate_schedule(compute, graph=graph, plan=plan, assignment=assignment, lowered=False, forward_only=forward_only)
+    lowered = insert_communication(compute, graph=graph, plan=plan, assignment=assignment)
+    validate_schedule(lowered, graph=graph, plan=plan, assignment=assignment, lowered=True, forward_only=forward_only)
+    for schedule in (compute, lowered):
+        assert schedule_from_text(schedule_to_text(schedule)) == schedule
+    assert BUILDERS[builder](graph, plan, assignment, forward_only=forward_only) == compute
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases(), builder=builders)
+def test_every_dependency_is_itself_expected(case: Case, builder: str) -> None:
+    for lowered in (False, True):
+        expected = expected_actions(*case, lowered=lowered)
+        assert len(set(expected)) == len(expected)
+        assert {need for action in expected for need in dependencies(action, *case, lowered=lowered)} <= set(expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases(), builder=builders)
+def test_forwards_of_a_stage_go_in_microbatch_order(case: Case, builder: str) -> None:
+    for lane in BUILDERS[builder](*case).lanes:
+        order = defaultdict(list)
+        for action in lane.actions:
+            if action.kind is ActionKind.FORWARD:
+                order[action[1:4]].append(action.microbatch)
+        assert all(microbatches == list(range(len(microbatches))) for microbatches in order.values())
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases())
+def test_gpipe_does_no_forward_after_a_backward(case: Case) -> None:
+    for lane in BUILDERS["gpipe"](*case).lanes:
+        kinds = [action.kind for action in lane.actions]
+        assert kinds == sorted(kinds, key=[ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRADIENTS].index)
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases(), builder=builders)
+def test_a_message_takes_no_time_so_both_dialects_take_equally_long(case: Case, builder: str) -> None:
+    graph, plan, assignment = case
+    compute = BUILDERS[builder](graph, plan, assignment)
+    lowered = insert_communication(compute, graph=graph, plan=plan, assignment=assignment)
+    durations = [
+        timeline_of_unit_costs(schedule, graph=graph, plan=plan, assignment=assignment, lowered=is_lowered).duration_seconds
+        for schedule, is_lowered in ((compute, False), (lowered, True))
+    ]
+    assert durations[0] == durations[1] > 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases())
+def test_1f1b_never_keeps_more_than_gpipe(case: Case) -> None:
+    def peak(builder: str) -> list[int]:
+        peaks = []
+        for lane in BUILDERS[builder](*case).lanes:
+            kept, most = 0, 0
+            for action in lane.actions:
+                memory = ACTION_TABLE[action.kind].memory
+                kept += (memory is Memory.ALLOCATES) - (memory is Memory.FREES)
+                most = max(most, kept)
+            peaks.append(most)
+        return peaks
+
+    assert all(ours <= theirs for ours, theirs in zip(peak("1f1b"), peak("gpipe"), strict=True))

@@ -1,0 +1,50 @@
+import pytest
+
+from multimodal.schedule.text import action_to_text, schedule_from_text, schedule_to_text
+from multimodal.values.errors import ScheduleError
+from multimodal.values.schedule import Action, ActionKind, Lane, Place, Schedule
+
+TEXT = """\
+lane 0,1: F vision/0/0/3; SF vision/0/0/3>llm/1/0/2; RB vision/0/0/3<llm/1/0/2; B vision/0/0/3; RG vision/0/0
+lane 2: RF llm/1/0/2<vision/0/0/3; F llm/1/0/2; B llm/1/0/2; SB llm/1/0/2>vision/0/0/3
+lane 3:
+"""
+
+
+def test_text_round_trips() -> None:
+    schedule = schedule_from_text(TEXT)
+    assert schedule_to_text(schedule) == TEXT
+    assert schedule.lanes[0].ranks == (0, 1)
+    assert schedule.lanes[0].actions[1] == Action(ActionKind.SEND_FORWARD, "vision", 0, 0, 3, Place("llm", 1, 0, 2))
+    assert schedule.lanes[0].actions[-1] == Action(ActionKind.REDUCE_GRADIENTS, "vision", 0, 0)
+    assert schedule.lanes[2] == Lane((3,), ())
+
+
+def test_blank_lines_and_spacing_do_not_matter() -> None:
+    loose, strict = "\nlane 0:F llm/0/0/0 ;   B llm/0/0/0\n\n", "lane 0: F llm/0/0/0; B llm/0/0/0"
+    assert schedule_from_text(loose) == schedule_from_text(strict)
+    assert schedule_from_text("") == Schedule(())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lane 0: F llm/0/0/0\nlan 1: F llm/0/0/1", "line 2, column 1: found 'lan 1'; expected 'lane'"),
+        ("lane 0: F llm/0/0/0; F llm/0/0", "line 1, column 22: found 'F llm/0/0'; F .* has a microbatch"),
+        ("lane 0: F llm/0/0/0;", "line 1, column 21: found ''; expected an action"),
+        ("lane 0: F llm/0/0/x", "line 1, column 9: found 'F llm/0/0/x'; expected an action"),
+        ("lane 0: Q llm/0/0/0", "line 1, column 9: found 'Q'; expected one of F, B, SF, RF, SB, RB, RG"),
+        ("lane 0: RG llm/0/0/0", "found 'RG llm/0/0/0'; RG .* has no microbatch"),
+        ("lane 0: SF vision/0/0/0", "SF .* has a peer; add it"),
+        ("lane 0: F vision/0/0/0>llm/0/0/0", "F .* has no peer; remove it"),
+        ("lane 0: SF vision/0/0/0<llm/0/0/0", "expected '>' before the peer of SF, found '<'"),
+    ],
+)
+def test_parse_errors_say_where_and_what(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        schedule_from_text(text)
+
+
+def test_a_unit_name_that_would_not_parse_back_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="unit name 'my unit' cannot be written"):
+        action_to_text(Action(ActionKind.FORWARD, "my unit", 0, 0, 0))

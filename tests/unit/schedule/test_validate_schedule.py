@@ -1,0 +1,175 @@
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.dependencies import dependencies
+from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.schedule.text import action_to_text, schedule_from_text, schedule_to_text
+from multimodal.schedule.validate import validate_schedule
+from multimodal.values.errors import ScheduleError
+from multimodal.values.schedule import ACTION_TABLE, Action, Lane, Resource, Schedule
+from tests.unit.schedule.schedule_cases import Case, build_case, build_graph, cases, deal, golden_cases
+
+
+def check(case: Case, schedule: Schedule | str, *, lowered: bool = False) -> None:
+    graph, plan, assignment = case
+    schedule = schedule_from_text(schedule) if isinstance(schedule, str) else schedule
+    validate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, lowered=lowered)
+
+
+def small() -> Case:
+    return build_case(build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": deal(2, 1), "llm": deal(2, 1)})
+
+
+VISION = "lane 0: F vision/0/0/0; F vision/0/0/1; B vision/0/0/0; B vision/0/0/1; RG vision/0/0"
+LLM = "lane 1: F llm/0/0/0; B llm/0/0/0; F llm/0/0/1; B llm/0/0/1; RG llm/0/0"
+
+
+@pytest.mark.parametrize(
+    ("vision", "llm", "message"),
+    [
+        (VISION, LLM + "; F llm/0/0/2", "F llm/0/0/2: unknown action: no such action belongs to this step in the compute"),
+        (VISION, LLM + "; SB llm/0/0/1>vision/0/0/1", "SB llm/0/0/1>vision/0/0/1: unknown action"),
+        (VISION + "; F llm/0/0/0", LLM, "F llm/0/0/0: wrong lane: it stands in lane 0 but belongs to lane 1"),
+        (VISION, LLM + "; F llm/0/0/1", "F llm/0/0/1: duplicate: it stands in lane 1 at positions 2 and 5"),
+        (VISION, LLM.replace("B llm/0/0/1; ", ""), "B llm/0/0/1: missing: lane 1 must do it"),
+        (VISION, LLM.replace("; RG llm/0/0", ""), "RG llm/0/0: missing"),
+        (
+            VISION,
+            LLM.replace("F llm/0/0/0; B llm/0/0/0", "B llm/0/0/0; F llm/0/0/0"),
+            "B llm/0/0/0: wrong order: in lane 1 it stands before F llm/0/0/0, which it needs",
+        ),
+        (
+            VISION.replace("F vision/0/0/1; B vision/0/0/0", "B vision/0/0/0; F vision/0/0/1"),
+            "lane 1: F llm/0/0/0; F llm/0/0/1; B llm/0/0/0; B llm/0/0/1; RG llm/0/0",
+            "B vision/0/0/0: deadlock: lane 0 waits in it for B llm/0/0/0",
+        ),
+        (VISION.replace("lane 0", "lane 5"), LLM, "the schedule's lanes have ranks 5 | 1, the plan's 0 | 1; build it"),
+    ],
+)
+def test_a_broken_schedule_is_refused_with_the_action_and_the_fix(vision: str, llm: str, message: str) -> None:
+    check(small(), f"{VISION}\n{LLM}")
+    with pytest.raises(ScheduleError, match=re.escape(message)):
+        check(small(), f"{vision}\n{llm}")
+
+
+def test_the_message_shows_the_place_in_a_grid() -> None:
+    vision = VISION.replace("F vision/0/0/1; B vision/0/0/0", "B vision/0/0/0; F vision/0/0/1")
+    llm = "lane 1: F llm/0/0/0; F llm/0/0/1; B llm/0/0/0; B llm/0/0/1; RG llm/0/0"
+    with pytest.raises(ScheduleError) as refused:
+        check(small(), f"{vision}\n{llm}")
+    assert str(refused.value).splitlines()[1:] == [
+        "  lane 0 (ranks 0):  F vision/0/0/0 | > B vision/0/0/0 < | F vision/0/0/1 | B vision/0/0/1 | ...",
+        "  lane 1 (ranks 1):  F llm/0/0/0 | > F llm/0/0/1 < | B llm/0/0/0 | B llm/0/0/1 | ...",
+    ]
+
+
+def test_receives_out_of_sending_order_are_refused() -> None:
+    text = schedule_to_text(lower(golden_cases()["crossed_groupings"], "1f1b"))
+    first, second = "RF llm/0/0/1<vision/1/0/0", "RF llm/0/0/0<vision/1/0/1"
+    assert f"{first}; {second}" in text
+    with pytest.raises(ScheduleError, match=f"{second}: wrong message order: lane 2 receives it when lane 1 sends SF"):
+        check(golden_cases()["crossed_groupings"], text.replace(f"{first}; {second}", f"{second}; {first}"), lowered=True)
+
+
+def test_reductions_in_different_orders_deadlock() -> None:
+    graph = build_graph("vision")
+    case = build_case(
+        graph, {"vision": (2, 1, 1), "llm": (2, 1, 1)}, {"vision": deal(2, 2), "llm": deal(2, 2)}, colocated=True
+    )
+    text = schedule_to_text(BUILDERS["gpipe"](*case))
+    check(case, text)
+    with pytest.raises(ScheduleError, match="RG vision/0/0: deadlock: lane 0 waits in it for the other lanes that do"):
+        check(case, text.replace("RG vision/1/0; RG llm/1/0", "RG llm/1/0; RG vision/1/0"))
+
+
+def lower(case: Case, builder: str) -> Schedule:
+    graph, plan, assignment = case
+    return insert_communication(BUILDERS[builder](*case), graph=graph, plan=plan, assignment=assignment)
+
+
+def edit(schedule: Schedule, lane: int, change: Callable[[list[Action]], None]) -> Schedule:
+    actions = list(schedule.lanes[lane].actions)
+    change(actions)
+    lanes = list(schedule.lanes)
+    lanes[lane] = Lane(lanes[lane].ranks, tuple(actions))
+    return replace(schedule, lanes=tuple(lanes))
+
+
+def refuse(case: Case, schedule: Schedule, *named: Action, lowered: bool) -> None:
+    with pytest.raises(ScheduleError) as refused:
+        check(case, schedule, lowered=lowered)
+    first_line = str(refused.value).splitlines()[0]
+    assert any(action_to_text(action) in first_line for action in named), first_line
+    assert re.search(r"^  lane \d+ \(ranks [\d,]+\):  .*> .* <", str(refused.value), re.MULTILINE)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), builder=st.sampled_from(sorted(BUILDERS)), lowered=st.booleans(), data=st.data())
+def test_a_dropped_duplicated_or_misplaced_action_is_refused(
+    case: Case, builder: str, lowered: bool, data: st.DataObject
+) -> None:
+    schedule = lower(case, builder) if lowered else BUILDERS[builder](*case)
+    lane, position = data.draw(
+        st.sampled_from([(lane, at) for lane, each in enumerate(schedule.lanes) for at in range(len(each.actions))])
+    )
+    action = schedule.lanes[lane].actions[position]
+    refuse(case, edit(schedule, lane, lambda actions: actions.pop(position)), action, lowered=lowered)
+    again = data.draw(st.integers(0, len(schedule.lanes[lane].actions)))
+    refuse(case, edit(schedule, lane, lambda actions: actions.insert(again, action)), action, lowered=lowered)
+    others = set(range(len(schedule.lanes))) - set(case.plan.lanes_of_stage(action.unit, action.replica, action.stage))
+    if others:
+        moved = edit(schedule, min(others), lambda actions: actions.append(action))
+        refuse(case, edit(moved, lane, lambda actions: actions.pop(position)), action, lowered=lowered)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), builder=st.sampled_from(sorted(BUILDERS)), lowered=st.booleans(), data=st.data())
+def test_a_swapped_dependent_pair_is_refused(case: Case, builder: str, lowered: bool, data: st.DataObject) -> None:
+    schedule = lower(case, builder) if lowered else BUILDERS[builder](*case)
+    pairs = [
+        (lane, each.actions.index(need), position)
+        for lane, each in enumerate(schedule.lanes)
+        for position, action in enumerate(each.actions)
+        if ACTION_TABLE[action.kind].resource is not Resource.RECEIVE
+        for need in dependencies(action, *case, lowered=lowered)
+        if need in each.actions
+    ]
+    assume(pairs)
+    lane, first, second = data.draw(st.sampled_from(pairs))
+
+    def swap(actions: list[Action]) -> None:
+        actions[first], actions[second] = actions[second], actions[first]
+
+    broken = edit(schedule, lane, swap)
+    refuse(case, broken, *broken.lanes[lane].actions[first : second + 1], lowered=lowered)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), builder=st.sampled_from(sorted(BUILDERS)), data=st.data())
+def test_swapped_sends_to_one_lane_are_refused(case: Case, builder: str, data: st.DataObject) -> None:
+    schedule = lower(case, builder)
+    sends = [
+        (lane, position, set(case.plan.lanes_of_stage(*action.peer[:3])))
+        for lane, each in enumerate(schedule.lanes)
+        for position, action in enumerate(each.actions)
+        if action.peer and ACTION_TABLE[action.kind].resource is Resource.SEND
+    ]
+    pairs = [(a, b) for index, a in enumerate(sends) for b in sends[index + 1 :] if a[0] == b[0] and a[2] & b[2]]
+    assume(pairs)
+    (lane, first, _), (_, second, _) = data.draw(st.sampled_from(pairs))
+
+    def swap(actions: list[Action]) -> None:
+        actions[first], actions[second] = actions[second], actions[first]
+
+    broken = edit(schedule, lane, swap)
+    with pytest.raises(ScheduleError) as refused:
+        check(case, broken, lowered=True)
+    line = str(refused.value).splitlines()[0]
+    assert "wrong message order" in line or "wrong order" in line
+    assert any(action_to_text(action) in line for action in broken.lanes[lane].actions[first : second + 1])
