@@ -47,9 +47,9 @@ class Timeline:
             tuple(tuple(ranks) for ranks in value["lanes"]),
             tuple(
                 TimelineEvent(
-                    Action(ActionKind(action[0]), *action[1:5], Place(*action[5]) if action[5] else None), lane, start, end
+                    Action(ActionKind(kind), unit, replica, stage, microbatch, Place(*peer) if peer else None), lane, start, end
                 )
-                for action, lane, start, end in value["events"]
+                for (kind, unit, replica, stage, microbatch, peer), lane, start, end in value["events"]
             ),
         )
 
