@@ -61,11 +61,12 @@ class ManifestSource:
         self._samples: list[_IndexedSample] = []
         skipped: Counter[str] = Counter()
         for line in read_manifest_lines(self._manifest):
-            sample, reason = self._index(line)
-            if sample is not None:
-                self._samples.append(sample)
-            skipped[reason] += sample is None
-        self.skipped = dict(+skipped)
+            sample_or_reason = self._index(line)
+            if isinstance(sample_or_reason, str):
+                skipped[sample_or_reason] += 1
+            else:
+                self._samples.append(sample_or_reason)
+        self.skipped = dict(skipped)
         self.num_cut = sum(sample.conversation.is_cut for sample in self._samples)
         self._check_not_empty()
 
@@ -106,12 +107,12 @@ class ManifestSource:
         assert self._encoder is not None and self._encoder.image is not None
         return self._encoder.image
 
-    def _index(self, line: ManifestLine) -> tuple[_IndexedSample | None, str]:
-        """Return the sample, or None and why it is left out."""
+    def _index(self, line: ManifestLine) -> _IndexedSample | str:
+        """Return the sample, or why it is left out."""
         if any(isinstance(segment, AudioSegment) for segment in line.segments):
-            return None, "with audio, which no unit of the model takes"
+            return "with audio, which no unit of the model takes"
         if self._encoder is None and any(isinstance(segment, ImageSegment) for segment in line.segments):
-            return None, "with images, which no unit of the model takes"
+            return "with images, which no unit of the model takes"
         segments: list[Segment] = []
         images: list[_IndexedImage] = []
         for segment in line.segments:
@@ -123,8 +124,8 @@ class ManifestSource:
                 segments.append(ItemSegment(rows * columns // self._image_input.merge_size**2))
         conversation = build_conversation(segments, tokenizer=self._tokenizer, seq_length=self._seq_length)
         if not conversation.num_target_tokens:
-            return None, f"without a target token among the first {self._seq_length} (seq_length)"
-        return _IndexedSample(line.where, conversation, tuple(images[: len(conversation.item_starts)])), ""
+            return f"without a target token among the first {self._seq_length} (seq_length)"
+        return _IndexedSample(line.where, conversation, tuple(images[: len(conversation.item_starts)]))
 
     def _index_image(self, segment: ImageSegment, *, where: str) -> _IndexedImage:
         path = os.path.join(self._manifest.parent, segment.path)
