@@ -72,7 +72,7 @@ class _Run:
         self.needs: dict[Action, tuple[Action, ...]] = {}
         self.lanes_of_stage: dict[tuple[str, int, int], tuple[int, ...]] = {}
         self.done: dict[Action, float] = {}
-        self.passed: dict[Action, set[int]] = {}
+        self.passed_at: dict[Action, dict[int, float]] = {}
         self.waiters: dict[Action, set[int]] = {}
         self.events: list[TimelineEvent] = []
         self.queue = deque(range(len(self.lanes)))
@@ -113,15 +113,15 @@ class _Run:
     def _pass(self, action: Action, lane: int) -> None:
         """Go past a message; it is complete when all lanes of its stage have passed it."""
         self.positions[lane] += 1
-        passed = self.passed.setdefault(action, set())
-        passed.add(lane)
-        if len(passed) == len(self._lanes_of(action)) and ACTION_TABLE[action.kind].resource is Resource.SEND:
-            self._complete(action, max(self.free_at[other] for other in passed))
+        passed_at = self.passed_at.setdefault(action, {})
+        passed_at[lane] = self.free_at[lane]
+        if len(passed_at) == len(self._lanes_of(action)) and ACTION_TABLE[action.kind].resource is Resource.SEND:
+            self._complete(action, max(passed_at.values()))
 
     def _receive_done_at(self, receive: Action) -> float | None:
         """When a receive completes: posted in all lanes of its stage, and sent."""
         (send,) = self._needs(receive)
-        if len(self.passed.get(receive, ())) < len(self._lanes_of(receive)):
+        if len(self.passed_at.get(receive, ())) < len(self._lanes_of(receive)):
             return None
         return self.done.get(send)
 

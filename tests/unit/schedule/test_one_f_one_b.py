@@ -61,8 +61,8 @@ def test_encoder_limits_follow_the_routes(vision: list[list[list[int]]], llm: li
 
 def test_a_frozen_encoder_that_shares_a_lane_stays_two_microbatches_ahead() -> None:
     graph = build_graph("vision", frozen=["vision"], frozen_projectors=["vision"])
-    groupings = {"vision": deal(6, 1), "llm": deal(6, 1)}
-    case = build_case(graph, {"vision": (1, 1, 1), "llm": (1, 2, 1)}, groupings, colocated=True)
+    groupings = {"vision": deal(12, 1), "llm": deal(12, 1)}
+    case = build_case(graph, {"vision": (1, 1, 1), "llm": (1, 6, 1)}, groupings, colocated=True)
     assert forward_limits(*case)["vision", 0, 0] == 2
     ahead, most = 0, 0
     for action in build_one_f_one_b(*case).lanes[0].actions:
