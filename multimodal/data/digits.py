@@ -1,0 +1,170 @@
+"""Real handwritten digits in pictures of many sizes, with a question and an answer: the data that quickstart trains on.
+
+The glyphs are the 1797 digits of 8x8 pixels that scikit-learn carries (UCI's optical recognition of handwritten digits), so
+nothing is downloaded. Every sixth glyph is kept for validation; training never shows it.
+"""
+
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from multimodal.data.conversation import Conversation, ItemSegment, TextSegment, build_conversation, build_sample_text
+from multimodal.data.digits_layout import (
+    MAX_DIGITS,
+    MAX_PICTURES,
+    QUESTIONS,
+    DigitsPicture,
+    DigitsSample,
+    draw_digits_sample,
+    possible_layouts,
+)
+from multimodal.data.image_processing import cut_patches
+from multimodal.data.sample_source import ItemPixels, SampleText
+from multimodal.data.tokenizer import Tokenizer
+from multimodal.values.errors import ConfigError
+from multimodal.values.model_graph import ImageInput
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+
+_VALIDATION_EVERY = 6
+_STREAMS = {"train": 0, "valid": 1}
+_CACHED_SAMPLES = 4096
+
+
+class HandwrittenDigits(NamedTuple):
+    """All glyphs."""
+
+    ink: npt.NDArray[np.float32]
+    """[num_glyphs, 8, 8], from 0 (paper) to 1."""
+    digits: npt.NDArray[np.int64]
+    """[num_glyphs], which digit each is."""
+
+
+class DigitsSource:
+    """A `SampleSource` that draws sample `index` from (seed, split, index) alone; lengths and texts need no pixels."""
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        seed: int,
+        split: Literal["train", "valid"],
+        unit: str,
+        image: ImageInput,
+        tokenizer: Tokenizer,
+        seq_length: int,
+    ) -> None:
+        """unit: the encoder that takes the pictures, image: how it cuts them; seq_length: bound of a sample, which none may pass.
+
+        Raises ModelError when the encoder's pixel bounds admit no picture, ConfigError when scikit-learn is missing or a
+        sample might be longer than seq_length.
+        """
+        self._num_samples = num_samples
+        self._unit = unit
+        self._image = image
+        self._tokenizer = tokenizer
+        self._seq_length = seq_length
+        self._entropy = (seed, _STREAMS[split])
+        self._layouts = possible_layouts(image)
+        self._glyphs = load_handwritten_digits()
+        held_out = np.arange(len(self._glyphs.digits)) % _VALIDATION_EVERY == 0
+        self._pool = np.flatnonzero(held_out if split == "valid" else ~held_out)
+        self._cached: dict[int, tuple[DigitsSample, Conversation]] = {}
+        self._check_seq_length()
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return self._num_samples
+
+    def sample(self, index: int) -> DigitsSample:
+        """What sample `index` shows and asks; raises IndexError beyond the end."""
+        return self._at(index)[0]
+
+    def lengths(self, index: int) -> SampleLengths:
+        """Lengths of one sample; `sample_id` is its index."""
+        sample, conversation = self._at(index)
+        items = tuple(
+            ItemLengths(self._unit, rows * columns, rows * columns // self._image.merge_size**2)
+            for rows, columns in (self._grid(picture) for picture in sample.pictures)
+        )
+        num_text_tokens = len(conversation.token_ids) - sum(item.num_output_tokens for item in items)
+        return SampleLengths(index, items, num_text_tokens, conversation.num_target_tokens)
+
+    def text(self, index: int) -> SampleText:
+        """Tokens, labels and picture positions of one sample."""
+        return build_sample_text(self._at(index)[1], pad_id=self._tokenizer.special.pad)
+
+    def item(self, index: int, item_index: int) -> ItemPixels:
+        """Render one picture; ink is 1, paper -1."""
+        picture = self.sample(index).pictures[item_index]
+        ink = render_ink(picture, glyphs=self._glyphs)
+        pixels = np.repeat((2 * ink - 1)[:, :, None], self._image.in_channels, axis=2)
+        patches = cut_patches(pixels, patch_size=self._image.patch_size, merge_size=self._image.merge_size)
+        return ItemPixels(patches, self._grid(picture))
+
+    def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
+        """(rows, columns) of patches of one picture."""
+        return self._grid(self.sample(index).pictures[item_index])
+
+    def _at(self, index: int) -> tuple[DigitsSample, Conversation]:
+        if not 0 <= index < self._num_samples:
+            raise IndexError(f"sample {index} of {self._num_samples}")
+        if index not in self._cached:
+            if len(self._cached) >= _CACHED_SAMPLES:
+                self._cached.clear()
+            self._cached[index] = self._draw(index)
+        return self._cached[index]
+
+    def _draw(self, index: int) -> tuple[DigitsSample, Conversation]:
+        random = np.random.Generator(np.random.Philox(np.random.SeedSequence((*self._entropy, index))))
+        sample = draw_digits_sample(random, layouts=self._layouts, pool=self._pool, digits=self._glyphs.digits)
+        conversation = build_conversation(
+            [
+                *(ItemSegment(rows * columns // self._image.merge_size**2) for rows, columns in map(self._grid, sample.pictures)),
+                TextSegment("user", QUESTIONS[sample.kind]),
+                TextSegment("assistant", sample.answer),
+            ],
+            tokenizer=self._tokenizer,
+            seq_length=self._seq_length,
+        )
+        return sample, conversation
+
+    def _check_seq_length(self) -> None:
+        token_pixels = self._image.patch_size * self._image.merge_size
+        picture = max(layout.rows * layout.columns * (layout.cell_pixels // token_pixels) ** 2 for layout in self._layouts)
+        question = max(len(self._tokenizer.encode(text)) for text in QUESTIONS.values())
+        longest = MAX_PICTURES * (picture + 2) + question + MAX_DIGITS + 4
+        if longest > self._seq_length:
+            raise ConfigError(
+                f"a sample of the digits data has up to {longest} tokens ({MAX_PICTURES} pictures of {picture} and the text), "
+                f"--seq-length is {self._seq_length}; set it to {longest} or more, or lower the encoder's max_pixels"
+            )
+
+    def _grid(self, picture: DigitsPicture) -> tuple[int, int]:
+        """(rows, columns) of patches."""
+        patches = picture.layout.cell_pixels // self._image.patch_size
+        return picture.layout.rows * patches, picture.layout.columns * patches
+
+
+def render_ink(picture: DigitsPicture, *, glyphs: HandwrittenDigits) -> npt.NDArray[np.float32]:
+    """Draw a picture: [height, width] in pixels, 0 (paper) to 1; a glyph is scaled to its size by nearest neighbour."""
+    rows, columns, cell = picture.layout
+    ink = np.zeros((rows * cell, columns * cell), dtype=np.float32)
+    for position, placed in enumerate(picture.glyphs):
+        nearest = np.arange(placed.size_pixels) * glyphs.ink.shape[1] // placed.size_pixels
+        top = position // columns * cell + placed.top_pixels
+        left = position % columns * cell + placed.left_pixels
+        ink[top : top + placed.size_pixels, left : left + placed.size_pixels] = glyphs.ink[placed.glyph][np.ix_(nearest, nearest)]
+    return ink
+
+
+@lru_cache(maxsize=1)
+def load_handwritten_digits() -> HandwrittenDigits:
+    """Read scikit-learn's bundled digits; raises ConfigError when it is not installed."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as problem:
+        raise ConfigError("--data-path digits needs scikit-learn; install it with: pip install braid[examples]") from problem
+    bundle = load_digits()
+    return HandwrittenDigits((bundle.images / bundle.images.max()).astype(np.float32), bundle.target.astype(np.int64))

@@ -1,0 +1,162 @@
+"""The digits data: what is drawn, what is rendered, and that training and validation share nothing."""
+
+import pickle
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multimodal.data.digits import DigitsSource, load_handwritten_digits, render_ink
+from multimodal.data.digits_layout import QUESTIONS, DigitsPicture, Layout, PlacedGlyph, possible_layouts
+from multimodal.data.tokenizer import ByteTokenizer
+from multimodal.values.errors import ConfigError, ModelError
+from multimodal.values.model_graph import ImageInput, ModelGraph
+
+pytest.importorskip("sklearn")
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "digits"
+IMAGE = ImageInput(patch_size=4, merge_size=2, in_channels=1, min_pixels=256, max_pixels=2560)
+TOKENIZER = ByteTokenizer()
+
+
+def open_digits(num_samples: int = 300, **changes: Any) -> DigitsSource:
+    """A source with the example's encoder."""
+    settings: dict[str, Any] = {
+        "seed": 5,
+        "split": "train",
+        "unit": "vision",
+        "image": IMAGE,
+        "tokenizer": TOKENIZER,
+        "seq_length": 256,
+    }
+    return DigitsSource(num_samples, **(settings | changes))
+
+
+def shown_glyphs(source: DigitsSource) -> list[list[int]]:
+    """Indices of the handwritten digits in each sample, in reading order."""
+    return [
+        [placed.glyph for picture in source.sample(index).pictures for placed in picture.glyphs] for index in range(len(source))
+    ]
+
+
+def test_answers_follow_from_the_digits_shown() -> None:
+    source, digits = open_digits(), load_handwritten_digits().digits
+    kinds = Counter(source.sample(index).kind for index in range(len(source)))
+    assert set(kinds) == set(QUESTIONS) and min(kinds.values()) > 30
+    for index, glyphs in enumerate(shown_glyphs(source)):
+        shown = [int(digits[glyph]) for glyph in glyphs]
+        expected = {"read": "".join(map(str, shown)), "count": str(len(shown)), "sum": str(sum(shown))}
+        sample = source.sample(index)
+        assert sample.answer == expected[sample.kind]
+
+
+def test_lengths_text_and_pixels_agree() -> None:
+    source = open_digits()
+    for index in range(60):
+        lengths, text = source.lengths(index), source.text(index)
+        assert lengths.sample_id == index and {item.unit for item in lengths.items} == {"vision"}
+        assert len(text.token_ids) == lengths.num_tokens
+        assert int(text.is_target.sum()) == lengths.num_target_tokens
+        assert [entry[2] for entry in text.item_starts] == [item.num_output_tokens for item in lengths.items]
+        for item_index, item in enumerate(lengths.items):
+            pixels = source.item(index, item_index)
+            assert pixels.grid == source.item_grid(index, item_index)
+            assert pixels.patches.shape == (item.num_tokens, 16) and pixels.patches.dtype == np.float32
+            assert item.num_tokens == pixels.grid[0] * pixels.grid[1] == 4 * item.num_output_tokens
+            assert pixels.patches.min() == -1 and 0.5 < pixels.patches.max() <= 1
+
+
+def test_a_sample_reads_pictures_question_answer() -> None:
+    source = open_digits()
+    for index in range(20):
+        sample, text = source.sample(index), source.text(index)
+        assert TOKENIZER.decode(text.token_ids) == QUESTIONS[sample.kind] + sample.answer
+        assert TOKENIZER.decode(text.labels[text.is_target]) == sample.answer
+        assert text.labels[text.is_target][-1] == TOKENIZER.special.end
+        assert (text.token_ids == TOKENIZER.special.image).sum() == sum(
+            item.num_output_tokens for item in source.lengths(index).items
+        )
+
+
+def test_sizes_vary() -> None:
+    """1 to 12 digits, one or two pictures, and encoder lengths that differ by a factor of ten."""
+    source = open_digits(1000)
+    assert {len(glyphs) for glyphs in shown_glyphs(source)} == set(range(1, 13))
+    two_pictures = sum(len(source.sample(index).pictures) == 2 for index in range(len(source)))
+    assert 100 < two_pictures < 200
+    num_patches = [item.num_tokens for index in range(len(source)) for item in source.lengths(index).items]
+    assert (min(num_patches), max(num_patches)) == (16, 160)
+
+
+def test_a_sample_depends_on_seed_split_and_index_only() -> None:
+    first, again = open_digits(), open_digits(500)
+    for index in (40, 3, 40):
+        assert first.sample(index) == again.sample(index)
+        np.testing.assert_array_equal(first.item(index, 0).patches, again.item(index, 0).patches)
+    for other in (open_digits(seed=6), open_digits(split="valid")):
+        assert [first.sample(index) for index in range(20)] != [other.sample(index) for index in range(20)]
+
+
+def test_validation_shows_other_handwriting() -> None:
+    train = {glyph for glyphs in shown_glyphs(open_digits(1000)) for glyph in glyphs}
+    valid = {glyph for glyphs in shown_glyphs(open_digits(1000, split="valid")) for glyph in glyphs}
+    assert not train & valid
+    assert len(train) > 1200 and len(valid) > 250
+    assert set(load_handwritten_digits().digits[sorted(valid)]) == set(range(10))
+
+
+def test_a_glyph_is_drawn_into_its_cell() -> None:
+    glyphs = load_handwritten_digits()
+    picture = DigitsPicture(Layout(2, 2, 16), (PlacedGlyph(0, 16, 0, 0), PlacedGlyph(1, 8, 5, 3), PlacedGlyph(2, 12, 4, 0)))
+    ink = render_ink(picture, glyphs=glyphs)
+    np.testing.assert_array_equal(ink[:16, :16], np.kron(glyphs.ink[0], np.ones((2, 2), dtype=np.float32)))
+    np.testing.assert_array_equal(ink[5:13, 19:27], glyphs.ink[1])
+    assert ink[20:32, :12].max() == glyphs.ink[2].max()
+    ink[:16, :16] = ink[5:13, 19:27] = ink[20:32, :12] = 0
+    assert not ink.any()
+
+
+def test_every_channel_shows_the_digits() -> None:
+    grey, colour = open_digits(), open_digits(image=ImageInput(4, 2, 3, 256, 2560))
+    patches = colour.item(0, 0).patches.reshape(-1, 3, 16)
+    for channel in range(3):
+        np.testing.assert_array_equal(patches[:, channel], grey.item(0, 0).patches)
+
+
+def test_layouts_keep_the_pixel_bounds() -> None:
+    layouts = possible_layouts(ImageInput(4, 2, 1, min_pixels=400, max_pixels=1024))
+    areas = {layout.rows * layout.columns * layout.cell_pixels**2 for layout in layouts}
+    assert min(areas) >= 400 and max(areas) == 1024
+
+
+def test_an_encoder_that_no_picture_fits_is_an_error() -> None:
+    with pytest.raises(ModelError, match=r"= 28 pixels make pictures of 3136 to 37632 pixels, and min_pixels is 40000"):
+        open_digits(image=ImageInput(patch_size=14, merge_size=2, in_channels=3, min_pixels=40000))
+
+
+def test_a_seq_length_that_would_cut_samples_is_an_error() -> None:
+    longest = 2 * (40 + 2) + len("what is the sum") + 12 + 4
+    with pytest.raises(ConfigError, match=rf"up to {longest} tokens .* --seq-length is {longest - 1}; set it to {longest}"):
+        open_digits(seq_length=longest - 1)
+    assert max(open_digits(1000, seq_length=longest).lengths(index).num_tokens for index in range(1000)) <= longest
+
+
+def test_an_index_beyond_the_end_is_an_error() -> None:
+    with pytest.raises(IndexError, match="sample 300 of 300"):
+        open_digits().lengths(300)
+
+
+def test_a_source_travels_to_a_loader_worker() -> None:
+    source = open_digits()
+    source.lengths(3)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(source)).item(3, 0).patches, source.item(3, 0).patches)
+
+
+def test_the_example_describes_a_model_that_its_data_fits() -> None:
+    graph = ModelGraph.from_file(EXAMPLE / "model.yaml")
+    (vision,) = graph.encoders
+    assert vision.image is not None
+    assert open_digits(image=vision.image).lengths(0).num_tokens > 0
+    assert graph.backbone.transformer.num_layers % 6 == 0
