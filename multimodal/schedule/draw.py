@@ -17,6 +17,7 @@ _UNIT_COLOURS = (
 )
 """(backward, forward) per unit: the same hue, the backward darker; units beyond the fourth start over."""
 _REDUCE_COLOUR = "#d64550"
+_SEND_COLOUR = "#9a9a9a"
 _WAIT_COLOUR = "#f6f6f6"
 _ROW_HEIGHT_INCHES = 0.42
 _LARGEST_NUMBER_POINTS = 8.0
@@ -82,7 +83,9 @@ def _look(kind: ActionKind, unit_index: int) -> dict[str, Any]:
     resource = ACTION_TABLE[kind].resource
     if resource is Resource.COLLECTIVE:
         return {"facecolor": _REDUCE_COLOUR, "edgecolor": "white"}
-    if resource is not Resource.COMPUTE:
+    if resource is Resource.SEND:
+        return {"facecolor": _SEND_COLOUR, "edgecolor": "white"}
+    if resource is Resource.RECEIVE:
         return {"facecolor": _WAIT_COLOUR, "edgecolor": "#d2d2d2", "hatch": "////"}
     dark, light = _UNIT_COLOURS[unit_index % len(_UNIT_COLOURS)]
     return {"facecolor": dark if kind is ActionKind.BACKWARD else light, "edgecolor": "white"}
@@ -130,7 +133,12 @@ def _legend(timeline: Timeline, units: tuple[str, ...]) -> list[Any]:
         for kind, name in ((ActionKind.FORWARD, "forward"), (ActionKind.BACKWARD, "backward"))
         if kind in {event.action.kind for event in timeline.events if event.action.unit == unit}
     ]
-    for resource, name in ((Resource.RECEIVE, "waiting for a message"), (Resource.COLLECTIVE, "reducing gradients")):
+    others = {
+        Resource.SEND: "sending",
+        Resource.RECEIVE: "waiting for a message",
+        Resource.COLLECTIVE: "reducing gradients",
+    }
+    for resource, name in others.items():
         if found := [kind for kind in ActionKind if kind in kinds and ACTION_TABLE[kind].resource is resource]:
             handles.append(Patch(label=name, **_look(found[0], 0)))
     return handles

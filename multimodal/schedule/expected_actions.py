@@ -8,9 +8,7 @@ from multimodal.values.plan import Plan
 from multimodal.values.schedule import Action, ActionKind
 
 
-def compute_actions(
-    graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False
-) -> tuple[Action, ...]:
+def compute_actions(graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False) -> tuple[Action, ...]:
     """Return every action of the compute dialect once, ordered by unit, stage, replica, then kind and microbatch.
 
     A stage has backwards where `stage_backward_need` says so, and reduces gradients where it trains something, even on a

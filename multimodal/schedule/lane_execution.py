@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from multimodal.schedule.dependencies import dependencies
+from multimodal.schedule.unit_cost import unit_cost
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -23,9 +24,10 @@ class Execution:
     done: frozenset[Action]
     """All actions that are complete."""
 
-    def is_finished(self, schedule: Schedule) -> bool:
-        """Whether every lane came to its end."""
-        return all(position == len(lane.actions) for position, lane in zip(self.positions, schedule.lanes, strict=True))
+    def stuck(self, schedule: Schedule) -> dict[int, int]:
+        """Position of every lane that did not come to its end; empty when the schedule finished."""
+        lengths = [len(lane.actions) for lane in schedule.lanes]
+        return {lane: position for lane, position in enumerate(self.positions) if position < lengths[lane]}
 
 
 def execute_lanes(
@@ -35,15 +37,15 @@ def execute_lanes(
     plan: Plan,
     assignment: Assignment,
     lowered: bool,
-    duration: Callable[[Action], float],
+    duration: Callable[[Action], float] | None = None,
 ) -> Execution:
     """Run a schedule whose actions all belong to the step; works for both dialects.
 
     A computation starts when all its lanes have come to it and its dependencies are complete. A reduction also waits for the
     other replicas, being collective. A send never blocks; a receive is only posted, and completes with its send. Lanes that
-    wait for each other in a circle stop: see `Execution.positions`. O(actions + dependencies).
+    wait for each other in a circle stop: see `Execution.stuck`. Durations are unit costs unless given. O(actions + dependencies).
     """
-    run = _Run(schedule, graph, plan, assignment, lowered, duration)
+    run = _Run(schedule, graph, plan, assignment, lowered, duration or (lambda action: unit_cost(action, graph, plan)))
     run.advance_all()
     return Execution(
         tuple(sorted(run.events, key=lambda event: (event.start_seconds, event.lane, event.end_seconds))),

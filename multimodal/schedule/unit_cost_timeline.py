@@ -1,7 +1,6 @@
 """The timeline of a schedule under unit costs: how its shape looks when every microbatch is alike."""
 
 from multimodal.schedule.lane_execution import execute_lanes
-from multimodal.schedule.unit_cost import unit_cost
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
@@ -24,8 +23,7 @@ def timeline_of_unit_costs(
         plan=plan,
         assignment=assignment,
         lowered=lowered,
-        duration=lambda action: unit_cost(action, graph, plan),
     )
-    if not execution.is_finished(schedule):
+    if execution.stuck(schedule):
         raise ScheduleError("the schedule cannot finish, so it has no timeline; validate_schedule says which action is stuck")
     return Timeline(tuple(lane.ranks for lane in schedule.lanes), execution.events)

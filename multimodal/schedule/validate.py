@@ -7,7 +7,6 @@ from multimodal.schedule.expected_actions import expected_actions
 from multimodal.schedule.lane_execution import execute_lanes
 from multimodal.schedule.place_grid import show_places
 from multimodal.schedule.text import action_to_text
-from multimodal.schedule.unit_cost import unit_cost
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
@@ -49,9 +48,7 @@ def _ranks(lanes: tuple[tuple[int, ...], ...]) -> str:
     return " | ".join(",".join(map(str, ranks)) for ranks in lanes)
 
 
-def _check_actions(
-    schedule: Schedule, plan: Plan, expected: frozenset[Action], *, dialect: str
-) -> dict[Action, dict[int, int]]:
+def _check_actions(schedule: Schedule, plan: Plan, expected: frozenset[Action], *, dialect: str) -> dict[Action, dict[int, int]]:
     """Check each action by itself; returns action -> lane -> position."""
     positions: dict[Action, dict[int, int]] = {}
     for lane, actions in enumerate(lane.actions for lane in schedule.lanes):
@@ -69,9 +66,7 @@ def _check_actions(
     return positions
 
 
-def _check_missing(
-    schedule: Schedule, plan: Plan, expected: tuple[Action, ...], positions: dict[Action, dict[int, int]]
-) -> None:
+def _check_missing(schedule: Schedule, plan: Plan, expected: tuple[Action, ...], positions: dict[Action, dict[int, int]]) -> None:
     for action in expected:
         for lane in _lanes(action, plan):
             if lane not in positions.get(action, {}):
@@ -130,13 +125,9 @@ def _check_progress(
         plan=plan,
         assignment=assignment,
         lowered=lowered,
-        duration=lambda action: unit_cost(action, graph, plan),
     )
-    if execution.is_finished(schedule):
+    if not (stuck := execution.stuck(schedule)):
         return
-    stuck = {
-        lane: position for lane, position in enumerate(execution.positions) if position < len(schedule.lanes[lane].actions)
-    }
     lane = min(stuck)
     action = schedule.lanes[lane].actions[stuck[lane]]
     sources = [needs[need][0] if ACTION_TABLE[need.kind].resource is Resource.RECEIVE else need for need in needs[action]]

@@ -14,9 +14,7 @@ from multimodal.values.schedule import Schedule
 class Builder(Protocol):
     """What every builder looks like."""
 
-    def __call__(
-        self, graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False
-    ) -> Schedule:
+    def __call__(self, graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False) -> Schedule:
         """Build a schedule in the compute dialect."""
 
 

@@ -19,9 +19,7 @@ def build_one_f_one_b(graph: ModelGraph, plan: Plan, assignment: Assignment, *, 
     return list_schedule(graph, plan, assignment, policy=Policy(forward_limits=limits), forward_only=forward_only)
 
 
-def forward_limits(
-    graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False
-) -> dict[StageKey, int]:
+def forward_limits(graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False) -> dict[StageKey, int]:
     """Return how many microbatches each stage may have in flight.
 
     Stage s of the P stages of the LLM: P - s. Stage s of the S stages of an encoder: S - s, plus as many of this replica's

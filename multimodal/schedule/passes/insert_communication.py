@@ -8,7 +8,6 @@ from typing import NamedTuple
 from multimodal.schedule.dependencies import dependencies, message, needs_message
 from multimodal.schedule.lane_execution import execute_lanes
 from multimodal.schedule.place_grid import show_places
-from multimodal.schedule.unit_cost import unit_cost
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
@@ -51,21 +50,15 @@ def insert_communication(schedule: Schedule, *, graph: ModelGraph, plan: Plan, a
 
 
 def _number_actions(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> dict[Action, int]:
-    """Count forwards and backwards in the order in which they start under unit costs."""
+    """Give forwards and backwards numbers in the order in which they start under unit costs."""
     execution = execute_lanes(
         schedule,
         graph=graph,
         plan=plan,
         assignment=assignment,
         lowered=False,
-        duration=lambda action: unit_cost(action, graph, plan),
     )
-    if not execution.is_finished(schedule):
-        stuck = {
-            lane: position
-            for lane, position in enumerate(execution.positions)
-            if position < len(schedule.lanes[lane].actions)
-        }
+    if stuck := execution.stuck(schedule):
         raise ScheduleError(
             "the schedule cannot finish, so no communication can be inserted; validate it first\n"
             + show_places(schedule, marked=stuck)

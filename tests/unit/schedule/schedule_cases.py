@@ -100,15 +100,11 @@ def cases(draw: st.DrawFn) -> Case:
         first_rank += 0 if colocated else dp * pp * tp
     num_items = [[draw(st.integers(0, 2)) for _ in encoders] for _ in range(draw(st.integers(1, 6)))]
     placed = {
-        name: [
-            Atom(sample, position * 2 + item) for sample, counts in enumerate(num_items) for item in range(counts[position])
-        ]
+        name: [Atom(sample, position * 2 + item) for sample, counts in enumerate(num_items) for item in range(counts[position])]
         for position, name in enumerate(encoders)
     }
     placed["llm"] = [Atom(sample) for sample in range(len(num_items))]
-    assignment = Assignment(
-        {name: draw(groupings_of(atoms, units[name].data_parallel_size)) for name, atoms in placed.items()}
-    )
+    assignment = Assignment({name: draw(groupings_of(atoms, units[name].data_parallel_size)) for name, atoms in placed.items()})
     return Case(graph, Plan(units), assignment)
 
 

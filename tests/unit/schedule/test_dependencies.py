@@ -67,9 +67,7 @@ def test_routes_are_built_once_per_assignment() -> None:
 
 
 def test_a_text_only_microbatch_depends_on_nobody() -> None:
-    case = build_case(
-        build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": [[[1]]], "llm": [[[0], [1]]]}
-    )
+    case = build_case(build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": [[[1]]], "llm": [[[0], [1]]]})
     assert needs(case, "F llm/0/0/0", lowered=True) == []
     assert needs(case, "F llm/0/0/1") == ["F vision/0/0/0"]
 
@@ -98,9 +96,7 @@ def test_backwards_and_reductions_exist_where_something_is_trained(
 
 
 def test_a_replica_without_microbatches_still_reduces() -> None:
-    case = build_case(
-        build_graph("vision"), {"vision": (2, 1, 1), "llm": (1, 1, 1)}, {"vision": [[[0]], []], "llm": [[[0]]]}
-    )
+    case = build_case(build_graph("vision"), {"vision": (2, 1, 1), "llm": (1, 1, 1)}, {"vision": [[[0]], []], "llm": [[[0]]]})
     assert [action_to_text(action) for action in compute_actions(*case) if action[1:3] == ("vision", 1)] == ["RG vision/1/0"]
 
 

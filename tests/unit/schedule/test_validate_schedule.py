@@ -79,9 +79,7 @@ def test_receives_out_of_sending_order_are_refused() -> None:
 
 def test_reductions_in_different_orders_deadlock() -> None:
     graph = build_graph("vision")
-    case = build_case(
-        graph, {"vision": (2, 1, 1), "llm": (2, 1, 1)}, {"vision": deal(2, 2), "llm": deal(2, 2)}, colocated=True
-    )
+    case = build_case(graph, {"vision": (2, 1, 1), "llm": (2, 1, 1)}, {"vision": deal(2, 2), "llm": deal(2, 2)}, colocated=True)
     text = schedule_to_text(BUILDERS["gpipe"](*case))
     check(case, text)
     with pytest.raises(ScheduleError, match="RG vision/0/0: deadlock: lane 0 waits in it for the other lanes that do"):
