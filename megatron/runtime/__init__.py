@@ -1,0 +1,1 @@
+"""Braid's runtime on megatron-core: it executes what `multimodal` decided, and decides nothing itself."""

@@ -1,0 +1,59 @@
+"""What a rank holds between actions: activations and gradients on their way, and the autograd graphs of open microbatches."""
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class ActivationStore:
+    """Puts and takes; every entry is taken exactly once, so that it is freed at its last use. Counts bytes and their peak."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Hashable, tuple[Any, int]] = {}
+        self._size_bytes = 0
+        self.peak_bytes = 0
+
+    def put(self, key: Hashable, value: Any, *, size_bytes: int) -> None:
+        """Keep `value` until it is taken."""
+        assert key not in self._entries, f"{key} is stored already"
+        self._entries[key] = (value, size_bytes)
+        self.grow(size_bytes)
+
+    def take(self, key: Hashable) -> Any:
+        """Hand `value` out and forget it."""
+        value, size_bytes = self._entries.pop(key)
+        self.grow(-size_bytes)
+        return value
+
+    def grow(self, size_bytes: int) -> None:
+        """Count memory that is kept elsewhere (receive buffers)."""
+        self._size_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self._size_bytes)
+
+    def check_empty(self) -> None:
+        """A step ends with nothing stored."""
+        assert not self._entries, f"left over at the end of a step: {sorted(map(str, self._entries))[:3]}"
+
+
+class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
+    """Counts the bytes that autograd keeps for the backward of what runs inside; storages of parameters do not count."""
+
+    def __init__(self, parameter_storages: frozenset[int]) -> None:
+        self._seen = set(parameter_storages)
+        self.size_bytes = 0
+        super().__init__(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.size_bytes += storage.nbytes()
+        # Detached: a hook that returned an operation's own output would tie the graph into a reference cycle.
+        return tensor if tensor.is_leaf else tensor.detach()
+
+
+def size_of(tensor: Tensor | None) -> int:
+    """Bytes of a tensor's elements."""
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()

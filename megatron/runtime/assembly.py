@@ -1,0 +1,105 @@
+"""Builds what one rank needs to run steps: its stages, gradient buffers, broker and executor."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from megatron.runtime import platform
+from megatron.runtime.broker import Broker
+from megatron.runtime.executor import Executor
+from megatron.runtime.gradients import UnitGradients
+from megatron.runtime.message_channel import MessageChannel
+from megatron.runtime.units import Membership, build_memberships
+from multimodal.model.initialization import initialize_parameters
+from multimodal.model.transformer_config import BuildOptions
+from multimodal.model.unit_stage import UnitStage
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan, validate_plan
+
+
+@dataclass(frozen=True)
+class RankRuntime:
+    """Everything of one rank that outlives a step."""
+
+    memberships: Mapping[str, Membership]
+    stages: Mapping[tuple[str, int], UnitStage]
+    """(unit, virtual stage) -> module."""
+    gradients: Mapping[str, UnitGradients]
+    executor: Executor
+
+    def zero_gradients(self) -> None:
+        """Forget the gradients of the last step."""
+        for unit in self.gradients.values():
+            unit.zero()
+
+    def finish_gradients(self) -> None:
+        """What follows the schedule's own reductions, in one order on every rank."""
+        for unit in self.gradients.values():
+            unit.sum_shared_embeddings()
+
+
+def assemble(
+    graph: ModelGraph,
+    plan: Plan,
+    *,
+    rank: int,
+    world_size: int,
+    options: BuildOptions,
+    vocab_size: int,
+    seed: int,
+    timeout: timedelta,
+) -> RankRuntime:
+    """Build this rank's part; torch.distributed must be initialised. vocab_size: padded, divisible by the LLM's tensor parallel size.
+
+    Raises PlanError when plan, model and ranks do not fit.
+    """
+    validate_plan(plan, graph=graph, world_size=world_size)
+    memberships = build_memberships(plan, rank=rank, timeout=timeout)
+    stages = {}
+    for name, member in memberships.items():
+        for stage in plan.units[name].replicas[member.replica_index].virtual_stages:
+            if stage.stage_index == member.stage_index:
+                module = UnitStage(
+                    graph=graph, unit_name=name, layers=stage.layers, groups=member.groups, options=options, vocab_size=vocab_size
+                )
+                initialize_parameters(module, seed=seed)
+                stages[name, stage.index] = module
+    gradients = {
+        name: UnitGradients(
+            {index: module for (unit, index), module in stages.items() if unit == name},
+            membership=member,
+            is_sharded=options.precision.params_dtype != torch.float64,
+        )
+        for name, member in memberships.items()
+    }
+    device = platform.device()
+    channel = MessageChannel(rank=rank, world_size=world_size, timeout=timeout)
+    if device.type == "cuda":
+        channel.connect(message_pairs(graph, plan), device=device)
+    executor = Executor(
+        graph=graph,
+        plan=plan,
+        rank=rank,
+        stages=stages,
+        groups={name: member.groups.tp for name, member in memberships.items()},
+        broker=Broker(rank=rank, channel=channel, device=device, dtype=options.precision.params_dtype),
+        device=device,
+        reduce_gradients=lambda unit, stage: gradients[unit].reduce(stage),
+    )
+    return RankRuntime(memberships, stages, gradients, executor)
+
+
+def message_pairs(graph: ModelGraph, plan: Plan) -> set[tuple[int, int]]:
+    """All (source, target) rank pairs that may ever exchange a message, in either direction."""
+    pairs: set[tuple[int, int]] = set()
+    for name, unit in plan.units.items():
+        for replica in unit.replicas:
+            for first, second in zip(replica.virtual_stages, replica.virtual_stages[1:], strict=False):
+                pairs |= set(zip(first.ranks, second.ranks, strict=True))
+            for target in graph.downstream(name):
+                for other in plan.units[target].replicas:
+                    ends = replica.virtual_stages[-1].ranks, other.virtual_stages[0].ranks
+                    pairs |= {(source, sink) for source in ends[0] for sink in ends[1]}
+    return {pair for source, target in pairs for pair in ((source, target), (target, source)) if source != target}

@@ -1,0 +1,95 @@
+"""Gradients of one rank: reduced inside each unit, one norm over all units, clipped once (ZeRO-1 by Megatron's DDP)."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from megatron.runtime.units import Membership
+from multimodal.model.unit_stage import UnitStage
+
+
+class UnitGradients:
+    """Gradient buffers and reductions of this rank's stages of one unit."""
+
+    def __init__(self, stages: Mapping[int, UnitStage], *, membership: Membership, is_sharded: bool) -> None:
+        """stages: virtual stage -> module; is_sharded: reduce-scatter for a sharded optimizer (ZeRO-1), else all-reduce."""
+        self.membership = membership
+        self.stages = stages
+        self.wrapped = {
+            index: _wrap(stage, membership=membership, is_sharded=is_sharded)
+            for index, stage in stages.items()
+            if any(parameter.requires_grad for parameter in stage.parameters())
+        }
+
+    def zero(self) -> None:
+        """Forget the gradients of the last step."""
+        for wrapped in self.wrapped.values():
+            wrapped.zero_grad_buffer()
+
+    def reduce(self, stage_index: int) -> None:
+        """Sum one stage's gradients over tensor parallel ranks where each saw its own tokens only, then over replicas."""
+        group = self.membership.groups.tp
+        if group.size() > 1:
+            for parameter in self.stages[stage_index].parameters():
+                if parameter.requires_grad and getattr(parameter, "sequence_parallel", False):
+                    dist.all_reduce(_main_gradient(parameter), group=group)
+        self.wrapped[stage_index].finish_grad_sync()
+
+    def sum_shared_embeddings(self) -> None:
+        """Give both copies of tied word embeddings, on the first and the last stage, the sum of their gradients."""
+        copies = [stage.shared_embedding_weight for stage in self.stages.values() if getattr(stage.shared_embedding_weight, "shared_embedding", False)]
+        gradients = [_main_gradient(copy) for copy in copies if copy is not None and copy.requires_grad]
+        if not gradients:
+            return
+        total = torch.stack(gradients).sum(0)
+        assert self.membership.embedding_group is not None
+        if self.membership.embedding_group.size() > 1:
+            dist.all_reduce(total, group=self.membership.embedding_group)
+        for gradient in gradients:
+            gradient.copy_(total)
+
+
+def _wrap(stage: UnitStage, *, membership: Membership, is_sharded: bool) -> DistributedDataParallel:
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=stage.options.precision.params_dtype == torch.bfloat16,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=is_sharded,
+    )
+    return DistributedDataParallel(stage.config, config, stage, pg_collection=membership.groups)
+
+
+def _main_gradient(parameter: Tensor) -> Tensor:
+    gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+    return gradient
+
+
+def global_gradient_norm(optimizers: Sequence[tuple[MegatronOptimizer, bool]], *, device: torch.device) -> float:
+    """L2 norm of all gradients of all units; every parameter of the model counts once.
+
+    optimizers: (optimizer with prepared gradients, whether this rank's gradients are to be counted): the replicas of an unsharded
+    optimizer hold the same gradients, so only the first counts.
+    """
+    square = torch.zeros(1, dtype=torch.float64, device=device)
+    for optimizer, counts in optimizers:
+        if counts:
+            for gradient in optimizer.get_main_grads_for_grad_norm():
+                square += torch.linalg.vector_norm(gradient.detach(), dtype=_norm_dtype(gradient)).double() ** 2
+    dist.all_reduce(square)
+    return float(square.sqrt())
+
+
+def clip_gradients(parameters: Iterable[Tensor], *, norm: float, max_norm: float) -> None:
+    """Scale gradients in place so that the global norm is at most `max_norm` (Megatron's formula)."""
+    coefficient = max_norm / (norm + 1.0e-6)
+    if coefficient < 1.0:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(coefficient)
+
+
+def _norm_dtype(gradient: Tensor) -> torch.dtype:
+    return torch.float64 if gradient.dtype == torch.float64 else torch.float32

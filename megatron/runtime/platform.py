@@ -1,0 +1,117 @@
+"""megatron-core without CUDA: one table of what is replaced, by what, and why.
+
+On a machine with CUDA nothing is touched. Without it, `install` replaces every target of `REPLACEMENTS` and fails loudly when a
+target no longer exists, so that a new megatron-core cannot silently leave an assumption in place.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+CPU = torch.device("cpu")
+
+
+class Replacement(NamedTuple):
+    """One replaced attribute."""
+
+    target: str
+    """`module:attribute` or `module:Class.attribute`."""
+    wrap: Callable[[Any], Any]
+    """Takes the original, returns what stands in for it."""
+    reason: str
+
+
+class CpuTorch:
+    """`torch` as one module sees it, with every tensor made for device "cuda" made on the CPU instead."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._original, name)
+        return _on_cpu(value) if name in ("tensor", "zeros", "ones", "empty") else value
+
+
+def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def made_on_cpu(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+        return make(*args, device=CPU if device is not None else None, **kwargs)
+
+    return made_on_cpu
+
+
+def _current_device(original: Any) -> Callable[[], torch.device]:
+    return lambda: CPU
+
+
+def _do_nothing(original: Any) -> Callable[..., None]:
+    return lambda *args, **kwargs: None
+
+
+def _with_cuda_type_names(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def construct(self: Any, *args: Any, model_chunks: list[torch.nn.Module], **kwargs: Any) -> None:
+        parameters = [parameter for chunk in model_chunks for parameter in chunk.parameters()]
+        for parameter in parameters:
+            parameter.type = functools.partial(_cuda_type_name, parameter)  # type: ignore[method-assign]
+        try:
+            original(self, *args, model_chunks=model_chunks, **kwargs)
+        finally:
+            for parameter in parameters:
+                del parameter.type
+
+    return construct
+
+
+def _cuda_type_name(parameter: torch.Tensor) -> str:
+    return torch.Tensor.type(parameter).replace("torch.", "torch.cuda.", 1)
+
+
+REPLACEMENTS: tuple[Replacement, ...] = (
+    Replacement("torch.cuda:current_device", _current_device, "parameters and buffers are made on torch.cuda.current_device()"),
+    Replacement("torch.cuda:synchronize", _do_nothing, "checkpointing synchronizes the device before it writes"),
+    Replacement("megatron.core.optimizer.optimizer:torch", CpuTorch, 'the optimizer keeps its flags on device="cuda"'),
+    Replacement(
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.__init__",
+        _with_cuda_type_names,
+        "it tells parameters apart by type names such as torch.cuda.FloatTensor",
+    ),
+)
+
+_installed = False
+
+
+def install() -> None:
+    """Make megatron-core usable on this machine; does nothing with CUDA, or when called again.
+
+    Raises RuntimeError when a target is missing from the installed megatron-core.
+    """
+    global _installed
+    if _installed or torch.cuda.is_available():
+        return
+    found = [(replacement, *_resolve(replacement.target)) for replacement in REPLACEMENTS]
+    for replacement, owner, name in found:
+        setattr(owner, name, replacement.wrap(getattr(owner, name)))
+    _installed = True
+
+
+def _resolve(target: str) -> tuple[Any, str]:
+    module_name, _, path = target.partition(":")
+    *parents, name = path.split(".")
+    try:
+        owner = functools.reduce(getattr, parents, importlib.import_module(module_name))
+        getattr(owner, name)
+    except (ImportError, AttributeError) as problem:
+        raise RuntimeError(
+            f"megatron-core has no {target} any more, which Braid replaces on machines without CUDA; "
+            "install megatron-core 0.16.1, or adapt megatron/runtime/platform.py"
+        ) from problem
+    return owner, name
+
+
+def device() -> torch.device:
+    """The device of this process."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU

@@ -1,0 +1,107 @@
+"""What this rank loads of a global batch: packed inputs for the microbatches of its own stages, and nothing else."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+
+from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
+from multimodal.data.sample_source import SampleSource
+from multimodal.model.stage_input import PackedInput
+from multimodal.values.assignment import Assignment, MicrobatchPlace, Routes
+from multimodal.values.model_graph import ModelGraph, Role, Unit
+from multimodal.values.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedInputs:
+    """Inputs by microbatch, on the CPU."""
+
+    inputs: Mapping[MicrobatchPlace, PackedInput]
+    target_samples: Mapping[MicrobatchPlace, tuple[int, ...]]
+
+
+def load_inputs(
+    source: SampleSource,
+    *,
+    graph: ModelGraph,
+    plan: Plan,
+    rank: int,
+    assignment: Assignment,
+    routes: Routes,
+    source_index: Mapping[int, int],
+) -> LoadedInputs:
+    """Load and pack every microbatch that passes through this rank; pixels only where an encoder's first stage is.
+
+    source_index: sample id -> index in `source`. Raises DataError when an item cannot be decoded.
+    """
+    inputs: dict[MicrobatchPlace, PackedInput] = {}
+    target_samples: dict[MicrobatchPlace, tuple[int, ...]] = {}
+    for name, unit_plan in plan.units.items():
+        unit = graph.unit(name)
+        for replica_index, replica in enumerate(unit_plan.replicas):
+            if rank not in replica.ranks:
+                continue
+            is_first = rank in replica.virtual_stages[0].ranks
+            for microbatch in range(assignment.num_microbatches(name, replica_index)):
+                place = MicrobatchPlace(name, replica_index, microbatch)
+                if unit.role is Role.ENCODER:
+                    inputs[place] = _encoder_input(source, unit, place, assignment, source_index, with_pixels=is_first)
+                else:
+                    inputs[place], target_samples[place] = _language_input(source, place, assignment, routes, source_index)
+    return LoadedInputs(inputs, target_samples)
+
+
+def move_input(packed: PackedInput, device: torch.device) -> PackedInput:
+    """The same input with its tensors on `device`."""
+    if device.type == "cpu":
+        return packed
+    moved = {
+        field.name: value.to(device, non_blocking=True)
+        for field in dataclasses.fields(packed)
+        if isinstance(value := getattr(packed, field.name), torch.Tensor)
+    }
+    return dataclasses.replace(packed, **moved)
+
+
+def _encoder_input(
+    source: SampleSource,
+    unit: Unit,
+    place: MicrobatchPlace,
+    assignment: Assignment,
+    source_index: Mapping[int, int],
+    *,
+    with_pixels: bool,
+) -> PackedInput:
+    assert unit.image is not None
+    packed = pack_encoder_microbatch(
+        assignment.atoms(place),
+        source=source,
+        index_of_sample=source_index,
+        merge_size=unit.image.merge_size,
+        with_pixels=with_pixels,
+    )
+    return PackedInput(lengths=_lengths(packed.cu_seqlens), positions=packed.positions, patches=packed.patches)
+
+
+def _language_input(
+    source: SampleSource, place: MicrobatchPlace, assignment: Assignment, routes: Routes, source_index: Mapping[int, int]
+) -> tuple[PackedInput, tuple[int, ...]]:
+    packed = pack_language_microbatch(assignment.atoms(place), source=source, index_of_sample=source_index)
+    lengths = _lengths(packed.cu_seqlens)
+    spans = [packed.item_spans[atom] for route in routes.to_target.get(place, ()) for atom in route.atoms]
+    target_rows = packed.is_target.nonzero()[:, 0]
+    sample_of_row = torch.repeat_interleave(torch.tensor(packed.sample_ids), torch.tensor(lengths))
+    packed_input = PackedInput(
+        lengths=lengths,
+        positions=packed.position_ids,
+        token_ids=packed.token_ids,
+        item_rows=torch.cat([torch.arange(start, start + length) for start, length in spans]) if spans else None,
+        target_rows=target_rows,
+        targets=packed.labels[target_rows],
+    )
+    return packed_input, tuple(sample_of_row[target_rows].tolist())
+
+
+def _lengths(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
+    return tuple(cu_seqlens.diff().tolist())

@@ -1,0 +1,129 @@
+"""From a step's number to everything a rank needs to run it: samples, lengths, assignment, schedule, inputs.
+
+Every rank computes the same decisions from the same lengths and seed; only the inputs differ. As a torch Dataset indexed by step it
+runs in loader workers, ahead of training and off its critical path.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron.runtime.step import Step
+from megatron.runtime.step_inputs import load_inputs
+from multimodal.balance import Balancer
+from multimodal.data.global_batches import GlobalBatches
+from multimodal.data.sample_source import SampleSource
+from multimodal.schedule.builders import Builder
+from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.schedule.validate import validate_schedule
+from multimodal.values.assignment import Assignment, validate_assignment
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.schedule import Schedule
+
+_Shape = tuple[object, ...]
+
+
+@dataclass
+class ScheduleCache:
+    """Lowered, validated schedules by the shape of the assignment: counts and routes, not sample ids."""
+
+    graph: ModelGraph
+    plan: Plan
+    builder: Builder
+    forward_only: bool = False
+    capacity: int = 64
+    _schedules: dict[_Shape, Schedule] = field(default_factory=dict)
+
+    def schedule(self, assignment: Assignment) -> Schedule:
+        """Build, lower and validate, or find what was built for the same shape; raises ScheduleError."""
+        shape = _shape_of(assignment, self.graph)
+        if shape not in self._schedules:
+            if len(self._schedules) >= self.capacity:
+                self._schedules.pop(next(iter(self._schedules)))
+            compute = self.builder(self.graph, self.plan, assignment, forward_only=self.forward_only)
+            lowered = insert_communication(compute, graph=self.graph, plan=self.plan, assignment=assignment)
+            validate_schedule(
+                lowered, graph=self.graph, plan=self.plan, assignment=assignment, lowered=True, forward_only=self.forward_only
+            )
+            self._schedules[shape] = lowered
+        return self._schedules[shape]
+
+
+class StepPlanner(torch.utils.data.Dataset[Step]):
+    """Step number -> Step, for one rank."""
+
+    def __init__(
+        self,
+        source: SampleSource,
+        *,
+        batches: GlobalBatches,
+        schedules: ScheduleCache,
+        balancer: Balancer,
+        rank: int,
+        micro_batch_size: int,
+        encoder_micro_batch_sizes: Mapping[str, int],
+    ) -> None:
+        self._source, self._batches, self._schedules, self._balancer, self._rank = source, batches, schedules, balancer, rank
+        self._micro_batch_size, self._encoder_micro_batch_sizes = micro_batch_size, encoder_micro_batch_sizes
+
+    def __getitem__(self, step: int) -> Step:
+        """Decide and load step `step` (from 0)."""
+        drawn = self._batches.batch(step)
+        lengths = [_relabel(self._source.lengths(sample.source_index), sample.sample_id) for sample in drawn]
+        graph, plan = self._schedules.graph, self._schedules.plan
+        assignment = self._balancer(
+            lengths,
+            graph=graph,
+            plan=plan,
+            micro_batch_size=self._micro_batch_size,
+            encoder_micro_batch_sizes=self._encoder_micro_batch_sizes,
+        )
+        return plan_step(
+            self._source,
+            lengths=lengths,
+            assignment=assignment,
+            schedules=self._schedules,
+            rank=self._rank,
+            source_index={sample.sample_id: sample.source_index for sample in drawn},
+        )
+
+
+def plan_step(
+    source: SampleSource,
+    *,
+    lengths: Sequence[SampleLengths],
+    assignment: Assignment,
+    schedules: ScheduleCache,
+    rank: int,
+    source_index: Mapping[int, int],
+) -> Step:
+    """The step of a given assignment, with this rank's inputs; raises AssignmentError, ScheduleError or DataError."""
+    graph, plan = schedules.graph, schedules.plan
+    validate_assignment(assignment, graph=graph, plan=plan, lengths=lengths)
+    routes = assignment.routes(graph)
+    loaded = load_inputs(
+        source, graph=graph, plan=plan, rank=rank, assignment=assignment, routes=routes, source_index=source_index
+    )
+    return Step(
+        graph=graph,
+        assignment=assignment,
+        schedule=schedules.schedule(assignment),
+        routes=routes,
+        lengths={sample.sample_id: sample for sample in lengths},
+        inputs=loaded.inputs,
+        target_samples=loaded.target_samples,
+    )
+
+
+def _relabel(lengths: SampleLengths, sample_id: int) -> SampleLengths:
+    return SampleLengths(sample_id, lengths.items, lengths.num_text_tokens, lengths.num_target_tokens)
+
+
+def _shape_of(assignment: Assignment, graph: ModelGraph) -> _Shape:
+    counts = tuple((unit, tuple(len(replica) for replica in replicas)) for unit, replicas in assignment.units.items())
+    routes = assignment.routes(graph).from_source
+    pairs = tuple(sorted((route.source, route.target) for found in routes.values() for route in found))
+    return (counts, pairs)

@@ -1,0 +1,91 @@
+"""Parallelism units: a plan's rank grids as process groups (DistTrain 4.1: each unit has its own DP and TP groups)."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from multimodal.values.plan import Plan
+
+
+@dataclass(frozen=True)
+class Membership:
+    """This rank's place in one unit, and its groups there."""
+
+    unit: str
+    replica_index: int
+    stage_index: int
+    tensor_parallel_rank: int
+    groups: ProcessGroupCollection
+    """tp, cp, dp and what megatron-core's DDP and optimizer ask for; pp is this rank alone, so that megatron-core numbers nothing by it."""
+    embedding_group: dist.ProcessGroup | None
+    """First and last stage of this rank's pipeline, when it is one of the two."""
+
+
+class GroupBook:
+    """Process groups by their ranks, each made once, in one order on every rank (torch wants non-members to take part, too)."""
+
+    def __init__(self, *, rank: int, timeout: timedelta) -> None:
+        self._rank, self._timeout = rank, timeout
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def create(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
+        """Make all groups and keep those that this rank belongs to; collective over all ranks."""
+        for ranks in sorted(set(rank_sets)):
+            group = dist.new_group(list(ranks), timeout=self._timeout)
+            if self._rank in ranks:
+                self._groups[ranks] = group
+
+    def __getitem__(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        return self._groups[ranks]
+
+
+def build_memberships(plan: Plan, *, rank: int, timeout: timedelta) -> dict[str, Membership]:
+    """Make all process groups of the plan and return this rank's place in each unit it belongs to."""
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # where sequence parallel layers gather their inputs
+        parallel_state._set_global_memory_buffer()
+    book = GroupBook(rank=rank, timeout=timeout)
+    book.create(_all_rank_sets(plan))
+    found = {}
+    for name, unit in plan.units.items():
+        for replica_index, replica in enumerate(unit.replicas):
+            for stage_index, stage in enumerate(replica.stages):
+                if rank in stage.ranks:
+                    found[name] = _membership(plan, name, replica_index, stage_index, rank=rank, book=book)
+    return found
+
+
+def _membership(plan: Plan, name: str, replica_index: int, stage_index: int, *, rank: int, book: GroupBook) -> Membership:
+    unit = plan.units[name]
+    stage = unit.replicas[replica_index].stages[stage_index]
+    position = stage.ranks.index(rank)
+    alone, tensor, data = book[(rank,)], book[stage.ranks], book[_data_parallel_ranks(plan, name, stage_index, position)]
+    ends = _embedding_ranks(plan, name, replica_index, position)
+    groups = ProcessGroupCollection(
+        tp=tensor, cp=alone, pp=alone, ep=alone, dp=data, dp_cp=data, intra_dp_cp=data, expt_dp=alone, intra_expt_dp=alone,
+        tp_cp=tensor, mp=tensor, tp_ep_pp=alone, expt_tp=alone, tp_ep=alone, intra_dist_opt=data, embd=book[ends] if rank in ends else None,
+    )  # fmt: skip
+    return Membership(name, replica_index, stage_index, position, groups, book[ends] if rank in ends else None)
+
+
+def _all_rank_sets(plan: Plan) -> Iterable[tuple[int, ...]]:
+    for name, unit in plan.units.items():
+        for replica_index, replica in enumerate(unit.replicas):
+            for stage_index, stage in enumerate(replica.stages):
+                yield stage.ranks
+                for position, rank in enumerate(stage.ranks):
+                    yield (rank,)
+                    yield _data_parallel_ranks(plan, name, stage_index, position)
+                    yield _embedding_ranks(plan, name, replica_index, position)
+
+
+def _data_parallel_ranks(plan: Plan, name: str, stage_index: int, position: int) -> tuple[int, ...]:
+    return tuple(sorted(replica.stages[stage_index].ranks[position] for replica in plan.units[name].replicas))
+
+
+def _embedding_ranks(plan: Plan, name: str, replica_index: int, position: int) -> tuple[int, ...]:
+    stages = plan.units[name].replicas[replica_index].virtual_stages
+    return tuple(sorted({stages[0].ranks[position], stages[-1].ranks[position]}))

@@ -1,0 +1,57 @@
+"""The LLM's last layer: norm, output projection, and the loss of the target tokens."""
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region, gather_from_tensor_model_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from multimodal.model.norm import Norm
+from multimodal.model.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
+
+
+class HeadOutput(NamedTuple):
+    """What the head returns of a microbatch."""
+
+    loss_sum: Tensor
+    """Sum of the losses of the target tokens, float32 (float64 in float64 runs)."""
+    is_correct: Tensor | None
+    """[num_targets]: whether greedy decoding picks the target; only outside of training."""
+
+
+class LanguageHead(torch.nn.Module):
+    """Only target tokens reach the output projection: the others have no loss, so their logits are never made."""
+
+    def __init__(self, *, config: TransformerConfig, groups: ProcessGroupCollection, vocab_size: int, shares_embedding: bool) -> None:
+        super().__init__()
+        plain = dataclasses.replace(config, sequence_parallel=False)
+        self.is_sequence_sharded = config.sequence_parallel
+        self.group = groups.tp
+        self.norm = Norm(config, config.hidden_size, eps=config.layernorm_epsilon)
+        self.output_layer = ColumnParallelLinear(
+            config.hidden_size,
+            vocab_size,
+            config=plain,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=False,
+            skip_weight_param_allocation=shares_embedding,
+            tp_group=groups.tp,
+        )
+
+    def forward(self, hidden: Tensor, *, target_rows: Tensor, targets: Tensor, shared_weight: Tensor | None) -> HeadOutput:
+        """hidden: [num_tokens (padded and / tp under sequence parallelism), 1, hidden_size]; target_rows, targets: [num_targets]."""
+        hidden = self.norm(hidden)
+        if self.is_sequence_sharded:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
+        logits, _ = self.output_layer(hidden.index_select(0, target_rows), weight=shared_weight)
+        logits = logits[:, 0]
+        loss_sum = vocab_parallel_cross_entropy(logits, targets, group=self.group).sum()
+        if self.training:
+            return HeadOutput(loss_sum, None)
+        all_logits = gather_from_tensor_model_parallel_region(logits.detach(), group=self.group)
+        return HeadOutput(loss_sum, all_logits.argmax(-1) == targets if len(targets) else torch.ones_like(targets, dtype=torch.bool))

@@ -1,0 +1,52 @@
+"""The TransformerLayer specs of both implementations, with packed attention in place of megatron-core's own."""
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from multimodal.attention.packed_attention import PackedAttention, RecomputedPackedAttention
+from multimodal.model.norm import Norm
+from multimodal.values.errors import ConfigError
+
+MLP_SUBMODULES = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+
+
+def transformer_layer_spec(*, implementation: str, is_causal: bool, recompute: str | None) -> ModuleSpec:
+    """Spec of one transformer layer; raises ConfigError when Transformer Engine is asked for but not installed."""
+    attention = RecomputedPackedAttention if recompute == "selective" else PackedAttention
+    spec = _local_spec() if implementation == "local" else _transformer_engine_spec()
+    self_attention = spec.submodules.self_attention
+    self_attention.params = {"attn_mask_type": AttnMaskType.causal if is_causal else AttnMaskType.no_mask}
+    self_attention.submodules.core_attention = attention
+    return spec
+
+
+def _local_spec() -> ModuleSpec:
+    self_attention = ModuleSpec(
+        module=SelfAttention,
+        submodules=SelfAttentionSubmodules(linear_qkv=ColumnParallelLinear, core_attention=PackedAttention, linear_proj=RowParallelLinear),
+    )
+    submodules = TransformerLayerSubmodules(
+        input_layernorm=Norm,
+        self_attention=self_attention,
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=Norm,
+        mlp=ModuleSpec(module=MLP, submodules=MLP_SUBMODULES),
+        mlp_bda=get_bias_dropout_add,
+    )
+    return ModuleSpec(module=TransformerLayer, submodules=submodules)
+
+
+def _transformer_engine_spec() -> ModuleSpec:
+    try:
+        import transformer_engine  # noqa: F401
+    except ImportError as problem:
+        raise ConfigError(
+            "--transformer-impl transformer_engine: Transformer Engine is not installed; install it or use --transformer-impl local"
+        ) from problem
+    return get_gpt_layer_with_transformer_engine_spec()

@@ -1,0 +1,34 @@
+"""LayerNorm and RMSNorm that allow sequence parallelism and float64 (megatron-core's torch norm refuses the first)."""
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class Norm(torch.nn.Module):
+    """Normalise the last dimension, in at least float32; which of the two is the config's `normalization`.
+
+    Under sequence parallelism each tensor parallel rank sees its share of the tokens, so the parameters are marked
+    `sequence_parallel` and their gradients are summed over the tensor parallel group.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        device = torch.cuda.current_device()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.bias = None
+        if config.normalization == "LayerNorm":
+            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype, device=device))
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden: [..., hidden_size]; returns the same shape and dtype."""
+        wide = hidden if hidden.dtype == torch.float64 else hidden.float()
+        shape = (hidden.shape[-1],)
+        if self.bias is None:
+            normal = torch.nn.functional.rms_norm(wide, shape, self.weight.to(wide.dtype), self.eps)
+        else:
+            normal = torch.nn.functional.layer_norm(wide, shape, self.weight.to(wide.dtype), self.bias.to(wide.dtype), self.eps)
+        return normal.to(hidden.dtype)

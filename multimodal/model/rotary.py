@@ -1,0 +1,22 @@
+"""Rotary position frequencies per packed token, over one axis (text) or two (image rows and columns)."""
+
+import torch
+from torch import Tensor
+
+
+def rotary_frequencies(positions: Tensor, *, head_channels: int, base: float, dtype: torch.dtype) -> Tensor:
+    """Angles that megatron-core's layers rotate queries and keys by.
+
+    positions: [num_tokens] or [num_tokens, num_axes], integers. The channel pairs of a head are shared evenly among the axes, as
+    Qwen2-VL's vision encoder does with rows and columns.
+
+    Returns [num_tokens, 1, 1, head_channels] in `dtype` (float32, or float64 for exact checks).
+    """
+    if positions.dim() == 1:
+        positions = positions[:, None]
+    num_axes = positions.shape[1]
+    channels = head_channels // num_axes
+    exponent = torch.arange(0, channels, 2, device=positions.device, dtype=dtype) / channels
+    inverse = 1.0 / base**exponent  # [channels / 2]
+    angles = (positions.to(dtype)[:, :, None] * inverse).flatten(1)  # [num_tokens, head_channels / 2]
+    return torch.cat((angles, angles), dim=-1)[:, None, None, :]

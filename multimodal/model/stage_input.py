@@ -1,0 +1,42 @@
+"""What a stage reads beside the activations of the stage before it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PackedInput:
+    """One packed microbatch as a unit's stages see it; all tensors on the stage's device."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each packed sequence."""
+    positions: Tensor
+    """[num_tokens] (text) or [num_tokens, 2] (rows and columns of patches)."""
+    patches: Tensor | None = None
+    """[num_tokens, patch_channels]; an encoder's first stage only."""
+    token_ids: Tensor | None = None
+    """[num_tokens]; the LLM only."""
+    item_rows: Tensor | None = None
+    """[num_item_tokens]: rows that encoder outputs fill, in the order they are given; the LLM's first stage."""
+    target_rows: Tensor | None = None
+    """[num_targets]: rows that count in the loss; the LLM's last stage."""
+    targets: Tensor | None = None
+    """[num_targets]."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return sum(self.lengths)
+
+
+def padded_num_tokens(num_tokens: int, *, multiple: int) -> int:
+    """Tokens after padding to a multiple (sequence parallelism shares the tokens of a microbatch evenly over tp ranks)."""
+    return -(-num_tokens // multiple) * multiple
+
+
+def pad_rows(tensor: Tensor, num_rows: int) -> Tensor:
+    """Append zero rows up to `num_rows`."""
+    missing = num_rows - tensor.shape[0]
+    return tensor if missing == 0 else torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:])))

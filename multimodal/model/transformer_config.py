@@ -1,0 +1,71 @@
+"""A unit's architecture as the TransformerConfig that megatron-core's layers take."""
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from multimodal.values.model_graph import Unit
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Numbers a run computes in."""
+
+    params_dtype: torch.dtype = torch.float32
+
+    @property
+    def rotary_dtype(self) -> torch.dtype:
+        """Rotary angles are computed in float32, or in float64 for exact checks."""
+        return torch.float64 if self.params_dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What a module needs to know beyond its architecture and its process groups."""
+
+    precision: Precision = Precision()
+    sequence_parallel: bool = False
+    transformer_impl: str = "local"
+    """`local` (megatron-core's torch layers) or `transformer_engine`."""
+    recompute: str | None = None
+    """None, `selective` (core attention) or `full` (whole layers)."""
+
+
+def build_transformer_config(unit: Unit, *, tensor_parallel_size: int, options: BuildOptions) -> TransformerConfig:
+    """Translate; parameters are left uninitialised (`initialization.py` fills them independently of the layout).
+
+    Pipeline size is reported as 1: a unit's layers are numbered here, by the plan, not by megatron-core.
+    """
+    shape = unit.transformer
+    gated = shape.activation == "swiglu"
+    dtype = options.precision.params_dtype
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.query_groups,
+        kv_channels=shape.head_channels,
+        normalization=shape.normalization,
+        layernorm_epsilon=shape.layernorm_epsilon,
+        gated_linear_unit=gated,
+        activation_func=torch.nn.functional.silu if gated else torch.nn.functional.gelu,
+        add_bias_linear=shape.add_bias_linear,
+        add_qkv_bias=shape.add_qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=tensor_parallel_size,
+        sequence_parallel=options.sequence_parallel and tensor_parallel_size > 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        calculate_per_token_loss=True,
+        transformer_impl=options.transformer_impl,
+    )

@@ -1,0 +1,188 @@
+"""One virtual stage of a unit: the layers of one range, built for this rank alone."""
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from torch import Tensor
+from torch.nn import Module, ModuleDict
+from torch.utils.checkpoint import checkpoint
+
+from multimodal.attention.packed_attention import PackedLengths
+from multimodal.model.language_head import HeadOutput, LanguageHead
+from multimodal.model.layer_spec import transformer_layer_spec
+from multimodal.model.patch_embedding import PatchEmbedding
+from multimodal.model.projector import Projector
+from multimodal.model.rotary import rotary_frequencies
+from multimodal.model.stage_input import PackedInput, pad_rows, padded_num_tokens
+from multimodal.model.token_embedding import TokenEmbedding
+from multimodal.model.transformer_config import BuildOptions, build_transformer_config
+from multimodal.values.errors import ModelError
+from multimodal.values.model_graph import LayerKind, ModelGraph, Role, Unit
+
+
+class UnitStage(MegatronModule):
+    """Layers `layers` of a unit; parameter names carry the layer's index in the unit, whatever the plan.
+
+    graph: the model; unit_name: which of its units; layers: range of the unit's layer list; groups: tensor, context and pipeline
+    parallel groups of this rank in the unit; vocab_size: padded vocabulary (LLM).
+    """
+
+    def __init__(
+        self,
+        *,
+        graph: ModelGraph,
+        unit_name: str,
+        layers: range,
+        groups: ProcessGroupCollection,
+        options: BuildOptions,
+        vocab_size: int = 0,
+    ) -> None:
+        unit = graph.unit(unit_name)
+        super().__init__(build_transformer_config(unit, tensor_parallel_size=groups.tp.size(), options=options))
+        self.unit, self.layer_range, self.groups, self.options = unit, layers, groups, options
+        self.output_size = _output_size(graph, unit)
+        self.vocab_size = vocab_size
+        self.shares_embedding = unit.role is Role.BACKBONE and not unit.untie_embeddings_and_output_weights
+        self.layers = ModuleDict({str(index): self._build_layer(index) for index in layers})
+        if self.shares_embedding and self.is_last and not self.is_first:
+            # The last stage keeps a copy of the first stage's word embeddings; gradients.py keeps the two alike.
+            self.layers["0"] = self._build_layer(0)
+        for index in layers:
+            self.layers[str(index)].requires_grad_(unit.is_trainable(index))
+        if "0" in self.layers:
+            self.layers["0"].requires_grad_(unit.is_trainable(0))
+            self._mark_shared_embedding()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage holds the unit's embedding."""
+        return self.layer_range.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage holds the unit's projector or head."""
+        return self.layer_range.stop == len(self.unit.layers)
+
+    @property
+    def shared_embedding_weight(self) -> Tensor | None:
+        """This stage's copy of tied word embeddings, if it has one."""
+        if not self.shares_embedding or "0" not in self.layers:
+            return None
+        weight: Tensor = self.layers["0"].word_embeddings.weight  # type: ignore[union-attr, assignment]
+        return weight
+
+    def num_rows(self, num_tokens: int) -> int:
+        """Rows of this rank's share of hidden states between transformer layers."""
+        if not self.config.sequence_parallel:
+            return num_tokens
+        return padded_num_tokens(num_tokens, multiple=self.groups.tp.size()) // self.groups.tp.size()
+
+    def forward(
+        self, hidden: Tensor | None, batch: PackedInput, item_embeddings: Tensor | None = None
+    ) -> Tensor | HeadOutput:
+        """Run the stage.
+
+        hidden: [rows, 1, hidden_size] from the stage before, rows = `num_rows(batch.num_tokens)`; None on the first stage.
+        item_embeddings: [num_item_tokens, hidden_size], the encoders' outputs in the order of `batch.item_rows`.
+        Returns the same shape as `hidden`; [num_merged_tokens, output_size] after a projector; a HeadOutput after the head.
+        """
+        output: Tensor | HeadOutput | None = hidden
+        position, lengths = self._position_inputs(batch)
+        for index in self.layer_range:
+            output = self._run_layer(index, output, batch, item_embeddings, position, lengths)  # type: ignore[arg-type]
+        assert output is not None
+        return output
+
+    def _run_layer(
+        self, index: int, hidden: Tensor, batch: PackedInput, item_embeddings: Tensor | None, frequencies: Tensor, lengths: PackedLengths
+    ) -> Tensor | HeadOutput:
+        layer = self.layers[str(index)]
+        kind = self.unit.layers[index]
+        if kind is LayerKind.TRANSFORMER:
+            return self._run_transformer_layer(layer, hidden, frequencies, lengths)
+        if kind is LayerKind.PATCH_EMBEDDING:
+            return self._share_tokens(layer(batch.patches), batch)
+        if kind is LayerKind.TOKEN_EMBEDDING:
+            return self._share_tokens(layer(batch.token_ids, batch.item_rows, item_embeddings), batch)
+        if kind is LayerKind.PROJECTOR:
+            projected: Tensor = layer(hidden, batch.num_tokens)
+            return projected
+        head: HeadOutput = layer(
+            hidden, target_rows=batch.target_rows, targets=batch.targets, shared_weight=self.shared_embedding_weight
+        )
+        return head
+
+    def _run_transformer_layer(self, layer: Module, hidden: Tensor, frequencies: Tensor, lengths: PackedLengths) -> Tensor:
+        def run(states: Tensor) -> Tensor:
+            output: Tensor = layer(states, attention_mask=None, rotary_pos_emb=frequencies, packed_seq_params=lengths)[0]
+            return output
+
+        if self.options.recompute == "full" and hidden.requires_grad | self.training:
+            recomputed: Tensor = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)
+            return recomputed
+        return run(hidden)
+
+    def _share_tokens(self, hidden: Tensor, batch: PackedInput) -> Tensor:
+        if not self.config.sequence_parallel:
+            return hidden
+        size = self.groups.tp.size()
+        padded = pad_rows(hidden, padded_num_tokens(batch.num_tokens, multiple=size))
+        shared: Tensor = scatter_to_sequence_parallel_region(padded, group=self.groups.tp)
+        return shared
+
+    def _position_inputs(self, batch: PackedInput) -> tuple[Tensor, PackedLengths]:
+        frequencies = rotary_frequencies(
+            batch.positions,
+            head_channels=self.unit.transformer.head_channels,
+            base=self.unit.transformer.rotary_base,
+            dtype=self.options.precision.rotary_dtype,
+        )
+        lengths = batch.lengths
+        if self.config.sequence_parallel:
+            num_rows = padded_num_tokens(batch.num_tokens, multiple=self.groups.tp.size())
+            padding = num_rows - batch.num_tokens
+            frequencies, lengths = pad_rows(frequencies, num_rows), (*lengths, padding) if padding else lengths
+        return frequencies, PackedLengths(lengths=lengths)
+
+    def _build_layer(self, index: int) -> Module:
+        kind = self.unit.layers[index]
+        config, groups = self.config, self.groups
+        if kind is LayerKind.TRANSFORMER:
+            spec = transformer_layer_spec(
+                implementation=self.options.transformer_impl,
+                is_causal=self.unit.role is Role.BACKBONE,
+                recompute=self.options.recompute,
+            )
+            layer: Module = build_module(spec, config=config, layer_number=index, pg_collection=groups)
+            return layer
+        if kind is LayerKind.TOKEN_EMBEDDING:
+            return TokenEmbedding(config=config, groups=groups, vocab_size=self.vocab_size)
+        if kind is LayerKind.HEAD:
+            return LanguageHead(config=config, groups=groups, vocab_size=self.vocab_size, shares_embedding=self.shares_embedding)
+        image = self.unit.image
+        assert image is not None
+        if kind is LayerKind.PATCH_EMBEDDING:
+            channels = image.in_channels * image.patch_size**2
+            return PatchEmbedding(patch_channels=channels, hidden_size=config.hidden_size, precision=self.options.precision)
+        return Projector(
+            config=config,
+            groups=groups,
+            merge_factor=image.merge_size**2,
+            projector_hidden_size=self.unit.projector_hidden_size,
+            output_size=self.output_size,
+        )
+
+    def _mark_shared_embedding(self) -> None:
+        if self.shared_embedding_weight is None or (self.is_first and self.is_last):
+            return
+        weight = self.shared_embedding_weight
+        weight.shared_embedding = True  # type: ignore[attr-defined]  # megatron-core gives it a bucket of its own
+        weight.shared = not self.is_first  # type: ignore[attr-defined]  # count it once in the gradient norm
+
+
+def _output_size(graph: ModelGraph, unit: Unit) -> int:
+    sizes = {graph.unit(name).transformer.hidden_size for name in graph.downstream(unit.name)}
+    if len(sizes) > 1:
+        raise ModelError(f"unit '{unit.name}' feeds units of different hidden sizes {sorted(sizes)}; it can feed only one size")
+    return sizes.pop() if sizes else unit.transformer.hidden_size

@@ -1,0 +1,69 @@
+"""A data set of random numbers with chosen lengths, for exact comparisons."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from multimodal.data.sample_source import ItemPixels, SampleText
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+
+
+@dataclass(frozen=True)
+class SampleShape:
+    """What a random sample looks like: its items as (encoder, merged rows, merged columns), its text and target tokens."""
+
+    items: tuple[tuple[str, int, int], ...]
+    num_text_tokens: int
+    num_target_tokens: int
+
+
+@dataclass(frozen=True)
+class RandomSource:
+    """Follows the SampleSource protocol; everything is drawn from (seed, index)."""
+
+    graph: ModelGraph
+    shapes: tuple[SampleShape, ...]
+    vocab_size: int
+    seed: int = 0
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def lengths(self, index: int) -> SampleLengths:
+        shape = self.shapes[index]
+        items = []
+        for item, (unit, rows, columns) in enumerate(shape.items):
+            grid = self.item_grid(index, item)
+            items.append(ItemLengths(unit, grid[0] * grid[1], rows * columns))
+        return SampleLengths(index, tuple(items), shape.num_text_tokens, shape.num_target_tokens)
+
+    def text(self, index: int) -> SampleText:
+        lengths, generator = self.lengths(index), np.random.default_rng((self.seed, index))
+        is_target = np.zeros(lengths.num_tokens, dtype=bool)
+        starts, cursor, rest = [], 1, lengths.num_text_tokens - 1
+        free = [0]
+        for item, entry in enumerate(lengths.items):
+            starts.append((item, cursor, entry.num_output_tokens))
+            cursor += entry.num_output_tokens
+            if rest > 1 and item < len(lengths.items) - 1:  # some text between items
+                free.append(cursor)
+                cursor, rest = cursor + 1, rest - 1
+        free.extend(range(cursor, lengths.num_tokens))
+        is_target[generator.choice(free, size=lengths.num_target_tokens, replace=False)] = True
+        tokens = generator.integers(0, self.vocab_size, size=(2, lengths.num_tokens))
+        return SampleText(tokens[0], tokens[1], is_target, tuple(starts))
+
+    def item(self, index: int, item_index: int) -> ItemPixels:
+        grid = self.item_grid(index, item_index)
+        image = self.graph.unit(self.shapes[index].items[item_index][0]).image
+        assert image is not None
+        generator = np.random.default_rng((self.seed, index, item_index))
+        channels = image.in_channels * image.patch_size**2
+        return ItemPixels(generator.standard_normal((grid[0] * grid[1], channels)).astype(np.float32), grid)
+
+    def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
+        unit, rows, columns = self.shapes[index].items[item_index]
+        image = self.graph.unit(unit).image
+        assert image is not None
+        return rows * image.merge_size, columns * image.merge_size
