@@ -75,7 +75,7 @@ def _lower_lane(
     for action in actions:
         yield from pending.take(receives.get(action, ()))
         yield action
-        yield from (found.send for found in sorted(sends.get(action, ())))
+        yield from (found.send for found in sends.get(action, ()))
 
 
 class _PendingReceives:

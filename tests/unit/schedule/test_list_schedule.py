@@ -1,0 +1,27 @@
+from multimodal.schedule.list_schedule import Policy, list_schedule
+from multimodal.schedule.text import schedule_to_text
+from multimodal.schedule.validate import validate_schedule
+from tests.unit.schedule.schedule_cases import build_case, build_graph
+
+
+def test_a_limit_that_would_deadlock_gives_way() -> None:
+    """One LLM microbatch needs two encoder microbatches, of which only one may be in flight."""
+    case = build_case(
+        build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": [[[0], [1], [2]]], "llm": [[[0, 1], [2]]]}
+    )
+    schedule = list_schedule(*case, policy=Policy(forward_limits={("vision", 0, 0): 1}))
+    graph, plan, assignment = case
+    validate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, lowered=False)
+    assert schedule_to_text(schedule).splitlines()[0] == (
+        "lane 0: F vision/0/0/0; F vision/0/0/1; B vision/0/0/0; B vision/0/0/1; F vision/0/0/2; B vision/0/0/2; RG vision/0/0"
+    )
+
+
+def test_a_limit_holds_where_it_can() -> None:
+    case = build_case(
+        build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": [[[0], [1]]], "llm": [[[0], [1]]]}
+    )
+    schedule = list_schedule(*case, policy=Policy(forward_limits={("vision", 0, 0): 1}))
+    assert schedule_to_text(schedule).splitlines()[0] == (
+        "lane 0: F vision/0/0/0; B vision/0/0/0; F vision/0/0/1; B vision/0/0/1; RG vision/0/0"
+    )
