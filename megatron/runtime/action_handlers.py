@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 class _OpenMicrobatch:
     """What a backward needs of its forward."""
 
-    output: Tensor | GradientEdge
-    """The loss itself; of any other output only the edge into the graph, so that the tensor can be freed."""
+    output: Tensor | GradientEdge | None
+    """The loss itself; of any other output only the edge into the graph, so that the tensor can be freed.
+
+    None where this microbatch depends on nothing that is trained: text without items in a frozen LLM.
+    """
     output_shape: torch.Size
     hidden: Tensor | None
     items: tuple[tuple[Route, Tensor], ...]
@@ -52,7 +55,7 @@ def _forward(run: "RunningStep", action: Action) -> None:
             tensor = output
             _publish_output(run, action, tensor.detach())
     if has_backward:
-        edge = tensor if isinstance(output, HeadOutput) else get_gradient_edge(tensor)
+        edge = None if not tensor.requires_grad else tensor if isinstance(output, HeadOutput) else get_gradient_edge(tensor)
         size_bytes = (saved.size_bytes if saved else 0) + size_of(hidden)
         run.store.put(action.place, _OpenMicrobatch(edge, tensor.shape, hidden, items), size_bytes=size_bytes)
 
@@ -61,7 +64,8 @@ def _backward(run: "RunningStep", action: Action) -> None:
     opened: _OpenMicrobatch = run.store.take(action.place)
     gradient = _collect_output_gradient(run, action, opened.output_shape)
     with run.executor.clock.span(action):
-        torch.autograd.backward((opened.output,), (gradient,))  # type: ignore[arg-type]
+        if opened.output is not None:
+            torch.autograd.backward((opened.output,), (gradient,))  # type: ignore[arg-type]
     if opened.hidden is not None and opened.hidden.requires_grad:
         before = action.place._replace(stage=action.stage - 1)
         run.publish(MessageKey("backward", action.place, before), _gradient_of(opened.hidden))
