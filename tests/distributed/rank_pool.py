@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 import uuid
 from collections.abc import Callable
@@ -16,20 +17,47 @@ import torch.distributed as dist
 from megatron.runtime import platform
 
 TIMEOUT = timedelta(seconds=30)
+"""How long a rank waits for a message; the pool gives a run three times as long."""
 
 
-class RankError(AssertionError):
-    """A rank raised; the message is its traceback."""
+class RankError(Exception):
+    """A rank raised or died; the message has the traceback of every rank that did."""
 
 
 class RankPool:
     """Forks `size` processes; `run` executes a function on the first `world_size` of them as one gloo world."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("fork")
+        self._size = size
         self._folder = tempfile.TemporaryDirectory()
-        self._pipes, self._processes = [], []
-        for rank in range(size):
+        self._pipes: list[Any] = []
+        self._processes: list[Any] = []
+        self._start()
+
+    def run(self, function: Callable[..., Any], *args: Any, world_size: int) -> list[Any]:
+        """Call `function(*args)` on every rank; returns their results. Raises RankError when any rank raised, died or hangs."""
+        assert world_size <= self._size, f"{world_size} ranks were asked of a pool of {self._size}"
+        store = Path(self._folder.name) / uuid.uuid4().hex
+        for pipe in self._pipes[:world_size]:
+            pipe.send((function, args, world_size, str(store)))
+        deadline = time.monotonic() + 3 * TIMEOUT.total_seconds()
+        answers = [_receive(pipe, deadline) for pipe in self._pipes[:world_size]]
+        if any(kind == "lost" for kind, _ in answers):
+            self._stop()
+            self._start()
+        failures = [f"rank {rank}: {text}" for rank, (kind, text) in enumerate(answers) if kind != "result"]
+        if failures:
+            raise RankError("\n".join(failures))
+        return [result for _, result in answers]
+
+    def close(self) -> None:
+        """End the processes."""
+        self._stop()
+        self._folder.cleanup()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("fork")
+        for rank in range(self._size):
             parent, child = context.Pipe()
             process = context.Process(target=_serve, args=(child, rank), daemon=True)
             process.start()
@@ -37,22 +65,22 @@ class RankPool:
             self._pipes.append(parent)
             self._processes.append(process)
 
-    def run(self, function: Callable[..., Any], *args: Any, world_size: int) -> list[Any]:
-        """Call `function(*args)` on every rank; returns their results. Raises RankError when any rank raised."""
-        store = Path(self._folder.name) / uuid.uuid4().hex
-        for pipe in self._pipes[:world_size]:
-            pipe.send((function, args, world_size, str(store)))
-        answers = [pipe.recv() for pipe in self._pipes[:world_size]]
-        failures = [f"rank {rank}: {answer[1]}" for rank, answer in enumerate(answers) if answer[0] == "error"]
-        if failures:
-            raise RankError("\n".join(failures))
-        return [answer[1] for answer in answers]
-
-    def close(self) -> None:
-        """End the processes."""
+    def _stop(self) -> None:
         for process in self._processes:
-            process.terminate()
-        self._folder.cleanup()
+            process.kill()
+            process.join()
+        self._pipes.clear()
+        self._processes.clear()
+
+
+def _receive(pipe: Any, deadline: float) -> tuple[str, Any]:
+    try:
+        if pipe.poll(max(0.0, deadline - time.monotonic())):
+            answer: tuple[str, Any] = pipe.recv()
+            return answer
+    except (EOFError, ConnectionError):
+        return "lost", "the process died"
+    return "lost", "no answer; the rank hangs"
 
 
 def _serve(pipe: Any, rank: int) -> None:
@@ -64,8 +92,9 @@ def _serve(pipe: Any, rank: int) -> None:
         try:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=TIMEOUT)
             try:
-                pipe.send(("result", function(*args)))
+                answer = "result", function(*args)
             finally:
                 dist.destroy_process_group()
         except Exception:
-            pipe.send(("error", traceback.format_exc()))
+            answer = "error", traceback.format_exc()
+        pipe.send(answer)

@@ -1,0 +1,53 @@
+"""Holds what the ranks of a case report against one process."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from multimodal.model.parameter_sharding import WHOLE, join_shards
+from tests.distributed.gradient_case import GradientCase, RankGradients, run_on_rank, run_reference
+from tests.distributed.rank_pool import RankPool
+
+TOLERANCE = 1e-9
+SMALLEST_SCALE = 1e-3
+"""Gradients are compared relative to their largest element, which counts as at least this."""
+
+
+class MismatchError(AssertionError):
+    """Loss or gradients differ from one process."""
+
+
+def assert_matches(
+    case: GradientCase, ranks: RankPool, *, run: Callable[[GradientCase], RankGradients] = run_on_rank
+) -> None:
+    """Loss and every gradient, on every replica and every copy, within 1e-9 of one process; raises MismatchError.
+
+    run: what each rank does, which tests of this test replace.
+    """
+    (expected,) = ranks.run(run_reference, case, world_size=1)
+    found: list[RankGradients] = ranks.run(run, case, world_size=case.plan.num_ranks)
+    loss_sum = sum(rank.loss_sum for rank in found)
+    if not abs(loss_sum - expected.loss_sum) <= TOLERANCE * max(1.0, abs(expected.loss_sum)):
+        raise MismatchError(f"loss {loss_sum} instead of {expected.loss_sum}")
+    seen: set[tuple[str, str]] = set()
+    for unit_name, unit in case.plan.units.items():
+        for replica_index, replica in enumerate(unit.replicas):
+            for stage in replica.stages:
+                where = f"replica {replica_index}, ranks {stage.ranks}"
+                seen |= _compare_stage([found[rank] for rank in stage.ranks], expected, unit_name, where)
+    if seen != set(expected.gradients):
+        raise MismatchError(f"gradients are missing: {sorted(set(expected.gradients) - seen)[:3]}")
+
+
+def _compare_stage(shards: Sequence[RankGradients], expected: RankGradients, unit: str, where: str) -> set[tuple[str, str]]:
+    keys = {key for key in shards[0].gradients if key[0] == unit}
+    for key in sorted(keys):
+        reference, sharding = expected.gradients[key], shards[0].shardings[key]
+        parts = [torch.from_numpy(shard.gradients[key]) for shard in shards]
+        copies = parts if sharding == WHOLE else [join_shards(parts, sharding)]
+        bound = TOLERANCE * max(SMALLEST_SCALE, float(np.abs(reference).max()))
+        error = max(float(np.abs(copy.numpy() - reference).max()) for copy in copies)
+        if not error <= bound:
+            raise MismatchError(f"gradient of {key} is off by {error} (largest element {np.abs(reference).max()}) on {where}")
+    return keys

@@ -1,0 +1,176 @@
+"""Random graphs, plans, assignments and samples for the master test."""
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from multimodal.schedule.builders import BUILDERS
+from multimodal.values.assignment import Assignment, Atom, Microbatch
+from multimodal.values.model_graph import ImageInput, ModelGraph, Role, Transformer, Unit
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from tests.distributed.gradient_case import GradientCase
+from tests.distributed.random_source import RandomSource, SampleShape
+
+MAX_RANKS = 8
+VOCAB_SIZE = 12
+
+
+@st.composite
+def gradient_cases(draw: st.DrawFn) -> GradientCase:
+    """Anything that the runtime must get right."""
+    graph = draw(graphs())
+    plan = draw(plans(graph))
+    source = RandomSource(graph, draw(samples([unit.name for unit in graph.encoders])), VOCAB_SIZE)
+    return GradientCase(
+        graph,
+        plan,
+        draw(assignments(graph, plan, source)),
+        source,
+        builder=draw(st.sampled_from(sorted(BUILDERS, reverse=True))),
+        sequence_parallel=draw(st.booleans()),
+        recompute=draw(st.sampled_from([None, "selective", "full"])),
+    )
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> ModelGraph:
+    """The LLM alone, or behind one or two encoders; anything frozen, but not all."""
+    names = draw(st.sampled_from([("vision",), (), ("vision", "audio")]))
+    frozen = {name: draw(st.booleans()) for name in (*names, "llm")}
+    frozen_projectors = {name: draw(st.booleans()) for name in names}
+    if all(frozen.values()) and all(frozen_projectors.values()):
+        frozen[draw(st.sampled_from(sorted(frozen)))] = False
+    encoders = [
+        Unit(
+            name,
+            Role.ENCODER,
+            draw(transformers(channels=(4, 8))),
+            ImageInput(patch_size=2, in_channels=1, merge_size=draw(st.sampled_from([1, 2]))),
+            projector_hidden_size=draw(st.sampled_from([None, 6])),
+            freeze_module=frozen[name],
+            freeze_projector=frozen_projectors[name],
+        )
+        for name in names
+    ]
+    llm = Unit(
+        "llm",
+        Role.BACKBONE,
+        draw(transformers(channels=(2, 4, 6))),
+        untie_embeddings_and_output_weights=draw(st.booleans()),
+        freeze_module=frozen["llm"],
+    )
+    return ModelGraph((*encoders, llm), tuple((name, "llm") for name in names))
+
+
+@st.composite
+def transformers(draw: st.DrawFn, *, channels: Sequence[int]) -> Transformer:
+    """Any small shape that tensor parallel size 2 divides."""
+    num_heads = draw(st.sampled_from([2, 4]))
+    head_channels = draw(st.sampled_from(channels))
+    return Transformer(
+        num_layers=draw(st.integers(1, 4)),
+        hidden_size=draw(st.sampled_from([num_heads * head_channels, 8, 20])),
+        num_attention_heads=num_heads,
+        ffn_hidden_size=draw(st.sampled_from([8, 14])),
+        num_query_groups=draw(st.sampled_from([None, 2])),
+        kv_channels=head_channels,
+        normalization=draw(st.sampled_from(["RMSNorm", "LayerNorm"])),
+        activation=draw(st.sampled_from(["swiglu", "gelu"])),
+        add_bias_linear=draw(st.booleans()),
+        add_qkv_bias=draw(st.booleans()),
+        init_method_std=0.3,
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn, graph: ModelGraph) -> Plan:
+    """Each unit on any of up to eight ranks, in any order: apart, on the same ranks, or overlapping in part."""
+    overlap = draw(st.sampled_from(["disjoint", "same", "any"]))
+    units: dict[str, UnitPlan] = {}
+    free = list(draw(st.permutations(range(MAX_RANKS)))) if draw(st.booleans()) else list(range(MAX_RANKS))
+    for position, name in enumerate(graph.unit_names):
+        num_units_left = len(graph.unit_names) - position - 1
+        ranks = draw(st.permutations(range(MAX_RANKS))) if overlap == "any" else free
+        budget = len(ranks) - (num_units_left if overlap == "disjoint" else 0)
+        units[name] = draw(unit_plans(graph.unit(name), ranks, budget))
+        if overlap == "disjoint":
+            free = [rank for rank in free if rank not in units[name].ranks]
+    return _renumber(units)
+
+
+@st.composite
+def unit_plans(draw: st.DrawFn, unit: Unit, ranks: Sequence[int], budget: int) -> UnitPlan:
+    """TP 1-2, PP 1-3, DP 1-3 within `budget` ranks, taken from the front of `ranks`; layers cut anywhere, and into virtual stages."""
+    sizes = [(dp, pp, tp) for dp in (1, 2, 3) for pp in (1, 2, 3) for tp in (1, 2) if dp * pp * tp <= budget and pp <= len(unit.layers)]
+    dp, pp, tp = draw(st.sampled_from(sizes))
+    ranges = draw(layer_ranges(len(unit.layers), pp))
+    taken = [tuple(sorted(ranks[index * tp : (index + 1) * tp])) for index in range(dp * pp)]
+    replicas = [Replica(tuple(Stage(taken[replica * pp + stage], ranges[stage]) for stage in range(pp))) for replica in range(dp)]
+    return UnitPlan(tuple(replicas), tp)
+
+
+@st.composite
+def layer_ranges(draw: st.DrawFn, num_layers: int, num_stages: int) -> list[tuple[tuple[int, int], ...]]:
+    """Any cut of the layers; each stage holds one range, or two (interleaved, or there and back again)."""
+    order = list(range(num_stages))
+    if 2 * num_stages <= num_layers:
+        order += draw(st.sampled_from([[], order, order[::-1]]))
+    inner = draw(st.permutations(range(1, num_layers)))[: len(order) - 1]
+    cuts = [0, *sorted(inner), num_layers]
+    ranges: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
+    for stage, pair in zip(order, zip(cuts, cuts[1:], strict=False), strict=True):
+        ranges[stage].append(pair)
+    return [tuple(stage) for stage in ranges]
+
+
+@st.composite
+def samples(draw: st.DrawFn, encoders: Sequence[str]) -> tuple[SampleShape, ...]:
+    """One to seven samples with up to three items; some without items, some without target tokens, but not all."""
+    item = st.tuples(st.sampled_from(encoders), st.integers(1, 2), st.integers(1, 3)) if encoders else st.nothing()
+    shape = st.builds(
+        SampleShape,
+        st.lists(item, max_size=3 if encoders else 0).map(tuple),
+        num_text_tokens=st.integers(2, 6),
+        num_target_tokens=st.integers(0, 2),
+    )
+    found = draw(st.lists(shape, min_size=1, max_size=7))
+    if not any(sample.num_target_tokens for sample in found):
+        found[0] = SampleShape(found[0].items, found[0].num_text_tokens, 1)
+    return tuple(found)
+
+
+@st.composite
+def assignments(draw: st.DrawFn, graph: ModelGraph, plan: Plan, source: RandomSource) -> Assignment:
+    """Any grouping of every unit's atoms, in any order, on any replica, apart from all other units'."""
+    atoms: dict[str, list[Atom]] = {name: [] for name in graph.unit_names}
+    for index in range(len(source)):
+        atoms["llm"].append(Atom(index))
+        for item, lengths in enumerate(source.lengths(index).items):
+            atoms[lengths.unit].append(Atom(index, item))
+    return Assignment({name: draw(_groupings(atoms[name], plan.units[name].data_parallel_size)) for name in graph.unit_names})
+
+
+@st.composite
+def _groupings(draw: st.DrawFn, atoms: Sequence[Atom], num_replicas: int) -> tuple[tuple[Microbatch, ...], ...]:
+    replicas: list[list[list[Atom]]] = [[] for _ in range(num_replicas)]
+    for atom in draw(st.permutations(atoms)):
+        replica = replicas[draw(st.integers(0, num_replicas - 1))]
+        if not replica or draw(st.booleans()):
+            replica.append([])
+        replica[-1].append(atom)
+    return tuple(tuple(map(tuple, replica)) for replica in replicas)
+
+
+def _renumber(units: dict[str, UnitPlan]) -> Plan:
+    used = sorted({rank for unit in units.values() for rank in unit.ranks})
+    new = {rank: index for index, rank in enumerate(used)}
+
+    def renumbered(stage: Stage) -> Stage:
+        return Stage(tuple(new[rank] for rank in stage.ranks), stage.layer_ranges)
+
+    return Plan(
+        {
+            name: UnitPlan(tuple(Replica(tuple(map(renumbered, replica.stages))) for replica in unit.replicas), unit.tensor_parallel_size)
+            for name, unit in units.items()
+        }
+    )
