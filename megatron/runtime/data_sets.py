@@ -1,0 +1,68 @@
+"""The training and the validation set that the flags name."""
+
+import logging
+from dataclasses import dataclass
+
+from megatron.runtime.configuration import RunConfig
+from multimodal.data.digits import DigitsSource
+from multimodal.data.manifest import ManifestSource
+from multimodal.data.sample_source import SampleSource
+from multimodal.data.splits import SourceSubset, split_indices
+from multimodal.data.tokenizer import Tokenizer, build_tokenizer
+from multimodal.values.errors import ConfigError
+from multimodal.values.model_graph import ModelGraph
+
+DIGITS = "digits"
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DataSets:
+    """What is trained on and judged by, and the tokenizer of both."""
+
+    train: SampleSource
+    valid: SampleSource
+    tokenizer: Tokenizer
+
+
+def build_data_sets(config: RunConfig, graph: ModelGraph) -> DataSets:
+    """Open `--data-path`; raises DataError or ConfigError when it cannot be used."""
+    tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
+    if config.data.data_path == DIGITS:
+        return _digits(config, graph, tokenizer)
+    source = ManifestSource(config.data.data_path, graph=graph, tokenizer=tokenizer, seq_length=config.data.seq_length)
+    for reason, count in source.skipped.items():
+        logger.info("%s: left out %d samples %s", config.data.data_path, count, reason)
+    if source.num_cut:
+        logger.info("%s: cut %d samples to %d tokens (--seq-length)", config.data.data_path, source.num_cut, config.data.seq_length)
+    parts = split_indices(len(source), split=config.data.split, seed=config.training.seed)
+    return DataSets(SourceSubset(source, parts.train), SourceSubset(source, parts.valid), tokenizer)
+
+
+def padded_vocab_size(tokenizer: Tokenizer, config: RunConfig) -> int:
+    """Vocabulary padded to a multiple of --make-vocab-size-divisible-by, whatever the plan."""
+    multiple = config.model.make_vocab_size_divisible_by
+    return -(-tokenizer.vocab_size // multiple) * multiple
+
+
+def _digits(config: RunConfig, graph: ModelGraph, tokenizer: Tokenizer) -> DataSets:
+    encoders = [unit for unit in graph.encoders if unit.image is not None]
+    if len(encoders) != 1:
+        raise ConfigError(f"--data-path digits needs a model with one image encoder, found {len(encoders)}; use examples/digits/model.yaml")
+    (encoder,) = encoders
+    assert encoder.image is not None
+    num_train = config.data.digits_samples or 1
+    num_valid = max(1, config.evaluation.eval_iters * config.training.global_batch_size)
+    train, valid = (
+        DigitsSource(
+            count,
+            seed=config.training.seed,
+            split=part,
+            unit=encoder.name,
+            image=encoder.image,
+            tokenizer=tokenizer,
+            seq_length=config.data.seq_length,
+        )
+        for count, part in ((num_train, "train"), (num_valid, "valid"))
+    )
+    return DataSets(train, valid, tokenizer)

@@ -1,0 +1,48 @@
+"""Ends a run that failed: one clear message, by the rank that failed first, and no rank left waiting."""
+
+import os
+import sys
+import time
+import traceback
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from multimodal.values.errors import BraidError
+
+_KEY = "first-failure"
+_PATIENCE_SECONDS = 3.0
+"""A launcher kills all ranks when one has left, so the others wait this long for the one that speaks."""
+
+
+def end_with_failure(problem: BaseException, *, rank: int, store: dist.Store | None) -> None:
+    """Report and leave at once with exit code 1 (2 for bad input); without cleaning up, which could wait for peers.
+
+    A wrong input shows its message alone, anything else its traceback. Ranks that fail after another one, for the most part because
+    their peer is gone, say nothing. Before the ranks have met (`store` None), all see the same flags, so rank 0 speaks first.
+    """
+    if store is None and rank != 0:
+        time.sleep(_PATIENCE_SECONDS)  # only a rank that fails alone is still alive after this
+    if store is None or _is_first(store):
+        _report(problem, rank)
+    else:
+        time.sleep(_PATIENCE_SECONDS)
+    os._exit(2 if isinstance(problem, BraidError) else 1)
+
+
+def _report(problem: BaseException, rank: int) -> None:
+    if isinstance(problem, BraidError):
+        print(f"pretrain_mllm.py: error: {problem} [{type(problem).__name__}, rank {rank}]", file=sys.stderr)
+    else:
+        print(f"pretrain_mllm.py: rank {rank} failed:", file=sys.stderr)
+        traceback.print_exception(problem)
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _is_first(store: dist.Store) -> bool:
+    try:
+        store.set_timeout(timedelta(seconds=5))
+        return store.add(_KEY, 1) == 1
+    except (RuntimeError, ValueError):  # the rank that kept the store is gone
+        return True

@@ -1,0 +1,163 @@
+"""One rank's trainer: runs a step of any kind, updates the weights, evaluates. What a step is, others decided."""
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron.runtime.assembly import RankRuntime
+from megatron.runtime.configuration import OptimizerSettings
+from megatron.runtime.gradients import clip_gradients, global_gradient_norm
+from megatron.runtime.learning_rate import current_learning_rate
+from megatron.runtime.step import Step, StepResult
+from megatron.runtime.step_clock import seconds_by_resource
+from multimodal.cost.flops import step_flops
+from multimodal.values.errors import ConfigError
+from multimodal.values.timeline import TimelineEvent
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What all ranks know after a training step; seconds are means over ranks, `step_seconds` the slowest rank's."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_samples: int
+    num_tokens: int
+    num_target_tokens: int
+    step_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    waiting_seconds: float
+    optimizer_seconds: float
+    tokens_per_second: float
+    mfu: float
+    peak_activation_bytes: int
+    """The largest of all ranks."""
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """How the model does on held-out samples."""
+
+    loss: float
+    token_accuracy: float
+    """Share of target tokens that greedy decoding gets right, given all before."""
+    answer_accuracy: float
+    """Share of samples whose whole answer greedy decoding gives: each token is its first choice, after the right ones before."""
+
+
+class Trainer:
+    """Steps of one rank. All methods are collective."""
+
+    def __init__(
+        self,
+        runtime: RankRuntime,
+        *,
+        optimizers: Mapping[str, MegatronOptimizer],
+        scheduler: OptimizerParamScheduler,
+        settings: OptimizerSettings,
+        vocab_size: int,
+        peak_tflops: float,
+        device: torch.device,
+    ) -> None:
+        """optimizers: by unit, those this rank has; peak_tflops: of this rank's device."""
+        self.runtime, self.optimizers, self.scheduler = runtime, optimizers, scheduler
+        self._settings, self._vocab_size, self._device = settings, vocab_size, device
+        (self._world_peak_tflops,) = self._sum([peak_tflops])
+
+    def train_step(self, step: Step, *, number: int) -> tuple[StepReport, tuple[TimelineEvent, ...]]:
+        """Forward, backward, reduce, clip, update; number: of the step, for messages. Also returns this rank's events."""
+        start = time.perf_counter()
+        self._zero_gradients()
+        result = self.runtime.executor.execute(step, is_training=True)
+        executed = time.perf_counter()
+        self.runtime.finish_gradients()
+        learning_rate = current_learning_rate(self.scheduler, self._settings)
+        norm = self._update()
+        end = time.perf_counter()
+        report = self._report(step, result, seconds=(end - start, end - executed), norm=norm, learning_rate=learning_rate)
+        if not (math.isfinite(report.loss) and math.isfinite(norm)):
+            raise ConfigError(
+                f"step {number}: the loss is {report.loss} and the gradient norm {norm}; lower --lr (now {self._settings.lr}), "
+                "lengthen --lr-warmup-iters or set --clip-grad, and resume from the last checkpoint"
+            )
+        return report, result.events
+
+    def evaluate(self, steps: Iterable[Step]) -> EvaluationReport:
+        """Forward only, over forward-only steps."""
+        totals = [0.0] * 5
+        with torch.no_grad():
+            for step in steps:
+                result = self.runtime.executor.execute(step, is_training=False)
+                correct = result.correct_samples.values()
+                counted = sum(len(samples) for samples in step.target_samples.values()) if result.correct_samples else 0
+                found = (result.loss_sum, counted, result.num_correct_tokens, len(correct), sum(correct))
+                totals = [total + value for total, value in zip(totals, found, strict=True)]
+        loss_sum, num_tokens, num_correct, num_samples, num_right = self._sum(totals)
+        return EvaluationReport(loss_sum / max(1, num_tokens), num_correct / max(1, num_tokens), num_right / max(1, num_samples))
+
+    def _zero_gradients(self) -> None:
+        self.runtime.zero_gradients()
+        for optimizer in self.optimizers.values():
+            # In an unsharded optimizer `grad` is the gradient buffer itself: left there, a backward would add it twice.
+            optimizer.zero_grad()
+
+    def _update(self) -> float:
+        for optimizer in self.optimizers.values():
+            optimizer.prepare_grads()
+        counted = [(optimizer, self._counts_in_norm(unit)) for unit, optimizer in self.optimizers.items()]
+        norm = global_gradient_norm(counted, device=self._device)
+        if not math.isfinite(norm):
+            return norm
+        for optimizer in self.optimizers.values():
+            if self._settings.clip_grad > 0:
+                clip_gradients(optimizer.get_parameters(), norm=norm, max_norm=self._settings.clip_grad)
+            optimizer.step_with_ready_grads()
+        self.scheduler.step(increment=1)
+        return norm
+
+    def _counts_in_norm(self, unit: str) -> bool:
+        optimizer = self.optimizers[unit]
+        return optimizer.config.use_distributed_optimizer or self.runtime.memberships[unit].groups.dp.rank() == 0
+
+    def _report(self, step: Step, result: StepResult, *, seconds: tuple[float, float], norm: float, learning_rate: float) -> StepReport:
+        split = seconds_by_resource(result.events)
+        sums = self._sum([result.loss_sum, split["compute"], split["communication"], split["waiting"], seconds[1]])
+        step_seconds, peak_bytes = self._largest([seconds[0], float(result.peak_activation_bytes)])
+        loss_sum, *means = (sums[0], *(total / dist.get_world_size() for total in sums[1:]))
+        flops = step_flops(step.graph, step.lengths.values(), vocab_size=self._vocab_size)
+        return StepReport(
+            loss=loss_sum / step.num_target_tokens,
+            grad_norm=norm,
+            learning_rate=learning_rate,
+            num_samples=len(step.lengths),
+            num_tokens=step.num_tokens,
+            num_target_tokens=step.num_target_tokens,
+            step_seconds=step_seconds,
+            compute_seconds=means[0],
+            communication_seconds=means[1],
+            waiting_seconds=means[2],
+            optimizer_seconds=means[3],
+            tokens_per_second=step.num_tokens / step_seconds,
+            mfu=flops / step_seconds / (self._world_peak_tflops * 1e12),
+            peak_activation_bytes=int(peak_bytes),
+        )
+
+    def _sum(self, values: list[float]) -> list[float]:
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def _largest(self, values: list[float]) -> list[float]:
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def _reduce(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
+        dist.all_reduce(tensor, op=operation)
+        reduced: list[float] = tensor.tolist()
+        return reduced

@@ -1,0 +1,1 @@
+"""What work costs: FLOPs of a model, peaks of hardware."""

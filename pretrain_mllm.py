@@ -1,0 +1,45 @@
+"""Trains a multimodal LLM: `torchrun --nproc-per-node N pretrain_mllm.py --config FILE.yaml [flags]`; `--help` lists the flags."""
+
+import logging
+import os
+import sys
+import warnings
+from datetime import timedelta
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
+
+from megatron.runtime.arguments import parse_arguments  # noqa: E402
+from megatron.runtime.failure import end_with_failure  # noqa: E402
+
+
+def main(argv: list[str]) -> None:
+    """Parse, join the other ranks, train; every failure ends all ranks with one message."""
+    rank = int(os.environ.get("RANK", "0"))
+    store = None
+    try:
+        config = parse_arguments(argv, environ=os.environ)
+        logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format="%(message)s")
+        for chatty in ("megatron.core", "torch"):
+            logging.getLogger(chatty).setLevel(logging.ERROR)
+
+        from megatron.runtime import platform
+
+        platform.install()
+        from megatron.runtime.distributed_setup import join_world, leave_world
+        from megatron.runtime.training import prepare_run, train
+
+        world = join_world(
+            backend=config.training.distributed_backend,
+            timeout=timedelta(minutes=config.training.distributed_timeout_minutes),
+        )
+        store = world.store
+        train(prepare_run(config, world))
+        leave_world()
+    except Exception as problem:
+        end_with_failure(problem, rank=rank, store=store)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
