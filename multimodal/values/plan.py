@@ -220,6 +220,8 @@ def _validate_unit(unit: UnitPlan, *, graph: ModelGraph, name: str) -> None:
                     f"{where}, stage {stage_index}: tp {unit.tensor_parallel_size} x cp {unit.context_parallel_size} needs "
                     f"{group_size} ranks, found {len(stage.ranks)} {list(stage.ranks)}"
                 )
+            if list(stage.ranks) != sorted(set(stage.ranks)):
+                raise PlanError(f"{where}, stage {stage_index}: ranks {list(stage.ranks)} must be listed in ascending order")
         covered = [layer for stage in replica.virtual_stages for layer in stage.layers]
         if covered != list(range(num_layers)) or any(not stage.layers for stage in replica.virtual_stages):
             ranges = [list(pair) for stage in replica.stages for pair in stage.layer_ranges]
