@@ -33,7 +33,7 @@ class ModelConfig:
     freeze_projector: tuple[str, ...] = field(default=(), metadata={"metavar": "UNIT"})
     """Encoders whose projector is not trained."""
     make_vocab_size_divisible_by: int = field(default=128, metadata=AT_LEAST_ONE)
-    """The vocabulary is padded to a multiple of this times the LLM's tensor parallel size."""
+    """The vocabulary is padded to a multiple of this, whatever the plan; the LLM's tensor parallel size must divide it."""
 
 
 @dataclass(frozen=True, kw_only=True)
