@@ -18,7 +18,7 @@ from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.assignment import Assignment, Atom
-from multimodal.values.model_graph import LayerKind, ModelGraph
+from multimodal.values.model_graph import LayerKind, ModelGraph, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.distributed.random_source import RandomSource
 from tests.distributed.rank_pool import TIMEOUT
@@ -41,17 +41,24 @@ class GradientCase:
     recompute: str | None = None
 
     def __repr__(self) -> str:
-        lines = [f"{self.builder}, sequence_parallel={self.sequence_parallel}, recompute={self.recompute}"]
-        for unit in self.graph.units:
-            plan = self.plan.units[unit.name]
-            frozen = [what for what, is_frozen in (("module", unit.freeze_module), ("projector", unit.freeze_projector)) if is_frozen]
-            replicas = [[(stage.ranks, stage.layer_ranges) for stage in replica.stages] for replica in plan.replicas]
-            lines.append(f"{unit.name}: {unit.transformer}, tied={not unit.untie_embeddings_and_output_weights}, frozen={frozen}")
-            lines.append(f"  tp {plan.tensor_parallel_size}, replicas -> stages (ranks, layers): {replicas}")
-            groups = [[[tuple(atom) for atom in microbatch] for microbatch in replica] for replica in self.assignment.units[unit.name]]
-            lines.append(f"  microbatches per replica: {groups}")
-        lines.append(f"samples (items, text, targets): {[(s.items, s.num_text_tokens, s.num_target_tokens) for s in self.source.shapes]}")
+        shapes = [(shape.items, shape.num_text_tokens, shape.num_target_tokens) for shape in self.source.shapes]
+        lines = [
+            f"{self.builder}, sequence_parallel={self.sequence_parallel}, recompute={self.recompute}",
+            f"samples (items, text, targets): {shapes}",
+            *(line for unit in self.graph.units for line in self._lines_of_unit(unit)),
+        ]
         return "GradientCase(" + "\n    ".join(lines) + ")"
+
+    def _lines_of_unit(self, unit: Unit) -> list[str]:
+        plan, replicas = self.plan.units[unit.name], self.assignment.units[unit.name]
+        stages = [[(stage.ranks, stage.layer_ranges) for stage in replica.stages] for replica in plan.replicas]
+        groups = [[[tuple(atom) for atom in microbatch] for microbatch in replica] for replica in replicas]
+        frozen = f"module {unit.freeze_module}, projector {unit.freeze_projector}"
+        return [
+            f"{unit.name}: {unit.transformer}, frozen: {frozen}, tied: {not unit.untie_embeddings_and_output_weights}",
+            f"  tp {plan.tensor_parallel_size}, replicas -> stages (ranks, layers): {stages}",
+            f"  replicas -> microbatches: {groups}",
+        ]
 
 
 @dataclass(frozen=True)
@@ -161,7 +168,11 @@ def _sample_loss(case: GradientCase, stages: Mapping[str, UnitStage], index: int
         unit = case.graph.unit(lengths.items[item].unit)
         assert unit.image is not None
         packed = pack_encoder_microbatch(
-            [Atom(index, item)], source=case.source, index_of_sample={index: index}, merge_size=unit.image.merge_size, with_pixels=True
+            [Atom(index, item)],
+            source=case.source,
+            index_of_sample={index: index},
+            merge_size=unit.image.merge_size,
+            with_pixels=True,
         )
         batch = PackedInput((lengths.items[item].num_tokens,), packed.positions, patches=packed.patches)
         embeddings.append(stages[unit.name](None, batch))

@@ -18,9 +18,7 @@ class MismatchError(AssertionError):
     """Loss or gradients differ from one process."""
 
 
-def assert_matches(
-    case: GradientCase, ranks: RankPool, *, run: Callable[[GradientCase], RankGradients] = run_on_rank
-) -> None:
+def assert_matches(case: GradientCase, ranks: RankPool, *, run: Callable[[GradientCase], RankGradients] = run_on_rank) -> None:
     """Loss and every gradient, on every replica and every copy, within 1e-9 of one process; raises MismatchError.
 
     run: what each rank does, which tests of this test replace.

@@ -1,5 +1,6 @@
 """Random graphs, plans, assignments and samples for the master test."""
 
+import itertools
 from collections.abc import Sequence
 
 from hypothesis import strategies as st
@@ -26,7 +27,7 @@ def gradient_cases(draw: st.DrawFn) -> GradientCase:
         plan,
         draw(assignments(graph, plan, source)),
         source,
-        builder=draw(st.sampled_from(sorted(BUILDERS, reverse=True))),
+        builder=draw(st.sampled_from(sorted(BUILDERS))),
         sequence_parallel=draw(st.booleans()),
         recompute=draw(st.sampled_from([None, "selective", "full"])),
     )
@@ -100,8 +101,9 @@ def plans(draw: st.DrawFn, graph: ModelGraph) -> Plan:
 
 @st.composite
 def unit_plans(draw: st.DrawFn, unit: Unit, ranks: Sequence[int], budget: int) -> UnitPlan:
-    """TP 1-2, PP 1-3, DP 1-3 within `budget` ranks, taken from the front of `ranks`; layers cut anywhere, and into virtual stages."""
-    sizes = [(dp, pp, tp) for dp in (1, 2, 3) for pp in (1, 2, 3) for tp in (1, 2) if dp * pp * tp <= budget and pp <= len(unit.layers)]
+    """TP 1-2, PP 1-3, DP 1-3 within `budget` ranks, from the front of `ranks`; layers cut anywhere, and into virtual stages."""
+    grid = itertools.product((1, 2, 3), (1, 2, 3), (1, 2))
+    sizes = [(dp, pp, tp) for dp, pp, tp in grid if dp * pp * tp <= budget and pp <= len(unit.layers)]
     dp, pp, tp = draw(st.sampled_from(sizes))
     ranges = draw(layer_ranges(len(unit.layers), pp))
     taken = [tuple(sorted(ranks[index * tp : (index + 1) * tp])) for index in range(dp * pp)]
@@ -118,7 +120,7 @@ def layer_ranges(draw: st.DrawFn, num_layers: int, num_stages: int) -> list[tupl
     inner = draw(st.permutations(range(1, num_layers)))[: len(order) - 1]
     cuts = [0, *sorted(inner), num_layers]
     ranges: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
-    for stage, pair in zip(order, zip(cuts, cuts[1:], strict=False), strict=True):
+    for stage, pair in zip(order, itertools.pairwise(cuts), strict=True):
         ranges[stage].append(pair)
     return [tuple(stage) for stage in ranges]
 
@@ -126,14 +128,13 @@ def layer_ranges(draw: st.DrawFn, num_layers: int, num_stages: int) -> list[tupl
 @st.composite
 def samples(draw: st.DrawFn, encoders: Sequence[str]) -> tuple[SampleShape, ...]:
     """One to seven samples with up to three items; some without items, some without target tokens, but not all."""
-    item = st.tuples(st.sampled_from(encoders), st.integers(1, 2), st.integers(1, 3)) if encoders else st.nothing()
-    shape = st.builds(
-        SampleShape,
-        st.lists(item, max_size=3 if encoders else 0).map(tuple),
-        num_text_tokens=st.integers(2, 6),
-        num_target_tokens=st.integers(0, 2),
-    )
-    found = draw(st.lists(shape, min_size=1, max_size=7))
+    found = []
+    for _ in range(draw(st.integers(1, 7))):
+        items = [
+            (draw(st.sampled_from(encoders)), draw(st.integers(1, 2)), draw(st.integers(1, 3)))
+            for _ in range(draw(st.integers(0, 3)) if encoders else 0)
+        ]
+        found.append(SampleShape(tuple(items), draw(st.integers(2, 6)), draw(st.integers(0, 2))))
     if not any(sample.num_target_tokens for sample in found):
         found[0] = SampleShape(found[0].items, found[0].num_text_tokens, 1)
     return tuple(found)
@@ -168,9 +169,8 @@ def _renumber(units: dict[str, UnitPlan]) -> Plan:
     def renumbered(stage: Stage) -> Stage:
         return Stage(tuple(new[rank] for rank in stage.ranks), stage.layer_ranges)
 
-    return Plan(
-        {
-            name: UnitPlan(tuple(Replica(tuple(map(renumbered, replica.stages))) for replica in unit.replicas), unit.tensor_parallel_size)
-            for name, unit in units.items()
-        }
-    )
+    def moved(unit: UnitPlan) -> UnitPlan:
+        replicas = tuple(Replica(tuple(map(renumbered, replica.stages))) for replica in unit.replicas)
+        return UnitPlan(replicas, unit.tensor_parallel_size)
+
+    return Plan({name: moved(unit) for name, unit in units.items()})

@@ -1,0 +1,173 @@
+"""Errors planted into a rank's step: each is something that a wrong runtime could do, and that the master test must see."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from megatron.runtime import action_handlers, step_planner
+from megatron.runtime.assembly import RankRuntime
+from megatron.runtime.gradients import UnitGradients
+from megatron.runtime.step import Step
+from multimodal.attention.packed_attention import PackedAttention
+from multimodal.values.assignment import Assignment, Atom
+from tests.distributed.gradient_case import GradientCase, RankGradients, build_runtime, plan_case, run_step
+
+Error = Callable[[GradientCase], RankGradients]
+
+
+def planted(name: str) -> Error:
+    """What each rank runs instead of `run_on_rank`."""
+    return partial(_run_with, name)
+
+
+def _run_with(name: str, case: GradientCase) -> RankGradients:
+    with PLANTED_ERRORS[name]():
+        return run_step(build_runtime(case), plan_case(case))
+
+
+@contextmanager
+def _reassigned(change: Callable[[Assignment], Assignment]) -> Iterator[None]:
+    """Run another assignment than the one that was decided, past its validation."""
+    original = step_planner.plan_step
+
+    def planned(*args: Any, assignment: Assignment, **kwargs: Any) -> Step:
+        return original(*args, assignment=change(assignment), **kwargs)
+
+    with patch.object(step_planner, "validate_assignment"), patch("tests.distributed.gradient_case.plan_step", planned):
+        yield
+
+
+def _without_last_sample(assignment: Assignment) -> Assignment:
+    last = max(atom.sample_id for replica in assignment.units["llm"] for microbatch in replica for atom in microbatch)
+    kept = {
+        unit: tuple(
+            tuple(
+                tuple(atom for atom in microbatch if atom.sample_id != last)
+                for microbatch in replica
+                if any(atom.sample_id != last for atom in microbatch)
+            )
+            for replica in replicas
+        )
+        for unit, replicas in assignment.units.items()
+    }
+    return Assignment(kept)
+
+
+def _with_a_sample_twice(assignment: Assignment) -> Assignment:
+    first, *others = assignment.units["llm"]
+    return Assignment({**assignment.units, "llm": ((*first, first[0]), *others)})
+
+
+def _with_two_items_exchanged(assignment: Assignment) -> Assignment:
+    exchange = {Atom(0, 0): Atom(1, 0), Atom(1, 0): Atom(0, 0)}
+    replicas = tuple(
+        tuple(tuple(exchange.get(atom, atom) for atom in microbatch) for microbatch in replica)
+        for replica in assignment.units["vision"]
+    )
+    return Assignment({**assignment.units, "vision": replicas})
+
+
+@contextmanager
+def _items_of_other_samples() -> Iterator[None]:
+    """Encode the items where they were assigned, but send each to the sample of another one of its size."""
+    original = Step.source_rows
+
+    def rows(step: Step, route: Any) -> torch.Tensor:
+        return original(replace(step, assignment=_with_two_items_exchanged(step.assignment)), route)
+
+    with patch.object(Step, "source_rows", rows):
+        yield
+
+
+@contextmanager
+def _gradients_of_other_samples() -> Iterator[None]:
+    """Forwards are right, but a gradient comes back to another sample's item."""
+    original = action_handlers._collect_output_gradient
+
+    def collected(*args: Any) -> Any:
+        with _items_of_other_samples():
+            return original(*args)
+
+    with patch.object(action_handlers, "_collect_output_gradient", collected):
+        yield
+
+
+@contextmanager
+def _loss(scale: Callable[[Any, Any, Any], float]) -> Iterator[None]:
+    original = action_handlers._record_loss
+
+    def recorded(run: Any, action: Any, output: Any) -> torch.Tensor:
+        loss = original(run, action, output)
+        return loss * scale(run, action, loss)
+
+    with patch.object(action_handlers, "_record_loss", recorded):
+        yield
+
+
+def _mean_of_means(run: Any, action: Any, loss: torch.Tensor) -> float:
+    assignment, step = run.step.assignment, run.step
+    num_microbatches = sum(len(replica) for replica in assignment.units[action.unit])
+    atoms = assignment.units[action.unit][action.replica][action.microbatch]
+    num_targets = sum(step.lengths[atom.sample_id].num_target_tokens for atom in atoms)
+    return float(step.num_target_tokens / (num_targets * num_microbatches))
+
+
+def _mean_over_replicas(run: Any, action: Any, loss: torch.Tensor) -> float:
+    return 1 / len(run.step.assignment.units[action.unit])
+
+
+@contextmanager
+def _no_sum_over_replicas() -> Iterator[None]:
+    original = UnitGradients.reduce
+
+    def reduced(gradients: UnitGradients, stage_index: int) -> None:
+        with patch.object(gradients.wrapped[stage_index], "finish_grad_sync"):
+            original(gradients, stage_index)
+
+    with patch.object(UnitGradients, "reduce", reduced):
+        yield
+
+
+@contextmanager
+def _one_norm_not_summed_over_tensor_parallel_ranks() -> Iterator[None]:
+    original = UnitGradients.reduce
+
+    def reduced(gradients: UnitGradients, stage_index: int) -> None:
+        norms = [p for n, p in gradients.stages[stage_index].named_parameters() if n.endswith("input_layernorm.weight")]
+        for parameter in norms[:1]:
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
+        original(gradients, stage_index)
+
+    with patch.object(UnitGradients, "reduce", reduced):
+        yield
+
+
+@contextmanager
+def _samples_attend_to_each_other() -> Iterator[None]:
+    original = PackedAttention._attend
+
+    def attended(self: PackedAttention, query: Any, key: Any, value: Any, lengths: tuple[int, ...]) -> torch.Tensor:
+        return original(self, query, key, value, (sum(lengths),))
+
+    with patch.object(PackedAttention, "_attend", attended):
+        yield
+
+
+PLANTED_ERRORS: Mapping[str, Callable[[], Any]] = {
+    "a sample is dropped": lambda: _reassigned(_without_last_sample),
+    "a sample runs twice": lambda: _reassigned(_with_a_sample_twice),
+    "an image goes to another sample": _items_of_other_samples,
+    "a gradient goes to another sample": _gradients_of_other_samples,
+    "the loss is a mean of means": lambda: _loss(_mean_of_means),
+    "the loss is averaged over replicas": lambda: _loss(_mean_over_replicas),
+    "gradients are not summed over replicas": _no_sum_over_replicas,
+    "gradients of tied embeddings are not summed": lambda: patch.object(RankRuntime, "finish_gradients"),
+    "a norm is not summed under sequence parallelism": _one_norm_not_summed_over_tensor_parallel_ranks,
+    "gradients stop at a stage's border": lambda: patch.object(action_handlers, "_gradient_of", torch.zeros_like),
+    "packed samples attend to each other": _samples_attend_to_each_other,
+}

@@ -1,0 +1,67 @@
+"""A test of the master test: it passes what is right and fails each planted error, by a wrong number and nothing else."""
+
+import pytest
+
+from multimodal.values.assignment import Assignment
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+from tests.distributed.gradient_case import GradientCase
+from tests.distributed.gradient_comparison import MismatchError, assert_matches
+from tests.distributed.planted_errors import PLANTED_ERRORS, planted
+from tests.distributed.random_source import RandomSource, SampleShape
+from tests.distributed.rank_pool import RankPool
+
+SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 16, "init_method_std": 0.3}
+IMAGE = {"patch_size": 2, "in_channels": 1, "merge_size": 1}
+
+
+@pytest.fixture(scope="module")
+def case() -> GradientCase:
+    """An encoder with DP 2 before an LLM with TP 2, PP 2 and DP 2 that shares two of its ranks; unequal samples."""
+    graph = ModelGraph.from_dict(
+        {
+            "units": {
+                "vision": {"role": "encoder", "image": IMAGE, **SHAPE},
+                "llm": {"role": "backbone", "untie_embeddings_and_output_weights": False, **SHAPE},
+            }
+        }
+    )
+    plan = Plan.from_dict(
+        {
+            "units": {
+                "vision": {"replicas": [{"stages": [{"ranks": [rank], "layers": [[0, 4]]}]} for rank in (4, 5)]},
+                "llm": {
+                    "tensor_parallel_size": 2,
+                    "replicas": [
+                        {"stages": [{"ranks": [a, a + 1], "layers": [[0, 2]]}, {"ranks": [b, b + 1], "layers": [[2, 4]]}]}
+                        for a, b in ((0, 2), (4, 6))
+                    ],
+                },
+            }
+        }
+    )
+    one, two = ("vision", 1, 2), ("vision", 2, 2)
+    shapes = (
+        SampleShape((one,), 4, 3),
+        SampleShape((one, two), 5, 1),
+        SampleShape((), 6, 2),
+        SampleShape((two,), 3, 1),
+        SampleShape((), 4, 4),
+    )
+    assignment = Assignment.from_dict(
+        {
+            "vision": [[[(0, 0), (1, 0)], [(3, 0)]], [[(1, 1)]]],
+            "llm": [[[(0, -1), (2, -1)], [(3, -1)]], [[(4, -1), (1, -1)]]],
+        }
+    )
+    return GradientCase(graph, plan, assignment, RandomSource(graph, shapes, 12), "1f1b", sequence_parallel=True)
+
+
+def test_the_case_without_an_error_passes(ranks: RankPool, case: GradientCase) -> None:
+    assert_matches(case, ranks)
+
+
+@pytest.mark.parametrize("error", PLANTED_ERRORS)
+def test_a_planted_error_is_seen(ranks: RankPool, case: GradientCase, error: str) -> None:
+    with pytest.raises(MismatchError, match=r"^(loss|gradient of) .* (instead of|is off by) "):
+        assert_matches(case, ranks, run=planted(error))

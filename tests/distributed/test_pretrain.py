@@ -1,0 +1,112 @@
+"""pretrain_mllm.py as a user runs it, over real processes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from tests.distributed.launch import REPOSITORY, launch
+
+DIGITS = ("--config", REPOSITORY / "examples/digits/config.yaml", "--eval-iters", 0, "--no-progress-bar", "--num-workers", 0)
+
+
+def train(log: Path, *flags: object, num_ranks: int) -> list[dict[str, Any]]:
+    """Train on the digits; returns the log's entries."""
+    launched = launch([*DIGITS, "--log-json", log, *flags], num_ranks=num_ranks)
+    assert launched.exit_codes == (0,) * num_ranks, launched.output
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def losses(entries: list[dict[str, Any]]) -> list[float]:
+    """The losses, step by step."""
+    return [entry["loss"] for entry in entries]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Three float64 steps in one process."""
+    log = tmp_path_factory.mktemp("one") / "log.jsonl"
+    return train(log, "--dtype", "float64", "--train-iters", 3, "--vision-dp", 1, "--llm-pp", 1, num_ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags"),
+    [
+        (5, ("--vision-dp", 2, "--llm-pp", 3)),
+        (5, ("--vision-dp", 3, "--llm-pp", 1, "--llm-dp", 2, "--schedule", "gpipe", "--micro-batch-size", 3)),
+        (6, ("--vision-dp", 1, "--vision-pp", 2, "--llm-pp", 2, "--llm-tp", 2, "--sequence-parallel", "--recompute-activations")),
+        (4, ("--colocate-units", "--no-vision-dp", "--vision-tp", 2, "--llm-pp", 2)),
+        (4, ("--balancer", "longest-first", "--vision-micro-batch-size", 5)),
+    ],
+)
+def test_any_sizes_log_the_same_losses(
+    tmp_path: Path, one_process: list[dict[str, Any]], num_ranks: int, flags: tuple[object, ...]
+) -> None:
+    flags = tuple(flag for flag in flags if flag != "--no-vision-dp")
+    entries = train(tmp_path / "log.jsonl", "--dtype", "float64", "--train-iters", 3, *flags, num_ranks=num_ranks)
+    assert losses(entries) == pytest.approx(losses(one_process), rel=0, abs=1e-9)
+    norms = [[entry["grad_norm"] for entry in found] for found in (entries, one_process)]
+    assert norms[0] == pytest.approx(norms[1], rel=0, abs=1e-9)
+
+
+def test_a_plan_file_gives_any_layout(tmp_path: Path, one_process: list[dict[str, Any]]) -> None:
+    plan = Plan(
+        {
+            "vision": UnitPlan((Replica((Stage((0,), ((0, 4),)),)),)),
+            "llm": UnitPlan((Replica((Stage((1,), ((0, 2), (7, 8))), Stage((2,), ((2, 7),)))),)),  # first and last layers on rank 1
+        }
+    )
+    plan.to_file(tmp_path / "plan.yaml")
+    entries = train(
+        tmp_path / "log.jsonl", "--dtype", "float64", "--train-iters", 3, "--plan", tmp_path / "plan.yaml", num_ranks=3
+    )
+    assert losses(entries) == pytest.approx(losses(one_process), rel=0, abs=1e-9)
+
+
+def test_the_log_has_the_step_and_its_split(tmp_path: Path) -> None:
+    entries = train(tmp_path / "log.jsonl", "--train-iters", 2, num_ranks=4)
+    assert [entry["step"] for entry in entries] == [1, 2]
+    for entry in entries:
+        parts = [entry[f"{part}_seconds"] for part in ("compute", "communication", "waiting", "optimizer")]
+        assert all(part >= 0 for part in parts)
+        assert 0 < sum(parts) <= entry["step_seconds"] * 1.05
+        assert entry["tokens_per_second"] == pytest.approx(entry["num_tokens"] / entry["step_seconds"])
+        assert entry["num_target_tokens"] > 0
+        assert entry["mfu"] > 0
+        assert entry["peak_activation_bytes"] > 0
+
+
+def test_bfloat16_stays_close_to_float32(tmp_path: Path) -> None:
+    precise = train(tmp_path / "precise.jsonl", "--train-iters", 4, num_ranks=4)
+    coarse = train(tmp_path / "coarse.jsonl", "--train-iters", 4, "--bf16", num_ranks=4)
+    assert losses(coarse) == pytest.approx(losses(precise), rel=0.03)
+    assert losses(coarse) != losses(precise)
+
+
+def test_a_frozen_encoder_trains_its_projector(tmp_path: Path, one_process: list[dict[str, Any]]) -> None:
+    entries = train(tmp_path / "log.jsonl", "--dtype", "float64", "--train-iters", 3, "--freeze", "vision", num_ranks=4)
+    assert losses(entries)[0] == pytest.approx(losses(one_process)[0], abs=1e-9)
+    assert losses(entries)[2] != pytest.approx(losses(one_process)[2], abs=1e-9)
+    assert losses(entries)[2] < losses(entries)[0]
+
+
+def test_stopping_and_resuming_changes_nothing(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole.jsonl", "--train-iters", 6, num_ranks=4)
+    save = ("--save", tmp_path / "checkpoints", "--load", tmp_path / "checkpoints")
+    part = train(tmp_path / "part.jsonl", "--train-iters", 6, "--exit-interval", 3, *save, num_ranks=4)
+    assert losses(part) == losses(whole)[:3]
+    rest = train(tmp_path / "part.jsonl", "--train-iters", 6, *save, num_ranks=4)
+    assert losses(rest) == losses(whole)
+
+
+def test_resuming_under_another_plan(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole.jsonl", "--train-iters", 6, num_ranks=4)
+    checkpoints = tmp_path / "checkpoints"
+    train(tmp_path / "part.jsonl", "--train-iters", 6, "--exit-interval", 3, "--save", checkpoints, num_ranks=4)
+    rest = train(
+        tmp_path / "rest.jsonl", "--train-iters", 6, "--load", checkpoints, "--vision-dp", 1, "--llm-pp", 3, "--llm-dp", 1, num_ranks=4
+    )
+    assert [entry["step"] for entry in rest] == [4, 5, 6]
+    assert losses(rest) == pytest.approx(losses(whole)[3:], abs=1e-5)

@@ -1,0 +1,224 @@
+"""A small model that trains on random samples, under any plan: what checkpoints are saved of and resumed into."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron.runtime.assembly import assemble
+from megatron.runtime.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
+from megatron.runtime.gradients import clip_gradients, global_gradient_norm
+from megatron.runtime.step_planner import ScheduleCache, plan_step
+from megatron.runtime.unit_optimizer import build_optimizer_config, build_unit_optimizer
+from multimodal.balance.in_order import balance_in_order
+from multimodal.model.parameter_sharding import ParameterSharding, join_shards, parameter_sharding
+from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.plan.colocated import plan_colocated
+from multimodal.plan.disaggregated import plan_disaggregated
+from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.schedule.builders import BUILDERS
+from multimodal.values.model_graph import ImageInput, LayerKind, ModelGraph, Role, Transformer, Unit
+from multimodal.values.plan import Plan
+from tests.distributed.random_source import RandomSource, SampleShape
+from tests.distributed.rank_pool import TIMEOUT, RankPool
+
+VOCAB_SIZE = 36
+SHAPES = (
+    SampleShape((("vision", 2, 3), ("vision", 1, 1)), 9, 5),
+    SampleShape((), 7, 6),
+    SampleShape((("vision", 1, 4),), 5, 3),
+    SampleShape((("vision", 2, 2),), 8, 4),
+    SampleShape((("vision", 1, 2),), 6, 2),
+    SampleShape((("vision", 3, 1),), 4, 4),
+)
+
+
+def build_graph(*, tied: bool = False, frozen: tuple[str, ...] = (), hidden_size: int = 16) -> ModelGraph:
+    """An encoder with LayerNorm, GELU and biases; an LLM with RMSNorm, SwiGLU and grouped queries."""
+    vision = Unit(
+        "vision",
+        Role.ENCODER,
+        Transformer(2, 12, 2, 20, normalization="LayerNorm", activation="gelu", add_bias_linear=True),
+        image=ImageInput(patch_size=2, merge_size=2, in_channels=1, min_pixels=16, max_pixels=4096),
+        freeze_module="vision" in frozen,
+        freeze_projector="projector" in frozen,
+    )
+    llm = Unit(
+        "llm",
+        Role.BACKBONE,
+        Transformer(3, hidden_size, 4, 24, num_query_groups=2),
+        untie_embeddings_and_output_weights=not tied,
+        freeze_module="llm" in frozen,
+    )
+    return ModelGraph((vision, llm), (("vision", "llm"),))
+
+
+def build_plan(graph: ModelGraph, *, vision: tuple[int, int, int], llm: tuple[int, int, int], colocated: bool = False) -> Plan:
+    """Sizes are (tp, pp, dp)."""
+    sizes = {name: UnitSizes(tp, pp, data_parallel_size=dp) for name, (tp, pp, dp) in (("vision", vision), ("llm", llm))}
+    counts = [size.num_ranks or 0 for size in sizes.values()]
+    if colocated:
+        return plan_colocated(graph, sizes=sizes, world_size=max(counts))
+    return plan_disaggregated(graph, sizes=sizes, world_size=sum(counts))
+
+
+@dataclass(frozen=True)
+class TrainingCase:
+    """What is trained, and how."""
+
+    graph: ModelGraph
+    plan: Plan
+    dtype: torch.dtype = torch.float32
+    sequence_parallel: bool = False
+    seed: int = 3
+
+
+class Training:
+    """One rank of a run."""
+
+    def __init__(self, case: TrainingCase) -> None:
+        self.case, self.rank = case, dist.get_rank()
+        self.runtime = assemble(
+            case.graph,
+            case.plan,
+            rank=self.rank,
+            world_size=dist.get_world_size(),
+            options=BuildOptions(Precision(case.dtype), sequence_parallel=case.sequence_parallel),
+            vocab_size=VOCAB_SIZE,
+            seed=case.seed,
+            timeout=TIMEOUT,
+        )
+        config = build_optimizer_config(
+            lr=0.01, min_lr=0.0, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, clip_grad=1.0, dtype=case.dtype
+        )
+        built = {name: build_unit_optimizer(gradients, config=config) for name, gradients in self.runtime.gradients.items()}
+        self.optimizers = {name: optimizer for name, optimizer in built.items() if optimizer is not None}
+        self.schedules = ScheduleCache(case.graph, case.plan, BUILDERS["1f1b"])
+
+    def train_step(self, number: int) -> float:
+        """Train on the global batch that `number` draws; returns its loss."""
+        source = RandomSource(self.case.graph, SHAPES, VOCAB_SIZE, seed=number)
+        lengths = [source.lengths(index) for index in range(len(source))]
+        graph, plan = self.case.graph, self.case.plan
+        assignment = balance_in_order(lengths, graph=graph, plan=plan, micro_batch_size=1, encoder_micro_batch_sizes={})
+        step = plan_step(
+            source,
+            lengths=lengths,
+            assignment=assignment,
+            schedules=self.schedules,
+            rank=self.rank,
+            source_index={index: index for index in range(len(source))},
+        )
+        self.runtime.zero_gradients()
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
+        result = self.runtime.executor.execute(step, is_training=True)
+        self.runtime.finish_gradients()
+        self._update()
+        loss = torch.tensor([result.loss_sum], dtype=torch.float64)
+        dist.all_reduce(loss)
+        return float(loss) / step.num_target_tokens
+
+    def _update(self) -> None:
+        for optimizer in self.optimizers.values():
+            optimizer.prepare_grads()
+        is_sharded = self.case.dtype != torch.float64
+        counted = [(o, is_sharded or self.runtime.memberships[unit].replica_index == 0) for unit, o in self.optimizers.items()]
+        norm = global_gradient_norm(counted, device=torch.device("cpu"))
+        for optimizer in self.optimizers.values():
+            clip_gradients(optimizer.get_parameters(), norm=norm, max_norm=1.0)
+            optimizer.step_with_ready_grads()
+
+    def save(self, folder: Path, *, step: int, keep_last: int = 2, run_state: dict[str, Any] | None = None) -> Path:
+        """Save a checkpoint."""
+        return save_checkpoint(
+            folder,
+            step=step,
+            graph=self.case.graph,
+            plan=self.case.plan,
+            runtime=self.runtime,
+            optimizers=self.optimizers,
+            schedulers_state={"num_steps": step},
+            run_state=run_state or {"seed": self.case.seed},
+            keep_last=keep_last,
+        )
+
+    def load(self, folder: Path, *, load_optimizer: bool = True, load_rng: bool = True) -> LoadedCheckpoint:
+        """Load the newest checkpoint."""
+        return load_checkpoint(
+            folder,
+            graph=self.case.graph,
+            plan=self.case.plan,
+            runtime=self.runtime,
+            optimizers=self.optimizers,
+            load_optimizer=load_optimizer,
+            load_rng=load_rng,
+        )
+
+    def parameters(self) -> "RankParameters":
+        """Copies of all parameters of this rank; the copy of tied embeddings on a last stage goes by a name of its own."""
+        found = {}
+        for (unit, _), stage in self.runtime.stages.items():
+            for name, parameter in stage.named_parameters():
+                layer = stage.unit.layers[int(name.split(".")[1])]
+                is_gated = stage.unit.transformer.activation == "swiglu" and layer is LayerKind.TRANSFORMER
+                sharding = parameter_sharding(name, is_gated=is_gated)
+                label = f"{name} (copy)" if getattr(parameter, "shared", False) else name
+                found[unit, label] = (sharding, parameter.detach().float().numpy().copy() if parameter.dtype == torch.bfloat16 else parameter.detach().numpy().copy())
+        return found
+
+
+RankParameters = dict[tuple[str, str], tuple[ParameterSharding, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank reports of a run."""
+
+    losses: list[float]
+    parameters_at_checkpoint: RankParameters
+    parameters_at_end: RankParameters
+    loaded: LoadedCheckpoint | None = None
+
+
+def train_and_save(case: TrainingCase, folder: Path, num_before: int, num_after: int) -> RankReport:
+    """Train, save, and train on: what resumed runs are compared with."""
+    training = Training(case)
+    for number in range(num_before):
+        training.train_step(number)
+    training.save(folder, step=num_before)
+    at_checkpoint = training.parameters()
+    losses = [training.train_step(number) for number in range(num_before, num_before + num_after)]
+    return RankReport(losses, at_checkpoint, training.parameters())
+
+
+def resume(case: TrainingCase, folder: Path, num_after: int, load_optimizer: bool = True) -> RankReport:
+    """Start from other initial values, load, and train on."""
+    training = Training(replace(case, seed=case.seed + 1))
+    loaded = training.load(folder, load_optimizer=load_optimizer)
+    at_checkpoint = training.parameters()
+    losses = [training.train_step(number) for number in range(loaded.step, loaded.step + num_after)]
+    return RankReport(losses, at_checkpoint, training.parameters(), loaded)
+
+
+def run(ranks: RankPool, function: Any, case: TrainingCase, *args: Any) -> list[Any]:
+    """Run on as many ranks as the case's plan has."""
+    return ranks.run(function, case, *args, world_size=case.plan.num_ranks)
+
+
+def join_parameters(plan: Plan, shards: list[RankParameters]) -> dict[tuple[str, str], np.ndarray]:
+    """Whole parameters from those of all ranks; asserts that replicas and copies are alike."""
+    whole: dict[tuple[str, str], np.ndarray] = {}
+    for unit_name, unit in plan.units.items():
+        for replica in unit.replicas:
+            for stage in replica.stages:
+                for unit_of_parameter, label in shards[stage.ranks[0]]:
+                    if unit_of_parameter == unit_name:
+                        parts = [shards[rank][unit_name, label] for rank in stage.ranks]
+                        joined = join_shards([torch.from_numpy(values) for _, values in parts], parts[0][0]).numpy()
+                        key = unit_name, label.removesuffix(" (copy)")
+                        assert np.array_equal(whole.setdefault(key, joined), joined), f"{key} differs between replicas"
+    return whole
