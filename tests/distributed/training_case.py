@@ -41,7 +41,7 @@ def build_graph(*, tied: bool = False, frozen: tuple[str, ...] = (), hidden_size
     vision = Unit(
         "vision",
         Role.ENCODER,
-        Transformer(2, 12, 2, 20, normalization="LayerNorm", activation="gelu", add_bias_linear=True),
+        Transformer(2, 16, 2, 20, normalization="LayerNorm", activation="gelu", add_bias_linear=True),
         image=ImageInput(patch_size=2, merge_size=2, in_channels=1, min_pixels=16, max_pixels=4096),
         freeze_module="vision" in frozen,
         freeze_projector="projector" in frozen,
@@ -167,7 +167,12 @@ class Training:
                 is_gated = stage.unit.transformer.activation == "swiglu" and layer is LayerKind.TRANSFORMER
                 sharding = parameter_sharding(name, is_gated=is_gated)
                 label = f"{name} (copy)" if getattr(parameter, "shared", False) else name
-                found[unit, label] = (sharding, parameter.detach().float().numpy().copy() if parameter.dtype == torch.bfloat16 else parameter.detach().numpy().copy())
+                found[unit, label] = (
+                    sharding,
+                    parameter.detach().float().numpy().copy()
+                    if parameter.dtype == torch.bfloat16
+                    else parameter.detach().numpy().copy(),
+                )
         return found
 
 

@@ -1,0 +1,44 @@
+"""Collective steps of a checkpoint: what fails on one rank becomes the same CheckpointError on all of them."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from multimodal.values.errors import CheckpointError
+
+_Result = TypeVar("_Result")
+
+
+def on_all_ranks(action: Callable[[], _Result], *, what: str) -> list[_Result]:
+    """Run `action` on every rank and return the results of all of them, in rank order.
+
+    what: names the step in the error. Raises CheckpointError on every rank when the action failed on any.
+    """
+    result, problem = None, None
+    try:
+        result = action()
+    except CheckpointError as error:
+        problem = str(error)
+    except CheckpointException as error:  # torch gathered it from all ranks
+        rank, (cause, _) = min(error.failures.items())
+        problem = f"{what} failed on rank {rank}: {_describe(cause)}"
+    except Exception as error:
+        problem = f"{what} failed on rank {dist.get_rank()}: {_describe(error)}"
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (problem, result))
+    if problems := [found for found, _ in outcomes if found is not None]:
+        raise CheckpointError(problems[0])
+    return [found for _, found in outcomes]
+
+
+def on_first_rank(action: Callable[[], _Result], *, what: str) -> _Result:
+    """Run `action` on rank 0 alone and return its result on every rank; errors as in `on_all_ranks`."""
+    results = on_all_ranks(lambda: action() if dist.get_rank() == 0 else None, what=what)
+    first: Any = results[0]
+    return first  # type: ignore[no-any-return]
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

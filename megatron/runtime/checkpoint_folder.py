@@ -1,0 +1,127 @@
+"""The folder of a run's checkpoints: a checkpoint is complete if and only if it carries its final name.
+
+    step_00000040                       complete
+    step_00000050                       complete, the newest
+    .step_00000060.partial-HOST-PID     being written, or left by a save that died
+    .step_00000030.removed-HOST-PID     being removed
+
+Names change by rename alone, which is atomic, and what is removed is first renamed out of sight. So whatever moment a process
+dies at, every complete checkpoint is whole.
+"""
+
+import os
+import re
+import shutil
+import socket
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+_COMPLETE = re.compile(r"step_(\d{8,})(\.new)?")
+_HIDDEN = re.compile(r"\.step_\d{8,}\.(?:partial|removed)-(?P<host>.+)-(?P<process>\d+)")
+_STALE_SECONDS = 3600.0
+"""Unfinished saves of another host count as dead when nothing in them has changed for this long."""
+
+
+class _Complete(NamedTuple):
+    step: int
+    is_replacement: bool
+    """`step_N.new`: step N was saved again and `step_N`, its older form, was not yet removed."""
+    path: Path
+
+
+def find_newest_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint in `folder`, or `folder` itself when it is one; None when there is none."""
+    complete = list_checkpoints(folder)
+    return complete[-1] if complete else None
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """All complete checkpoints, oldest step first; a folder that is a checkpoint itself holds just that one."""
+    if _COMPLETE.fullmatch(folder.name) and (folder / "braid.json").exists():
+        return [folder]
+    return [entry.path for entry in _list_complete(folder)]
+
+
+def open_partial(folder: Path, *, step: int) -> Path:
+    """Make the folder that a save writes into, after removing what dead saves left; raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if (match := _HIDDEN.fullmatch(path.name)) and _is_dead(path, host=match["host"], process=int(match["process"])):
+            shutil.rmtree(path, ignore_errors=True)
+    partial = folder / f".{_name(step)}.partial-{_owner()}"
+    partial.mkdir()
+    return partial
+
+
+def complete_partial(partial: Path, *, step: int) -> Path:
+    """Give a finished save its final name, in the place of an older save of the same step; raises OSError."""
+    folder = partial.parent
+    final = folder / _name(step)
+    _sync(partial)
+    if final.exists():
+        replacement = folder / f"{_name(step)}.new"
+        if replacement.exists():
+            remove_checkpoint(replacement)
+        partial.rename(replacement)
+        _sync(folder)
+        remove_checkpoint(final)
+        replacement.rename(final)
+    else:
+        partial.rename(final)
+    _sync(folder)
+    return final
+
+
+def prune_checkpoints(folder: Path, *, step: int, keep_last: int) -> None:
+    """Remove all but the last `keep_last` checkpoints up to `step`; later ones belong to another run and stay."""
+    past = [entry for entry in _list_complete(folder) if entry.step <= step]
+    for entry in past[: max(0, len(past) - keep_last)]:
+        remove_checkpoint(entry.path)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint or partial folder so that it is never seen half removed; raises OSError when it cannot be renamed."""
+    hidden = path.parent / f".{path.name.removesuffix('.new').lstrip('.').split('.')[0]}.removed-{_owner()}"
+    shutil.rmtree(hidden, ignore_errors=True)
+    path.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _list_complete(folder: Path) -> list[_Complete]:
+    if not folder.is_dir():
+        return []
+    matches = [(path, _COMPLETE.fullmatch(path.name)) for path in folder.iterdir()]
+    return sorted(_Complete(int(match[1]), bool(match[2]), path) for path, match in matches if match and path.is_dir())
+
+
+def _name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def _owner() -> str:
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+def _is_dead(path: Path, *, host: str, process: int) -> bool:
+    if host == socket.gethostname():
+        return process == os.getpid() or not _is_alive(process)
+    return time.time() - max(entry.stat().st_mtime for entry in (path, *path.iterdir())) > _STALE_SECONDS
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
