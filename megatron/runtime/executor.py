@@ -124,6 +124,7 @@ class Executor:
         for stage in self.stages.values():
             stage.train(is_training)
         running = RunningStep(self, step, is_training)
+        memory_before = _start_counting_cuda_memory()
         self.clock.start_step()
         actions = step.schedule.lanes[self.lane].actions
         receives = [index for index, action in enumerate(actions) if action.kind in _RECEIVES]
@@ -135,7 +136,7 @@ class Executor:
             HANDLERS[action.kind](running, action)
         self.broker.finish()
         running.store.check_empty()
-        return self._result(running)
+        return self._result(running, memory_before)
 
     def ranks_of(self, place: Place) -> tuple[int, ...]:
         """Ranks of a virtual stage."""
@@ -149,7 +150,7 @@ class Executor:
         """This rank's tensor parallel group in a unit."""
         return self._groups[unit]
 
-    def _result(self, running: RunningStep) -> StepResult:
+    def _result(self, running: RunningStep, memory_before: int) -> StepResult:
         counts = self._groups[self.graph.backbone.name].rank() == 0 if running.loss_sums else False
         num_correct, correct_samples = 0, {}
         for place, is_correct in running.correct if counts else ():
@@ -162,8 +163,20 @@ class Executor:
             num_correct_tokens=num_correct,
             correct_samples=correct_samples,
             events=self.clock.events(),
-            peak_activation_bytes=running.store.peak_bytes,
+            peak_activation_bytes=_cuda_memory_peak() - memory_before if torch.cuda.is_available() else running.store.peak_bytes,
         )
+
+
+def _start_counting_cuda_memory() -> int:
+    """Bytes allocated now; CUDA's allocator knows what autograd keeps, so nothing needs to be counted there."""
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def _cuda_memory_peak() -> int:
+    return torch.cuda.max_memory_allocated()
 
 
 _RECEIVES = (ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD)

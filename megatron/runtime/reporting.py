@@ -1,6 +1,7 @@
 """Tells the person and the files how training goes: progress bar or lines, JSON lines, TensorBoard, pictures. Rank 0 only."""
 
 import json
+import statistics
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -175,11 +176,8 @@ def draw_loss_curve(losses: list[tuple[int, float]], path: Path) -> None:
 
 
 def _running_mean(values: tuple[float, ...]) -> list[float]:
-    mean, means = values[0], []
-    for value in values:
-        mean = 0.95 * mean + 0.05 * value
-        means.append(mean)
-    return means
+    width = max(1, len(values) // 40)
+    return [statistics.fmean(values[max(0, last - width) : last]) for last in range(1, len(values) + 1)]
 
 
 def _open_log(path: Path, *, keep_until: int, losses: list[tuple[int, float]]) -> Any:

@@ -19,12 +19,15 @@ class StepClock:
         self._lane = lane
         self._is_cuda = torch.cuda.is_available()
         self._origin: Mark = 0.0
+        self.origin_seconds = 0.0
+        """Host time of the step's start."""
         self._spans: list[tuple[Action, Mark, Mark]] = []
 
     def start_step(self) -> None:
         """Forget the last step and count from now."""
         self._spans.clear()
         self._origin = self._mark()
+        self.origin_seconds = time.perf_counter()
 
     @contextmanager
     def span(self, action: Action) -> Iterator[None]:

@@ -117,7 +117,7 @@ def train(run: Run) -> RunSummary:
         report, events = run.trainer.train_step(step, number=number)
         reporter.step(number, report)
         if _wants_timeline(run.config, number, last_step):
-            timeline = gather_timeline(events, plan=run.plan, rank=run.world.rank)
+            timeline = gather_timeline(events, origin_seconds=run.runtime.executor.clock.origin_seconds, plan=run.plan, rank=run.world.rank)
             if timeline is not None:
                 reporter.timeline(number, timeline)
         if _is_multiple(number, run.config.evaluation.eval_interval) and run.config.evaluation.eval_iters:

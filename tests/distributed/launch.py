@@ -47,9 +47,7 @@ def _start(flags: Sequence[object], *, rank: int, num_ranks: int, port: int) -> 
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, str(REPOSITORY / "pretrain_mllm.py"), *map(str, flags)]
-    return subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    return subprocess.Popen(command, cwd=REPOSITORY, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def _free_port() -> int:

@@ -55,7 +55,9 @@ def test_a_plan_file_gives_any_layout(tmp_path: Path, one_process: list[dict[str
     plan = Plan(
         {
             "vision": UnitPlan((Replica((Stage((0,), ((0, 4),)),)),)),
-            "llm": UnitPlan((Replica((Stage((1,), ((0, 2), (7, 8))), Stage((2,), ((2, 7),)))),)),  # first and last layers on rank 1
+            "llm": UnitPlan(
+                (Replica((Stage((1,), ((0, 2), (7, 8))), Stage((2,), ((2, 7),)))),)
+            ),  # first and last layers on rank 1
         }
     )
     plan.to_file(tmp_path / "plan.yaml")
@@ -106,7 +108,18 @@ def test_resuming_under_another_plan(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     train(tmp_path / "part.jsonl", "--train-iters", 6, "--exit-interval", 3, "--save", checkpoints, num_ranks=4)
     rest = train(
-        tmp_path / "rest.jsonl", "--train-iters", 6, "--load", checkpoints, "--vision-dp", 1, "--llm-pp", 3, "--llm-dp", 1, num_ranks=4
+        tmp_path / "rest.jsonl",
+        "--train-iters",
+        6,
+        "--load",
+        checkpoints,
+        "--vision-dp",
+        1,
+        "--llm-pp",
+        3,
+        "--llm-dp",
+        1,
+        num_ranks=4,
     )
     assert [entry["step"] for entry in rest] == [4, 5, 6]
     assert losses(rest) == pytest.approx(losses(whole)[3:], abs=1e-5)
