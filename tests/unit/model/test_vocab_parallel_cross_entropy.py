@@ -1,0 +1,34 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from multimodal.model.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_losses_and_gradients_equal_torch(world_of_one: dist.ProcessGroup, dtype: torch.dtype, tolerance: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(5, 7, generator=generator, dtype=torch.float64) * 30).to(dtype).requires_grad_()
+    targets = torch.randint(7, (5,), generator=generator)
+    weights = torch.rand(5, generator=generator, dtype=torch.float64).to(dtype)
+    losses = vocab_parallel_cross_entropy(logits, targets, group=world_of_one)
+    (gradient,) = torch.autograd.grad((losses * weights).sum(), logits)
+    expected = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    (expected_gradient,) = torch.autograd.grad((expected * weights).sum(), logits)
+    assert losses.dtype == dtype
+    assert torch.allclose(losses, expected, rtol=tolerance, atol=tolerance)
+    assert torch.allclose(gradient, expected_gradient, rtol=tolerance, atol=tolerance)
+
+
+def test_bfloat16_logits_give_float32_losses_and_bfloat16_gradients(world_of_one: dist.ProcessGroup) -> None:
+    logits = torch.tensor([[1.0, 2.0, 300.0]], dtype=torch.bfloat16, requires_grad=True)
+    loss = vocab_parallel_cross_entropy(logits, torch.tensor([1]), group=world_of_one)
+    loss.sum().backward()
+    assert loss.dtype == torch.float32 and float(loss) == 298.0
+    assert logits.grad is not None and logits.grad.tolist() == [[0.0, -1.0, 1.0]]
+
+
+def test_no_targets_give_no_losses_but_a_graph(world_of_one: dist.ProcessGroup) -> None:
+    logits = torch.zeros(0, 3, requires_grad=True)
+    losses = vocab_parallel_cross_entropy(logits, torch.zeros(0, dtype=torch.int64), group=world_of_one)
+    assert losses.shape == (0,) and losses.requires_grad

@@ -1,0 +1,86 @@
+import importlib
+
+import pytest
+import torch
+
+from megatron.runtime import platform
+from megatron.runtime.platform import REPLACEMENTS, Replacement
+
+
+@pytest.fixture
+def target(monkeypatch: pytest.MonkeyPatch) -> type:
+    """A class of this module as the only thing to replace, in a process where nothing was replaced yet."""
+
+    class Target:
+        value = "original"
+
+    monkeypatch.setattr(platform, "Target", Target, raising=False)
+    monkeypatch.setattr(platform, "_installed", False)
+    row = Replacement("megatron.runtime.platform:Target.value", lambda original: f"in place of {original}", "a test")
+    monkeypatch.setattr(platform, "REPLACEMENTS", (row,))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return Target
+
+
+def test_install_replaces_once(target: type) -> None:
+    platform.install()
+    platform.install()
+    assert target.value == "in place of original"
+
+
+def test_nothing_is_replaced_with_cuda(target: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    platform.install()
+    assert target.value == "original"
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        "megatron.core.no_such_module:torch",
+        "megatron.core.optimizer.optimizer:no_such_name",
+        "torch:Tensor.no_such_method",
+        "torch:no_such_class.method",
+    ],
+)
+def test_a_target_that_is_gone_is_named_and_nothing_else_is_replaced(
+    target: type, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    gone = Replacement(missing, lambda original: None, "a test")
+    monkeypatch.setattr(platform, "REPLACEMENTS", (*platform.REPLACEMENTS, gone))
+    with pytest.raises(RuntimeError, match=f"megatron-core has no {missing} any more.*install megatron-core 0.16.1, or adapt"):
+        platform.install()
+    assert target.value == "original"
+
+
+def test_every_target_exists_in_the_installed_megatron_core_and_has_a_reason() -> None:
+    assert len({replacement.target for replacement in REPLACEMENTS}) == len(REPLACEMENTS)
+    for replacement in REPLACEMENTS:
+        owner, name = platform._resolve(replacement.target)
+        assert hasattr(owner, name) and replacement.reason
+
+
+def test_tensors_for_cuda_are_made_on_the_cpu() -> None:
+    cpu_torch = platform.CpuTorch(torch)
+    assert cpu_torch.zeros(2, device="cuda").device.type == "cpu"
+    assert cpu_torch.tensor([1.0], dtype=torch.float64).dtype == torch.float64
+    assert cpu_torch.nn is torch.nn
+
+
+def test_the_optimizer_sees_cuda_type_names_only_while_it_is_made() -> None:
+    seen: list[str] = []
+
+    class Optimizer:
+        def __init__(self, *, model_chunks: list[torch.nn.Module]) -> None:
+            seen.extend(parameter.type() for chunk in model_chunks for parameter in chunk.parameters())
+
+    layer = torch.nn.Linear(2, 2, bias=False)
+    platform._with_cuda_type_names(Optimizer.__init__)(object.__new__(Optimizer), model_chunks=[layer])
+    assert seen == ["torch.cuda.FloatTensor"]
+    assert layer.weight.type() == "torch.FloatTensor"
+
+
+def test_replaced_modules_are_those_of_megatron_core_and_torch() -> None:
+    for replacement in REPLACEMENTS:
+        module = importlib.import_module(replacement.target.partition(":")[0])
+        assert module.__name__.startswith(("megatron.core.", "torch."))
