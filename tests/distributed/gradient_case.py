@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,6 +49,10 @@ class GradientCase:
             *(line for unit in self.graph.units for line in self._lines_of_unit(unit)),
         ]
         return "GradientCase(" + "\n    ".join(lines) + ")"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What hypothesis prints of a failing example."""
+        printer.text(repr(self))
 
     def _lines_of_unit(self, unit: Unit) -> list[str]:
         plan, replicas = self.plan.units[unit.name], self.assignment.units[unit.name]
