@@ -1,7 +1,8 @@
 """The folder of a run's checkpoints: a checkpoint is complete if and only if it carries its final name.
 
     step_00000040                       complete
-    step_00000050                       complete, the newest
+    step_00000050                       complete
+    step_00000050.new                   complete, too: the same step saved again, about to take the other's place
     .step_00000060.partial-HOST-PID     being written, or left by a save that died
     .step_00000030.removed-HOST-PID     being removed
 
@@ -26,7 +27,7 @@ _STALE_SECONDS = 3600.0
 class _Complete(NamedTuple):
     step: int
     is_replacement: bool
-    """`step_N.new`: step N was saved again and `step_N`, its older form, was not yet removed."""
+    """`step_N.new`, which is newer than `step_N`."""
     path: Path
 
 
@@ -44,8 +45,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def open_partial(folder: Path, *, step: int) -> Path:
-    """Make the folder that a save writes into, after removing what dead saves left; raises OSError."""
+    """Make the folder that a save writes into, after tidying up what dead saves left; raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
+    for entry in _list_complete(folder):
+        if entry.is_replacement:
+            _settle_replacement(entry.path, final=folder / _name(entry.step))
     for path in folder.iterdir():
         if (match := _HIDDEN.fullmatch(path.name)) and _is_dead(path, host=match["host"], process=int(match["process"])):
             shutil.rmtree(path, ignore_errors=True)
@@ -61,12 +65,9 @@ def complete_partial(partial: Path, *, step: int) -> Path:
     _sync(partial)
     if final.exists():
         replacement = folder / f"{_name(step)}.new"
-        if replacement.exists():
-            remove_checkpoint(replacement)
         partial.rename(replacement)
         _sync(folder)
-        remove_checkpoint(final)
-        replacement.rename(final)
+        _settle_replacement(replacement, final=final)
     else:
         partial.rename(final)
     _sync(folder)
@@ -86,6 +87,12 @@ def remove_checkpoint(path: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _settle_replacement(replacement: Path, *, final: Path) -> None:
+    if final.exists():
+        remove_checkpoint(final)
+    replacement.rename(final)
 
 
 def _list_complete(folder: Path) -> list[_Complete]:

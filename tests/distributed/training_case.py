@@ -25,7 +25,6 @@ from multimodal.values.plan import Plan
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import TIMEOUT, RankPool
 
-VOCAB_SIZE = 36
 SHAPES = (
     SampleShape((("vision", 2, 3), ("vision", 1, 1)), 9, 5),
     SampleShape((), 7, 6),
@@ -74,6 +73,7 @@ class TrainingCase:
     dtype: torch.dtype = torch.float32
     sequence_parallel: bool = False
     seed: int = 3
+    vocab_size: int = 36
 
 
 class Training:
@@ -87,7 +87,7 @@ class Training:
             rank=self.rank,
             world_size=dist.get_world_size(),
             options=BuildOptions(Precision(case.dtype), sequence_parallel=case.sequence_parallel),
-            vocab_size=VOCAB_SIZE,
+            vocab_size=case.vocab_size,
             seed=case.seed,
             timeout=TIMEOUT,
         )
@@ -100,7 +100,7 @@ class Training:
 
     def train_step(self, number: int) -> float:
         """Train on the global batch that `number` draws; returns its loss."""
-        source = RandomSource(self.case.graph, SHAPES, VOCAB_SIZE, seed=number)
+        source = RandomSource(self.case.graph, SHAPES, self.case.vocab_size, seed=number)
         lengths = [source.lengths(index) for index in range(len(source))]
         graph, plan = self.case.graph, self.case.plan
         assignment = balance_in_order(lengths, graph=graph, plan=plan, micro_batch_size=1, encoder_micro_batch_sizes={})
@@ -167,12 +167,8 @@ class Training:
                 is_gated = stage.unit.transformer.activation == "swiglu" and layer is LayerKind.TRANSFORMER
                 sharding = parameter_sharding(name, is_gated=is_gated)
                 label = f"{name} (copy)" if getattr(parameter, "shared", False) else name
-                found[unit, label] = (
-                    sharding,
-                    parameter.detach().float().numpy().copy()
-                    if parameter.dtype == torch.bfloat16
-                    else parameter.detach().numpy().copy(),
-                )
+                wide = torch.promote_types(parameter.dtype, torch.float32)  # NumPy has no bfloat16
+                found[unit, label] = (sharding, parameter.detach().to(wide, copy=True).numpy())
         return found
 
 

@@ -1,0 +1,234 @@
+"""What goes wrong with a checkpoint ends every rank with the same message, and costs nothing that was saved."""
+
+import os
+import socket
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from megatron.runtime import checkpoint_folder
+from megatron.runtime.checkpoint import find_newest_checkpoint
+from multimodal.values.errors import CheckpointError
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.training_case import Training, TrainingCase, build_graph, build_plan, run
+
+GRAPH = build_graph()
+CASE = TrainingCase(GRAPH, build_plan(GRAPH, vision=(1, 1, 1), llm=(1, 1, 1)))
+
+
+def save_steps(case: TrainingCase, folder: Path, steps: list[int], keep_last: int = 5) -> None:
+    """Save with every parameter at the step's number."""
+    training = Training(case)
+    for step in steps:
+        fill(training, float(step))
+        training.save(folder, step=step, keep_last=keep_last)
+
+
+def load(case: TrainingCase, folder: Path, load_optimizer: bool = True) -> tuple[int, set[float]]:
+    """The loaded step and the values found in the parameters."""
+    training = Training(case)
+    step = training.load(folder, load_optimizer=load_optimizer).step
+    parameters = [parameter for stage in training.runtime.stages.values() for parameter in stage.parameters()]
+    return step, {value for parameter in parameters for value in parameter.detach().unique().tolist()}
+
+
+def error_of(action: Callable[..., Any], *args: Any) -> str:
+    """The CheckpointError that an action ends in."""
+    with pytest.raises(CheckpointError) as caught:
+        action(*args)
+    return str(caught.value)
+
+
+def load_error(case: TrainingCase, folder: Path) -> str:
+    return error_of(load, case, folder)
+
+
+def save_error(case: TrainingCase, folder: Path, failure: str) -> str:
+    """Plant a failure on one rank while step 2 is saved."""
+    target = {
+        "disk full on rank 1": (FileSystemWriter, "write_data", 1),
+        "disk full on rank 0": (FileSystemWriter, "finish", 0),
+        "rename fails": (checkpoint_folder, "_sync", 0),
+        "planning fails": (FileSystemWriter, "prepare_local_plan", 1),
+    }
+    owner, name, rank = target[failure]
+    training = Training(case)
+    if dist.get_rank() != rank:
+        return error_of(lambda: training.save(folder, step=2))
+    with mock.patch.object(owner, name, side_effect=OSError(28, "No space left on device")):
+        return error_of(lambda: training.save(folder, step=2))
+
+
+def fill(training: Training, value: float) -> None:
+    with torch.no_grad():
+        for stage in training.runtime.stages.values():
+            for parameter in stage.parameters():
+                parameter.fill_(value)
+
+
+def the_only(messages: list[str]) -> str:
+    assert len(set(messages)) == 1
+    return messages[0]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_nothing_there(ranks: RankPool, tmp_path: Path) -> None:
+    message = the_only(run(ranks, load_error, CASE, tmp_path / "nowhere"))
+    assert message == f"{tmp_path / 'nowhere'}: no such folder; correct --load, or leave it out to start anew"
+    (tmp_path / ".step_00000003.partial-elsewhere-5").mkdir()
+    assert "no complete checkpoint there (no folder step_<number>)" in the_only(run(ranks, load_error, CASE, tmp_path))
+
+
+def truncate(checkpoint: Path) -> str:
+    file = checkpoint / "__0_0.distcp"
+    size_bytes = file.stat().st_size
+    os.truncate(file, size_bytes // 2)
+    return f"__0_0.distcp has {size_bytes // 2} bytes instead of {size_bytes}"
+
+
+def remove_file(checkpoint: Path) -> str:
+    (checkpoint / "__1_0.distcp").unlink()
+    return "__1_0.distcp is missing"
+
+
+def cut_manifest(checkpoint: Path) -> str:
+    os.truncate(checkpoint / "braid.json", 100)
+    return "braid.json cannot be read"
+
+
+@pytest.mark.parametrize("damage", [truncate, remove_file, cut_manifest])
+def test_a_damaged_checkpoint_names_the_file_and_the_one_before_it(ranks: RankPool, tmp_path: Path, damage: Any) -> None:
+    run(ranks, save_steps, CASE, tmp_path, [1, 2])
+    newest = tmp_path / "step_00000002"
+    found = damage(newest)
+    message = the_only(run(ranks, load_error, CASE, tmp_path))
+    assert message.startswith(f"{newest} is damaged: {found}")
+    assert message.endswith(f"move {newest} away, and the one before it, {tmp_path / 'step_00000001'}, is loaded")
+    newest.rename(tmp_path / "damaged")
+    assert run(ranks, load, CASE, tmp_path) == [(1, {1.0})] * 2
+
+
+def test_the_only_checkpoint_is_damaged(ranks: RankPool, tmp_path: Path) -> None:
+    run(ranks, save_steps, CASE, tmp_path, [1])
+    truncate(tmp_path / "step_00000001")
+    message = the_only(run(ranks, load_error, CASE, tmp_path))
+    assert "it is the only one there; restore it from a copy, or start anew without --load" in message
+
+
+@pytest.mark.parametrize("name", [".metadata", "__1_0.distcp"])
+def test_overwritten_bytes_are_an_error_on_every_rank(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    run(ranks, save_steps, CASE, tmp_path, [1])
+    file = tmp_path / "step_00000001" / name
+    file.write_bytes(bytes(file.stat().st_size))
+    assert f"loading {file.parent} failed on rank" in the_only(run(ranks, load_error, CASE, tmp_path))
+
+
+def test_an_older_checkpoint_loads_by_its_own_folder(ranks: RankPool, tmp_path: Path) -> None:
+    run(ranks, save_steps, CASE, tmp_path, [1, 2])
+    assert run(ranks, load, CASE, tmp_path / "step_00000001") == [(1, {1.0})] * 2
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (build_graph(hidden_size=32), "model.units.llm.hidden_size is 16 in the checkpoint and 32 in this run"),
+        (build_graph(tied=True), "model.units.llm.untie_embeddings_and_output_weights is True in the checkpoint and False"),
+        (replace(GRAPH, units=GRAPH.units[1:], edges=()), "model.units.vision is only in the checkpoint"),
+    ],
+)
+def test_another_model(ranks: RankPool, tmp_path: Path, other: Any, words: str) -> None:
+    run(ranks, save_steps, CASE, tmp_path, [1])
+    plan = CASE.plan if len(other.units) == 2 else Plan({"llm": llm_on_one_rank()})
+    message = the_only(run(ranks, load_error, TrainingCase(other, plan), tmp_path))
+    assert words in message
+    assert "pass the model file that it was trained with, or another folder to --load" in message
+
+
+def llm_on_one_rank() -> UnitPlan:
+    return UnitPlan((Replica((Stage((0,), ((0, len(GRAPH.backbone.layers)),)),)),))
+
+
+def test_another_vocabulary(ranks: RankPool, tmp_path: Path) -> None:
+    run(ranks, save_steps, CASE, tmp_path, [1])
+    message = the_only(run(ranks, load_error, replace(CASE, vocab_size=40), tmp_path))
+    assert "model.llm.layers.0.word_embeddings.weight has shape [36, 16] but this run needs [40, 16]" in message
+
+
+def test_another_precision(ranks: RankPool, tmp_path: Path) -> None:
+    run(ranks, save_steps, CASE, tmp_path, [1])
+    message = the_only(run(ranks, load_error, replace(CASE, dtype=torch.bfloat16), tmp_path))
+    assert "was saved by a float32 run and this is a bfloat16 run" in message
+    assert "--no-load-optim" in message
+
+
+@pytest.mark.parametrize("failure", ["disk full on rank 1", "disk full on rank 0", "rename fails", "planning fails"])
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(ranks: RankPool, tmp_path: Path, failure: str) -> None:
+    run(ranks, save_steps, CASE, tmp_path, [1])
+    message = the_only(run(ranks, save_error, CASE, tmp_path, failure))
+    assert f"saving step 2 to {tmp_path} failed on rank" in message
+    assert "No space left on device" in message
+    assert "earlier checkpoints are untouched" in message
+    assert names(tmp_path) == ["step_00000001"]
+    assert run(ranks, load, CASE, tmp_path) == [(1, {1.0})] * 2
+
+
+def test_a_folder_that_cannot_be_made(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    message = the_only(run(ranks, save_anywhere, CASE, tmp_path / "file" / "checkpoints"))
+    assert "failed on rank 0: NotADirectoryError" in message
+
+
+def save_anywhere(case: TrainingCase, folder: Path) -> str:
+    training = Training(case)
+    return error_of(lambda: training.save(folder, step=1))
+
+
+def test_only_the_newest_are_kept(ranks: RankPool, tmp_path: Path) -> None:
+    run(ranks, save_steps, CASE, tmp_path, [10, 20, 30, 40], 2)
+    assert names(tmp_path) == ["step_00000030", "step_00000040"]
+
+
+def test_later_steps_of_another_run_are_not_removed(ranks: RankPool, tmp_path: Path) -> None:
+    run(ranks, save_steps, CASE, tmp_path, [90])
+    run(ranks, save_steps, CASE, tmp_path, [10, 20], 1)
+    assert names(tmp_path) == ["step_00000020", "step_00000090"]
+
+
+def test_a_step_saved_again_replaces_itself(ranks: RankPool, tmp_path: Path) -> None:
+    run(ranks, save_steps, CASE, tmp_path, [5])
+    run(ranks, save_step_with, CASE, tmp_path, 5, 7.0)
+    assert names(tmp_path) == ["step_00000005"]
+    assert run(ranks, load, CASE, tmp_path) == [(5, {7.0})] * 2
+
+
+def save_step_with(case: TrainingCase, folder: Path, step: int, value: float) -> None:
+    training = Training(case)
+    fill(training, value)
+    training.save(folder, step=step)
+
+
+def test_what_dead_saves_left_is_removed_and_what_others_write_is_not(ranks: RankPool, tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    host = socket.gethostname()
+    dead = tmp_path / f".step_00000003.partial-{host}-{ended.pid}"
+    old = tmp_path / ".step_00000002.removed-another-host-7"
+    alive = [tmp_path / f".step_00000003.partial-{host}-{os.getpid()}", tmp_path / ".step_00000004.partial-another-host-7"]
+    for folder in (dead, old, *alive):
+        folder.mkdir()
+    os.utime(old, (0, 0))
+    run(ranks, save_steps, CASE, tmp_path, [5])
+    assert set(names(tmp_path)) == {"step_00000005", *(folder.name for folder in alive)}
+    assert find_newest_checkpoint(tmp_path) == tmp_path / "step_00000005"
