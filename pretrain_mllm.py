@@ -1,4 +1,4 @@
-"""Trains a multimodal LLM: `torchrun --nproc-per-node N pretrain_mllm.py --config FILE.yaml [flags]`; `--help` lists the flags."""
+"""Trains a multimodal LLM: `torchrun --nproc-per-node N pretrain_mllm.py --config FILE.yaml [flags]`; see `--help`."""
 
 import logging
 import os
@@ -8,6 +8,7 @@ from datetime import timedelta
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 
 from megatron.runtime.arguments import parse_arguments  # noqa: E402
@@ -28,14 +29,18 @@ def main(argv: list[str]) -> None:
 
         platform.install()
         from megatron.runtime.distributed_setup import join_world, leave_world
-        from megatron.runtime.training import prepare_run, train
+        from megatron.runtime.resumption import resume
+        from megatron.runtime.run import prepare_run
+        from megatron.runtime.training import train
 
         world = join_world(
             backend=config.training.distributed_backend,
             timeout=timedelta(minutes=config.training.distributed_timeout_minutes),
         )
         store = world.store
-        train(prepare_run(config, world))
+        run = prepare_run(config, world)
+        resume(run)
+        train(run)
         leave_world()
     except Exception as problem:
         end_with_failure(problem, rank=rank, store=store)

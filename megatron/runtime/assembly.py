@@ -51,8 +51,9 @@ def assemble(
     seed: int,
     timeout: timedelta,
 ) -> RankRuntime:
-    """Build this rank's part; torch.distributed must be initialised. vocab_size: padded, divisible by the LLM's tensor parallel size.
+    """Build this rank's part; torch.distributed must be initialised.
 
+    vocab_size: padded, divisible by the LLM's tensor parallel size.
     Raises PlanError when plan, model and ranks do not fit.
     """
     validate_plan(plan, graph=graph, world_size=world_size)

@@ -1,8 +1,9 @@
 """The communication broker: carries activations and gradients between stages, whatever TP and DP either side has.
 
-DistTrain 4.1 bridges units by brokers, gcd(DP, DP) many; here every tensor parallel rank is a broker of its own share: between
+DistTrain 4.1 bridges units by brokers, gcd(DP, DP) many; here every tensor parallel rank is a broker of its own share. Between
 units the rows are the same on all tensor parallel ranks of a stage, so rank i of the source sends only what overlaps with its
-1/tp of the rows, and the target's ranks gather their shares. Between stages of one unit each tensor parallel rank passes on what it has.
+1/tp of the rows, and the target's ranks gather their shares. Between stages of one unit, where tensor parallel ranks may hold
+different rows (sequence parallelism), each passes on what it has.
 """
 
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class Link:
     shape: tuple[int, ...]
     """Rows first."""
     is_replicated: bool
-    """True: every source rank holds the same rows and every target rank needs them all. False: rank i passes its own on to rank i."""
+    """Whether every source rank holds the same rows and every target rank needs them all; else rank i passes its own on to i."""
 
 
 class Piece(NamedTuple):

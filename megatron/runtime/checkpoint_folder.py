@@ -44,6 +44,13 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [entry.path for entry in _list_complete(folder)]
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step that a complete checkpoint's name tells."""
+    match = _COMPLETE.fullmatch(checkpoint.name)
+    assert match is not None, f"{checkpoint} is not the name of a complete checkpoint"
+    return int(match[1])
+
+
 def open_partial(folder: Path, *, step: int) -> Path:
     """Make the folder that a save writes into, after tidying up what dead saves left; raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,8 @@ def _keys(path: Path) -> list[Any]:
     """All keys as they are written; a mapping would keep only the last of two equal ones."""
     if path.suffix == ".json":
         return [key for key, _ in json.loads(path.read_text(), object_pairs_hook=list)]
-    return [key.value for key, _ in yaml.compose(path.read_text(), yaml.SafeLoader).value]
+    document = yaml.compose(path.read_text(), yaml.SafeLoader)
+    return [] if document is None else [key.value for key, _ in document.value]
 
 
 def _flag(key: Any) -> str:

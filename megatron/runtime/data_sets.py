@@ -1,5 +1,6 @@
 """The training and the validation set that the flags name."""
 
+import functools
 import logging
 from dataclasses import dataclass
 
@@ -34,7 +35,9 @@ def build_data_sets(config: RunConfig, graph: ModelGraph) -> DataSets:
     for reason, count in source.skipped.items():
         logger.info("%s: left out %d samples %s", config.data.data_path, count, reason)
     if source.num_cut:
-        logger.info("%s: cut %d samples to %d tokens (--seq-length)", config.data.data_path, source.num_cut, config.data.seq_length)
+        logger.info(
+            "%s: cut %d samples to %d tokens (--seq-length)", config.data.data_path, source.num_cut, config.data.seq_length
+        )
     parts = split_indices(len(source), split=config.data.split, seed=config.training.seed)
     return DataSets(SourceSubset(source, parts.train), SourceSubset(source, parts.valid), tokenizer)
 
@@ -48,21 +51,19 @@ def padded_vocab_size(tokenizer: Tokenizer, config: RunConfig) -> int:
 def _digits(config: RunConfig, graph: ModelGraph, tokenizer: Tokenizer) -> DataSets:
     encoders = [unit for unit in graph.encoders if unit.image is not None]
     if len(encoders) != 1:
-        raise ConfigError(f"--data-path digits needs a model with one image encoder, found {len(encoders)}; use examples/digits/model.yaml")
+        raise ConfigError(
+            f"--data-path digits needs a model with one image encoder, found {len(encoders)}; use examples/digits/model.yaml"
+        )
     (encoder,) = encoders
     assert encoder.image is not None
     num_train = config.data.digits_samples or 1
     num_valid = max(1, config.evaluation.eval_iters * config.training.global_batch_size)
-    train, valid = (
-        DigitsSource(
-            count,
-            seed=config.training.seed,
-            split=part,
-            unit=encoder.name,
-            image=encoder.image,
-            tokenizer=tokenizer,
-            seq_length=config.data.seq_length,
-        )
-        for count, part in ((num_train, "train"), (num_valid, "valid"))
+    build = functools.partial(
+        DigitsSource,
+        seed=config.training.seed,
+        unit=encoder.name,
+        image=encoder.image,
+        tokenizer=tokenizer,
+        seq_length=config.data.seq_length,
     )
-    return DataSets(train, valid, tokenizer)
+    return DataSets(build(num_train, split="train"), build(num_valid, split="valid"), tokenizer)

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.runtime.activation_store import ActivationStore, size_of
 from megatron.runtime.action_handlers import HANDLERS
+from megatron.runtime.activation_store import ActivationStore, size_of
 from megatron.runtime.broker import Broker, Link, MessageKey
 from megatron.runtime.step import Step, StepResult
 from megatron.runtime.step_clock import StepClock
@@ -94,8 +94,8 @@ class RunningStep:
 class Executor:
     """Holds what outlives a step: this rank's stages, the broker, the clock.
 
-    stages: (unit, virtual stage) -> module; groups: unit -> this rank's tensor parallel group there; reduce_gradients: called with
-    (unit, virtual stage) for a reduce action.
+    stages: (unit, virtual stage) -> module; groups: unit -> this rank's tensor parallel group there;
+    reduce_gradients: called with (unit, virtual stage) for a reduce action.
     """
 
     def __init__(
@@ -152,7 +152,8 @@ class Executor:
 
     def _result(self, running: RunningStep, memory_before: int) -> StepResult:
         counts = self._groups[self.graph.backbone.name].rank() == 0 if running.loss_sums else False
-        num_correct, correct_samples = 0, {}
+        num_correct = 0
+        correct_samples: dict[int, bool] = {}
         for place, is_correct in running.correct if counts else ():
             flags = is_correct.tolist()
             num_correct += sum(flags)

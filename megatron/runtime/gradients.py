@@ -41,7 +41,11 @@ class UnitGradients:
 
     def sum_shared_embeddings(self) -> None:
         """Give both copies of tied word embeddings, on the first and the last stage, the sum of their gradients."""
-        copies = [stage.shared_embedding_weight for stage in self.stages.values() if getattr(stage.shared_embedding_weight, "shared_embedding", False)]
+        copies = [
+            stage.shared_embedding_weight
+            for stage in self.stages.values()
+            if getattr(stage.shared_embedding_weight, "shared_embedding", False)
+        ]
         gradients = [_main_gradient(copy) for copy in copies if copy is not None and copy.requires_grad]
         if not gradients:
             return

@@ -16,7 +16,9 @@ class _AllGroups:
         self.param_groups: list[dict[str, Any]] = [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
-def build_scheduler(settings: OptimizerSettings, optimizers: Iterable[MegatronOptimizer], *, train_iters: int) -> OptimizerParamScheduler:
+def build_scheduler(
+    settings: OptimizerSettings, optimizers: Iterable[MegatronOptimizer], *, train_iters: int
+) -> OptimizerParamScheduler:
     """Counts optimizer steps (Megatron counts samples: the same for a constant global batch size)."""
     return OptimizerParamScheduler(
         _AllGroups(optimizers),

@@ -56,7 +56,7 @@ def _with_cuda_type_names(original: Callable[..., None]) -> Callable[..., None]:
     def construct(self: Any, *args: Any, model_chunks: list[torch.nn.Module], **kwargs: Any) -> None:
         parameters = [parameter for chunk in model_chunks for parameter in chunk.parameters()]
         for parameter in parameters:
-            parameter.type = functools.partial(_cuda_type_name, parameter)  # type: ignore[method-assign]
+            parameter.type = functools.partial(_cuda_type_name, parameter)  # type: ignore[assignment]
         try:
             original(self, *args, model_chunks=model_chunks, **kwargs)
         finally:

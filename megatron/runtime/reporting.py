@@ -59,7 +59,7 @@ class ConsoleReporter:
     """Reports to the terminal and to the files that the flags name."""
 
     def __init__(self, logging: LoggingConfig, *, train_iters: int, first_step: int) -> None:
-        """first_step: steps that were done before this run (0 for a new one). Raises ConfigError when a file cannot be written."""
+        """first_step: steps that were done before this run, 0 for a new one. Raises ConfigError when a file cannot be written."""
         self._logging, self._train_iters = logging, train_iters
         self._console = Console()
         self._losses: list[tuple[int, float]] = []
@@ -67,7 +67,11 @@ class ConsoleReporter:
         self._tensorboard = _open_tensorboard(logging.tensorboard_dir) if logging.tensorboard_dir else None
         if logging.report_dir:
             logging.report_dir.mkdir(parents=True, exist_ok=True)
-        self._bar = _Bar(self._console, total=train_iters, done=first_step) if logging.progress_bar and self._console.is_terminal else None
+        self._bar = (
+            _Bar(self._console, total=train_iters, done=first_step)
+            if logging.progress_bar and self._console.is_terminal
+            else None
+        )
         self._smooth_seconds: float | None = None
 
     def say(self, message: str) -> None:
@@ -126,7 +130,8 @@ class ConsoleReporter:
     def _line(self, number: int, report: StepReport) -> str:
         left = (self._smooth_seconds or 0.0) * (self._train_iters - number)
         return (
-            f"step {number}/{self._train_iters}  loss {report.loss:.4f}  grad norm {report.grad_norm:.2f}  lr {report.learning_rate:.2e}  "
+            f"step {number}/{self._train_iters}  loss {report.loss:.4f}  grad norm {report.grad_norm:.2f}  "
+            f"lr {report.learning_rate:.2e}  "
             f"{report.step_seconds * 1000:.0f} ms  {report.tokens_per_second:,.0f} tokens/s  MFU {report.mfu:.1%}  "
             f"left {int(left // 60)}:{int(left % 60):02d}"
         )

@@ -62,7 +62,12 @@ class StepClock:
 def seconds_by_resource(events: tuple[TimelineEvent, ...]) -> dict[str, float]:
     """Split a lane's events: compute; communication (sending, collectives); waiting for receives."""
     split = {"compute": 0.0, "communication": 0.0, "waiting": 0.0}
-    kinds = {Resource.COMPUTE: "compute", Resource.SEND: "communication", Resource.COLLECTIVE: "communication", Resource.RECEIVE: "waiting"}
+    kinds = {
+        Resource.COMPUTE: "compute",
+        Resource.SEND: "communication",
+        Resource.COLLECTIVE: "communication",
+        Resource.RECEIVE: "waiting",
+    }
     for event in events:
         split[kinds[ACTION_TABLE[event.action.kind].resource]] += event.end_seconds - event.start_seconds
     return split

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -56,7 +57,7 @@ def move_input(packed: PackedInput, device: torch.device) -> PackedInput:
     """The same input with its tensors on `device`."""
     if device.type == "cpu":
         return packed
-    moved = {
+    moved: dict[str, Any] = {
         field.name: value.to(device, non_blocking=True)
         for field in dataclasses.fields(packed)
         if isinstance(value := getattr(packed, field.name), torch.Tensor)

@@ -1,7 +1,7 @@
 """From a step's number to everything a rank needs to run it: samples, lengths, assignment, schedule, inputs.
 
-Every rank computes the same decisions from the same lengths and seed; only the inputs differ. As a torch Dataset indexed by step it
-runs in loader workers, ahead of training and off its critical path.
+Every rank computes the same decisions from the same lengths and seed; only the inputs differ. As a torch Dataset indexed by
+step it runs in loader workers, ahead of training and off its critical path.
 """
 
 from collections.abc import Mapping, Sequence

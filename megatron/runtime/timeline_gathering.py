@@ -22,12 +22,15 @@ class _LaneEvents(NamedTuple):
 def gather_timeline(events: tuple[TimelineEvent, ...], *, origin_seconds: float, plan: Plan, rank: int) -> Timeline | None:
     """Collective; the timeline on rank 0, None elsewhere.
 
-    events: this rank's, in seconds from `origin_seconds` on its host clock. Ranks of one host share that clock; the clocks of other
-    hosts are aligned to rank 0's at a barrier, to about a network round trip. The first rank to start is at 0 seconds.
+    events: this rank's, in seconds from `origin_seconds` on its host clock. Ranks of one host share that clock; the clocks of
+    other hosts are aligned to rank 0's at a barrier, to about a network round trip. The first rank to start is at 0 seconds.
     """
     dist.barrier()
     mine = _LaneEvents(
-        events if plan.lanes[plan.lane_of_rank[rank]][0] == rank else (), socket.gethostname(), origin_seconds, time.perf_counter()
+        events if plan.lanes[plan.lane_of_rank[rank]][0] == rank else (),
+        socket.gethostname(),
+        origin_seconds,
+        time.perf_counter(),
     )
     gathered: list[_LaneEvents] | None = [mine] * dist.get_world_size() if rank == 0 else None
     dist.gather_object(mine, gathered)

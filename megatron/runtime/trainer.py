@@ -127,7 +127,9 @@ class Trainer:
         optimizer = self.optimizers[unit]
         return optimizer.config.use_distributed_optimizer or self.runtime.memberships[unit].groups.dp.rank() == 0
 
-    def _report(self, step: Step, result: StepResult, *, seconds: tuple[float, float], norm: float, learning_rate: float) -> StepReport:
+    def _report(
+        self, step: Step, result: StepResult, *, seconds: tuple[float, float], norm: float, learning_rate: float
+    ) -> StepReport:
         split = seconds_by_resource(result.events)
         sums = self._sum([result.loss_sum, split["compute"], split["communication"], split["waiting"], seconds[1]])
         step_seconds, peak_bytes = self._largest([seconds[0], float(result.peak_activation_bytes)])

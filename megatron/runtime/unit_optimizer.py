@@ -23,7 +23,12 @@ def build_unit_optimizer(gradients: UnitGradients, *, config: OptimizerConfig) -
     if not chunks:
         return None
     groups = _parameter_groups(chunks, config)
-    keywords = {"lr": config.lr, "weight_decay": config.weight_decay, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
+    keywords = {
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_eps,
+    }
     adam = Adam(groups, **keywords, **({} if USING_PYTORCH_OPTIMIZER else {"adam_w_mode": True}))
     if not config.use_distributed_optimizer:
         return _with_tensor_parallel_group(FP32Optimizer(adam, config, _init_state), gradients)
@@ -66,7 +71,13 @@ def _parameter_groups(chunks: Iterable[DistributedDataParallel], config: Optimiz
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad]
     shared = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True}
     return [
-        {"params": [p for p in parameters if (p.dim() > 1) == decays], "wd_mult": float(decays), "max_lr": config.lr, "min_lr": config.min_lr, **shared}
+        {
+            "params": [p for p in parameters if (p.dim() > 1) == decays],
+            "wd_mult": float(decays),
+            "max_lr": config.lr,
+            "min_lr": config.min_lr,
+            **shared,
+        }
         for decays in (True, False)
     ]
 

@@ -20,7 +20,7 @@ class Membership:
     stage_index: int
     tensor_parallel_rank: int
     groups: ProcessGroupCollection
-    """tp, cp, dp and what megatron-core's DDP and optimizer ask for; pp is this rank alone, so that megatron-core numbers nothing by it."""
+    """tp, cp, dp and what megatron-core asks for beside; pp is this rank alone, as the plan numbers layers and stages."""
     embedding_group: dist.ProcessGroup | None
     """First and last stage of this rank's pipeline, when it is one of the two."""
 
@@ -64,11 +64,14 @@ def _membership(plan: Plan, name: str, replica_index: int, stage_index: int, *, 
     position = stage.ranks.index(rank)
     alone, tensor, data = book[(rank,)], book[stage.ranks], book[_data_parallel_ranks(plan, name, stage_index, position)]
     ends = _embedding_ranks(plan, name, replica_index, position)
+    embedding = book[ends] if rank in ends else None
     groups = ProcessGroupCollection(
-        tp=tensor, cp=alone, pp=alone, ep=alone, dp=data, dp_cp=data, intra_dp_cp=data, expt_dp=alone, intra_expt_dp=alone,
-        tp_cp=tensor, mp=tensor, tp_ep_pp=alone, expt_tp=alone, tp_ep=alone, intra_dist_opt=data, embd=book[ends] if rank in ends else None,
-    )  # fmt: skip
-    return Membership(name, replica_index, stage_index, position, groups, book[ends] if rank in ends else None)
+        **dict.fromkeys(("tp", "tp_cp", "mp"), tensor),
+        **dict.fromkeys(("dp", "dp_cp", "intra_dp_cp", "intra_dist_opt"), data),
+        **dict.fromkeys(("cp", "pp", "ep", "expt_dp", "intra_expt_dp", "expt_tp", "tp_ep", "tp_ep_pp"), alone),
+        embd=embedding,
+    )
+    return Membership(name, replica_index, stage_index, position, groups, embedding)
 
 
 def _all_rank_sets(plan: Plan) -> Iterable[tuple[int, ...]]:

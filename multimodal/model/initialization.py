@@ -28,7 +28,7 @@ def initialize_parameters(stage: UnitStage, *, seed: int) -> None:
         sharding = parameter_sharding(name, is_gated=is_gated)
         mark_sharding(parameter, sharding)
         if parameter.dim() < 2:
-            parameter.fill_(1.0 if name.endswith("norm.weight") or name.endswith("layer_norm_weight") else 0.0)
+            parameter.fill_(1.0 if name.endswith(("norm.weight", "layer_norm_weight")) else 0.0)
             continue
         std = shape.init_method_std
         if layer is LayerKind.TRANSFORMER and ("linear_proj" in name or "linear_fc2" in name):

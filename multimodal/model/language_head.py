@@ -26,7 +26,9 @@ class HeadOutput(NamedTuple):
 class LanguageHead(torch.nn.Module):
     """Only target tokens reach the output projection: the others have no loss, so their logits are never made."""
 
-    def __init__(self, *, config: TransformerConfig, groups: ProcessGroupCollection, vocab_size: int, shares_embedding: bool) -> None:
+    def __init__(
+        self, *, config: TransformerConfig, groups: ProcessGroupCollection, vocab_size: int, shares_embedding: bool
+    ) -> None:
         super().__init__()
         plain = dataclasses.replace(config, sequence_parallel=False)
         self.is_sequence_sharded = config.sequence_parallel
@@ -44,7 +46,7 @@ class LanguageHead(torch.nn.Module):
         )
 
     def forward(self, hidden: Tensor, *, target_rows: Tensor, targets: Tensor, shared_weight: Tensor | None) -> HeadOutput:
-        """hidden: [num_tokens (padded and / tp under sequence parallelism), 1, hidden_size]; target_rows, targets: [num_targets]."""
+        """hidden: [rows, 1, hidden_size] (padded and / tp under sequence parallelism); target_rows, targets: [num_targets]."""
         hidden = self.norm(hidden)
         if self.is_sequence_sharded:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
@@ -54,4 +56,6 @@ class LanguageHead(torch.nn.Module):
         if self.training:
             return HeadOutput(loss_sum, None)
         all_logits = gather_from_tensor_model_parallel_region(logits.detach(), group=self.group)
-        return HeadOutput(loss_sum, all_logits.argmax(-1) == targets if len(targets) else torch.ones_like(targets, dtype=torch.bool))
+        return HeadOutput(
+            loss_sum, all_logits.argmax(-1) == targets if len(targets) else torch.ones_like(targets, dtype=torch.bool)
+        )

@@ -29,7 +29,9 @@ def transformer_layer_spec(*, implementation: str, is_causal: bool, recompute: s
 def _local_spec() -> ModuleSpec:
     self_attention = ModuleSpec(
         module=SelfAttention,
-        submodules=SelfAttentionSubmodules(linear_qkv=ColumnParallelLinear, core_attention=PackedAttention, linear_proj=RowParallelLinear),
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear, core_attention=PackedAttention, linear_proj=RowParallelLinear
+        ),
     )
     submodules = TransformerLayerSubmodules(
         input_layernorm=Norm,
@@ -47,6 +49,7 @@ def _transformer_engine_spec() -> ModuleSpec:
         import transformer_engine  # noqa: F401
     except ImportError as problem:
         raise ConfigError(
-            "--transformer-impl transformer_engine: Transformer Engine is not installed; install it or use --transformer-impl local"
+            "--transformer-impl transformer_engine: Transformer Engine is not installed; install it, or use "
+            "--transformer-impl local"
         ) from problem
     return get_gpt_layer_with_transformer_engine_spec()

@@ -44,7 +44,9 @@ def take_shard(full: Tensor, sharding: ParameterSharding, *, rank: int, tensor_p
     if sharding.dimension is None:
         return full
     blocks = full.chunk(sharding.num_blocks, dim=sharding.dimension)
-    return torch.cat([block.chunk(tensor_parallel_size, dim=sharding.dimension)[rank] for block in blocks], dim=sharding.dimension)
+    return torch.cat(
+        [block.chunk(tensor_parallel_size, dim=sharding.dimension)[rank] for block in blocks], dim=sharding.dimension
+    )
 
 
 def join_shards(shards: Sequence[Tensor], sharding: ParameterSharding) -> Tensor:

@@ -17,7 +17,10 @@ class TokenEmbedding(torch.nn.Module):
         )
 
     def forward(self, token_ids: Tensor, item_rows: Tensor | None, item_embeddings: Tensor | None) -> Tensor:
-        """token_ids: [num_tokens]; item_rows: [num_item_tokens], where each row of item_embeddings [num_item_tokens, hidden_size] goes.
+        """Look up and fill in.
+
+        token_ids: [num_tokens]; item_rows: [num_item_tokens], where each row of item_embeddings [num_item_tokens, hidden_size]
+        goes.
 
         Returns [num_tokens, 1, hidden_size], the same on every tensor parallel rank.
         """

@@ -78,9 +78,7 @@ class UnitStage(MegatronModule):
             return num_tokens
         return padded_num_tokens(num_tokens, multiple=self.groups.tp.size()) // self.groups.tp.size()
 
-    def forward(
-        self, hidden: Tensor | None, batch: PackedInput, item_embeddings: Tensor | None = None
-    ) -> Tensor | HeadOutput:
+    def forward(self, hidden: Tensor | None, batch: PackedInput, item_embeddings: Tensor | None = None) -> Tensor | HeadOutput:
         """Run the stage.
 
         hidden: [rows, 1, hidden_size] from the stage before, rows = `num_rows(batch.num_tokens)`; None on the first stage.
@@ -95,7 +93,13 @@ class UnitStage(MegatronModule):
         return output
 
     def _run_layer(
-        self, index: int, hidden: Tensor, batch: PackedInput, item_embeddings: Tensor | None, frequencies: Tensor, lengths: PackedLengths
+        self,
+        index: int,
+        hidden: Tensor,
+        batch: PackedInput,
+        item_embeddings: Tensor | None,
+        frequencies: Tensor,
+        lengths: PackedLengths,
     ) -> Tensor | HeadOutput:
         layer = self.layers[str(index)]
         kind = self.unit.layers[index]

@@ -145,7 +145,9 @@ def validate_assignment(assignment: Assignment, *, graph: ModelGraph, plan: Plan
             for index in ([-1] if unit.role is Role.BACKBONE else [i for i, item in enumerate(sample.items) if item.unit == name])
         }
         if repeated := sorted({atom for atom in placed if placed.count(atom) > 1} if len(set(placed)) != len(placed) else ()):
-            raise AssignmentError(f"unit '{name}': {_describe(repeated[0])} is placed {placed.count(repeated[0])} times; place it once")
+            raise AssignmentError(
+                f"unit '{name}': {_describe(repeated[0])} is placed {placed.count(repeated[0])} times; place it once"
+            )
         if missing := sorted(expected - set(placed)):
             raise AssignmentError(f"unit '{name}': {_describe(missing[0])} is placed nowhere ({len(missing)} such)")
         if unknown := sorted(set(placed) - expected):

@@ -199,9 +199,9 @@ def _unit_from_dict(name: str, entry: Any) -> Unit:
         raise ModelError(f"{where}: 'role' must be one of {', '.join(roles)}, found {entry.get('role')!r}")
     role = Role(entry["role"])
     image = _build(ImageInput, entry.get("image") or {}, f"{where}, image") if role is Role.ENCODER else None
-    if role is not Role.ENCODER and (misplaced := {"image", "projector_hidden_size", "freeze_projector"} & entry.keys()):
-        if any(entry[key] for key in misplaced):
-            raise ModelError(f"{where}: {', '.join(sorted(misplaced))} belong to encoders; remove them here")
+    misplaced = [key for key in ("freeze_projector", "image", "projector_hidden_size") if entry.get(key)]
+    if role is not Role.ENCODER and misplaced:
+        raise ModelError(f"{where}: {', '.join(misplaced)} belong to encoders; remove them here")
     rest = {key: entry[key] for key in own - {"role", "image"} if key in entry}
     shape = {field.name: entry[field.name] for field in fields(Transformer) if field.name in entry}
     return Unit(name=name, role=role, transformer=_build(Transformer, shape, where), image=image, **rest)

@@ -145,7 +145,12 @@ def _unit_plan_to_dict(unit: UnitPlan) -> dict[str, Any]:
         "tensor_parallel_size": unit.tensor_parallel_size,
         "context_parallel_size": unit.context_parallel_size,
         "replicas": [
-            {"stages": [{"ranks": list(stage.ranks), "layers": [list(pair) for pair in stage.layer_ranges]} for stage in replica.stages]}
+            {
+                "stages": [
+                    {"ranks": list(stage.ranks), "layers": [list(pair) for pair in stage.layer_ranges]}
+                    for stage in replica.stages
+                ]
+            }
             for replica in unit.replicas
         ],
     }
@@ -191,7 +196,10 @@ def validate_plan(plan: Plan, *, graph: ModelGraph, world_size: int) -> None:
         idle = sorted(set(range(world_size)) - used)
         beyond = sorted(rank for rank in used if not 0 <= rank < world_size)
         problem = f"ranks {beyond} do not exist" if beyond else f"ranks {idle} have nothing to do"
-        raise PlanError(f"the plan uses {len(used)} ranks but the run has {world_size}: {problem}; launch {len(used)} processes or change the plan")
+        raise PlanError(
+            f"the plan uses {len(used)} ranks but the run has {world_size}: {problem}; "
+            f"launch {len(used)} processes or change the plan"
+        )
 
 
 def _validate_unit(unit: UnitPlan, *, graph: ModelGraph, name: str) -> None:
@@ -244,7 +252,9 @@ def split_layers(layers: tuple[LayerKind, ...], *, num_stages: int) -> tuple[tup
     """
     num_transformer = len(layers) - 2
     if not 1 <= num_stages <= num_transformer:
-        raise PlanError(f"{num_transformer} transformer layers cannot be cut into {num_stages} pipeline stages; use 1 to {num_transformer}")
+        raise PlanError(
+            f"{num_transformer} transformer layers cannot be cut into {num_stages} pipeline stages; use 1 to {num_transformer}"
+        )
     base, surplus = divmod(num_transformer, num_stages)
     ranges, first = [], 0
     for index in range(num_stages):

@@ -47,12 +47,16 @@ class ActionRow(NamedTuple):
 
 ACTION_TABLE: Mapping[ActionKind, ActionRow] = {
     ActionKind.FORWARD: ActionRow(Resource.COMPUTE, True, False, Memory.ALLOCATES, "forward of one microbatch through one stage"),
-    ActionKind.BACKWARD: ActionRow(Resource.COMPUTE, True, False, Memory.FREES, "backward: whatever gradients the stage must give"),
+    ActionKind.BACKWARD: ActionRow(
+        Resource.COMPUTE, True, False, Memory.FREES, "backward: whatever gradients the stage must give"
+    ),
     ActionKind.SEND_FORWARD: ActionRow(Resource.SEND, True, True, Memory.KEEPS, "send activations to the peer"),
     ActionKind.RECEIVE_FORWARD: ActionRow(Resource.RECEIVE, True, True, Memory.ALLOCATES, "receive activations from the peer"),
     ActionKind.SEND_BACKWARD: ActionRow(Resource.SEND, True, True, Memory.FREES, "send gradients to the peer"),
     ActionKind.RECEIVE_BACKWARD: ActionRow(Resource.RECEIVE, True, True, Memory.ALLOCATES, "receive gradients from the peer"),
-    ActionKind.REDUCE_GRADIENTS: ActionRow(Resource.COLLECTIVE, False, False, Memory.KEEPS, "reduce a stage's gradients over replicas"),
+    ActionKind.REDUCE_GRADIENTS: ActionRow(
+        Resource.COLLECTIVE, False, False, Memory.KEEPS, "reduce a stage's gradients over replicas"
+    ),
 }
 
 

@@ -1,0 +1,119 @@
+"""One rank's run: model, data, optimizers and trainer as the flags ask for them, resumed where they ask for that."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron.runtime import platform
+from megatron.runtime.assembly import RankRuntime, assemble
+from megatron.runtime.configuration import RunConfig
+from megatron.runtime.data_sets import DataSets, build_data_sets, padded_vocab_size
+from megatron.runtime.device_peak import find_peak_tflops
+from megatron.runtime.distributed_setup import World
+from megatron.runtime.freezing import apply_freezing
+from megatron.runtime.learning_rate import build_scheduler
+from megatron.runtime.run_plan import build_plan
+from megatron.runtime.trainer import Trainer
+from megatron.runtime.unit_optimizer import build_optimizer_config, build_unit_optimizer
+from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.values.errors import CheckpointError, PlanError
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+
+
+@dataclass
+class Run:
+    """Everything of one rank's run."""
+
+    config: RunConfig
+    world: World
+    graph: ModelGraph
+    plan: Plan
+    data: DataSets
+    runtime: RankRuntime
+    optimizers: Mapping[str, MegatronOptimizer]
+    scheduler: OptimizerParamScheduler
+    trainer: Trainer
+    done_steps: int = 0
+    """Steps done before, when resumed."""
+
+
+def prepare_run(config: RunConfig, world: World) -> Run:
+    """Build model, data and optimizers of this rank, newly initialised; raises BraidErrors."""
+    if config.checkpoint.save:
+        _check_writable(config.checkpoint.save)
+    graph = apply_freezing(ModelGraph.from_file(config.model.model), config)
+    plan = build_plan(config, graph, world.size)
+    data = build_data_sets(config, graph)
+    vocab_size = padded_vocab_size(data.tokenizer, config)
+    _check_vocabulary(vocab_size, graph, plan)
+    dtype = getattr(torch, config.training.dtype)
+    options = BuildOptions(
+        Precision(dtype),
+        sequence_parallel=config.parallelism.sequence_parallel,
+        transformer_impl=config.model.transformer_impl,
+        recompute=config.training.recompute_granularity,
+    )
+    timeout = timedelta(minutes=config.training.distributed_timeout_minutes)
+    runtime = assemble(
+        graph,
+        plan,
+        rank=world.rank,
+        world_size=world.size,
+        options=options,
+        vocab_size=vocab_size,
+        seed=config.training.seed,
+        timeout=timeout,
+    )
+    optimizers = _build_optimizers(config, runtime, dtype)
+    scheduler = build_scheduler(config.optimizer, optimizers.values(), train_iters=config.training.train_iters)
+    trainer = Trainer(
+        runtime,
+        optimizers=optimizers,
+        scheduler=scheduler,
+        settings=config.optimizer,
+        vocab_size=vocab_size,
+        peak_tflops=config.logging.peak_tflops or find_peak_tflops(dtype),
+        device=platform.device(),
+    )
+    return Run(config, world, graph, plan, data, runtime, optimizers, scheduler, trainer)
+
+
+def _build_optimizers(config: RunConfig, runtime: RankRuntime, dtype: torch.dtype) -> dict[str, MegatronOptimizer]:
+    settings = config.optimizer
+    optimizer_config = build_optimizer_config(
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_eps,
+        clip_grad=settings.clip_grad,
+        dtype=dtype,
+    )
+    built = {name: build_unit_optimizer(unit, config=optimizer_config) for name, unit in runtime.gradients.items()}
+    return {name: optimizer for name, optimizer in built.items() if optimizer is not None}
+
+
+def _check_vocabulary(vocab_size: int, graph: ModelGraph, plan: Plan) -> None:
+    tensor_parallel_size = plan.units[graph.backbone.name].tensor_parallel_size
+    if vocab_size % tensor_parallel_size:
+        raise PlanError(
+            f"the padded vocabulary of {vocab_size} is not divisible by the LLM's tensor parallel size {tensor_parallel_size}; "
+            f"set --make-vocab-size-divisible-by to a multiple of {tensor_parallel_size}"
+        )
+
+
+def _check_writable(folder: Path) -> None:
+    """Better now than when there is something to lose."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise CheckpointError(f"--save {folder}: cannot be made ({problem.strerror}); give another folder") from problem
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise CheckpointError(f"--save {folder}: no permission to write there; change it or give another folder")

@@ -1,0 +1,292 @@
+"""Wrong inputs: every rank ends by itself, soon, and one message names the fix. No launcher is there to end them."""
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+
+from tests.distributed.launch import Launched, launch
+
+NUM_RANKS = 2
+TIME_LIMIT_SECONDS = 120.0
+"""Beyond this a run counts as hanging; on an idle machine each ends in a few seconds."""
+NUM_AT_ONCE = 2
+MODEL = {
+    "units": {
+        "vision": {
+            "role": "encoder",
+            "num_layers": 1,
+            "hidden_size": 16,
+            "num_attention_heads": 2,
+            "ffn_hidden_size": 32,
+            "image": {"patch_size": 8, "merge_size": 2, "in_channels": 3, "min_pixels": 256, "max_pixels": 4096},
+        },
+        "llm": {"role": "backbone", "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64},
+    }
+}
+Prepare = Callable[[Path], Sequence[object]]
+
+
+@dataclass(frozen=True)
+class WrongInput:
+    """One wrong input: what it does to a run that would work, and what the message must say."""
+
+    name: str
+    prepare: Prepare
+    """Changes files in the folder; returns further flags."""
+    says: tuple[str, ...]
+    """Parts of the message: the place and the fix."""
+    drops: tuple[str, ...] = ()
+    """Flags of the working run that are left out."""
+    num_ranks: int = NUM_RANKS
+
+
+def working_flags(folder: Path) -> dict[str, object]:
+    """Flags of a small run that works."""
+    return {
+        "--model": folder / "model.yaml",
+        "--data-path": folder / "data" / "manifest.jsonl",
+        "--vision-dp": 1,
+        "--llm-dp": 1,
+        "--global-batch-size": 2,
+        "--train-iters": 2,
+        "--lr": 1e-3,
+        "--num-workers": 0,
+        "--split": "100",
+    }
+
+
+def write_working_files(folder: Path) -> None:
+    """Model, images and manifest of the small run."""
+    (folder / "model.yaml").write_text(yaml.safe_dump(MODEL, sort_keys=False))
+    data = folder / "data"
+    data.mkdir()
+    lines = []
+    for index in range(4):
+        Image.effect_noise((32 + 16 * index, 48), 50).convert("RGB").save(data / f"{index}.png")
+        image = {"type": "image", "path": f"{index}.png", "width": 32 + 16 * index, "height": 48}
+        text = {"type": "text", "role": "assistant", "text": f"picture {index}"}
+        lines.append(json.dumps({"id": str(index), "segments": [image, text]}))
+    (data / "manifest.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def flags_only(*flags: object) -> Prepare:
+    """A wrong flag needs no file."""
+    return lambda folder: flags
+
+
+def change_model(change: Callable[[dict[str, dict[str, object]]], object]) -> Prepare:
+    """Write another model file; `change` edits the units in place."""
+
+    def prepare(folder: Path) -> Sequence[object]:
+        units = {name: dict(unit) for name, unit in MODEL["units"].items()}  # type: ignore[call-overload]
+        change(units)
+        (folder / "model.yaml").write_text(yaml.safe_dump({"units": units}, sort_keys=False))
+        return ()
+
+    return prepare
+
+
+def change_file(name: str, change: Callable[[bytes], bytes]) -> Prepare:
+    """Change one file of the data."""
+
+    def prepare(folder: Path) -> Sequence[object]:
+        path = folder / "data" / name
+        path.write_bytes(change(path.read_bytes()))
+        return ()
+
+    return prepare
+
+
+def plan_file(units: dict[str, list[tuple[list[int], list[list[int]]]]]) -> Prepare:
+    """Use a plan file: unit -> stages of its one replica as (ranks, layer ranges)."""
+
+    def prepare(folder: Path) -> Sequence[object]:
+        plan = {
+            name: {"replicas": [{"stages": [{"ranks": ranks, "layers": layers} for ranks, layers in stages]}]}
+            for name, stages in units.items()
+        }
+        (folder / "plan.yaml").write_text(yaml.safe_dump({"units": plan}))
+        return ("--plan", folder / "plan.yaml")
+
+    return prepare
+
+
+def saved_then(change: Callable[[Path], object], *flags: object) -> Prepare:
+    """Train and save first, then change what was saved and load it."""
+
+    def prepare(folder: Path) -> Sequence[object]:
+        save = folder / "saved"
+        base = [item for pair in working_flags(folder).items() for item in pair]
+        saved = launch([*base, "--save", save], num_ranks=NUM_RANKS)
+        assert saved.exit_codes == (0,) * NUM_RANKS, saved.output
+        change(folder)
+        return ("--load", save, *flags)
+
+    return prepare
+
+
+def truncate_largest(folder: Path) -> None:
+    """Cut the largest file of a checkpoint in half."""
+    largest = max((path for path in (folder / "saved").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+
+
+def widen_model(folder: Path) -> None:
+    """Another model than the one that was saved."""
+    change_model(lambda units: units["llm"].update(hidden_size=64))(folder)
+
+
+def write_file_in_place_of_folder(folder: Path) -> Sequence[object]:
+    """--save names a file."""
+    (folder / "occupied").write_text("")
+    return ("--save", folder / "occupied")
+
+
+PLAN_FLAGS = ("--vision-dp", "--llm-dp")
+WRONG_INPUTS = [
+    WrongInput("no model", flags_only(), ("--model",), drops=("--model",)),
+    WrongInput("model file missing", flags_only(), ("no/such.yaml", "no such file"), drops=("--model",)),
+    WrongInput("misspelt flag", flags_only("--trian-iters", 3), ("--trian-iters", "--train-iters")),
+    WrongInput("broken model file", change_model(lambda units: units), ("model.yaml", "parsed")),
+    WrongInput(
+        "unknown key in the model", change_model(lambda units: units["llm"].update(num_layer=3)), ("num_layer", "num_layers")
+    ),
+    WrongInput(
+        "heads do not divide",
+        change_model(lambda units: units["llm"].update(num_attention_heads=5)),
+        ("divisible", "kv_channels"),
+    ),
+    WrongInput("two backbones", change_model(lambda units: units.update(other=units["llm"])), ("exactly one", "backbone")),
+    WrongInput("sizes do not fit the processes", flags_only("--llm-pp", 2), ("launch 3",)),
+    WrongInput("a rank is left over", flags_only("--vision-tp", 2), ("launch",)),
+    WrongInput("heads not divisible by tp", flags_only("--llm-tp", 3), ("--llm-tensor-model-parallel-size",), num_ranks=4),
+    WrongInput("more stages than layers", flags_only("--llm-pp", 5), ("stages", "1 to 2"), num_ranks=6),
+    WrongInput("context parallelism", flags_only("--llm-cp", 2), ("context-parallel", "1")),
+    WrongInput(
+        "plan for another model",
+        plan_file({"audio": [([0], [[0, 3]])], "llm": [([1], [[0, 4]])]}),
+        ("plan", "vision"),
+        drops=PLAN_FLAGS,
+    ),
+    WrongInput(
+        "plan leaves layers out",
+        plan_file({"vision": [([0], [[0, 3]])], "llm": [([1], [[0, 3]])]}),
+        ("layers 0 to 3",),
+        drops=PLAN_FLAGS,
+    ),
+    WrongInput(
+        "plan for more ranks",
+        plan_file({"vision": [([0], [[0, 3]])], "llm": [([1], [[0, 2]]), ([2], [[2, 4]])]}),
+        ("launch 3",),
+        drops=PLAN_FLAGS,
+    ),
+    WrongInput(
+        "plan and sizes",
+        plan_file({"vision": [([0], [[0, 3]])], "llm": [([1], [[0, 4]])]}),
+        ("--plan", "--vision-data-parallel-size"),
+    ),
+    WrongInput("freeze an unknown unit", flags_only("--freeze", "visoin"), ("visoin", "vision")),
+    WrongInput("everything frozen", flags_only("--freeze", "vision", "llm", "--freeze-projector", "vision"), ("freeze",)),
+    WrongInput("microbatch of zero", flags_only("--micro-batch-size", 0), ("--micro-batch-size", "1")),
+    WrongInput(
+        "microbatch above global batch", flags_only("--micro-batch-size", 8), ("--micro-batch-size", "--global-batch-size")
+    ),
+    WrongInput("sequence parallel without tp", flags_only("--sequence-parallel"), ("--sequence-parallel", "tensor")),
+    WrongInput("save interval without save", flags_only("--save-interval", 1), ("--save-interval", "--save")),
+    WrongInput("two precisions", flags_only("--bf16", "--dtype", "float64"), ("--bf16", "--dtype")),
+    WrongInput(
+        "a flag that would be ignored", flags_only("--lr-decay-style", "constant", "--min-lr", 1e-5), ("--min-lr", "constant")
+    ),
+    WrongInput(
+        "Transformer Engine missing", flags_only("--transformer-impl", "transformer_engine"), ("transformer_engine", "local")
+    ),
+    WrongInput("nccl without CUDA", flags_only("--distributed-backend", "nccl"), ("nccl", "gloo")),
+    WrongInput(
+        "manifest missing", flags_only("--data-path", "no/such.jsonl"), ("no/such.jsonl", "--data-path"), drops=("--data-path",)
+    ),
+    WrongInput("manifest empty", change_file("manifest.jsonl", lambda text: b""), ("manifest.jsonl",)),
+    WrongInput(
+        "manifest line truncated", change_file("manifest.jsonl", lambda text: text[: len(text) - 40]), ("manifest.jsonl", "4")
+    ),
+    WrongInput(
+        "no sample that the model takes",
+        change_file("manifest.jsonl", lambda text: text.replace(b'"image"', b'"audio"')),
+        ("audio",),
+    ),
+    WrongInput("image missing", lambda folder: (folder / "data" / "2.png").unlink() or (), ("2.png",)),
+    WrongInput("image truncated", change_file("2.png", lambda image: image[: len(image) // 2]), ("2.png", "replace")),
+    WrongInput(
+        "image of another size",
+        change_file("manifest.jsonl", lambda text: text.replace(b'"width": 64', b'"width": 65')),
+        ("2.png", "65"),
+    ),
+    WrongInput(
+        "tokenizer missing",
+        flags_only("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "no/such"),
+        ("--tokenizer-model",),
+    ),
+    WrongInput("sample longer than allowed", flags_only("--seq-length", 3), ("--seq-length",)),
+    WrongInput("nothing to load", flags_only("--load", "no/such/folder"), ("no/such/folder", "--load")),
+    WrongInput("checkpoint truncated", saved_then(truncate_largest), ("step_00000002",)),
+    WrongInput("checkpoint of another model", saved_then(widen_model), ("hidden_size",)),
+    WrongInput(
+        "other batches than before",
+        saved_then(lambda folder: None, "--global-batch-size", 3),
+        ("--global-batch-size 2",),
+        drops=("--global-batch-size",),
+    ),
+    WrongInput("save into a file", write_file_in_place_of_folder, ("occupied",)),
+    WrongInput(
+        "loss becomes infinite",
+        flags_only("--lr", "1e30", "--clip-grad", 0, "--train-iters", 6),
+        ("--lr",),
+        drops=("--lr", "--train-iters"),
+    ),
+]
+
+
+def run_wrong_input(wrong: WrongInput, folder: Path) -> Launched:
+    """Launch the working run with one thing wrong."""
+    write_working_files(folder)
+    further = wrong.prepare(folder)
+    if wrong.name == "broken model file":
+        (folder / "model.yaml").write_text("units: [vision: {")
+    if wrong.name == "model file missing":
+        further = ("--model", "no/such.yaml")
+    kept = {flag: value for flag, value in working_flags(folder).items() if flag not in wrong.drops}
+    return launch(
+        [item for pair in kept.items() for item in pair] + list(further),
+        num_ranks=wrong.num_ranks,
+        timeout_seconds=TIME_LIMIT_SECONDS,
+    )
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Launched]:
+    """All runs, a few at a time."""
+    folders = [tmp_path_factory.mktemp("wrong") for _ in WRONG_INPUTS]
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        launched = pool.map(run_wrong_input, WRONG_INPUTS, folders)
+        return {wrong.name: outcome for wrong, outcome in zip(WRONG_INPUTS, launched, strict=True)}
+
+
+@pytest.mark.parametrize("wrong", WRONG_INPUTS, ids=lambda wrong: wrong.name)
+def test_all_ranks_end_with_a_message_that_names_the_fix(wrong: WrongInput, outcomes: dict[str, Launched]) -> None:
+    outcome = outcomes[wrong.name]
+    assert all(code not in (0, None) for code in outcome.exit_codes), outcome.output
+    messages = [line for line in outcome.output.splitlines() if "error:" in line]
+    assert messages, outcome.output
+    assert all(part in messages[0] for part in wrong.says), messages[0]
+    assert "Traceback" not in outcome.output, outcome.output
+
+
+def test_the_run_that_is_made_wrong_works(tmp_path: Path) -> None:
+    write_working_files(tmp_path)
+    launched = launch([item for pair in working_flags(tmp_path).items() for item in pair], num_ranks=NUM_RANKS)
+    assert launched.exit_codes == (0,) * NUM_RANKS, launched.output
