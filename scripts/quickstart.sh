@@ -21,6 +21,6 @@ mkdir -p "$run"
 
 exec torchrun --standalone --nproc-per-node 4 pretrain_mllm.py \
     --config examples/digits/config.yaml \
-    --save "$run/checkpoints" --load "$run/checkpoints" \
+    --save "$run/checkpoints" --load "$run/checkpoints" --save-interval 250 \
     --tensorboard-dir "$run/tensorboard" --log-json "$run/log.jsonl" --report-dir "$run" \
     ${arguments[@]+"${arguments[@]}"}

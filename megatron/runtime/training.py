@@ -32,28 +32,34 @@ class RunSummary:
 def train(run: Run) -> RunSummary:
     """Train up to --train-iters, evaluating, saving and reporting on the way."""
     reporter = _build_reporter(run)
-    reporter.say(describe_run(run))
-    last_step = _last_step(run.config, run.done_steps)
+    try:
+        reporter.say(describe_run(run))
+        summary = _train(run, reporter)
+    finally:
+        reporter.close()
+    reporter.say(describe_end(run, summary))
+    return summary
+
+
+def _train(run: Run, reporter: Reporter) -> RunSummary:
+    config, last_step = run.config, _last_step(run.config, run.done_steps)
     evaluation: tuple[EvaluationReport | None, EvaluationReport | None] = (None, None)
     evaluated_step = saved_step = None
-    steps = load_steps(_train_planner(run), range(run.done_steps, last_step), num_workers=run.config.data.num_workers)
+    steps = load_steps(_train_planner(run), range(run.done_steps, last_step), num_workers=config.data.num_workers)
     for number, step in enumerate(steps, run.done_steps + 1):
         report, events = run.trainer.train_step(step, number=number)
         reporter.step(number, report)
-        if _wants_timeline(run.config, number, last_step):
+        if _wants_timeline(config, number, last_step):
             _report_timeline(run, reporter, number, events)
-        if _is_multiple(number, run.config.evaluation.eval_interval) and run.config.evaluation.eval_iters:
+        if config.evaluation.eval_iters and _is_multiple(number, config.evaluation.eval_interval):
             evaluation, evaluated_step = _evaluate(run, reporter, number), number
-        if _is_multiple(number, run.config.checkpoint.save_interval):
+        if _is_multiple(number, config.checkpoint.save_interval):
             saved_step = save(run, number)
-    if run.config.checkpoint.save and saved_step != last_step and last_step > run.done_steps:
+    if config.checkpoint.save and saved_step != last_step and last_step > run.done_steps:
         save(run, last_step)
-    if run.config.evaluation.eval_iters and evaluated_step != last_step:
+    if config.evaluation.eval_iters and evaluated_step != last_step:
         evaluation = _evaluate(run, reporter, last_step)
-    summary = RunSummary(last_step, *evaluation)
-    reporter.close()
-    reporter.say(describe_end(run, summary))
-    return summary
+    return RunSummary(last_step, *evaluation)
 
 
 def describe_run(run: Run) -> str:
@@ -64,7 +70,7 @@ def describe_run(run: Run) -> str:
         frozen = ", frozen" if run.graph.unit(name).freeze_module else ""
         lines.append(
             f"{name}: dp {unit.data_parallel_size} x pp {len(unit.replicas[0].stages)} x tp {unit.tensor_parallel_size} "
-            f"on ranks {ranks[0]}-{ranks[-1]}{frozen}"
+            f"on rank{'s' * (len(ranks) > 1)} {'-'.join(map(str, dict.fromkeys((ranks[0], ranks[-1]))))}{frozen}"
         )
     samples = f"{len(run.data.train)} training samples, {run.config.training.global_batch_size} a step"
     resumed = f"; resumed after step {run.done_steps}" if run.done_steps else ""

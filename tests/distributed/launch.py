@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +23,13 @@ class Launched:
     seconds: float
 
 
-def launch(flags: Sequence[object], *, num_ranks: int, timeout_seconds: float = 120.0) -> Launched:
+def launch(
+    flags: Sequence[object], *, num_ranks: int, timeout_seconds: float = 120.0, environment: Mapping[str, str] | None = None
+) -> Launched:
     """Start `num_ranks` ranks and wait; raises TimeoutExpired (after killing them) when one does not end."""
     start = time.monotonic()
     port = _free_port()
-    processes = [_start(flags, rank=rank, num_ranks=num_ranks, port=port) for rank in range(num_ranks)]
+    processes = [_start(flags, rank=rank, num_ranks=num_ranks, port=port, further=environment or {}) for rank in range(num_ranks)]
     try:
         outputs = [process.communicate(timeout=max(1.0, timeout_seconds - time.monotonic() + start))[0] for process in processes]
     finally:
@@ -36,7 +38,7 @@ def launch(flags: Sequence[object], *, num_ranks: int, timeout_seconds: float = 
     return Launched(tuple(process.returncode for process in processes), "".join(outputs), time.monotonic() - start)
 
 
-def _start(flags: Sequence[object], *, rank: int, num_ranks: int, port: int) -> subprocess.Popen[str]:
+def _start(flags: Sequence[object], *, rank: int, num_ranks: int, port: int, further: Mapping[str, str]) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
         "RANK": str(rank),
@@ -45,6 +47,7 @@ def _start(flags: Sequence[object], *, rank: int, num_ranks: int, port: int) -> 
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
+        **further,
     }
     command = [sys.executable, str(REPOSITORY / "pretrain_mllm.py"), *map(str, flags)]
     return subprocess.Popen(command, cwd=REPOSITORY, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

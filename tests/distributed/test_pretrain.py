@@ -87,6 +87,11 @@ def test_bfloat16_stays_close_to_float32(tmp_path: Path) -> None:
     assert losses(coarse) != losses(precise)
 
 
+def test_the_sharded_float32_optimizer_stays_close_to_float64(tmp_path: Path, one_process: list[dict[str, Any]]) -> None:
+    entries = train(tmp_path / "log.jsonl", "--train-iters", 3, "--vision-dp", 3, "--llm-pp", 1, "--llm-dp", 2, num_ranks=5)
+    assert losses(entries) == pytest.approx(losses(one_process), rel=1e-4)
+
+
 def test_a_frozen_encoder_trains_its_projector(tmp_path: Path, one_process: list[dict[str, Any]]) -> None:
     entries = train(tmp_path / "log.jsonl", "--dtype", "float64", "--train-iters", 3, "--freeze", "vision", num_ranks=4)
     assert losses(entries)[0] == pytest.approx(losses(one_process)[0], abs=1e-9)
