@@ -4,7 +4,7 @@
 #   ./scripts/quickstart.sh            train; a run that was stopped goes on where its last checkpoint left it
 #   ./scripts/quickstart.sh --fresh    forget the earlier run and start anew
 #
-# All other arguments go to pretrain_mllm.py: ./scripts/quickstart.sh --fresh --train-iters 50 --llm-pp 3 --llm-dp 1
+# All other arguments go to pretrain_mllm.py: ./scripts/quickstart.sh --fresh --train-iters 50 --vision-dp 1 --llm-pp 3
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 

@@ -27,6 +27,8 @@ class RunSummary:
     done_steps: int
     evaluation: EvaluationReport | None
     blank_evaluation: EvaluationReport | None
+    peak_activation_bytes: int
+    """The largest of all ranks and steps; 0 when no step was left to do."""
 
 
 def train(run: Run) -> RunSummary:
@@ -45,10 +47,12 @@ def _train(run: Run, reporter: Reporter) -> RunSummary:
     config, last_step = run.config, _last_step(run.config, run.done_steps)
     evaluation: tuple[EvaluationReport | None, EvaluationReport | None] = (None, None)
     evaluated_step = saved_step = None
+    peak_bytes = 0
     steps = load_steps(_train_planner(run), range(run.done_steps, last_step), num_workers=config.data.num_workers)
     for number, step in enumerate(steps, run.done_steps + 1):
         report, events = run.trainer.train_step(step, number=number)
         reporter.step(number, report)
+        peak_bytes = max(peak_bytes, report.peak_activation_bytes)
         if _wants_timeline(config, number, last_step):
             _report_timeline(run, reporter, number, events)
         if config.evaluation.eval_iters and _is_multiple(number, config.evaluation.eval_interval):
@@ -59,7 +63,7 @@ def _train(run: Run, reporter: Reporter) -> RunSummary:
         save(run, last_step)
     if config.evaluation.eval_iters and evaluated_step != last_step:
         evaluation = _evaluate(run, reporter, last_step)
-    return RunSummary(last_step, *evaluation)
+    return RunSummary(last_step, *evaluation, peak_bytes)
 
 
 def describe_run(run: Run) -> str:
@@ -93,6 +97,8 @@ def describe_end(run: Run, summary: RunSummary) -> str:
         results += f": {summary.evaluation.answer_accuracy:.1%} of held-out answers right"
     if summary.blank_evaluation:
         results += f" ({summary.blank_evaluation.answer_accuracy:.1%} with blank images)"
+    if summary.peak_activation_bytes:
+        results += f"; activations took up to {summary.peak_activation_bytes / 2**20:.1f} MiB a rank"
     return "; ".join([results, *places])
 
 

@@ -37,14 +37,13 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
         (5, ("--vision-dp", 2, "--llm-pp", 3)),
         (5, ("--vision-dp", 3, "--llm-pp", 1, "--llm-dp", 2, "--schedule", "gpipe", "--micro-batch-size", 3)),
         (6, ("--vision-dp", 1, "--vision-pp", 2, "--llm-pp", 2, "--llm-tp", 2, "--sequence-parallel", "--recompute-activations")),
-        (4, ("--colocate-units", "--no-vision-dp", "--vision-tp", 2, "--llm-pp", 2)),
+        (4, ("--colocate-units", "--vision-tp", 2, "--llm-pp", 2)),
         (4, ("--balancer", "longest-first", "--vision-micro-batch-size", 5)),
     ],
 )
 def test_any_sizes_log_the_same_losses(
     tmp_path: Path, one_process: list[dict[str, Any]], num_ranks: int, flags: tuple[object, ...]
 ) -> None:
-    flags = tuple(flag for flag in flags if flag != "--no-vision-dp")
     entries = train(tmp_path / "log.jsonl", "--dtype", "float64", "--train-iters", 3, *flags, num_ranks=num_ranks)
     assert losses(entries) == pytest.approx(losses(one_process), rel=0, abs=1e-9)
     norms = [[entry["grad_norm"] for entry in found] for found in (entries, one_process)]
@@ -67,10 +66,24 @@ def test_a_plan_file_gives_any_layout(tmp_path: Path, one_process: list[dict[str
     assert losses(entries) == pytest.approx(losses(one_process), rel=0, abs=1e-9)
 
 
-def test_the_log_has_the_step_and_its_split(tmp_path: Path) -> None:
-    entries = train(tmp_path / "log.jsonl", "--train-iters", 2, num_ranks=4)
-    assert [entry["step"] for entry in entries] == [1, 2]
-    for entry in entries:
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Six float32 steps without interruption."""
+    return train(tmp_path_factory.mktemp("whole") / "log.jsonl", "--train-iters", 6, num_ranks=4)
+
+
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the same run, stopped after three steps: `log.jsonl` and `checkpoints`."""
+    folder = tmp_path_factory.mktemp("stopped")
+    flags = ("--train-iters", 6, "--exit-interval", 3, "--save", folder / "checkpoints", "--load", folder / "checkpoints")
+    train(folder / "log.jsonl", *flags, num_ranks=4)
+    return folder
+
+
+def test_the_log_has_the_step_and_its_split(whole_run: list[dict[str, Any]]) -> None:
+    assert [entry["step"] for entry in whole_run] == [1, 2, 3, 4, 5, 6]
+    for entry in whole_run:
         parts = [entry[f"{part}_seconds"] for part in ("compute", "communication", "waiting", "optimizer")]
         assert all(part >= 0 for part in parts)
         assert 0 < sum(parts) <= entry["step_seconds"] * 1.05
@@ -80,11 +93,10 @@ def test_the_log_has_the_step_and_its_split(tmp_path: Path) -> None:
         assert entry["peak_activation_bytes"] > 0
 
 
-def test_bfloat16_stays_close_to_float32(tmp_path: Path) -> None:
-    precise = train(tmp_path / "precise.jsonl", "--train-iters", 4, num_ranks=4)
-    coarse = train(tmp_path / "coarse.jsonl", "--train-iters", 4, "--bf16", num_ranks=4)
-    assert losses(coarse) == pytest.approx(losses(precise), rel=0.03)
-    assert losses(coarse) != losses(precise)
+def test_bfloat16_stays_close_to_float32(tmp_path: Path, whole_run: list[dict[str, Any]]) -> None:
+    coarse = train(tmp_path / "log.jsonl", "--train-iters", 6, "--bf16", num_ranks=4)
+    assert losses(coarse) == pytest.approx(losses(whole_run), rel=0.03)
+    assert losses(coarse) != losses(whole_run)
 
 
 def test_the_sharded_float32_optimizer_stays_close_to_float64(tmp_path: Path, one_process: list[dict[str, Any]]) -> None:
@@ -99,32 +111,17 @@ def test_a_frozen_encoder_trains_its_projector(tmp_path: Path, one_process: list
     assert losses(entries)[2] < losses(entries)[0]
 
 
-def test_stopping_and_resuming_changes_nothing(tmp_path: Path) -> None:
-    whole = train(tmp_path / "whole.jsonl", "--train-iters", 6, num_ranks=4)
-    save = ("--save", tmp_path / "checkpoints", "--load", tmp_path / "checkpoints")
-    part = train(tmp_path / "part.jsonl", "--train-iters", 6, "--exit-interval", 3, *save, num_ranks=4)
-    assert losses(part) == losses(whole)[:3]
-    rest = train(tmp_path / "part.jsonl", "--train-iters", 6, *save, num_ranks=4)
-    assert losses(rest) == losses(whole)
-
-
-def test_resuming_under_another_plan(tmp_path: Path) -> None:
-    whole = train(tmp_path / "whole.jsonl", "--train-iters", 6, num_ranks=4)
-    checkpoints = tmp_path / "checkpoints"
-    train(tmp_path / "part.jsonl", "--train-iters", 6, "--exit-interval", 3, "--save", checkpoints, num_ranks=4)
-    rest = train(
-        tmp_path / "rest.jsonl",
-        "--train-iters",
-        6,
-        "--load",
-        checkpoints,
-        "--vision-dp",
-        1,
-        "--llm-pp",
-        3,
-        "--llm-dp",
-        1,
-        num_ranks=4,
-    )
+def test_resuming_under_another_plan_changes_next_to_nothing(
+    tmp_path: Path, whole_run: list[dict[str, Any]], stopped_run: Path
+) -> None:
+    flags = ("--load", stopped_run / "checkpoints", "--vision-dp", 1, "--llm-pp", 3)
+    rest = train(tmp_path / "log.jsonl", "--train-iters", 6, *flags, num_ranks=4)
     assert [entry["step"] for entry in rest] == [4, 5, 6]
-    assert losses(rest) == pytest.approx(losses(whole)[3:], abs=1e-5)
+    assert losses(rest) == pytest.approx(losses(whole_run)[3:], abs=1e-5)
+
+
+def test_resuming_under_the_same_plan_changes_nothing(whole_run: list[dict[str, Any]], stopped_run: Path) -> None:
+    log = stopped_run / "log.jsonl"
+    assert losses([json.loads(line) for line in log.read_text().splitlines()]) == losses(whole_run)[:3]
+    flags = ("--train-iters", 6, "--save", stopped_run / "checkpoints", "--load", stopped_run / "checkpoints")
+    assert losses(train(log, *flags, num_ranks=4)) == losses(whole_run)

@@ -15,7 +15,7 @@ from tests.distributed.launch import Launched, launch
 NUM_RANKS = 2
 TIME_LIMIT_SECONDS = 120.0
 """Beyond this a run counts as hanging; on an idle machine each ends in a few seconds."""
-NUM_AT_ONCE = 2
+NUM_AT_ONCE = 4
 MODEL = {
     "units": {
         "vision": {

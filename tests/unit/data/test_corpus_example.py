@@ -16,7 +16,7 @@ def test_model_and_flags_fit_together() -> None:
     graph = ModelGraph.from_file(FOLDER / flags["model"])
     assert graph.unit_names == ("vision", "llm") and graph.edges == (("vision", "llm"),)
     assert 1 <= flags["llm-pp"] <= graph.backbone.transformer.num_layers
-    assert flags["global-batch-size"] % (flags["micro-batch-size"] * flags["llm-dp"]) == 0
+    assert flags["global-batch-size"] % flags["micro-batch-size"] == 0
     assert build_tokenizer(flags["tokenizer-type"]).vocab_size == 265
     image = graph.unit("vision").image
     assert image is not None and image.max_pixels // (image.patch_size * image.merge_size) ** 2 == 256 < flags["seq-length"]
