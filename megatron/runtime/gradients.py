@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from megatron.runtime.units import Membership
@@ -79,11 +81,18 @@ def global_gradient_norm(optimizers: Sequence[tuple[MegatronOptimizer, bool]], *
     """
     square = torch.zeros(1, dtype=torch.float64, device=device)
     for optimizer, counts in optimizers:
-        if counts:
-            for gradient in optimizer.get_main_grads_for_grad_norm():
-                square += torch.linalg.vector_norm(gradient.detach(), dtype=_norm_dtype(gradient)).double() ** 2
+        for gradient in _gradients_to_count(optimizer) if counts else ():
+            square += torch.linalg.vector_norm(gradient.detach(), dtype=_norm_dtype(gradient)).double() ** 2
     dist.all_reduce(square)
     return float(square.sqrt())
+
+
+def _gradients_to_count(optimizer: MegatronOptimizer) -> Iterable[Tensor]:
+    """Prepared gradients, but for copies: of tied embeddings, and of what all tensor parallel ranks hold whole."""
+    for parameter in optimizer.get_parameters():
+        is_own = param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, optimizer.tp_group)
+        if parameter.grad is not None and is_own:
+            yield parameter.grad
 
 
 def clip_gradients(parameters: Iterable[Tensor], *, norm: float, max_norm: float) -> None:

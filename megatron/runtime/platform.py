@@ -73,6 +73,9 @@ def _cuda_type_name(parameter: torch.Tensor) -> str:
 REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement("torch.cuda:current_device", _current_device, "parameters and buffers are made on torch.cuda.current_device()"),
     Replacement("torch.cuda:synchronize", _do_nothing, "checkpointing synchronizes the device before it writes"),
+    Replacement(
+        "torch.cuda:current_stream", _do_nothing, "from 0.19 on, gradient reduction asks for it to wait for graph replays"
+    ),
     Replacement("megatron.core.optimizer.optimizer:torch", CpuTorch, 'the optimizer keeps its flags on device="cuda"'),
     Replacement(
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.__init__",
@@ -105,6 +108,8 @@ def _resolve(target: str) -> tuple[Any, str]:
         owner = functools.reduce(getattr, parents, importlib.import_module(module_name))
         getattr(owner, name)
     except (ImportError, AttributeError) as problem:
+        if isinstance(problem, ImportError) and not (problem.name or "").startswith("megatron"):
+            raise RuntimeError(f"{module_name} cannot be imported ({problem}); install what it needs") from problem
         raise RuntimeError(
             f"megatron-core has no {target} any more, which Braid replaces on machines without CUDA; "
             "install megatron-core 0.16.1, or adapt megatron/runtime/platform.py"

@@ -87,16 +87,17 @@ def _run_state(config: RunConfig) -> dict[str, Any]:
         "seed": config.training.seed,
         "global_batch_size": config.training.global_batch_size,
         "data_path": config.data.data_path,
+        "tokenizer_type": config.data.tokenizer_type,
         "dtype": config.training.dtype,
     }
 
 
 def _check_same_data(config: RunConfig, saved: Mapping[str, Any]) -> None:
-    for name in ("seed", "global_batch_size"):
+    for name in ("seed", "global_batch_size", "tokenizer_type"):
         now = _run_state(config)[name]
         if saved.get(name, now) != now:
             flag = "--" + name.replace("_", "-")
             raise CheckpointError(
                 f"--load {config.checkpoint.load}: it was trained with {flag} {saved[name]}, this run has {now}, so the data "
-                f"would not go on where it stopped; use {flag} {saved[name]}"
+                f"would not go on as it was; use {flag} {saved[name]}"
             )
