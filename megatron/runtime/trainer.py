@@ -91,17 +91,18 @@ class Trainer:
         return report, result.events
 
     def evaluate(self, steps: Iterable[Step]) -> EvaluationReport:
-        """Forward only, over forward-only steps."""
-        totals = [0.0] * 5
+        """Forward only, over forward-only steps (at least one)."""
+        loss_sum, num_correct_tokens, num_right_answers, num_tokens, num_samples = 0.0, 0, 0, 0, 0
         with torch.no_grad():
             for step in steps:
                 result = self.runtime.executor.execute(step, is_training=False)
-                correct = result.correct_samples.values()
-                counted = sum(len(samples) for samples in step.target_samples.values()) if result.correct_samples else 0
-                found = (result.loss_sum, counted, result.num_correct_tokens, len(correct), sum(correct))
-                totals = [total + value for total, value in zip(totals, found, strict=True)]
-        loss_sum, num_tokens, num_correct, num_samples, num_right = self._sum(totals)
-        return EvaluationReport(loss_sum / max(1, num_tokens), num_correct / max(1, num_tokens), num_right / max(1, num_samples))
+                loss_sum += result.loss_sum
+                num_correct_tokens += result.num_correct_tokens
+                num_right_answers += sum(result.correct_samples.values())
+                num_tokens += step.num_target_tokens  # of all ranks, as everyone knows them
+                num_samples += len(step.lengths)
+        total_loss, correct_tokens, right_answers = self._sum([loss_sum, num_correct_tokens, num_right_answers])
+        return EvaluationReport(total_loss / num_tokens, correct_tokens / num_tokens, right_answers / num_samples)
 
     def _zero_gradients(self) -> None:
         self.runtime.zero_gradients()

@@ -1,5 +1,6 @@
 """One virtual stage of a unit: the layers of one range, built for this rank alone."""
 
+import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
@@ -122,7 +123,7 @@ class UnitStage(MegatronModule):
             output: Tensor = layer(states, attention_mask=None, rotary_pos_emb=frequencies, packed_seq_params=lengths)[0]
             return output
 
-        if self.options.recompute == "full" and hidden.requires_grad | self.training:
+        if self.options.recompute == "full" and torch.is_grad_enabled():
             recomputed: Tensor = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)
             return recomputed
         return run(hidden)
