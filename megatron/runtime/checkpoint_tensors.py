@@ -12,9 +12,8 @@ from torch import Tensor
 
 from megatron.runtime.assembly import RankRuntime
 from megatron.runtime.checkpoint_pieces import Piece, pieces_of_shard
-from multimodal.model.parameter_sharding import WHOLE, ParameterSharding, full_shape, parameter_sharding
+from multimodal.model.parameter_sharding import WHOLE, ParameterSharding, full_shape, sharding_of
 from multimodal.model.unit_stage import UnitStage
-from multimodal.values.model_graph import LayerKind
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -131,9 +130,7 @@ def adopt_group_steps(runtime: RankRuntime, optimizers: Mapping[str, MegatronOpt
 def _parameters(runtime: RankRuntime) -> Iterator[_Parameter]:
     for (unit, _), stage in runtime.stages.items():
         for name, value in stage.named_parameters():
-            layer = stage.unit.layers[int(name.split(".")[1])]
-            is_gated = stage.unit.transformer.activation == "swiglu" and layer is LayerKind.TRANSFORMER
-            yield _Parameter(unit, name, value, parameter_sharding(name, is_gated=is_gated), stage)
+            yield _Parameter(unit, name, value, sharding_of(stage.unit, name), stage)
 
 
 def _optimizer_parts(

@@ -113,7 +113,7 @@ def _planner(run: Run, source: SampleSource, *, seed: int, shuffle: bool, forwar
         source,
         batches=GlobalBatches(len(source), training.global_batch_size, seed, shuffle=shuffle),
         schedules=ScheduleCache(run.graph, run.plan, BUILDERS[training.schedule], forward_only=forward_only),
-        balancer=BALANCERS[training.balancer.replace("-", "_")],
+        balancer=BALANCERS[training.balancer],
         rank=run.world.rank,
         micro_batch_size=training.micro_batch_size,
         encoder_micro_batch_sizes=training.encoder_micro_batch_sizes,

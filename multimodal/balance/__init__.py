@@ -28,7 +28,7 @@ class Balancer(Protocol):
 
 
 BALANCERS: Mapping[str, Balancer] = {
-    "in_order": balance_in_order,
-    "longest_first": balance_longest_first,
+    "in-order": balance_in_order,
+    "longest-first": balance_longest_first,
 }
-"""Every balancer by the name that chooses it."""
+"""Every balancer by the name that `--balancer` chooses it by."""

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from multimodal.model.parameter_sharding import full_shape, mark_sharding, parameter_sharding, take_shard
+from multimodal.model.parameter_sharding import full_shape, mark_sharding, sharding_of, take_shard
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.model_graph import LayerKind
 
@@ -24,8 +24,7 @@ def initialize_parameters(stage: UnitStage, *, seed: int) -> None:
     size, rank = stage.groups.tp.size(), stage.groups.tp.rank()
     for name, parameter in stage.named_parameters():
         layer = stage.unit.layers[int(name.split(".")[1])]
-        is_gated = shape.activation == "swiglu" and layer is LayerKind.TRANSFORMER
-        sharding = parameter_sharding(name, is_gated=is_gated)
+        sharding = sharding_of(stage.unit, name)
         mark_sharding(parameter, sharding)
         if parameter.dim() < 2:
             parameter.fill_(1.0 if name.endswith(("norm.weight", "layer_norm_weight")) else 0.0)

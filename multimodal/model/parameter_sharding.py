@@ -7,6 +7,8 @@ import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor
 
+from multimodal.values.model_graph import LayerKind, Unit
+
 
 class ParameterSharding(NamedTuple):
     """dimension: the split dimension, None for a parameter that every rank holds whole.
@@ -32,6 +34,12 @@ def parameter_sharding(name: str, *, is_gated: bool) -> ParameterSharding:
     if owner in _SPLIT_BY_INPUT and kind == "weight":
         return ParameterSharding(1)
     return WHOLE
+
+
+def sharding_of(unit: Unit, name: str) -> ParameterSharding:
+    """Sharding of a parameter of a UnitStage of `unit`, by its name there (`layers.<layer index>. ...`)."""
+    layer = unit.layers[int(name.split(".")[1])]
+    return parameter_sharding(name, is_gated=unit.transformer.activation == "swiglu" and layer is LayerKind.TRANSFORMER)
 
 
 def full_shape(shape: Sequence[int], sharding: ParameterSharding, *, tensor_parallel_size: int) -> tuple[int, ...]:

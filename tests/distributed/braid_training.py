@@ -44,7 +44,7 @@ def braid_losses(plan: Plan) -> list[float]:
     for number in range(NUM_STEPS):
         source = batch_of_step(number)
         lengths = [source.lengths(index) for index in range(len(source))]
-        assignment = BALANCERS["longest_first"](
+        assignment = BALANCERS["longest-first"](
             lengths, graph=GRAPH, plan=plan, micro_batch_size=MICRO_BATCH_SIZE, encoder_micro_batch_sizes={}
         )
         step = plan_step(

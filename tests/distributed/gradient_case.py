@@ -13,13 +13,13 @@ from megatron.runtime.assembly import RankRuntime, assemble
 from megatron.runtime.step import Step
 from megatron.runtime.step_planner import ScheduleCache, plan_step
 from multimodal.data.packing import pack_encoder_microbatch
-from multimodal.model.parameter_sharding import ParameterSharding, full_shape, parameter_sharding, take_shard
+from multimodal.model.parameter_sharding import ParameterSharding, full_shape, sharding_of, take_shard
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.assignment import Assignment, Atom
-from multimodal.values.model_graph import LayerKind, ModelGraph, Unit
+from multimodal.values.model_graph import ModelGraph, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.distributed.random_source import RandomSource
 from tests.distributed.rank_pool import TIMEOUT
@@ -93,7 +93,7 @@ def build_runtime(case: GradientCase) -> RankRuntime:
     for (unit, _), stage in runtime.stages.items():
         for name, parameter in stage.named_parameters():
             if parameter.dim() == 1:
-                _randomize(parameter, f"{unit}.{name}", sharding_of(stage, name), stage)
+                _randomize(parameter, f"{unit}.{name}", sharding_of(stage.unit, name), stage)
     runtime.zero_gradients()
     return runtime
 
@@ -141,19 +141,13 @@ def single_rank_plan(graph: ModelGraph) -> Plan:
     return Plan({unit.name: UnitPlan((Replica((Stage((0,), ((0, len(unit.layers)),)),)),)) for unit in graph.units})
 
 
-def sharding_of(stage: UnitStage, name: str) -> ParameterSharding:
-    """How a stage's parameter is split."""
-    layer = stage.unit.layers[int(name.split(".")[1])]
-    return parameter_sharding(name, is_gated=stage.unit.transformer.activation == "swiglu" and layer is LayerKind.TRANSFORMER)
-
-
 def _report(runtime: RankRuntime, loss_sum: float) -> RankGradients:
     gradients, shardings = {}, {}
     for (unit, _), stage in runtime.stages.items():
         for name, parameter in stage.named_parameters():
             if parameter.requires_grad:
                 gradients[unit, name] = parameter.main_grad.detach().numpy().copy()
-                shardings[unit, name] = sharding_of(stage, name)
+                shardings[unit, name] = sharding_of(stage.unit, name)
     return RankGradients(loss_sum, gradients, shardings)
 
 

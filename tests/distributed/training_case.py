@@ -14,13 +14,13 @@ from megatron.runtime.gradients import clip_gradients, global_gradient_norm
 from megatron.runtime.step_planner import ScheduleCache, plan_step
 from megatron.runtime.unit_optimizer import build_optimizer_config, build_unit_optimizer
 from multimodal.balance.in_order import balance_in_order
-from multimodal.model.parameter_sharding import ParameterSharding, join_shards, parameter_sharding
+from multimodal.model.parameter_sharding import ParameterSharding, join_shards, sharding_of
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS
-from multimodal.values.model_graph import ImageInput, LayerKind, ModelGraph, Role, Transformer, Unit
+from multimodal.values.model_graph import ImageInput, ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import TIMEOUT, RankPool
@@ -163,9 +163,7 @@ class Training:
         found = {}
         for (unit, _), stage in self.runtime.stages.items():
             for name, parameter in stage.named_parameters():
-                layer = stage.unit.layers[int(name.split(".")[1])]
-                is_gated = stage.unit.transformer.activation == "swiglu" and layer is LayerKind.TRANSFORMER
-                sharding = parameter_sharding(name, is_gated=is_gated)
+                sharding = sharding_of(stage.unit, name)
                 label = f"{name} (copy)" if getattr(parameter, "shared", False) else name
                 wide = torch.promote_types(parameter.dtype, torch.float32)  # NumPy has no bfloat16
                 found[unit, label] = (sharding, parameter.detach().to(wide, copy=True).numpy())

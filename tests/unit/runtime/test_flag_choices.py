@@ -1,0 +1,13 @@
+"""Flags are parsed without importing what they choose from, so their choices are written twice; here they are held together."""
+
+from typing import get_args, get_type_hints
+
+from megatron.runtime.configuration import TrainingConfig
+from multimodal.balance import BALANCERS
+from multimodal.schedule.builders import BUILDERS
+
+
+def test_balancer_and_schedule_offer_what_is_registered() -> None:
+    hints = get_type_hints(TrainingConfig)
+    assert set(get_args(hints["balancer"])) == set(BALANCERS)
+    assert set(get_args(hints["schedule"])) == set(BUILDERS)
