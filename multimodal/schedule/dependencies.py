@@ -3,18 +3,34 @@
 from collections.abc import Callable, Iterator, Mapping
 
 from multimodal.values.assignment import Assignment, MicrobatchPlace
+from multimodal.values.backward_need import stage_backward_need
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Action, ActionKind, Place
+from multimodal.values.schedule_form import PLAIN, ScheduleForm, parts_of
 
-_Rule = Callable[[Action, ModelGraph, Plan, Assignment], Iterator[Action]]
+_Rule = Callable[[Action, ModelGraph, Plan, Assignment, ScheduleForm], Iterator[Action]]
 
-_SEND_OF = {ActionKind.FORWARD: ActionKind.SEND_FORWARD, ActionKind.BACKWARD: ActionKind.SEND_BACKWARD}
-_RECEIVE_OF = {ActionKind.FORWARD: ActionKind.RECEIVE_FORWARD, ActionKind.BACKWARD: ActionKind.RECEIVE_BACKWARD}
+_SEND_OF = {
+    ActionKind.FORWARD: ActionKind.SEND_FORWARD,
+    ActionKind.BACKWARD: ActionKind.SEND_BACKWARD,
+    ActionKind.INPUT_GRADIENT: ActionKind.SEND_BACKWARD,
+}
+_RECEIVE_OF = {
+    ActionKind.FORWARD: ActionKind.RECEIVE_FORWARD,
+    ActionKind.BACKWARD: ActionKind.RECEIVE_BACKWARD,
+    ActionKind.INPUT_GRADIENT: ActionKind.RECEIVE_BACKWARD,
+}
 
 
 def dependencies(
-    action: Action, graph: ModelGraph, plan: Plan, assignment: Assignment, *, lowered: bool = False
+    action: Action,
+    graph: ModelGraph,
+    plan: Plan,
+    assignment: Assignment,
+    *,
+    lowered: bool = False,
+    form: ScheduleForm = PLAIN,
 ) -> tuple[Action, ...]:
     """Return the actions that must be complete before `action` may run.
 
@@ -23,12 +39,16 @@ def dependencies(
     stage, the first-stage backwards of every downstream microbatch that it routes to. Reducing a stage's gradients needs all
     its backwards on that replica.
 
+    `form` says where the schedule cuts backwards. In a split backward the input gradient takes the backward's place, and the
+    weight gradient needs it. Where a microbatch's backward is cut into sample subsets, a subset's backward needs the same subset
+    at the stage after it; at the last stage, the backward of the one downstream microbatch that the subset routes to.
+
     In the lowered dialect (`lowered=True`) a dependency between different rank groups is carried by a message: the producer's
     send, then the consumer's receive, then the consumer. The sends' and receives' own dependencies are the same in both.
 
     `action` must be one of `expected_actions`; the result is deterministic, and its cost is linear in its length.
     """
-    needed = _RULES[action.kind](action, graph, plan, assignment)
+    needed = _RULES[action.kind](action, graph, plan, assignment, form)
     if not lowered:
         return tuple(needed)
     return tuple(message(producer, action)[1] if needs_message(producer, action, plan) else producer for producer in needed)
@@ -43,11 +63,15 @@ def needs_message(producer: Action, consumer: Action, plan: Plan) -> bool:
 
 def message(producer: Action, consumer: Action) -> tuple[Action, Action]:
     """Return the send at the producer's place and the receive at the consumer's place that carry this dependency."""
-    send = Action(_SEND_OF[producer.kind], *producer.place, peer=consumer.place)
-    return send, Action(_RECEIVE_OF[producer.kind], *consumer.place, peer=producer.place)
+    # Between units a subset is named by the microbatch at the other end, so only stages of one unit need to say which.
+    part = producer.part if producer.unit == consumer.unit else -1
+    send = Action(_SEND_OF[producer.kind], *producer.place, peer=consumer.place, part=part)
+    return send, Action(_RECEIVE_OF[producer.kind], *consumer.place, peer=producer.place, part=part)
 
 
-def _forward_needs(action: Action, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Iterator[Action]:
+def _forward_needs(action: Action, graph: ModelGraph, plan: Plan, assignment: Assignment, form: ScheduleForm) -> Iterator[Action]:
+    if form.gathers_parameters and _is_trained(action, graph, plan):
+        yield Action(ActionKind.GATHER_PARAMETERS, *action.place[:3])
     if action.stage > 0:
         yield action._replace(stage=action.stage - 1)
         return
@@ -58,48 +82,79 @@ def _forward_needs(action: Action, graph: ModelGraph, plan: Plan, assignment: As
         yield Action(ActionKind.FORWARD, source.unit, source.replica, last_stage, source.microbatch)
 
 
-def _backward_needs(action: Action, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Iterator[Action]:
+def _is_trained(action: Action, graph: ModelGraph, plan: Plan) -> bool:
+    return stage_backward_need(graph, plan, action.unit, action.replica, action.stage).trains_weights
+
+
+def _gather_needs(action: Action, graph: ModelGraph, plan: Plan, assignment: Assignment, form: ScheduleForm) -> Iterator[Action]:
+    yield from ()
+
+
+def _backward_needs(
+    action: Action, graph: ModelGraph, plan: Plan, assignment: Assignment, form: ScheduleForm
+) -> Iterator[Action]:
     # What lies downstream of a stage that has a backward always has one, too: the gradient comes through it.
-    yield action._replace(kind=ActionKind.FORWARD)
+    yield Action(ActionKind.FORWARD, *action.place)
     if action.stage < plan.units[action.unit].num_virtual_stages - 1:
-        yield action._replace(stage=action.stage + 1)
+        after = action.place._replace(stage=action.stage + 1)
+        yield Action(form.gradient_kind(after), *after, part=action.part)
         return
+    for target in _targets_of(action, graph, assignment):
+        first = Place(target.unit, target.replica, 0, target.microbatch)
+        yield from (Action(form.gradient_kind(first), *first, part=part) for part in form.parts(target))
+
+
+def _targets_of(action: Action, graph: ModelGraph, assignment: Assignment) -> Iterator[MicrobatchPlace]:
     own = MicrobatchPlace(action.unit, action.replica, action.microbatch)
-    for route in assignment.routes(graph).from_source.get(own, ()):
-        target = route.target
-        yield Action(ActionKind.BACKWARD, target.unit, target.replica, 0, target.microbatch)
+    targets = [route.target for route in assignment.routes(graph).from_source.get(own, ())]
+    if action.part < 0:
+        yield from targets
+        return
+    part = parts_of(own, graph, assignment)[action.part]
+    places = assignment.routes(graph).from_source[own]
+    yield next(route.target for route in places if route.atoms[0] in part)
 
 
-def _reduce_needs(action: Action, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Iterator[Action]:
+def _weight_needs(action: Action, graph: ModelGraph, plan: Plan, assignment: Assignment, form: ScheduleForm) -> Iterator[Action]:
+    yield action._replace(kind=ActionKind.INPUT_GRADIENT)
+
+
+def _reduce_needs(action: Action, graph: ModelGraph, plan: Plan, assignment: Assignment, form: ScheduleForm) -> Iterator[Action]:
     for microbatch in range(assignment.num_microbatches(action.unit, action.replica)):
-        yield Action(ActionKind.BACKWARD, action.unit, action.replica, action.stage, microbatch)
+        place = action.place._replace(microbatch=microbatch)
+        for part in form.parts(MicrobatchPlace(action.unit, action.replica, microbatch)):
+            yield Action(form.last_kind(place), *place, part=part)
 
 
-def _send_needs(kind: ActionKind) -> _Rule:
-    def needs(action: Action, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Iterator[Action]:
-        yield Action(kind, *action.place)
+def _send_forward_needs(
+    action: Action, graph: ModelGraph, plan: Plan, assignment: Assignment, form: ScheduleForm
+) -> Iterator[Action]:
+    yield Action(ActionKind.FORWARD, *action.place)
 
-    return needs
+
+def _send_backward_needs(
+    action: Action, graph: ModelGraph, plan: Plan, assignment: Assignment, form: ScheduleForm
+) -> Iterator[Action]:
+    yield Action(form.gradient_kind(action.place), *action.place, part=action.part)
 
 
 def _receive_needs(kind: ActionKind) -> _Rule:
-    def needs(action: Action, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Iterator[Action]:
-        yield Action(kind, *_peer(action), peer=action.place)
+    def needs(action: Action, graph: ModelGraph, plan: Plan, assignment: Assignment, form: ScheduleForm) -> Iterator[Action]:
+        assert action.peer is not None, f"{action} has no peer"
+        yield Action(kind, *action.peer, peer=action.place, part=action.part)
 
     return needs
-
-
-def _peer(action: Action) -> Place:
-    assert action.peer is not None, f"{action} has no peer"
-    return action.peer
 
 
 _RULES: Mapping[ActionKind, _Rule] = {
     ActionKind.FORWARD: _forward_needs,
     ActionKind.BACKWARD: _backward_needs,
-    ActionKind.SEND_FORWARD: _send_needs(ActionKind.FORWARD),
-    ActionKind.SEND_BACKWARD: _send_needs(ActionKind.BACKWARD),
+    ActionKind.INPUT_GRADIENT: _backward_needs,
+    ActionKind.WEIGHT_GRADIENT: _weight_needs,
+    ActionKind.SEND_FORWARD: _send_forward_needs,
+    ActionKind.SEND_BACKWARD: _send_backward_needs,
     ActionKind.RECEIVE_FORWARD: _receive_needs(ActionKind.SEND_FORWARD),
     ActionKind.RECEIVE_BACKWARD: _receive_needs(ActionKind.SEND_BACKWARD),
+    ActionKind.GATHER_PARAMETERS: _gather_needs,
     ActionKind.REDUCE_GRADIENTS: _reduce_needs,
 }

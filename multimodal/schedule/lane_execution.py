@@ -9,7 +9,8 @@ from multimodal.schedule.unit_cost import unit_cost
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Resource, Schedule
+from multimodal.values.schedule import ACTION_TABLE, Action, Resource, Schedule
+from multimodal.values.schedule_form import form_of
 from multimodal.values.timeline import TimelineEvent
 
 
@@ -69,6 +70,7 @@ class _Run:
         self.lanes = [lane.actions for lane in schedule.lanes]
         self.graph, self.plan, self.assignment, self.lowered = graph, plan, assignment, lowered
         self.duration = duration
+        self.form = form_of(schedule)
         self.positions = [0] * len(self.lanes)
         self.free_at = [0.0] * len(self.lanes)
         self.needs: dict[Action, tuple[Action, ...]] = {}
@@ -96,7 +98,9 @@ class _Run:
 
     def _needs(self, action: Action) -> tuple[Action, ...]:
         if action not in self.needs:
-            self.needs[action] = dependencies(action, self.graph, self.plan, self.assignment, lowered=self.lowered)
+            self.needs[action] = dependencies(
+                action, self.graph, self.plan, self.assignment, lowered=self.lowered, form=self.form
+            )
         return self.needs[action]
 
     def _send(self, action: Action, lane: int) -> bool:
@@ -141,7 +145,7 @@ class _Run:
         return True
 
     def _together(self, action: Action) -> tuple[Action, ...]:
-        if action.kind is not ActionKind.REDUCE_GRADIENTS:
+        if ACTION_TABLE[action.kind].resource is not Resource.COLLECTIVE:
             return (action,)
         return tuple(action._replace(replica=replica) for replica in range(self.plan.units[action.unit].data_parallel_size))
 

@@ -3,7 +3,10 @@
     lane 0,1: F vision/0/0/3; SF vision/0/0/3>llm/1/0/2; B vision/0/0/3
     lane 2: RF llm/1/0/2<vision/0/0/3; F llm/1/0/2; B llm/1/0/2; RG llm/1/0
 
-A place is unit/replica/stage/microbatch; `>` leads to the peer that a send feeds, `<` to the peer that a receive drains.
+    lane 3: I llm/0/1/0; {W llm/0/1/0} I llm/0/1/1; B vision/0/0/4#1
+
+A place is unit/replica/stage/microbatch, and `#1` is its second sample subset; `>` leads to the peer that a send feeds, `<` to
+the peer that a receive drains. What stands in braces fills the idle slots of the action after it.
 """
 
 import re
@@ -11,10 +14,10 @@ import re
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Lane, Place, Resource, Schedule
 
-_UNIT = r"[^\s/<>;:,]+"
+_UNIT = r"[^\s/<>;:,#{}]+"
 _UNIT_PATTERN = re.compile(_UNIT)
 _LANE_PATTERN = re.compile(r"lane (\d+(?:,\d+)*):")
-_ACTION_PATTERN = re.compile(rf"([A-Z]+) ({_UNIT})/(\d+)/(\d+)(?:/(\d+))?(?:([<>])({_UNIT})/(\d+)/(\d+)/(\d+))?")
+_ACTION_PATTERN = re.compile(rf"([A-Z]+) ({_UNIT})/(\d+)/(\d+)(?:/(\d+))?(?:#(\d+))?(?:([<>])({_UNIT})/(\d+)/(\d+)/(\d+))?")
 _ARROW = {Resource.SEND: ">", Resource.RECEIVE: "<"}
 
 
@@ -24,7 +27,12 @@ def schedule_to_text(schedule: Schedule) -> str:
 
 
 def _lane_to_text(lane: Lane) -> str:
-    actions = "; ".join(map(action_to_text, lane.actions))
+    pieces: list[str] = []
+    for position, action in enumerate(lane.actions):
+        fills, filled = position in lane.fillers, position - 1 in lane.fillers
+        pieces.append("" if position == 0 else "; " if fills == filled else "} " if filled else "; ")
+        pieces.append(("{" if fills and not filled else "") + action_to_text(action))
+    actions = "".join(pieces) + ("}" if len(lane.actions) - 1 in lane.fillers else "")
     return f"lane {','.join(map(str, lane.ranks))}:{' ' if actions else ''}{actions}"
 
 
@@ -34,7 +42,8 @@ def action_to_text(action: Action) -> str:
     row = ACTION_TABLE[action.kind]
     place: tuple[object, ...] = action.place if row.has_microbatch else action.place[:3]
     peer = f"{_ARROW[row.resource]}{'/'.join(map(str, action.peer))}" if action.peer else ""
-    return f"{action.kind.value} {'/'.join(map(str, place))}{peer}"
+    part = f"#{action.part}" if action.part >= 0 else ""
+    return f"{action.kind.value} {'/'.join(map(str, place))}{part}{peer}"
 
 
 def schedule_from_text(text: str) -> Schedule:
@@ -47,12 +56,29 @@ def _lane_from_text(line: str, line_number: int) -> Lane:
     head = _LANE_PATTERN.match(line)
     if head is None:
         raise _parse_error(line_number, 1, line.partition(":")[0], "expected 'lane', its ranks and a colon, as in 'lane 0,1:'")
-    actions, column = [], head.end()
-    for token in line[head.end() :].split(";") if line[head.end() :].strip() else ():
-        start = column + len(token) - len(token.lstrip())
-        actions.append(_action_from_text(token.strip(), line_number, start + 1))
-        column += len(token) + 1
-    return Lane(tuple(map(int, head[1].split(","))), tuple(actions))
+    actions: list[Action] = []
+    fillers: set[int] = set()
+    is_filling = False
+    pieces = list(re.finditer(r"[{}]|[^{}]+", line[head.end() :]))
+    for index, piece in enumerate(pieces):
+        column = head.end() + piece.start()
+        if piece[0] in "{}":
+            if (piece[0] == "{") == is_filling:
+                expected = "expected braces in pairs, as in '{W llm/0/1/0} F llm/0/1/3'"
+                raise _parse_error(line_number, column + 1, piece[0], expected)
+            is_filling = piece[0] == "{"
+            continue
+        opens_next = index + 1 < len(pieces) and pieces[index + 1][0] == "{"
+        text = piece[0].rstrip().removesuffix(";") if opens_next else piece[0]
+        for token in text.split(";") if text.strip() else ():
+            if is_filling:
+                fillers.add(len(actions))
+            start = column + len(token) - len(token.lstrip())
+            actions.append(_action_from_text(token.strip(), line_number, start + 1))
+            column += len(token) + 1
+    if is_filling:
+        raise _parse_error(line_number, len(line), "end of line", "expected '}' before it")
+    return Lane(tuple(map(int, head[1].split(","))), tuple(actions), frozenset(fillers))
 
 
 def _action_from_text(token: str, line_number: int, column: int) -> Action:
@@ -60,7 +86,7 @@ def _action_from_text(token: str, line_number: int, column: int) -> Action:
     if found is None:
         expected = "expected an action such as 'F llm/0/1/2', 'RG llm/0/1' or 'SF vision/0/0/3>llm/1/0/2'"
         raise _parse_error(line_number, column, token, expected)
-    kind, unit, replica, stage, microbatch, arrow, *peer = found.groups()
+    kind, unit, replica, stage, microbatch, part, arrow, *peer = found.groups()
     if kind not in list(ActionKind):
         raise _parse_error(line_number, column, kind, f"expected one of {', '.join(ActionKind)}")
     action = Action(
@@ -70,6 +96,7 @@ def _action_from_text(token: str, line_number: int, column: int) -> Action:
         int(stage),
         int(microbatch) if microbatch else -1,
         Place(peer[0], *map(int, peer[1:])) if arrow else None,
+        int(part) if part else -1,
     )
     try:
         _check_action(action)
@@ -92,7 +119,9 @@ def _check_action(action: Action) -> None:
             raise ScheduleError(f"{expected}; {'add' if wanted else 'remove'} it in {tuple(action)[1:5]}")
     for unit in (action.unit, *([action.peer.unit] if action.peer else [])):
         if not _UNIT_PATTERN.fullmatch(unit):
-            raise ScheduleError(f"unit name {unit!r} cannot be written in a schedule; leave out blanks and any of / < > ; : ,")
+            raise ScheduleError(
+                f"unit name {unit!r} cannot be written in a schedule; leave out blanks and any of " + "/ < > ; : , # { }"
+            )
 
 
 def _parse_error(line_number: int, column: int, token: str, expected: str) -> ScheduleError:

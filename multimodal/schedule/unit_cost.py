@@ -7,7 +7,7 @@ from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Resourc
 
 
 def unit_cost(action: Action, graph: ModelGraph, plan: Plan) -> int:
-    """Return an action's duration in clock ticks: forward 1, backward 2, messages 0, reduction 1.
+    """Return an action's duration in clock ticks: forward 1, backward 2 (1 for each half), messages 0, reduction 1.
 
     A backward is two products per weight matrix, one for the input's and one for the weight's gradient; a stage that only
     passes a gradient on does one of them.

@@ -7,11 +7,12 @@ from multimodal.schedule.expected_actions import expected_actions
 from multimodal.schedule.lane_execution import execute_lanes
 from multimodal.schedule.place_grid import show_places
 from multimodal.schedule.text import action_to_text
-from multimodal.values.assignment import Assignment
+from multimodal.values.assignment import Assignment, MicrobatchPlace
 from multimodal.values.errors import ScheduleError
-from multimodal.values.model_graph import ModelGraph
+from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import ACTION_TABLE, Action, Resource, Schedule
+from multimodal.values.schedule import ACTION_TABLE, Action, Lane, Resource, Schedule
+from multimodal.values.schedule_form import form_of, parts_of
 
 
 def validate_schedule(
@@ -26,11 +27,14 @@ def validate_schedule(
     Raises ScheduleError that names the action and shows its surroundings. O(actions + dependencies).
     """
     _check_lanes(schedule, plan)
-    expected = expected_actions(graph, plan, assignment, lowered=lowered, forward_only=forward_only)
+    form = form_of(schedule)
+    _check_parts(schedule, graph, assignment)
+    expected = expected_actions(graph, plan, assignment, lowered=lowered, forward_only=forward_only, form=form)
     positions = _check_actions(schedule, plan, frozenset(expected), dialect="lowered" if lowered else "compute")
     _check_missing(schedule, plan, expected, positions)
-    needs = {action: dependencies(action, graph, plan, assignment, lowered=lowered) for action in expected}
+    needs = {action: dependencies(action, graph, plan, assignment, lowered=lowered, form=form) for action in expected}
     _check_order(schedule, needs, positions)
+    _check_fillers(schedule, needs)
     if lowered:
         _check_message_order(schedule, plan, positions)
     _check_progress(schedule, graph=graph, plan=plan, assignment=assignment, lowered=lowered, needs=needs)
@@ -46,6 +50,50 @@ def _check_lanes(schedule: Schedule, plan: Plan) -> None:
 
 def _ranks(lanes: tuple[tuple[int, ...], ...]) -> str:
     return " | ".join(",".join(map(str, ranks)) for ranks in lanes)
+
+
+def _check_parts(schedule: Schedule, graph: ModelGraph, assignment: Assignment) -> None:
+    """Check that sample subsets are those that the assignment's routes make, in an encoder."""
+    counts: dict[MicrobatchPlace, int] = {}
+    for lane, actions in enumerate(lane.actions for lane in schedule.lanes):
+        for position, action in enumerate(actions):
+            if action.part < 0 or not ACTION_TABLE[action.kind].has_microbatch:
+                continue
+            place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
+            if place not in counts:
+                is_known = action.unit in graph.unit_names and graph.unit(action.unit).role is Role.ENCODER
+                counts[place] = len(parts_of(place, graph, assignment)) if is_known else 0
+            if action.part >= counts[place]:
+                problem = (
+                    f"unknown part: its microbatch has {counts[place]} sample subsets (one per consumer, encoders only); "
+                    "number them from 0, or leave the part out"
+                )
+                raise _error(action, problem, schedule, {lane: position})
+
+
+def _check_fillers(schedule: Schedule, needs: dict[Action, tuple[Action, ...]]) -> None:
+    """Check that every filler is a computation before a carrier that does not need it."""
+    for lane, each in enumerate(schedule.lanes):
+        for position in sorted(each.fillers):
+            filler = each.actions[position]
+            if ACTION_TABLE[filler.kind].resource is not Resource.COMPUTE:
+                raise _error(filler, "not a filler: only computations fill; run it by itself", schedule, {lane: position})
+            between = _up_to_carrier(each, position)
+            if between is None:
+                raise _error(filler, "no carrier: a computation must follow it in its lane", schedule, {lane: position})
+            if needed := [action for action in between if filler in needs[action]]:
+                problem = f"it fills {action_to_text(between[-1])} but {action_to_text(needed[0])} needs it; run it by itself"
+                raise _error(filler, problem, schedule, {lane: position})
+
+
+def _up_to_carrier(lane: Lane, position: int) -> tuple[Action, ...] | None:
+    """What may run before a filler though it stands after it: everything up to its carrier; None where it has no carrier."""
+    for index in range(position + 1, len(lane.actions)):
+        if index not in lane.fillers and ACTION_TABLE[lane.actions[index].kind].resource is Resource.COMPUTE:
+            return tuple(
+                action for at, action in enumerate(lane.actions[: index + 1]) if at > position and at not in lane.fillers
+            )
+    return None
 
 
 def _check_actions(schedule: Schedule, plan: Plan, expected: frozenset[Action], *, dialect: str) -> dict[Action, dict[int, int]]:

@@ -25,6 +25,11 @@ class BackwardNeed(StrEnum):
         return self is not BackwardNeed.NONE
 
     @property
+    def trains_weights(self) -> bool:
+        """Whether the stage has weight gradients."""
+        return self in (BackwardNeed.WEIGHT_GRADIENT, BackwardNeed.FULL)
+
+    @property
     def sends_gradient(self) -> bool:
         """Whether the stage must hand a gradient to what is upstream of it."""
         return self in (BackwardNeed.INPUT_GRADIENT, BackwardNeed.FULL)

@@ -11,10 +11,13 @@ class ActionKind(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT_GRADIENT = "I"
+    WEIGHT_GRADIENT = "W"
     SEND_FORWARD = "SF"
     RECEIVE_FORWARD = "RF"
     SEND_BACKWARD = "SB"
     RECEIVE_BACKWARD = "RB"
+    GATHER_PARAMETERS = "GP"
     REDUCE_GRADIENTS = "RG"
 
 
@@ -50,10 +53,19 @@ ACTION_TABLE: Mapping[ActionKind, ActionRow] = {
     ActionKind.BACKWARD: ActionRow(
         Resource.COMPUTE, True, False, Memory.FREES, "backward: whatever gradients the stage must give"
     ),
+    ActionKind.INPUT_GRADIENT: ActionRow(
+        Resource.COMPUTE, True, False, Memory.KEEPS, "first half of a split backward: the gradient of the stage's input"
+    ),
+    ActionKind.WEIGHT_GRADIENT: ActionRow(
+        Resource.COMPUTE, True, False, Memory.FREES, "second half of a split backward: the gradients of the stage's weights"
+    ),
     ActionKind.SEND_FORWARD: ActionRow(Resource.SEND, True, True, Memory.KEEPS, "send activations to the peer"),
     ActionKind.RECEIVE_FORWARD: ActionRow(Resource.RECEIVE, True, True, Memory.ALLOCATES, "receive activations from the peer"),
     ActionKind.SEND_BACKWARD: ActionRow(Resource.SEND, True, True, Memory.FREES, "send gradients to the peer"),
     ActionKind.RECEIVE_BACKWARD: ActionRow(Resource.RECEIVE, True, True, Memory.ALLOCATES, "receive gradients from the peer"),
+    ActionKind.GATHER_PARAMETERS: ActionRow(
+        Resource.COLLECTIVE, False, False, Memory.KEEPS, "gather a stage's updated parameters over replicas"
+    ),
     ActionKind.REDUCE_GRADIENTS: ActionRow(
         Resource.COLLECTIVE, False, False, Memory.KEEPS, "reduce a stage's gradients over replicas"
     ),
@@ -78,6 +90,8 @@ class Action(NamedTuple):
     stage: int
     microbatch: int = -1
     peer: Place | None = None
+    part: int = -1
+    """Which of the sample subsets that a microbatch's backward is split into (Entrain 4.5.3); -1: the whole microbatch."""
 
     @property
     def place(self) -> Place:
@@ -87,10 +101,17 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Lane:
-    """What one rank group executes, in order."""
+    """What one rank group executes, in order.
+
+    A *filler* is an action that the next action that is none, its carrier, has to run in its idle slots: while the carrier waits
+    for what it needs, fillers run one after another; those that are left when it can start run right after it. A filler stands
+    before its carrier in `actions`, so that both orders must be (and are checked to be) allowed.
+    """
 
     ranks: tuple[int, ...]
     actions: tuple[Action, ...]
+    fillers: frozenset[int] = frozenset()
+    """Positions in `actions` of the fillers."""
 
 
 @dataclass(frozen=True)

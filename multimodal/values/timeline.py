@@ -36,7 +36,8 @@ class Timeline:
         return {
             "lanes": [list(ranks) for ranks in self.lanes],
             "events": [
-                [[*event.action[:5], list(event.action.peer) if event.action.peer else None], *event[1:]] for event in self.events
+                [[*event.action[:5], list(event.action.peer) if event.action.peer else None, event.action.part], *event[1:]]
+                for event in self.events
             ],
         }
 
@@ -47,9 +48,12 @@ class Timeline:
             tuple(tuple(ranks) for ranks in value["lanes"]),
             tuple(
                 TimelineEvent(
-                    Action(ActionKind(kind), unit, replica, stage, microbatch, Place(*peer) if peer else None), lane, start, end
+                    Action(ActionKind(kind), unit, replica, stage, microbatch, Place(*peer) if peer else None, part),
+                    lane,
+                    start,
+                    end,
                 )
-                for (kind, unit, replica, stage, microbatch, peer), lane, start, end in value["events"]
+                for (kind, unit, replica, stage, microbatch, peer, part), lane, start, end in value["events"]
             ),
         )
 

@@ -2,7 +2,7 @@
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from multimodal.schedule.dependencies import dependencies, message, needs_message
@@ -12,7 +12,8 @@ from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import Action, ActionKind, Lane, Schedule
+from multimodal.values.schedule import ACTION_TABLE, Action, Lane, Resource, Schedule
+from multimodal.values.schedule_form import form_of
 
 
 class _Message(NamedTuple):
@@ -39,14 +40,15 @@ def insert_communication(schedule: Schedule, *, graph: ModelGraph, plan: Plan, a
     numbers = _number_actions(schedule, graph=graph, plan=plan, assignment=assignment)
     sends: dict[Action, list[_Message]] = defaultdict(list)
     receives: dict[Action, list[_Message]] = defaultdict(list)
+    form = form_of(schedule)
     for consumer, consumer_number in numbers.items():
-        for producer in dependencies(consumer, graph, plan, assignment):
+        for producer in dependencies(consumer, graph, plan, assignment, form=form):
             if needs_message(producer, consumer, plan):
                 source_lanes = plan.lanes_of_stage(producer.unit, producer.replica, producer.stage)
                 found = _Message(numbers[producer], consumer_number, *message(producer, consumer), source_lanes)
                 sends[producer].append(found)
                 receives[consumer].append(found)
-    return Schedule(tuple(Lane(lane.ranks, tuple(_lower_lane(lane.actions, sends, receives))) for lane in schedule.lanes))
+    return Schedule(tuple(_lower_lane(lane, sends, receives) for lane in schedule.lanes))
 
 
 def _number_actions(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> dict[Action, int]:
@@ -63,19 +65,22 @@ def _number_actions(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assign
             "the schedule cannot finish, so no communication can be inserted; validate it first\n"
             + show_places(schedule, marked=stuck)
         )
-    started = dict.fromkeys(event.action for event in execution.events if event.action.kind is not ActionKind.REDUCE_GRADIENTS)
+    resources = ((event.action, ACTION_TABLE[event.action.kind].resource) for event in execution.events)
+    started = dict.fromkeys(action for action, resource in resources if resource is Resource.COMPUTE)
     return {action: number for number, action in enumerate(started)}
 
 
-def _lower_lane(
-    actions: Iterable[Action], sends: dict[Action, list[_Message]], receives: dict[Action, list[_Message]]
-) -> Iterator[Action]:
-    actions = tuple(actions)
-    pending = _PendingReceives(found for action in actions for found in receives.get(action, ()))
-    for action in actions:
-        yield from pending.take(receives.get(action, ()))
-        yield action
-        yield from (found.send for found in sends.get(action, ()))
+def _lower_lane(lane: Lane, sends: dict[Action, list[_Message]], receives: dict[Action, list[_Message]]) -> Lane:
+    pending = _PendingReceives(found for action in lane.actions for found in receives.get(action, ()))
+    actions: list[Action] = []
+    fillers: set[int] = set()
+    for position, action in enumerate(lane.actions):
+        actions += pending.take(receives.get(action, ()))
+        if position in lane.fillers:
+            fillers.add(len(actions))
+        actions.append(action)
+        actions += [found.send for found in sends.get(action, ())]
+    return Lane(lane.ranks, tuple(actions), frozenset(fillers))
 
 
 class _PendingReceives:

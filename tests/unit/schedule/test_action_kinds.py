@@ -5,19 +5,24 @@ import pytest
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.dependencies import dependencies
 from multimodal.schedule.expected_actions import expected_actions
+from multimodal.schedule.passes.gather_parameters import gather_parameters
 from multimodal.schedule.passes.insert_communication import insert_communication
-from multimodal.schedule.text import action_to_text, schedule_from_text
+from multimodal.schedule.text import action_to_text, schedule_from_text, schedule_to_text
 from multimodal.schedule.unit_cost import unit_cost
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.errors import ScheduleError
-from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Lane, Resource, Schedule
+from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Lane, Place, Resource, Schedule
+from multimodal.values.schedule_form import ScheduleForm
 from tests.unit.schedule.schedule_cases import golden_cases
 
 CASE = golden_cases()["encoder_dp2_llm_pp2"]
 
 
+FORMS = ScheduleForm(split=frozenset({Place("llm", 0, 1, 0)}), gathers_parameters=True)
+
+
 def example(kind: ActionKind) -> Action:
-    return next(action for action in expected_actions(*CASE, lowered=True) if action.kind is kind)
+    return next(action for action in expected_actions(*CASE, lowered=True, form=FORMS) if action.kind is kind)
 
 
 def test_every_kind_has_a_row() -> None:
@@ -33,7 +38,8 @@ def test_text_handles_every_kind(kind: ActionKind) -> None:
 @pytest.mark.parametrize("kind", ActionKind)
 def test_dependencies_and_cost_handle_every_kind(kind: ActionKind) -> None:
     action = example(kind)
-    assert set(dependencies(action, *CASE, lowered=True)) <= set(expected_actions(*CASE, lowered=True))
+    needed = set(dependencies(action, *CASE, lowered=True, form=FORMS))
+    assert (needed and needed <= set(expected_actions(*CASE, lowered=True, form=FORMS))) or kind is ActionKind.GATHER_PARAMETERS
     is_message = ACTION_TABLE[kind].resource in (Resource.SEND, Resource.RECEIVE)
     assert (unit_cost(action, CASE.graph, CASE.plan) == 0) == is_message
 
@@ -41,7 +47,9 @@ def test_dependencies_and_cost_handle_every_kind(kind: ActionKind) -> None:
 @pytest.mark.parametrize("kind", ActionKind)
 def test_the_validator_misses_every_kind(kind: ActionKind) -> None:
     graph, plan, assignment = CASE
-    full = insert_communication(BUILDERS["1f1b"](*CASE), graph=graph, plan=plan, assignment=assignment)
+    compute = schedule_from_text(schedule_to_text(BUILDERS["1f1b"](*CASE)).replace("B llm/0/1/0", "I llm/0/1/0; W llm/0/1/0"))
+    compute = gather_parameters(compute, graph=graph, plan=plan, assignment=assignment)
+    full = insert_communication(compute, graph=graph, plan=plan, assignment=assignment)
     dropped = example(kind)
     lanes = tuple(Lane(lane.ranks, tuple(action for action in lane.actions if action != dropped)) for lane in full.lanes)
     with pytest.raises(ScheduleError, match=f"^{action_to_text(dropped)}: missing"):
