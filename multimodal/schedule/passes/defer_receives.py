@@ -1,0 +1,59 @@
+"""Defer an action that would wait for a message behind the ones after it that are ready."""
+
+from multimodal.schedule.dependencies import dependencies
+from multimodal.schedule.lane_times import duration_of, lane_times, sort_lanes
+from multimodal.values.assignment import Assignment
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+from multimodal.values.schedule import ACTION_TABLE, Action, Resource, Schedule
+from multimodal.values.schedule_form import form_of
+from multimodal.values.timeline import TimelineEvent
+
+
+def defer_receives(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
+    """Let later actions of a lane run in the time in which it would stand still for a message.
+
+    Under unit costs: where a lane waits, the first action after it in its list that is ready when the waiting begins and ends
+    before the message comes moves to the front; and so on until the gap is full. Only lanes of one stage move their actions (in
+    several lanes at once, an order that suits one may stop another). It may keep more activations than the schedule did, and
+    never takes longer: where moving does not pay, the schedule stays. O(actions x window + dependencies).
+    """
+    form = form_of(schedule)
+    times = lane_times(schedule, graph=graph, plan=plan, assignment=assignment)
+    ends = {event.action: event.end_seconds for lane in times for event in lane}
+    starts = {event.action: event.start_seconds for lane in times for event in lane}
+    for lane in times:
+        if any(len(plan.lanes_of_stage(*event.action[1:4])) > 1 for event in lane):
+            continue
+        movable = [event for event in lane if ACTION_TABLE[event.action.kind].resource is Resource.COMPUTE]
+        ready = {
+            event.action: max(
+                (ends[need] for need in dependencies(event.action, graph, plan, assignment, form=form)), default=0.0
+            )
+            for event in movable
+        }
+        starts |= _fill_gaps(movable, ready)
+    moved = sort_lanes(schedule, starts.__getitem__)
+    before = duration_of(schedule, graph=graph, plan=plan, assignment=assignment)
+    after = duration_of(moved, graph=graph, plan=plan, assignment=assignment)
+    return moved if after is not None and before is not None and after <= before else schedule
+
+
+_WINDOW = 32
+"""How many actions ahead a gap is filled from."""
+
+
+def _fill_gaps(events: list[TimelineEvent], ready: dict[Action, float]) -> dict[Action, float]:
+    """New start times of the actions that move into a gap of their lane."""
+    moved: dict[Action, float] = {}
+    free_at = 0.0
+    for index, event in enumerate(events):
+        if event.action in moved:
+            continue
+        for later in events[index + 1 : index + 1 + _WINDOW]:
+            length = later.end_seconds - later.start_seconds
+            if later.action not in moved and ready[later.action] <= free_at and free_at + length <= event.start_seconds:
+                moved[later.action] = free_at
+                free_at += length
+        free_at = event.end_seconds
+    return moved
