@@ -1,0 +1,1 @@
+"""Megatron's forward-backward function, run from a Braid schedule."""

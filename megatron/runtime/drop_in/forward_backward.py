@@ -1,0 +1,163 @@
+"""Megatron's forward-backward function as a training loop calls it: arguments in, losses out, gradients finalized."""
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+from megatron.runtime import platform
+from megatron.runtime.drop_in.megatron_options import check_options
+from megatron.runtime.drop_in.pipeline_schedule import PipelineShape, build_pipeline_schedule
+from megatron.runtime.drop_in.pipeline_step import HANDLERS, LoopInputs, PipelineMessages, PipelineStep
+from megatron.runtime.message_channel import MessageChannel
+from multimodal.values.errors import ConfigError
+
+MESSAGE_TIMEOUT = timedelta(minutes=10)
+"""How long a stage waits for another before it gives up."""
+
+DataIterator = Iterator[Any] | None
+
+
+class ForwardBackward:
+    """Megatron's three forward-backward functions in one, with a schedule of Braid's.
+
+    Holds the process groups that messages between stages use. They are made in the first step that has more than one stage, by
+    all ranks of the world together.
+    """
+
+    def __init__(self, *, schedule: str) -> None:
+        self._schedule = schedule
+        self._world: dist.ProcessGroup | None = None
+        self._channel: MessageChannel | None = None
+        self._connected: set[tuple[int, ...]] = set()
+
+    def forward_backward(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: DataIterator | list[DataIterator],
+        model: torch.nn.Module | list[torch.nn.Module],
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: P2PCommunicator | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        force_all_reduce: bool | None = False,
+    ) -> list[Any]:
+        """Run a step: all forwards and, unless `forward_only`, all backwards and the finalizing of gradients.
+
+        The arguments are those of megatron-core's functions of this kind (see `schedules.get_forward_backward_func`), and so is
+        the result: on the last stage what the loss function reported per microbatch, elsewhere an empty list. Of a
+        `p2p_communicator` only the process group is used; messages go through Braid's own channel.
+
+        Raises ConfigError where an option would be ignored, before any message is sent.
+        """
+        chunks = model if isinstance(model, list) else [model]
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        groups = _process_groups(p2p_communicator, pg_collection)
+        config = get_model_config(chunks[0])
+        shape = PipelineShape(groups.pp.size(), len(chunks), num_microbatches, forward_only)
+        _check_call(shape, num_iterators=len(iterators), adjusts_shapes=adjust_tensor_shapes_fn is not None)
+        check_options(config, num_stages=shape.num_stages, num_chunks=shape.num_chunks)
+        schedule = build_pipeline_schedule(self._schedule, shape=shape, runnable=frozenset(HANDLERS))
+        receive_shape, send_shape = _message_shapes(
+            adjust_tensor_shapes_fn,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            config=config,
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+        )
+        ranks = tuple(dist.get_process_group_ranks(groups.pp))
+        channel = self._open_channel(ranks) if shape.num_stages > 1 else None
+        messages = PipelineMessages(channel, ranks, receive_shape, send_shape, config.pipeline_dtype)
+        inputs = LoopInputs(forward_step_func, chunks, iterators, config, collect_non_loss_data, first_val_step, groups.cp.size())
+        step = PipelineStep(inputs, messages=messages, shape=shape, lane=schedule.lanes[groups.pp.rank()])
+        _run_step(step, groups=groups, force_all_reduce=force_all_reduce)
+        return step.forward_data
+
+    def _open_channel(self, ranks: tuple[int, ...]) -> MessageChannel:
+        """Return this process's channel; a new one when torch.distributed was set up anew since the last step."""
+        if self._channel is None or self._world is not dist.group.WORLD:
+            self._world = dist.group.WORLD
+            self._channel = MessageChannel(rank=dist.get_rank(), world_size=dist.get_world_size(), timeout=MESSAGE_TIMEOUT)
+            self._connected.clear()
+        if ranks not in self._connected:
+            self._connected.add(ranks)
+            pairs = list(zip(ranks, (*ranks[1:], ranks[0]), strict=True))
+            self._channel.connect([*pairs, *((target, source) for source, target in pairs)], device=platform.device())
+        return self._channel
+
+
+def _run_step(step: PipelineStep, *, groups: ProcessGroupCollection, force_all_reduce: bool | None) -> None:
+    """Run a step between Megatron's timers, then finalize gradients (data parallel reduction, tied embeddings, scaling)."""
+    config, chunks = step.inputs.config, list(step.inputs.chunks)
+    finalizes = config.finalize_model_grads_func is not None and not step.shape.forward_only
+    is_last_rank = groups.pp.rank() == groups.pp.size() - 1
+    embedding = schedules.clear_embedding_activation_buffer(config, chunks, is_last_rank) if finalizes else None
+    if config.timers is not None:
+        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    step.run()
+    if finalizes:
+        schedules.finish_embedding_wgrad_compute(config, embedding, is_last_rank, groups.tp)
+        num_tokens = step.num_tokens if config.calculate_per_token_loss else None
+        config.finalize_model_grads_func(chunks, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
+    if config.timers is not None:
+        config.timers("forward-backward").stop()
+
+
+def _process_groups(communicator: P2PCommunicator | None, groups: ProcessGroupCollection | None) -> ProcessGroupCollection:
+    """Return the given process groups, or those of megatron-core's global state, as its own functions collect them."""
+    if groups is None:
+        if communicator is not None:
+            raise ConfigError(
+                "p2p_communicator was given without pg_collection; give both, or neither for the groups of parallel_state"
+            )
+        return ProcessGroupCollection(
+            tp=parallel_state.get_tensor_model_parallel_group(),
+            cp=parallel_state.get_context_parallel_group(),
+            pp=parallel_state.get_pipeline_model_parallel_group(),
+            embd=parallel_state.get_embedding_group(check_initialized=False),
+            pos_embd=parallel_state.get_position_embedding_group(check_initialized=False),
+            dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False),
+        )
+    missing = [name for name in ("tp", "cp", "pp", "embd", "pos_embd", "dp_cp") if not hasattr(groups, name)]
+    if missing:
+        raise ConfigError(f"pg_collection lacks {', '.join(missing)}; set them (embd and pos_embd may be None)")
+    if communicator is not None and communicator.pp_group is not groups.pp:
+        raise ConfigError("p2p_communicator and pg_collection have different pipeline groups; make both with the same one")
+    return groups
+
+
+def _check_call(shape: PipelineShape, *, num_iterators: int, adjusts_shapes: bool) -> None:
+    if num_iterators != shape.num_chunks:
+        raise ConfigError(
+            f"{num_iterators} data iterators were given for {shape.num_chunks} model chunks; give a list with one per chunk"
+        )
+    if adjusts_shapes and (shape.num_stages == 1 or shape.num_chunks > 1):
+        raise ConfigError("adjust_tensor_shapes_fn works with several pipeline stages of one model chunk each; leave it out")
+
+
+def _message_shapes(adjust: Callable[..., Any] | None, **sizes: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of received and of sent activations."""
+    shapes: tuple[Sequence[Any], Sequence[Any]] = schedules.get_tensor_shapes(**sizes), schedules.get_tensor_shapes(**sizes)
+    if adjust is not None:
+        shapes = adjust(*shapes)
+    if any(len(found) != 1 for found in shapes):
+        raise ConfigError(
+            f"adjust_tensor_shapes_fn returned {len(shapes[0])} shapes to receive and {len(shapes[1])} to send; return one each"
+        )
+    return tuple(shapes[0][0]), tuple(shapes[1][0])

@@ -1,0 +1,89 @@
+"""The schedule of one of Megatron's pipelines: one unit, one replica, as many virtual stages as there are model chunks in all."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.schedule.validate import validate_schedule
+from multimodal.values.assignment import Assignment, Atom
+from multimodal.values.errors import ConfigError
+from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
+from multimodal.values.schedule import ActionKind, Lane, Schedule
+
+UNIT = "model"
+"""Name of the one unit."""
+
+
+@dataclass(frozen=True)
+class PipelineShape:
+    """All that a pipeline's schedule depends on, besides the builder."""
+
+    num_stages: int
+    """Pipeline parallel size."""
+    num_chunks: int
+    """Model chunks per rank (virtual pipeline parallel size); 1 without interleaving."""
+    num_microbatches: int
+    forward_only: bool
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """Model chunks that a microbatch passes through; chunk c of rank r is virtual stage c x num_stages + r."""
+        return self.num_stages * self.num_chunks
+
+
+@lru_cache(maxsize=64)
+def build_pipeline_schedule(name: str, *, shape: PipelineShape, runnable: frozenset[ActionKind]) -> Schedule:
+    """Build, lower and validate the schedule `name` for one pipeline; lane r is what its r-th rank executes.
+
+    Every rank of a pipeline (one rank per stage: the other tensor, context and data parallel ranks have pipelines of their own)
+    computes the same. The result is kept, as a training loop asks for the same shape in every step.
+
+    runnable: the kinds of action that the caller can execute.
+    Raises ConfigError when the schedule needs more than that, ScheduleError or PlanError when it cannot be built.
+    """
+    graph, plan, assignment = pipeline_values(shape)
+    compute = BUILDERS[name](graph, plan, assignment, forward_only=shape.forward_only)
+    schedule = insert_communication(compute, graph=graph, plan=plan, assignment=assignment)
+    for lane in schedule.lanes:
+        _check_lane(lane, name=name, runnable=runnable)
+    validate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, lowered=True, forward_only=shape.forward_only)
+    return schedule
+
+
+def pipeline_values(shape: PipelineShape) -> tuple[ModelGraph, Plan, Assignment]:
+    """Describe a pipeline: ranks count from 0 inside it, every virtual stage has one layer, every microbatch one sample.
+
+    The loop's own model keeps its layers and sizes to itself; all virtual stages count as equally long.
+    """
+    transformer = Transformer(num_layers=shape.num_virtual_stages, hidden_size=2, num_attention_heads=1, ffn_hidden_size=1)
+    unit = Unit(UNIT, Role.BACKBONE, transformer)
+    ranges = split_layers(unit.layers, num_stages=shape.num_virtual_stages)
+    stages = tuple(Stage((rank,), ranges[rank :: shape.num_stages]) for rank in range(shape.num_stages))
+    microbatches = tuple((Atom(index),) for index in range(shape.num_microbatches))
+    return ModelGraph((unit,)), Plan({UNIT: UnitPlan((Replica(stages),))}), Assignment({UNIT: (microbatches,)})
+
+
+def _check_lane(lane: Lane, *, name: str, runnable: Collection[ActionKind]) -> None:
+    for action in lane.actions:
+        if action.kind not in runnable or action.part >= 0:
+            what = "backwards in parts" if action.part >= 0 else f"actions of kind {action.kind.name} ({action.kind})"
+            raise ConfigError(
+                f"schedule '{name}' has {what}, but a training loop written for Megatron runs each microbatch's forward and "
+                "backward whole; give patches.apply(schedule=...) '1f1b', 'gpipe' or another schedule that does"
+            )
+    for stage, microbatches in _forwards(lane):
+        if any(first > second for first, second in pairwise(microbatches)):
+            raise ConfigError(
+                f"schedule '{name}' runs the microbatches of virtual stage {stage} in the order {microbatches}, but the loop's "
+                "data iterators give them in ascending order; give patches.apply(schedule=...) a schedule that keeps it"
+            )
+
+
+def _forwards(lane: Lane) -> Iterator[tuple[int, list[int]]]:
+    forwards = [action for action in lane.actions if action.kind is ActionKind.FORWARD]
+    for stage in sorted({action.stage for action in forwards}):
+        yield stage, [action.microbatch for action in forwards if action.stage == stage]

@@ -1,0 +1,214 @@
+"""A training loop written against Megatron alone; whoever patches Megatron before it is called, changes what it runs on."""
+
+import zlib
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron.runtime import patches
+from megatron.runtime.platform import CpuTorch
+
+NUM_STEPS = 3
+SEQUENCE_LENGTH = 6
+MICRO_BATCH_SIZE = 2
+VOCAB_SIZE = 16
+LEARNING_RATE = 0.05
+LOSS_SCALE = 8.0
+
+
+@dataclass(frozen=True)
+class LoopCase:
+    """How the loop runs; ranks beyond those of one pipeline are data parallel."""
+
+    pipeline_parallel_size: int
+    num_chunks: int = 1
+    num_microbatches: int = 6
+    per_token_loss: bool = False
+    forward_only: bool = False
+    launches_sync: bool = False
+    """Whether the loop gives Megatron grad_sync_func and param_sync_func (align_grad_reduce and align_param_gather)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """More of the config."""
+
+
+@dataclass(frozen=True)
+class LoopResult:
+    """What one rank saw."""
+
+    losses: list[list[float]]
+    """Per step what the loss function reported per microbatch."""
+    gradients: dict[str, np.ndarray]
+    """Reduced gradients of the last step."""
+    num_synchronizations: int
+    """Calls of grad_sync_func and param_sync_func."""
+
+
+def train_on_schedule(case: LoopCase, schedule: str | None) -> LoopResult:
+    """Train on a Braid schedule through the drop-in, or, with None, on Megatron's own function.
+
+    Without CUDA: Megatron's own makes tensors on device "cuda", GPTModel moves tied embeddings there, and dropout (of zero) wants
+    CUDA's random states.
+    """
+    if schedule is not None:
+        patches.apply(schedule=schedule)
+    try:
+        with (
+            patch.object(schedules, "torch", CpuTorch(torch)) if schedule is None else nullcontext(),
+            patch.object(CudaRNGStatesTracker, "fork", lambda *_: nullcontext()),
+            patch.object(Tensor, "cuda", lambda tensor: tensor),
+        ):
+            return train(case)
+    finally:
+        patches.revert()
+
+
+def train(case: LoopCase) -> LoopResult:
+    """The loop: nothing in it knows of Braid."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=case.pipeline_parallel_size,
+        virtual_pipeline_model_parallel_size=case.num_chunks if case.num_chunks > 1 else None,
+    )
+    try:
+        chunks = _build_chunks(case)
+        num_synchronizations = _connect(chunks, case)
+        losses = []
+        for step in range(NUM_STEPS):
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            losses.append(_run_step(chunks, case, step))
+            if not case.forward_only:
+                _update(chunks)
+        return LoopResult(losses, _gradients(chunks), num_synchronizations[0])
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def _run_step(chunks: list[DistributedDataParallel], case: LoopCase, step: int) -> list[float]:
+    iterators = [_microbatches(case, step) for _ in chunks]
+    found = get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=case.num_microbatches,
+        seq_length=SEQUENCE_LENGTH,
+        micro_batch_size=MICRO_BATCH_SIZE,
+        forward_only=case.forward_only,
+    )
+    assert all(next(iterator, None) is None for iterator in iterators), "every chunk takes every microbatch"
+    return [float(entry["lm loss"]) for entry in found]
+
+
+def _build_chunks(case: LoopCase) -> list[DistributedDataParallel]:
+    config = TransformerConfig(
+        num_layers=case.pipeline_parallel_size * case.num_chunks,
+        hidden_size=16,
+        num_attention_heads=4,
+        ffn_hidden_size=24,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        pipeline_model_parallel_size=case.pipeline_parallel_size,
+        virtual_pipeline_model_parallel_size=case.num_chunks if case.num_chunks > 1 else None,
+        pipeline_dtype=torch.float64,
+        params_dtype=torch.float64,
+        perform_initialization=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        calculate_per_token_loss=case.per_token_loss,
+        **case.options,
+    )
+    return [_build_chunk(config, index if case.num_chunks > 1 else None) for index in range(case.num_chunks)]
+
+
+def _build_chunk(config: TransformerConfig, vp_stage: int | None) -> DistributedDataParallel:
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=VOCAB_SIZE,
+        max_sequence_length=SEQUENCE_LENGTH,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        share_embeddings_and_output_weights=True,
+        position_embedding_type="rope",
+        vp_stage=vp_stage,
+    ).double()
+    for name, parameter in model.named_parameters():
+        is_tied = name in ("embedding.word_embeddings.weight", "output_layer.weight")
+        place = "tied" if is_tied else f"{name} {parallel_state.get_pipeline_model_parallel_rank()} {vp_stage}"
+        values = np.random.default_rng(zlib.crc32(place.encode())).normal(size=tuple(parameter.shape), scale=0.1)
+        parameter.data.copy_(torch.from_numpy(values))
+    ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=500)
+    return DistributedDataParallel(config, ddp_config, model)
+
+
+def _connect(chunks: list[DistributedDataParallel], case: LoopCase) -> list[int]:
+    """Tell Megatron's config about the wrapped chunks, as its training script does; returns a counter of synchronizations."""
+    config, counter = chunks[0].config, [0]
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = lambda loss: loss * LOSS_SCALE
+    config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
+
+    def counted(function: Any) -> Any:
+        def count(*args: Any) -> None:
+            counter[0] += 1
+            function(*args)
+
+        return count
+
+    if case.launches_sync:
+        config.grad_sync_func = [counted(chunk.start_grad_sync) for chunk in chunks]
+        config.param_sync_func = [counted(lambda _: None) for _ in chunks]
+        if len(chunks) == 1:
+            config.grad_sync_func, config.param_sync_func = config.grad_sync_func[0], config.param_sync_func[0]
+    return counter
+
+
+def _update(chunks: list[DistributedDataParallel]) -> None:
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.data.add_(parameter.main_grad, alpha=-LEARNING_RATE / LOSS_SCALE)
+
+
+def _gradients(chunks: list[DistributedDataParallel]) -> dict[str, np.ndarray]:
+    return {
+        f"{index} {name}": parameter.main_grad.numpy().copy()
+        for index, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+    }
+
+
+def _microbatches(case: LoopCase, step: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    for index in range(case.num_microbatches):
+        random = np.random.default_rng((step, index, parallel_state.get_data_parallel_rank()))
+        tokens = torch.from_numpy(random.integers(VOCAB_SIZE, size=(2, MICRO_BATCH_SIZE, SEQUENCE_LENGTH)))
+        is_target = torch.from_numpy(random.random((MICRO_BATCH_SIZE, SEQUENCE_LENGTH)) < 0.6)
+        is_target[0, 0] = True
+        yield tokens[0], tokens[1], is_target
+
+
+def _forward_step(batches: Iterator[tuple[Tensor, Tensor, Tensor]], model: Any, checkpoints: bool | None = None) -> Any:
+    token_ids, labels, is_target = next(batches)
+    positions = torch.arange(SEQUENCE_LENGTH).expand_as(token_ids)
+    is_hidden = torch.ones(1, 1, SEQUENCE_LENGTH, SEQUENCE_LENGTH, dtype=torch.bool).triu(1)
+    return model(token_ids, positions, is_hidden, labels=labels), partial(_loss, is_target, model.config.calculate_per_token_loss)
+
+
+def _loss(is_target: Tensor, per_token: bool, losses: Tensor) -> tuple[Any, ...]:
+    loss_sum, num_targets = (losses * is_target).sum(), is_target.sum().int()
+    report = {"lm loss": loss_sum.detach().clone()}
+    return (loss_sum, num_targets, report) if per_token else (loss_sum / num_targets, report)

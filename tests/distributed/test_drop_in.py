@@ -1,0 +1,46 @@
+"""A training loop written against Megatron, on its own pipeline functions and on Braid's schedules: equal losses and gradients."""
+
+import numpy as np
+import pytest
+
+from tests.distributed.drop_in_training import NUM_STEPS, LoopCase, LoopResult, train_on_schedule
+from tests.distributed.rank_pool import RankPool
+
+INTERLEAVED = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+"""What Megatron's own interleaved function needs on two stages."""
+
+
+def assert_same_training(case: LoopCase, ranks: RankPool, *, schedule: str) -> list[LoopResult]:
+    expected: list[LoopResult] = ranks.run(train_on_schedule, case, None, world_size=4)
+    found: list[LoopResult] = ranks.run(train_on_schedule, case, schedule, world_size=4)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert np.array(mine.losses) == pytest.approx(np.array(theirs.losses), rel=0, abs=1e-9)
+        assert mine.gradients.keys() == theirs.gradients.keys()
+        for name, gradient in theirs.gradients.items():
+            assert mine.gradients[name] == pytest.approx(gradient, rel=0, abs=1e-9), name
+            assert case.forward_only or np.abs(gradient).max() > 1e-6, f"{name} has no gradient to compare"
+        assert mine.num_synchronizations == theirs.num_synchronizations
+    assert np.array(found[-1].losses).shape == (NUM_STEPS, case.num_microbatches)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "case"),
+    [
+        ("1f1b", LoopCase(2)),
+        ("1f1b", LoopCase(4, per_token_loss=True, options={"deallocate_pipeline_outputs": True})),
+        ("gpipe", LoopCase(2, num_microbatches=5, launches_sync=True)),
+        ("1f1b", LoopCase(4, num_microbatches=2)),
+        ("1f1b", LoopCase(1)),
+        ("1f1b", LoopCase(2, num_chunks=2, per_token_loss=True, options=INTERLEAVED)),
+        ("gpipe", LoopCase(2, num_chunks=2, launches_sync=True, options=INTERLEAVED)),
+    ],
+)
+def test_training_equals_that_on_megatrons_own_function(ranks: RankPool, schedule: str, case: LoopCase) -> None:
+    assert_same_training(case, ranks, schedule=schedule)
+
+
+@pytest.mark.parametrize("case", [LoopCase(4, forward_only=True), LoopCase(2, 2, forward_only=True, options=INTERLEAVED)])
+def test_evaluation_equals_that_on_megatrons_own_function(ranks: RankPool, case: LoopCase) -> None:
+    found = assert_same_training(case, ranks, schedule="1f1b")
+    assert all(not gradient.any() for rank in found for gradient in rank.gradients.values())
