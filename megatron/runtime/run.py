@@ -22,7 +22,7 @@ from megatron.runtime.run_plan import build_plan
 from megatron.runtime.trainer import Trainer
 from megatron.runtime.unit_optimizer import build_optimizer_config, build_unit_optimizer
 from multimodal.model.transformer_config import BuildOptions, Precision
-from multimodal.values.errors import CheckpointError, PlanError
+from multimodal.values.errors import CheckpointError, ModelError, PlanError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 
@@ -49,6 +49,7 @@ def prepare_run(config: RunConfig, world: World) -> Run:
     if config.checkpoint.save:
         _check_writable(config.checkpoint.save)
     graph = apply_freezing(ModelGraph.from_file(config.model.model), config)
+    _check_units(graph)
     plan = build_plan(config, graph, world.size)
     data = build_data_sets(config, graph)
     vocab_size = padded_vocab_size(data.tokenizer, config)
@@ -98,6 +99,14 @@ def _build_optimizers(config: RunConfig, runtime: RankRuntime, dtype: torch.dtyp
     )
     built = {name: build_unit_optimizer(unit, config=optimizer_config) for name, unit in runtime.gradients.items()}
     return {name: optimizer for name, optimizer in built.items() if optimizer is not None}
+
+
+def _check_units(graph: ModelGraph) -> None:
+    if graph.generators:
+        raise ModelError(
+            f"unit '{graph.generators[0].name}' has the role generator; generators can be simulated but cannot be trained yet: "
+            "remove it from the model"
+        )
 
 
 def _check_vocabulary(vocab_size: int, graph: ModelGraph, plan: Plan) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from multimodal.balance.encoder_items import list_items
+from multimodal.balance.generator_samples import place_generators
 from multimodal.balance.validate_inputs import validate_inputs
 from multimodal.values.assignment import Assignment, Atom, Microbatch
 from multimodal.values.model_graph import ModelGraph
@@ -44,7 +45,7 @@ def balance_in_order(
         units[unit.name] = _deal(items, num_replicas=plan.units[unit.name].data_parallel_size)
     backbone = graph.backbone.name
     units[backbone] = _deal(llm, num_replicas=plan.units[backbone].data_parallel_size)
-    return Assignment(units)
+    return Assignment({**units, **place_generators(units[backbone], graph=graph, plan=plan)})
 
 
 def _cut(atoms: Microbatch, *, size: int) -> list[Microbatch]:

@@ -5,6 +5,7 @@ from itertools import pairwise
 from math import ceil
 
 from multimodal.balance.encoder_items import list_items
+from multimodal.balance.generator_samples import place_generators
 from multimodal.balance.longest_first_partition import partition_longest_first
 from multimodal.balance.validate_inputs import validate_inputs
 from multimodal.values.assignment import Assignment, Atom, Microbatch
@@ -57,7 +58,7 @@ def balance_longest_first(
         )
         for unit in graph.encoders
     }
-    return Assignment({**units, backbone: llm})
+    return Assignment({**units, backbone: llm, **place_generators(llm, graph=graph, plan=plan)})
 
 
 def _balance_samples(lengths_by_sample: Mapping[int, SampleLengths], *, num_replicas: int, micro_batch_size: int) -> _Replicas:

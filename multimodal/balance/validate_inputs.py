@@ -24,13 +24,14 @@ def validate_inputs(
             )
         if size < 1:
             raise AssignmentError(f"unit '{name}': micro batch size {size} must be at least 1; set --{name}-micro-batch-size")
+    generators = [unit.name for unit in graph.generators]
     seen: set[int] = set()
     for sample in lengths:
         if sample.sample_id in seen:
             raise AssignmentError(f"sample {sample.sample_id} is in the global batch twice; give every sample an id of its own")
         seen.add(sample.sample_id)
         for index, item in enumerate(sample.items):
-            if item.unit not in encoders:
+            if item.unit not in encoders and item.unit not in generators:
                 raise AssignmentError(
                     f"item {index} of sample {sample.sample_id} is for unit '{item.unit}', which is no encoder of the model "
                     f"(encoders: {', '.join(encoders) or 'none'}); remove the item or add the encoder"

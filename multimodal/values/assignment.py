@@ -12,7 +12,7 @@ from multimodal.values.sample_lengths import SampleLengths
 
 
 class Atom(NamedTuple):
-    """What an assignment places: an item of a sample (encoders) or a whole sample (LLM)."""
+    """What an assignment places: an item of a sample (encoders) or a whole sample (LLM, generators)."""
 
     sample_id: int
     item_index: int = -1
@@ -103,7 +103,7 @@ class Routes:
 
 
 def build_routes(graph: ModelGraph, assignment: Assignment) -> Routes:
-    """Match every encoder item with the LLM microbatch that holds its sample; O(items)."""
+    """Match every encoder item, and every sample of the LLM, with the downstream microbatch that holds its sample; O(items)."""
     found: dict[tuple[MicrobatchPlace, MicrobatchPlace], list[Atom]] = {}
     for source, target in graph.edges:
         items: dict[int, list[Atom]] = {}
@@ -142,7 +142,7 @@ def validate_assignment(assignment: Assignment, *, graph: ModelGraph, plan: Plan
         expected = {
             Atom(sample.sample_id, index)
             for sample in lengths
-            for index in ([-1] if unit.role is Role.BACKBONE else [i for i, item in enumerate(sample.items) if item.unit == name])
+            for index in ([i for i, item in enumerate(sample.items) if item.unit == name] if unit.role is Role.ENCODER else [-1])
         }
         if repeated := sorted({atom for atom in placed if placed.count(atom) > 1} if len(set(placed)) != len(placed) else ()):
             raise AssignmentError(

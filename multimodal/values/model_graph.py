@@ -1,4 +1,4 @@
-"""What is trained: a graph of units (encoders, one backbone) and the architecture of each."""
+"""What is trained: a graph of units (encoders, one backbone, generators) and the architecture of each."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -18,6 +18,7 @@ class Role(StrEnum):
 
     ENCODER = "encoder"
     BACKBONE = "backbone"
+    GENERATOR = "generator"
 
 
 class LayerKind(StrEnum):
@@ -29,6 +30,8 @@ class LayerKind(StrEnum):
     PROJECTOR = "projector"
     HEAD = "head"
 
+
+_EDGE_ROLES = ((Role.ENCODER, Role.BACKBONE), (Role.BACKBONE, Role.GENERATOR))
 
 SEGMENTS: Mapping[LayerKind, tuple[str, ...]] = {
     LayerKind.PATCH_EMBEDDING: ("patch_embedding",),
@@ -98,6 +101,7 @@ class Unit:
     """Backbone only."""
     freeze_module: bool = False
     freeze_projector: bool = False
+    """Encoders (the last layer) and generators (the first one) only."""
 
     @cached_property
     def layers(self) -> tuple[LayerKind, ...]:
@@ -105,6 +109,8 @@ class Unit:
         body = (LayerKind.TRANSFORMER,) * self.transformer.num_layers
         if self.role is Role.ENCODER:
             return (LayerKind.PATCH_EMBEDDING, *body, LayerKind.PROJECTOR)
+        if self.role is Role.GENERATOR:
+            return (LayerKind.PROJECTOR, *body, LayerKind.HEAD)
         return (LayerKind.TOKEN_EMBEDDING, *body, LayerKind.HEAD)
 
     def is_trainable(self, layer_index: int) -> bool:
@@ -145,6 +151,11 @@ class ModelGraph:
         """All encoders, in the graph's order."""
         return tuple(unit for unit in self.units if unit.role is Role.ENCODER)
 
+    @property
+    def generators(self) -> tuple[Unit, ...]:
+        """All generators, in the graph's order."""
+        return tuple(unit for unit in self.units if unit.role is Role.GENERATOR)
+
     def upstream(self, name: str) -> tuple[str, ...]:
         """Units whose outputs this unit consumes."""
         return tuple(source for source, target in self.edges if target == name)
@@ -167,6 +178,7 @@ class ModelGraph:
         built = tuple(_unit_from_dict(str(name), entry) for name, entry in units.items())
         backbone = [unit.name for unit in built if unit.role is Role.BACKBONE]
         default = [(unit.name, target) for unit in built if unit.role is Role.ENCODER for target in backbone]
+        default += [(source, unit.name) for unit in built if unit.role is Role.GENERATOR for source in backbone]
         edges = value.get("edges", default)
         if not all(isinstance(edge, (list, tuple)) and len(edge) == 2 for edge in edges):
             raise ModelError(f"model: 'edges' must be a list of [source, target] pairs, found {edges}")
@@ -199,7 +211,8 @@ def _unit_from_dict(name: str, entry: Any) -> Unit:
         raise ModelError(f"{where}: 'role' must be one of {', '.join(roles)}, found {entry.get('role')!r}")
     role = Role(entry["role"])
     image = _build(ImageInput, entry.get("image") or {}, f"{where}, image") if role is Role.ENCODER else None
-    misplaced = [key for key in ("freeze_projector", "image", "projector_hidden_size") if entry.get(key)]
+    foreign = ("image", "projector_hidden_size", *(("freeze_projector",) if role is Role.BACKBONE else ()))
+    misplaced = [key for key in foreign if entry.get(key)]
     if role is not Role.ENCODER and misplaced:
         raise ModelError(f"{where}: {', '.join(misplaced)} belong to encoders; remove them here")
     rest = {key: entry[key] for key in own - {"role", "image"} if key in entry}
@@ -231,13 +244,17 @@ def _check_graph(graph: ModelGraph) -> None:
     for source, target in graph.edges:
         if source not in names or target not in names:
             raise ModelError(f"edge {source} -> {target} names a unit that does not exist; units are {', '.join(names)}")
-        if graph.unit(source).role is not Role.ENCODER or graph.unit(target).role is not Role.BACKBONE:
-            raise ModelError(f"edge {source} -> {target}: edges lead from an encoder to the backbone")
+        if (graph.unit(source).role, graph.unit(target).role) not in _EDGE_ROLES:
+            raise ModelError(
+                f"edge {source} -> {target}: edges lead from an encoder to the backbone, or from the backbone to a generator"
+            )
         if names.index(source) >= names.index(target):
             raise ModelError(f"edge {source} -> {target}: list '{source}' before '{target}'")
     for unit in graph.units:
         if unit.role is Role.ENCODER and not graph.downstream(unit.name):
             raise ModelError(f"unit '{unit.name}' feeds nobody; add an edge [{unit.name}, {backbones[0]}]")
+        if unit.role is Role.GENERATOR and not graph.upstream(unit.name):
+            raise ModelError(f"unit '{unit.name}' is fed by nobody; add an edge [{backbones[0]}, {unit.name}]")
         _check_unit(unit)
 
 

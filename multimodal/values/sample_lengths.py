@@ -9,11 +9,11 @@ class ItemLengths(NamedTuple):
     """One image or clip of a sample."""
 
     unit: str
-    """The encoder that processes it."""
+    """The encoder that processes it, or the generator that makes it."""
     num_tokens: int
-    """Tokens inside the encoder (patches)."""
+    """Tokens inside that unit (patches)."""
     num_output_tokens: int
-    """Tokens that leave the projector and enter the LLM."""
+    """Tokens that leave an encoder's projector and enter the LLM; 0 for what a generator makes."""
 
 
 @dataclass(frozen=True, slots=True)

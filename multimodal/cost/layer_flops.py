@@ -1,0 +1,96 @@
+"""Floating point operations and weights of one layer, by its kind.
+
+Counted as in Megatron's formula: 2 per multiply-add, causal attention at half its square, no recomputation; norms, biases and
+other elementwise work are left out.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from multimodal.values.model_graph import LayerKind, ModelGraph, Role, Unit
+from multimodal.values.sample_lengths import SampleLengths
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLoad:
+    """What a unit processes at once, as far as its cost depends on it; adds up over atoms."""
+
+    num_tokens: int = 0
+    """Tokens inside the unit's transformer."""
+    num_squared: int = 0
+    """Sum of squares of the lengths of its sequences."""
+    num_outputs: int = 0
+    """Tokens that leave: of the projector for an encoder, target tokens for the LLM, all tokens for a generator."""
+
+    def __add__(self, other: "UnitLoad") -> "UnitLoad":
+        return UnitLoad(
+            self.num_tokens + other.num_tokens, self.num_squared + other.num_squared, self.num_outputs + other.num_outputs
+        )
+
+
+class LayerFlops(NamedTuple):
+    """Forward FLOPs of a layer; a backward costs as much per kind of gradient for weights, and twice as much for attention."""
+
+    linear: float
+    """Matrix products with weights."""
+    attention: float
+    """Attention itself: products of activations with activations."""
+
+
+def item_load(num_tokens: int, num_output_tokens: int) -> UnitLoad:
+    """Return the load of one sequence inside a unit."""
+    return UnitLoad(num_tokens, num_tokens * num_tokens, num_output_tokens)
+
+
+def sample_load(unit: Unit, sample: SampleLengths) -> UnitLoad:
+    """Return what one sample with all its items asks of a unit."""
+    if unit.role is Role.BACKBONE:
+        return item_load(sample.num_tokens, sample.num_target_tokens)
+    items = (item for item in sample.items if item.unit == unit.name)
+    is_generator = unit.role is Role.GENERATOR
+    return add_loads(item_load(item.num_tokens, item.num_tokens if is_generator else item.num_output_tokens) for item in items)
+
+
+def add_loads(loads: Iterable[UnitLoad]) -> UnitLoad:
+    """Sum up; nothing is the empty load."""
+    return sum(loads, UnitLoad())
+
+
+def layer_weights(graph: ModelGraph, unit: Unit, kind: LayerKind, *, vocab_size: int) -> int:
+    """Weights of one layer's matrices, all tensor parallel ranks together; vocab_size: padded.
+
+    A generator's head maps its hidden state back to an input of the same width.
+    """
+    shape = unit.transformer
+    if kind is LayerKind.TRANSFORMER:
+        query = shape.num_attention_heads * shape.head_channels
+        key_value = 2 * shape.query_groups * shape.head_channels
+        mlp = shape.ffn_hidden_size * shape.hidden_size * (3 if shape.activation == "swiglu" else 2)
+        return shape.hidden_size * (query + key_value) + query * shape.hidden_size + mlp
+    if kind is LayerKind.HEAD:
+        return shape.hidden_size * (shape.hidden_size if unit.role is Role.GENERATOR else vocab_size)
+    if kind is LayerKind.TOKEN_EMBEDDING:
+        return shape.hidden_size * vocab_size
+    if unit.role is Role.GENERATOR:
+        return graph.unit(graph.upstream(unit.name)[0]).transformer.hidden_size * shape.hidden_size
+    if unit.image is None:
+        return 0
+    if kind is LayerKind.PATCH_EMBEDDING:
+        return unit.image.in_channels * unit.image.patch_size**2 * shape.hidden_size
+    merged = shape.hidden_size * unit.image.merge_size**2
+    output_size = graph.unit(graph.downstream(unit.name)[0]).transformer.hidden_size
+    return (unit.projector_hidden_size or merged) * (merged + output_size)
+
+
+def layer_forward_flops(graph: ModelGraph, unit: Unit, kind: LayerKind, load: UnitLoad, *, vocab_size: int) -> LayerFlops:
+    """FLOPs of one layer's forward over a load, all tensor parallel ranks together; looking an embedding up costs nothing."""
+    if kind is LayerKind.TOKEN_EMBEDDING:
+        return LayerFlops(0.0, 0.0)
+    weights = layer_weights(graph, unit, kind, vocab_size=vocab_size)
+    if kind is LayerKind.TRANSFORMER:
+        query = unit.transformer.num_attention_heads * unit.transformer.head_channels
+        masked = 0.5 if unit.role is Role.BACKBONE else 1.0
+        return LayerFlops(2.0 * load.num_tokens * weights, 4.0 * query * load.num_squared * masked)
+    at_exit = kind is LayerKind.HEAD or (kind is LayerKind.PROJECTOR and unit.role is Role.ENCODER)
+    return LayerFlops(2.0 * (load.num_outputs if at_exit else load.num_tokens) * weights, 0.0)

@@ -1,0 +1,48 @@
+import pytest
+
+from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace
+from multimodal.values.backward_need import BackwardNeed, layers_backward_need
+from multimodal.values.errors import ModelError
+from multimodal.values.model_graph import LayerKind, ModelGraph
+
+SHAPE = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 16}
+UNITS = {
+    "vision": {"role": "encoder", **SHAPE},
+    "llm": {"role": "backbone", **SHAPE},
+    "painter": {"role": "generator", **SHAPE},
+}
+
+
+def test_a_generator_stands_behind_the_backbone_by_default():
+    graph = ModelGraph.from_dict({"units": UNITS})
+    assert graph.edges == (("vision", "llm"), ("llm", "painter"))
+    assert graph.unit("painter").layers == (LayerKind.PROJECTOR, *[LayerKind.TRANSFORMER] * 2, LayerKind.HEAD)
+    assert ModelGraph.from_dict(graph.to_dict()) == graph
+
+
+@pytest.mark.parametrize("edge", [["vision", "painter"], ["painter", "llm"]])
+def test_other_edges_of_a_generator_are_refused(edge):
+    with pytest.raises(ModelError, match="from the backbone to a generator"):
+        ModelGraph.from_dict({"units": UNITS, "edges": [["vision", "llm"], ["llm", "painter"], edge]})
+
+
+def test_a_generator_that_nobody_feeds_is_refused():
+    with pytest.raises(ModelError, match=r"add an edge \[llm, painter\]"):
+        ModelGraph.from_dict({"units": UNITS, "edges": [["vision", "llm"]]})
+
+
+def test_a_generators_samples_come_from_where_the_backbone_has_them():
+    graph = ModelGraph.from_dict({"units": UNITS})
+    samples = (((Atom(0), Atom(1)),), ((Atom(2),),))
+    assignment = Assignment({"vision": (((Atom(0, 0),),),), "llm": samples, "painter": (((Atom(2), Atom(0)), (Atom(1),)),)})
+    routes = assignment.routes(graph).to_target[MicrobatchPlace("painter", 0, 0)]
+    assert [(route.source, route.atoms) for route in routes] == [
+        (MicrobatchPlace("llm", 0, 0), (Atom(0),)),
+        (MicrobatchPlace("llm", 1, 0), (Atom(2),)),
+    ]
+
+
+def test_a_frozen_generator_behind_a_trained_backbone_passes_gradients_on():
+    painter = {**UNITS["painter"], "freeze_module": True, "freeze_projector": True}
+    graph = ModelGraph.from_dict({"units": {**UNITS, "painter": painter}})
+    assert layers_backward_need(graph, "painter", range(0, 4)) is BackwardNeed.INPUT_GRADIENT
