@@ -1,7 +1,7 @@
 """A training loop written against Megatron alone; whoever patches Megatron before it is called, changes what it runs on."""
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +36,7 @@ class LoopCase:
 
     pipeline_parallel_size: int
     num_chunks: int = 1
+    tensor_parallel_size: int = 1
     num_microbatches: int = 6
     per_token_loss: bool = False
     forward_only: bool = False
@@ -55,6 +56,8 @@ class LoopResult:
     """Reduced gradients of the last step."""
     num_synchronizations: int
     """Calls of grad_sync_func and param_sync_func."""
+    checkpoints: list[bool | None]
+    """Which forwards of the lane, in order, Megatron told to recompute all their layers."""
 
 
 def train_on_schedule(case: LoopCase, schedule: str | None) -> LoopResult:
@@ -80,28 +83,29 @@ def train(case: LoopCase) -> LoopResult:
     """The loop: nothing in it knows of Braid."""
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=case.tensor_parallel_size,
         pipeline_model_parallel_size=case.pipeline_parallel_size,
         virtual_pipeline_model_parallel_size=case.num_chunks if case.num_chunks > 1 else None,
     )
     try:
         chunks = _build_chunks(case)
         num_synchronizations = _connect(chunks, case)
-        losses = []
+        losses, checkpoints = [], []
         for step in range(NUM_STEPS):
             for chunk in chunks:
                 chunk.zero_grad_buffer()
-            losses.append(_run_step(chunks, case, step))
+            losses.append(_run_step(chunks, case, step, partial(_forward_step, checkpoints)))
             if not case.forward_only:
                 _update(chunks)
-        return LoopResult(losses, _gradients(chunks), num_synchronizations[0])
+        return LoopResult(losses, _gradients(chunks), num_synchronizations[0], checkpoints)
     finally:
         parallel_state.destroy_model_parallel()
 
 
-def _run_step(chunks: list[DistributedDataParallel], case: LoopCase, step: int) -> list[float]:
+def _run_step(chunks: list[DistributedDataParallel], case: LoopCase, step: int, forward_step: Callable[..., Any]) -> list[float]:
     iterators = [_microbatches(case, step) for _ in chunks]
     found = get_forward_backward_func()(
-        forward_step_func=_forward_step,
+        forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=case.num_microbatches,
@@ -122,6 +126,7 @@ def _build_chunks(case: LoopCase) -> list[DistributedDataParallel]:
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        tensor_model_parallel_size=case.tensor_parallel_size,
         pipeline_model_parallel_size=case.pipeline_parallel_size,
         virtual_pipeline_model_parallel_size=case.num_chunks if case.num_chunks > 1 else None,
         pipeline_dtype=torch.float64,
@@ -201,7 +206,10 @@ def _microbatches(case: LoopCase, step: int) -> Iterator[tuple[Tensor, Tensor, T
         yield tokens[0], tokens[1], is_target
 
 
-def _forward_step(batches: Iterator[tuple[Tensor, Tensor, Tensor]], model: Any, checkpoints: bool | None = None) -> Any:
+def _forward_step(
+    checkpoints: list[bool | None], batches: Iterator[tuple[Tensor, Tensor, Tensor]], model: Any, checkpoint: bool | None = None
+) -> Any:
+    checkpoints.append(checkpoint)
     token_ids, labels, is_target = next(batches)
     positions = torch.arange(SEQUENCE_LENGTH).expand_as(token_ids)
     is_hidden = torch.ones(1, 1, SEQUENCE_LENGTH, SEQUENCE_LENGTH, dtype=torch.bool).triu(1)

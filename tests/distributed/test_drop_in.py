@@ -1,4 +1,4 @@
-"""A training loop written against Megatron, on its own pipeline functions and on Braid's schedules: equal losses and gradients."""
+"""A training loop written against Megatron, on its own pipeline functions and on Braid schedules: equal losses and gradients."""
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ def assert_same_training(case: LoopCase, ranks: RankPool, *, schedule: str) -> l
             assert mine.gradients[name] == pytest.approx(gradient, rel=0, abs=1e-9), name
             assert case.forward_only or np.abs(gradient).max() > 1e-6, f"{name} has no gradient to compare"
         assert mine.num_synchronizations == theirs.num_synchronizations
+        assert mine.checkpoints == theirs.checkpoints
     assert np.array(found[-1].losses).shape == (NUM_STEPS, case.num_microbatches)
     return found
 
@@ -30,8 +31,10 @@ def assert_same_training(case: LoopCase, ranks: RankPool, *, schedule: str) -> l
         ("1f1b", LoopCase(2)),
         ("1f1b", LoopCase(4, per_token_loss=True, options={"deallocate_pipeline_outputs": True})),
         ("gpipe", LoopCase(2, num_microbatches=5, launches_sync=True)),
-        ("1f1b", LoopCase(4, num_microbatches=2)),
+        ("1f1b", LoopCase(4, num_microbatches=2, options={"num_microbatches_with_partial_activation_checkpoints": 1})),
+        ("1f1b", LoopCase(2, options={"num_microbatches_with_partial_activation_checkpoints": 1})),
         ("1f1b", LoopCase(1)),
+        ("1f1b", LoopCase(2, tensor_parallel_size=2)),
         ("1f1b", LoopCase(2, num_chunks=2, per_token_loss=True, options=INTERLEAVED)),
         ("gpipe", LoopCase(2, num_chunks=2, launches_sync=True, options=INTERLEAVED)),
     ],

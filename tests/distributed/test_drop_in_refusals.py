@@ -1,0 +1,157 @@
+"""What the drop-in replaces and gives back, and what it refuses before any message is sent; all in one process."""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from megatron.core import pipeline_parallel
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel import schedules
+
+from megatron.runtime import patches, platform
+from megatron.runtime.drop_in.megatron_options import REFUSALS, check_options
+from megatron.runtime.drop_in.pipeline_schedule import PipelineShape, build_pipeline_schedule, pipeline_values
+from megatron.runtime.drop_in.pipeline_step import HANDLERS
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.builders.gpipe import build_gpipe
+from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
+from multimodal.schedule.expected_actions import expected_actions
+from multimodal.schedule.text import schedule_from_text, schedule_to_text
+from multimodal.values.errors import ConfigError
+from multimodal.values.schedule import ACTION_TABLE, Lane, Schedule
+
+ORIGINAL = schedules.get_forward_backward_func
+RUNNABLE = frozenset(HANDLERS)
+SHAPE = PipelineShape(num_stages=2, num_chunks=2, num_microbatches=4, forward_only=False)
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A module that imported Megatron's function before anything was replaced."""
+    module = ModuleType("some_training_loop")
+    module.get_forward_backward_func = ORIGINAL  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(platform, "install", lambda: None)
+    yield module
+    patches.revert()
+
+
+def test_the_name_is_replaced_everywhere_and_given_back(loop: ModuleType) -> None:
+    patches.apply(schedule="gpipe")
+    patches.apply(schedule="1f1b")
+    replaced = schedules.get_forward_backward_func
+    assert replaced is not ORIGINAL
+    assert pipeline_parallel.get_forward_backward_func is replaced and loop.get_forward_backward_func is replaced
+    patches.revert()
+    assert {schedules.get_forward_backward_func, pipeline_parallel.get_forward_backward_func} == {ORIGINAL}
+    assert loop.get_forward_backward_func is ORIGINAL
+
+
+def test_the_functions_take_what_megatrons_take(loop: ModuleType) -> None:
+    patches.apply()
+    assert _parameters(schedules.get_forward_backward_func) == _parameters(ORIGINAL)
+    function = schedules.get_forward_backward_func(pp_size=2, vp_size=None)
+    assert _parameters(function) == _parameters(schedules.forward_backward_pipelining_without_interleaving)
+
+
+def test_an_unknown_schedule_is_refused(loop: ModuleType) -> None:
+    with pytest.raises(ConfigError, match="no schedule '2f2b'; give patches.apply.* one of 1f1b, "):
+        patches.apply(schedule="2f2b")
+    assert schedules.get_forward_backward_func is ORIGINAL
+
+
+def test_handlers_cover_every_kind_that_whole_backwards_need() -> None:
+    graph, plan, assignment = pipeline_values(SHAPE)
+    assert {action.kind for action in expected_actions(graph, plan, assignment, lowered=True)} == RUNNABLE
+    assert set(ACTION_TABLE) > RUNNABLE, "nothing is left to refuse"
+
+
+def test_one_forward_one_backward_is_the_textbooks() -> None:
+    schedule = build_pipeline_schedule("1f1b", shape=replace(SHAPE, num_chunks=1, num_microbatches=3), runnable=RUNNABLE)
+    assert [[f"{a.kind}{a.microbatch}" for a in lane.actions if a.kind in ("F", "B")] for lane in schedule.lanes] == [
+        ["F0", "F1", "B0", "F2", "B1", "B2"],
+        ["F0", "B0", "F1", "B1", "F2", "B2"],
+    ]
+
+
+def test_chunks_alternate_between_ranks_as_megatrons_do() -> None:
+    _, plan, _ = pipeline_values(SHAPE)
+    (replica,) = plan.units["model"].replicas
+    assert [stage.ranks for stage in replica.virtual_stages] == [(0,), (1,), (0,), (1,)]
+
+
+def _split_backwards(*values: Any, **options: Any) -> Schedule:
+    text = schedule_to_text(build_gpipe(*values, **options))
+    return schedule_from_text(text.replace("B model/0/3/0", "I model/0/3/0; W model/0/3/0"))
+
+
+def _last_microbatch_first(*values: Any, **options: Any) -> Schedule:
+    lanes = build_one_f_one_b(*values, **options).lanes
+    reordered = (
+        tuple(a._replace(microbatch=3 - a.microbatch) if a.microbatch >= 0 else a for a in lane.actions) for lane in lanes
+    )
+    return Schedule(tuple(Lane(lane.ranks, actions) for lane, actions in zip(lanes, reordered, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("builder", "message"),
+    [
+        (_split_backwards, r"'odd' has actions of kind INPUT_GRADIENT \(I\), but .* runs .* whole; give patches.apply"),
+        (
+            _last_microbatch_first,
+            r"'odd' runs the microbatches of virtual stage 0 in the order \[3, 2, 1, 0\], but the loop's data",
+        ),
+    ],
+)
+def test_schedules_that_a_loop_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch, builder: Any, message: str) -> None:
+    monkeypatch.setitem(BUILDERS, "odd", builder)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=message):
+        build_pipeline_schedule("odd", shape=SHAPE, runnable=RUNNABLE)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.option)
+def test_options_that_would_be_ignored_are_refused(refusal: Any) -> None:
+    check_options(_config(), num_stages=2, num_chunks=1)
+    with pytest.raises(ConfigError, match=f"^{refusal.option}=.*; .* or call patches.revert"):
+        check_options(
+            _config(**{refusal.option: "local" if refusal.option == "cuda_graph_impl" else True}), num_stages=2, num_chunks=1
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "num_stages", "num_chunks", "message"),
+    [
+        ({}, 2, 2, "the model has 2 chunks, .* virtual_pipeline_model_parallel_size None"),
+        ({"virtual_pipeline_model_parallel_size": 2}, 1, 2, "leave it out where there is one pipeline stage"),
+        (
+            {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 3},
+            2,
+            2,
+            "microbatch_group_size_per_vp_stage=3 would be ignored",
+        ),
+        ({"pipeline_dtype": None}, 2, 1, "pipeline_dtype is None"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(options: dict[str, Any], num_stages: int, num_chunks: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_options(_config(**options), num_stages=num_stages, num_chunks=num_chunks)
+
+
+def test_every_refused_option_is_one_of_megatrons() -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    known = {*ModelParallelConfig.__dataclass_fields__, *TransformerConfig.__dataclass_fields__}
+    assert {refusal.option for refusal in REFUSALS} <= known
+
+
+def _config(**options: Any) -> Any:
+    defaults = {"virtual_pipeline_model_parallel_size": None, "pipeline_dtype": "float64", "cuda_graph_impl": "none"}
+    return SimpleNamespace(**{**defaults, **options})
+
+
+def _parameters(function: Any) -> list[tuple[str, Any, Any]]:
+    return [(name, one.kind, one.default) for name, one in inspect.signature(function).parameters.items()]
