@@ -1,17 +1,20 @@
 """The engine of the builders: a deterministic list scheduler on a discrete clock."""
 
 import heapq
+import itertools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from multimodal.schedule.dependencies import dependencies
 from multimodal.schedule.expected_actions import compute_actions
+from multimodal.schedule.place_reductions import place_reductions
 from multimodal.schedule.unit_cost import unit_cost
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import Action, ActionKind, Lane, Schedule
+from multimodal.values.schedule import Action, ActionKind, Lane, Place, Schedule
+from multimodal.values.schedule_form import PLAIN, ScheduleForm
 
 StageKey = tuple[str, int, int]
 """(unit, replica, virtual stage)."""
@@ -22,9 +25,19 @@ class Policy:
     """What a builder wants beyond the dependencies."""
 
     forward_limits: Mapping[StageKey, int] = field(default_factory=dict)
-    """Most microbatches in flight per stage; stages that are not named are unlimited."""
-    forwards_first: bool = False
-    """Whether a lane finishes all its forwards before its first backward."""
+    """Most microbatches in flight per stage, or per group of stages; those that are not named are unlimited."""
+    storage_limits: Mapping[StageKey, int] = field(default_factory=dict)
+    """Where backwards are split: most microbatches between forward and weight gradient, per stage or group."""
+    group_of: Mapping[StageKey, StageKey] = field(default_factory=dict)
+    """Stages that share one limit, named by the stage in whose name it stands; by default every stage is its own group."""
+    splits_backwards: bool = False
+    """Whether every backward is split into input gradient and weight gradient."""
+    phase: Callable[[Action], int] | None = None
+    """A lane ends each phase before the next; no action may have a higher phase than one that needs it."""
+    orders: Sequence[Sequence[Action]] = ()
+    """Actions that run in just this order; together with the dependencies they must not form a circle."""
+    urgent: frozenset[Action] = frozenset()
+    """Actions that, once ready, go before all others."""
 
 
 def list_schedule(
@@ -33,15 +46,24 @@ def list_schedule(
     """Build a compute-dialect schedule by letting every lane always take its most urgent ready action.
 
     An action is ready when its dependencies are done; forwards of one stage go in microbatch order. Backwards are more urgent
-    than forwards, then downstream units than upstream ones, then lower microbatches. An action of several lanes starts when it
-    is the most urgent one in all of them: the order is the same everywhere, so the lanes never wait for each other in a circle.
-    A microbatch is in flight in a stage from its forward to its backward or, where there is none, to its consumers' forwards.
-    A forward beyond its stage's limit waits; when nothing else is left to do, the earliest such forward is admitted all the
-    same, so every assignment finishes. Each lane ends with its gradient reductions.
+    than forwards, these more than weight gradients, which so fill what would be idle; then downstream units come before upstream
+    ones, then lower microbatches. An action of several lanes starts when it is the most urgent one in all of them: the order is
+    the same everywhere, so the lanes never wait for each other in a circle.
+
+    A microbatch is in flight in a stage from its forward to its backward (or input gradient) or, where there is none, to its
+    consumers' forwards; it is stored until its weight gradient. A forward beyond its stage's limits waits; when nothing else is
+    left to do, the earliest such forward is admitted all the same, so every assignment finishes. Gradients are reduced where
+    `place_reductions` puts that.
 
     Complexity: O((actions + dependencies) log actions).
     """
-    return _ListScheduler(graph, plan, assignment, policy, forward_only).run()
+    order = _ListScheduler(graph, plan, assignment, policy, forward_only).run()
+    schedule = Schedule(tuple(Lane(ranks, tuple(actions)) for ranks, actions in zip(plan.lanes, order, strict=True)))
+    return schedule if forward_only else place_reductions(schedule, graph=graph, plan=plan, assignment=assignment)
+
+
+_CLASSES = {ActionKind.BACKWARD: 1, ActionKind.INPUT_GRADIENT: 1, ActionKind.FORWARD: 2, ActionKind.WEIGHT_GRADIENT: 3}
+"""Lower is more urgent."""
 
 
 class _ListScheduler:
@@ -49,71 +71,80 @@ class _ListScheduler:
 
     def __init__(self, graph: ModelGraph, plan: Plan, assignment: Assignment, policy: Policy, forward_only: bool) -> None:
         self.plan = plan
+        self.policy = policy
+        self.form = _split_form(graph, plan, assignment) if policy.splits_backwards else PLAIN
         position = {unit: index for index, unit in enumerate(graph.unit_names)}
-        everything = compute_actions(graph, plan, assignment, forward_only=forward_only)
-        self.reductions = [action for action in everything if action.kind is ActionKind.REDUCE_GRADIENTS]
+        everything = compute_actions(graph, plan, assignment, forward_only=forward_only, form=self.form)
         self.actions = sorted(
             (action for action in everything if action.kind is not ActionKind.REDUCE_GRADIENTS),
-            key=lambda a: (a.kind is ActionKind.FORWARD, -position[a.unit], a.microbatch, -a.stage, a.replica),
+            key=lambda a: (0 if a in policy.urgent else _CLASSES[a.kind], -position[a.unit], a.microbatch, -a.stage, a.replica),
         )
         stages: dict[StageKey, tuple[int, ...]] = {}
         costs: dict[tuple[ActionKind, StageKey], int] = {}
-        for action in everything:
+        for action in self.actions:
             if _stage(action) not in stages:
                 stages[_stage(action)] = plan.lanes_of_stage(*_stage(action))
             if (action.kind, _stage(action)) not in costs:
                 costs[action.kind, _stage(action)] = unit_cost(action, graph, plan)
-        self.lanes_of_stage = stages
         self.lanes = [stages[_stage(action)] for action in self.actions]
         self.costs = [costs[action.kind, _stage(action)] for action in self.actions]
-        self.policy = policy
+        self.groups = [policy.group_of.get(_stage(action), _stage(action)) for action in self.actions]
         self.num_unmet = [0] * len(self.actions)
         self.followers: list[list[int]] = [[] for _ in self.actions]
         self.releases: list[list[int]] = [[] for _ in self.actions]
         self.num_holds = [0] * len(self.actions)
+        self.num_left: list[dict[int, int]] = [defaultdict(int) for _ in plan.lanes]
+        self.held: list[dict[int, list[int]]] = [defaultdict(list) for _ in plan.lanes]
         self._link(graph, assignment)
-        self.forwards_left = [0] * len(plan.lanes)
-        self.backwards_of_lane: list[list[int]] = [[] for _ in plan.lanes]
-        if policy.forwards_first:
-            self._hold_backwards()
         self.now = 0
+        self.num_done = 0
         self.running: list[tuple[int, int]] = []
         self.ready: list[list[int]] = [[] for _ in plan.lanes]
         self.is_free = [True] * len(plan.lanes)
         self.touched: set[int] = set()
         self.in_flight: dict[StageKey, int] = defaultdict(int)
-        self.parked: dict[StageKey, int] = {}
+        self.stored: dict[StageKey, int] = defaultdict(int)
+        self.parked: dict[StageKey, set[int]] = defaultdict(set)
         self.order: list[list[Action]] = [[] for _ in plan.lanes]
 
     def _link(self, graph: ModelGraph, assignment: Assignment) -> None:
         """Count what every action waits for, and what every forward's activation is kept for."""
         number = {action: index for index, action in enumerate(self.actions)}
+        gradients = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
+        with_gradient = {action.place for action in self.actions if action.kind in gradients}
         for index, action in enumerate(self.actions):
-            for needed in dependencies(action, graph, self.plan, assignment):
+            for needed in dependencies(action, graph, self.plan, assignment, form=self.form):
                 self._follow(number[needed], index)
-                has_backward = needed._replace(kind=ActionKind.BACKWARD) in number
-                if needed.kind is ActionKind.FORWARD and (action.kind is ActionKind.BACKWARD or not has_backward):
+                if needed.kind is ActionKind.FORWARD and (action.kind in gradients or needed.place not in with_gradient):
                     self.releases[index].append(number[needed])
                     self.num_holds[number[needed]] += 1
             if action.kind is ActionKind.FORWARD and action.microbatch > 0:
                 self._follow(number[action._replace(microbatch=action.microbatch - 1)], index)
+        for order in self.policy.orders:
+            for first, then in itertools.pairwise(order):
+                self._follow(number[first], number[then])
+        self.with_weights = {action.place for action in self.actions if action.kind is ActionKind.WEIGHT_GRADIENT}
+        if self.policy.phase is not None:
+            self._hold_phases(self.policy.phase)
 
     def _follow(self, first: int, then: int) -> None:
         self.followers[first].append(then)
         self.num_unmet[then] += 1
 
-    def _hold_backwards(self) -> None:
-        """Make every backward wait, once per lane of its, for that lane's last forward."""
-        for index, action in enumerate(self.actions):
-            for lane in self.lanes[index]:
-                self.forwards_left[lane] += action.kind is ActionKind.FORWARD
-        for index, action in enumerate(self.actions):
-            for lane in self.lanes[index]:
-                if action.kind is ActionKind.BACKWARD and self.forwards_left[lane]:
-                    self.backwards_of_lane[lane].append(index)
+    def _hold_phases(self, phase: Callable[[Action], int]) -> None:
+        """Make every action wait, once per lane of its, for that lane's earlier phases."""
+        self.phases = [phase(action) for action in self.actions]
+        for index, lanes in enumerate(self.lanes):
+            for lane in lanes:
+                self.num_left[lane][self.phases[index]] += 1
+        for index, lanes in enumerate(self.lanes):
+            for lane in lanes:
+                if self.phases[index] > min(self.num_left[lane]):
+                    self.held[lane][self.phases[index]].append(index)
                     self.num_unmet[index] += 1
 
-    def run(self) -> Schedule:
+    def run(self) -> list[list[Action]]:
+        """Return the actions of every lane in order."""
         for index, num_unmet in enumerate(self.num_unmet):
             if num_unmet == 0:
                 self._make_ready(index)
@@ -121,30 +152,35 @@ class _ListScheduler:
             self._start_ready()
             if self.running:
                 self._finish_next()
-            elif self.parked:
-                self._admit(min(self.parked, key=lambda stage: self._admission_order(self.parked[stage])))
+            elif any(self.parked.values()):
+                self._admit(min((each for group in self.parked.values() for each in group), key=self._admission_order))
             else:
-                return self._schedule()
+                assert self.num_done == len(self.actions), "the policy's orders contradict the dependencies"
+                return self.order
 
     def _admission_order(self, index: int) -> tuple[int, int]:
         return self.actions[index].microbatch, index
 
-    def _schedule(self) -> Schedule:
-        for action in self.reductions:
-            for lane in self.lanes_of_stage[_stage(action)]:
-                self.order[lane].append(action)
-        return Schedule(tuple(Lane(ranks, tuple(order)) for ranks, order in zip(self.plan.lanes, self.order, strict=True)))
-
     def _make_ready(self, index: int) -> None:
-        action = self.actions[index]
-        limit = self.policy.forward_limits.get(_stage(action))
-        if action.kind is ActionKind.FORWARD and limit is not None and self.in_flight[_stage(action)] >= limit:
-            self.parked[_stage(action)] = index
-        else:
-            self._enqueue(index)
+        if self.actions[index].kind is ActionKind.FORWARD:
+            if self._is_full(self.groups[index]):
+                self.parked[self.groups[index]].add(index)
+                return
+            self._take_off(self.groups[index])
+        self._enqueue(index)
 
-    def _admit(self, stage: StageKey) -> None:
-        self._enqueue(self.parked.pop(stage))
+    def _is_full(self, group: StageKey) -> bool:
+        limit, storage = self.policy.forward_limits.get(group), self.policy.storage_limits.get(group)
+        return (limit is not None and self.in_flight[group] >= limit) or (storage is not None and self.stored[group] >= storage)
+
+    def _take_off(self, group: StageKey) -> None:
+        self.in_flight[group] += 1
+        self.stored[group] += 1
+
+    def _admit(self, index: int) -> None:
+        self.parked[self.groups[index]].remove(index)
+        self._take_off(self.groups[index])
+        self._enqueue(index)
 
     def _enqueue(self, index: int) -> None:
         for lane in self.lanes[index]:
@@ -161,13 +197,10 @@ class _ListScheduler:
         self.touched.clear()
 
     def _start(self, index: int) -> None:
-        action = self.actions[index]
         for lane in self.lanes[index]:
             heapq.heappop(self.ready[lane])
             self.is_free[lane] = False
-            self.order[lane].append(action)
-        if action.kind is ActionKind.FORWARD:
-            self.in_flight[_stage(action)] += 1
+            self.order[lane].append(self.actions[index])
         heapq.heappush(self.running, (self.now + self.costs[index], index))
 
     def _finish_next(self) -> None:
@@ -177,33 +210,42 @@ class _ListScheduler:
             self._finish(heapq.heappop(self.running)[1])
 
     def _finish(self, index: int) -> None:
+        self.num_done += 1
         for lane in self.lanes[index]:
             self.is_free[lane] = True
             self.touched.add(lane)
-        if self.num_holds[index] == 0 and self.actions[index].kind is ActionKind.FORWARD:
-            self._release(index)
+        self._end_flights(index)
+        for follower in self.followers[index]:
+            self._meet(follower)
+        if self.policy.phase is not None:
+            self._end_phases(index)
+
+    def _end_flights(self, index: int) -> None:
+        """Take note of what is no longer in flight or stored after an action, which may admit forwards."""
+        kind = self.actions[index].kind
+        landed = [index] if kind is ActionKind.FORWARD and self.num_holds[index] == 0 else []
         for forward in self.releases[index]:
             self.num_holds[forward] -= 1
             if self.num_holds[forward] == 0:
-                self._release(forward)
-        for follower in self.followers[index]:
-            self._meet(follower)
-        if self.policy.forwards_first and self.actions[index].kind is ActionKind.FORWARD:
-            self._count_forward(index)
+                landed.append(forward)
+        for forward in landed:
+            self.in_flight[self.groups[forward]] -= 1
+            if self.actions[forward].place not in self.with_weights:
+                self.stored[self.groups[forward]] -= 1
+        if kind is ActionKind.WEIGHT_GRADIENT:
+            self.stored[self.groups[index]] -= 1
+        for group in dict.fromkeys([*(self.groups[forward] for forward in landed), self.groups[index]]):
+            while self.parked[group] and not self._is_full(group):
+                self._admit(min(self.parked[group]))
 
-    def _release(self, forward: int) -> None:
-        """End a microbatch's flight, which may admit the stage's next forward."""
-        stage = _stage(self.actions[forward])
-        self.in_flight[stage] -= 1
-        if stage in self.parked and self.in_flight[stage] < self.policy.forward_limits[stage]:
-            self._admit(stage)
-
-    def _count_forward(self, index: int) -> None:
+    def _end_phases(self, index: int) -> None:
         for lane in self.lanes[index]:
-            self.forwards_left[lane] -= 1
-            if self.forwards_left[lane] == 0:
-                for backward in self.backwards_of_lane[lane]:
-                    self._meet(backward)
+            num_left = self.num_left[lane]
+            num_left[self.phases[index]] -= 1
+            if num_left[self.phases[index]] == 0:
+                del num_left[self.phases[index]]
+                for held in self.held[lane].pop(min(num_left), ()) if num_left else ():
+                    self._meet(held)
 
     def _meet(self, index: int) -> None:
         self.num_unmet[index] -= 1
@@ -213,3 +255,16 @@ class _ListScheduler:
 
 def _stage(action: Action) -> StageKey:
     return action.unit, action.replica, action.stage
+
+
+def _split_form(graph: ModelGraph, plan: Plan, assignment: Assignment) -> ScheduleForm:
+    """The form in which every backward is split."""
+    return ScheduleForm(
+        split=frozenset(
+            Place(unit, replica, stage, microbatch)
+            for unit in graph.unit_names
+            for replica in range(plan.units[unit].data_parallel_size)
+            for stage in range(plan.units[unit].num_virtual_stages)
+            for microbatch in range(assignment.num_microbatches(unit, replica))
+        )
+    )

@@ -53,8 +53,8 @@ def test_forwards_of_a_stage_go_in_microbatch_order(case: Case, builder: str) ->
 @given(case=cases())
 def test_gpipe_does_no_forward_after_a_backward(case: Case) -> None:
     for lane in BUILDERS["gpipe"](*case).lanes:
-        kinds = [action.kind for action in lane.actions]
-        assert kinds == sorted(kinds, key=[ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRADIENTS].index)
+        kinds = [action.kind for action in lane.actions if action.kind is not ActionKind.REDUCE_GRADIENTS]
+        assert kinds == sorted(kinds, key=[ActionKind.FORWARD, ActionKind.BACKWARD].index)
 
 
 @settings(max_examples=40, deadline=None)
