@@ -45,4 +45,4 @@ def test_a_generators_samples_come_from_where_the_backbone_has_them():
 def test_a_frozen_generator_behind_a_trained_backbone_passes_gradients_on():
     painter = {**UNITS["painter"], "freeze_module": True, "freeze_projector": True}
     graph = ModelGraph.from_dict({"units": {**UNITS, "painter": painter}})
-    assert layers_backward_need(graph, "painter", range(0, 4)) is BackwardNeed.INPUT_GRADIENT
+    assert layers_backward_need(graph, "painter", range(4)) is BackwardNeed.INPUT_GRADIENT

@@ -1,0 +1,125 @@
+"""The machine that a plan runs on: accelerators, nodes and the links between them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from multimodal.cost.hardware import PEAK_TFLOPS, peak_tflops
+from multimodal.values.errors import ConfigError
+from multimodal.values.file_form import read_mapping
+
+_Part = TypeVar("_Part", "NodeLink", "Network")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLink:
+    """What connects the accelerators of one node (NVLink, PCIe)."""
+
+    bandwidth_gbytes_per_second: float
+    """Of one accelerator in one direction; 10^9 bytes."""
+    latency_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What connects nodes."""
+
+    bandwidth_gbytes_per_second: float
+    """Of one network card in one direction; 10^9 bytes."""
+    latency_us: float
+    nics_per_node: int
+    """Network cards; the accelerators of a node are dealt to them in equal runs of neighbours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Any number of equal nodes. Rank r is accelerator r % gpus_per_node of node r // gpus_per_node."""
+
+    gpus_per_node: int
+    peak_tflops: float
+    """Dense bf16 peak of one accelerator."""
+    memory_gb: float
+    """Of one accelerator, 10^9 bytes."""
+    intra_node: NodeLink
+    inter_node: Network
+    efficiency: float = 0.5
+    """Share of the peak that a layer's computations reach, 0 to 1."""
+
+    @property
+    def flops_per_second(self) -> float:
+        """What one accelerator really computes."""
+        return self.peak_tflops * 1e12 * self.efficiency
+
+    def node(self, rank: int) -> int:
+        """Node of a rank."""
+        return rank // self.gpus_per_node
+
+    def nic(self, rank: int) -> int:
+        """Network card of a rank, numbered over all nodes."""
+        local = rank % self.gpus_per_node * self.inter_node.nics_per_node // self.gpus_per_node
+        return self.node(rank) * self.inter_node.nics_per_node + local
+
+    def is_one_node(self, ranks: Sequence[int]) -> bool:
+        """Whether all ranks live on the same node."""
+        return len({self.node(rank) for rank in ranks}) <= 1
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> "Cluster":
+        """Build from the file's form, with `device` (a name of cost/hardware.py) or `peak_tflops`; raises ConfigError."""
+        given = dict(value)
+        if ("device" in given) == ("peak_tflops" in given):
+            raise ConfigError("cluster: give exactly one of 'device' and 'peak_tflops'")
+        if "device" in given:
+            device = str(given.pop("device"))
+            peak = peak_tflops(device, "bfloat16")
+            if peak is None:
+                raise ConfigError(f"cluster: unknown device '{device}'; known are {', '.join(PEAK_TFLOPS)}; or give peak_tflops")
+            given["peak_tflops"] = peak
+        _check_keys(given, cls, where="cluster", also=("device",))
+        given["intra_node"] = _part(NodeLink, given["intra_node"], where="cluster, intra_node")
+        given["inter_node"] = _part(Network, given["inter_node"], where="cluster, inter_node")
+        for name in ("gpus_per_node", "peak_tflops", "memory_gb", *(("efficiency",) if "efficiency" in given else ())):
+            _check_number(given[name], where=f"cluster, {name}", is_count=name == "gpus_per_node")
+        cluster = cls(**given)
+        if cluster.efficiency > 1:
+            raise ConfigError(f"cluster, efficiency: a share of the peak cannot exceed 1, found {cluster.efficiency}")
+        if cluster.inter_node.nics_per_node > cluster.gpus_per_node:
+            raise ConfigError(
+                f"cluster, inter_node: {cluster.inter_node.nics_per_node} cards for {cluster.gpus_per_node} accelerators; "
+                "give one card with the bandwidth that one accelerator can use"
+            )
+        return cluster
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "Cluster":
+        """Read a YAML or JSON cluster file."""
+        try:
+            return cls.from_dict(read_mapping(path, error=ConfigError))
+        except ConfigError as problem:
+            raise problem if str(problem).startswith(str(path)) else ConfigError(f"{path}: {problem}") from None
+
+
+def _part(kind: type[_Part], value: Any, *, where: str) -> _Part:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where}: expected a mapping, found {value!r}")
+    _check_keys(value, kind, where=where)
+    for name, number in value.items():
+        _check_number(number, where=f"{where}, {name}", is_count=name == "nics_per_node", or_zero=name == "latency_us")
+    return kind(**value)
+
+
+def _check_keys(value: Mapping[str, Any], kind: type, *, where: str, also: tuple[str, ...] = ()) -> None:
+    known = {field.name: field for field in fields(kind)}
+    if unknown := [key for key in value if key not in known]:
+        raise ConfigError(f"{where}: unknown key {unknown[0]!r}; known keys are {', '.join((*known, *also))}")
+    if missing := [name for name, field in known.items() if field.default is MISSING and name not in value]:
+        raise ConfigError(f"{where}: '{missing[0]}' is missing")
+
+
+def _check_number(value: Any, *, where: str, is_count: bool, or_zero: bool = False) -> None:
+    is_number = isinstance(value, int if is_count else (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not or_zero):
+        expected = "a positive integer" if is_count else "a number of at least 0" if or_zero else "a positive number"
+        raise ConfigError(f"{where}: expected {expected}, found {value!r}")

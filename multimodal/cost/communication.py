@@ -1,0 +1,44 @@
+"""How long messages and collectives take on a cluster's links: latency plus size over bandwidth."""
+
+from collections.abc import Sequence
+
+from multimodal.cost.cluster import Cluster
+from multimodal.cost.step_costs import TransferCost
+
+
+def collective_seconds(num_bytes: float, *, ranks: Sequence[int], cluster: Cluster) -> float:
+    """Return the seconds of an all-gather or a reduce-scatter by a ring; an all-reduce takes two of these.
+
+    num_bytes: of the whole tensor, all ranks' shares together. ranks: who takes part. Each of the n - 1 steps moves one share:
+    `(n - 1) * (latency + num_bytes / n / bandwidth)`. Across nodes a rank has its part of the node's network cards, since the
+    other ranks of its node do the same at the same time with their peers.
+    """
+    num_ranks = len(ranks)
+    if num_ranks < 2:
+        return 0.0
+    latency_us, bandwidth = cluster.intra_node.latency_us, cluster.intra_node.bandwidth_gbytes_per_second
+    if not cluster.is_one_node(ranks):
+        network = cluster.inter_node
+        latency_us = network.latency_us
+        bandwidth = min(bandwidth, network.bandwidth_gbytes_per_second * network.nics_per_node / cluster.gpus_per_node)
+    return (num_ranks - 1) * (latency_us * 1e-6 + num_bytes / num_ranks / (bandwidth * 1e9))
+
+
+def message_cost(num_bytes: float, *, source_ranks: Sequence[int], target_ranks: Sequence[int], cluster: Cluster) -> TransferCost:
+    """Return what a message between two rank groups costs; every source rank sends its share of it at the same time.
+
+    num_bytes: of the whole message. Inside a node, each rank has its own link. Between nodes the shares pass the network cards of
+    the source ranks; where other ranks use these cards as well, the first card's number is the link that messages share.
+    """
+    if set(source_ranks) == set(target_ranks):
+        return TransferCost(0.0, 0.0)
+    if cluster.is_one_node((*source_ranks, *target_ranks)):
+        bandwidth = cluster.intra_node.bandwidth_gbytes_per_second * len(source_ranks)
+        return TransferCost(cluster.intra_node.latency_us * 1e-6, num_bytes / (bandwidth * 1e9))
+    nics = sorted({cluster.nic(rank) for rank in source_ranks})
+    bandwidth = min(
+        cluster.inter_node.bandwidth_gbytes_per_second * len(nics),
+        cluster.intra_node.bandwidth_gbytes_per_second * len(source_ranks),
+    )
+    is_shared = len(nics) * cluster.gpus_per_node > len(source_ranks) * cluster.inter_node.nics_per_node
+    return TransferCost(cluster.inter_node.latency_us * 1e-6, num_bytes / (bandwidth * 1e9), nics[0] if is_shared else -1)

@@ -1,0 +1,147 @@
+import pytest
+
+from multimodal.cost.cost_table import CostTable
+from multimodal.cost.table_costs import TableCosts
+from multimodal.cost.table_model import build_table_model
+from multimodal.values.backward_need import BackwardNeed, stage_backward_need
+from multimodal.values.errors import ConfigError
+from multimodal.values.model_graph import Role
+from multimodal.values.schedule import Action, ActionKind, Place
+
+FROZEN, TRAINED = {"forward": 1.0}, {"forward": 1.0, "backward": 2.0}
+PASSED_ON = {"forward": 1.0, "input_gradient": 1.0, "weight_gradient": 0.0}
+
+
+def table_of(units, **more):
+    return CostTable.from_dict({"num_microbatches": 2, "units": units, **more})
+
+
+def needs_of(units):
+    model = build_table_model(table_of(units))
+    return {
+        name: [stage_backward_need(model.graph, model.plan, name, 0, stage) for stage in range(len(entry["stages"]))]
+        for name, entry in units.items()
+    }
+
+
+def test_each_stage_gets_a_lane_and_each_microbatch_a_sample():
+    model = build_table_model(
+        table_of({"vision": {"stages": [TRAINED] * 2}, "llm": {"upstream": ["vision"], "stages": [TRAINED] * 3}})
+    )
+    assert model.plan.lanes == ((0,), (1,), (2,), (3,), (4,))
+    assert [model.plan.lanes_of_stage("llm", 0, stage) for stage in range(3)] == [(2,), (3,), (4,)]
+    assert [model.assignment.num_microbatches(unit, 0) for unit in model.graph.unit_names] == [2, 2]
+
+
+def test_ranks_place_virtual_stages_and_colocated_units():
+    units = {
+        "vision": {"stages": [TRAINED] * 2},
+        "llm": {"upstream": ["vision"], "stages": [TRAINED] * 4, "ranks": [0, 1, 1, 0]},
+    }
+    plan = build_table_model(table_of(units)).plan
+    assert plan.lanes == ((0,), (1,))
+    assert [plan.lanes_of_stage("llm", 0, stage) for stage in range(4)] == [(0,), (1,), (1,), (0,)]
+
+
+@pytest.mark.parametrize(
+    ("upstream", "roles"),
+    [
+        ({"a": []}, {"a": "backbone"}),
+        ({"a": [], "b": ["a"]}, {"a": "encoder", "b": "backbone"}),
+        ({"a": [], "b": [], "c": ["a", "b"]}, {"a": "encoder", "b": "encoder", "c": "backbone"}),
+        ({"a": [], "b": ["a"], "c": ["b"]}, {"a": "encoder", "b": "backbone", "c": "generator"}),
+        ({"c": ["b"], "b": ["a"], "a": []}, {"a": "encoder", "b": "backbone", "c": "generator"}),
+        ({"a": [], "b": ["a"], "c": ["a"]}, {"a": "backbone", "b": "generator", "c": "generator"}),
+    ],
+)
+def test_roles_follow_from_the_place(upstream, roles):
+    graph = build_table_model(table_of({name: {"upstream": up, "stages": [TRAINED]} for name, up in upstream.items()})).graph
+    assert {unit.name: unit.role for unit in graph.units} == {name: Role(role) for name, role in roles.items()}
+
+
+def test_gradients_exist_where_the_table_lists_them():
+    full, weight, passed, none = BackwardNeed.FULL, BackwardNeed.WEIGHT_GRADIENT, BackwardNeed.INPUT_GRADIENT, BackwardNeed.NONE
+    behind = {"upstream": ["vision"]}
+    frozen = {"vision": {"stages": [FROZEN] * 2}, "llm": {**behind, "stages": [TRAINED] * 2}}
+    assert needs_of(frozen) == {"vision": [none, none], "llm": [weight, full]}
+    projector = {"vision": {"stages": [FROZEN, TRAINED]}, "llm": {**behind, "stages": [PASSED_ON] * 2}}
+    assert needs_of(projector) == {"vision": [none, weight], "llm": [passed, passed]}
+    inference = {"vision": {"stages": [FROZEN]}, "llm": {**behind, "stages": [FROZEN] * 2}}
+    assert needs_of(inference) == {"vision": [none], "llm": [none, none]}
+
+
+def test_costs_are_the_tables():
+    stage = {"forward": [0.5, 0.25], "backward": [1.0, 3.0]}
+    table = table_of(
+        {"vision": {"stages": [FROZEN, stage]}, "llm": {"upstream": ["vision"], "stages": [PASSED_ON]}}, send_seconds=0.1
+    )
+    costs = TableCosts(table)
+    assert [costs.compute(Action(kind, "vision", 0, 1, 1)).seconds for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)] == [
+        0.25,
+        3.0,
+    ]
+    assert costs.compute(Action(ActionKind.INPUT_GRADIENT, "vision", 0, 1, 1)).seconds == 1.5
+    assert costs.compute(Action(ActionKind.WEIGHT_GRADIENT, "llm", 0, 0, 1)).seconds == 0.0
+    forward = Action(ActionKind.SEND_FORWARD, "vision", 0, 0, 1, Place("vision", 0, 1, 1))
+    backward = Action(ActionKind.SEND_BACKWARD, "vision", 0, 1, 1, Place("vision", 0, 0, 1))
+    assert costs.transfer(forward).latency_seconds == 0.1
+    assert costs.transfer(backward).latency_seconds == 0.0  # nobody would send it
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"units": {}}, "'num_microbatches' is missing"),
+        ({"num_microbatches": 0, "units": {}}, "positive integer, found 0"),
+        ({"num_microbatches": 2, "units": {}}, "'units' must map"),
+        ({"num_microbatches": 2, "units": {"a": {"stages": []}}}, "at least one stage"),
+        (
+            {"num_microbatches": 2, "units": {"a": {"stages": [{"forward": [1.0]}]}}},
+            "unit 'a', stage 0, forward: .* 2 microbatches",
+        ),
+        ({"num_microbatches": 2, "units": {"a": {"stages": [{"forward": -1}]}}}, "a number of at least 0, found -1"),
+        ({"num_microbatches": 2, "units": {"a": {"stages": [{"forward": 1, "bakward": 1}]}}}, "unknown key 'bakward'"),
+        ({"num_microbatches": 2, "units": {"a": {"stages": [{"backward": 1}]}}}, "'forward' is missing"),
+        (
+            {"num_microbatches": 2, "units": {"a": {"stages": [{"forward": 1, "backward": 1, "input_gradient": 1}]}}},
+            "not both",
+        ),
+        (
+            {"num_microbatches": 2, "units": {"a": {"stages": [{"forward": 1, "input_gradient": 1}]}}},
+            "weight_gradient is missing",
+        ),
+        ({"num_microbatches": 2, "units": {"a": {"upstream": ["b"], "stages": [FROZEN]}}}, "names 'b', which is no unit"),
+        (
+            {
+                "num_microbatches": 2,
+                "units": {"a": {"upstream": ["b"], "stages": [FROZEN]}, "b": {"upstream": ["a"], "stages": [FROZEN]}},
+            },
+            "units a, b wait for each other in a circle",
+        ),
+        ({"num_microbatches": 2, "units": {"a": {"stages": [FROZEN], "ranks": [0, 1]}}}, "1 stages but 2 ranks"),
+        ({"num_microbatches": 2, "units": {"a": {"stages": [FROZEN], "ranks": [3]}}}, "leave gaps"),
+        ({"num_microbatches": 2, "send_seconds": "fast", "units": {"a": {"stages": [FROZEN]}}}, "send_seconds: expected seconds"),
+    ],
+)
+def test_wrong_tables_are_refused(value, message):
+    with pytest.raises(ConfigError, match=message):
+        CostTable.from_dict(value)
+
+
+@pytest.mark.parametrize(
+    ("units", "message"),
+    [
+        (
+            {"a": {"stages": [TRAINED]}, "b": {"upstream": ["a"], "stages": [TRAINED, FROZEN]}},
+            "unit 'b', stage 1: lists no backward, but unit 'a' upstream has one",
+        ),
+        ({"a": {"stages": [TRAINED, FROZEN]}}, "unit 'a', stage 1: lists no backward, but stage 0 has one"),
+        (
+            {name: {"upstream": up, "stages": [TRAINED]} for name, up in {"a": [], "b": ["a"], "c": ["b"], "d": ["c"]}.items()},
+            "one unit must be the backbone",
+        ),
+    ],
+)
+def test_tables_of_no_model_are_refused(units, message):
+    with pytest.raises(ConfigError, match=message):
+        build_table_model(table_of(units))

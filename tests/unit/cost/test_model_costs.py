@@ -1,0 +1,137 @@
+import pytest
+
+from multimodal.cost.cluster import Cluster
+from multimodal.cost.communication import collective_seconds, message_cost
+from multimodal.cost.flops import step_flops
+from multimodal.cost.layer_flops import UnitLoad
+from multimodal.cost.memory import layer_activation_bytes
+from multimodal.cost.model_costs import ModelCosts
+from multimodal.cost.step_costs import TransferCost
+from multimodal.values.assignment import Assignment, Atom
+from multimodal.values.backward_need import BackwardNeed
+from multimodal.values.errors import ConfigError
+from multimodal.values.model_graph import LayerKind, ModelGraph
+from multimodal.values.plan import Plan
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.schedule import Action, ActionKind, Place
+
+LINKS = {
+    "intra_node": {"bandwidth_gbytes_per_second": 100.0, "latency_us": 2.0},
+    "inter_node": {"bandwidth_gbytes_per_second": 10.0, "latency_us": 5.0, "nics_per_node": 2},
+}
+CLUSTER = {"gpus_per_node": 4, "peak_tflops": 100.0, "memory_gb": 80, "efficiency": 0.5, **LINKS}
+SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256, "activation": "gelu"}
+GRAPH = ModelGraph.from_dict({"units": {"vision": {"role": "encoder", **SHAPE}, "llm": {"role": "backbone", **SHAPE}}})
+TWO_STAGES = [{"ranks": [4, 5], "layers": [[0, 2]]}, {"ranks": [6, 7], "layers": [[2, 4]]}]
+PLAN = Plan.from_dict(
+    {
+        "units": {
+            "vision": {"replicas": [{"stages": [{"ranks": [rank], "layers": [[0, 4]]}]} for rank in (0, 1)]},
+            "llm": {"tensor_parallel_size": 2, "replicas": [{"stages": TWO_STAGES}]},
+        }
+    }
+)
+LENGTHS = [SampleLengths(sample, (ItemLengths("vision", 40, 10),), 20, 15) for sample in range(4)]
+ASSIGNMENT = Assignment(
+    {
+        "vision": tuple(tuple((Atom(s, 0),) for s in (r, r + 2)) for r in (0, 1)),
+        "llm": (((Atom(0), Atom(1)), (Atom(2), Atom(3))),),
+    }
+)
+COSTS = ModelCosts(GRAPH, PLAN, ASSIGNMENT, LENGTHS, Cluster.from_dict(CLUSTER), vocab_size=512)
+
+
+def test_all_computations_together_cost_the_steps_flops():
+    seconds = 0.0
+    for unit, num_ranks, places in (
+        ("vision", 1, [(replica, 0, m) for replica in (0, 1) for m in (0, 1)]),
+        ("llm", 2, [(0, stage, m) for stage in (0, 1) for m in (0, 1)]),
+    ):
+        for kind in (ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT):
+            costs = [COSTS.compute(Action(kind, unit, *place)) for place in places]
+            seconds += num_ranks * sum(cost.seconds - cost.tensor_parallel_seconds for cost in costs)
+    assert seconds * 0.5 * 100e12 == pytest.approx(step_flops(GRAPH, LENGTHS, vocab_size=512), rel=1e-12)
+
+
+def test_a_backward_costs_its_two_halves():
+    backward, *halves = (
+        COSTS.compute(Action(kind, "llm", 0, 0, 0))
+        for kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+    )
+    assert backward.seconds == pytest.approx(sum(half.seconds for half in halves))
+
+
+def test_tensor_parallel_ranks_wait_for_four_collectives_a_layer():
+    # 60 tokens x 64 x 2 bytes; one step of a ring of two moves half of it
+    expected = 4 * (2e-6 + 60 * 64 * 2 / 2 / 100e9)
+    assert COSTS.compute(Action(ActionKind.FORWARD, "llm", 0, 1, 0)).tensor_parallel_seconds == pytest.approx(expected)
+    assert COSTS.compute(Action(ActionKind.FORWARD, "vision", 0, 0, 0)).tensor_parallel_seconds == 0.0
+
+
+def test_messages_are_hidden_states_inside_a_unit_and_projected_items_between_units():
+    inside = COSTS.transfer(Action(ActionKind.SEND_FORWARD, "llm", 0, 0, 0, Place("llm", 0, 1, 0)))
+    assert inside == TransferCost(pytest.approx(2e-6), pytest.approx(60 * 64 * 2 / (2 * 100e9)))
+    forward = COSTS.transfer(Action(ActionKind.SEND_FORWARD, "vision", 1, 0, 0, Place("llm", 0, 0, 0)))
+    assert forward == TransferCost(pytest.approx(5e-6), pytest.approx(10 * 64 * 2 / 10e9), 0)
+    backward = COSTS.transfer(Action(ActionKind.SEND_BACKWARD, "llm", 0, 0, 0, Place("vision", 1, 0, 0)))
+    assert backward == TransferCost(pytest.approx(5e-6), pytest.approx(10 * 64 * 2 / 10e9))  # ranks 4, 5: a card of their own
+
+
+def test_ranks_of_a_node_share_its_network_cards():
+    cluster = Cluster.from_dict(CLUSTER)
+    assert [cluster.nic(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    cost = message_cost(20e9, source_ranks=(0, 1, 2, 3), target_ranks=(4, 5, 6, 7), cluster=cluster)
+    assert (cost.occupied_seconds, cost.link) == (pytest.approx(1.0), -1)
+    assert message_cost(20e9, source_ranks=(3,), target_ranks=(4,), cluster=cluster).link == 1
+
+
+def test_replicas_reduce_fp32_gradients_and_gather_bf16_parameters():
+    weights = 2 * (12 * 64 * 64) + 3 * 14 * 14 * 64 + 256 * (256 + 64)
+    expected = 2e-6 + weights * 4 / 2 / 100e9
+    assert COSTS.collective_seconds(Action(ActionKind.REDUCE_GRADIENTS, "vision", 0, 0)) == pytest.approx(expected)
+    gather = COSTS.collective_seconds(Action(ActionKind.GATHER_PARAMETERS, "vision", 0, 0))
+    assert gather == pytest.approx(2e-6 + weights * 2 / 2 / 100e9)
+    assert COSTS.collective_seconds(Action(ActionKind.REDUCE_GRADIENTS, "llm", 0, 0)) == 0.0
+
+
+def test_collectives_across_nodes_share_the_cards():
+    cluster = Cluster.from_dict(CLUSTER)
+    assert collective_seconds(1e9, ranks=(0, 4), cluster=cluster) == pytest.approx(5e-6 + 0.5 / 5)
+
+
+def test_memory_of_a_gpt_layer_is_korthikantis():
+    llm = GRAPH.unit("llm")
+    kept = layer_activation_bytes(llm, LayerKind.TRANSFORMER, UnitLoad(10, 100, 0), need=BackwardNeed.FULL, vocab_size=512)
+    assert kept == 32 * 64 * 10
+    frozen = layer_activation_bytes(llm, LayerKind.TRANSFORMER, UnitLoad(10, 100, 0), need=BackwardNeed.NONE, vocab_size=512)
+    assert frozen == 0
+    assert COSTS.activation_bytes(Place("llm", 0, 0, 0)) == 32 * 64 * 60 / 2
+
+
+def test_static_memory_shares_the_optimizer_over_replicas():
+    weights = 2 * (12 * 64 * 64) + 3 * 14 * 14 * 64 + 256 * (256 + 64)
+    assert COSTS.static_bytes(0) == weights * (2 + 4 + 12 / 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"peak_tflops": None}, "peak_tflops: expected a positive number, found None"),
+        ({"device": "H100"}, "exactly one of 'device' and 'peak_tflops'"),
+        ({"gpus": 8}, "unknown key 'gpus'"),
+        ({"efficiency": 2.0}, "cannot exceed 1"),
+        ({"intra_node": {"latency_us": 1}}, "intra_node: 'bandwidth_gbytes_per_second' is missing"),
+        ({"inter_node": {**LINKS["inter_node"], "nics_per_node": 8}}, "8 cards for 4 accelerators"),
+        ({"gpus_per_node": 0}, "a positive integer, found 0"),
+    ],
+)
+def test_wrong_clusters_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        Cluster.from_dict({**CLUSTER, **change})
+
+
+def test_a_device_brings_its_peak():
+    described = {key: value for key, value in CLUSTER.items() if key != "peak_tflops"}
+    assert Cluster.from_dict({**described, "device": "H100"}).peak_tflops == 989.0
+    with pytest.raises(ConfigError, match="unknown device 'Abacus'"):
+        Cluster.from_dict({**described, "device": "Abacus"})
