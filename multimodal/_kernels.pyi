@@ -1,3 +1,21 @@
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 def partition_longest_first(costs: Sequence[float], *, num_bins: int, max_items_per_bin: int) -> list[list[int]]: ...
+def simulate_events(
+    lane_starts: NDArray[np.int64],
+    lane_nodes: NDArray[np.int64],
+    lane_fillers: NDArray[np.uint8],
+    kinds: NDArray[np.uint8],
+    need_starts: NDArray[np.int64],
+    needs: NDArray[np.int64],
+    receiver_starts: NDArray[np.int64],
+    receivers: NDArray[np.int64],
+    seconds: NDArray[np.float64],
+    latency_seconds: NDArray[np.float64],
+    links: NDArray[np.int64],
+    *,
+    num_links: int,
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]: ...

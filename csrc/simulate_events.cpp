@@ -1,0 +1,237 @@
+#include "simulate_events.h"
+
+#include <algorithm>
+#include <functional>
+#include <limits>
+#include <queue>
+#include <utility>
+
+namespace braid {
+namespace {
+
+constexpr std::uint8_t kCompute = 0, kSend = 1;
+constexpr std::int32_t kEnds = 0, kFills = 1;
+
+// What happens at a moment: a node ends, or a lane decides whether to fill. Ends come first, by the number of the node.
+struct Event {
+    double time;
+    std::int32_t phase, index;
+    bool operator>(const Event& other) const {
+        if (time != other.time) return time > other.time;
+        return phase != other.phase ? phase > other.phase : index > other.index;
+    }
+};
+
+// Rows of variable length in one array.
+struct Rows {
+    std::vector<std::int32_t> starts, values;
+    const std::int32_t* begin(std::int32_t row) const { return values.data() + starts[row]; }
+    const std::int32_t* end(std::int32_t row) const { return values.data() + starts[row + 1]; }
+    std::int32_t size(std::int32_t row) const { return starts[row + 1] - starts[row]; }
+};
+
+// Per value the rows that hold it, in ascending order.
+Rows invert(const View<std::int64_t>& starts, const View<std::int64_t>& values, std::int64_t num_values) {
+    Rows inverse;
+    inverse.starts.assign(num_values + 1, 0);
+    inverse.values.resize(values.size);
+    for (std::int64_t index = 0; index < values.size; ++index) ++inverse.starts[values[index] + 1];
+    for (std::int64_t value = 0; value < num_values; ++value) inverse.starts[value + 1] += inverse.starts[value];
+    std::vector<std::int32_t> next(inverse.starts.begin(), inverse.starts.end() - 1);
+    for (std::int64_t row = 0; row + 1 < starts.size; ++row)
+        for (std::int64_t index = starts[row]; index < starts[row + 1]; ++index)
+            inverse.values[next[values[index]]++] = static_cast<std::int32_t>(row);
+    return inverse;
+}
+
+struct Lane {
+    std::int64_t position, end;
+    std::int32_t running = -1;
+    bool is_draining = false;
+    std::vector<std::int32_t> pending;  // Fillers that the lane has come to and not run.
+    std::size_t num_tried = 0;          // How many of them were passed over while the carrier waits.
+    double send_free = 0.0, receive_free = 0.0, collective_free = 0.0;
+};
+
+class Run {
+   public:
+    explicit Run(const EventArrays& arrays)
+        : arrays_(arrays),
+          num_nodes_(arrays.kinds.size),
+          lanes_(arrays.lane_starts.size - 1),
+          lanes_of_(invert(arrays.lane_starts, arrays.lane_nodes, num_nodes_)),
+          followers_(invert(arrays.need_starts, arrays.needs, num_nodes_)),
+          num_unmet_(num_nodes_),
+          num_arrived_(num_nodes_, 0),
+          link_free_(arrays.num_links, 0.0) {
+        const double never = std::numeric_limits<double>::quiet_NaN();
+        times_.start_seconds.assign(num_nodes_, never);
+        times_.end_seconds.assign(num_nodes_, never);
+        for (std::int64_t node = 0; node < num_nodes_; ++node)
+            num_unmet_[node] = static_cast<std::int32_t>(arrays.need_starts[node + 1] - arrays.need_starts[node]);
+        for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
+            lanes_[lane].position = arrays.lane_starts[lane];
+            lanes_[lane].end = arrays.lane_starts[lane + 1];
+        }
+    }
+
+    EventTimes run() {
+        for (std::size_t lane = 0; lane < lanes_.size(); ++lane) advance(static_cast<std::int32_t>(lane), 0.0);
+        while (!events_.empty()) {
+            const Event event = events_.top();
+            events_.pop();
+            if (event.phase == kEnds) {
+                finish(event.index, event.time);
+            } else {
+                fill(lanes_[event.index], event.time);
+            }
+        }
+        for (std::size_t lane = 0; lane < lanes_.size(); ++lane)
+            times_.positions.push_back(lanes_[lane].position - arrays_.lane_starts[lane]);
+        return std::move(times_);
+    }
+
+   private:
+    std::int32_t entry(const Lane& lane) const { return static_cast<std::int32_t>(arrays_.lane_nodes[lane.position]); }
+
+    void finish(std::int32_t node, double now) {
+        for (const std::int32_t* follower = followers_.begin(node); follower != followers_.end(node); ++follower)
+            if (--num_unmet_[*follower] == 0) start_if_ready(*follower, now);
+        if (arrays_.kinds[node] != kCompute) return;
+        for (const std::int32_t* lane = lanes_of_.begin(node); lane != lanes_of_.end(node); ++lane) leave(*lane, node, now);
+    }
+
+    // Goes on in a lane whose computation has ended.
+    void leave(std::int32_t index, std::int32_t node, double now) {
+        Lane& lane = lanes_[index];
+        lane.running = -1;
+        if (lane.is_draining) {
+            lane.pending.erase(lane.pending.begin());
+        } else if (lane.position < lane.end && entry(lane) == node) {
+            ++lane.position;
+            while (lane.position < lane.end && arrays_.kinds[entry(lane)] == kSend) pass(lane, now);
+            lane.is_draining = !lane.pending.empty();
+            lane.num_tried = 0;
+        } else {
+            lane.pending.erase(std::find(lane.pending.begin(), lane.pending.end(), node));
+        }
+        advance(index, now);
+    }
+
+    void pass(Lane& lane, double now) {
+        const std::int32_t node = entry(lane);
+        ++lane.position;
+        stand(node, now);
+    }
+
+    void stand(std::int32_t node, double now) {
+        ++num_arrived_[node];
+        start_if_ready(node, now);
+    }
+
+    // Brings a free lane to its next computation.
+    void advance(std::int32_t index, double now) {
+        Lane& lane = lanes_[index];
+        while (true) {
+            while (!lane.is_draining && lane.position < lane.end) {
+                const std::int32_t node = entry(lane);
+                if (arrays_.lane_fillers[lane.position]) {
+                    lane.pending.push_back(node);
+                    ++lane.position;
+                } else if (arrays_.kinds[node] != kCompute) {
+                    pass(lane, now);
+                } else {
+                    stand(node, now);
+                    if (lane.running < 0 && lane.num_tried < lane.pending.size()) events_.push({now, kFills, index});
+                    return;
+                }
+            }
+            if (!lane.pending.empty()) {
+                lane.is_draining = true;
+                stand(lane.pending.front(), now);
+                return;
+            }
+            if (!lane.is_draining) return;
+            lane.is_draining = false;
+        }
+    }
+
+    // Runs the next filler in a lane whose carrier still waits.
+    void fill(Lane& lane, double now) {
+        if (lane.running >= 0 || lane.is_draining || lane.position == lane.end) return;
+        for (; lane.num_tried < lane.pending.size(); ++lane.num_tried) {
+            const std::int32_t filler = lane.pending[lane.num_tried];
+            if (num_unmet_[filler] == 0 && lanes_of_.size(filler) == 1) {
+                --num_arrived_[entry(lane)];
+                compute(filler, now);
+                return;
+            }
+        }
+    }
+
+    void start_if_ready(std::int32_t node, double now) {
+        if (num_unmet_[node] != 0 || num_arrived_[node] < lanes_of_.size(node)) return;
+        const std::uint8_t kind = arrays_.kinds[node];
+        if (kind == kCompute) {
+            compute(node, now);
+        } else if (kind == kSend) {
+            send(node, now);
+        } else {
+            collect(node, now);
+        }
+    }
+
+    void compute(std::int32_t node, double now) {
+        for (const std::int32_t* lane = lanes_of_.begin(node); lane != lanes_of_.end(node); ++lane) lanes_[*lane].running = node;
+        occupy(node, now);
+    }
+
+    void send(std::int32_t node, double now) {
+        const std::int64_t first = arrays_.receiver_starts[node], last = arrays_.receiver_starts[node + 1];
+        const std::int64_t link = arrays_.links[node];
+        double start = now;
+        for (const std::int32_t* lane = lanes_of_.begin(node); lane != lanes_of_.end(node); ++lane)
+            start = std::max(start, lanes_[*lane].send_free);
+        for (std::int64_t index = first; index < last; ++index)
+            start = std::max(start, lanes_[arrays_.receivers[index]].receive_free);
+        if (link >= 0) start = std::max(start, link_free_[link]);
+        const double end = start + arrays_.seconds[node];
+        for (const std::int32_t* lane = lanes_of_.begin(node); lane != lanes_of_.end(node); ++lane) lanes_[*lane].send_free = end;
+        for (std::int64_t index = first; index < last; ++index) lanes_[arrays_.receivers[index]].receive_free = end;
+        if (link >= 0) link_free_[link] = end;
+        occupy(node, start);
+    }
+
+    void collect(std::int32_t node, double now) {
+        double start = now;
+        for (const std::int32_t* lane = lanes_of_.begin(node); lane != lanes_of_.end(node); ++lane)
+            start = std::max(start, lanes_[*lane].collective_free);
+        const double end = start + arrays_.seconds[node];
+        for (const std::int32_t* lane = lanes_of_.begin(node); lane != lanes_of_.end(node); ++lane)
+            lanes_[*lane].collective_free = end;
+        occupy(node, start);
+    }
+
+    void occupy(std::int32_t node, double start) {
+        const double end = start + arrays_.seconds[node];
+        times_.start_seconds[node] = start;
+        times_.end_seconds[node] = end;
+        events_.push({end + arrays_.latency_seconds[node], kEnds, node});
+    }
+
+    const EventArrays& arrays_;
+    const std::int64_t num_nodes_;
+    std::vector<Lane> lanes_;
+    const Rows lanes_of_, followers_;
+    std::vector<std::int32_t> num_unmet_;
+    std::vector<std::int32_t> num_arrived_;  // Lanes that have come to a node; of a computation, lanes that stand at it.
+    std::vector<double> link_free_;
+    std::priority_queue<Event, std::vector<Event>, std::greater<Event>> events_;
+    EventTimes times_;
+};
+
+}  // namespace
+
+EventTimes simulate_events(const EventArrays& arrays) { return Run(arrays).run(); }
+
+}  // namespace braid

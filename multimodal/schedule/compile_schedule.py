@@ -1,0 +1,237 @@
+"""Compile a schedule to the flat arrays that the event kernel runs on."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from operator import itemgetter
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from multimodal.cost.step_costs import StepCosts
+from multimodal.schedule.event_arrays import Bytes, EventArrays, Floats, Integers, NodeKind
+from multimodal.schedule.lane_components import LaneComponent, lane_components
+from multimodal.schedule.schedule_structure import CollectiveKey, ScheduleStructure, build_structure
+from multimodal.schedule.text import action_to_text
+from multimodal.values.assignment import Assignment
+from multimodal.values.errors import ConfigError
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+from multimodal.values.schedule import Action, Schedule
+
+
+@dataclass(frozen=True)
+class CompiledSchedule:
+    """A schedule as arrays, and what leads from their numbers back to its actions."""
+
+    schedule: Schedule
+    arrays: EventArrays
+    actions: tuple[Action, ...]
+    """[num_nodes]; of a collective, some replica's action."""
+    lane_positions: Integers
+    """Per entry of `arrays.lane_nodes` its position in the lane's actions."""
+    component_of_lane: Integers
+    """Lanes with the same number belong to one pipeline (or several that routes connect)."""
+    tensor_parallel_seconds: Floats
+    """[num_nodes] waited for collectives inside layers, 0 for messages and collectives."""
+    receive_lanes: Integers
+    receive_positions: Integers
+    """[num_nodes] where a send's receive stands; -1 where there is none."""
+    place_of_node: Integers
+    """[num_nodes] number of a computation's place; -1 for others."""
+    forward_of_place: Integers
+    """[num_places] the node that is its forward; -1 where there is none."""
+
+    @cached_property
+    def lane_of_entry(self) -> Integers:
+        """Per entry of `arrays.lane_nodes` its lane."""
+        return np.repeat(np.arange(self.arrays.num_lanes), np.diff(self.arrays.lane_starts))
+
+
+def compile_schedule(
+    schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment, costs: StepCosts, lowered: bool = True
+) -> CompiledSchedule:
+    """Turn a valid schedule into arrays.
+
+    Of lanes that are alike up to their replica (`lane_components`), dependencies are asked once; durations are asked for every
+    action. Raises ScheduleError when an action needs one that the schedule lacks, ConfigError when a duration is negative or
+    not finite. O(actions + dependencies).
+    """
+    components = lane_components(schedule, graph=graph, plan=plan, assignment=assignment)
+    structures: list[tuple[LaneComponent, ScheduleStructure]] = []
+    parts = []
+    for component in components:
+        known = (structure for other, structure in structures if component.is_like(other))
+        structure = next(known, None)
+        if structure is None:
+            structure = build_structure(component, graph=graph, plan=plan, assignment=assignment, lowered=lowered)
+            structures.append((component, structure))
+        parts.append(_Part(component, structure))
+    return _Assembly(schedule, parts, costs).compiled()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One component and the structure that it has."""
+
+    component: LaneComponent
+    structure: ScheduleStructure
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.structure.kinds)
+
+    def actions(self) -> tuple[Action, ...]:
+        """Its nodes' actions."""
+        return _look_up(self.component.schedule, self.structure.first_entries)
+
+    def collective_actions(self) -> Iterable[tuple[CollectiveKey, Action]]:
+        """Every replica's collectives."""
+        for lane, codes, positions in zip(
+            self.component.schedule.lanes, self.structure.lane_codes, self.structure.lane_positions, strict=True
+        ):
+            for code, position in zip(codes[codes < 0].tolist(), positions[codes < 0].tolist(), strict=True):
+                yield self.structure.collectives[-1 - code], lane.actions[position]
+
+
+class _Assembly:
+    """Puts the parts together: nodes part by part, then the collectives."""
+
+    def __init__(self, schedule: Schedule, parts: Sequence[_Part], costs: StepCosts) -> None:
+        self.schedule, self.parts, self.costs = schedule, parts, costs
+        keys = dict.fromkeys(chain.from_iterable(part.structure.collectives for part in parts))
+        self.offsets = np.cumsum([0, *(part.num_nodes for part in parts)])
+        num_nodes = int(self.offsets[-1])
+        self.collectives = {key: num_nodes + index for index, key in enumerate(keys)}
+
+    def compiled(self) -> CompiledSchedule:
+        parts, num_collectives = self.parts, len(self.collectives)
+        none, nowhere = np.zeros(num_collectives, np.int64), np.full(num_collectives, -1)
+        kinds = _joined((*(part.structure.kinds for part in parts), np.full(num_collectives, NodeKind.COLLECTIVE)))
+        collective_needs = self._collective_needs()
+        num_needs = _joined((*(part.structure.num_needs for part in parts), [len(row) for row in collective_needs]))
+        needs = [self._nodes(index, part.structure.needs) for index, part in enumerate(parts)]
+        lanes = [np.array(part.component.lanes) for part in parts]
+        receives = [np.array(part.structure.receive_entries, np.int64).reshape(-1, 2) for part in parts]
+        place_offsets = np.cumsum([0, *(len(part.structure.forward_of_place) for part in parts)])
+        lane_nodes, lane_fillers, lane_positions = self._lane_entries()
+        actions, seconds, tensor_parallel, latency, links = self._durations()
+        unique_links, dense_links = np.unique(links[links >= 0], return_inverse=True)
+        links[links >= 0] = dense_links
+        component_of_lane = np.zeros(len(self.schedule.lanes), np.int64)
+        for index, members in enumerate(lanes):
+            component_of_lane[members] = index
+        return CompiledSchedule(
+            self.schedule,
+            EventArrays(
+                _starts([len(row) for row in lane_nodes]),
+                _joined(lane_nodes),
+                _joined(lane_fillers).astype(np.uint8),
+                kinds.astype(np.uint8),
+                _starts(num_needs),
+                _joined((*needs, *collective_needs)),
+                _starts(_joined((*(part.structure.num_receivers for part in parts), none))),
+                _joined([members[part.structure.receivers] for members, part in zip(lanes, parts, strict=True)]),
+                seconds,
+                latency,
+                links,
+                len(unique_links),
+            ),
+            actions,
+            _joined(lane_positions),
+            component_of_lane,
+            tensor_parallel,
+            _joined((*(np.where(rows[:, 0] < 0, -1, of[rows[:, 0]]) for of, rows in zip(lanes, receives, strict=True)), nowhere)),
+            _joined((*(rows[:, 1] for rows in receives), nowhere)),
+            _joined((*(_shifted(p.structure.place_of_node, o) for p, o in zip(parts, place_offsets, strict=False)), nowhere)),
+            _joined([_shifted(p.structure.forward_of_place, o) for p, o in zip(parts, self.offsets, strict=False)]),
+        )
+
+    def _nodes(self, index: int, codes: Integers) -> Integers:
+        """Turn the codes of a part into numbers of nodes."""
+        of_collective = np.array([self.collectives[key] for key in self.parts[index].structure.collectives], np.int64)
+        if not len(of_collective):
+            return codes + int(self.offsets[index])
+        return np.where(codes >= 0, codes + int(self.offsets[index]), of_collective[np.where(codes < 0, -1 - codes, 0)])
+
+    def _collective_needs(self) -> list[Integers]:
+        needs: dict[CollectiveKey, list[Integers]] = {key: [] for key in self.collectives}
+        for index, part in enumerate(self.parts):
+            for key, codes in zip(part.structure.collectives, part.structure.collective_needs, strict=True):
+                needs[key].append(self._nodes(index, codes))
+        return [_joined(rows) for rows in needs.values()]
+
+    def _lane_entries(self) -> tuple[list[Integers], list[Bytes], list[Integers]]:
+        num_lanes = len(self.schedule.lanes)
+        nodes = [np.zeros(0, np.int64)] * num_lanes
+        fillers = [np.zeros(0, np.uint8)] * num_lanes
+        positions = [np.zeros(0, np.int64)] * num_lanes
+        for index, part in enumerate(self.parts):
+            for local, lane in enumerate(part.component.lanes):
+                nodes[lane] = self._nodes(index, part.structure.lane_codes[local])
+                fillers[lane] = part.structure.lane_fillers[local]
+                positions[lane] = part.structure.lane_positions[local]
+        return nodes, fillers, positions
+
+    def _durations(self) -> tuple[tuple[Action, ...], Floats, Floats, Floats, Integers]:
+        """Per node: action, seconds, tensor parallel seconds, latency, link."""
+        actions: list[Action] = list(chain.from_iterable(part.actions() for part in self.parts))
+        computes = _joined(part.structure.kinds for part in self.parts) == NodeKind.COMPUTE
+        num_nodes = len(actions) + len(self.collectives)
+        seconds, tensor_parallel, latency = np.zeros(num_nodes), np.zeros(num_nodes), np.zeros(num_nodes)
+        links = np.full(num_nodes, -1)
+        compute_nodes, send_nodes = np.flatnonzero(computes), np.flatnonzero(~computes)
+        computed = _table(map(self.costs.compute, map(actions.__getitem__, compute_nodes.tolist())), 2)
+        seconds[compute_nodes], tensor_parallel[compute_nodes] = computed.T
+        sent = _table(map(self.costs.transfer, map(actions.__getitem__, send_nodes.tolist())), 3)
+        latency[send_nodes], seconds[send_nodes] = sent[:, 0], sent[:, 1]
+        links[send_nodes] = sent[:, 2].astype(np.int64)
+        of_collective: dict[CollectiveKey, Action] = {}
+        for key, action in chain.from_iterable(part.collective_actions() for part in self.parts):
+            node = self.collectives[key]
+            of_collective.setdefault(key, action)
+            seconds[node] = max(seconds[node], self.costs.collective_seconds(action))
+        actions += [of_collective[key] for key in self.collectives]
+        for values in (seconds, tensor_parallel, latency, seconds - tensor_parallel):
+            _check_durations(values, actions)
+        return tuple(actions), seconds, tensor_parallel, latency, links
+
+
+def _look_up(schedule: Schedule, entries: Sequence[tuple[int, int]]) -> tuple[Action, ...]:
+    """The actions at (lane, position), which come lane by lane."""
+    positions: list[list[int]] = [[] for _ in schedule.lanes]
+    for lane, position in entries:
+        positions[lane].append(position)
+    found = (
+        itemgetter(*rows)(lane.actions) if len(rows) > 1 else tuple(lane.actions[row] for row in rows)
+        for lane, rows in zip(schedule.lanes, positions, strict=True)
+    )
+    return tuple(chain.from_iterable(found))
+
+
+def _check_durations(values: Floats, actions: Sequence[Action]) -> None:
+    wrong = ~(np.isfinite(values) & (values >= 0))
+    if wrong.any():
+        node = int(np.argmax(wrong))
+        raise ConfigError(
+            f"costs of {action_to_text(actions[node])}: found {values[node]} seconds; every duration must be finite and not "
+            "negative, and the tensor parallel share no longer than the computation"
+        )
+
+
+def _table(rows: Iterable[Iterable[float]], width: int) -> Floats:
+    return np.fromiter(chain.from_iterable(rows), np.float64).reshape(-1, width)
+
+
+def _joined(rows: Iterable[ArrayLike]) -> Integers:
+    arrays = [np.asarray(row, np.int64) for row in rows]
+    return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
+
+
+def _starts(lengths: Sequence[int] | Integers) -> Integers:
+    return np.concatenate(([0], np.cumsum(np.asarray(lengths, np.int64))))
+
+
+def _shifted(numbers: Integers, offset: int) -> Integers:
+    return np.where(numbers < 0, -1, numbers + offset)

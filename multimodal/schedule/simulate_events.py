@@ -1,0 +1,229 @@
+"""The event kernel of the simulator: runs a schedule in the form of arrays on a clock."""
+
+from collections import defaultdict
+from heapq import heappop, heappush
+from itertools import pairwise
+from math import nan
+
+import numpy as np
+
+from multimodal.schedule.event_arrays import EventArrays, EventTimes, NodeKind
+
+try:
+    from multimodal import _kernels
+except ImportError:
+    _kernels = None  # type: ignore[assignment]
+
+_ENDS, _FILLS = 0, 1
+"""What the events of one moment are, in the order in which they are taken: what ends, then what is decided because of it."""
+
+
+def simulate_events(arrays: EventArrays) -> EventTimes:
+    """Run every lane in its order, each node as early as its needs and resources allow.
+
+    A computation starts when all its lanes have come to it and its needs have ended. Sends and collectives are only started by
+    their lanes: a send occupies its lanes' sending, the receivers' receiving and its link together, as soon as all of these
+    have done what they were given before; a collective that all its lanes have started occupies their collective resource.
+    While a computation waits, the fillers before it run one after another, as long as it still waits when the next would start;
+    one whose own needs are not met then is passed over, as is one of several lanes. What is left runs after the computation and
+    the sends right behind it. Of what happens at one moment, ends come first, by the number of the node.
+
+    Lanes that wait for each other in a circle stop, see `EventTimes.positions`. Runs as a C++ kernel where that is built, with
+    the same result to the last bit. O((nodes + needs) log lanes).
+    """
+    if _kernels is None:
+        return simulate_events_reference(arrays)
+    return EventTimes(
+        *_kernels.simulate_events(
+            arrays.lane_starts,
+            arrays.lane_nodes,
+            arrays.lane_fillers,
+            arrays.kinds,
+            arrays.need_starts,
+            arrays.needs,
+            arrays.receiver_starts,
+            arrays.receivers,
+            arrays.seconds,
+            arrays.latency_seconds,
+            arrays.links,
+            num_links=arrays.num_links,
+        )
+    )
+
+
+def simulate_events_reference(arrays: EventArrays) -> EventTimes:
+    """Do in Python what `simulate_events` does."""
+    run = _Run(arrays)
+    run.run()
+    return EventTimes(np.array(run.start), np.array(run.end), np.array(run.position, dtype=np.int64))
+
+
+class _Run:
+    """The state of one simulation. `csrc/simulate_events.cpp` does the same, step by step."""
+
+    def __init__(self, arrays: EventArrays) -> None:
+        starts = arrays.lane_starts.tolist()
+        entries, fillers = arrays.lane_nodes.tolist(), arrays.lane_fillers.tolist()
+        self.entries = [entries[first:last] for first, last in pairwise(starts)]
+        self.is_filler = [fillers[first:last] for first, last in pairwise(starts)]
+        self.kinds, self.seconds = arrays.kinds.tolist(), arrays.seconds.tolist()
+        self.latency, self.links = arrays.latency_seconds.tolist(), arrays.links.tolist()
+        num_nodes, num_lanes = arrays.num_nodes, arrays.num_lanes
+        self.receivers = _rows(arrays.receiver_starts.tolist(), arrays.receivers.tolist())
+        self.lanes: list[list[int]] = [[] for _ in range(num_nodes)]
+        for lane, nodes in enumerate(self.entries):
+            for node in nodes:
+                self.lanes[node].append(lane)
+        self.followers: list[list[int]] = [[] for _ in range(num_nodes)]
+        needs = _rows(arrays.need_starts.tolist(), arrays.needs.tolist())
+        self.num_unmet = [len(row) for row in needs]
+        for node, row in enumerate(needs):
+            for need in row:
+                self.followers[need].append(node)
+        self.num_arrived = [0] * num_nodes
+        """Lanes that have come to a node; of a computation, lanes that stand at it."""
+        self.start, self.end = [nan] * num_nodes, [nan] * num_nodes
+        self.position = [0] * num_lanes
+        self.running = [-1] * num_lanes
+        self.pending: list[list[int]] = [[] for _ in range(num_lanes)]
+        """Fillers that the lane has come to and not run."""
+        self.num_tried = [0] * num_lanes
+        """How many of `pending` were passed over while the carrier waits."""
+        self.is_draining = [False] * num_lanes
+        self.send_free, self.receive_free, self.collective_free = ([0.0] * num_lanes for _ in range(3))
+        self.link_free: dict[int, float] = defaultdict(float)
+        self.events: list[tuple[float, int, int]] = []
+
+    def run(self) -> None:
+        for lane in range(len(self.entries)):
+            self._advance(lane, 0.0)
+        while self.events:
+            now, phase, index = heappop(self.events)
+            if phase == _ENDS:
+                self._finish(index, now)
+            else:
+                self._fill(index, now)
+
+    def _finish(self, node: int, now: float) -> None:
+        for follower in self.followers[node]:
+            self.num_unmet[follower] -= 1
+            if self.num_unmet[follower] == 0:
+                self._start_if_ready(follower, now)
+        if self.kinds[node] == NodeKind.COMPUTE:
+            for lane in self.lanes[node]:
+                self._leave(lane, node, now)
+
+    def _leave(self, lane: int, node: int, now: float) -> None:
+        """Go on in a lane whose computation has ended."""
+        self.running[lane] = -1
+        position = self.position[lane]
+        if self.is_draining[lane]:
+            self.pending[lane].pop(0)
+        elif position < len(self.entries[lane]) and self.entries[lane][position] == node:
+            self.position[lane] += 1
+            self._pass_sends(lane, now)
+            self.is_draining[lane] = bool(self.pending[lane])
+            self.num_tried[lane] = 0
+        else:
+            self.pending[lane].remove(node)
+        self._advance(lane, now)
+
+    def _pass_sends(self, lane: int, now: float) -> None:
+        entries = self.entries[lane]
+        while self.position[lane] < len(entries) and self.kinds[entries[self.position[lane]]] == NodeKind.SEND:
+            self._pass(lane, now)
+
+    def _pass(self, lane: int, now: float) -> None:
+        node = self.entries[lane][self.position[lane]]
+        self.position[lane] += 1
+        self.num_arrived[node] += 1
+        self._start_if_ready(node, now)
+
+    def _advance(self, lane: int, now: float) -> None:
+        """Bring a free lane to its next computation."""
+        entries, is_filler = self.entries[lane], self.is_filler[lane]
+        while not self.is_draining[lane] and self.position[lane] < len(entries):
+            node = entries[self.position[lane]]
+            if is_filler[self.position[lane]]:
+                self.pending[lane].append(node)
+                self.position[lane] += 1
+            elif self.kinds[node] != NodeKind.COMPUTE:
+                self._pass(lane, now)
+            else:
+                self._stand(lane, node, now)
+                if self.running[lane] < 0 and self.num_tried[lane] < len(self.pending[lane]):
+                    heappush(self.events, (now, _FILLS, lane))
+                return
+        if self.pending[lane]:
+            self.is_draining[lane] = True
+            self._stand(lane, self.pending[lane][0], now)
+        elif self.is_draining[lane]:
+            self.is_draining[lane] = False
+            self._advance(lane, now)
+
+    def _stand(self, lane: int, node: int, now: float) -> None:
+        self.num_arrived[node] += 1
+        self._start_if_ready(node, now)
+
+    def _fill(self, lane: int, now: float) -> None:
+        """Run the next filler in a lane whose carrier still waits."""
+        if self.running[lane] >= 0 or self.is_draining[lane] or self.position[lane] == len(self.entries[lane]):
+            return
+        while self.num_tried[lane] < len(self.pending[lane]):
+            filler = self.pending[lane][self.num_tried[lane]]
+            if self.num_unmet[filler] == 0 and len(self.lanes[filler]) == 1:
+                self.num_arrived[self.entries[lane][self.position[lane]]] -= 1
+                self._compute(filler, now)
+                return
+            self.num_tried[lane] += 1
+
+    def _start_if_ready(self, node: int, now: float) -> None:
+        if self.num_unmet[node] or self.num_arrived[node] < len(self.lanes[node]):
+            return
+        kind = self.kinds[node]
+        if kind == NodeKind.COMPUTE:
+            self._compute(node, now)
+        elif kind == NodeKind.SEND:
+            self._send(node, now)
+        else:
+            self._collect(node, now)
+
+    def _compute(self, node: int, now: float) -> None:
+        for lane in self.lanes[node]:
+            self.running[lane] = node
+        self._occupy(node, now)
+
+    def _send(self, node: int, now: float) -> None:
+        lanes, receivers, link = self.lanes[node], self.receivers[node], self.links[node]
+        start = now
+        for lane in lanes:
+            start = max(start, self.send_free[lane])
+        for lane in receivers:
+            start = max(start, self.receive_free[lane])
+        if link >= 0:
+            start = max(start, self.link_free[link])
+        end = start + self.seconds[node]
+        for lane in lanes:
+            self.send_free[lane] = end
+        for lane in receivers:
+            self.receive_free[lane] = end
+        if link >= 0:
+            self.link_free[link] = end
+        self._occupy(node, start)
+
+    def _collect(self, node: int, now: float) -> None:
+        start = now
+        for lane in self.lanes[node]:
+            start = max(start, self.collective_free[lane])
+        for lane in self.lanes[node]:
+            self.collective_free[lane] = start + self.seconds[node]
+        self._occupy(node, start)
+
+    def _occupy(self, node: int, start: float) -> None:
+        end = start + self.seconds[node]
+        self.start[node], self.end[node] = start, end
+        heappush(self.events, (end + self.latency[node], _ENDS, node))
+
+
+def _rows(starts: list[int], values: list[int]) -> list[list[int]]:
+    return [values[first:last] for first, last in pairwise(starts)]
