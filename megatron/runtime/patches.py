@@ -1,5 +1,6 @@
 """What is replaced in Megatron: the function that gives training loops their pipeline schedule."""
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -32,10 +33,14 @@ def apply(*, schedule: str = "1f1b") -> None:
     platform.install()
     function = ForwardBackward(schedule=schedule).forward_backward
 
-    def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> Callable[..., Any]:
+    signature = inspect.signature(_ORIGINAL)
+
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
         """Return Braid's function, which serves every size: it reads them from the process groups and the model it is given."""
+        signature.bind(*args, **kwargs)
         return function
 
+    get_forward_backward_func.__signature__ = signature  # type: ignore[attr-defined]
     _install(get_forward_backward_func)
 
 

@@ -33,6 +33,7 @@ REFUSALS = (
     _Refusal("hybrid_context_parallel", bool, "it decides the order of microbatches itself", "set it to False"),
     _Refusal("use_ring_exchange_p2p", bool, "messages are sent by isend and irecv", "set it to False"),
     _Refusal("fine_grained_activation_offloading", bool, "it expects the order of Megatron's own schedules", "set it to False"),
+    _Refusal("moe_paged_stash", bool, "it expects the order of Megatron's own schedules", "set it to False"),
     _Refusal(
         "cuda_graph_impl",
         lambda value: value not in (None, "none"),
