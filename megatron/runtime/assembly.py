@@ -39,6 +39,11 @@ class RankRuntime:
         for unit in self.gradients.values():
             unit.sum_shared_embeddings()
 
+    def complete_parameters(self) -> None:
+        """Gather what a sharded optimizer updated and no schedule has gathered since; collective."""
+        for unit in self.gradients.values():
+            unit.complete_parameters()
+
 
 def assemble(
     graph: ModelGraph,
@@ -87,7 +92,8 @@ def assemble(
         groups={name: member.groups.tp for name, member in memberships.items()},
         broker=Broker(rank=rank, channel=channel, device=device, dtype=options.precision.params_dtype),
         device=device,
-        reduce_gradients=lambda unit, stage: gradients[unit].reduce(stage),
+        reduce_gradients=lambda unit, stage: gradients[unit].start_reduction(stage),
+        gather_parameters=lambda unit, stage: gradients[unit].start_gathering(stage),
     )
     return RankRuntime(memberships, stages, gradients, executor)
 

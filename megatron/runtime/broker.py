@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.runtime.message_channel import MessageChannel
+from megatron.runtime.receive_watch import ReceiveWatch
 from multimodal.values.schedule import Place
 
 
@@ -23,6 +24,8 @@ class MessageKey(NamedTuple):
     direction: str
     source: Place
     target: Place
+    part: int = -1
+    """The sample subset whose gradient it is, between stages of one unit; -1: the whole microbatch."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class _Incoming:
     buffer: Tensor
     first_row: int
     waiting: list[dist.Work]
+    watch: ReceiveWatch | None = None
 
 
 class Broker:
@@ -113,11 +117,21 @@ class Broker:
         self._incoming[key] = _Incoming(link, buffer, first_row, waiting)
         return buffer.numel() * buffer.element_size()
 
+    def is_there(self, key: MessageKey) -> bool:
+        """Whether this rank's pieces have come."""
+        incoming = self._incoming[key]
+        if incoming.watch is None:
+            incoming.watch = ReceiveWatch(incoming.waiting, device=self._device)
+        return incoming.watch.is_complete()
+
     def wait(self, key: MessageKey) -> Tensor:
         """Wait for this rank's pieces; returns the buffer, to be completed by `complete`."""
         incoming = self._incoming[key]
-        for work in incoming.waiting:
-            work.wait()
+        if incoming.watch is not None:
+            incoming.watch.wait()
+        else:
+            for work in incoming.waiting:
+                work.wait()
         for piece, rows in self._kept.pop(key, ()):
             incoming.buffer[piece.first_row - incoming.first_row : piece.last_row - incoming.first_row] = rows
         return incoming.buffer

@@ -63,6 +63,7 @@ def save_checkpoint(
     the same step is replaced. Raises CheckpointError on every rank when it fails on any; earlier checkpoints are then untouched.
     """
     what = f"saving step {step} to {folder}"
+    runtime.complete_parameters()
     partial = on_first_rank(lambda: open_partial(folder, step=step), what=what)
     try:
         tensors = [*model_tensors(runtime), *optimizer_tensors(runtime, optimizers)]

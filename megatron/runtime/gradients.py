@@ -1,6 +1,7 @@
 """Gradients of one rank: reduced inside each unit, one norm over all units, clipped once (ZeRO-1 by Megatron's DDP)."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
+from megatron.runtime.overlapped_collectives import overlapping, start_gradient_reduction, start_parameter_gathering
 from megatron.runtime.units import Membership
 from multimodal.model.unit_stage import UnitStage
 
@@ -21,25 +23,54 @@ class UnitGradients:
         """stages: virtual stage -> module; is_sharded: reduce-scatter for a sharded optimizer (ZeRO-1), else all-reduce."""
         self.membership = membership
         self.stages = stages
+        self.is_sharded = is_sharded
         self.wrapped = {
             index: _wrap(stage, membership=membership, is_sharded=is_sharded)
             for index, stage in stages.items()
             if any(parameter.requires_grad for parameter in stage.parameters())
         }
+        self._ungathered: set[int] = set()
 
     def zero(self) -> None:
         """Forget the gradients of the last step."""
         for wrapped in self.wrapped.values():
             wrapped.zero_grad_buffer()
 
-    def reduce(self, stage_index: int) -> None:
-        """Sum one stage's gradients over tensor parallel ranks where each saw its own tokens only, then over replicas."""
+    def start_reduction(self, stage_index: int) -> Callable[[], None]:
+        """Sum one stage's gradients over tensor parallel ranks where each saw its own tokens only, then start over replicas.
+
+        Returns what waits for it. Every rank must start the reductions of a group in one order.
+        """
         group = self.membership.groups.tp
         if group.size() > 1:
             for parameter in self.stages[stage_index].parameters():
                 if parameter.requires_grad and getattr(parameter, "sequence_parallel", False):
                     dist.all_reduce(_main_gradient(parameter), group=group)
-        self.wrapped[stage_index].finish_grad_sync()
+        return start_gradient_reduction(self.wrapped[stage_index])
+
+    @contextmanager
+    def gathering_later(self) -> Iterator[None]:
+        """Let the step of a sharded optimizer that runs inside leave the parameters to be gathered when they are needed."""
+        if not self.is_sharded:
+            yield
+            return
+        with ExitStack() as settings:
+            for wrapped in self.wrapped.values():
+                settings.enter_context(overlapping(wrapped, "overlap_param_gather"))
+            yield
+        self._ungathered = set(self.wrapped)
+
+    def start_gathering(self, stage_index: int) -> Callable[[], None]:
+        """Start gathering one stage's parameters, if an optimizer left that to do; returns what waits for it."""
+        if stage_index not in self._ungathered:
+            return _nothing
+        self._ungathered.remove(stage_index)
+        return start_parameter_gathering(self.wrapped[stage_index])
+
+    def complete_parameters(self) -> None:
+        """Gather whatever is not gathered yet."""
+        for finish in [self.start_gathering(stage_index) for stage_index in sorted(self._ungathered)]:
+            finish()
 
     def sum_shared_embeddings(self) -> None:
         """Give both copies of tied word embeddings, on the first and the last stage, the sum of their gradients."""
@@ -66,6 +97,10 @@ def _wrap(stage: UnitStage, *, membership: Membership, is_sharded: bool) -> Dist
         use_distributed_optimizer=is_sharded,
     )
     return DistributedDataParallel(stage.config, config, stage, pg_collection=membership.groups)
+
+
+def _nothing() -> None:
+    """What waits for nothing."""
 
 
 def _main_gradient(parameter: Tensor) -> Tensor:

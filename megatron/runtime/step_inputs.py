@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 
+from megatron.runtime.sample_subsets import sample_subsets
 from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.stage_input import PackedInput
-from multimodal.values.assignment import Assignment, MicrobatchPlace, Routes
+from multimodal.values.assignment import Assignment, Microbatch, MicrobatchPlace, Routes
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan
+from multimodal.values.schedule_form import PLAIN, ScheduleForm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +22,8 @@ class LoadedInputs:
 
     inputs: Mapping[MicrobatchPlace, PackedInput]
     target_samples: Mapping[MicrobatchPlace, tuple[int, ...]]
+    subset_inputs: Mapping[MicrobatchPlace, tuple[PackedInput, ...]]
+    """One per sample subset, where a microbatch runs in several."""
 
 
 def load_inputs(
@@ -31,12 +35,15 @@ def load_inputs(
     assignment: Assignment,
     routes: Routes,
     source_index: Mapping[int, int],
+    form: ScheduleForm = PLAIN,
 ) -> LoadedInputs:
     """Load and pack every microbatch that passes through this rank; pixels only where an encoder's first stage is.
 
-    source_index: sample id -> index in `source`. Raises DataError when an item cannot be decoded.
+    source_index: sample id -> index in `source`; form: which microbatches run in sample subsets, each packed by itself.
+    Raises DataError when an item cannot be decoded.
     """
     inputs: dict[MicrobatchPlace, PackedInput] = {}
+    subset_inputs: dict[MicrobatchPlace, tuple[PackedInput, ...]] = {}
     target_samples: dict[MicrobatchPlace, tuple[int, ...]] = {}
     for name, unit_plan in plan.units.items():
         unit = graph.unit(name)
@@ -47,10 +54,15 @@ def load_inputs(
             for microbatch in range(assignment.num_microbatches(name, replica_index)):
                 place = MicrobatchPlace(name, replica_index, microbatch)
                 if unit.role is Role.ENCODER:
-                    inputs[place] = _encoder_input(source, unit, place, assignment, source_index, with_pixels=is_first)
+                    subsets = sample_subsets(place, form=form, graph=graph, assignment=assignment)
+                    packed = tuple(_encoder_input(source, unit, atoms, source_index, with_pixels=is_first) for atoms in subsets)
+                    if place in form.num_parts:
+                        subset_inputs[place] = packed
+                    else:
+                        (inputs[place],) = packed
                 else:
                     inputs[place], target_samples[place] = _language_input(source, place, assignment, routes, source_index)
-    return LoadedInputs(inputs, target_samples)
+    return LoadedInputs(inputs, target_samples, subset_inputs)
 
 
 def move_input(packed: PackedInput, device: torch.device) -> PackedInput:
@@ -68,15 +80,14 @@ def move_input(packed: PackedInput, device: torch.device) -> PackedInput:
 def _encoder_input(
     source: SampleSource,
     unit: Unit,
-    place: MicrobatchPlace,
-    assignment: Assignment,
+    atoms: Microbatch,
     source_index: Mapping[int, int],
     *,
     with_pixels: bool,
 ) -> PackedInput:
     assert unit.image is not None
     packed = pack_encoder_microbatch(
-        assignment.atoms(place),
+        atoms,
         source=source,
         index_of_sample=source_index,
         merge_size=unit.image.merge_size,

@@ -15,6 +15,7 @@ from multimodal.balance import Balancer
 from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
 from multimodal.schedule.builders import Builder
+from multimodal.schedule.passes import Pass
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.assignment import Assignment, validate_assignment
@@ -22,6 +23,7 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.schedule import Schedule
+from multimodal.values.schedule_form import form_of
 
 _Shape = tuple[object, ...]
 
@@ -33,6 +35,8 @@ class ScheduleCache:
     graph: ModelGraph
     plan: Plan
     builder: Builder
+    passes: Sequence[Pass] = ()
+    """Applied one after another to what the builder emits; forward-only schedules, in which there is nothing to cut, stay."""
     forward_only: bool = False
     capacity: int = 64
     _schedules: dict[_Shape, Schedule] = field(default_factory=dict)
@@ -44,6 +48,8 @@ class ScheduleCache:
             if len(self._schedules) >= self.capacity:
                 self._schedules.pop(next(iter(self._schedules)))
             compute = self.builder(self.graph, self.plan, assignment, forward_only=self.forward_only)
+            for rewrite in () if self.forward_only else self.passes:
+                compute = rewrite(compute, graph=self.graph, plan=self.plan, assignment=assignment)
             lowered = insert_communication(compute, graph=self.graph, plan=self.plan, assignment=assignment)
             validate_schedule(
                 lowered, graph=self.graph, plan=self.plan, assignment=assignment, lowered=True, forward_only=self.forward_only
@@ -104,17 +110,26 @@ def plan_step(
     graph, plan = schedules.graph, schedules.plan
     validate_assignment(assignment, graph=graph, plan=plan, lengths=lengths)
     routes = assignment.routes(graph)
+    schedule = schedules.schedule(assignment)
     loaded = load_inputs(
-        source, graph=graph, plan=plan, rank=rank, assignment=assignment, routes=routes, source_index=source_index
+        source,
+        graph=graph,
+        plan=plan,
+        rank=rank,
+        assignment=assignment,
+        routes=routes,
+        source_index=source_index,
+        form=form_of(schedule),
     )
     return Step(
         graph=graph,
         assignment=assignment,
-        schedule=schedules.schedule(assignment),
+        schedule=schedule,
         routes=routes,
         lengths={sample.sample_id: sample for sample in lengths},
         inputs=loaded.inputs,
         target_samples=loaded.target_samples,
+        subset_inputs=loaded.subset_inputs,
     )
 
 

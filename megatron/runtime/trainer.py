@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -76,11 +77,13 @@ class Trainer:
         """Forward, backward, reduce, clip, update; number: of the step, for messages. Also returns this rank's events."""
         start = time.perf_counter()
         self._zero_gradients()
+        if not step.form.gathers_parameters:
+            self.runtime.complete_parameters()
         result = self.runtime.executor.execute(step, is_training=True)
         executed = time.perf_counter()
         self.runtime.finish_gradients()
         learning_rate = current_learning_rate(self.scheduler, self._settings)
-        norm = self._update()
+        norm = self._update(gathers_later=step.form.gathers_parameters)
         end = time.perf_counter()
         report = self._report(step, result, seconds=(end - start, end - executed), norm=norm, learning_rate=learning_rate)
         if not (math.isfinite(report.loss) and math.isfinite(norm)):
@@ -92,6 +95,7 @@ class Trainer:
 
     def evaluate(self, steps: Iterable[Step]) -> EvaluationReport:
         """Forward only, over forward-only steps (at least one)."""
+        self.runtime.complete_parameters()
         loss_sum, num_correct_tokens, num_right_answers, num_tokens, num_samples = 0.0, 0, 0, 0, 0
         with torch.no_grad():
             for step in steps:
@@ -110,17 +114,19 @@ class Trainer:
             # In an unsharded optimizer `grad` is the gradient buffer itself: left there, a backward would add it twice.
             optimizer.zero_grad()
 
-    def _update(self) -> float:
+    def _update(self, *, gathers_later: bool) -> float:
+        """Clip and step; returns the gradient norm. gathers_later: the next schedule gathers what a sharded optimizer updates."""
         for optimizer in self.optimizers.values():
             optimizer.prepare_grads()
         counted = [(optimizer, self._counts_in_norm(unit)) for unit, optimizer in self.optimizers.items()]
         norm = global_gradient_norm(counted, device=self._device)
         if not math.isfinite(norm):
             return norm
-        for optimizer in self.optimizers.values():
+        for unit, optimizer in self.optimizers.items():
             if self._settings.clip_grad > 0:
                 clip_gradients(optimizer.get_parameters(), norm=norm, max_norm=self._settings.clip_grad)
-            optimizer.step_with_ready_grads()
+            with self.runtime.gradients[unit].gathering_later() if gathers_later else nullcontext():
+                optimizer.step_with_ready_grads()
         self.scheduler.step(increment=1)
         return norm
 

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region, gather_from_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear
 from multimodal.model.norm import Norm
 from multimodal.model.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
 
@@ -34,7 +34,7 @@ class LanguageHead(torch.nn.Module):
         self.is_sequence_sharded = config.sequence_parallel
         self.group = groups.tp
         self.norm = Norm(config, config.hidden_size, eps=config.layernorm_epsilon)
-        self.output_layer = ColumnParallelLinear(
+        self.output_layer = DeferrableColumnParallelLinear(
             config.hidden_size,
             vocab_size,
             config=plain,

@@ -2,7 +2,6 @@
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -10,10 +9,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from multimodal.attention.packed_attention import PackedAttention, RecomputedPackedAttention
+from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
 from multimodal.model.norm import Norm
 from multimodal.values.errors import ConfigError
 
-MLP_SUBMODULES = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+MLP_SUBMODULES = MLPSubmodules(linear_fc1=DeferrableColumnParallelLinear, linear_fc2=DeferrableRowParallelLinear)
 
 
 def transformer_layer_spec(*, implementation: str, is_causal: bool, recompute: str | None) -> ModuleSpec:
@@ -30,7 +30,9 @@ def _local_spec() -> ModuleSpec:
     self_attention = ModuleSpec(
         module=SelfAttention,
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear, core_attention=PackedAttention, linear_proj=RowParallelLinear
+            linear_qkv=DeferrableColumnParallelLinear,
+            core_attention=PackedAttention,
+            linear_proj=DeferrableRowParallelLinear,
         ),
     )
     submodules = TransformerLayerSubmodules(

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from multimodal.model.deferrable_linear import deferrable_linear
 from multimodal.model.transformer_config import Precision
 
 
@@ -17,4 +18,4 @@ class PatchEmbedding(torch.nn.Module):
 
     def forward(self, patches: Tensor) -> Tensor:
         """patches: [num_patches, patch_channels], any float dtype; returns [num_patches, 1, hidden_size]."""
-        return torch.nn.functional.linear(patches.to(self.weight.dtype), self.weight, self.bias)[:, None]
+        return deferrable_linear(patches.to(self.weight.dtype), self.weight, self.bias)[:, None]

@@ -1,5 +1,7 @@
 """One virtual stage of a unit: the layers of one range, built for this rank alone."""
 
+from contextlib import nullcontext
+
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
@@ -18,6 +20,7 @@ from multimodal.model.rotary import rotary_frequencies
 from multimodal.model.stage_input import PackedInput, pad_rows, padded_num_tokens
 from multimodal.model.token_embedding import TokenEmbedding
 from multimodal.model.transformer_config import BuildOptions, build_transformer_config
+from multimodal.model.weight_gradient_queue import DeferWeightGradients, active_queue
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import LayerKind, ModelGraph, Role, Unit
 
@@ -124,7 +127,11 @@ class UnitStage(MegatronModule):
             return output
 
         if self.options.recompute == "full" and torch.is_grad_enabled():
-            recomputed: Tensor = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)
+            # The backward may recompute in another thread; it must find the queue, or save other tensors than the forward.
+            contexts = (nullcontext(), DeferWeightGradients(active_queue()))
+            recomputed: Tensor = checkpoint(
+                run, hidden, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts
+            )
             return recomputed
         return run(hidden)
 

@@ -18,6 +18,7 @@ from multimodal.model.stage_input import PackedInput
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
 from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes import Pass
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
@@ -40,11 +41,12 @@ class GradientCase:
     builder: str = "1f1b"
     sequence_parallel: bool = False
     recompute: str | None = None
+    passes: tuple[Pass, ...] = ()
 
     def __repr__(self) -> str:
         shapes = [(shape.items, shape.num_text_tokens, shape.num_target_tokens) for shape in self.source.shapes]
         lines = [
-            f"{self.builder}, sequence_parallel={self.sequence_parallel}, recompute={self.recompute}",
+            f"{self.builder}, passes={self.passes}, sequence_parallel={self.sequence_parallel}, recompute={self.recompute}",
             f"samples (items, text, targets): {shapes}",
             *(line for unit in self.graph.units for line in self._lines_of_unit(unit)),
         ]
@@ -104,7 +106,7 @@ def plan_case(case: GradientCase, assignment: Assignment | None = None) -> Step:
         case.source,
         lengths=[case.source.lengths(index) for index in range(len(case.source))],
         assignment=assignment or case.assignment,
-        schedules=ScheduleCache(case.graph, case.plan, BUILDERS[case.builder]),
+        schedules=ScheduleCache(case.graph, case.plan, BUILDERS[case.builder], case.passes),
         rank=dist.get_rank(),
         source_index={index: index for index in range(len(case.source))},
     )

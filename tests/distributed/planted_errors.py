@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 
-from megatron.runtime import action_handlers, step_planner
+from megatron.runtime import action_handlers, forward_action, gradients, message_flow, step_planner
 from megatron.runtime.assembly import RankRuntime
 from megatron.runtime.gradients import UnitGradients
 from megatron.runtime.step import Step
@@ -87,25 +87,25 @@ def _items_of_other_samples() -> Iterator[None]:
 @contextmanager
 def _gradients_of_other_samples() -> Iterator[None]:
     """Forwards are right, but a gradient comes back to another sample's item."""
-    original = action_handlers._collect_output_gradient
+    original = action_handlers.collect_output_gradient
 
     def collected(*args: Any) -> Any:
         with _items_of_other_samples():
             return original(*args)
 
-    with patch.object(action_handlers, "_collect_output_gradient", collected):
+    with patch.object(action_handlers, "collect_output_gradient", collected):
         yield
 
 
 @contextmanager
 def _loss(scale: Callable[[Any, Any, Any], float]) -> Iterator[None]:
-    original = action_handlers._record_loss
+    original = forward_action._record_loss
 
     def recorded(run: Any, action: Any, output: Any) -> torch.Tensor:
         loss = original(run, action, output)
         return loss * scale(run, action, loss)
 
-    with patch.object(action_handlers, "_record_loss", recorded):
+    with patch.object(forward_action, "_record_loss", recorded):
         yield
 
 
@@ -123,27 +123,21 @@ def _mean_over_replicas(run: Any, action: Any, loss: torch.Tensor) -> float:
 
 @contextmanager
 def _no_sum_over_replicas() -> Iterator[None]:
-    original = UnitGradients.reduce
-
-    def reduced(gradients: UnitGradients, stage_index: int) -> None:
-        with patch.object(gradients.wrapped[stage_index], "finish_grad_sync"):
-            original(gradients, stage_index)
-
-    with patch.object(UnitGradients, "reduce", reduced):
+    with patch.object(gradients, "start_gradient_reduction", lambda wrapped: lambda: None):
         yield
 
 
 @contextmanager
 def _one_norm_not_summed_over_tensor_parallel_ranks() -> Iterator[None]:
-    original = UnitGradients.reduce
+    original = UnitGradients.start_reduction
 
-    def reduced(gradients: UnitGradients, stage_index: int) -> None:
+    def started(gradients: UnitGradients, stage_index: int) -> Callable[[], None]:
         norms = [p for n, p in gradients.stages[stage_index].named_parameters() if n.endswith("input_layernorm.weight")]
         for parameter in norms[:1]:
             parameter.sequence_parallel = False  # type: ignore[attr-defined]
-        original(gradients, stage_index)
+        return original(gradients, stage_index)
 
-    with patch.object(UnitGradients, "reduce", reduced):
+    with patch.object(UnitGradients, "start_reduction", started):
         yield
 
 
@@ -168,6 +162,6 @@ PLANTED_ERRORS: Mapping[str, Callable[[], Any]] = {
     "gradients are not summed over replicas": _no_sum_over_replicas,
     "gradients of tied embeddings are not summed": lambda: patch.object(RankRuntime, "finish_gradients"),
     "a norm is not summed under sequence parallelism": _one_norm_not_summed_over_tensor_parallel_ranks,
-    "gradients stop at a stage's border": lambda: patch.object(action_handlers, "_gradient_of", torch.zeros_like),
+    "gradients stop at a stage's border": lambda: patch.object(message_flow, "_gradient_of", torch.zeros_like),
     "packed samples attend to each other": _samples_attend_to_each_other,
 }

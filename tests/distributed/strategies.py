@@ -6,11 +6,16 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes import Pass
+from multimodal.schedule.passes.fill import fill
+from multimodal.schedule.passes.gather_parameters import gather_parameters
+from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.assignment import Assignment, Atom, Microbatch
 from multimodal.values.model_graph import ImageInput, ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.random_source import RandomSource, SampleShape
+from tests.distributed.schedule_rewrites import CutMicrobatches, FillWithWeightGradients, SplitStages
 
 MAX_RANKS = 8
 VOCAB_SIZE = 12
@@ -30,7 +35,17 @@ def gradient_cases(draw: st.DrawFn) -> GradientCase:
         builder=draw(st.sampled_from(sorted(BUILDERS))),
         sequence_parallel=draw(st.booleans()),
         recompute=draw(st.sampled_from([None, "selective", "full"])),
+        passes=draw(passes()),
     )
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> tuple[Pass, ...]:
+    """Nothing, split backwards, cut microbatches, both, some weight gradients as fillers; or what a run may choose."""
+    seed = draw(st.integers(0, 1000))
+    split, cut, filled = SplitStages(seed), CutMicrobatches(seed), FillWithWeightGradients(seed)
+    chosen: tuple[Pass, ...] = (split_backward, fill, gather_parameters)
+    return draw(st.sampled_from([(), (split,), (cut,), (split, filled), (split, cut, filled), (cut, split), chosen]))
 
 
 @st.composite

@@ -56,8 +56,11 @@ def test_every_kind_of_action_counts_as_compute_communication_or_waiting() -> No
     expected = {
         ActionKind.FORWARD: "compute",
         ActionKind.BACKWARD: "compute",
+        ActionKind.INPUT_GRADIENT: "compute",
+        ActionKind.WEIGHT_GRADIENT: "compute",
         ActionKind.SEND_FORWARD: "communication",
         ActionKind.SEND_BACKWARD: "communication",
+        ActionKind.GATHER_PARAMETERS: "communication",
         ActionKind.REDUCE_GRADIENTS: "communication",
         ActionKind.RECEIVE_FORWARD: "waiting",
         ActionKind.RECEIVE_BACKWARD: "waiting",

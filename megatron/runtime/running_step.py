@@ -1,0 +1,137 @@
+"""The state of one step on one rank, as action handlers see it."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.runtime.activation_store import ActivationStore, size_of
+from megatron.runtime.broker import Link, MessageKey
+from megatron.runtime.step import Step
+from multimodal.model.unit_stage import UnitStage
+from multimodal.values.assignment import MicrobatchPlace
+from multimodal.values.backward_need import stage_backward_need
+from multimodal.values.schedule import Action, ActionKind, Place
+
+if TYPE_CHECKING:
+    from megatron.runtime.executor import Executor
+
+StartCollective = Callable[[str, int], Callable[[], None]]
+"""Called with (unit, virtual stage): starts a collective operation and returns what waits for it."""
+
+
+@dataclass
+class RunningStep:
+    """What is stored, posted, started and put off."""
+
+    executor: "Executor"
+    step: Step
+    is_training: bool
+    run_action: Callable[["RunningStep", Action], None]
+    """The handler of any action."""
+    store: ActivationStore = field(default_factory=ActivationStore)
+    loss_sums: list[Tensor] = field(default_factory=list)
+    correct: list[tuple[MicrobatchPlace, Tensor]] = field(default_factory=list)
+    fillers: deque[Action] = field(default_factory=deque)
+    """Fillers of the next carrier that have not run yet."""
+    collectives: dict[Action, Callable[[], None]] = field(default_factory=dict)
+    """What is started and not finished."""
+    _is_filling: bool = False
+
+    def stage(self, place: Place) -> UnitStage:
+        """The module of a virtual stage of this rank."""
+        return self.executor.stages[(place.unit, place.stage)]
+
+    def trains_weights(self, action: Action) -> bool:
+        """Whether the stage of an action has weight gradients."""
+        return stage_backward_need(self.step.graph, self.executor.plan, action.unit, action.replica, action.stage).trains_weights
+
+    def publish(self, key: MessageKey, tensor: Tensor) -> None:
+        """Keep a tensor for whoever consumes it: a send, or an action of these very ranks."""
+        self.store.put(key, tensor, size_bytes=size_of(tensor))
+
+    def collect(self, key: MessageKey) -> Tensor:
+        """Take a tensor that another action published here, or that a message brings; waits for it, running fillers first."""
+        source_ranks, target_ranks = self.executor.ranks_of(key.source), self.executor.ranks_of(key.target)
+        if source_ranks == target_ranks:
+            tensor: Tensor = self.store.take(key)
+            return tensor
+        while self.fillers and not self._is_filling and not self._is_there(key):
+            self._run_filler()
+        kind = ActionKind.RECEIVE_FORWARD if key.direction == "forward" else ActionKind.RECEIVE_BACKWARD
+        with self.executor.clock.span(Action(kind, *key.target, peer=key.source, part=key.part)):
+            self.executor.broker.wait(key)
+            received = self.executor.broker.complete(key, self.executor.tensor_parallel_group(key.target.unit))
+        self.store.grow(-self.store.take(("posted", key)))
+        return received
+
+    def run_fillers(self) -> None:
+        """Run the fillers that their carrier had no time for."""
+        while self.fillers:
+            self._run_filler()
+
+    def start_collective(self, action: Action, start: StartCollective) -> None:
+        """Start a collective action; it is finished where it is needed, or at the step's end."""
+        self.collectives[action] = start(action.unit, action.stage)
+
+    def finish_collective(self, action: Action) -> None:
+        """Wait for a collective action, if it is under way; its event is the time the lane stood still for it."""
+        if action in self.collectives:
+            with self.executor.clock.span(action):
+                self.collectives.pop(action)()
+
+    def post_receive(self, action: Action) -> None:
+        """Start a receive action."""
+        assert action.peer is not None
+        direction = "forward" if action.kind is ActionKind.RECEIVE_FORWARD else "backward"
+        key = MessageKey(direction, action.peer, action.place, action.part)
+        size_bytes = self.executor.broker.post_receive(key, self.link(key))
+        self.store.put(("posted", key), size_bytes, size_bytes=0)
+        self.store.grow(size_bytes)
+
+    def send(self, action: Action) -> None:
+        """Run a send action."""
+        assert action.peer is not None
+        direction = "forward" if action.kind is ActionKind.SEND_FORWARD else "backward"
+        key = MessageKey(direction, action.place, action.peer, action.part)
+        self.executor.broker.send(key, self.link(key), self.store.take(key))
+
+    def link(self, key: MessageKey) -> Link:
+        """Ranks and shape of a message."""
+        upstream, downstream = (key.source, key.target) if key.direction == "forward" else (key.target, key.source)
+        return Link(
+            self.executor.ranks_of(key.source),
+            self.executor.ranks_of(key.target),
+            self._message_shape(upstream, downstream, key.part),
+            is_replicated=upstream.unit != downstream.unit,
+        )
+
+    def _message_shape(self, upstream: Place, downstream: Place, part: int) -> tuple[int, ...]:
+        microbatch = MicrobatchPlace(downstream.unit, downstream.replica, downstream.microbatch)
+        hidden_size = self.step.graph.unit(downstream.unit).transformer.hidden_size
+        if upstream.unit == downstream.unit:
+            num_rows = map(self.executor.any_stage(upstream.unit).num_rows, self.step.num_tokens_of_subsets(microbatch))
+            rows = sum(num for index, num in enumerate(num_rows) if part in (-1, index))
+            return (rows, 1, hidden_size)
+        source = MicrobatchPlace(upstream.unit, upstream.replica, upstream.microbatch)
+        (route,) = (route for route in self.step.routes.from_source[source] if route.target == microbatch)
+        return (self.step.num_rows_of_route(route), hidden_size)
+
+    def _run_filler(self) -> None:
+        self._is_filling = True
+        self.run_action(self, self.fillers.popleft())
+        self._is_filling = False
+
+    def _is_there(self, key: MessageKey) -> bool:
+        """Whether a message has come; what tensor parallel ranks do together, they must also decide together."""
+        is_there = self.executor.broker.is_there(key)
+        group = self.executor.tensor_parallel_group(key.target.unit)
+        if group.size() == 1 or all(filler.kind is ActionKind.WEIGHT_GRADIENT for filler in self.fillers):
+            return is_there  # Weight gradients make no collective calls.
+        answer = torch.tensor([int(is_there)], device=self.executor.device)
+        dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)
+        return bool(answer.item())
