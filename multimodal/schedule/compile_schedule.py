@@ -104,13 +104,16 @@ class _Assembly:
         self.offsets = np.cumsum([0, *(part.num_nodes for part in parts)])
         num_nodes = int(self.offsets[-1])
         self.collectives = {key: num_nodes + index for index, key in enumerate(keys)}
+        self.collectives_of_part = [
+            np.array([self.collectives[key] for key in part.structure.collectives], np.int64) for part in parts
+        ]
 
     def compiled(self) -> CompiledSchedule:
         parts, num_collectives = self.parts, len(self.collectives)
         none, nowhere = np.zeros(num_collectives, np.int64), np.full(num_collectives, -1)
         kinds = _joined((*(part.structure.kinds for part in parts), np.full(num_collectives, NodeKind.COLLECTIVE)))
-        collective_needs = self._collective_needs()
-        num_needs = _joined((*(part.structure.num_needs for part in parts), [len(row) for row in collective_needs]))
+        num_collective_needs, collective_needs = self._collective_needs()
+        num_needs = _joined((*(part.structure.num_needs for part in parts), num_collective_needs))
         needs = [self._nodes(index, part.structure.needs) for index, part in enumerate(parts)]
         lanes = [np.array(part.component.lanes) for part in parts]
         receives = [np.array(part.structure.receive_entries, np.int64).reshape(-1, 2) for part in parts]
@@ -130,7 +133,7 @@ class _Assembly:
                 _joined(lane_fillers).astype(np.uint8),
                 kinds.astype(np.uint8),
                 _starts(num_needs),
-                _joined((*needs, *collective_needs)),
+                _joined((*needs, collective_needs)),
                 _starts(_joined((*(part.structure.num_receivers for part in parts), none))),
                 _joined([members[part.structure.receivers] for members, part in zip(lanes, parts, strict=True)]),
                 seconds,
@@ -150,17 +153,20 @@ class _Assembly:
 
     def _nodes(self, index: int, codes: Integers) -> Integers:
         """Turn the codes of a part into numbers of nodes."""
-        of_collective = np.array([self.collectives[key] for key in self.parts[index].structure.collectives], np.int64)
-        if not len(of_collective):
-            return codes + int(self.offsets[index])
-        return np.where(codes >= 0, codes + int(self.offsets[index]), of_collective[np.where(codes < 0, -1 - codes, 0)])
+        nodes = codes + int(self.offsets[index])
+        if len(is_collective := np.flatnonzero(codes < 0)):
+            nodes[is_collective] = self.collectives_of_part[index][-1 - codes[is_collective]]
+        return nodes
 
-    def _collective_needs(self) -> list[Integers]:
-        needs: dict[CollectiveKey, list[Integers]] = {key: [] for key in self.collectives}
-        for index, part in enumerate(self.parts):
-            for key, codes in zip(part.structure.collectives, part.structure.collective_needs, strict=True):
-                needs[key].append(self._nodes(index, codes))
-        return [_joined(rows) for rows in needs.values()]
+    def _collective_needs(self) -> tuple[Integers, Integers]:
+        """Per collective how many nodes it needs, and all of them, collective by collective."""
+        owners = _joined(
+            np.repeat(of_part, part.structure.num_collective_needs)
+            for of_part, part in zip(self.collectives_of_part, self.parts, strict=True)
+        )
+        needs = _joined(self._nodes(index, part.structure.collective_needs) for index, part in enumerate(self.parts))
+        num_nodes = int(self.offsets[-1])
+        return np.bincount(owners - num_nodes, minlength=len(self.collectives)), needs[np.argsort(owners, kind="stable")]
 
     def _lane_entries(self) -> tuple[list[Integers], list[Bytes], list[Integers]]:
         num_lanes = len(self.schedule.lanes)

@@ -25,10 +25,10 @@ class LaneComponent:
     """The component's lanes, by local number."""
 
     @cached_property
-    def local_actions(self) -> list[list[object]]:
-        """Per lane what tells its actions apart, in local numbers."""
+    def local_actions(self) -> list[object]:
+        """What tells the actions of the lanes apart, in local numbers."""
         if set(self.local_replicas.values()) == {0}:  # Then the unit says which replica.
-            return [_without_replicas(lane) for lane in self.schedule.lanes]
+            return [column for lane in self.schedule.lanes for column in _columns(lane)]
         return [[_with_local_replicas(action, self.local_replicas) for action in lane.actions] for lane in self.schedule.lanes]
 
     def is_like(self, other: "LaneComponent") -> bool:
@@ -111,12 +111,15 @@ def _local_places(places: Sequence[MicrobatchPlace], local: Mapping[tuple[str, i
 
 
 _FIELDS = itemgetter(0, 1, 3, 4, 6)
-_PEER = itemgetter(5)
 
 
-def _without_replicas(lane: Lane) -> list[object]:
-    peers = [peer and (peer[0], peer[2], peer[3]) for peer in map(_PEER, lane.actions)]
-    return [*map(_FIELDS, lane.actions), *peers]
+def _columns(lane: Lane) -> Iterator[tuple[object, ...]]:
+    """Every field but the replicas, over all actions: a few long tuples compare much faster than many short ones."""
+    columns = tuple(zip(*lane.actions, strict=True))
+    if columns:
+        yield from _FIELDS(columns)
+        peers = tuple(zip(*filter(None, columns[5]), strict=True))
+        yield from (peers[0], peers[2], peers[3]) if peers else ()
 
 
 def _with_local_replicas(action: Action, local: Mapping[tuple[str, int], int]) -> tuple[object, ...]:
@@ -127,7 +130,8 @@ def _with_local_replicas(action: Action, local: Mapping[tuple[str, int], int]) -
 
 def _find(root: list[int], lane: int) -> int:
     while root[lane] != lane:
-        lane = root[lane] = root[root[lane]]
+        root[lane] = root[root[lane]]
+        lane = root[lane]
     return lane
 
 

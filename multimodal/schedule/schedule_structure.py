@@ -36,7 +36,8 @@ class ScheduleStructure:
     num_needs: Integers
     needs: Integers
     """Codes, node by node."""
-    collective_needs: tuple[Integers, ...]
+    num_collective_needs: Integers
+    collective_needs: Integers
     num_receivers: Integers
     receivers: Integers
     """Local lanes that a send goes to, node by node."""
@@ -94,6 +95,7 @@ class _Numbering:
     def structure(self) -> ScheduleStructure:
         nodes = [self.lanes[lane].actions[position] for lane, position in self.entries]
         needs = [self._needs(action) for action in nodes]
+        collective_needs = [[need for action in row for need in self._needs(action)] for row in self.collectives.values()]
         receives: dict[int, list[tuple[int, int]]] = {}
         for receive, entries in self.receives.items():
             receives[self._send_of(receive)] = entries
@@ -111,9 +113,8 @@ class _Numbering:
             tuple(self.entries),
             _integers([len(row) for row in needs]),
             _integers([need for row in needs for need in row]),
-            tuple(
-                _integers([need for action in actions for need in self._needs(action)]) for actions in self.collectives.values()
-            ),
+            _integers([len(row) for row in collective_needs]),
+            _integers([need for row in collective_needs for need in row]),
             _integers([len(row) for row in receivers]),
             _integers([lane for row in receivers for lane in row]),
             tuple(receives.get(node, ((-1, -1),))[0] for node in range(len(nodes))),

@@ -1,0 +1,224 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multimodal.cost.step_costs import ComputeCost, StepCosts
+from multimodal.schedule.bubbles import BUBBLE_KINDS
+from multimodal.schedule import compile_schedule
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.lane_components import LaneComponent
+from multimodal.schedule.passes import PASSES
+from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.schedule.schedule_structure import ScheduleStructure, build_structure
+from multimodal.schedule.simulate import simulate_schedule
+from multimodal.schedule.simulation import Simulation
+from multimodal.schedule.text import action_to_text, schedule_from_text
+from multimodal.schedule.unit_cost import unit_cost
+from multimodal.schedule.unit_cost_timeline import timeline_of_unit_costs
+from multimodal.values.errors import ConfigError, ScheduleError
+from multimodal.values.schedule import Action, ActionKind, Place, Schedule
+from tests.unit.schedule.schedule_cases import Case, build_case, build_graph, cases, deal
+from tests.unit.schedule.uniform_costs import GivenCosts, RandomCosts, UniformCosts
+
+
+def lower(case: Case, builder: str = "1f1b", *passes: str) -> Schedule:
+    graph, plan, assignment = case
+    schedule = BUILDERS[builder](*case)
+    for name in passes:
+        schedule = PASSES[name](schedule, graph=graph, plan=plan, assignment=assignment)
+    return insert_communication(schedule, graph=graph, plan=plan, assignment=assignment)
+
+
+def simulate(case: Case, schedule: Schedule, costs: StepCosts) -> Simulation:
+    graph, plan, assignment = case
+    return simulate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, costs=costs)
+
+
+def pipeline(*, pp: int, num_microbatches: int, dp: int = 1) -> Case:
+    return build_case(build_graph(), {"llm": (dp, pp, 1)}, {"llm": deal(num_microbatches * dp, dp)})
+
+
+def colocated() -> Case:
+    sizes = {"vision": (1, 1, 1), "llm": (1, 1, 1)}
+    return build_case(build_graph("vision"), sizes, {"vision": deal(1, 1), "llm": deal(1, 1)}, colocated=True)
+
+
+def without_reductions(schedule: Schedule) -> Schedule:
+    return Schedule(
+        tuple(
+            replace(lane, actions=tuple(each for each in lane.actions if each.kind is not ActionKind.REDUCE_GRADIENTS))
+            for lane in schedule.lanes
+        )
+    )
+
+
+@pytest.mark.parametrize("builder", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("pp", "num_microbatches"), [(1, 3), (2, 2), (4, 4), (4, 9)])
+def test_uniform_pipelines_match_their_closed_form(builder: str, pp: int, num_microbatches: int) -> None:
+    case = pipeline(pp=pp, num_microbatches=num_microbatches)
+    costs = UniformCosts(forward=1.25, backward=2.5, model_flops=30.0, peak_flops_per_second=4.0)
+    found = simulate(case, lower(case, builder), costs)
+    assert found.iteration_seconds == pytest.approx((num_microbatches + pp - 1) * 3.75, rel=1e-12)
+    assert found.ideal_seconds == pytest.approx(num_microbatches * 3.75, rel=1e-12)
+    assert found.mfu == pytest.approx(7.5 / found.iteration_seconds)
+    assert found.bubble["pp_warmup"] == pytest.approx((pp - 1) / 2 * 1.25 / found.iteration_seconds)
+    assert found.bubble["pp_cooldown"] == pytest.approx((pp - 1) / 2 * 2.5 / found.iteration_seconds)
+    assert found.bubble["pp_other"] == pytest.approx((pp - 1) / 2 * 3.75 / found.iteration_seconds)
+    assert (found.num_lanes, found.num_microbatches) == (pp, num_microbatches)
+
+
+@pytest.mark.parametrize(("pp", "num_microbatches"), [(2, 2), (4, 4), (4, 9)])
+def test_gpipe_pays_each_hop_once_per_direction(pp: int, num_microbatches: int) -> None:
+    case = pipeline(pp=pp, num_microbatches=num_microbatches)
+    for costs in (UniformCosts(latency=0.25), UniformCosts(latency=0.125, occupied=0.125)):
+        seconds = simulate(case, lower(case, "gpipe"), costs).iteration_seconds
+        assert seconds == (num_microbatches + pp - 1) * 3 + 2 * (pp - 1) * 0.25
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 4, 8])
+def test_1f1b_of_two_stages_pays_a_round_trip_for_every_two_microbatches(num_microbatches: int) -> None:
+    case = pipeline(pp=2, num_microbatches=num_microbatches)
+    found = simulate(case, lower(case), UniformCosts(latency=0.25))
+    assert found.iteration_seconds == (num_microbatches + 1) * 3 + num_microbatches * 0.25
+
+
+def test_replicas_share_a_link_only_if_they_are_said_to() -> None:
+    case = pipeline(pp=2, num_microbatches=1, dp=2)
+    seconds = [simulate(case, lower(case), UniformCosts(occupied=0.5, link=link)).iteration_seconds for link in (-1, 7)]
+    assert seconds == [6 + 1.0, 6 + 1.5]  # Shared, the second forward comes 0.5 late; the gradients then do not meet.
+
+
+def test_reductions_and_gathers_overlap_with_computations() -> None:
+    text = "GP vision/0/0; GP llm/0/0; F vision/0/0/0; F llm/0/0/0; B llm/0/0/0; RG llm/0/0; B vision/0/0/0; RG vision/0/0"
+    found = simulate(colocated(), schedule_from_text(f"lane 0: {text}"), UniformCosts(collective=5.0))
+    assert [(action_to_text(event.action), event.start_seconds, event.end_seconds) for event in found.timeline.events] == [
+        ("GP vision/0/0", 0, 5),
+        ("F vision/0/0/0", 5, 6),
+        ("GP llm/0/0", 5, 10),
+        ("F llm/0/0/0", 10, 11),
+        ("B llm/0/0/0", 11, 13),
+        ("B vision/0/0/0", 13, 15),
+        ("RG llm/0/0", 13, 18),
+        ("RG vision/0/0", 18, 23),
+    ]
+    expected = {"dp_all_gather": 9 / 23, "dp_reduce_scatter": 8 / 23}
+    assert found.bubble == pytest.approx({kind: expected.get(kind, 0.0) for kind in BUBBLE_KINDS})
+
+
+def test_a_replica_that_is_done_early_waits_for_the_reduction() -> None:
+    case = pipeline(pp=1, num_microbatches=1, dp=2)
+    costs = GivenCosts(collective=1.0, seconds=lambda action: 1.0 + action.replica)
+    found = simulate(case, lower(case), costs)
+    assert found.iteration_seconds == 5
+    assert found.bubble["dp_reduce_scatter"] == pytest.approx((3 + 1) / 10)
+
+
+def test_collectives_inside_layers_are_idle_time() -> None:
+    case = pipeline(pp=1, num_microbatches=2)
+    found = simulate(case, lower(case), UniformCosts(tensor_parallel_share=0.25))
+    assert (found.iteration_seconds, found.busy_seconds, found.bubble["tp"]) == (6.0, (4.5,), 0.25)
+
+
+def test_peaks_follow_the_microbatches_in_flight() -> None:
+    case = pipeline(pp=4, num_microbatches=8)
+    assert simulate(case, lower(case), UniformCosts()).peak_activation_bytes == (40, 30, 20, 10)
+    found = simulate(case, lower(case, "gpipe"), UniformCosts())
+    assert found.peak_activation_bytes == (80,) * 4
+    assert found.peak_total_bytes == (1080, 1081, 1082, 1083)
+    assert found.peak_memory_bytes == 1083
+
+
+def test_a_stage_without_a_backward_keeps_nothing() -> None:
+    graph = build_graph("vision", frozen=["vision"], frozen_projectors=["vision"])
+    case = build_case(graph, {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": deal(4, 1), "llm": deal(4, 1)})
+    assert simulate(case, lower(case), UniformCosts()).peak_activation_bytes == (10, 10)
+
+
+def test_weight_gradients_fill_the_wait_for_a_message() -> None:
+    case = pipeline(pp=2, num_microbatches=4)
+    costs = UniformCosts(latency=0.5)
+    assert simulate(case, lower(case), costs).iteration_seconds == 5 * 3 + 4 * 0.5
+    assert simulate(case, lower(case, "1f1b", "fill"), costs).iteration_seconds == 5 * 3 + 2 * 0.5
+
+
+def test_stage_seconds_add_up_all_computations_of_a_microbatch() -> None:
+    case = pipeline(pp=2, num_microbatches=2)
+    found = simulate(case, lower(case, "1f1b", "split-backward"), UniformCosts(forward=1.0, backward=3.0))
+    assert found.stage_seconds == {Place("llm", 0, stage, microbatch): 4.0 for stage in (0, 1) for microbatch in (0, 1)}
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases(), builder=st.sampled_from(("gpipe", "1f1b")))
+def test_unit_costs_and_free_messages_give_the_timeline_of_the_lanes(case: Case, builder: str) -> None:
+    graph, plan, assignment = case
+    schedule = without_reductions(lower(case, builder))  # There, a lane waits for its reductions; here, it only starts them.
+    expected = timeline_of_unit_costs(schedule, graph=graph, plan=plan, assignment=assignment, lowered=True)
+    assert simulate(case, schedule, GivenCosts(seconds=lambda action: unit_cost(action, graph, plan))).timeline == expected
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases(), seed=st.integers(0, 1000), passes=st.lists(st.sampled_from(("fill", "gather-parameters")), unique=True))
+def test_all_lane_time_is_busy_or_of_one_kind_of_bubble(case: Case, seed: int, passes: list[str]) -> None:
+    found = simulate(case, lower(case, "1f1b", *passes), RandomCosts(seed=seed))
+    assert tuple(found.bubble) == BUBBLE_KINDS and min(found.bubble.values()) >= 0
+    if found.iteration_seconds:
+        assert sum(found.bubble.values()) + found.busy_fraction == pytest.approx(1.0, abs=1e-9)
+        assert found.timeline.duration_seconds <= found.iteration_seconds
+        assert found.ideal_seconds <= found.iteration_seconds
+
+
+@pytest.mark.parametrize("vision", [(3, 2, 1), (6, 1, 1)])
+@pytest.mark.parametrize("is_colocated", [False, True])
+def test_replicas_that_are_alike_are_compiled_once(
+    vision: tuple[int, int, int], is_colocated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    per_llm_replica = vision[0] // 3
+    encoded = [
+        [[sample] for sample in range(12) if (sample % 3, sample // 3 % per_llm_replica) == divmod(replica, per_llm_replica)]
+        for replica in range(vision[0])
+    ]
+    sizes, groupings = {"vision": vision, "llm": (3, 2, 1)}, {"vision": encoded, "llm": deal(12, 3)}
+    case = build_case(build_graph("vision"), sizes, groupings, colocated=is_colocated)
+    schedule = lower(case, "1f1b", "gather-parameters")
+    built: list[LaneComponent] = []
+
+    def count(component: LaneComponent, **arguments: Any) -> ScheduleStructure:
+        built.append(component)
+        return build_structure(component, **arguments)
+
+    monkeypatch.setattr(compile_schedule, "build_structure", count)
+    found = [simulate(case, schedule, RandomCosts(seed=1))]
+    assert len(built) == 1
+    monkeypatch.setattr(LaneComponent, "is_like", lambda self, other: False)
+    found.append(simulate(case, schedule, RandomCosts(seed=1)))
+    assert len(built) == 1 + 3
+    assert found[0].timeline == found[1].timeline
+
+
+def test_a_schedule_that_cannot_finish_is_refused_with_its_place() -> None:
+    text = "F llm/0/0/0; B llm/0/0/0; F llm/0/0/1; B llm/0/0/1; RG llm/0/0"
+    case = pipeline(pp=1, num_microbatches=2)
+    with pytest.raises(ScheduleError, match=r"(?s)cannot finish.*> B llm/0/0/1 <"):
+        simulate(
+            case,
+            schedule_from_text("lane 0: " + text.replace("F llm/0/0/1; B llm/0/0/1", "B llm/0/0/1; F llm/0/0/1")),
+            UniformCosts(),
+        )
+    with pytest.raises(ScheduleError, match="B llm/0/0/1 needs F llm/0/0/1, which the schedule lacks"):
+        simulate(case, schedule_from_text("lane 0: " + text.replace("F llm/0/0/1; ", "")), UniformCosts())
+
+
+def test_wrong_costs_are_named() -> None:
+    case = pipeline(pp=1, num_microbatches=1)
+    with pytest.raises(ConfigError, match="costs of F llm/0/0/0: found nan seconds"):
+        simulate(case, lower(case), GivenCosts(seconds=lambda action: float("nan")))
+
+    class Greedy(UniformCosts):
+        def compute(self, action: Action) -> ComputeCost:
+            return ComputeCost(1.0, 2.0)
+
+    with pytest.raises(ConfigError, match="the tensor parallel share no longer than the computation"):
+        simulate(case, lower(case), Greedy())

@@ -1,0 +1,142 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multimodal.schedule import simulate_events as module
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.compile_schedule import compile_schedule
+from multimodal.schedule.event_arrays import EventArrays, NodeKind
+from multimodal.schedule.passes import PASSES
+from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.schedule.simulate_events import simulate_events, simulate_events_reference
+from tests.unit.schedule.schedule_cases import Case, cases
+from tests.unit.schedule.uniform_costs import RandomCosts
+
+KERNELS = pytest.mark.parametrize("simulate", [simulate_events, simulate_events_reference])
+
+
+def starts(rows):
+    return np.cumsum([0, *map(len, rows)])
+
+
+def flat(rows, dtype=np.int64):
+    return np.array([value for row in rows for value in row], dtype)
+
+
+def build_arrays(lanes, *, seconds, needs=None, fillers=(), kinds=None, latency=None, receivers=None, links=None):
+    """Nodes 0, 1, ... are computations without needs unless told otherwise."""
+    nodes = range(len(seconds))
+    needs = [(needs or {}).get(node, ()) for node in nodes]
+    receivers = [(receivers or {}).get(node, ()) for node in nodes]
+    links = [(links or {}).get(node, -1) for node in nodes]
+    return EventArrays(
+        starts(lanes),
+        flat(lanes),
+        flat([[node in fillers for node in lane] for lane in lanes], np.uint8),
+        np.array([(kinds or {}).get(node, NodeKind.COMPUTE) for node in nodes], np.uint8),
+        starts(needs),
+        flat(needs),
+        starts(receivers),
+        flat(receivers),
+        np.array(seconds, np.float64),
+        np.array([(latency or {}).get(node, 0.0) for node in nodes]),
+        np.array(links),
+        max(links) + 1,
+    )
+
+
+@KERNELS
+def test_fillers_run_while_their_carrier_waits_and_the_rest_right_after_it(simulate):
+    arrays = build_arrays([[0], [1, 2, 3, 4, 5]], seconds=[5, 2, 2, 2, 1, 1], needs={4: [0]}, fillers={1, 2, 3})
+    assert simulate(arrays).start_seconds.tolist() == [0, 0, 2, 4, 6, 7]  # The third would start at 4, when the carrier waits.
+    arrays = build_arrays([[0], [1, 2, 3, 4, 5]], seconds=[4, 2, 2, 2, 1, 1], needs={4: [0]}, fillers={1, 2, 3})
+    assert simulate(arrays).start_seconds.tolist() == [0, 0, 2, 5, 4, 7]  # At 4 the carrier is ready: it goes first.
+
+
+@KERNELS
+def test_a_carrier_that_is_ready_goes_before_its_fillers(simulate):
+    arrays = build_arrays([[0, 1, 2]], seconds=[1, 1, 1], fillers={0})
+    assert simulate(arrays).start_seconds.tolist() == [1, 0, 2]
+
+
+@KERNELS
+def test_a_filler_that_is_not_ready_is_passed_over_until_after_the_carrier(simulate):
+    lanes, needs = [[0, 1], [2, 3, 4, 5]], {2: [0], 4: [1]}
+    arrays = build_arrays(lanes, seconds=[1, 4, 1, 1, 1, 1], needs=needs, fillers={2, 3})
+    assert simulate(arrays).start_seconds.tolist() == [0, 1, 6, 0, 5, 7]
+
+
+@KERNELS
+def test_what_is_sent_right_after_a_carrier_does_not_wait_for_the_fillers(simulate):
+    arrays = build_arrays(
+        [[0, 1, 2], [3]], seconds=[5, 1, 0, 1], needs={2: [1], 3: [2]}, fillers={0}, kinds={2: NodeKind.SEND}, receivers={2: [1]}
+    )
+    assert simulate(arrays).start_seconds.tolist() == [1, 0, 1, 1]
+
+
+@KERNELS
+def test_sends_of_a_lane_go_one_by_one_and_their_latencies_overlap(simulate):
+    arrays = build_arrays(
+        [[0, 1, 2], [3], [4]],
+        seconds=[1, 2, 2, 1, 1],
+        needs={1: [0], 2: [0], 3: [1], 4: [2]},
+        kinds={1: NodeKind.SEND, 2: NodeKind.SEND},
+        receivers={1: [1], 2: [2]},
+        latency={1: 10, 2: 10},
+    )
+    assert simulate(arrays).start_seconds.tolist() == [0, 1, 3, 13, 15]
+
+
+@pytest.mark.parametrize(("receivers", "links"), [({2: [2], 3: [2]}, {}), ({2: [2], 3: [3]}, {2: 0, 3: 0})])
+@KERNELS
+def test_a_receiver_and_a_shared_link_take_one_message_after_the_other(simulate, receivers, links):
+    lanes = [[0, 2], [1, 3], [4], [5]]
+    arrays = build_arrays(
+        lanes,
+        seconds=[1, 1, 2, 2, 1, 1],
+        needs={2: [0], 3: [1], 4: [2], 5: [3]},
+        kinds={2: NodeKind.SEND, 3: NodeKind.SEND},
+        receivers=receivers,
+        links=links,
+    )
+    assert simulate(arrays).start_seconds.tolist() == [0, 0, 1, 3, 3, 5]
+    alone = build_arrays(lanes, seconds=[1, 1, 2, 2, 1, 1], needs={2: [0], 3: [1], 4: [2], 5: [3]}, kinds={2: 1, 3: 1})
+    assert simulate(alone).start_seconds.tolist() == [0, 0, 1, 1, 3, 3]
+
+
+@KERNELS
+def test_a_collective_waits_for_all_lanes_and_holds_up_none(simulate):
+    arrays = build_arrays([[0, 2, 3], [1, 2]], seconds=[1, 4, 3, 1], needs={2: [0, 1]}, kinds={2: NodeKind.COLLECTIVE})
+    times = simulate(arrays)
+    assert times.start_seconds.tolist() == [0, 0, 4, 1]
+    assert times.end_seconds.tolist() == [1, 4, 7, 2]
+
+
+@KERNELS
+def test_lanes_that_wait_for_each_other_stop(simulate):
+    times = simulate(build_arrays([[0, 1], [2]], seconds=[1, 1, 1], needs={1: [2], 2: [1]}))
+    assert np.isnan(times.start_seconds).tolist() == [False, True, True]
+    assert times.positions.tolist() == [1, 0]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    case=cases(),
+    builder=st.sampled_from(("gpipe", "1f1b")),
+    passes=st.lists(st.sampled_from(("split-backward", "fill", "gather-parameters")), unique=True),
+    seed=st.integers(0, 1000),
+)
+def test_the_kernel_equals_its_reference_to_the_last_bit(case: Case, builder: str, passes: list[str], seed: int) -> None:
+    graph, plan, assignment = case
+    schedule = BUILDERS[builder](*case)
+    for name in passes:
+        schedule = PASSES[name](schedule, graph=graph, plan=plan, assignment=assignment)
+    lowered = insert_communication(schedule, graph=graph, plan=plan, assignment=assignment)
+    arrays = compile_schedule(lowered, graph=graph, plan=plan, assignment=assignment, costs=RandomCosts(seed=seed)).arrays
+    fast, reference = simulate_events(arrays), simulate_events_reference(arrays)
+    assert module._kernels is not None and hasattr(module._kernels, "simulate_events")
+    assert not np.isnan(reference.start_seconds).any()
+    assert fast.start_seconds.tobytes() == reference.start_seconds.tobytes()
+    assert fast.end_seconds.tobytes() == reference.end_seconds.tobytes()
+    assert fast.positions.tolist() == reference.positions.tolist()
