@@ -1,4 +1,8 @@
-"""Run a schedule on a clock: every lane in its order, each action as early as its dependencies allow."""
+"""Run a schedule in the strictest way, on a clock of unit costs: what stops here might stop a real run.
+
+Unlike in the simulator, a lane waits in a collective for all others and runs fillers where they stand, so a schedule that
+finishes here finishes however long its actions take. Passes measure and order actions by this clock.
+"""
 
 from collections import deque
 from collections.abc import Callable
@@ -19,7 +23,7 @@ class Execution:
     """What ran, and where the lanes stand."""
 
     events: tuple[TimelineEvent, ...]
-    """Computations, reductions and the time lanes stood still for receives, by start; nothing of zero length."""
+    """Computations and collectives, by start; nothing of zero length."""
     positions: tuple[int, ...]
     """Per lane the index of the first action that could not run; the number of its actions when all did."""
     done: frozenset[Action]
@@ -43,7 +47,7 @@ def execute_lanes(
     """Run a schedule whose actions all belong to the step; works for both dialects.
 
     A computation starts when all its lanes have come to it and its dependencies are complete. A reduction also waits for the
-    other replicas, being collective. A send never blocks; a receive is only posted, and completes with its send. Lanes that
+    other replicas, and its lane for it. A send never blocks; a receive is only posted, and completes with its send. Lanes that
     wait for each other in a circle stop: see `Execution.stuck`. Durations are unit costs unless given. O(actions + dependencies).
     """
     run = _Run(schedule, graph, plan, assignment, lowered, duration or (lambda action: unit_cost(action, graph, plan)))
@@ -152,20 +156,11 @@ class _Run:
     def _occupy(self, action: Action, start: float) -> None:
         end = start + self.duration(action)
         for lane in self._lanes_of(action):
-            self._record_waiting(action, lane)
             if end > start:
                 self.events.append(TimelineEvent(action, lane, start, end))
             self.positions[lane] += 1
             self.free_at[lane] = end
         self._complete(action, end)
-
-    def _record_waiting(self, action: Action, lane: int) -> None:
-        receives = [need for need in self._needs(action) if ACTION_TABLE[need.kind].resource is Resource.RECEIVE]
-        since = self.free_at[lane]
-        for receive in sorted(receives, key=self._done_at):
-            if (until := self._done_at(receive)) > since:
-                self.events.append(TimelineEvent(receive, lane, since, until))
-                since = until
 
     def _is_met(self, action: Action, lanes: tuple[int, ...]) -> bool:
         """Whether all dependencies are complete; if not, wake `lanes` when the missing one is."""

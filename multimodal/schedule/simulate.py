@@ -31,7 +31,7 @@ def simulate_schedule(
     """
     compiled = compile_schedule(schedule, graph=graph, plan=plan, assignment=assignment, costs=costs)
     times = simulate_events(compiled.arrays)
-    _check_finished(compiled, times)
+    check_finished(compiled, times)
     arrays = compiled.arrays
     iteration_seconds = float(np.max(times.end_seconds + arrays.latency_seconds, initial=0.0))
     work = np.where(compiled.place_of_node >= 0, arrays.seconds, 0.0)[arrays.lane_nodes]
@@ -53,7 +53,8 @@ def simulate_schedule(
     )
 
 
-def _check_finished(compiled: CompiledSchedule, times: EventTimes) -> None:
+def check_finished(compiled: CompiledSchedule, times: EventTimes) -> None:
+    """Raise ScheduleError, with every lane's place, when something never ran."""
     never = np.isnan(times.end_seconds)
     if not never.any():
         return

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -6,18 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multimodal.cost.step_costs import ComputeCost, StepCosts
-from multimodal.schedule.bubbles import BUBBLE_KINDS
 from multimodal.schedule import compile_schedule
+from multimodal.schedule.bubbles import BUBBLE_KINDS
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.lane_components import LaneComponent
+from multimodal.schedule.lane_execution import execute_lanes
 from multimodal.schedule.passes import PASSES
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.schedule_structure import ScheduleStructure, build_structure
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.simulation import Simulation
 from multimodal.schedule.text import action_to_text, schedule_from_text
-from multimodal.schedule.unit_cost import unit_cost
-from multimodal.schedule.unit_cost_timeline import timeline_of_unit_costs
+from multimodal.schedule.unit_cost_timeline import UnitCosts
 from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.schedule import Action, ActionKind, Place, Schedule
 from tests.unit.schedule.schedule_cases import Case, build_case, build_graph, cases, deal
@@ -152,11 +153,16 @@ def test_stage_seconds_add_up_all_computations_of_a_microbatch() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(case=cases(), builder=st.sampled_from(("gpipe", "1f1b")))
-def test_unit_costs_and_free_messages_give_the_timeline_of_the_lanes(case: Case, builder: str) -> None:
+def test_with_unit_costs_and_free_messages_the_clock_is_that_of_the_lanes(case: Case, builder: str) -> None:
     graph, plan, assignment = case
     schedule = without_reductions(lower(case, builder))  # There, a lane waits for its reductions; here, it only starts them.
-    expected = timeline_of_unit_costs(schedule, graph=graph, plan=plan, assignment=assignment, lowered=True)
-    assert simulate(case, schedule, GivenCosts(seconds=lambda action: unit_cost(action, graph, plan))).timeline == expected
+    expected = execute_lanes(schedule, graph=graph, plan=plan, assignment=assignment, lowered=True)
+    found = simulate(case, schedule, UnitCosts(graph, plan))
+    computed = [event for event in found.timeline.events if event.action.peer is None]
+    assert computed == list(expected.events)
+    for lane in range(found.num_lanes):
+        own = [event for event in found.timeline.events if event.lane == lane]
+        assert all(before.end_seconds <= after.start_seconds for before, after in pairwise(own))
 
 
 @settings(max_examples=40, deadline=None)
