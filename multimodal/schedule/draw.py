@@ -8,6 +8,7 @@ from multimodal.values.timeline import Timeline, TimelineEvent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _UNIT_COLOURS = (
     ("#4c8fd6", "#a9cdf0"),
@@ -19,7 +20,7 @@ _UNIT_COLOURS = (
 _REDUCE_COLOUR = "#d64550"
 _SEND_COLOUR = "#9a9a9a"
 _WAIT_COLOUR = "#f6f6f6"
-_ROW_HEIGHT_INCHES = 0.42
+LANE_HEIGHT_INCHES = 0.42
 _LARGEST_NUMBER_POINTS = 8.0
 _SMALLEST_NUMBER_POINTS = 4.5
 
@@ -34,18 +35,28 @@ def draw_timeline(timeline: Timeline, path: str | Path, *, title: str) -> None:
     from matplotlib.figure import Figure
 
     width = min(20.0, max(9.0, 0.16 * max(map(len, _events_by_lane(timeline)), default=0)))
-    figure = Figure(figsize=(width, 1.5 + _ROW_HEIGHT_INCHES * len(timeline.lanes)), dpi=110, layout="constrained")
+    figure = Figure(figsize=(width, 1.5 + LANE_HEIGHT_INCHES * len(timeline.lanes)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     units = tuple(dict.fromkeys(event.action.unit for event in sorted(timeline.events, key=lambda event: event.start_seconds)))
     seconds_per_inch = max(timeline.duration_seconds, 1e-9) / (width - 2)
+    draw_lanes(axes, timeline, units=units, seconds_per_inch=seconds_per_inch, title=title)
+    draw_legend(figure, timeline, units=units)
+    figure.savefig(path)
+
+
+def draw_lanes(axes: "Axes", timeline: Timeline, *, units: tuple[str, ...], seconds_per_inch: float, title: str) -> None:
+    """Draw all lanes of a timeline; units: in the order of their colours."""
     for event in timeline.events:
         _draw_event(axes, event, units, seconds_per_inch)
     _dress(axes, timeline, title)
+
+
+def draw_legend(figure: "Figure", timeline: Timeline, *, units: tuple[str, ...]) -> None:
+    """Explain the looks of what the timeline has, below the figure."""
     figure.legend(
         handles=_legend(timeline, units), loc="outside lower center", ncols=min(2 * len(units) + 2, 8), frameon=False, fontsize=8
     )
-    figure.savefig(path)
 
 
 def _events_by_lane(timeline: Timeline) -> list[list[TimelineEvent]]:

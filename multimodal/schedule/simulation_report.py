@@ -1,0 +1,78 @@
+"""Simulations of one or several steps as plain values, for JSON and tables."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from multimodal.schedule.simulation import Simulation
+
+
+def report_simulations(simulations: Sequence[Simulation]) -> dict[str, Any]:
+    """Sum simulations of consecutive steps of one plan up; times in seconds, memory in bytes, bubbles in fractions of lane time.
+
+    Times are means over the steps, MFU and bubbles means weighted by the steps' times, peaks and counts maxima. `lanes` and
+    `stages` describe the first step; `stages` has each virtual stage's computation, microbatch by microbatch.
+    """
+    first = simulations[0]
+    return {
+        "iteration_seconds": _mean(simulations, lambda each: each.iteration_seconds),
+        "ideal_seconds": _mean(simulations, lambda each: each.ideal_seconds),
+        "mfu": _mean_over_time(simulations, lambda each: each.mfu),
+        "bubble": {kind: _mean_over_time(simulations, _bubble_of(kind)) for kind in first.bubble},
+        "busy_fraction": _mean_over_time(simulations, lambda each: each.busy_fraction),
+        "peak_memory_bytes": max(each.peak_memory_bytes for each in simulations),
+        "num_lanes": first.num_lanes,
+        "num_microbatches": max(each.num_microbatches for each in simulations),
+        "iterations": [_step(each) for each in simulations],
+        "lanes": _lanes(first),
+        "stages": _stages(first),
+    }
+
+
+def _mean(simulations: Sequence[Simulation], value: Callable[[Simulation], float]) -> float:
+    return sum(map(value, simulations)) / len(simulations)
+
+
+def _mean_over_time(simulations: Sequence[Simulation], value: Callable[[Simulation], float]) -> float:
+    total = sum(each.iteration_seconds for each in simulations)
+    return sum(value(each) * each.iteration_seconds for each in simulations) / total if total else 0.0
+
+
+def _bubble_of(kind: str) -> Callable[[Simulation], float]:
+    return lambda simulation: simulation.bubble[kind]
+
+
+def _step(simulation: Simulation) -> Mapping[str, Any]:
+    return {
+        "iteration_seconds": simulation.iteration_seconds,
+        "ideal_seconds": simulation.ideal_seconds,
+        "mfu": simulation.mfu,
+        "peak_memory_bytes": simulation.peak_memory_bytes,
+        "num_microbatches": simulation.num_microbatches,
+    }
+
+
+def _lanes(simulation: Simulation) -> list[Mapping[str, Any]]:
+    held: list[dict[str, None]] = []
+    for lane in simulation.compiled.schedule.lanes:
+        stages = sorted({action.place[:3] for action in lane.actions})
+        held.append(dict.fromkeys(f"{unit} {replica} stage {stage}" for unit, replica, stage in stages))
+    return [
+        {
+            "ranks": list(lane.ranks),
+            "stages": list(held[index]),
+            "busy_seconds": simulation.busy_seconds[index],
+            "peak_activation_bytes": simulation.peak_activation_bytes[index],
+            "peak_memory_bytes": simulation.peak_total_bytes[index],
+        }
+        for index, lane in enumerate(simulation.compiled.schedule.lanes)
+    ]
+
+
+def _stages(simulation: Simulation) -> list[Mapping[str, Any]]:
+    rows: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
+    for place, seconds in simulation.stage_seconds.items():
+        rows.setdefault((place.unit, place.replica, place.stage), []).append((place.microbatch, seconds))
+    return [
+        {"unit": unit, "replica": replica, "stage": stage, "microbatch_seconds": [seconds for _, seconds in sorted(found)]}
+        for (unit, replica, stage), found in sorted(rows.items())
+    ]

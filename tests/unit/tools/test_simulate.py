@@ -1,0 +1,123 @@
+import json
+
+import pytest
+import yaml
+
+from multimodal.schedule.chrome_trace import read_timeline
+from tests.sanity.repository import ROOT
+from tools.simulate import main
+
+SHAPE = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
+MODEL = {"units": {"vision": {"role": "encoder", **SHAPE}, "llm": {"role": "backbone", **SHAPE}}}
+PLAN = {
+    "units": {
+        "vision": {"replicas": [{"stages": [{"ranks": [rank], "layers": [[0, 6]]}]} for rank in (0, 1)]},
+        "llm": {"replicas": [{"stages": [{"ranks": [2], "layers": [[0, 3]]}, {"ranks": [3], "layers": [[3, 6]]}]}]},
+    }
+}
+LENGTHS = "sample_id,image_sizes,text_tokens_gpt2,audio_seconds\na,56x56;84x56,12,0\nb,,40,0\nc,112x112,7,1.5\n"
+
+
+@pytest.fixture
+def flags(tmp_path):
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump(MODEL, sort_keys=False))
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(PLAN, sort_keys=False))
+    (tmp_path / "lengths.csv").write_text(LENGTHS)
+    cluster = str(ROOT / "examples" / "clusters" / "a40x4.yaml")
+    model = ["--model", str(tmp_path / "model.yaml"), "--plan", str(tmp_path / "plan.yaml"), "--cluster", cluster]
+    return [*model, "--schedule", "1f1b"]
+
+
+def simulate(capsys, *flags):
+    assert main(flags) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def costs_file(tmp_path, **table):
+    path = tmp_path / "costs.yaml"
+    path.write_text(yaml.safe_dump(table))
+    return str(path)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_uniform_stages_take_the_textbook_time(tmp_path, capsys, schedule):
+    stages = [{"forward": 0.3, "backward": 0.7}] * 4
+    costs = costs_file(tmp_path, num_microbatches=8, send_seconds=0.0, units={"llm": {"upstream": [], "stages": stages}})
+    report = simulate(capsys, "--costs", costs, "--schedule", schedule, "--json")
+    assert report["iteration_seconds"] == pytest.approx(8 + 4 - 1, abs=1e-9)
+    assert report["ideal_seconds"] == pytest.approx(8, abs=1e-9)
+    assert sum(report["bubble"].values()) == pytest.approx(3 / 11, abs=1e-9)
+    assert (report["num_lanes"], report["num_microbatches"], report["mfu"]) == (4, 8, 0.0)
+
+
+def test_values_per_microbatch_and_sends_count(tmp_path, capsys):
+    units = {
+        "vision": {"upstream": [], "stages": [{"forward": [1.0, 2.0]}]},
+        "llm": {"upstream": ["vision"], "stages": [{"forward": 1.0, "backward": [1.0, 3.0]}]},
+    }
+    costs = costs_file(tmp_path, num_microbatches=2, send_seconds=0.25, units=units)
+    report = simulate(capsys, "--costs", costs, "--schedule", "gpipe", "--json")
+    # vision: 0-1, 1-3; llm: forward 1.25-2.25, forward 3.25-4.25, backwards until 8.25
+    assert report["iteration_seconds"] == pytest.approx(8.25, abs=1e-9)
+    assert report["stages"][0] == {"unit": "llm", "replica": 0, "stage": 0, "microbatch_seconds": [2.0, 4.0]}
+
+
+def test_cornstarchs_frozen_model_is_simulated(capsys):
+    report = simulate(capsys, "--costs", str(ROOT / "examples/costs/cornstarch-vlm-m.yaml"), "--schedule", "1f1b", "--json")
+    assert report["ideal_seconds"] == pytest.approx(24 * (2 * 0.07504 + 0.00027 + 4 * (0.02815 + 0.0513)) / 6, abs=1e-9)
+    assert report["iteration_seconds"] >= 24 * (0.02815 + 0.0513) + 2 * 0.07504
+
+
+@pytest.mark.parametrize("data", [["--uniform-lengths", "vision=64,llm=128"], ["--lengths", "{folder}/lengths.csv"]])
+def test_a_plan_is_simulated_on_a_cluster(flags, tmp_path, capsys, data):
+    data = [word.format(folder=tmp_path) for word in data]
+    report = simulate(capsys, *flags, *data, "--num-iterations", "2", "--global-batch-size", "6", "--json")
+    assert len(report["iterations"]) == 2
+    assert (report["num_lanes"], report["num_microbatches"]) == (4, 6)
+    assert 0 < report["mfu"] < 1
+    assert report["ideal_seconds"] <= report["iteration_seconds"]
+    assert report["busy_fraction"] + sum(report["bubble"].values()) == pytest.approx(1.0)
+    assert report["peak_memory_bytes"] == max(lane["peak_memory_bytes"] for lane in report["lanes"]) > 0
+
+
+def test_passes_rewrite_the_schedule(flags, capsys):
+    data = ["--uniform-lengths", "vision=64,llm=128", "--json"]
+    assert simulate(capsys, *flags, *data)["bubble"]["dp_all_gather"] == 0
+    report = simulate(capsys, *flags, *data, "--schedule-passes", "gather-parameters")
+    assert report["schedule"] == "1f1b + gather-parameters"
+    assert report["bubble"]["dp_all_gather"] > 0
+
+
+def test_trace_and_picture_show_the_first_step(flags, tmp_path, capsys):
+    trace, picture = tmp_path / "trace.json", tmp_path / "picture.png"
+    data = ["--uniform-lengths", "vision=64,llm=128", "--global-batch-size", "2"]
+    assert main([*flags, *data, "--trace", str(trace), "--picture", str(picture)]) == 0
+    shown = capsys.readouterr().out
+    assert "1f1b: 2 microbatches on 4 lanes" in shown
+    assert "of 48 GB" in shown
+    boxes = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    timeline = read_timeline(trace)
+    assert len(boxes) == len(timeline.events) > 0
+    assert max(box["ts"] + box["dur"] for box in boxes) == pytest.approx(timeline.duration_seconds * 1e6)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "exactly one of --lengths and --uniform-lengths"),
+        (["--uniform-lengths", "vision=64"], "add llm=TOKENS"),
+        (["--uniform-lengths", "vision=64,llm=16"], "no room for text"),
+        (["--uniform-lengths", "vision"], "expected UNIT=NUMBER"),
+        (["--uniform-lengths", "llm=64", "--schedule-passes", "polish"], "there is no pass 'polish'"),
+        (["--uniform-lengths", "llm=64", "--global-batch-size", "0"], "expected a positive integer, found '0'"),
+        (["--lengths", "nowhere.csv"], "nowhere.csv: no such file"),
+        (["--costs", "costs.yaml"], "--model would be ignored beside --costs"),
+    ],
+)
+def test_wrong_input_ends_with_one_line(flags, capsys, more, message):
+    assert main([*flags, *more]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""

@@ -1,0 +1,235 @@
+"""Says how long a training step will take before it runs, and where its time goes; see docs/simulate.md.
+
+python tools/simulate.py --model M.yaml --cluster C.yaml --plan P.yaml --lengths L.csv.gz --schedule 1f1b
+python tools/simulate.py --costs COSTS.yaml --schedule 1f1b
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from multimodal.balance import BALANCERS
+from multimodal.cost.cluster import Cluster
+from multimodal.cost.cost_table import CostTable
+from multimodal.cost.model_costs import ModelCosts
+from multimodal.cost.step_costs import StepCosts
+from multimodal.cost.table_costs import TableCosts
+from multimodal.cost.table_model import build_table_model
+from multimodal.data.length_table import read_length_table
+from multimodal.data.uniform_lengths import uniform_lengths
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.chrome_trace import write_chrome_trace
+from multimodal.schedule.draw import draw_timeline
+from multimodal.schedule.passes import PASSES
+from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.schedule.simulate import simulate_schedule
+from multimodal.schedule.simulation import Simulation
+from multimodal.schedule.simulation_report import report_simulations
+from multimodal.schedule.validate import validate_schedule
+from multimodal.values.assignment import Assignment, validate_assignment
+from multimodal.values.errors import BraidError, ConfigError
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan, validate_plan
+from multimodal.values.sample_lengths import SampleLengths
+
+DEFAULT_MICROBATCHES = 8
+"""Per replica of the LLM, where no global batch size is given."""
+MODEL_FLAGS = ("model", "cluster", "plan")
+DATA_FLAGS = (
+    "lengths",
+    "uniform_lengths",
+    "num_iterations",
+    "global_batch_size",
+    "micro_batch_size",
+    "encoder_micro_batch_sizes",
+    "balancer",
+    "vocab_size",
+)
+
+
+class Step(NamedTuple):
+    """What is simulated."""
+
+    graph: ModelGraph
+    plan: Plan
+    assignment: Assignment
+    costs: StepCosts
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ConfigError instead of printing its usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise."""
+        raise ConfigError(message)
+
+
+def build_parser() -> Parser:
+    """Return the parser of all flags; those that --costs would ignore default to None."""
+    parser = Parser(prog="simulate.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    what = parser.add_argument_group("what runs")
+    what.add_argument("--model", type=Path, metavar="M.yaml", help="Units and their architecture, as for pretrain_mllm.py.")
+    what.add_argument("--cluster", type=Path, metavar="C.yaml", help="Accelerators and links; examples in examples/clusters.")
+    what.add_argument("--plan", type=Path, metavar="P.yaml", help="Which rank holds which layers.")
+    what.add_argument("--costs", type=Path, metavar="COSTS.yaml", help="Seconds per stage instead of model, cluster and plan.")
+    data = parser.add_argument_group("the data")
+    data.add_argument("--lengths", type=Path, metavar="L.csv.gz", help="Lengths of real samples, taken in the file's order.")
+    data.add_argument("--uniform-lengths", type=_tokens, metavar="UNIT=TOKENS,...", help="The same lengths for all samples.")
+    data.add_argument("--num-iterations", type=_count, metavar="N", help="Consecutive global batches to simulate (1).")
+    data.add_argument("--global-batch-size", type=_count, metavar="N", help="Samples per step (8 microbatches per LLM replica).")
+    data.add_argument("--micro-batch-size", type=_count, metavar="N", help="Samples per LLM microbatch (1).")
+    data.add_argument("--encoder-micro-batch-sizes", type=_tokens, metavar="UNIT=ITEMS,...", help="Items per encoder microbatch.")
+    data.add_argument("--balancer", choices=BALANCERS, help="Places samples and items (in-order).")
+    data.add_argument("--vocab-size", type=_count, metavar="N", help="Padded vocabulary of the LLM (50304).")
+    when = parser.add_argument_group("the schedule")
+    when.add_argument("--schedule", required=True, choices=BUILDERS, help="Builds the schedule.")
+    when.add_argument("--schedule-passes", default="", metavar="A,B", help=f"Rewrite it, in this order: {', '.join(PASSES)}.")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="Print one JSON object instead of tables.")
+    output.add_argument("--trace", type=Path, metavar="OUT.json", help="First step for ui.perfetto.dev and tools/trace.py.")
+    output.add_argument("--picture", type=Path, metavar="OUT.png", help="First step as a picture.")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, found '{text}'")
+    return int(text)
+
+
+def _tokens(text: str) -> dict[str, int]:
+    pairs = [entry.partition("=") for entry in text.split(",")]
+    if not all(name and separator for name, separator, _ in pairs):
+        raise argparse.ArgumentTypeError(f"expected UNIT=NUMBER,UNIT=NUMBER, found '{text}'")
+    return {name: _count(number) for name, _, number in pairs}
+
+
+def check_flags(flags: argparse.Namespace) -> None:
+    """Check combinations; raises ConfigError."""
+    given = [name for name in (*MODEL_FLAGS, *DATA_FLAGS) if getattr(flags, name) is not None]
+    if flags.costs is not None and given:
+        raise ConfigError(f"{_flag(given[0])} would be ignored beside --costs, which says all of it; leave one of the two out")
+    if flags.costs is None and (missing := [name for name in MODEL_FLAGS if name not in given]):
+        raise ConfigError(f"{_flag(missing[0])} is missing; give --model, --cluster and --plan, or --costs alone")
+    if flags.costs is None and (flags.lengths is None) == (flags.uniform_lengths is None):
+        raise ConfigError("give exactly one of --lengths and --uniform-lengths")
+    if unknown := [name for name in flags.schedule_passes.split(",") if name and name not in PASSES]:
+        raise ConfigError(f"--schedule-passes: there is no pass '{unknown[0]}'; choose from {', '.join(PASSES)}")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def build_steps(flags: argparse.Namespace) -> Iterator[Step]:
+    """Yield what is to be simulated, step by step."""
+    if flags.costs is not None:
+        table = CostTable.from_file(flags.costs)
+        yield Step(*build_table_model(table), TableCosts(table))
+        return
+    graph, cluster, plan = ModelGraph.from_file(flags.model), Cluster.from_file(flags.cluster), Plan.from_file(flags.plan)
+    validate_plan(plan, graph=graph, world_size=plan.num_ranks)
+    vocab_size = flags.vocab_size or 50304
+    for lengths in global_batches(flags, graph, plan):
+        assignment = BALANCERS[flags.balancer or "in-order"](
+            lengths,
+            graph=graph,
+            plan=plan,
+            micro_batch_size=flags.micro_batch_size or 1,
+            encoder_micro_batch_sizes=flags.encoder_micro_batch_sizes or {},
+        )
+        validate_assignment(assignment, graph=graph, plan=plan, lengths=lengths)
+        yield Step(graph, plan, assignment, ModelCosts(graph, plan, assignment, lengths, cluster, vocab_size))
+
+
+def global_batches(flags: argparse.Namespace, graph: ModelGraph, plan: Plan) -> Iterator[tuple[SampleLengths, ...]]:
+    """Yield consecutive global batches; a file that is too short starts over, under new sample ids."""
+    num_replicas = plan.units[graph.backbone.name].data_parallel_size
+    size = flags.global_batch_size or DEFAULT_MICROBATCHES * num_replicas * (flags.micro_batch_size or 1)
+    if flags.lengths is not None:
+        samples = read_length_table(flags.lengths, graph=graph)
+    else:
+        samples = uniform_lengths(graph, tokens=flags.uniform_lengths, num_samples=1)
+    stream = (replace(sample, sample_id=index) for index, sample in enumerate(cycle(samples)))
+    for _ in range(flags.num_iterations or 1):
+        yield tuple(islice(stream, size))
+
+
+def simulate_step(step: Step, *, builder: str, passes: Sequence[str]) -> Simulation:
+    """Build the schedule, rewrite, lower, validate and simulate it; raises ScheduleError."""
+    graph, plan, assignment, costs = step
+    schedule = BUILDERS[builder](graph, plan, assignment)
+    for name in passes:
+        schedule = PASSES[name](schedule, graph=graph, plan=plan, assignment=assignment)
+    schedule = insert_communication(schedule, graph=graph, plan=plan, assignment=assignment)
+    validate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, lowered=True)
+    return simulate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, costs=costs)
+
+
+def print_tables(report: dict[str, Any], *, memory_bytes: float | None) -> None:
+    """Print a report for a person."""
+    console = Console(width=120, highlight=False)
+    mfu = f", MFU {report['mfu']:.1%}" if report["mfu"] else ""
+    steps = f", mean of {len(report['iterations'])} steps" if len(report["iterations"]) > 1 else ""
+    console.print(
+        f"{report['schedule']}: {report['num_microbatches']} microbatches on {report['num_lanes']} lanes\n"
+        f"iteration {_time(report['iteration_seconds'])}{steps} (ideal {_time(report['ideal_seconds'])}){mfu}"
+    )
+    if memory_bytes is not None:
+        fits = "" if report["peak_memory_bytes"] <= memory_bytes else ": does not fit"
+        console.print(f"peak memory {report['peak_memory_bytes'] / 1e9:.2f} GB of {memory_bytes / 1e9:g} GB{fits}")
+    shares = Table("lane time", "share", box=None)
+    for kind, share in {"busy": report["busy_fraction"], **report["bubble"]}.items():
+        shares.add_row(kind, f"{share:.2%}")
+    console.print(shares)
+    lanes = Table("lane", "ranks", "stages", "busy", "activations GB", "memory GB", box=None)
+    for index, lane in enumerate(report["lanes"]):
+        ranks = f"{lane['ranks'][0]}" + (f"-{lane['ranks'][-1]}" if len(lane["ranks"]) > 1 else "")
+        memory = (f"{lane[key] / 1e9:.3f}" for key in ("peak_activation_bytes", "peak_memory_bytes"))
+        lanes.add_row(str(index), ranks, ", ".join(lane["stages"]), _time(lane["busy_seconds"]), *memory)
+    console.print(lanes)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
+
+
+def run(argv: Sequence[str]) -> None:
+    """Do what the flags ask for; raises BraidError."""
+    flags = build_parser().parse_args(argv)
+    check_flags(flags)
+    passes = [name for name in flags.schedule_passes.split(",") if name]
+    simulations = [simulate_step(step, builder=flags.schedule, passes=passes) for step in build_steps(flags)]
+    report = {"schedule": " + ".join([flags.schedule, *passes]), **report_simulations(simulations)}
+    if flags.trace is not None:
+        write_chrome_trace(simulations[0].timeline, flags.trace)
+    if flags.picture is not None:
+        draw_timeline(simulations[0].timeline, flags.picture, title=f"Simulated: {report['schedule']}")
+    if flags.json:
+        print(json.dumps(report))
+    else:
+        print_tables(report, memory_bytes=Cluster.from_file(flags.cluster).memory_gb * 1e9 if flags.cluster else None)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code: 2, with one line on stderr, for wrong input."""
+    try:
+        run(sys.argv[1:] if argv is None else argv)
+    except (BraidError, OSError, ImportError) as problem:
+        print(f"simulate.py: {type(problem).__name__}: {problem}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

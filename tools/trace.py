@@ -1,0 +1,106 @@
+"""Holds two timelines against each other (predicted and measured, or two schedules); see docs/simulate.md.
+
+python tools/trace.py diff A.json B.json [--picture OUT.png] [--json]
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from multimodal.schedule.chrome_trace import read_timeline
+from multimodal.schedule.draw_comparison import draw_comparison
+from multimodal.schedule.timeline_difference import IDLE, Share, TimelineDifference, compare_timelines
+from multimodal.values.errors import BraidError, ConfigError
+from multimodal.values.schedule import ACTION_TABLE, ActionKind
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ConfigError instead of printing its usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise."""
+        raise ConfigError(message)
+
+
+def build_parser() -> Parser:
+    """Return the parser of all commands."""
+    parser = Parser(prog="trace.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
+    diff = commands.add_parser("diff", help="Say where two steps of one plan spent their time.", allow_abbrev=False)
+    diff.add_argument("first", type=Path, metavar="A", help="timeline_step_N.json of --report-dir, or simulate.py --trace.")
+    diff.add_argument("second", type=Path, metavar="B", help="Another one with the same lanes.")
+    diff.add_argument("--picture", type=Path, metavar="OUT.png", help="Draw both above each other.")
+    diff.add_argument("--json", action="store_true", help="Print one JSON object instead of tables.")
+    return parser
+
+
+def print_tables(difference: TimelineDifference, *, lanes: Sequence[Sequence[int]]) -> None:
+    """Print kinds over all lanes, then every lane."""
+    console = Console(width=120, highlight=False)
+    console.print(
+        f"A takes {_time(difference.first_seconds)}, B {_time(difference.second_seconds)}: "
+        f"{_change(difference.first_seconds, difference.second_seconds)}"
+    )
+    kinds = Table("lane time of all lanes", "A", "B", "B - A", "", box=None)
+    for share in difference.by_kind:
+        kinds.add_row(*_row(_name(share.kind), share))
+    console.print(kinds)
+    by_lane = Table("lane", "ranks", "", "A", "B", "B - A", "", box=None)
+    for previous, share in zip((None, *difference.by_lane), difference.by_lane, strict=False):
+        is_first = previous is None or previous.lane != share.lane
+        ranks = f"{lanes[share.lane][0]}" + (f"-{lanes[share.lane][-1]}" if len(lanes[share.lane]) > 1 else "")
+        by_lane.add_row(str(share.lane) if is_first else "", ranks if is_first else "", *_row(_name(share.kind), share))
+    console.print(by_lane)
+
+
+def _name(kind: str) -> str:
+    return f"{kind} (computes nothing)" if kind == IDLE else f"{kind} ({ACTION_TABLE[ActionKind(kind)].resource})"
+
+
+def _row(name: str, share: Share) -> tuple[str, ...]:
+    first, second = share.first_seconds, share.second_seconds
+    return name, _time(first), _time(second), _time(share.difference_seconds), _change(first, second)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.4g} s" if abs(seconds) >= 1 else f"{seconds * 1e3:.4g} ms"
+
+
+def _change(first: float, second: float) -> str:
+    return f"{second / first - 1:+.1%}" if first else "new" if second else ""
+
+
+def run(argv: Sequence[str]) -> None:
+    """Do what the flags ask for; raises BraidError."""
+    flags = build_parser().parse_args(argv)
+    first, second = read_timeline(flags.first), read_timeline(flags.second)
+    difference = compare_timelines(first, second)
+    if flags.picture is not None:
+        draw_comparison({f"A: {flags.first.name}": first, f"B: {flags.second.name} ": second}, flags.picture)
+    if flags.json:
+        print(json.dumps(asdict(difference)))
+    else:
+        print_tables(difference, lanes=first.lanes)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code: 2, with one line on stderr, for wrong input."""
+    try:
+        run(sys.argv[1:] if argv is None else argv)
+    except (BraidError, OSError, ImportError) as problem:
+        print(f"trace.py: {type(problem).__name__}: {problem}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
