@@ -8,6 +8,7 @@ import torch
 
 from megatron.runtime import platform
 from megatron.runtime.broker import Broker
+from megatron.runtime.emulated_stage import EmulatedStage, Seconds
 from megatron.runtime.executor import Executor
 from megatron.runtime.gradients import UnitGradients
 from megatron.runtime.message_channel import MessageChannel
@@ -55,23 +56,32 @@ def assemble(
     vocab_size: int,
     seed: int,
     timeout: timedelta,
+    seconds: Seconds | None = None,
 ) -> RankRuntime:
     """Build this rank's part; torch.distributed must be initialised.
 
-    vocab_size: padded, divisible by the LLM's tensor parallel size.
+    vocab_size: padded, divisible by the LLM's tensor parallel size; seconds: wait so long instead of computing (emulation).
     Raises PlanError when plan, model and ranks do not fit.
     """
     validate_plan(plan, graph=graph, world_size=world_size)
     memberships = build_memberships(plan, rank=rank, timeout=timeout)
-    stages = {}
+    stages: dict[tuple[str, int], UnitStage] = {}
     for name, member in memberships.items():
         for stage in plan.units[name].replicas[member.replica_index].virtual_stages:
             if stage.stage_index == member.stage_index:
-                module = UnitStage(
-                    graph=graph, unit_name=name, layers=stage.layers, groups=member.groups, options=options, vocab_size=vocab_size
-                )
-                initialize_parameters(module, seed=seed)
-                stages[name, stage.index] = module
+                built = {
+                    "graph": graph,
+                    "unit_name": name,
+                    "layers": stage.layers,
+                    "groups": member.groups,
+                    "options": options,
+                    "vocab_size": vocab_size,
+                }
+                if seconds is not None:
+                    stages[name, stage.index] = EmulatedStage(**built, seconds=seconds, stage_index=stage.index)
+                    continue
+                stages[name, stage.index] = UnitStage(**built)
+                initialize_parameters(stages[name, stage.index], seed=seed)
     gradients = {
         name: UnitGradients(
             {index: module for (unit, index), module in stages.items() if unit == name},

@@ -1,0 +1,139 @@
+"""A stage whose computations are timed waits: everything around it is the real runtime."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from multimodal.model.language_head import HeadOutput
+from multimodal.model.stage_input import PackedInput
+from multimodal.model.transformer_config import BuildOptions
+from multimodal.model.unit_stage import UnitStage
+from multimodal.model.weight_gradient_queue import active_queue
+from multimodal.values.assignment import MicrobatchPlace
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.schedule import Action, ActionKind, Place
+
+Seconds = Callable[[Action], float]
+"""How long a computation takes."""
+
+
+@dataclass(frozen=True)
+class EmulatedInput(PackedInput):
+    """A microbatch without data."""
+
+    place: MicrobatchPlace | None = None
+    num_output_rows: int = 0
+    """Rows that leave the unit's last stage."""
+    share: float = 1.0
+    """Of its microbatch's tokens, where that runs in sample subsets."""
+
+
+class EmulatedStage(UnitStage):
+    """Takes and gives tensors of the right shapes, waits as long as the real stage would compute, and trains one number a layer.
+
+    seconds: duration of an action; stage_index: which virtual stage this is.
+    """
+
+    def __init__(
+        self,
+        *,
+        graph: ModelGraph,
+        unit_name: str,
+        layers: range,
+        groups: ProcessGroupCollection,
+        options: BuildOptions,
+        vocab_size: int = 0,
+        seconds: Seconds,
+        stage_index: int,
+    ) -> None:
+        super().__init__(graph=graph, unit_name=unit_name, layers=layers, groups=groups, options=options, vocab_size=vocab_size)
+        self._seconds, self._stage_index = seconds, stage_index
+
+    @property
+    def shared_embedding_weight(self) -> Tensor | None:
+        """None: nothing is tied here."""
+        return None
+
+    def forward(self, hidden: Tensor | None, batch: PackedInput, item_embeddings: Tensor | None = None) -> Tensor | HeadOutput:
+        """Wait; the same shapes in and out as a real stage."""
+        assert isinstance(batch, EmulatedInput) and batch.place is not None
+        weight = next(iter(self.parameters()))
+        rows = batch.num_output_rows if self.is_last else self.num_rows(batch.num_tokens)
+        width = self.output_size if self.is_last else self.config.hidden_size
+        shape = (rows, width) if self.is_last else (rows, 1, width)
+        place = Place(batch.place.unit, batch.place.replica, self._stage_index, batch.place.microbatch)
+
+        def seconds(kind: ActionKind) -> float:
+            return batch.share * self._seconds(Action(kind, *place))
+
+        output: Tensor = _TimedWait.apply(weight, hidden, item_embeddings, seconds, shape)  # type: ignore[no-untyped-call]
+        if self.unit.layers[self.layer_range.stop - 1] == "head":
+            return HeadOutput(output.sum(), None if self.training else batch.positions.new_zeros(0, dtype=torch.bool))
+        return output
+
+    def _build_layer(self, index: int) -> Module:
+        return _Number(self.options.precision.params_dtype)
+
+
+class _Number(Module):
+    """What an emulated layer trains, so that there is a gradient to reduce."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.zeros(1, dtype=dtype))
+
+
+class _TimedWait(torch.autograd.Function):
+    """A computation that is only as long as one."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        weight: Tensor,
+        hidden: Tensor | None,
+        embeddings: Tensor | None,
+        seconds: Callable[[ActionKind], float],
+        shape: tuple[int, ...],
+    ) -> Tensor:
+        wait(seconds(ActionKind.FORWARD))
+        ctx.inputs, ctx.seconds, ctx.weight, ctx.queue = (hidden, embeddings), seconds, weight, active_queue()
+        return weight.new_zeros(shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        inputs = (None if tensor is None else torch.zeros_like(tensor) for tensor in ctx.inputs)
+        if ctx.queue is not None:
+            wait(ctx.seconds(ActionKind.INPUT_GRADIENT))
+            ctx.queue.put(_PendingWait(ctx.weight, ctx.seconds(ActionKind.WEIGHT_GRADIENT)))
+            return (None, *inputs, None, None)
+        wait(ctx.seconds(ActionKind.BACKWARD))
+        return (torch.zeros_like(ctx.weight), *inputs, None, None)
+
+
+class _PendingWait(NamedTuple):
+    """A weight gradient that is only as long as one."""
+
+    weight: Tensor
+    seconds: float
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """None are kept."""
+        return ()
+
+    def compute(self) -> None:
+        """Wait, and give the weight a gradient."""
+        wait(self.seconds)
+        torch.autograd.backward((self.weight,), (torch.zeros_like(self.weight),))
+
+
+def wait(seconds: float) -> None:
+    """Sleep: a waiting rank costs no core, so many of them fit on few."""
+    if seconds > 0:
+        time.sleep(seconds)

@@ -1,0 +1,174 @@
+"""Runs a schedule for real, with timed waits as computations: real processes, messages, broker and gradient reductions.
+
+A rank that only waits costs no core, so many ranks run on few, and what the executor adds to a schedule can be measured without
+an accelerator. The result is a measured Timeline that can be held against the simulated one of the same values.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from megatron.runtime import platform
+from megatron.runtime.assembly import RankRuntime, assemble
+from megatron.runtime.emulated_stage import EmulatedInput
+from megatron.runtime.step import Step
+from megatron.runtime.timeline_gathering import gather_timeline
+from multimodal.cost.step_costs import StepCosts
+from multimodal.model.stage_input import PackedInput
+from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.values.assignment import Assignment, Microbatch, MicrobatchPlace
+from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.plan import Plan
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.schedule import Schedule
+from multimodal.values.timeline import Timeline
+
+TIMEOUT = timedelta(minutes=5)
+_VOCAB_SIZE = 128
+
+
+@dataclass(frozen=True)
+class EmulatedRun:
+    """What is run: the values that the simulator takes, too."""
+
+    graph: ModelGraph
+    plan: Plan
+    assignment: Assignment
+    schedule: Schedule
+    """Lowered and validated."""
+    costs: StepCosts
+    num_iterations: int = 5
+    num_tokens: int = 8
+    """Tokens of every item and of every sample's text: what messages weigh."""
+
+
+def emulate(run: EmulatedRun) -> tuple[Timeline, ...]:
+    """Run it in processes of this machine, one per rank of the plan; returns the measured timelines, without a first warm-up.
+
+    Raises RuntimeError or torch's ProcessRaisedException, with the traceback, when a rank fails.
+    """
+    timelines: tuple[Timeline, ...] = run_on_ranks(emulate_on_rank, run, num_ranks=run.plan.num_ranks)
+    return timelines
+
+
+def run_on_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> Any:
+    """Fork a gloo world, call `function(*args, rank=rank)` on every rank, and return what rank 0 returns (it must pickle)."""
+    if torch.cuda.is_initialized():
+        raise RuntimeError("CUDA is in use in this process, so no ranks can be forked from it; emulate in a process of its own")
+    with tempfile.TemporaryDirectory() as folder:
+        answers = multiprocessing.get_context("fork").SimpleQueue()
+        processes = multiprocessing.start_processes(
+            _serve_rank, args=(num_ranks, folder, answers, function, args), nprocs=num_ranks, join=False, start_method="fork"
+        )
+        assert processes is not None
+        answer: Any = None
+        is_running = True
+        while is_running:  # take the answer before the last process ends: a full pipe would hold rank 0
+            is_running = not processes.join(timeout=0.05)
+            if not answers.empty():
+                answer = answers.get()
+        return answer
+
+
+def _serve_rank(
+    rank: int, num_ranks: int, folder: str, answers: Any, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    platform.install()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{Path(folder) / 'store'}", rank=rank, world_size=num_ranks, timeout=TIMEOUT
+    )
+    answer = function(*args, rank=rank)
+    if rank == 0:
+        answers.put(answer)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def emulate_on_rank(run: EmulatedRun, *, rank: int) -> tuple[Timeline, ...]:
+    """This rank's part, where torch.distributed is up; collective. The timelines on rank 0, nothing elsewhere."""
+    runtime = assemble(
+        run.graph,
+        run.plan,
+        rank=rank,
+        world_size=run.plan.num_ranks,
+        options=BuildOptions(Precision(torch.float32)),
+        vocab_size=_VOCAB_SIZE,
+        seed=0,
+        timeout=TIMEOUT,
+        seconds=lambda action: run.costs.compute(action).seconds,
+    )
+    step = emulated_step(run, rank=rank)
+    timelines = [_run_step(runtime, step, run.plan, rank) for _ in range(run.num_iterations + 1)]
+    return tuple(timeline for timeline in timelines[1:] if timeline is not None)
+
+
+def _run_step(runtime: RankRuntime, step: Step, plan: Plan, rank: int) -> Timeline | None:
+    runtime.zero_gradients()
+    dist.barrier()
+    result = runtime.executor.execute(step, is_training=True)
+    runtime.finish_gradients()
+    return gather_timeline(result.events, origin_seconds=runtime.executor.clock.origin_seconds, plan=plan, rank=rank)
+
+
+def emulated_step(run: EmulatedRun, *, rank: int) -> Step:
+    """The step of an emulated run: every sample has one target token, every item and text `num_tokens` tokens."""
+    lengths = {sample.sample_id: sample for sample in _lengths(run)}
+    step = Step(
+        graph=run.graph,
+        assignment=run.assignment,
+        schedule=run.schedule,
+        routes=run.assignment.routes(run.graph),
+        lengths=lengths,
+        inputs={},
+    )
+    inputs: dict[MicrobatchPlace, PackedInput] = {}
+    subset_inputs: dict[MicrobatchPlace, tuple[PackedInput, ...]] = {}
+    targets = {}
+    for unit, plan in run.plan.units.items():
+        for replica_index, replica in enumerate(plan.replicas):
+            if rank not in replica.ranks:
+                continue
+            for microbatch in range(run.assignment.num_microbatches(unit, replica_index)):
+                place = MicrobatchPlace(unit, replica_index, microbatch)
+                targets[place] = tuple(atom.sample_id for atom in run.assignment.atoms(place))
+                if place in step.form.num_parts:
+                    subset_inputs[place] = tuple(_input(step, place, subset) for subset in step.subsets(place))
+                else:
+                    inputs[place] = _input(step, place, run.assignment.atoms(place))
+    return replace(step, inputs=inputs, target_samples=targets, subset_inputs=subset_inputs)
+
+
+def _input(step: Step, place: MicrobatchPlace, atoms: Microbatch) -> EmulatedInput:
+    num_tokens = step.num_tokens_of(place)
+    share = len(atoms) / len(step.assignment.atoms(place))
+    routes = step.routes.from_source.get(place, ())
+    rows = sum(step.num_rows_of_route(route) for route in routes if route.atoms[0] in atoms)
+    own_tokens = round(num_tokens * share)
+    return EmulatedInput((own_tokens,), torch.zeros(0), place=place, num_output_rows=rows or own_tokens, share=share)
+
+
+def _lengths(run: EmulatedRun) -> Sequence[SampleLengths]:
+    backbone = run.graph.backbone.name
+    samples = sorted(atom.sample_id for replica in run.assignment.units[backbone] for group in replica for atom in group)
+    unit_of: dict[int, dict[int, str]] = {sample: {} for sample in samples}
+    for unit in run.graph.units:
+        if unit.role is Role.ENCODER:
+            for atom in run.assignment.place_of_atom[unit.name]:
+                unit_of[atom.sample_id][atom.item_index] = unit.name
+    found = []
+    for sample, units in unit_of.items():
+        num_items = max(units, default=-1) + 1
+        names = [units.get(index, backbone) for index in range(num_items)]
+        items = tuple(ItemLengths(name, run.num_tokens, run.num_tokens) for name in names)
+        found.append(SampleLengths(sample, items, run.num_tokens, 1))
+    return found

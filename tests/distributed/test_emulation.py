@@ -1,0 +1,59 @@
+"""Emulated runs: the real executor with timed waits gives a whole timeline of the schedule it was given."""
+
+from collections import Counter
+
+import pytest
+
+from megatron.runtime.emulation import EmulatedRun, emulate_on_rank
+from multimodal.cost.cost_table import CostTable
+from multimodal.cost.table_costs import TableCosts
+from multimodal.cost.table_model import build_table_model
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes import PASSES
+from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.values.schedule import ACTION_TABLE, Action, Resource
+from multimodal.values.timeline import Timeline
+from tests.distributed.rank_pool import RankPool
+
+TABLE = {
+    "num_microbatches": 4,
+    "units": {
+        "vision": {"upstream": [], "stages": [{"forward": 0.002, "backward": 0.004}] * 2},
+        "llm": {"upstream": ["vision"], "stages": [{"forward": 0.003, "input_gradient": 0.002, "weight_gradient": 0.003}] * 2},
+    },
+}
+
+
+def build_run(schedule: str, passes: list[str]) -> EmulatedRun:
+    table = CostTable.from_dict(TABLE)
+    graph, plan, assignment = build_table_model(table)
+    built = BUILDERS[schedule](graph, plan, assignment)
+    for name in passes:
+        built = PASSES[name](built, graph=graph, plan=plan, assignment=assignment)
+    lowered = insert_communication(built, graph=graph, plan=plan, assignment=assignment)
+    return EmulatedRun(graph, plan, assignment, lowered, TableCosts(table), num_iterations=1)
+
+
+@pytest.mark.parametrize(("schedule", "passes"), [("1f1b", []), ("1f1b", ["fill"]), ("zb-h1", ["fill"])])
+def test_every_computation_takes_its_seconds_on_its_lane(ranks: RankPool, schedule: str, passes: list[str]) -> None:
+    run = build_run(schedule, passes)
+    found = ranks.run(_emulate, run, world_size=run.plan.num_ranks)
+    (timeline,) = found[0]
+    assert isinstance(timeline, Timeline)
+    computed = [event for event in timeline.events if ACTION_TABLE[event.action.kind].resource is Resource.COMPUTE]
+    expected = Counter(
+        (index, action) for index, lane in enumerate(run.schedule.lanes) for action in lane.actions if _is_computation(action)
+    )
+    assert Counter((event.lane, event.action) for event in computed) == expected
+    for event in computed:
+        assert event.end_seconds - event.start_seconds >= run.costs.compute(event.action).seconds
+
+
+def _is_computation(action: Action) -> bool:
+    return ACTION_TABLE[action.kind].resource is Resource.COMPUTE
+
+
+def _emulate(run: EmulatedRun) -> tuple[Timeline, ...]:
+    import torch.distributed as dist
+
+    return emulate_on_rank(run, rank=dist.get_rank())

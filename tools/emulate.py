@@ -1,0 +1,114 @@
+"""Runs a schedule for real on this machine, with computations as timed waits, and holds it against its simulation.
+
+python tools/emulate.py --costs COSTS.yaml --schedule 1f1b [--schedule-passes fill,...] [--iterations N] [--json]
+                        [--report-dir DIR]
+
+Every lane of the table becomes a process; messages, broker, gradient reductions and the executor are the real ones. Waiting costs
+no core, so 16 ranks fit on two. --report-dir gets measured.json and simulated.json (for `tools/trace.py diff`) and a picture.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.runtime.emulation import EmulatedRun, emulate
+from multimodal.cost.cost_table import CostTable
+from multimodal.cost.table_costs import TableCosts
+from multimodal.cost.table_model import build_table_model
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.draw import draw_timeline
+from multimodal.schedule.passes import PASSES
+from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.schedule.simulate import simulate_schedule
+from multimodal.schedule.simulation import Simulation
+from multimodal.schedule.validate import validate_schedule
+from multimodal.values.errors import BraidError, ConfigError
+from multimodal.values.timeline import Timeline
+
+
+def main(argv: Sequence[str]) -> int:
+    """Emulate and print; returns the exit code."""
+    given = _parse(argv)
+    try:
+        run = build_run(given.costs, given.schedule, given.schedule_passes, num_iterations=given.iterations)
+        simulation = simulate_schedule(run.schedule, graph=run.graph, plan=run.plan, assignment=run.assignment, costs=run.costs)
+        timelines = emulate(run)
+    except BraidError as problem:
+        print(f"emulate.py: {problem}", file=sys.stderr)
+        return 2
+    summary = summarize(simulation, timelines)
+    if given.report_dir is not None:
+        _write_report(given.report_dir, simulation, timelines, title=f"{given.schedule}, measured")
+    if given.json:
+        print(json.dumps(summary))
+    else:
+        print("\n".join(f"{name:>20}  {value}" for name, value in summary.items()))
+    return 0
+
+
+def build_run(costs: Path, schedule: str, passes: str, *, num_iterations: int) -> EmulatedRun:
+    """Make what is run from a cost table and names; raises BraidError."""
+    table = CostTable.from_file(costs)
+    model = build_table_model(table)
+    if model.graph.generators:
+        raise ConfigError(
+            f"{costs}: generators can be simulated but not run yet; leave unit '{model.graph.generators[0].name}' out"
+        )
+    names = [name for name in passes.split(",") if name]
+    if unknown := [name for name in names if name not in PASSES]:
+        raise ConfigError(f"--schedule-passes {unknown[0]}: no such pass; passes are {', '.join(PASSES)}")
+    built = BUILDERS[schedule](*model)
+    for name in names:
+        built = PASSES[name](built, graph=model.graph, plan=model.plan, assignment=model.assignment)
+    lowered = insert_communication(built, graph=model.graph, plan=model.plan, assignment=model.assignment)
+    validate_schedule(lowered, graph=model.graph, plan=model.plan, assignment=model.assignment, lowered=True)
+    return EmulatedRun(*model, lowered, TableCosts(table), num_iterations)
+
+
+def summarize(simulation: Simulation, timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """Simulated against measured seconds of a step."""
+    measured = statistics.median(timeline.duration_seconds for timeline in timelines)
+    return {
+        "simulated_seconds": simulation.iteration_seconds,
+        "measured_seconds": measured,
+        "ratio": measured / simulation.iteration_seconds,
+        "num_lanes": simulation.num_lanes,
+        "num_microbatches": simulation.num_microbatches,
+        "num_iterations": len(timelines),
+    }
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--costs", type=Path, required=True, metavar="COSTS.yaml", help="seconds per stage; see docs/simulate.md")
+    parser.add_argument("--schedule", choices=tuple(BUILDERS), default="1f1b", help="the builder")
+    parser.add_argument("--schedule-passes", default="", metavar="A,B", help=f"of {', '.join(PASSES)}")
+    parser.add_argument("--iterations", type=int, default=5, metavar="N", help="measured steps (the median counts)")
+    parser.add_argument("--report-dir", type=Path, metavar="DIR", help="folder for timelines and a picture")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    given = parser.parse_args(argv)
+    if given.iterations < 1:
+        parser.error("--iterations must be at least 1")
+    return given
+
+
+def _write_report(folder: Path, simulation: Simulation, timelines: Sequence[Timeline], *, title: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    middle = sorted(timelines, key=lambda timeline: timeline.duration_seconds)[len(timelines) // 2]
+    middle.to_file(folder / "measured.json")
+    simulation.timeline.to_file(folder / "simulated.json")
+    draw_timeline(middle, folder / "measured.png", title=title)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
