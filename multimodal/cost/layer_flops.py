@@ -5,15 +5,13 @@ other elementwise work are left out.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from multimodal.values.model_graph import LayerKind, ModelGraph, Role, Unit
 from multimodal.values.sample_lengths import SampleLengths
 
 
-@dataclass(frozen=True, slots=True)
-class UnitLoad:
+class UnitLoad(NamedTuple):
     """What a unit processes at once, as far as its cost depends on it; adds up over atoms."""
 
     num_tokens: int = 0
@@ -22,11 +20,6 @@ class UnitLoad:
     """Sum of squares of the lengths of its sequences."""
     num_outputs: int = 0
     """Tokens that leave: of the projector for an encoder, target tokens for the LLM, all tokens for a generator."""
-
-    def __add__(self, other: "UnitLoad") -> "UnitLoad":
-        return UnitLoad(
-            self.num_tokens + other.num_tokens, self.num_squared + other.num_squared, self.num_outputs + other.num_outputs
-        )
 
 
 class LayerFlops(NamedTuple):
@@ -54,7 +47,8 @@ def sample_load(unit: Unit, sample: SampleLengths) -> UnitLoad:
 
 def add_loads(loads: Iterable[UnitLoad]) -> UnitLoad:
     """Sum up; nothing is the empty load."""
-    return sum(loads, UnitLoad())
+    columns = zip(*loads, strict=True)
+    return UnitLoad(*map(sum, columns))
 
 
 def layer_weights(graph: ModelGraph, unit: Unit, kind: LayerKind, *, vocab_size: int) -> int:

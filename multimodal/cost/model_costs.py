@@ -19,6 +19,8 @@ from multimodal.values.sample_lengths import SampleLengths, index_by_sample
 from multimodal.values.schedule import Action, ActionKind, Place
 from multimodal.values.schedule_form import parts_of
 
+_StageKey = tuple[str, int, int]
+"""(unit, replica, virtual stage)."""
 _LayerCounts = Mapping[tuple[LayerKind, BackwardNeed], int]
 _COLLECTIVES_PER_PASS = 4
 """A transformer layer all-gathers and reduce-scatters its activations twice per pass (sequence parallelism)."""
@@ -61,12 +63,9 @@ class ModelCosts:
         """Cost of the message that a send starts: inside a unit its hidden states, between units the routed atoms' outputs."""
         assert send.peer is not None, f"{send} has no peer"
         source, target = (send.place, send.peer) if send.kind is ActionKind.SEND_FORWARD else (send.peer, send.place)
-        return message_cost(
-            BYTES_PER_ELEMENT * self._num_elements(source, target, part=send.part),
-            source_ranks=self.plan.virtual_stage(*send.place[:3]).ranks,
-            target_ranks=self.plan.virtual_stage(*send.peer[:3]).ranks,
-            cluster=self.cluster,
-        )
+        num_bytes = BYTES_PER_ELEMENT * self._num_elements(source, target, part=send.part)
+        latency_seconds, seconds_per_byte, link = self._link(send[1:4], send.peer[:3])
+        return TransferCost(latency_seconds, num_bytes * seconds_per_byte, link)
 
     def collective_seconds(self, action: Action) -> float:
         """Seconds of gathering a stage's parameters (bf16) or reducing its gradients (fp32) over the unit's replicas."""
@@ -118,8 +117,8 @@ class ModelCosts:
         """Elements of the activations that travel from `source` to `target`; gradients have as many."""
         hidden = self.graph.unit(source.unit).transformer.hidden_size
         if source.unit == target.unit:
-            backward = Action(ActionKind.BACKWARD, *source, part=part)
-            return self._load_of(backward).num_tokens * hidden
+            load = self._load_at(source) if part < 0 else self._load_of(Action(ActionKind.BACKWARD, *source, part=part))
+            return load.num_tokens * hidden
         here = MicrobatchPlace(source.unit, source.replica, source.microbatch)
         there = MicrobatchPlace(target.unit, target.replica, target.microbatch)
         routes = self.assignment.routes(self.graph).from_source[here]
@@ -129,8 +128,23 @@ class ModelCosts:
         return load.num_tokens * hidden
 
     @cached_property
-    def _stages_of_rank(self) -> Mapping[int, Sequence[tuple[str, int, int]]]:
-        found: dict[int, list[tuple[str, int, int]]] = defaultdict(list)
+    def _links(self) -> dict[tuple[_StageKey, _StageKey], TransferCost]:
+        return {}
+
+    def _link(self, source: _StageKey, target: _StageKey) -> TransferCost:
+        """What one byte between two stages costs."""
+        if (source, target) not in self._links:
+            self._links[source, target] = message_cost(
+                1.0,
+                source_ranks=self.plan.virtual_stage(*source).ranks,
+                target_ranks=self.plan.virtual_stage(*target).ranks,
+                cluster=self.cluster,
+            )
+        return self._links[source, target]
+
+    @cached_property
+    def _stages_of_rank(self) -> Mapping[int, Sequence[_StageKey]]:
+        found: dict[int, list[_StageKey]] = defaultdict(list)
         for name, unit in self.plan.units.items():
             for replica_index, replica in enumerate(unit.replicas):
                 for stage in replica.virtual_stages:
@@ -146,7 +160,7 @@ class ModelCosts:
         }
 
     @cached_property
-    def _stages(self) -> dict[tuple[str, int, int], _LayerCounts]:
+    def _stages(self) -> dict[_StageKey, _LayerCounts]:
         return {}
 
     def _layers(self, unit: str, replica: int, stage: int) -> _LayerCounts:
