@@ -74,7 +74,9 @@ class TrainingConfig:
         default=None, metadata={"shorthand": ("recompute_activations", "selective", None)}
     )
     """Recompute in the backward instead of storing: the attention core (selective) or whole layers (full)."""
-    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    schedule: Literal[
+        "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dip", "encoders-colocated"
+    ] = "1f1b"
     """Order of forwards and backwards on every rank."""
     balancer: Literal["in-order", "longest-first"] = "in-order"
     """How samples and items are distributed over replicas and microbatches."""

@@ -36,6 +36,8 @@ class Policy:
     """A lane ends each phase before the next; no action may have a higher phase than one that needs it."""
     orders: Sequence[Sequence[Action]] = ()
     """Actions that run in just this order; together with the dependencies they must not form a circle."""
+    forwards_go_first: bool = False
+    """Whether forwards inside their limits are more urgent than backwards (tight limits, strictly in turns)."""
     urgent: frozenset[Action] = frozenset()
     """Actions that, once ready, go before all others."""
 
@@ -46,9 +48,9 @@ def list_schedule(
     """Build a compute-dialect schedule by letting every lane always take its most urgent ready action.
 
     An action is ready when its dependencies are done; forwards of one stage go in microbatch order. Backwards are more urgent
-    than forwards, these more than weight gradients, which so fill what would be idle; then downstream units come before upstream
-    ones, then lower microbatches. An action of several lanes starts when it is the most urgent one in all of them: the order is
-    the same everywhere, so the lanes never wait for each other in a circle.
+    than forwards (or the other way round, see `Policy`), both more than weight gradients, which so fill what would be idle; then
+    downstream units come before upstream ones, then lower microbatches. An action of several lanes starts when it is the most
+    urgent one in all of them: the order is the same everywhere, so the lanes never wait for each other in a circle.
 
     A microbatch is in flight in a stage from its forward to its backward (or input gradient) or, where there is none, to its
     consumers' forwards; it is stored until its weight gradient. A forward beyond its stage's limits waits; when nothing else is
@@ -62,22 +64,18 @@ def list_schedule(
     return schedule if forward_only else place_reductions(schedule, graph=graph, plan=plan, assignment=assignment)
 
 
-_CLASSES = {ActionKind.BACKWARD: 1, ActionKind.INPUT_GRADIENT: 1, ActionKind.FORWARD: 2, ActionKind.WEIGHT_GRADIENT: 3}
-"""Lower is more urgent."""
-
-
 class _ListScheduler:
     """The state of one run. Actions are numbered by urgency, so that a lane's heap of numbers has the most urgent on top."""
 
     def __init__(self, graph: ModelGraph, plan: Plan, assignment: Assignment, policy: Policy, forward_only: bool) -> None:
         self.plan = plan
         self.policy = policy
-        self.form = _split_form(graph, plan, assignment) if policy.splits_backwards else PLAIN
+        self.form = split_form(graph, plan, assignment) if policy.splits_backwards else PLAIN
         position = {unit: index for index, unit in enumerate(graph.unit_names)}
         everything = compute_actions(graph, plan, assignment, forward_only=forward_only, form=self.form)
         self.actions = sorted(
             (action for action in everything if action.kind is not ActionKind.REDUCE_GRADIENTS),
-            key=lambda a: (0 if a in policy.urgent else _CLASSES[a.kind], -position[a.unit], a.microbatch, -a.stage, a.replica),
+            key=lambda a: (self._urgency(a), -position[a.unit], a.microbatch, -a.stage, a.replica),
         )
         stages: dict[StageKey, tuple[int, ...]] = {}
         costs: dict[tuple[ActionKind, StageKey], int] = {}
@@ -126,6 +124,14 @@ class _ListScheduler:
         self.with_weights = {action.place for action in self.actions if action.kind is ActionKind.WEIGHT_GRADIENT}
         if self.policy.phase is not None:
             self._hold_phases(self.policy.phase)
+
+    def _urgency(self, action: Action) -> int:
+        """The class of an action; lower is more urgent."""
+        if action in self.policy.urgent:
+            return 0
+        if action.kind is ActionKind.FORWARD:
+            return 1 if self.policy.forwards_go_first else 3
+        return 4 if action.kind is ActionKind.WEIGHT_GRADIENT else 2
 
     def _follow(self, first: int, then: int) -> None:
         self.followers[first].append(then)
@@ -257,7 +263,7 @@ def _stage(action: Action) -> StageKey:
     return action.unit, action.replica, action.stage
 
 
-def _split_form(graph: ModelGraph, plan: Plan, assignment: Assignment) -> ScheduleForm:
+def split_form(graph: ModelGraph, plan: Plan, assignment: Assignment) -> ScheduleForm:
     """The form in which every backward is split."""
     return ScheduleForm(
         split=frozenset(

@@ -3,8 +3,14 @@
 from collections.abc import Mapping
 from typing import Protocol
 
+from multimodal.schedule.builders.dip import build_dip
+from multimodal.schedule.builders.eager_1f1b import build_eager_1f1b
+from multimodal.schedule.builders.encoders_colocated import build_encoders_colocated
 from multimodal.schedule.builders.gpipe import build_gpipe
+from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
+from multimodal.schedule.builders.zb_h1 import build_zb_h1
+from multimodal.schedule.builders.zb_v import build_zb_v
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -15,8 +21,17 @@ class Builder(Protocol):
     """What every builder looks like."""
 
     def __call__(self, graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False) -> Schedule:
-        """Build a schedule in the compute dialect."""
+        """Build a schedule in the compute dialect; raises ScheduleError where the plan's layout does not allow it."""
 
 
-BUILDERS: Mapping[str, Builder] = {"gpipe": build_gpipe, "1f1b": build_one_f_one_b}
+BUILDERS: Mapping[str, Builder] = {
+    "gpipe": build_gpipe,
+    "1f1b": build_one_f_one_b,
+    "eager-1f1b": build_eager_1f1b,
+    "interleaved-1f1b": build_interleaved_1f1b,
+    "zb-h1": build_zb_h1,
+    "zb-v": build_zb_v,
+    "dip": build_dip,
+    "encoders-colocated": build_encoders_colocated,
+}
 """Every builder by the name that selects it."""

@@ -1,10 +1,12 @@
 """Small graphs, plans and assignments for the schedule tests, and strategies for random ones."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hypothesis import strategies as st
 
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.builders.zb_v import is_v_shaped
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
@@ -30,13 +32,16 @@ def build_graph(*encoders: str, frozen: Sequence[str] = (), frozen_projectors: S
     return ModelGraph((*units, llm), tuple((name, "llm") for name in encoders))
 
 
-def build_unit_plan(graph: ModelGraph, unit: str, *, dp: int, pp: int, tp: int = 1, first_rank: int = 0) -> UnitPlan:
-    """A grid of consecutive ranks."""
-    ranges = split_layers(graph.unit(unit).layers, num_stages=pp)
+def build_unit_plan(
+    graph: ModelGraph, unit: str, *, dp: int, pp: int, tp: int = 1, first_rank: int = 0, chunks: int = 1, v_shaped: bool = False
+) -> UnitPlan:
+    """A grid of consecutive ranks; `chunks` layer ranges per stage, dealt in turn, or two in the shape of a V."""
+    ranges = split_layers(graph.unit(unit).layers, num_stages=pp * (2 if v_shaped else chunks))
+    held = [(ranges[stage], ranges[-1 - stage]) if v_shaped else ranges[stage::pp] for stage in range(pp)]
     starts = [[first_rank + (replica * pp + stage) * tp for stage in range(pp)] for replica in range(dp)]
     return UnitPlan(
         tuple(
-            Replica(tuple(Stage(tuple(range(start, start + tp)), (layers,)) for start, layers in zip(row, ranges, strict=True)))
+            Replica(tuple(Stage(tuple(range(start, start + tp)), layers) for start, layers in zip(row, held, strict=True)))
             for row in starts
         ),
         tp,
@@ -49,12 +54,16 @@ def build_case(
     groupings: dict[str, list[list[list[int]]]],
     *,
     colocated: bool = False,
+    layouts: Mapping[str, Mapping[str, int]] | None = None,
 ) -> Case:
-    """`sizes`: unit -> (dp, pp, tp); `groupings`: unit -> replica -> microbatch -> samples, one item per sample and encoder."""
+    """`sizes`: unit -> (dp, pp, tp); `groupings`: unit -> replica -> microbatch -> samples, one item per sample and encoder.
+
+    `layouts`: unit -> chunks or v_shaped of `build_unit_plan`.
+    """
     units, first_rank = {}, 0
     for name in graph.unit_names:
         dp, pp, tp = sizes[name]
-        units[name] = build_unit_plan(graph, name, dp=dp, pp=pp, tp=tp, first_rank=first_rank)
+        units[name] = build_unit_plan(graph, name, dp=dp, pp=pp, tp=tp, first_rank=first_rank, **(layouts or {}).get(name, {}))
         first_rank += 0 if colocated else dp * pp * tp
     index = {name: -1 if name == "llm" else position for position, name in enumerate(graph.unit_names)}
     assignment = Assignment(
@@ -88,15 +97,20 @@ def groupings_of(draw: st.DrawFn, atoms: Sequence[Atom], dp: int) -> tuple[tuple
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Random graphs (none to two encoders, any part frozen), plans (disjoint or colocated) and assignments."""
+    """Random graphs (none to two encoders, any part frozen), plans (disjoint or colocated, virtual stages) and assignments."""
     encoders = draw(st.sampled_from([(), ("vision",), ("vision", "audio")]))
     frozen = [unit for unit in (*encoders, "llm") if draw(st.booleans())]
     graph = build_graph(*encoders, frozen=frozen, frozen_projectors=[unit for unit in encoders if draw(st.booleans())])
     colocated = draw(st.booleans())
+    alike = colocated and draw(st.booleans())
     units, first_rank = {}, 0
     for name in graph.unit_names:
+        if alike and units and name in encoders:
+            units[name] = units[encoders[0]]
+            continue
         dp, pp, tp = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
-        units[name] = build_unit_plan(graph, name, dp=dp, pp=pp, tp=tp, first_rank=first_rank)
+        layout = draw(st.sampled_from([{}, {}, {"chunks": 2}, {"v_shaped": True}]))
+        units[name] = build_unit_plan(graph, name, dp=dp, pp=pp, tp=tp, first_rank=first_rank, **layout)
         first_rank += 0 if colocated else dp * pp * tp
     num_items = [[draw(st.integers(0, 2)) for _ in encoders] for _ in range(draw(st.integers(1, 6)))]
     placed = {
@@ -106,6 +120,24 @@ def cases(draw: st.DrawFn) -> Case:
     placed["llm"] = [Atom(sample) for sample in range(len(num_items))]
     assignment = Assignment({name: draw(groupings_of(atoms, units[name].data_parallel_size)) for name, atoms in placed.items()})
     return Case(graph, Plan(units), assignment)
+
+
+def builders_for(case: Case) -> list[str]:
+    """The builders that the layout of a case allows."""
+    encoders = [case.plan.units[unit.name] for unit in case.graph.encoders]
+    stages = [[[stage.ranks for stage in replica.virtual_stages] for replica in unit.replicas] for unit in encoders]
+    refused = {
+        "zb-v": not any(is_v_shaped(unit) for unit in case.plan.units.values()),
+        "encoders-colocated": any(each != stages[0] for each in stages),
+    }
+    return [name for name in BUILDERS if not refused.get(name, False)]
+
+
+@st.composite
+def built_cases(draw: st.DrawFn) -> tuple[Case, str]:
+    """A random case and a builder that it allows."""
+    case = draw(cases())
+    return case, draw(st.sampled_from(builders_for(case)))
 
 
 def golden_cases() -> dict[str, Case]:
@@ -131,4 +163,22 @@ def golden_cases() -> dict[str, Case]:
             vision, {"vision": (2, 1, 1), "llm": (1, 1, 2)}, {"vision": deal(2, 2), "llm": deal(2, 1)}, colocated=True
         ),
         "crossed_groupings": build_case(vision, {"vision": (2, 1, 1), "llm": (1, 1, 1)}, crossed),
+        "interleaved_llm": build_case(
+            vision,
+            {"vision": (1, 1, 1), "llm": (1, 2, 1)},
+            {"vision": deal(4, 1), "llm": deal(4, 1)},
+            layouts={"llm": {"chunks": 2}},
+        ),
+        "v_shaped_llm": build_case(
+            vision,
+            {"vision": (1, 1, 1), "llm": (1, 2, 1)},
+            {"vision": deal(4, 1), "llm": deal(4, 1)},
+            layouts={"llm": {"v_shaped": True}},
+        ),
+        "two_encoders": build_case(
+            build_graph("vision", "audio"),
+            {"vision": (1, 2, 1), "audio": (1, 2, 1), "llm": (1, 2, 1)},
+            {"vision": deal(3, 1), "audio": deal(3, 1), "llm": deal(3, 1)},
+            colocated=True,
+        ),
     }

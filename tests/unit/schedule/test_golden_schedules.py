@@ -16,8 +16,30 @@ from tests.unit.schedule.schedule_cases import golden_cases
 GOLDEN = Path(__file__).parents[2] / "golden" / "schedule"
 
 
-@pytest.mark.parametrize("name", golden_cases())
-@pytest.mark.parametrize("builder", BUILDERS)
+SHOWN = {
+    "gpipe": tuple(golden_cases()),
+    "1f1b": tuple(golden_cases()),
+    "eager-1f1b": ("one_unit", "encoder_dp2_llm_pp2"),
+    "interleaved-1f1b": ("interleaved_llm",),
+    "zb-h1": ("one_unit", "encoder_dp2_llm_pp2", "frozen_encoder"),
+    "zb-v": ("v_shaped_llm",),
+    "dip": ("colocated_different_tp", "two_encoders"),
+    "encoders-colocated": ("two_encoders",),
+}
+"""Per builder the cases that show what it does."""
+
+
+def test_every_builder_has_golden_text() -> None:
+    assert set(SHOWN) == set(BUILDERS)
+    assert {path.name for path in GOLDEN.glob("*.txt")} == {
+        f"{name}.{builder}{dialect}.txt"
+        for builder, names in SHOWN.items()
+        for name in names
+        for dialect in ("", *([".lowered"] if builder == "1f1b" else []))
+    }
+
+
+@pytest.mark.parametrize(("name", "builder"), [(name, builder) for builder, names in SHOWN.items() for name in names])
 def test_builder_gives_the_golden_schedule(name: str, builder: str) -> None:
     case = golden_cases()[name]
     assert schedule_to_text(BUILDERS[builder](*case)) == (GOLDEN / f"{name}.{builder}.txt").read_text()

@@ -1,5 +1,6 @@
 from collections import defaultdict
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,16 +11,15 @@ from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.text import schedule_from_text, schedule_to_text
 from multimodal.schedule.unit_cost_timeline import timeline_of_unit_costs
 from multimodal.schedule.validate import validate_schedule
+from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import ACTION_TABLE, ActionKind, Memory
-from tests.unit.schedule.schedule_cases import Case, cases
-
-builders = st.sampled_from(sorted(BUILDERS))
+from tests.unit.schedule.schedule_cases import Case, builders_for, built_cases, cases
 
 
-@settings(max_examples=60, deadline=None)
-@given(case=cases(), builder=builders, forward_only=st.booleans())
-def test_every_built_schedule_is_valid_in_both_dialects_and_round_trips(case: Case, builder: str, forward_only: bool) -> None:
-    graph, plan, assignment = case
+@settings(max_examples=150, deadline=None)
+@given(built=built_cases(), forward_only=st.booleans())
+def test_every_built_schedule_is_valid_in_both_dialects_and_round_trips(built: tuple[Case, str], forward_only: bool) -> None:
+    (graph, plan, assignment), builder = built
     compute = BUILDERS[builder](graph, plan, assignment, forward_only=forward_only)
     validate_schedule(compute, graph=graph, plan=plan, assignment=assignment, lowered=False, forward_only=forward_only)
     lowered = insert_communication(compute, graph=graph, plan=plan, assignment=assignment)
@@ -30,8 +30,8 @@ def test_every_built_schedule_is_valid_in_both_dialects_and_round_trips(case: Ca
 
 
 @settings(max_examples=40, deadline=None)
-@given(case=cases(), builder=builders)
-def test_every_dependency_is_itself_expected(case: Case, builder: str) -> None:
+@given(case=cases())
+def test_every_dependency_is_itself_expected(case: Case) -> None:
     for lowered in (False, True):
         expected = expected_actions(*case, lowered=lowered)
         assert len(set(expected)) == len(expected)
@@ -39,8 +39,9 @@ def test_every_dependency_is_itself_expected(case: Case, builder: str) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(case=cases(), builder=builders)
-def test_forwards_of_a_stage_go_in_microbatch_order(case: Case, builder: str) -> None:
+@given(built=built_cases())
+def test_forwards_of_a_stage_go_in_microbatch_order(built: tuple[Case, str]) -> None:
+    case, builder = built
     for lane in BUILDERS[builder](*case).lanes:
         order = defaultdict(list)
         for action in lane.actions:
@@ -58,9 +59,9 @@ def test_gpipe_does_no_forward_after_a_backward(case: Case) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(case=cases(), builder=builders)
-def test_a_message_takes_no_time_so_both_dialects_take_equally_long(case: Case, builder: str) -> None:
-    graph, plan, assignment = case
+@given(built=built_cases())
+def test_a_message_takes_no_time_so_both_dialects_take_equally_long(built: tuple[Case, str]) -> None:
+    (graph, plan, assignment), builder = built
     compute = BUILDERS[builder](graph, plan, assignment)
     lowered = insert_communication(compute, graph=graph, plan=plan, assignment=assignment)
     durations = [
@@ -85,3 +86,11 @@ def test_1f1b_never_keeps_more_than_gpipe(case: Case) -> None:
         return peaks
 
     assert all(ours <= theirs for ours, theirs in zip(peak("1f1b"), peak("gpipe"), strict=True))
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases())
+def test_a_builder_that_a_layout_does_not_allow_says_what_to_change(case: Case) -> None:
+    for builder in set(BUILDERS) - set(builders_for(case)):
+        with pytest.raises(ScheduleError, match=rf"{builder} needs .* found .* in the plan, or choose "):
+            BUILDERS[builder](*case)

@@ -1,0 +1,85 @@
+"""Encoders-colocated: all encoders fused into the same stages, one after another (Megatron-LM; Cornstarch, section 2)."""
+
+from collections.abc import Iterator
+
+from multimodal.schedule.builders.one_f_one_b import forward_limits
+from multimodal.schedule.expected_actions import compute_actions
+from multimodal.schedule.list_schedule import Policy, list_schedule
+from multimodal.values.assignment import Assignment, MicrobatchPlace
+from multimodal.values.errors import ScheduleError
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+from multimodal.values.schedule import Action, ActionKind, Schedule
+
+_Fused = tuple[Action, ...]
+"""The same microbatch of all encoders in one stage."""
+
+
+def build_encoders_colocated(graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False) -> Schedule:
+    """Build 1F1B over one chain in which all encoders act as one module, in the compute dialect.
+
+    Microbatch i of every encoder runs in a stage in one go, encoder after encoder, before any of them goes on to the next stage:
+    a dependency that the model does not have, and the reason why modality parallelism (`1f1b` on disjoint ranks) is faster. A
+    schedule holds orders inside lanes only, so that is what remains of it when the schedule runs.
+
+    Raises ScheduleError when the encoders do not share all their stages.
+    """
+    encoders = [unit.name for unit in graph.encoders]
+    _check_layout(encoders, plan)
+    existing = frozenset(compute_actions(graph, plan, assignment, forward_only=forward_only))
+    chains = [
+        [fused for fused in chain if fused]
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
+        for chain in _chains(kind, encoders, plan, assignment, existing)
+    ]
+    policy = Policy(
+        forward_limits=forward_limits(graph, plan, assignment, forward_only=forward_only),
+        orders=[
+            *(tuple(action for fused in chain for action in fused) for chain in chains),
+            *_joins(chains, graph, plan, assignment, existing),
+        ],
+        urgent=frozenset(action for chain in chains for fused in chain for action in fused[1:]),
+    )
+    return list_schedule(graph, plan, assignment, policy=policy, forward_only=forward_only)
+
+
+def _check_layout(encoders: list[str], plan: Plan) -> None:
+    def ranks(unit: str) -> list[list[list[int]]]:
+        return [[list(stage.ranks) for stage in replica.virtual_stages] for replica in plan.units[unit].replicas]
+
+    for unit in encoders[1:]:
+        if ranks(unit) != ranks(encoders[0]):
+            raise ScheduleError(
+                f"encoders-colocated needs all encoders in the same stages of the same ranks, found {ranks(encoders[0])} for "
+                f"'{encoders[0]}' and {ranks(unit)} for '{unit}' (replica by replica); give '{unit}' the ranks of "
+                f"'{encoders[0]}' in the plan, or choose 1f1b"
+            )
+
+
+def _chains(
+    kind: ActionKind, encoders: list[str], plan: Plan, assignment: Assignment, existing: frozenset[Action]
+) -> Iterator[list[_Fused]]:
+    """Per replica and microbatch the fused stages in the order in which they run; a backward retraces the forward."""
+    unit = plan.units[encoders[0]] if encoders else None
+    for replica in range(unit.data_parallel_size if unit else 0):
+        for microbatch in range(max(assignment.num_microbatches(encoder, replica) for encoder in encoders)):
+            stages = range(unit.num_virtual_stages if unit else 0)
+            chain = [tuple(Action(kind, encoder, replica, stage, microbatch) for encoder in encoders) for stage in stages]
+            if kind is ActionKind.BACKWARD:
+                chain = [fused[::-1] for fused in chain[::-1]]
+            yield [tuple(action for action in fused if action in existing) for fused in chain]
+
+
+def _joins(
+    chains: list[list[_Fused]], graph: ModelGraph, plan: Plan, assignment: Assignment, existing: frozenset[Action]
+) -> Iterator[tuple[Action, Action]]:
+    """Let every consumer of one encoder wait for the whole fused module, and the module's backward for every consumer."""
+    routes = assignment.routes(graph).from_source
+    for chain in (chain for chain in chains if chain):
+        is_forward = chain[0][0].kind is ActionKind.FORWARD
+        fused = chain[-1] if is_forward else chain[0]
+        for action in fused:
+            for route in routes.get(MicrobatchPlace(action.unit, action.replica, action.microbatch), ()):
+                consumer = Action(action.kind, route.target.unit, route.target.replica, 0, route.target.microbatch)
+                if consumer in existing:
+                    yield (fused[-1], consumer) if is_forward else (consumer, fused[0])

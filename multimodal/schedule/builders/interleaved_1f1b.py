@@ -1,0 +1,128 @@
+"""Interleaved 1F1B: 1F1B over virtual stages (Narayanan et al., Efficient Large-Scale Language Model Training, 2.2)."""
+
+import itertools
+from collections.abc import Iterator
+
+from multimodal.schedule.builders.microbatch_span import microbatch_spans
+from multimodal.schedule.builders.unit_order import Step, chunk_stages, num_chunks, ordered_actions
+from multimodal.schedule.expected_actions import compute_actions
+from multimodal.schedule.list_schedule import Policy, StageKey, list_schedule
+from multimodal.values.assignment import Assignment
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan, UnitPlan
+from multimodal.values.schedule import Action, ActionKind, Schedule
+
+
+def build_interleaved_1f1b(graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False) -> Schedule:
+    """Build the interleaved 1F1B schedule over the unit graph, in the compute dialect.
+
+    A unit whose P stages hold v > 1 chunks each, dealt in turn (chunk c of stage s is virtual stage c P + s), runs Megatron's
+    order: microbatches go through the chunks in groups of P; stage s runs 2 (P - s - 1) + (v - 1) P forwards, then forwards and
+    backwards in turn, then the remaining backwards. The bubble is (P - 1) / (v m) of the work of m microbatches. When m is not a
+    multiple of P, groups are at least P and as even as can be (torch.distributed.pipelining's, where those are equal).
+
+    Where other units consume the unit's output, forwards keep their order and backwards theirs, and the limit in flight decides
+    between the two. Units without such chunks run 1F1B.
+    """
+    interleaved = {unit: is_interleaved(plan.units[unit]) for unit in graph.unit_names}
+    depths = {
+        unit: _depth(plan.units[unit], max(map(len, assignment.units[unit])))
+        if interleaved[unit]
+        else plan.units[unit].num_virtual_stages
+        for unit in interleaved
+    }
+    spans = microbatch_spans(graph, plan, assignment, depths=depths, forward_only=forward_only)
+    limits = {(unit, replica, stage): depths[unit] - stage + span for (unit, replica, stage), span in spans.items()}
+    groups: dict[StageKey, StageKey] = {}
+    for unit in (unit for unit in interleaved if interleaved[unit]):
+        _limit_stages(unit, plan.units[unit], assignment, spans, limits, groups)
+    existing = frozenset(compute_actions(graph, plan, assignment, forward_only=forward_only))
+    orders = [
+        order
+        for unit in interleaved
+        if interleaved[unit]
+        for order in _orders(unit, graph, plan, assignment, existing, in_turns=not forward_only)
+    ]
+    policy = Policy(forward_limits=limits, group_of=groups, orders=orders)
+    return list_schedule(graph, plan, assignment, policy=policy, forward_only=forward_only)
+
+
+def is_interleaved(unit: UnitPlan) -> bool:
+    """Whether a unit's layers are dealt to its stages in turn, several chunks to each."""
+    return num_chunks(unit) > 1 and all(
+        stage.stage_index == stage.index % len(replica.stages) for replica in unit.replicas for stage in replica.virtual_stages
+    )
+
+
+def interleaved_order(stage_index: int, *, num_stages: int, chunks: int, num_microbatches: int) -> list[Step]:
+    """Return the order of one stage."""
+    groups = _groups(num_stages, num_microbatches)
+    forwards = list(_in_groups(ActionKind.FORWARD, groups, range(chunks)))
+    backwards = list(_in_groups(ActionKind.BACKWARD, groups, range(chunks - 1, -1, -1)))
+    num_warmup = min(_num_warmup(stage_index, num_stages, chunks, num_microbatches), len(forwards))
+    steady = [step for pair in zip(forwards[num_warmup:], backwards, strict=False) for step in pair]
+    return [*forwards[:num_warmup], *steady, *backwards[len(forwards) - num_warmup :]]
+
+
+def _groups(num_stages: int, num_microbatches: int) -> list[range]:
+    """The microbatches that go through one chunk before the next chunk begins."""
+    num_groups = max(1, num_microbatches // num_stages)
+    size, surplus = divmod(num_microbatches, num_groups)
+    firsts = [size * group + min(group, surplus) for group in range(num_groups + 1)]
+    return [range(first, end) for first, end in itertools.pairwise(firsts)]
+
+
+def _in_groups(kind: ActionKind, groups: list[range], chunks: range) -> Iterator[Step]:
+    return (Step(kind, chunk, microbatch) for group in groups for chunk in chunks for microbatch in group)
+
+
+def _num_warmup(stage_index: int, num_stages: int, chunks: int, num_microbatches: int) -> int:
+    largest_group = len(_groups(num_stages, num_microbatches)[0])
+    return 2 * (num_stages - stage_index - 1) + (chunks - 1) * largest_group
+
+
+def _depth(unit: UnitPlan, num_microbatches: int) -> int:
+    """Most microbatches in flight in the first chunk of the first stage."""
+    num_stages = len(unit.replicas[0].stages)
+    in_flight, most = 0, 1
+    for step in interleaved_order(0, num_stages=num_stages, chunks=num_chunks(unit), num_microbatches=num_microbatches):
+        if step.chunk == 0:
+            in_flight += 1 if step.kind is ActionKind.FORWARD else -1
+            most = max(most, in_flight)
+    return most
+
+
+def _limit_stages(
+    name: str,
+    unit: UnitPlan,
+    assignment: Assignment,
+    spans: dict[StageKey, int],
+    limits: dict[StageKey, int],
+    groups: dict[StageKey, StageKey],
+) -> None:
+    """Let the chunks of one stage share a limit: the warm-up, one more, and what units downstream need in every chunk."""
+    for replica, each in enumerate(unit.replicas):
+        for stage_index in range(len(each.stages)):
+            stages = [(name, replica, stage) for stage in chunk_stages(unit, replica, stage_index)]
+            num_microbatches = assignment.num_microbatches(name, replica)
+            num_warmup = _num_warmup(stage_index, len(each.stages), len(stages), num_microbatches)
+            limits[stages[0]] = num_warmup + 1 + sum(spans[stage] for stage in stages)
+            groups.update(dict.fromkeys(stages, stages[0]))
+
+
+def _orders(
+    name: str, graph: ModelGraph, plan: Plan, assignment: Assignment, existing: frozenset[Action], *, in_turns: bool
+) -> Iterator[tuple[Action, ...]]:
+    unit = plan.units[name]
+    for replica, each in enumerate(unit.replicas):
+        num_microbatches = assignment.num_microbatches(name, replica)
+        shape = {"num_stages": len(each.stages), "chunks": num_chunks(unit), "num_microbatches": num_microbatches}
+        is_exact = in_turns and not graph.downstream(name)
+        for stage_index in range(len(each.stages)):
+            steps = interleaved_order(stage_index, **shape)
+            wanted = [steps] if is_exact else [[step for step in steps if step.kind is kind] for kind in _KINDS]
+            for order in wanted:
+                yield ordered_actions(order, unit, name=name, replica=replica, stage_index=stage_index, existing=existing)
+
+
+_KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD)

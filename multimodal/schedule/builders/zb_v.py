@@ -1,0 +1,129 @@
+"""ZB-V: no bubble when forward and both halves of the backward take equally long, on V-shaped stages (Qi et al., section 6)."""
+
+from collections.abc import Iterator
+
+from multimodal.schedule.builders.microbatch_span import microbatch_spans
+from multimodal.schedule.builders.unit_order import Step, chunk_stages, num_chunks, ordered_actions
+from multimodal.schedule.builders.zb_h1 import storage_limits
+from multimodal.schedule.expected_actions import compute_actions
+from multimodal.schedule.list_schedule import Policy, StageKey, list_schedule, split_form
+from multimodal.values.assignment import Assignment
+from multimodal.values.errors import ScheduleError
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan, UnitPlan
+from multimodal.values.schedule import Action, ActionKind, Schedule
+
+
+def build_zb_v(graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False) -> Schedule:
+    """Build the ZB-V schedule over the unit graph, in the compute dialect.
+
+    Stage s of P of a V-shaped unit holds virtual stages s and 2 P - 1 - s, so the first stage also ends the forward and starts
+    the backward. With F = I = W and m >= 2 P - 1 microbatches, no lane is idle from its first action to its last, in the memory
+    of 1F1B (2 P chunks of half a stage). Units of another shape run as in `zb-h1`; so do V-shaped units whose output other units
+    consume, with both chunks in one memory.
+
+    Raises ScheduleError when no unit is V-shaped.
+    """
+    shaped = [unit for unit in graph.unit_names if is_v_shaped(plan.units[unit])]
+    if not shaped:
+        found = ", ".join(
+            f"{unit} {[list(stage.layer_ranges) for stage in plan.units[unit].replicas[0].stages]}" for unit in plan.units
+        )
+        raise ScheduleError(
+            f"zb-v needs a unit whose stages each hold two layer ranges in the shape of a V (the first stage the first and the "
+            f"last range, the second stage the second and the last but one, ...), found {found}; give the LLM such ranges in the "
+            "plan, or choose zb-h1"
+        )
+    depths = {unit: plan.units[unit].num_virtual_stages for unit in graph.unit_names}
+    spans = microbatch_spans(graph, plan, assignment, depths=depths, forward_only=forward_only)
+    limits = {(unit, replica, stage): depths[unit] - stage + span for (unit, replica, stage), span in spans.items()}
+    storage = storage_limits(graph, plan, limits)
+    groups: dict[StageKey, StageKey] = {}
+    for unit in shaped:
+        _share_memory(unit, plan.units[unit], spans, limits, storage, groups)
+    existing = frozenset(
+        compute_actions(graph, plan, assignment, forward_only=forward_only, form=split_form(graph, plan, assignment))
+    )
+    policy = Policy(
+        forward_limits=limits,
+        storage_limits=storage,
+        group_of=groups,
+        splits_backwards=True,
+        forwards_go_first=True,
+        orders=[
+            order
+            for unit in shaped
+            if not graph.downstream(unit)
+            for order in _orders(unit, plan.units[unit], assignment, existing)
+        ],
+    )
+    return list_schedule(graph, plan, assignment, policy=policy, forward_only=forward_only)
+
+
+def is_v_shaped(unit: UnitPlan) -> bool:
+    """Whether stage s of P holds virtual stages s and 2 P - 1 - s."""
+    return num_chunks(unit) == 2 and all(
+        stage.stage_index == min(stage.index, 2 * len(replica.stages) - 1 - stage.index)
+        for replica in unit.replicas
+        for stage in replica.virtual_stages
+    )
+
+
+def zb_v_order(stage_index: int, *, num_stages: int, num_microbatches: int) -> list[Step]:
+    """Return the order of one stage, as published with the paper; fewer than 2 P - 1 microbatches leave the rest out."""
+    forward, gradient, weight = ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
+    num_full = max(2 * num_stages - 1, num_microbatches)
+    order = _Order()
+    order.add((forward, 0), times=2 * (num_stages - stage_index) - 1)
+    order.add((forward, 1), (forward, 0), times=stage_index)
+    order.add((forward, 1), (gradient, 1), (weight, 1), times=num_stages - stage_index)
+    while order.count(forward, 1) < num_full:
+        if order.count(forward, 0) < num_full:
+            order.add((forward, 0))
+        order.add((gradient, 0), (weight, 0), (forward, 1), (gradient, 1), (weight, 1))
+    order.add((gradient, 0), (gradient, 1), times=stage_index)
+    order.add((gradient, 0), (weight, 0), times=num_stages - stage_index)
+    order.add((weight, 1), times=num_full - order.count(weight, 1))
+    order.add((weight, 0), times=num_full - order.count(weight, 0))
+    return [step for step in order.steps if step.microbatch < num_microbatches]
+
+
+class _Order:
+    """Steps whose microbatches count up per kind and chunk."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.counts: dict[tuple[ActionKind, int], int] = {}
+
+    def count(self, kind: ActionKind, chunk: int) -> int:
+        return self.counts.get((kind, chunk), 0)
+
+    def add(self, *pattern: tuple[ActionKind, int], times: int = 1) -> None:
+        for kind, chunk in pattern * times:
+            self.steps.append(Step(kind, chunk, self.count(kind, chunk)))
+            self.counts[kind, chunk] = self.count(kind, chunk) + 1
+
+
+def _share_memory(
+    name: str,
+    unit: UnitPlan,
+    spans: dict[StageKey, int],
+    limits: dict[StageKey, int],
+    storage: dict[StageKey, int],
+    groups: dict[StageKey, StageKey],
+) -> None:
+    """Let both chunks of a stage share the memory of 2 P chunks, and what units downstream need in each."""
+    for replica, each in enumerate(unit.replicas):
+        for stage_index in range(len(each.stages)):
+            stages = [(name, replica, stage) for stage in chunk_stages(unit, replica, stage_index)]
+            limits[stages[0]] = storage[stages[0]] = 2 * len(each.stages) + sum(spans[stage] for stage in stages)
+            groups.update(dict.fromkeys(stages, stages[0]))
+
+
+def _orders(name: str, unit: UnitPlan, assignment: Assignment, existing: frozenset[Action]) -> Iterator[tuple[Action, ...]]:
+    for replica, each in enumerate(unit.replicas):
+        for stage_index in range(len(each.stages)):
+            steps = zb_v_order(
+                stage_index, num_stages=len(each.stages), num_microbatches=assignment.num_microbatches(name, replica)
+            )
+            yield ordered_actions(steps, unit, name=name, replica=replica, stage_index=stage_index, existing=existing)
