@@ -11,6 +11,7 @@ from multimodal.schedule.passes.fill import fill
 from multimodal.schedule.passes.gather_parameters import gather_parameters
 from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.assignment import Assignment, Atom, Microbatch
+from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ImageInput, ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.distributed.gradient_case import GradientCase
@@ -27,12 +28,13 @@ def gradient_cases(draw: st.DrawFn) -> GradientCase:
     graph = draw(graphs())
     plan = draw(plans(graph))
     source = RandomSource(graph, draw(samples([unit.name for unit in graph.encoders])), VOCAB_SIZE)
+    assignment = draw(assignments(graph, plan, source))
     return GradientCase(
         graph,
         plan,
-        draw(assignments(graph, plan, source)),
+        assignment,
         source,
-        builder=draw(st.sampled_from(sorted(BUILDERS))),
+        builder=draw(st.sampled_from([name for name in sorted(BUILDERS) if _can_build(name, graph, plan, assignment)])),
         sequence_parallel=draw(st.booleans()),
         recompute=draw(st.sampled_from([None, "selective", "full"])),
         passes=draw(passes()),
@@ -175,6 +177,17 @@ def _groupings(draw: st.DrawFn, atoms: Sequence[Atom], num_replicas: int) -> tup
             replica.append([])
         replica[-1].append(atom)
     return tuple(tuple(map(tuple, replica)) for replica in replicas)
+
+
+def _can_build(builder: str, graph: ModelGraph, plan: Plan, assignment: Assignment) -> bool:
+    """Whether a builder allows the plan; most allow every plan."""
+    if builder not in ("encoders-colocated", "zb-v"):
+        return True
+    try:
+        BUILDERS[builder](graph, plan, assignment)
+    except ScheduleError:
+        return False
+    return True
 
 
 def _renumber(units: dict[str, UnitPlan]) -> Plan:

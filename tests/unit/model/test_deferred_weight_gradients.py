@@ -1,0 +1,151 @@
+"""A split backward: input gradients first, every linear layer's weight gradient later and once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from multimodal.model.initialization import initialize_parameters
+from multimodal.model.language_head import HeadOutput
+from multimodal.model.stage_input import PackedInput
+from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.model.unit_stage import UnitStage
+from multimodal.model.weight_gradient_queue import DeferWeightGradients, LinearWeightGradient, WeightGradientQueue
+from multimodal.values.model_graph import ModelGraph
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
+SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 24, "add_bias_linear": True}
+GRAPH = ModelGraph.from_dict(
+    {
+        "units": {
+            "vision": {"role": "encoder", "image": {"patch_size": 2, "in_channels": 1}, **SHAPE},
+            "llm": {"role": "backbone", "untie_embeddings_and_output_weights": False, "add_qkv_bias": True, **SHAPE},
+        }
+    }
+)
+TEXT = PackedInput(
+    (3, 2),
+    torch.tensor([0, 1, 2, 0, 1]),
+    token_ids=torch.arange(5),
+    target_rows=torch.tensor([1, 4]),
+    targets=torch.tensor([3, 2]),
+)
+PATCHES = PackedInput((8,), torch.arange(16).reshape(8, 2), patches=torch.randn(8, 4, generator=torch.manual_seed(0)))
+NUM_LINEARS = {"vision": 1 + 2 * 4 + 2, "llm": 2 * 4 + 1}
+"""Patch embedding or head, four in each transformer layer, two in a projector."""
+
+
+class CountedProducts(TorchDispatchMode):
+    """Counts matrix products whose result has the shape of a two-dimensional parameter."""
+
+    def __init__(self, stage: UnitStage) -> None:
+        super().__init__()
+        self._shapes = {tuple(parameter.shape) for parameter in stage.parameters() if parameter.dim() == 2}
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.mm.default and tuple(result.shape) in self._shapes:
+            self.count += 1
+        return result
+
+
+def build(unit: str, *, recompute: str | None = None) -> UnitStage:
+    num_layers = len(GRAPH.unit(unit).layers)
+    stage = UnitStage(
+        graph=GRAPH,
+        unit_name=unit,
+        layers=range(num_layers),
+        groups=ProcessGroupCollection(**dict.fromkeys(("tp", "cp", "pp", "ep", "expt_tp", "tp_ep", "tp_cp"), dist.group.WORLD)),
+        options=BuildOptions(Precision(torch.float64), recompute=recompute),
+        vocab_size=32,
+    )
+    initialize_parameters(stage, seed=5)
+    return stage.train()
+
+
+def forward(stage: UnitStage) -> Tensor:
+    output = stage(None, PATCHES if stage.unit.name == "vision" else TEXT)
+    return output.loss_sum if isinstance(output, HeadOutput) else output.square().sum()
+
+
+def split_backward(stage: UnitStage) -> WeightGradientQueue:
+    queue = WeightGradientQueue()
+    with DeferWeightGradients(queue):
+        loss = forward(stage)
+    loss.backward()
+    return queue
+
+
+def counted(stage: UnitStage, run: Callable[[], Any]) -> tuple[int, Any]:
+    with CountedProducts(stage) as products:
+        result = run()
+    return products.count, result
+
+
+@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+@pytest.mark.parametrize("unit", ["vision", "llm"])
+def test_each_weight_gradient_is_computed_later_and_once(unit: str, recompute: str | None) -> None:
+    whole, stage = build(unit), build(unit, recompute=recompute)
+    num_whole, _ = counted(whole, lambda: forward(whole).backward())
+    assert num_whole == NUM_LINEARS[unit], "the counter does not see what it is meant to see"
+
+    num_first, queue = counted(stage, lambda: split_backward(stage))
+    assert (num_first, len(queue)) == (0, NUM_LINEARS[unit])
+    num_second, _ = counted(stage, queue.compute)
+    assert (num_second, len(queue)) == (NUM_LINEARS[unit], 0)
+
+    gradients = {name: parameter.grad for name, parameter in stage.named_parameters()}
+    for name, parameter in whole.named_parameters():
+        found = gradients[name]
+        assert parameter.grad is not None and found is not None, name
+        torch.testing.assert_close(found, parameter.grad, rtol=1e-12, atol=1e-14, msg=name)
+    assert counted(stage, queue.compute)[0] == 0
+
+
+def test_frozen_layers_leave_nothing() -> None:
+    stage = build("llm")
+    stage.layers.requires_grad_(False)
+    stage.layers["1"].requires_grad_(True)
+    queue = split_backward(stage)
+    assert len(queue) == 4
+    queue.compute()
+    assert all((parameter.grad is not None) == name.startswith("layers.1.") for name, parameter in stage.named_parameters())
+
+
+def test_gradients_add_up_over_microbatches() -> None:
+    once, twice = build("vision"), build("vision")
+    split_backward(once).compute()
+    queues = [split_backward(twice), split_backward(twice)]
+    for queue in queues:
+        queue.compute()
+    for single, double in zip(once.parameters(), twice.parameters(), strict=True):
+        assert single.grad is not None and double.grad is not None
+        torch.testing.assert_close(double.grad, 2 * single.grad)
+
+
+def test_the_queue_counts_each_storage_once() -> None:
+    inputs, first, second = torch.zeros(3, 2), torch.zeros(3, 4), torch.zeros(3, 5)
+    queue = WeightGradientQueue()
+    queue.put(LinearWeightGradient(inputs, first, torch.nn.Parameter(torch.zeros(4, 2)), None))
+    assert queue.size_bytes == 4 * (6 + 12)
+    queue.put(LinearWeightGradient(inputs.view(3, 1, 2), second[:, None], torch.nn.Parameter(torch.zeros(5, 2)), None))
+    assert queue.size_bytes == 4 * (6 + 12 + 15)
+    queue.compute()
+    assert queue.size_bytes == 0
+
+
+def test_outside_of_the_queue_nothing_is_left() -> None:
+    stage, queue = build("llm"), WeightGradientQueue()
+    with DeferWeightGradients(queue), DeferWeightGradients(None):
+        forward(stage).backward()
+    assert len(queue) == 0
+    assert all(parameter.grad is not None for parameter in stage.parameters())
