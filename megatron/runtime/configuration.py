@@ -20,6 +20,10 @@ PER_UNIT: Mapping[str, Any] = MappingProxyType({"per_unit": True})
 """Filled from the flags that carry a unit's name; has no flag of its own."""
 
 
+SCHEDULE_PASSES = ("split-backward", "defer-receives", "delay-forward", "fill", "gather-parameters")
+"""What --schedule-passes may name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """What is trained."""
@@ -74,10 +78,12 @@ class TrainingConfig:
         default=None, metadata={"shorthand": ("recompute_activations", "selective", None)}
     )
     """Recompute in the backward instead of storing: the attention core (selective) or whole layers (full)."""
-    schedule: Literal[
-        "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dip", "encoders-colocated"
-    ] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dip", "encoders-colocated"] = "1f1b"
     """Order of forwards and backwards on every rank."""
+    schedule_passes: str = field(default="", metadata={"metavar": "A,B"})
+    """Rewrite that order, one after another: split-backward, defer-receives, delay-forward, fill, gather-parameters."""
+    emulate: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "COSTS.yaml"})
+    """Wait as long as this table says instead of computing, and hold the measured step against the simulated one."""
     balancer: Literal["in-order", "longest-first"] = "in-order"
     """How samples and items are distributed over replicas and microbatches."""
     distributed_backend: Literal["nccl", "gloo"] | None = None

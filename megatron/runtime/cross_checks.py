@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from megatron.runtime.configuration import GROUPS, RunConfig
+from megatron.runtime.configuration import GROUPS, SCHEDULE_PASSES, RunConfig
 from megatron.runtime.field_flags import field_flags
 from megatron.runtime.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLINGS
 from multimodal.values.backward_need import unit_is_trainable
@@ -147,6 +147,15 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda c: c.model.transformer_impl == "transformer_engine" and c.training.dtype == "float64",
         "--transformer-impl transformer_engine has no float64; use --transformer-impl local for exact checks",
+    ),
+    Rule(
+        lambda c: any(name not in SCHEDULE_PASSES for name in c.training.schedule_passes.split(",") if name),
+        "--schedule-passes {c.training.schedule_passes} must be names of passes with commas between them, of "
+        + ", ".join(SCHEDULE_PASSES),
+    ),
+    Rule(
+        lambda c: c.training.emulate is not None and bool(c.checkpoint.save or c.checkpoint.load or c.evaluation.eval_iters),
+        "--emulate trains nothing, so there is nothing to save, resume or evaluate; leave out --save, --load and --eval-iters",
     ),
 )
 

@@ -7,7 +7,7 @@ an accelerator. The result is a measured Timeline that can be held against the s
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,12 @@ import torch.multiprocessing as multiprocessing
 
 from megatron.runtime import platform
 from megatron.runtime.assembly import RankRuntime, assemble
-from megatron.runtime.emulated_stage import EmulatedInput
+from megatron.runtime.emulated_inputs import with_emulated_inputs
 from megatron.runtime.step import Step
 from megatron.runtime.timeline_gathering import gather_timeline
 from multimodal.cost.step_costs import StepCosts
-from multimodal.model.stage_input import PackedInput
 from multimodal.model.transformer_config import BuildOptions, Precision
-from multimodal.values.assignment import Assignment, Microbatch, MicrobatchPlace
+from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
@@ -65,7 +64,7 @@ def run_on_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> An
         raise RuntimeError("CUDA is in use in this process, so no ranks can be forked from it; emulate in a process of its own")
     with tempfile.TemporaryDirectory() as folder:
         answers = multiprocessing.get_context("fork").SimpleQueue()
-        processes = multiprocessing.start_processes(
+        processes = multiprocessing.start_processes(  # type: ignore[attr-defined]
             _serve_rank, args=(num_ranks, folder, answers, function, args), nprocs=num_ranks, join=False, start_method="fork"
         )
         assert processes is not None
@@ -122,39 +121,15 @@ def _run_step(runtime: RankRuntime, step: Step, plan: Plan, rank: int) -> Timeli
 
 def emulated_step(run: EmulatedRun, *, rank: int) -> Step:
     """The step of an emulated run: every sample has one target token, every item and text `num_tokens` tokens."""
-    lengths = {sample.sample_id: sample for sample in _lengths(run)}
     step = Step(
         graph=run.graph,
         assignment=run.assignment,
         schedule=run.schedule,
         routes=run.assignment.routes(run.graph),
-        lengths=lengths,
+        lengths={sample.sample_id: sample for sample in _lengths(run)},
         inputs={},
     )
-    inputs: dict[MicrobatchPlace, PackedInput] = {}
-    subset_inputs: dict[MicrobatchPlace, tuple[PackedInput, ...]] = {}
-    targets = {}
-    for unit, plan in run.plan.units.items():
-        for replica_index, replica in enumerate(plan.replicas):
-            if rank not in replica.ranks:
-                continue
-            for microbatch in range(run.assignment.num_microbatches(unit, replica_index)):
-                place = MicrobatchPlace(unit, replica_index, microbatch)
-                targets[place] = tuple(atom.sample_id for atom in run.assignment.atoms(place))
-                if place in step.form.num_parts:
-                    subset_inputs[place] = tuple(_input(step, place, subset) for subset in step.subsets(place))
-                else:
-                    inputs[place] = _input(step, place, run.assignment.atoms(place))
-    return replace(step, inputs=inputs, target_samples=targets, subset_inputs=subset_inputs)
-
-
-def _input(step: Step, place: MicrobatchPlace, atoms: Microbatch) -> EmulatedInput:
-    num_tokens = step.num_tokens_of(place)
-    share = len(atoms) / len(step.assignment.atoms(place))
-    routes = step.routes.from_source.get(place, ())
-    rows = sum(step.num_rows_of_route(route) for route in routes if route.atoms[0] in atoms)
-    own_tokens = round(num_tokens * share)
-    return EmulatedInput((own_tokens,), torch.zeros(0), place=place, num_output_rows=rows or own_tokens, share=share)
+    return with_emulated_inputs(step, plan=run.plan, rank=rank)
 
 
 def _lengths(run: EmulatedRun) -> Sequence[SampleLengths]:

@@ -16,6 +16,7 @@ from megatron.runtime.configuration import RunConfig
 from megatron.runtime.data_sets import DataSets, build_data_sets, padded_vocab_size
 from megatron.runtime.device_peak import find_peak_tflops
 from megatron.runtime.distributed_setup import World
+from megatron.runtime.emulation_table import EmulationTable
 from megatron.runtime.freezing import apply_freezing
 from megatron.runtime.learning_rate import build_scheduler
 from megatron.runtime.run_plan import build_plan
@@ -42,6 +43,8 @@ class Run:
     trainer: Trainer
     done_steps: int = 0
     """Steps done before, when resumed."""
+    emulation: EmulationTable | None = None
+    """What computations are replaced with, in an emulated run."""
 
 
 def prepare_run(config: RunConfig, world: World) -> Run:
@@ -61,6 +64,7 @@ def prepare_run(config: RunConfig, world: World) -> Run:
         transformer_impl=config.model.transformer_impl,
         recompute=config.training.recompute_granularity,
     )
+    emulation = EmulationTable.from_file(config.training.emulate, plan=plan) if config.training.emulate else None
     timeout = timedelta(minutes=config.training.distributed_timeout_minutes)
     runtime = assemble(
         graph,
@@ -71,6 +75,7 @@ def prepare_run(config: RunConfig, world: World) -> Run:
         vocab_size=vocab_size,
         seed=config.training.seed,
         timeout=timeout,
+        seconds=emulation.seconds if emulation else None,
     )
     optimizers = _build_optimizers(config, runtime, dtype)
     scheduler = build_scheduler(config.optimizer, optimizers.values(), train_iters=config.training.train_iters)
@@ -83,7 +88,7 @@ def prepare_run(config: RunConfig, world: World) -> Run:
         peak_tflops=config.logging.peak_tflops or find_peak_tflops(dtype),
         device=platform.device(),
     )
-    return Run(config, world, graph, plan, data, runtime, optimizers, scheduler, trainer)
+    return Run(config, world, graph, plan, data, runtime, optimizers, scheduler, trainer, emulation=emulation)
 
 
 def _build_optimizers(config: RunConfig, runtime: RankRuntime, dtype: torch.dtype) -> dict[str, MegatronOptimizer]:

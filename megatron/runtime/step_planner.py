@@ -5,10 +5,11 @@ step it runs in loader workers, ahead of training and off its critical path.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from megatron.runtime.emulated_inputs import with_emulated_inputs
 from megatron.runtime.step import Step
 from megatron.runtime.step_inputs import load_inputs
 from multimodal.balance import Balancer
@@ -71,7 +72,10 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         rank: int,
         micro_batch_size: int,
         encoder_micro_batch_sizes: Mapping[str, int],
+        is_emulated: bool = False,
     ) -> None:
+        """is_emulated: load no data; see `with_emulated_inputs`."""
+        self._is_emulated = is_emulated
         self._source, self._batches, self._schedules, self._balancer, self._rank = source, batches, schedules, balancer, rank
         self._micro_batch_size, self._encoder_micro_batch_sizes = micro_batch_size, encoder_micro_batch_sizes
 
@@ -94,6 +98,7 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
             schedules=self._schedules,
             rank=self._rank,
             source_index={sample.sample_id: sample.source_index for sample in drawn},
+            is_emulated=self._is_emulated,
         )
 
 
@@ -105,12 +110,26 @@ def plan_step(
     schedules: ScheduleCache,
     rank: int,
     source_index: Mapping[int, int],
+    is_emulated: bool = False,
 ) -> Step:
-    """The step of a given assignment, with this rank's inputs; raises AssignmentError, ScheduleError or DataError."""
+    """The step of a given assignment, with this rank's inputs; raises AssignmentError, ScheduleError or DataError.
+
+    is_emulated: with sizes alone instead of inputs.
+    """
     graph, plan = schedules.graph, schedules.plan
     validate_assignment(assignment, graph=graph, plan=plan, lengths=lengths)
     routes = assignment.routes(graph)
     schedule = schedules.schedule(assignment)
+    step = Step(
+        graph=graph,
+        assignment=assignment,
+        schedule=schedule,
+        routes=routes,
+        lengths={sample.sample_id: sample for sample in lengths},
+        inputs={},
+    )
+    if is_emulated:
+        return with_emulated_inputs(step, plan=plan, rank=rank)
     loaded = load_inputs(
         source,
         graph=graph,
@@ -121,16 +140,7 @@ def plan_step(
         source_index=source_index,
         form=form_of(schedule),
     )
-    return Step(
-        graph=graph,
-        assignment=assignment,
-        schedule=schedule,
-        routes=routes,
-        lengths={sample.sample_id: sample for sample in lengths},
-        inputs=loaded.inputs,
-        target_samples=loaded.target_samples,
-        subset_inputs=loaded.subset_inputs,
-    )
+    return replace(step, inputs=loaded.inputs, target_samples=loaded.target_samples, subset_inputs=loaded.subset_inputs)
 
 
 def _relabel(lengths: SampleLengths, sample_id: int) -> SampleLengths:

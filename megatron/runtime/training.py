@@ -1,13 +1,16 @@
 """The training loop: load -> assign -> schedule -> execute -> update -> report, with evaluation and checkpoints."""
 
+import statistics
 from dataclasses import dataclass
 
 from megatron.runtime.checkpoint import find_newest_checkpoint
 from megatron.runtime.configuration import RunConfig
 from megatron.runtime.data_sets import DIGITS
+from megatron.runtime.emulation_table import EmulationTable
 from megatron.runtime.reporting import ConsoleReporter, Reporter, SilentReporter
 from megatron.runtime.resumption import save
 from megatron.runtime.run import Run
+from megatron.runtime.step import Step
 from megatron.runtime.step_loader import load_steps
 from megatron.runtime.step_planner import ScheduleCache, StepPlanner
 from megatron.runtime.timeline_gathering import gather_timeline
@@ -17,6 +20,7 @@ from multimodal.data.blank_images import BlankImages
 from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
 from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes import PASSES
 from multimodal.values.timeline import TimelineEvent
 
 
@@ -53,6 +57,8 @@ def _train(run: Run, reporter: Reporter) -> RunSummary:
         report, events = run.trainer.train_step(step, number=number)
         reporter.step(number, report)
         peak_bytes = max(peak_bytes, report.peak_activation_bytes)
+        if run.emulation:
+            _compare_with_simulation(run, run.emulation, reporter, step, events, is_last=number == last_step)
         if _wants_timeline(config, number, last_step):
             _report_timeline(run, reporter, number, events)
         if config.evaluation.eval_iters and _is_multiple(number, config.evaluation.eval_interval):
@@ -78,7 +84,11 @@ def describe_run(run: Run) -> str:
         )
     samples = f"{len(run.data.train)} training samples, {run.config.training.global_batch_size} a step"
     resumed = f"; resumed after step {run.done_steps}" if run.done_steps else ""
-    return f"{'; '.join(lines)}\n{samples}, {run.config.training.dtype}, schedule {run.config.training.schedule}{resumed}"
+    return f"{'; '.join(lines)}\n{samples}, {run.config.training.dtype}, schedule {_shown_schedule(run.config)}{resumed}"
+
+
+def _shown_schedule(config: RunConfig) -> str:
+    return " + ".join([config.training.schedule, *(name for name in config.training.schedule_passes.split(",") if name)])
 
 
 def describe_end(run: Run, summary: RunSummary) -> str:
@@ -109,14 +119,16 @@ def _train_planner(run: Run) -> StepPlanner:
 
 def _planner(run: Run, source: SampleSource, *, seed: int, shuffle: bool, forward_only: bool) -> StepPlanner:
     training = run.config.training
+    passes = [PASSES[name] for name in training.schedule_passes.split(",") if name]
     return StepPlanner(
         source,
         batches=GlobalBatches(len(source), training.global_batch_size, seed, shuffle=shuffle),
-        schedules=ScheduleCache(run.graph, run.plan, BUILDERS[training.schedule], forward_only=forward_only),
+        schedules=ScheduleCache(run.graph, run.plan, BUILDERS[training.schedule], passes=passes, forward_only=forward_only),
         balancer=BALANCERS[training.balancer],
         rank=run.world.rank,
         micro_batch_size=training.micro_batch_size,
         encoder_micro_batch_sizes=training.encoder_micro_batch_sizes,
+        is_emulated=run.emulation is not None,
     )
 
 
@@ -125,6 +137,23 @@ def _report_timeline(run: Run, reporter: Reporter, number: int, events: tuple[Ti
     timeline = gather_timeline(events, origin_seconds=origin_seconds, plan=run.plan, rank=run.world.rank)
     if timeline is not None:
         reporter.timeline(number, timeline)
+
+
+def _compare_with_simulation(
+    run: Run, emulation: EmulationTable, reporter: Reporter, step: Step, events: tuple[TimelineEvent, ...], *, is_last: bool
+) -> None:
+    """Hold the last step's simulation against the median of the measured ones; the first step sets connections up."""
+    origin_seconds = run.runtime.executor.clock.origin_seconds
+    timeline = gather_timeline(events, origin_seconds=origin_seconds, plan=run.plan, rank=run.world.rank)
+    if timeline is None:
+        return
+    emulation.measured_seconds.append(timeline.duration_seconds)
+    if is_last:
+        measured = statistics.median(emulation.measured_seconds[1:] or emulation.measured_seconds)
+        simulated = emulation.simulated_seconds(step, run.plan)
+        reporter.say(
+            f"emulated step: {measured:.4f} s measured (median), {simulated:.4f} s simulated, ratio {measured / simulated:.3f}"
+        )
 
 
 def _evaluate(run: Run, reporter: Reporter, number: int) -> tuple[EvaluationReport, EvaluationReport | None]:

@@ -2,12 +2,14 @@
 
 from typing import get_args, get_type_hints
 
-from megatron.runtime.configuration import TrainingConfig
+from megatron.runtime.configuration import SCHEDULE_PASSES, TrainingConfig
 from multimodal.balance import BALANCERS
 from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes import PASSES
 
 
 def test_balancer_and_schedule_offer_what_is_registered() -> None:
     hints = get_type_hints(TrainingConfig)
     assert set(get_args(hints["balancer"])) == set(BALANCERS)
     assert set(get_args(hints["schedule"])) == set(BUILDERS)
+    assert set(SCHEDULE_PASSES) == set(PASSES)
