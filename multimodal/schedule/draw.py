@@ -11,15 +11,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _UNIT_COLOURS = (
-    ("#4c8fd6", "#a9cdf0"),
-    ("#e8883a", "#f8cfa5"),
-    ("#3fa66b", "#b0dec3"),
-    ("#9a6cc4", "#d9c6ec"),
+    ("#4c8fd6", "#a9cdf0", "#2b5f99"),
+    ("#e8883a", "#f8cfa5", "#a85a17"),
+    ("#3fa66b", "#b0dec3", "#256c43"),
+    ("#9a6cc4", "#d9c6ec", "#66418a"),
 )
-"""(backward, forward) per unit: the same hue, the backward darker; units beyond the fourth start over."""
+"""(backward or input gradient, forward, weight gradient) per unit: one hue; units beyond the fourth start over."""
 _REDUCE_COLOUR = "#d64550"
 _SEND_COLOUR = "#9a9a9a"
+_FRAME_COLOUR = "#222222"
 _WAIT_COLOUR = "#f6f6f6"
+_COMPUTATIONS = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT_GRADIENT: "input gradient",
+    ActionKind.WEIGHT_GRADIENT: "weight gradient",
+}
 LANE_HEIGHT_INCHES = 0.42
 _LARGEST_NUMBER_POINTS = 8.0
 _SMALLEST_NUMBER_POINTS = 4.5
@@ -28,8 +35,9 @@ _SMALLEST_NUMBER_POINTS = 4.5
 def draw_timeline(timeline: Timeline, path: str | Path, *, title: str) -> None:
     """Write a timeline as PNG: rows are lanes, labelled with ranks and units; the number in a box is its microbatch.
 
-    Forwards are light and backwards dark in their unit's colour, waiting for a message is hatched, idle time is white. Needs
-    matplotlib (the extra `plots`), which is imported here and draws without a display.
+    Forwards are light, backwards and input gradients dark, weight gradients darkest in their unit's colour; a lane's later layer
+    ranges have a dark frame; waiting for a message is hatched, idle time is white. Needs matplotlib (the extra `plots`), which is
+    imported here and draws without a display.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -47,16 +55,25 @@ def draw_timeline(timeline: Timeline, path: str | Path, *, title: str) -> None:
 
 def draw_lanes(axes: "Axes", timeline: Timeline, *, units: tuple[str, ...], seconds_per_inch: float, title: str) -> None:
     """Draw all lanes of a timeline; units: in the order of their colours."""
+    first_stages = _first_stages(timeline)
     for event in timeline.events:
-        _draw_event(axes, event, units, seconds_per_inch)
+        is_later_range = event.action.stage > first_stages[(event.lane, *event.action[1:3])]
+        _draw_event(axes, event, units, seconds_per_inch, is_later_range=is_later_range)
     _dress(axes, timeline, title)
 
 
 def draw_legend(figure: "Figure", timeline: Timeline, *, units: tuple[str, ...]) -> None:
     """Explain the looks of what the timeline has, below the figure."""
-    figure.legend(
-        handles=_legend(timeline, units), loc="outside lower center", ncols=min(2 * len(units) + 2, 8), frameon=False, fontsize=8
-    )
+    figure.legend(handles=_legend(timeline, units), loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+
+
+def _first_stages(timeline: Timeline) -> dict[tuple[int, str, int], int]:
+    """(lane, unit, replica) -> its first virtual stage there."""
+    found: dict[tuple[int, str, int], int] = {}
+    for event in timeline.events:
+        held = event.lane, event.action.unit, event.action.replica
+        found[held] = min(event.action.stage, found.get(held, event.action.stage))
+    return found
 
 
 def _events_by_lane(timeline: Timeline) -> list[list[TimelineEvent]]:
@@ -66,9 +83,13 @@ def _events_by_lane(timeline: Timeline) -> list[list[TimelineEvent]]:
     return rows
 
 
-def _draw_event(axes: "Axes", event: TimelineEvent, units: tuple[str, ...], seconds_per_inch: float) -> None:
+def _draw_event(
+    axes: "Axes", event: TimelineEvent, units: tuple[str, ...], seconds_per_inch: float, *, is_later_range: bool
+) -> None:
     kind, start, seconds = event.action.kind, event.start_seconds, event.end_seconds - event.start_seconds
     look = _look(kind, units.index(event.action.unit))
+    if is_later_range and ACTION_TABLE[kind].resource is Resource.COMPUTE:
+        look["edgecolor"] = _FRAME_COLOUR
     axes.barh(event.lane, seconds, left=start, height=0.8, linewidth=0.6, **look)
     points = _number_points(str(event.action.microbatch), seconds / seconds_per_inch)
     if ACTION_TABLE[kind].resource is Resource.COMPUTE and points >= _SMALLEST_NUMBER_POINTS:
@@ -79,7 +100,7 @@ def _draw_event(axes: "Axes", event: TimelineEvent, units: tuple[str, ...], seco
             ha="center",
             va="center_baseline",
             fontsize=points,
-            color="white" if kind is ActionKind.BACKWARD else "#222222",
+            color="#222222" if kind is ActionKind.FORWARD else "white",
             clip_on=True,
         )
 
@@ -98,8 +119,9 @@ def _look(kind: ActionKind, unit_index: int) -> dict[str, Any]:
         return {"facecolor": _SEND_COLOUR, "edgecolor": "white"}
     if resource is Resource.RECEIVE:
         return {"facecolor": _WAIT_COLOUR, "edgecolor": "#d2d2d2", "hatch": "////"}
-    dark, light = _UNIT_COLOURS[unit_index % len(_UNIT_COLOURS)]
-    return {"facecolor": dark if kind is ActionKind.BACKWARD else light, "edgecolor": "white"}
+    backward, forward, weight_gradient = _UNIT_COLOURS[unit_index % len(_UNIT_COLOURS)]
+    colours = {ActionKind.FORWARD: forward, ActionKind.WEIGHT_GRADIENT: weight_gradient}
+    return {"facecolor": colours.get(kind, backward), "edgecolor": "white"}
 
 
 def _dress(axes: "Axes", timeline: Timeline, title: str) -> None:
@@ -141,7 +163,7 @@ def _legend(timeline: Timeline, units: tuple[str, ...]) -> list[Any]:
     handles = [
         Patch(label=f"{unit} {name}", **_look(kind, index))
         for index, unit in enumerate(units)
-        for kind, name in ((ActionKind.FORWARD, "forward"), (ActionKind.BACKWARD, "backward"))
+        for kind, name in _COMPUTATIONS.items()
         if kind in {event.action.kind for event in timeline.events if event.action.unit == unit}
     ]
     others = {
