@@ -163,6 +163,12 @@ WRONG_INPUTS = [
         ("divisible", "kv_channels"),
     ),
     WrongInput("two backbones", change_model(lambda units: units.update(other=units["llm"])), ("exactly one", "backbone")),
+    WrongInput(
+        "a generator",
+        change_model(lambda units: units.update(painter={**units["llm"], "role": "generator"})),
+        ("'painter'", "cannot be trained yet"),
+        num_ranks=3,
+    ),
     WrongInput("sizes do not fit the processes", flags_only("--llm-pp", 2), ("launch 3",)),
     WrongInput("a rank is left over", flags_only("--vision-tp", 2), ("launch",)),
     WrongInput("heads not divisible by tp", flags_only("--llm-tp", 3), ("--llm-tensor-model-parallel-size",), num_ranks=4),
