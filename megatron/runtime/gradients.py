@@ -48,6 +48,11 @@ class UnitGradients:
                     dist.all_reduce(_main_gradient(parameter), group=group)
         return start_gradient_reduction(self.wrapped[stage_index])
 
+    @property
+    def has_whole_parameters(self) -> bool:
+        """Whether everything that an optimizer updated is gathered."""
+        return not self._ungathered
+
     @contextmanager
     def gathering_later(self) -> Iterator[None]:
         """Let the step of a sharded optimizer that runs inside leave the parameters to be gathered when they are needed."""

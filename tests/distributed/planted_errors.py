@@ -10,11 +10,14 @@ from unittest.mock import patch
 import torch
 
 from megatron.runtime import action_handlers, forward_action, gradients, message_flow, step_planner
+from megatron.runtime.activation_store import ActivationStore
 from megatron.runtime.assembly import RankRuntime
 from megatron.runtime.gradients import UnitGradients
 from megatron.runtime.step import Step
 from multimodal.attention.packed_attention import PackedAttention
+from multimodal.model.weight_gradient_queue import LinearWeightGradient
 from multimodal.values.assignment import Assignment, Atom
+from multimodal.values.schedule import Place
 from tests.distributed.gradient_case import GradientCase, RankGradients, build_runtime, plan_case, run_step
 
 Error = Callable[[GradientCase], RankGradients]
@@ -26,7 +29,7 @@ def planted(name: str) -> Error:
 
 
 def _run_with(name: str, case: GradientCase) -> RankGradients:
-    with PLANTED_ERRORS[name]():
+    with {**PLANTED_ERRORS, **ERRORS_IN_CUT_BACKWARDS}[name]():
         return run_step(build_runtime(case), plan_case(case))
 
 
@@ -152,6 +155,38 @@ def _samples_attend_to_each_other() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _weight_gradients(compute: Callable[[LinearWeightGradient], None]) -> Iterator[None]:
+    with patch.object(LinearWeightGradient, "compute", compute):
+        yield
+
+
+def _computed_twice(pending: LinearWeightGradient) -> None:
+    _compute_weight_gradient(pending)
+    _compute_weight_gradient(pending)
+
+
+def _without_bias(pending: LinearWeightGradient) -> None:
+    _compute_weight_gradient(pending._replace(bias=None))
+
+
+_compute_weight_gradient = LinearWeightGradient.compute
+
+
+@contextmanager
+def _subsets_exchanged() -> Iterator[None]:
+    """Forwards keep another sample subset's graph than the one whose gradient comes back."""
+    original = ActivationStore.put
+
+    def put(store: ActivationStore, key: Any, value: Any, *, size_bytes: int) -> None:
+        if key[0] == "open" and key[1] == Place("vision", 0, 0, 0):  # the one with two subsets
+            key = (*key[:2], 1 - key[2])
+        original(store, key, value, size_bytes=size_bytes)
+
+    with patch.object(ActivationStore, "put", put):
+        yield
+
+
 PLANTED_ERRORS: Mapping[str, Callable[[], Any]] = {
     "a sample is dropped": lambda: _reassigned(_without_last_sample),
     "a sample runs twice": lambda: _reassigned(_with_a_sample_twice),
@@ -165,3 +200,11 @@ PLANTED_ERRORS: Mapping[str, Callable[[], Any]] = {
     "gradients stop at a stage's border": lambda: patch.object(message_flow, "_gradient_of", torch.zeros_like),
     "packed samples attend to each other": _samples_attend_to_each_other,
 }
+
+ERRORS_IN_CUT_BACKWARDS: Mapping[str, Callable[[], Any]] = {
+    "weight gradients are forgotten": lambda: _weight_gradients(lambda pending: None),
+    "weight gradients are computed twice": lambda: _weight_gradients(_computed_twice),
+    "gradients of biases are forgotten": lambda: _weight_gradients(_without_bias),
+    "a gradient goes to another sample subset": _subsets_exchanged,
+}
+"""Those that only a schedule with split backwards and sample subsets can meet."""

@@ -1,17 +1,23 @@
 """A test of the master test: it passes what is right and fails each planted error, by a wrong number and nothing else."""
 
+from dataclasses import replace
+
 import pytest
 
+from multimodal.schedule.builders import BUILDERS
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
+from multimodal.values.schedule_form import form_of
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.gradient_comparison import MismatchError, assert_matches
-from tests.distributed.planted_errors import PLANTED_ERRORS, planted
+from tests.distributed.planted_errors import ERRORS_IN_CUT_BACKWARDS, PLANTED_ERRORS, planted
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
+from tests.distributed.schedule_rewrites import CutMicrobatches, SplitStages
 
 SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 16, "init_method_std": 0.3}
+SEED = 5
 IMAGE = {"patch_size": 2, "in_channels": 1, "merge_size": 1}
 
 
@@ -59,6 +65,28 @@ def case() -> GradientCase:
 
 def test_the_case_without_an_error_passes(ranks: RankPool, case: GradientCase) -> None:
     assert_matches(case, ranks)
+
+
+@pytest.fixture(scope="module")
+def cut_case(case: GradientCase) -> GradientCase:
+    """The same, with half of the backwards split into two and one microbatch cut into two sample subsets."""
+    return replace(case, passes=(SplitStages(SEED), CutMicrobatches(SEED)))
+
+
+def test_the_cut_case_without_an_error_passes(ranks: RankPool, cut_case: GradientCase) -> None:
+    graph, plan, assignment = cut_case.graph, cut_case.plan, cut_case.assignment
+    schedule = BUILDERS[cut_case.builder](graph, plan, assignment)
+    for rewrite in cut_case.passes:
+        schedule = rewrite(schedule, graph=graph, plan=plan, assignment=assignment)
+    form = form_of(schedule)
+    assert 2 in form.num_parts.values() and form.split, "choose another seed"
+    assert_matches(cut_case, ranks)
+
+
+@pytest.mark.parametrize("error", ERRORS_IN_CUT_BACKWARDS)
+def test_a_planted_error_in_cut_backwards_is_seen(ranks: RankPool, cut_case: GradientCase, error: str) -> None:
+    with pytest.raises(MismatchError, match=r"^gradient of .* is off by "):
+        assert_matches(cut_case, ranks, run=planted(error))
 
 
 @pytest.mark.parametrize("error", PLANTED_ERRORS)

@@ -1,5 +1,7 @@
 """A small model that trains on random samples, under any plan: what checkpoints are saved of and resumed into."""
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes import Pass
 from multimodal.values.model_graph import ImageInput, ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan
 from tests.distributed.random_source import RandomSource, SampleShape
@@ -79,7 +82,7 @@ class TrainingCase:
 class Training:
     """One rank of a run."""
 
-    def __init__(self, case: TrainingCase) -> None:
+    def __init__(self, case: TrainingCase, *, passes: Sequence[Pass] = ()) -> None:
         self.case, self.rank = case, dist.get_rank()
         self.runtime = assemble(
             case.graph,
@@ -96,7 +99,7 @@ class Training:
         )
         built = {name: build_unit_optimizer(gradients, config=config) for name, gradients in self.runtime.gradients.items()}
         self.optimizers = {name: optimizer for name, optimizer in built.items() if optimizer is not None}
-        self.schedules = ScheduleCache(case.graph, case.plan, BUILDERS["1f1b"])
+        self.schedules = ScheduleCache(case.graph, case.plan, BUILDERS["1f1b"], passes)
 
     def train_step(self, number: int) -> float:
         """Train on the global batch that `number` draws; returns its loss."""
@@ -112,25 +115,28 @@ class Training:
             rank=self.rank,
             source_index={index: index for index in range(len(source))},
         )
+        if not step.form.gathers_parameters:
+            self.runtime.complete_parameters()
         self.runtime.zero_gradients()
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
         result = self.runtime.executor.execute(step, is_training=True)
         self.runtime.finish_gradients()
-        self._update()
+        self._update(gathers_later=step.form.gathers_parameters)
         loss = torch.tensor([result.loss_sum], dtype=torch.float64)
         dist.all_reduce(loss)
         return float(loss) / step.num_target_tokens
 
-    def _update(self) -> None:
+    def _update(self, *, gathers_later: bool) -> None:
         for optimizer in self.optimizers.values():
             optimizer.prepare_grads()
         is_sharded = self.case.dtype != torch.float64
         counted = [(o, is_sharded or self.runtime.memberships[unit].replica_index == 0) for unit, o in self.optimizers.items()]
         norm = global_gradient_norm(counted, device=torch.device("cpu"))
-        for optimizer in self.optimizers.values():
+        for unit, optimizer in self.optimizers.items():
             clip_gradients(optimizer.get_parameters(), norm=norm, max_norm=1.0)
-            optimizer.step_with_ready_grads()
+            with self.runtime.gradients[unit].gathering_later() if gathers_later else nullcontext():
+                optimizer.step_with_ready_grads()
 
     def save(self, folder: Path, *, step: int, keep_last: int = 2, run_state: dict[str, Any] | None = None) -> Path:
         """Save a checkpoint."""
