@@ -210,8 +210,8 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--iterations", type=int, default=5, help="measured steps per schedule")
-    parser.add_argument("--scale", type=float, default=0.02, help="seconds of a layer's forward")
+    parser.add_argument("--iterations", type=int, default=3, help="measured steps per schedule")
+    parser.add_argument("--scale", type=float, default=0.04, help="seconds of a layer's forward")
     given = parser.parse_args()
     measure = partial(dict, layer_seconds=given.scale, num_iterations=given.iterations)
     rows = compare_schedules(**measure())

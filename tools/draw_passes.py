@@ -1,0 +1,115 @@
+"""Draw the figures of docs/passes.md: a schedule before and after each pass.
+
+Run `python tools/draw_passes.py [FOLDER]`; the folder is docs/figures by default.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from multimodal.cost.cost_table import CostTable
+from multimodal.cost.step_costs import ComputeCost, StepCosts
+from multimodal.cost.table_costs import TableCosts
+from multimodal.cost.table_model import TableModel, build_table_model
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.draw_comparison import draw_comparison
+from multimodal.schedule.passes import PASSES
+from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.schedule.simulate import simulate_schedule
+from multimodal.values.assignment import Assignment, Atom
+from multimodal.values.schedule import Action, Schedule
+from multimodal.values.timeline import Timeline
+
+NUM_MICROBATCHES = 8
+
+
+class Figure(NamedTuple):
+    """One pass on one example."""
+
+    builder: str
+    before: str
+    after: str
+    is_deferred: bool = False
+    """Whether every other sample runs in the LLM's next microbatch."""
+    encoder_seconds: float = 1.0
+    llm_seconds: float = 1.0
+    """Of the LLM's first stage; its second takes 1 s."""
+
+
+FIGURES = {
+    "split-backward": Figure(
+        "1f1b",
+        "1F1B, deferred samples: whole backwards wait",
+        "split-backward: the others' backwards run first",
+        is_deferred=True,
+    ),
+    "delay-forward": Figure("eager-1f1b", "Eager 1F1B", "delay-forward: the LLM needs its inputs later, at no cost"),
+    "defer-receives": Figure(
+        "1f1b", "1F1B, uneven units", "defer-receives: what is ready runs while a message is awaited", llm_seconds=1.5
+    ),
+    "fill": Figure("1f1b", "1F1B: whole backwards", "fill: weight gradients while a message is awaited", llm_seconds=1.5),
+}
+
+
+@dataclass(frozen=True)
+class _HalvedParts(TableCosts):
+    """A table's costs where a sample subset is half of its microbatch."""
+
+    def compute(self, action: Action) -> ComputeCost:
+        """Seconds of one computation."""
+        whole = super().compute(action)
+        return ComputeCost(whole.seconds / 2) if action.part >= 0 else whole
+
+
+def build_example(figure: Figure) -> tuple[TableModel, StepCosts]:
+    """Return an encoder of two stages that feeds an LLM of two."""
+    units = {
+        "vision": {"upstream": [], "stages": [_stage(figure.encoder_seconds)] * 2},
+        "llm": {"upstream": ["vision"], "stages": [_stage(figure.llm_seconds), _stage(1.0)]},
+    }
+    table = CostTable.from_dict({"num_microbatches": NUM_MICROBATCHES, "units": units})
+    model = build_table_model(table)
+    if figure.is_deferred:
+        model = model._replace(assignment=_deferred())
+    return model, _HalvedParts(table)
+
+
+def _stage(seconds: float) -> dict[str, float]:
+    return {"forward": seconds, "input_gradient": seconds, "weight_gradient": seconds}
+
+
+def _deferred() -> Assignment:
+    """Two samples per encoder microbatch; the second one of every even microbatch moves to the LLM's next microbatch."""
+    encoder = [[2 * index, 2 * index + 1] for index in range(NUM_MICROBATCHES)]
+    llm = [list(samples) for samples in encoder]
+    for index in range(0, NUM_MICROBATCHES - 1, 2):
+        llm[index + 1].insert(0, llm[index].pop())
+    return Assignment(
+        {
+            "vision": (tuple(tuple(Atom(sample, 0) for sample in samples) for samples in encoder),),
+            "llm": (tuple(tuple(Atom(sample) for sample in samples) for samples in llm),),
+        }
+    )
+
+
+def _simulate(schedule: Schedule, model: TableModel, costs: StepCosts) -> Timeline:
+    lowered = insert_communication(schedule, graph=model.graph, plan=model.plan, assignment=model.assignment)
+    return simulate_schedule(lowered, graph=model.graph, plan=model.plan, assignment=model.assignment, costs=costs).timeline
+
+
+def main() -> None:
+    """Build, rewrite, simulate and draw."""
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/figures")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, figure in FIGURES.items():
+        model, costs = build_example(figure)
+        before = BUILDERS[figure.builder](*model)
+        after = PASSES[name](before, graph=model.graph, plan=model.plan, assignment=model.assignment)
+        timelines = {figure.before: _simulate(before, model, costs), figure.after: _simulate(after, model, costs)}
+        draw_comparison(timelines, folder / f"pass-{name}.png")
+        print(name, [round(timeline.duration_seconds, 2) for timeline in timelines.values()])
+
+
+if __name__ == "__main__":
+    main()
