@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from operator import itemgetter
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -84,7 +83,10 @@ class _Part:
 
     def actions(self) -> tuple[Action, ...]:
         """Its nodes' actions."""
-        return _look_up(self.component.schedule, self.structure.first_entries)
+        counts = np.bincount(self.structure.first_lanes, minlength=len(self.component.lanes))
+        rows = np.split(self.structure.first_positions, np.cumsum(counts)[:-1])
+        lanes = zip(self.component.schedule.lanes, rows, strict=True)
+        return tuple(chain.from_iterable(map(lane.actions.__getitem__, row.tolist()) for lane, row in lanes))
 
     def collective_actions(self) -> Iterable[tuple[CollectiveKey, Action]]:
         """Every replica's collectives."""
@@ -116,7 +118,6 @@ class _Assembly:
         num_needs = _joined((*(part.structure.num_needs for part in parts), num_collective_needs))
         needs = [self._nodes(index, part.structure.needs) for index, part in enumerate(parts)]
         lanes = [np.array(part.component.lanes) for part in parts]
-        receives = [np.array(part.structure.receive_entries, np.int64).reshape(-1, 2) for part in parts]
         place_offsets = np.cumsum([0, *(len(part.structure.forward_of_place) for part in parts)])
         lane_nodes, lane_fillers, lane_positions = self._lane_entries()
         actions, seconds, tensor_parallel, latency, links = self._durations()
@@ -145,8 +146,8 @@ class _Assembly:
             _joined(lane_positions),
             component_of_lane,
             tensor_parallel,
-            _joined((*(np.where(rows[:, 0] < 0, -1, of[rows[:, 0]]) for of, rows in zip(lanes, receives, strict=True)), nowhere)),
-            _joined((*(rows[:, 1] for rows in receives), nowhere)),
+            _joined((*(_members(of, p.structure.receive_lanes) for of, p in zip(lanes, parts, strict=True)), nowhere)),
+            _joined((*(part.structure.receive_positions for part in parts), nowhere)),
             _joined((*(_shifted(p.structure.place_of_node, o) for p, o in zip(parts, place_offsets, strict=False)), nowhere)),
             _joined([_shifted(p.structure.forward_of_place, o) for p, o in zip(parts, self.offsets, strict=False)]),
         )
@@ -204,18 +205,6 @@ class _Assembly:
         return tuple(actions), seconds, tensor_parallel, latency, links
 
 
-def _look_up(schedule: Schedule, entries: Sequence[tuple[int, int]]) -> tuple[Action, ...]:
-    """The actions at (lane, position), which come lane by lane."""
-    positions: list[list[int]] = [[] for _ in schedule.lanes]
-    for lane, position in entries:
-        positions[lane].append(position)
-    found = (
-        itemgetter(*rows)(lane.actions) if len(rows) > 1 else tuple(lane.actions[row] for row in rows)
-        for lane, rows in zip(schedule.lanes, positions, strict=True)
-    )
-    return tuple(chain.from_iterable(found))
-
-
 def _check_durations(values: Floats, actions: Sequence[Action]) -> None:
     wrong = ~(np.isfinite(values) & (values >= 0))
     if wrong.any():
@@ -237,6 +226,11 @@ def _joined(rows: Iterable[ArrayLike]) -> Integers:
 
 def _starts(lengths: Sequence[int] | Integers) -> Integers:
     return np.concatenate(([0], np.cumsum(np.asarray(lengths, np.int64))))
+
+
+def _members(lanes: Integers, local: Integers) -> Integers:
+    """Lanes by their local numbers, where there is one."""
+    return np.where(local < 0, -1, lanes[local])
 
 
 def _shifted(numbers: Integers, offset: int) -> Integers:

@@ -111,15 +111,18 @@ def _local_places(places: Sequence[MicrobatchPlace], local: Mapping[tuple[str, i
 
 
 _FIELDS = itemgetter(0, 1, 3, 4, 6)
+_COLUMNS = tuple(map(itemgetter, (0, 1, 3, 4, 6)))
+_PEER = itemgetter(5)
+_PEER_COLUMNS = tuple(map(itemgetter, (0, 2, 3)))
 
 
 def _columns(lane: Lane) -> Iterator[tuple[object, ...]]:
-    """Every field but the replicas, over all actions: a few long tuples compare much faster than many short ones."""
-    columns = tuple(zip(*lane.actions, strict=True))
-    if columns:
-        yield from _FIELDS(columns)
-        peers = tuple(zip(*filter(None, columns[5]), strict=True))
-        yield from (peers[0], peers[2], peers[3]) if peers else ()
+    """Every field but the replicas, over all actions: a few long tuples are compared much faster than many short ones."""
+    for column in _COLUMNS:
+        yield tuple(map(column, lane.actions))
+    peers = tuple(filter(None, map(_PEER, lane.actions)))
+    for column in _PEER_COLUMNS:
+        yield tuple(map(column, peers))
 
 
 def _with_local_replicas(action: Action, local: Mapping[tuple[str, int], int]) -> tuple[object, ...]:

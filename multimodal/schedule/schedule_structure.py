@@ -1,6 +1,6 @@
 """The nodes and needs of one component of lanes, numbered from 0, without durations."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,8 +31,10 @@ class ScheduleStructure:
     lane_positions: tuple[Integers, ...]
     """Per entry of `lane_codes` its position in the lane's actions."""
     kinds: Bytes
-    first_entries: tuple[tuple[int, int], ...]
-    """Per node the (lane, position) where it stands first; nodes are numbered in this order."""
+    first_lanes: Integers
+    """Per node the lane where it stands first, in ascending order."""
+    first_positions: Integers
+    """Per node its position there."""
     num_needs: Integers
     needs: Integers
     """Codes, node by node."""
@@ -41,8 +43,9 @@ class ScheduleStructure:
     num_receivers: Integers
     receivers: Integers
     """Local lanes that a send goes to, node by node."""
-    receive_entries: tuple[tuple[int, int], ...]
-    """Per node the (lane, position) of a send's receive, (-1, -1) where there is none."""
+    receive_lanes: Integers
+    receive_positions: Integers
+    """Per node where a send's receive stands; -1 where there is none."""
     place_of_node: Integers
     """Number of the place that a computation is of; -1 for sends."""
     forward_of_place: Integers
@@ -60,7 +63,10 @@ def build_structure(
 
 
 class _Numbering:
-    """Codes of actions, while they are given."""
+    """Codes of actions, while they are given.
+
+    Flat lists throughout: small containers by the ten thousand would cost more in garbage collection than all the rest.
+    """
 
     def __init__(self, component: LaneComponent, graph: ModelGraph, plan: Plan, assignment: Assignment, lowered: bool) -> None:
         self.graph, self.plan, self.assignment, self.lowered = graph, plan, assignment, lowered
@@ -68,8 +74,12 @@ class _Numbering:
         self.lanes = component.schedule.lanes
         self.codes: dict[Action, int] = {}
         self.collectives: dict[CollectiveKey, list[Action]] = {}
-        self.entries: list[tuple[int, int]] = []
-        self.receives: dict[Action, list[tuple[int, int]]] = {}
+        self.nodes: list[Action] = []
+        self.first_lanes: list[int] = []
+        self.first_positions: list[int] = []
+        self.receives: list[Action] = []
+        self.receive_lanes: list[int] = []
+        self.receive_positions: list[int] = []
         self.lane_codes: list[list[int]] = [[] for _ in self.lanes]
         self.lane_positions: list[list[int]] = [[] for _ in self.lanes]
         for lane, each in enumerate(self.lanes):
@@ -79,7 +89,9 @@ class _Numbering:
     def _number(self, action: Action, lane: int, position: int) -> None:
         resource = ACTION_TABLE[action.kind].resource
         if resource is Resource.RECEIVE:
-            self.receives.setdefault(action, []).append((lane, position))
+            self.receives.append(action)
+            self.receive_lanes.append(lane)
+            self.receive_positions.append(position)
             return
         if action not in self.codes:
             if resource is Resource.COLLECTIVE:
@@ -87,48 +99,61 @@ class _Numbering:
                 self.collectives.setdefault(key, []).append(action)
                 self.codes[action] = -1 - list(self.collectives).index(key)
             else:
-                self.codes[action] = len(self.entries)
-                self.entries.append((lane, position))
+                self.codes[action] = len(self.nodes)
+                self.nodes.append(action)
+                self.first_lanes.append(lane)
+                self.first_positions.append(position)
         self.lane_codes[lane].append(self.codes[action])
         self.lane_positions[lane].append(position)
 
     def structure(self) -> ScheduleStructure:
-        nodes = [self.lanes[lane].actions[position] for lane, position in self.entries]
-        needs = [self._needs(action) for action in nodes]
-        collective_needs = [[need for action in row for need in self._needs(action)] for row in self.collectives.values()]
-        receives: dict[int, list[tuple[int, int]]] = {}
-        for receive, entries in self.receives.items():
-            receives[self._send_of(receive)] = entries
-        receivers = [[lane for lane, _ in receives.get(node, ())] for node in range(len(nodes))]
-        places, forwards = self._places(nodes)
+        num_nodes = len(self.nodes)
+        for receive in self.receives:
+            (send,) = self._dependencies(receive)
+            self.codes[receive] = self._code(send, receive)  # Whoever needs the receive waits for what is sent.
+        num_needs, needs = self._all_needs([action] for action in self.nodes)
+        num_collective_needs, collective_needs = self._all_needs(self.collectives.values())
+        sends = _integers([self.codes[receive] for receive in self.receives])
+        receive_lanes, receive_positions = _integers(self.receive_lanes), _integers(self.receive_positions)
+        in_order = np.argsort(sends, kind="stable")
+        received, first = np.unique(sends, return_index=True)
+        places, forwards = self._places()
         return ScheduleStructure(
-            tuple(self.collectives),
-            tuple(map(_integers, self.lane_codes)),
-            tuple(
+            collectives=tuple(self.collectives),
+            lane_codes=tuple(map(_integers, self.lane_codes)),
+            lane_fillers=tuple(
                 np.array([position in lane.fillers for position in positions], dtype=np.uint8)
                 for lane, positions in zip(self.lanes, self.lane_positions, strict=True)
             ),
-            tuple(map(_integers, self.lane_positions)),
-            np.array([_node_kind(action) for action in nodes], dtype=np.uint8),
-            tuple(self.entries),
-            _integers([len(row) for row in needs]),
-            _integers([need for row in needs for need in row]),
-            _integers([len(row) for row in collective_needs]),
-            _integers([need for row in collective_needs for need in row]),
-            _integers([len(row) for row in receivers]),
-            _integers([lane for row in receivers for lane in row]),
-            tuple(receives.get(node, ((-1, -1),))[0] for node in range(len(nodes))),
-            places,
-            forwards,
+            lane_positions=tuple(map(_integers, self.lane_positions)),
+            kinds=np.array([_node_kind(action) for action in self.nodes], dtype=np.uint8),
+            first_lanes=_integers(self.first_lanes),
+            first_positions=_integers(self.first_positions),
+            num_needs=num_needs,
+            needs=needs,
+            num_collective_needs=num_collective_needs,
+            collective_needs=collective_needs,
+            num_receivers=np.bincount(sends, minlength=num_nodes),
+            receivers=receive_lanes[in_order],
+            receive_lanes=_scattered(received, receive_lanes[first], num_nodes),
+            receive_positions=_scattered(received, receive_positions[first], num_nodes),
+            place_of_node=places,
+            forward_of_place=forwards,
         )
 
-    def _needs(self, action: Action) -> list[int]:
-        needed = dependencies(action, self.graph, self.plan, self.assignment, lowered=self.lowered, form=self.form)
-        return [self._send_of(need) if need in self.receives else self._code(need, action) for need in needed]
+    def _all_needs(self, rows: Iterable[Iterable[Action]]) -> tuple[Integers, Integers]:
+        """Per row of actions how many nodes they need, and the codes of all of these."""
+        lengths: list[int] = []
+        codes: list[int] = []
+        for row in rows:
+            before = len(codes)
+            for action in row:
+                codes += [self._code(need, action) for need in self._dependencies(action)]
+            lengths.append(len(codes) - before)
+        return _integers(lengths), _integers(codes)
 
-    def _send_of(self, receive: Action) -> int:
-        (send,) = dependencies(receive, self.graph, self.plan, self.assignment, lowered=self.lowered, form=self.form)
-        return self._code(send, receive)
+    def _dependencies(self, action: Action) -> tuple[Action, ...]:
+        return dependencies(action, self.graph, self.plan, self.assignment, lowered=self.lowered, form=self.form)
 
     def _code(self, need: Action, action: Action) -> int:
         if need not in self.codes:
@@ -137,11 +162,11 @@ class _Numbering:
             )
         return self.codes[need]
 
-    def _places(self, nodes: Sequence[Action]) -> tuple[Integers, Integers]:
+    def _places(self) -> tuple[Integers, Integers]:
         numbers: dict[Place, int] = {}
         forwards: dict[int, int] = {}
-        place_of_node = [-1] * len(nodes)
-        for node, action in enumerate(nodes):
+        place_of_node = [-1] * len(self.nodes)
+        for node, action in enumerate(self.nodes):
             if ACTION_TABLE[action.kind].resource is Resource.COMPUTE:
                 place_of_node[node] = numbers.setdefault(action.place, len(numbers))
                 if action.kind is ActionKind.FORWARD:
@@ -155,3 +180,10 @@ def _node_kind(action: Action) -> NodeKind:
 
 def _integers(values: Sequence[int]) -> Integers:
     return np.array(values, dtype=np.int64)
+
+
+def _scattered(places: Integers, values: Integers, size: int) -> Integers:
+    """An array of -1 but for these values at these places."""
+    array = np.full(size, -1)
+    array[places] = values
+    return array
