@@ -12,7 +12,7 @@ from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import ACTION_TABLE, Action, Lane, Resource, Schedule
-from multimodal.values.schedule_form import form_of, parts_of
+from multimodal.values.schedule_form import ScheduleForm, form_of, parts_of
 
 
 def validate_schedule(
@@ -28,7 +28,7 @@ def validate_schedule(
     """
     _check_lanes(schedule, plan)
     form = form_of(schedule)
-    _check_parts(schedule, graph, assignment)
+    _check_parts(schedule, form, graph, assignment)
     expected = expected_actions(graph, plan, assignment, lowered=lowered, forward_only=forward_only, form=form)
     positions = _check_actions(schedule, plan, frozenset(expected), dialect="lowered" if lowered else "compute")
     _check_missing(schedule, plan, expected, positions)
@@ -52,8 +52,8 @@ def _ranks(lanes: tuple[tuple[int, ...], ...]) -> str:
     return " | ".join(",".join(map(str, ranks)) for ranks in lanes)
 
 
-def _check_parts(schedule: Schedule, graph: ModelGraph, assignment: Assignment) -> None:
-    """Check that sample subsets are those that the assignment's routes make, in an encoder."""
+def _check_parts(schedule: Schedule, form: ScheduleForm, graph: ModelGraph, assignment: Assignment) -> None:
+    """Check that sample subsets are those that the assignment's routes make, all of them, in an encoder."""
     counts: dict[MicrobatchPlace, int] = {}
     for lane, actions in enumerate(lane.actions for lane in schedule.lanes):
         for position, action in enumerate(actions):
@@ -67,6 +67,12 @@ def _check_parts(schedule: Schedule, graph: ModelGraph, assignment: Assignment) 
                 problem = (
                     f"unknown part: its microbatch has {counts[place]} sample subsets (one per consumer, encoders only); "
                     "number them from 0, or leave the part out"
+                )
+                raise _error(action, problem, schedule, {lane: position})
+            if form.num_parts[place] < counts[place]:
+                problem = (
+                    f"missing part: its microbatch has {counts[place]} sample subsets (one per consumer) but the schedule runs "
+                    f"the backwards of {form.num_parts[place]}; add the others"
                 )
                 raise _error(action, problem, schedule, {lane: position})
 

@@ -51,6 +51,16 @@ def test_split_backward_runs_a_subset_as_soon_as_its_gradient_is_there() -> None
     ]
 
 
+def test_a_missing_sample_subset_is_refused() -> None:
+    graph, plan, assignment = deferred()
+    schedule = schedule_from_text(
+        "lane 0: F vision/0/0/0; F vision/0/0/1; B vision/0/0/0#0; B vision/0/0/1; RG vision/0/0\n"
+        "lane 1: F llm/0/0/0; B llm/0/0/0; F llm/0/0/1; B llm/0/0/1; RG llm/0/0"
+    )
+    with pytest.raises(ScheduleError, match="B vision/0/0/0#0: missing part: its microbatch has 2 sample subsets"):
+        validate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, lowered=False)
+
+
 def test_fill_puts_weight_gradients_into_receive_waits() -> None:
     case = build_case(build_graph(), {"llm": (1, 2, 1)}, {"llm": deal(2, 1)})
     before = (
