@@ -109,7 +109,6 @@ class Run {
             lane.pending.erase(lane.pending.begin());
         } else if (lane.position < lane.end && entry(lane) == node) {
             ++lane.position;
-            while (lane.position < lane.end && arrays_.kinds[entry(lane)] == kSend) pass(lane, now);
             lane.is_draining = !lane.pending.empty();
             lane.num_tried = 0;
         } else {

@@ -28,6 +28,7 @@ class ScheduleStructure:
     lane_codes: tuple[Integers, ...]
     """Per lane the codes of what it comes to, receives left out."""
     lane_fillers: tuple[Bytes, ...]
+    """Per entry of `lane_codes`; none in a lane that runs computations together with others, as both must keep one order."""
     lane_positions: tuple[Integers, ...]
     """Per entry of `lane_codes` its position in the lane's actions."""
     kinds: Bytes
@@ -121,10 +122,7 @@ class _Numbering:
         return ScheduleStructure(
             collectives=tuple(self.collectives),
             lane_codes=tuple(map(_integers, self.lane_codes)),
-            lane_fillers=tuple(
-                np.array([position in lane.fillers for position in positions], dtype=np.uint8)
-                for lane, positions in zip(self.lanes, self.lane_positions, strict=True)
-            ),
+            lane_fillers=self._fillers(),
             lane_positions=tuple(map(_integers, self.lane_positions)),
             kinds=np.array([_node_kind(action) for action in self.nodes], dtype=np.uint8),
             first_lanes=_integers(self.first_lanes),
@@ -139,6 +137,15 @@ class _Numbering:
             receive_positions=_scattered(received, receive_positions[first], num_nodes),
             place_of_node=places,
             forward_of_place=forwards,
+        )
+
+    def _fillers(self) -> tuple[Bytes, ...]:
+        codes = [_integers(row) for row in self.lane_codes]
+        num_lanes = np.bincount(np.concatenate([row[row >= 0] for row in codes]), minlength=len(self.nodes))
+        is_alone = [not (num_lanes[row[row >= 0]] > 1).any() for row in codes]
+        return tuple(
+            np.array([alone and position in lane.fillers for position in positions], dtype=np.uint8)
+            for lane, positions, alone in zip(self.lanes, self.lane_positions, is_alone, strict=True)
         )
 
     def _all_needs(self, rows: Iterable[Iterable[Action]]) -> tuple[Integers, Integers]:

@@ -25,8 +25,8 @@ def simulate_events(arrays: EventArrays) -> EventTimes:
     their lanes: a send occupies its lanes' sending, the receivers' receiving and its link together, as soon as all of these
     have done what they were given before; a collective that all its lanes have started occupies their collective resource.
     While a computation waits, the fillers before it run one after another, as long as it still waits when the next would start;
-    one whose own needs are not met then is passed over, as is one of several lanes. What is left runs after the computation and
-    the sends right behind it. Of what happens at one moment, ends come first, by the number of the node.
+    one whose own needs are not met then is passed over, as is one of several lanes. What is left runs right after the
+    computation, before its sends. Of what happens at one moment, ends come first, by the number of the node.
 
     Lanes that wait for each other in a circle stop, see `EventTimes.positions`. Runs as a C++ kernel where that is built, with
     the same result to the last bit. O((nodes + needs) log lanes).
@@ -121,17 +121,11 @@ class _Run:
             self.pending[lane].pop(0)
         elif position < len(self.entries[lane]) and self.entries[lane][position] == node:
             self.position[lane] += 1
-            self._pass_sends(lane, now)
             self.is_draining[lane] = bool(self.pending[lane])
             self.num_tried[lane] = 0
         else:
             self.pending[lane].remove(node)
         self._advance(lane, now)
-
-    def _pass_sends(self, lane: int, now: float) -> None:
-        entries = self.entries[lane]
-        while self.position[lane] < len(entries) and self.kinds[entries[self.position[lane]]] == NodeKind.SEND:
-            self._pass(lane, now)
 
     def _pass(self, lane: int, now: float) -> None:
         node = self.entries[lane][self.position[lane]]

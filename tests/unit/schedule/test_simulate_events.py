@@ -68,11 +68,11 @@ def test_a_filler_that_is_not_ready_is_passed_over_until_after_the_carrier(simul
 
 
 @KERNELS
-def test_what_is_sent_right_after_a_carrier_does_not_wait_for_the_fillers(simulate):
+def test_what_is_left_of_the_fillers_runs_before_the_carrier_is_sent(simulate):
     arrays = build_arrays(
         [[0, 1, 2], [3]], seconds=[5, 1, 0, 1], needs={2: [1], 3: [2]}, fillers={0}, kinds={2: NodeKind.SEND}, receivers={2: [1]}
     )
-    assert simulate(arrays).start_seconds.tolist() == [1, 0, 1, 1]
+    assert simulate(arrays).start_seconds.tolist() == [1, 0, 6, 6]
 
 
 @KERNELS
