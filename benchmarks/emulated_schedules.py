@@ -37,10 +37,9 @@ from megatron.runtime.emulated_stage import wait
 from megatron.runtime.emulation import EmulatedRun, emulate, run_on_ranks
 from megatron.runtime.platform import CpuTorch
 from multimodal.cost.step_costs import ComputeCost, TransferCost
+from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.schedule.validate import validate_schedule
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
@@ -117,8 +116,7 @@ def build_run(name: str, num_stages: dict[str, int], *, layer_seconds: float, nu
     plan = build_plan(graph, num_stages, order={"interleaved-1f1b": "around", "zb-v": "back"}.get(name, "straight"))
     samples = range(NUM_MICROBATCHES)
     assignment = Assignment({unit: (tuple((Atom(s, -1 if unit == "llm" else 0),) for s in samples),) for unit in num_stages})
-    schedule = insert_communication(BUILDERS[name](graph, plan, assignment), graph=graph, plan=plan, assignment=assignment)
-    validate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, lowered=True)
+    schedule = build_schedule(BUILDERS[name], graph, plan, assignment)
     return EmulatedRun(graph, plan, assignment, schedule, LayerCosts(plan, layer_seconds), num_iterations)
 
 

@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.draw import draw_timeline
-from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.unit_cost_timeline import timeline_of_unit_costs
-from multimodal.schedule.validate import validate_schedule
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -76,8 +75,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, build in BUILDERS.items():
         graph, plan, assignment = build_example(FIGURES[name])
-        schedule = insert_communication(build(graph, plan, assignment), graph=graph, plan=plan, assignment=assignment)
-        validate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, lowered=True)
+        schedule = build_schedule(build, graph, plan, assignment)
         timeline = timeline_of_unit_costs(schedule, graph=graph, plan=plan, assignment=assignment, lowered=True)
         draw_timeline(timeline, folder / f"{name}.png", title=FIGURES[name].title)
 

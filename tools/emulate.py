@@ -25,13 +25,12 @@ from megatron.runtime.emulation import EmulatedRun, emulate
 from multimodal.cost.cost_table import CostTable
 from multimodal.cost.table_costs import TableCosts
 from multimodal.cost.table_model import build_table_model
+from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.draw import draw_timeline
-from multimodal.schedule.passes import PASSES
-from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.schedule.passes import PASSES, passes_named
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.simulation import Simulation
-from multimodal.schedule.validate import validate_schedule
 from multimodal.values.errors import BraidError, ConfigError
 from multimodal.values.timeline import Timeline
 
@@ -64,14 +63,7 @@ def build_run(costs: Path, schedule: str, passes: str, *, num_iterations: int) -
         raise ConfigError(
             f"{costs}: generators can be simulated but not run yet; leave unit '{model.graph.generators[0].name}' out"
         )
-    names = [name for name in passes.split(",") if name]
-    if unknown := [name for name in names if name not in PASSES]:
-        raise ConfigError(f"--schedule-passes {unknown[0]}: no such pass; passes are {', '.join(PASSES)}")
-    built = BUILDERS[schedule](*model)
-    for name in names:
-        built = PASSES[name](built, graph=model.graph, plan=model.plan, assignment=model.assignment)
-    lowered = insert_communication(built, graph=model.graph, plan=model.plan, assignment=model.assignment)
-    validate_schedule(lowered, graph=model.graph, plan=model.plan, assignment=model.assignment, lowered=True)
+    lowered = build_schedule(BUILDERS[schedule], *model, passes=passes_named(passes))
     return EmulatedRun(*model, lowered, TableCosts(table), num_iterations)
 
 

@@ -27,15 +27,14 @@ from multimodal.cost.table_costs import TableCosts
 from multimodal.cost.table_model import build_table_model
 from multimodal.data.length_table import read_length_table
 from multimodal.data.uniform_lengths import uniform_lengths
+from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.chrome_trace import write_chrome_trace
 from multimodal.schedule.draw import draw_timeline
-from multimodal.schedule.passes import PASSES
-from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.schedule.passes import PASSES, Pass, passes_named
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.simulation import Simulation
 from multimodal.schedule.simulation_report import report_simulations
-from multimodal.schedule.validate import validate_schedule
 from multimodal.values.assignment import Assignment, validate_assignment
 from multimodal.values.errors import BraidError, ConfigError
 from multimodal.values.model_graph import ModelGraph
@@ -123,8 +122,6 @@ def check_flags(flags: argparse.Namespace) -> None:
         raise ConfigError(f"{_flag(missing[0])} is missing; give --model, --cluster and --plan, or --costs alone")
     if flags.costs is None and (flags.lengths is None) == (flags.uniform_lengths is None):
         raise ConfigError("give exactly one of --lengths and --uniform-lengths")
-    if unknown := [name for name in flags.schedule_passes.split(",") if name and name not in PASSES]:
-        raise ConfigError(f"--schedule-passes: there is no pass '{unknown[0]}'; choose from {', '.join(PASSES)}")
 
 
 def _flag(name: str) -> str:
@@ -165,14 +162,10 @@ def global_batches(flags: argparse.Namespace, graph: ModelGraph, plan: Plan) -> 
         yield tuple(islice(stream, size))
 
 
-def simulate_step(step: Step, *, builder: str, passes: Sequence[str]) -> Simulation:
+def simulate_step(step: Step, *, builder: str, passes: Sequence[Pass]) -> Simulation:
     """Build the schedule, rewrite, lower, validate and simulate it; raises ScheduleError."""
     graph, plan, assignment, costs = step
-    schedule = BUILDERS[builder](graph, plan, assignment)
-    for name in passes:
-        schedule = PASSES[name](schedule, graph=graph, plan=plan, assignment=assignment)
-    schedule = insert_communication(schedule, graph=graph, plan=plan, assignment=assignment)
-    validate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, lowered=True)
+    schedule = build_schedule(BUILDERS[builder], graph, plan, assignment, passes=passes)
     return simulate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, costs=costs)
 
 
@@ -208,9 +201,10 @@ def run(argv: Sequence[str]) -> None:
     """Do what the flags ask for; raises BraidError."""
     flags = build_parser().parse_args(argv)
     check_flags(flags)
-    passes = [name for name in flags.schedule_passes.split(",") if name]
+    passes = passes_named(flags.schedule_passes)
+    names = [name for name in flags.schedule_passes.split(",") if name]
     simulations = [simulate_step(step, builder=flags.schedule, passes=passes) for step in build_steps(flags)]
-    report = {"schedule": " + ".join([flags.schedule, *passes]), **report_simulations(simulations)}
+    report = {"schedule": " + ".join([flags.schedule, *names]), **report_simulations(simulations)}
     if flags.trace is not None:
         write_chrome_trace(simulations[0].timeline, flags.trace)
     if flags.picture is not None:

@@ -6,17 +6,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from multimodal.model.language_head import HeadOutput
 from multimodal.model.stage_input import PackedInput
-from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.unit_stage import UnitStage
 from multimodal.model.weight_gradient_queue import active_queue
 from multimodal.values.assignment import MicrobatchPlace
-from multimodal.values.model_graph import ModelGraph
 from multimodal.values.schedule import Action, ActionKind, Place
 
 Seconds = Callable[[Action], float]
@@ -37,22 +34,17 @@ class EmulatedInput(PackedInput):
 class EmulatedStage(UnitStage):
     """Takes and gives tensors of the right shapes, waits as long as the real stage would compute, and trains one number a layer.
 
-    seconds: duration of an action; stage_index: which virtual stage this is.
+    seconds: duration of an action; stage_index: which virtual stage this is; stage: what UnitStage takes.
     """
 
     def __init__(
         self,
         *,
-        graph: ModelGraph,
-        unit_name: str,
-        layers: range,
-        groups: ProcessGroupCollection,
-        options: BuildOptions,
-        vocab_size: int = 0,
         seconds: Seconds,
         stage_index: int,
+        **stage: Any,
     ) -> None:
-        super().__init__(graph=graph, unit_name=unit_name, layers=layers, groups=groups, options=options, vocab_size=vocab_size)
+        super().__init__(**stage)
         self._seconds, self._stage_index = seconds, stage_index
 
     @property

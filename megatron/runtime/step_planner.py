@@ -15,10 +15,9 @@ from megatron.runtime.step_inputs import load_inputs
 from multimodal.balance import Balancer
 from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
+from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import Builder
 from multimodal.schedule.passes import Pass
-from multimodal.schedule.passes.insert_communication import insert_communication
-from multimodal.schedule.validate import validate_schedule
 from multimodal.values.assignment import Assignment, validate_assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -48,14 +47,9 @@ class ScheduleCache:
         if shape not in self._schedules:
             if len(self._schedules) >= self.capacity:
                 self._schedules.pop(next(iter(self._schedules)))
-            compute = self.builder(self.graph, self.plan, assignment, forward_only=self.forward_only)
-            for rewrite in () if self.forward_only else self.passes:
-                compute = rewrite(compute, graph=self.graph, plan=self.plan, assignment=assignment)
-            lowered = insert_communication(compute, graph=self.graph, plan=self.plan, assignment=assignment)
-            validate_schedule(
-                lowered, graph=self.graph, plan=self.plan, assignment=assignment, lowered=True, forward_only=self.forward_only
+            self._schedules[shape] = build_schedule(
+                self.builder, self.graph, self.plan, assignment, passes=self.passes, forward_only=self.forward_only
             )
-            self._schedules[shape] = lowered
         return self._schedules[shape]
 
 

@@ -20,7 +20,7 @@ from multimodal.data.blank_images import BlankImages
 from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.passes import PASSES
+from multimodal.schedule.passes import passes_named
 from multimodal.values.timeline import TimelineEvent
 
 
@@ -119,7 +119,7 @@ def _train_planner(run: Run) -> StepPlanner:
 
 def _planner(run: Run, source: SampleSource, *, seed: int, shuffle: bool, forward_only: bool) -> StepPlanner:
     training = run.config.training
-    passes = [PASSES[name] for name in training.schedule_passes.split(",") if name]
+    passes = passes_named(training.schedule_passes)
     return StepPlanner(
         source,
         batches=GlobalBatches(len(source), training.global_batch_size, seed, shuffle=shuffle),

@@ -8,9 +8,9 @@ from megatron.runtime.emulation import EmulatedRun, emulate_on_rank
 from multimodal.cost.cost_table import CostTable
 from multimodal.cost.table_costs import TableCosts
 from multimodal.cost.table_model import build_table_model
+from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.passes import PASSES
-from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.schedule.passes import passes_named
 from multimodal.values.schedule import ACTION_TABLE, Action, Resource
 from multimodal.values.timeline import Timeline
 from tests.distributed.rank_pool import RankPool
@@ -24,18 +24,15 @@ TABLE = {
 }
 
 
-def build_run(schedule: str, passes: list[str]) -> EmulatedRun:
+def build_run(schedule: str, passes: str) -> EmulatedRun:
     table = CostTable.from_dict(TABLE)
     graph, plan, assignment = build_table_model(table)
-    built = BUILDERS[schedule](graph, plan, assignment)
-    for name in passes:
-        built = PASSES[name](built, graph=graph, plan=plan, assignment=assignment)
-    lowered = insert_communication(built, graph=graph, plan=plan, assignment=assignment)
+    lowered = build_schedule(BUILDERS[schedule], graph, plan, assignment, passes=passes_named(passes))
     return EmulatedRun(graph, plan, assignment, lowered, TableCosts(table), num_iterations=1)
 
 
-@pytest.mark.parametrize(("schedule", "passes"), [("1f1b", []), ("1f1b", ["fill"]), ("zb-h1", ["fill"])])
-def test_every_computation_takes_its_seconds_on_its_lane(ranks: RankPool, schedule: str, passes: list[str]) -> None:
+@pytest.mark.parametrize(("schedule", "passes"), [("1f1b", ""), ("1f1b", "fill"), ("zb-h1", "fill")])
+def test_every_computation_takes_its_seconds_on_its_lane(ranks: RankPool, schedule: str, passes: str) -> None:
     run = build_run(schedule, passes)
     found = ranks.run(_emulate, run, world_size=run.plan.num_ranks)
     (timeline,) = found[0]

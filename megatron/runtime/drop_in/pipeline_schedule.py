@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.passes.insert_communication import insert_communication
-from multimodal.schedule.validate import validate_schedule
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
@@ -46,11 +45,9 @@ def build_pipeline_schedule(name: str, *, shape: PipelineShape, runnable: frozen
     Raises ConfigError when the schedule needs more than that, ScheduleError or PlanError when it cannot be built.
     """
     graph, plan, assignment = pipeline_values(shape)
-    compute = BUILDERS[name](graph, plan, assignment, forward_only=shape.forward_only)
-    schedule = insert_communication(compute, graph=graph, plan=plan, assignment=assignment)
+    schedule = build_schedule(BUILDERS[name], graph, plan, assignment, forward_only=shape.forward_only)
     for lane in schedule.lanes:
         _check_lane(lane, name=name, runnable=runnable)
-    validate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, lowered=True, forward_only=shape.forward_only)
     return schedule
 
 

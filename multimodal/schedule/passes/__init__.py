@@ -9,6 +9,7 @@ from multimodal.schedule.passes.fill import fill
 from multimodal.schedule.passes.gather_parameters import gather_parameters
 from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.assignment import Assignment
+from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Schedule
@@ -29,3 +30,11 @@ PASSES: Mapping[str, Pass] = {
     "gather-parameters": gather_parameters,
 }
 """Every pass that can be chosen by name. `reorder` needs an order, so a balancer calls it; lowering is always the last one."""
+
+
+def passes_named(names: str) -> tuple[Pass, ...]:
+    """Look passes up by their names with commas between them; raises ConfigError for a name that is none."""
+    found = [name for name in names.split(",") if name]
+    if unknown := [name for name in found if name not in PASSES]:
+        raise ConfigError(f"--schedule-passes: there is no pass '{unknown[0]}'; choose from {', '.join(PASSES)}")
+    return tuple(PASSES[name] for name in found)
