@@ -1,0 +1,206 @@
+"""The attention mask of multimodal sequences as one int64 per token (Cornstarch, thesis 3.4.2; paper 4.3.1).
+
+A token's bits say what it attends to: bit 0 text, bit m the m-th encoder's tokens, bit 62 "other items, too", bit 63 (the sign)
+causal. Text tokens have the causal bit and the bits of everything they may see; an item's tokens have the one bit of their own
+modality. Beside the bits, each token knows its sample (several are packed into one sequence) and its item. Query q sees key k if
+
+    sample[q] == sample[k]  and  bits[q] & what_it_is[k]  and
+    (k <= q  if q is causal  else  item[q] == item[k]  or  bits[q] & 2**62)
+
+where `what_it_is[k]` is bit 0 if k is causal, else k's one modality bit. So text attends to everything before it in its sample,
+text and items alike; an item's tokens attend in both directions to their own item only. Every token sees itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multimodal.values.errors import DataError, ModelError
+
+TEXT = "text"
+"""The modality of segments that are no items."""
+TEXT_BIT = 1
+MODALITY_BITS = (1 << 62) - 1
+"""Bits 0-61: text and the encoders."""
+ACROSS_ITEMS_BIT = 1 << 62
+"""Set on an item's tokens that also attend to the other items of their modality in their sample."""
+CAUSAL_BIT = -(1 << 63)
+"""The sign bit of an int64: a token is causal exactly if its bits are negative."""
+MAX_ENCODERS = 61
+NO_ITEM = -1
+"""The item id of text."""
+
+
+class MaskMode(StrEnum):
+    """How items take part in attention; each mode takes any number of samples, which never see each other."""
+
+    CAUSAL = "causal"
+    """Items are treated as text: everything attends causally."""
+    PREFIX = "prefix"
+    """All items of a sample come before its text, and attend in both directions within themselves."""
+    EMBEDDED = "embedded"
+    """Items stand where the document has them, and attend in both directions within themselves."""
+    PACKED = "packed"
+    """Like EMBEDDED; the name for sequences of several samples (the paper's third family)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MaskSegment:
+    """Consecutive tokens of one sample that the mask treats alike: a piece of text, or an item (or a part of one)."""
+
+    num_tokens: int
+    modality: str = TEXT
+    """TEXT or the name of the encoder that made the tokens."""
+    item_index: int = NO_ITEM
+    """Which item of the sample it is; parts of one item share the index. At least 0, or NO_ITEM for text."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BitfieldMask:
+    """Who sees whom in one packed sequence, in 16 bytes per token. The module's docstring has the rule."""
+
+    bits: NDArray[np.int64]
+    """[num_tokens]."""
+    sample_ids: NDArray[np.int32]
+    """[num_tokens], never descending: the tokens of a sample are consecutive."""
+    item_ids: NDArray[np.int32]
+    """[num_tokens]: index of the item in its sample, NO_ITEM for text."""
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("bits", np.int64), ("sample_ids", np.int32), ("item_ids", np.int32)):
+            array = getattr(self, name)
+            if array.dtype != dtype or array.shape != (len(self.bits),):
+                raise DataError(
+                    f"a mask's {name} are {array.dtype} of shape {array.shape}; expected {np.dtype(dtype)} of shape "
+                    f"({len(self.bits)},); give one entry per token"
+                )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples."""
+        return len(self.bits)
+
+    @property
+    def key_bits(self) -> NDArray[np.int64]:
+        """What each token is to those that look at it: TEXT_BIT or its modality's bit. [num_tokens], int64."""
+        return np.where(self.bits < 0, np.int64(TEXT_BIT), self.bits & MODALITY_BITS)
+
+    def visible(self, queries: NDArray[np.integer], keys: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """Evaluate the mask for some tokens.
+
+        queries: [num_queries], keys: [num_keys]; positions in the sequence, in any order.
+        Returns [num_queries, num_keys], True where the query attends to the key.
+        """
+        bits = self.bits[queries, None]
+        seen = (self.sample_ids[queries, None] == self.sample_ids[keys]) & ((bits & self.key_bits[keys]) != 0)
+        own = (self.item_ids[queries, None] == self.item_ids[keys]) | ((bits & ACROSS_ITEMS_BIT) != 0)
+        visible: NDArray[np.bool_] = seen & np.where(bits < 0, keys <= np.asarray(queries)[:, None], own)
+        return visible
+
+    def to_dense(self) -> NDArray[np.bool_]:
+        """Return [num_tokens, num_tokens], True where the query (row) attends to the key (column). For tests and small masks."""
+        positions = np.arange(self.num_tokens)
+        return self.visible(positions, positions)
+
+    def padded_to(self, num_tokens: int) -> "BitfieldMask":
+        """Append tokens up to `num_tokens`; they form one more sample, of causal text, which no other token sees."""
+        missing = num_tokens - self.num_tokens
+        if missing < 0:
+            raise DataError(f"cannot pad a mask of {self.num_tokens} tokens to {num_tokens}; ask for at least as many as it has")
+        if missing == 0:
+            return self
+        next_sample = self.sample_ids[-1] + 1 if self.num_tokens else 0
+        return BitfieldMask(
+            np.append(self.bits, np.full(missing, CAUSAL_BIT | TEXT_BIT, dtype=np.int64)),
+            np.append(self.sample_ids, np.full(missing, next_sample, dtype=np.int32)),
+            np.append(self.item_ids, np.full(missing, NO_ITEM, dtype=np.int32)),
+        )
+
+
+def build_bitfield_mask(
+    samples: Sequence[Sequence[MaskSegment]],
+    *,
+    modalities: Sequence[str],
+    mode: MaskMode | str = MaskMode.PACKED,
+    attend_across_items: bool = False,
+) -> BitfieldMask:
+    """Build the mask of samples that are packed one after another.
+
+    samples: per sample its segments in the order of the sequence; segments and samples may be empty.
+    modalities: names of the encoders, at most MAX_ENCODERS; the m-th (from 1) gets bit m. All ranks must give the same order.
+    mode: see MaskMode.
+    attend_across_items: items also attend, in both directions, to the other items of their modality in their sample. That is
+        the published mask, which has no item ids; an encoder's tokens never attend to another encoder's.
+
+    Raises ModelError when there are too many modalities, DataError when a segment is wrong or a mode does not fit the samples.
+    O(number of tokens).
+    """
+    mode = _read_mode(mode)
+    bit_of_modality = _assign_bits(modalities)
+    text_bits = CAUSAL_BIT | sum(bit_of_modality.values())
+    item_control = ACROSS_ITEMS_BIT if attend_across_items else 0
+    bits, sample_ids, item_ids, num_tokens = [], [], [], []
+    for sample_id, segments in enumerate(samples):
+        _validate_segments(segments, sample_id=sample_id, bit_of_modality=bit_of_modality, mode=mode)
+        for segment in segments:
+            is_text = segment.modality == TEXT or mode is MaskMode.CAUSAL
+            bits.append(text_bits if is_text else bit_of_modality[segment.modality] | item_control)
+            sample_ids.append(sample_id)
+            item_ids.append(NO_ITEM if is_text else segment.item_index)
+            num_tokens.append(segment.num_tokens)
+    return BitfieldMask(
+        np.repeat(np.array(bits, dtype=np.int64), num_tokens),
+        np.repeat(np.array(sample_ids, dtype=np.int32), num_tokens),
+        np.repeat(np.array(item_ids, dtype=np.int32), num_tokens),
+    )
+
+
+def _read_mode(mode: MaskMode | str) -> MaskMode:
+    try:
+        return MaskMode(mode)
+    except ValueError:
+        raise DataError(f"'{mode}' is no mask mode; expected one of {', '.join(MaskMode)}") from None
+
+
+def _assign_bits(modalities: Sequence[str]) -> dict[str, int]:
+    if len(modalities) > MAX_ENCODERS:
+        raise ModelError(
+            f"{len(modalities)} modalities besides text do not fit an attention mask of 64 bits; expected at most {MAX_ENCODERS}; "
+            "let encoders whose tokens attend alike share a modality"
+        )
+    if len({TEXT, *modalities}) != len(modalities) + 1:
+        raise ModelError(
+            f"the modalities {', '.join(modalities)} are not distinct or contain '{TEXT}'; give each encoder its name"
+        )
+    return {TEXT: TEXT_BIT} | {name: 1 << index for index, name in enumerate(modalities, start=1)}
+
+
+def _validate_segments(
+    segments: Sequence[MaskSegment], *, sample_id: int, bit_of_modality: dict[str, int], mode: MaskMode
+) -> None:
+    text_seen = False
+    modality_of_item: dict[int, str] = {}
+    for index, segment in enumerate(segments):
+        where = f"sample {sample_id}, segment {index}"
+        if segment.modality not in bit_of_modality:
+            raise DataError(f"{where}: modality '{segment.modality}' is none of {', '.join(bit_of_modality)}; name its encoder")
+        if segment.num_tokens < 0:
+            raise DataError(f"{where}: has {segment.num_tokens} tokens; expected at least 0")
+        if segment.modality == TEXT:
+            text_seen = text_seen or segment.num_tokens > 0
+            continue
+        if segment.item_index < 0:
+            raise DataError(f"{where}: an item of '{segment.modality}' has index {segment.item_index}; number items from 0")
+        if modality_of_item.setdefault(segment.item_index, segment.modality) != segment.modality:
+            raise DataError(
+                f"{where}: item {segment.item_index} is of '{segment.modality}' here and of "
+                f"'{modality_of_item[segment.item_index]}' before; number all items of a sample in one count"
+            )
+        if mode is MaskMode.PREFIX and text_seen and segment.num_tokens:
+            raise DataError(
+                f"{where}: an item of '{segment.modality}' comes after text, but mode 'prefix' has all items first; "
+                "put the items first or choose mode 'embedded'"
+            )
