@@ -19,6 +19,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from multimodal.balance import BALANCERS
+from multimodal.balance.balance_options import BalanceOptions
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
 from multimodal.cost.model_costs import ModelCosts
@@ -51,7 +52,7 @@ DATA_FLAGS = (
     "global_batch_size",
     "micro_batch_size",
     "encoder_micro_batch_sizes",
-    "balancer",
+    "balance",
     "vocab_size",
 )
 
@@ -88,7 +89,7 @@ def build_parser() -> Parser:
     data.add_argument("--global-batch-size", type=_count, metavar="N", help="Samples per step (8 microbatches per LLM replica).")
     data.add_argument("--micro-batch-size", type=_count, metavar="N", help="Samples per LLM microbatch (1).")
     data.add_argument("--encoder-micro-batch-sizes", type=_tokens, metavar="UNIT=ITEMS,...", help="Items per encoder microbatch.")
-    data.add_argument("--balancer", choices=BALANCERS, help="Places samples and items (in-order).")
+    data.add_argument("--balance", choices=BALANCERS, help="Places samples and items (none).")
     data.add_argument("--vocab-size", type=_count, metavar="N", help="Padded vocabulary of the LLM (50304).")
     when = parser.add_argument_group("the schedule")
     when.add_argument("--schedule", required=True, choices=BUILDERS, help="Builds the schedule.")
@@ -138,13 +139,13 @@ def build_steps(flags: argparse.Namespace) -> Iterator[Step]:
     validate_plan(plan, graph=graph, world_size=plan.num_ranks)
     vocab_size = flags.vocab_size or 50304
     for lengths in global_batches(flags, graph, plan):
-        assignment = BALANCERS[flags.balancer or "in-order"](
-            lengths,
-            graph=graph,
-            plan=plan,
+        options = BalanceOptions(
             micro_batch_size=flags.micro_batch_size or 1,
             encoder_micro_batch_sizes=flags.encoder_micro_batch_sizes or {},
+            ranks_per_node=cluster.gpus_per_node,
+            vocab_size=vocab_size,
         )
+        assignment = BALANCERS[flags.balance or "none"](lengths, graph=graph, plan=plan, options=options)
         validate_assignment(assignment, graph=graph, plan=plan, lengths=lengths)
         yield Step(graph, plan, assignment, ModelCosts(graph, plan, assignment, lengths, cluster, vocab_size))
 

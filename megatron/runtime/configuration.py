@@ -59,7 +59,7 @@ class TrainingConfig:
     """How long, in which batches, in which order and precision."""
 
     micro_batch_size: int = field(default=1, metadata=AT_LEAST_ONE)
-    """Samples in one microbatch of the LLM."""
+    """Samples in one microbatch of the LLM; the mean where --balance equalises their work."""
     encoder_micro_batch_sizes: Mapping[str, int] = field(default_factory=dict, metadata=PER_UNIT)
     """Items in one microbatch of an encoder; an encoder that is not named follows the LLM's microbatches."""
     global_batch_size: int = field(metadata=AT_LEAST_ONE)
@@ -84,8 +84,10 @@ class TrainingConfig:
     """Rewrite that order, one after another: split-backward, defer-receives, delay-forward, fill, gather-parameters."""
     emulate: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "COSTS.yaml"})
     """Wait as long as this table says instead of computing, and hold the measured step against the simulated one."""
-    balancer: Literal["in-order", "longest-first"] = "in-order"
+    balance: Literal["none", "sorted", "llm-only", "orchmllm"] = "none"
     """How samples and items are distributed over replicas and microbatches."""
+    balance_granularity: Literal["item", "sample"] = "item"
+    """Whether an encoder's balancing moves every image and clip by itself, or all of a sample together."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library; by default nccl where CUDA is present, else gloo."""
     distributed_timeout_minutes: float = field(default=10.0, metadata={"above": 0})

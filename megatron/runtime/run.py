@@ -37,6 +37,8 @@ class Run:
     graph: ModelGraph
     plan: Plan
     data: DataSets
+    vocab_size: int
+    """Padded."""
     runtime: RankRuntime
     optimizers: Mapping[str, MegatronOptimizer]
     scheduler: OptimizerParamScheduler
@@ -88,7 +90,7 @@ def prepare_run(config: RunConfig, world: World) -> Run:
         peak_tflops=config.logging.peak_tflops or find_peak_tflops(dtype),
         device=platform.device(),
     )
-    return Run(config, world, graph, plan, data, runtime, optimizers, scheduler, trainer, emulation=emulation)
+    return Run(config, world, graph, plan, data, vocab_size, runtime, optimizers, scheduler, trainer, emulation=emulation)
 
 
 def _build_optimizers(config: RunConfig, runtime: RankRuntime, dtype: torch.dtype) -> dict[str, MegatronOptimizer]:

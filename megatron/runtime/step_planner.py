@@ -13,6 +13,7 @@ from megatron.runtime.emulated_inputs import with_emulated_inputs
 from megatron.runtime.step import Step
 from megatron.runtime.step_inputs import load_inputs
 from multimodal.balance import Balancer
+from multimodal.balance.balance_options import BalanceOptions
 from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
 from multimodal.schedule.build_schedule import build_schedule
@@ -64,27 +65,20 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         schedules: ScheduleCache,
         balancer: Balancer,
         rank: int,
-        micro_batch_size: int,
-        encoder_micro_batch_sizes: Mapping[str, int],
+        options: BalanceOptions,
         is_emulated: bool = False,
     ) -> None:
         """is_emulated: load no data; see `with_emulated_inputs`."""
         self._is_emulated = is_emulated
-        self._source, self._batches, self._schedules, self._balancer, self._rank = source, batches, schedules, balancer, rank
-        self._micro_batch_size, self._encoder_micro_batch_sizes = micro_batch_size, encoder_micro_batch_sizes
+        self._source, self._batches, self._schedules, self._rank = source, batches, schedules, rank
+        self._balancer, self._options = balancer, options
 
     def __getitem__(self, step: int) -> Step:
         """Decide and load step `step` (from 0)."""
         drawn = self._batches.batch(step)
         lengths = [_relabel(self._source.lengths(sample.source_index), sample.sample_id) for sample in drawn]
         graph, plan = self._schedules.graph, self._schedules.plan
-        assignment = self._balancer(
-            lengths,
-            graph=graph,
-            plan=plan,
-            micro_batch_size=self._micro_batch_size,
-            encoder_micro_batch_sizes=self._encoder_micro_batch_sizes,
-        )
+        assignment = self._balancer(lengths, graph=graph, plan=plan, options=self._options)
         return plan_step(
             self._source,
             lengths=lengths,

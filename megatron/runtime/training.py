@@ -16,6 +16,7 @@ from megatron.runtime.step_planner import ScheduleCache, StepPlanner
 from megatron.runtime.timeline_gathering import gather_timeline
 from megatron.runtime.trainer import EvaluationReport
 from multimodal.balance import BALANCERS
+from multimodal.balance.balance_options import BalanceOptions, Granularity
 from multimodal.data.blank_images import BlankImages
 from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
@@ -124,11 +125,20 @@ def _planner(run: Run, source: SampleSource, *, seed: int, shuffle: bool, forwar
         source,
         batches=GlobalBatches(len(source), training.global_batch_size, seed, shuffle=shuffle),
         schedules=ScheduleCache(run.graph, run.plan, BUILDERS[training.schedule], passes=passes, forward_only=forward_only),
-        balancer=BALANCERS[training.balancer],
+        balancer=BALANCERS[training.balance],
         rank=run.world.rank,
+        options=_balance_options(run),
+        is_emulated=run.emulation is not None,
+    )
+
+
+def _balance_options(run: Run) -> BalanceOptions:
+    training = run.config.training
+    return BalanceOptions(
         micro_batch_size=training.micro_batch_size,
         encoder_micro_batch_sizes=training.encoder_micro_batch_sizes,
-        is_emulated=run.emulation is not None,
+        granularity=Granularity(training.balance_granularity),
+        vocab_size=run.vocab_size,
     )
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from multimodal.balance.in_order import balance_in_order
-from multimodal.balance.longest_first import balance_longest_first
+from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.in_order import balance_in_order, balance_sorted
+from multimodal.balance.post_balancing import balance_every_unit, balance_llm_only
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -14,21 +15,15 @@ from multimodal.values.sample_lengths import SampleLengths
 class Balancer(Protocol):
     """A deterministic function from the lengths of a global batch to its placement."""
 
-    def __call__(
-        self,
-        lengths: Sequence[SampleLengths],
-        *,
-        graph: ModelGraph,
-        plan: Plan,
-        micro_batch_size: int,
-        encoder_micro_batch_sizes: Mapping[str, int],
-    ) -> Assignment:
+    def __call__(self, lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
         """Place every sample and every item; raises AssignmentError when the request is out of range."""
         ...
 
 
 BALANCERS: Mapping[str, Balancer] = {
-    "in-order": balance_in_order,
-    "longest-first": balance_longest_first,
+    "none": balance_in_order,
+    "sorted": balance_sorted,
+    "llm-only": balance_llm_only,
+    "orchmllm": balance_every_unit,
 }
-"""Every balancer by the name that `--balancer` chooses it by."""
+"""Every balancer by the name that `--balance` chooses it by."""

@@ -1,56 +1,51 @@
-"""The plainest balancer: samples as they come, dealt round robin. The baseline of all others."""
+"""No balancing: microbatches as the samples come, or sorted by length."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from multimodal.balance.encoder_items import list_items
+from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.batch_work import BatchWork
+from multimodal.balance.encoder_placement import deal, follow_samples
 from multimodal.balance.generator_samples import place_generators
 from multimodal.balance.validate_inputs import validate_inputs
-from multimodal.values.assignment import Assignment, Atom, Microbatch
+from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.sample_lengths import SampleLengths, index_by_sample
+from multimodal.values.sample_lengths import SampleLengths
 
 
-def balance_in_order(
-    lengths: Sequence[SampleLengths],
-    *,
-    graph: ModelGraph,
-    plan: Plan,
-    micro_batch_size: int,
-    encoder_micro_batch_sizes: Mapping[str, int],
-) -> Assignment:
+def balance_in_order(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
     """Cut the global batch into microbatches as it comes and deal them to the replicas round robin.
 
     Microbatch k of the LLM holds samples k * micro_batch_size and following, and goes to replica k % dp. An encoder's
     microbatch k holds the items of that microbatch and goes to the encoder's replica k % dp; where there are none, k is left
     out. An encoder named in `encoder_micro_batch_sizes` instead gets its items, in the LLM's order, in microbatches of that
-    many items, dealt the same way.
+    many items, dealt the same way. The last microbatch may be smaller and replicas may get unequal numbers of microbatches, or
+    none.
 
-    The last microbatch may be smaller and replicas may get unequal numbers of microbatches, or none.
-
-    lengths: the global batch in its order.
-    micro_batch_size: samples per LLM microbatch.
-    encoder_micro_batch_sizes: unit -> items per microbatch.
-
-    Raises AssignmentError when the batch is empty or a size is below 1. O(items).
+    lengths: the global batch in its order. Raises AssignmentError as `validate_inputs` does. O(items).
     """
-    validate_inputs(lengths, graph=graph, micro_batch_size=micro_batch_size, encoder_micro_batch_sizes=encoder_micro_batch_sizes)
-    lengths_by_sample = index_by_sample(lengths)
-    llm = _cut(tuple(Atom(sample.sample_id) for sample in lengths), size=micro_batch_size)
-    units = {}
-    for unit in graph.encoders:
-        items = [list_items(microbatch, unit=unit.name, lengths_by_sample=lengths_by_sample) for microbatch in llm]
-        if (size := encoder_micro_batch_sizes.get(unit.name)) is not None:
-            items = _cut(tuple(atom for microbatch in items for atom in microbatch), size=size)
-        units[unit.name] = _deal(items, num_replicas=plan.units[unit.name].data_parallel_size)
+    validate_inputs(lengths, graph=graph, options=options)
+    return _deal_in_order(lengths, BatchWork(graph, lengths, options), plan=plan)
+
+
+def balance_sorted(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
+    """Do the same with the samples sorted by their LLM tokens, longest first: microbatches of like samples.
+
+    Ties go by sample id. Raises AssignmentError as `validate_inputs` does. O(n log n).
+    """
+    validate_inputs(lengths, graph=graph, options=options)
+    ordered = sorted(lengths, key=lambda sample: (-sample.num_tokens, sample.sample_id))
+    return _deal_in_order(ordered, BatchWork(graph, lengths, options), plan=plan)
+
+
+def _deal_in_order(ordered: Sequence[SampleLengths], work: BatchWork, *, plan: Plan) -> Assignment:
+    graph, size = work.graph, work.options.micro_batch_size
+    samples = tuple(Atom(sample.sample_id) for sample in ordered)
+    microbatches = [samples[first : first + size] for first in range(0, len(samples), size)]
     backbone = graph.backbone.name
-    units[backbone] = _deal(llm, num_replicas=plan.units[backbone].data_parallel_size)
-    return Assignment({**units, **place_generators(units[backbone], graph=graph, plan=plan)})
-
-
-def _cut(atoms: Microbatch, *, size: int) -> list[Microbatch]:
-    return [atoms[first : first + size] for first in range(0, len(atoms), size)]
-
-
-def _deal(microbatches: Sequence[Microbatch], *, num_replicas: int) -> tuple[tuple[Microbatch, ...], ...]:
-    return tuple(tuple(filter(None, microbatches[replica::num_replicas])) for replica in range(num_replicas))
+    llm = deal(microbatches, num_replicas=plan.units[backbone].data_parallel_size)
+    encoders = {
+        unit.name: follow_samples(microbatches, work, unit=unit.name, num_replicas=plan.units[unit.name].data_parallel_size)
+        for unit in graph.encoders
+    }
+    return Assignment({**encoders, backbone: llm, **place_generators(llm, graph=graph, plan=plan)})

@@ -10,6 +10,7 @@ from megatron.runtime.gradients import clip_gradients, global_gradient_norm
 from megatron.runtime.step_planner import ScheduleCache, plan_step
 from megatron.runtime.unit_optimizer import build_optimizer_config, build_unit_optimizer
 from multimodal.balance import BALANCERS
+from multimodal.balance.balance_options import BalanceOptions
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.plan import Plan
@@ -44,8 +45,8 @@ def braid_losses(plan: Plan) -> list[float]:
     for number in range(NUM_STEPS):
         source = batch_of_step(number)
         lengths = [source.lengths(index) for index in range(len(source))]
-        assignment = BALANCERS["longest-first"](
-            lengths, graph=GRAPH, plan=plan, micro_batch_size=MICRO_BATCH_SIZE, encoder_micro_batch_sizes={}
+        assignment = BALANCERS["orchmllm"](
+            lengths, graph=GRAPH, plan=plan, options=BalanceOptions(micro_batch_size=MICRO_BATCH_SIZE)
         )
         step = plan_step(
             source,

@@ -38,7 +38,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
         (5, ("--vision-dp", 3, "--llm-pp", 1, "--llm-dp", 2, "--schedule", "gpipe", "--micro-batch-size", 3)),
         (6, ("--vision-dp", 1, "--vision-pp", 2, "--llm-pp", 2, "--llm-tp", 2, "--sequence-parallel", "--recompute-activations")),
         (4, ("--colocate-units", "--vision-tp", 2, "--llm-pp", 2)),
-        (4, ("--balancer", "longest-first", "--vision-micro-batch-size", 5)),
+        (4, ("--balance", "orchmllm", "--vision-micro-batch-size", 5)),
     ],
 )
 def test_any_sizes_log_the_same_losses(

@@ -3,11 +3,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multimodal.balance import BALANCERS
+from multimodal.balance.balance_options import BalanceOptions, Granularity
+from multimodal.balance.unit_cost import CostForm, UnitCost
 from multimodal.values.assignment import validate_assignment
 from multimodal.values.errors import AssignmentError
 
 ITEMS = st.lists(st.tuples(st.sampled_from(["vision", "audio"]), st.integers(1, 40)), max_size=3)
 BATCHES = st.lists(st.tuples(st.integers(0, 50), ITEMS), min_size=1, max_size=12)
+COSTS = st.dictionaries(
+    st.sampled_from(["vision", "audio", "llm"]), st.builds(UnitCost, st.sampled_from(CostForm), st.just(0.01)), max_size=3
+)
 SIZES = st.fixed_dictionaries({}, optional={"vision": st.integers(1, 5), "audio": st.integers(1, 5)})
 
 
@@ -23,12 +28,19 @@ def test_everything_is_placed_once_within_the_sizes(balance, graph, build_plan, 
     ids = data.draw(st.permutations(range(len(batch))))
     lengths = [build_sample(ids[index], text, *items) for index, (text, items) in enumerate(batch)]
     plan = build_plan(**data.draw(st.fixed_dictionaries({name: st.integers(1, 4) for name in ("vision", "audio", "llm")})))
-    arguments = {"graph": graph, "plan": plan, "micro_batch_size": micro_batch_size, "encoder_micro_batch_sizes": sizes}
-    assignment = balance(lengths, **arguments)
+    options = BalanceOptions(
+        micro_batch_size=micro_batch_size,
+        encoder_micro_batch_sizes=sizes,
+        granularity=data.draw(st.sampled_from(Granularity)),
+        unit_costs=data.draw(COSTS),
+    )
+    assignment = balance(lengths, graph=graph, plan=plan, options=options)
     validate_assignment(assignment, graph=graph, plan=plan, lengths=lengths)
-    assert assignment == balance(lengths, **arguments)
-    for unit, limit in {"llm": micro_batch_size, **sizes}.items():
+    assert assignment == balance(lengths, graph=graph, plan=plan, options=options)
+    for unit, limit in sizes.items():
         assert all(len(microbatch) <= limit for replica in assignment.units[unit] for microbatch in replica)
+    most_microbatches = -(-len(lengths) // (micro_batch_size * plan.units["llm"].data_parallel_size))
+    assert all(len(replica) <= most_microbatches for replica in assignment.units["llm"])
 
 
 @settings(deadline=None)
@@ -36,7 +48,8 @@ def test_everything_is_placed_once_within_the_sizes(balance, graph, build_plan, 
 def test_an_encoder_replica_works_in_the_order_of_need(balance, graph, build_plan, build_sample, batch, replicas, sizes):
     lengths = [build_sample(index, text, *items) for index, (text, items) in enumerate(batch)]
     plan = build_plan(**dict(zip(("vision", "audio", "llm"), replicas, strict=True)))
-    assignment = balance(lengths, graph=graph, plan=plan, micro_batch_size=2, encoder_micro_batch_sizes=sizes)
+    options = BalanceOptions(micro_batch_size=2, encoder_micro_batch_sizes=sizes)
+    assignment = balance(lengths, graph=graph, plan=plan, options=options)
     round_of_sample = {atom.sample_id: place[1] for atom, place in assignment.place_of_atom["llm"].items()}
     for unit in ("vision", "audio"):
         for replica in assignment.units[unit]:
@@ -47,34 +60,32 @@ def test_an_encoder_replica_works_in_the_order_of_need(balance, graph, build_pla
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lengths": []}, "the global batch has no samples"),
         ({"micro_batch_size": 0}, "micro batch size 0 must be at least 1; set --micro-batch-size"),
         ({"encoder_micro_batch_sizes": {"llm": 1}}, r"'llm', which is no encoder of the model \(encoders: vision, audio\)"),
         ({"encoder_micro_batch_sizes": {"vision": 0}}, "unit 'vision': micro batch size 0 must be at least 1"),
+        ({"unit_costs": {"lidar": UnitCost()}}, "a cost is given for 'lidar', which is no unit of the model"),
+        ({"ranks_per_node": 0}, "0 ranks per node"),
     ],
 )
 def test_wrong_requests_are_named(balance, graph, build_plan, build_sample, change, message):
-    arguments = {
-        "lengths": [build_sample(0, 5)],
-        "graph": graph,
-        "plan": build_plan(vision=1, audio=1, llm=1),
-        "micro_batch_size": 1,
-        "encoder_micro_batch_sizes": {},
-        **change,
-    }
+    plan = build_plan(vision=1, audio=1, llm=1)
     with pytest.raises(AssignmentError, match=message):
-        balance(arguments.pop("lengths"), **arguments)
+        balance([build_sample(0, 5)], graph=graph, plan=plan, options=BalanceOptions(**change))
 
 
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
+        ([], "the global batch has no samples"),
         ([(4, 5), (4, 5)], "sample 4 is in the global batch twice"),
         ([(4, 5, ("lidar", 3))], "item 0 of sample 4 is for unit 'lidar', which is no encoder of the model"),
+        ([(4, -1)], "sample 4 has a length of -1 tokens; lengths are integers from 0 to 2147483647"),
+        ([(4, 2**40)], "sample 4 has a length of 1099511627776 tokens"),
+        ([(4, float("nan"))], "sample 4 has a length of nan tokens"),
     ],
 )
 def test_wrong_samples_are_named(balance, graph, build_plan, build_sample, samples, message):
     lengths = [build_sample(*sample) for sample in samples]
     plan = build_plan(vision=1, audio=1, llm=1)
     with pytest.raises(AssignmentError, match=message):
-        balance(lengths, graph=graph, plan=plan, micro_batch_size=1, encoder_micro_batch_sizes={})
+        balance(lengths, graph=graph, plan=plan, options=BalanceOptions())

@@ -1,4 +1,5 @@
 from multimodal.balance import balance_in_order
+from multimodal.balance.balance_options import BalanceOptions
 from multimodal.values.assignment import Atom
 
 
@@ -17,8 +18,7 @@ def test_microbatches_are_dealt_round_robin(graph, build_plan, build_sample):
         _batch(build_sample),
         graph=graph,
         plan=build_plan(vision=2, audio=1, llm=2),
-        micro_batch_size=2,
-        encoder_micro_batch_sizes={},
+        options=BalanceOptions(micro_batch_size=2, encoder_micro_batch_sizes={}),
     )
     assert assignment.units["llm"] == (((Atom(7), Atom(3)), (Atom(2),)), ((Atom(5), Atom(1)),))
     # The LLM's microbatch 1 has no images, so the second vision replica idles.
@@ -31,8 +31,7 @@ def test_an_encoder_may_have_its_own_microbatch_size(graph, build_plan, build_sa
         _batch(build_sample),
         graph=graph,
         plan=build_plan(vision=2, audio=1, llm=3),
-        micro_batch_size=1,
-        encoder_micro_batch_sizes={"vision": 3},
+        options=BalanceOptions(micro_batch_size=1, encoder_micro_batch_sizes={"vision": 3}),
     )
     assert assignment.units["llm"] == (((Atom(7),), (Atom(1),)), ((Atom(3),), (Atom(2),)), ((Atom(5),),))
     assert assignment.units["vision"] == (((Atom(7, 0), Atom(3, 1), Atom(3, 2)),), ((Atom(2, 0),),))
@@ -43,7 +42,6 @@ def test_replicas_beyond_the_last_microbatch_stay_idle(graph, build_plan, build_
         [build_sample(0, 5)],
         graph=graph,
         plan=build_plan(vision=1, audio=1, llm=3),
-        micro_batch_size=4,
-        encoder_micro_batch_sizes={},
+        options=BalanceOptions(micro_batch_size=4, encoder_micro_batch_sizes={}),
     )
     assert assignment.units == {"vision": ((),), "audio": ((),), "llm": (((Atom(0),),), (), ())}

@@ -8,8 +8,8 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES
 
 
-def test_balancer_and_schedule_offer_what_is_registered() -> None:
+def test_balance_and_schedule_offer_what_is_registered() -> None:
     hints = get_type_hints(TrainingConfig)
-    assert set(get_args(hints["balancer"])) == set(BALANCERS)
+    assert set(get_args(hints["balance"])) == set(BALANCERS)
     assert set(get_args(hints["schedule"])) == set(BUILDERS)
     assert set(SCHEDULE_PASSES) == set(PASSES)

@@ -1,21 +1,24 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multimodal.balance import balance_longest_first
+from multimodal.balance import balance_every_unit
+from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.unit_cost import UnitCost
 from multimodal.values.assignment import Atom
+
+TOKENS = {name: UnitCost() for name in ("vision", "audio", "llm")}
 
 
 def test_tokens_are_balanced_over_replicas_and_microbatches(graph, build_plan, build_sample):
     texts = [10, 60, 20, 30, 20, 20]
-    assignment = balance_longest_first(
+    assignment = balance_every_unit(
         [build_sample(index, tokens) for index, tokens in enumerate(texts)],
         graph=graph,
         plan=build_plan(vision=1, audio=1, llm=2),
-        micro_batch_size=2,
-        encoder_micro_batch_sizes={},
+        options=BalanceOptions(micro_batch_size=2, unit_costs=TOKENS),
     )
-    # 60 + 20 against 30 + 20 + 20 + 10, and the latter again as 30 + 10 against 20 + 20.
-    assert assignment.units["llm"] == (((Atom(1), Atom(5)),), ((Atom(0), Atom(3)), (Atom(2), Atom(4))))
+    # 60 + 20 against 30 + 20 + 20 + 10, and both in two microbatches: the latter as 30 + 10 against 20 + 20.
+    assert assignment.units["llm"] == (((Atom(1),), (Atom(5),)), ((Atom(0), Atom(3)), (Atom(2), Atom(4))))
 
 
 def test_items_leave_their_sample_and_come_in_the_order_of_need(graph, build_plan, build_sample):
@@ -24,12 +27,11 @@ def test_items_leave_their_sample_and_come_in_the_order_of_need(graph, build_pla
         build_sample(1, 90, ("vision", 24)),
         build_sample(2, 50, ("vision", 4)),
     ]
-    assignment = balance_longest_first(
+    assignment = balance_every_unit(
         lengths,
         graph=graph,
         plan=build_plan(vision=2, audio=1, llm=1),
-        micro_batch_size=1,
-        encoder_micro_batch_sizes={"vision": 1},
+        options=BalanceOptions(micro_batch_size=1, unit_costs=TOKENS, encoder_micro_batch_sizes={"vision": 1}),
     )
     assert assignment.units["llm"] == (((Atom(1),), (Atom(2),), (Atom(0),)),)
     # 24 + 8 against 16 + 8 + 4; sample 1 is needed first, sample 0 last.
@@ -40,12 +42,11 @@ def test_items_leave_their_sample_and_come_in_the_order_of_need(graph, build_pla
 
 
 def test_by_default_encoders_have_as_many_microbatches_as_the_llm(graph, build_plan, build_sample):
-    assignment = balance_longest_first(
+    assignment = balance_every_unit(
         [build_sample(index, 10, ("vision", 8), ("vision", 8)) for index in range(8)],
         graph=graph,
         plan=build_plan(vision=2, audio=1, llm=1),
-        micro_batch_size=2,
-        encoder_micro_batch_sizes={},
+        options=BalanceOptions(micro_batch_size=2, unit_costs=TOKENS),
     )
     assert [len(replica) for replica in assignment.units["llm"]] == [4]
     assert [[len(microbatch) for microbatch in replica] for replica in assignment.units["vision"]] == [[4, 4], [4, 4]]
@@ -56,7 +57,7 @@ def test_the_order_of_the_batch_does_not_matter(graph, build_plan, build_sample,
     samples = [build_sample(index, 10 + index % 2, *[("vision", 8)] * (index % 3)) for index in range(6)]
     plan = build_plan(vision=2, audio=1, llm=2)
     placed = [
-        balance_longest_first(batch, graph=graph, plan=plan, micro_batch_size=2, encoder_micro_batch_sizes={})
+        balance_every_unit(batch, graph=graph, plan=plan, options=BalanceOptions(micro_batch_size=2, unit_costs=TOKENS))
         for batch in (samples, [samples[index] for index in order])
     ]
     assert placed[0] == placed[1]

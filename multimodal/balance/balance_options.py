@@ -1,0 +1,40 @@
+"""What a balancer is told beside the lengths."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+
+from multimodal.balance.unit_cost import UnitCost
+from multimodal.values.assignment import Assignment
+from multimodal.values.sample_lengths import SampleLengths
+
+PredictSeconds = Callable[[Assignment, Sequence[SampleLengths]], float]
+"""Seconds that a step of these samples would take under an assignment."""
+
+
+class Granularity(StrEnum):
+    """What an encoder's balancing moves as one."""
+
+    ITEM = "item"
+    """Every image and every clip by itself."""
+    SAMPLE = "sample"
+    """All items of a sample together, as the papers do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceOptions:
+    """Sizes, costs and what else shapes an assignment."""
+
+    micro_batch_size: int = 1
+    """Samples in one microbatch of the LLM. Balancers that equalise work take it as the mean: it sets their number."""
+    encoder_micro_batch_sizes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    """Encoder -> most items in one of its microbatches; an encoder that is not named follows the LLM's microbatches."""
+    granularity: Granularity = Granularity.ITEM
+    unit_costs: Mapping[str, UnitCost] = field(default_factory=lambda: MappingProxyType({}))
+    """Unit -> its cost as a function of lengths in tokens; a unit that is not named costs its FLOPs (see `BatchWork`)."""
+    ranks_per_node: int = 8
+    vocab_size: int = 32768
+    """Of the LLM's head, whose work counts."""
+    predict_seconds: PredictSeconds | None = None
+    """What `auto` compares; without it, the largest work of a replica."""

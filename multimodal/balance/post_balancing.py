@@ -1,0 +1,75 @@
+"""Balances the drawn batch: the LLM's samples alone, or every unit on its own (OrchMLLM)."""
+
+from collections.abc import Sequence
+from math import ceil
+
+from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.batch_work import BatchWork
+from multimodal.balance.encoder_placement import Replicas, balance_items, follow_samples, in_time
+from multimodal.balance.generator_samples import place_generators
+from multimodal.balance.longest_first_partition import partition_longest_first
+from multimodal.balance.validate_inputs import validate_inputs
+from multimodal.values.assignment import Assignment, Atom, Microbatch
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+from multimodal.values.sample_lengths import SampleLengths
+
+
+def balance_llm_only(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
+    """Balance the LLM's work over its replicas and their microbatches; encoders take the items of the samples as they lie.
+
+    This is what balancing before the batch is drawn can do at best ("pre-balancing", OrchMLLM 3.2): one phase is balanced, the
+    others are not. Ties go by sample id. Raises AssignmentError as `validate_inputs` does.
+    """
+    validate_inputs(lengths, graph=graph, options=options)
+    work = BatchWork(graph, lengths, options)
+    llm = balance_samples(work, plan=plan)
+    encoders = {
+        unit.name: follow_samples(in_time(llm), work, unit=unit.name, num_replicas=plan.units[unit.name].data_parallel_size)
+        for unit in graph.encoders
+    }
+    return Assignment({**encoders, graph.backbone.name: llm, **place_generators(llm, graph=graph, plan=plan)})
+
+
+def balance_every_unit(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
+    """Balance every unit's work over its own replicas (OrchMLLM's post-balancing), and inside each over its microbatches.
+
+    The LLM's samples go over its replicas by their work, and each replica's over its microbatches. An encoder's items (or the
+    items of a sample together, by `options.granularity`) go over its own replicas by their own work, wherever their samples are:
+    what leaves the encoder is routed straight to its consumer, which is OrchMLLM's composition of two rearrangements.
+
+    The result does not depend on the order of `lengths`. Raises AssignmentError as `validate_inputs` does.
+    """
+    validate_inputs(lengths, graph=graph, options=options)
+    work = BatchWork(graph, lengths, options)
+    llm = balance_samples(work, plan=plan)
+    encoders = {
+        unit.name: balance_items(in_time(llm), work, unit=unit.name, num_replicas=plan.units[unit.name].data_parallel_size)
+        for unit in graph.encoders
+    }
+    return Assignment({**encoders, graph.backbone.name: llm, **place_generators(llm, graph=graph, plan=plan)})
+
+
+def num_microbatches(num_samples: int, *, num_replicas: int, micro_batch_size: int) -> int:
+    """Microbatches of every LLM replica: as many as hold the samples at `micro_batch_size` on average."""
+    return ceil(num_samples / (num_replicas * micro_batch_size))
+
+
+def balance_samples(work: BatchWork, *, plan: Plan) -> Replicas:
+    """Balance the LLM's samples over its replicas, then over equally many microbatches in each (fewer where samples are few)."""
+    backbone = work.graph.backbone.name
+    samples = [Atom(sample_id) for sample_id in work.lengths_by_sample]
+    num_replicas = plan.units[backbone].data_parallel_size
+    count = num_microbatches(len(samples), num_replicas=num_replicas, micro_batch_size=work.options.micro_batch_size)
+    replicas = _partition(samples, work, unit=backbone, num_bins=num_replicas)
+    return tuple(
+        tuple(filter(None, _partition(replica, work, unit=backbone, num_bins=min(count, len(replica))))) for replica in replicas
+    )
+
+
+def _partition(atoms: Sequence[Atom], work: BatchWork, *, unit: str, num_bins: int) -> tuple[Microbatch, ...]:
+    """Partition atoms; inside a bin they keep their order."""
+    if not atoms:
+        return ((),) * num_bins
+    bins = partition_longest_first(work.amounts(unit, [(atom,) for atom in atoms]), num_bins=num_bins)
+    return tuple(tuple(atoms[index] for index in sorted(members)) for members in bins)
