@@ -10,6 +10,7 @@ from multimodal.cost.hardware import PEAK_TFLOPS, peak_tflops
 from multimodal.values.errors import ConfigError
 from multimodal.values.file_form import read_mapping
 
+BYTES_OF_DTYPE: Mapping[str, int] = {"bfloat16": 2, "float32": 4, "float64": 8}
 _Part = TypeVar("_Part", "NodeLink", "Network")
 
 
@@ -39,18 +40,37 @@ class Cluster:
 
     gpus_per_node: int
     peak_tflops: float
-    """Dense bf16 peak of one accelerator."""
+    """Dense peak of one accelerator, of `dtype`."""
     memory_gb: float
     """Of one accelerator, 10^9 bytes."""
     intra_node: NodeLink
     inter_node: Network
     efficiency: float = 0.5
-    """Share of the peak that a layer's computations reach, 0 to 1."""
+    """Share of the peak that large matrix products reach, 0 to 1."""
+    half_efficiency_gflop: float = 0.0
+    """Size of the matrix product that reaches half of `efficiency`: one of w reaches `efficiency x w / (w + this)`."""
+    attention_efficiency: float | None = None
+    """Share of the peak that core attention reaches; None: `efficiency`."""
+    memory_bandwidth_gbytes_per_second: float | None = None
+    """Of one accelerator's own memory, as reached; None: elementwise work is part of `efficiency`."""
+    dtype: str = "bfloat16"
+    """What layers compute in."""
 
     @property
     def flops_per_second(self) -> float:
-        """What one accelerator really computes."""
+        """What one accelerator really computes in large matrix products."""
         return self.peak_tflops * 1e12 * self.efficiency
+
+    @property
+    def attention_flops_per_second(self) -> float:
+        """What one accelerator really computes in core attention."""
+        share = self.efficiency if self.attention_efficiency is None else self.attention_efficiency
+        return self.peak_tflops * 1e12 * share
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Of weights and activations."""
+        return BYTES_OF_DTYPE[self.dtype]
 
     def node(self, rank: int) -> int:
         """Node of a rank."""
@@ -73,18 +93,22 @@ class Cluster:
             raise ConfigError("cluster: give exactly one of 'device' and 'peak_tflops'")
         if "device" in given:
             device = str(given.pop("device"))
-            peak = peak_tflops(device, "bfloat16")
+            peak = peak_tflops(device, _dtype(given))
             if peak is None:
                 raise ConfigError(f"cluster: unknown device '{device}'; known are {', '.join(PEAK_TFLOPS)}; or give peak_tflops")
             given["peak_tflops"] = peak
         _check_keys(given, cls, where="cluster", also=("device",))
         given["intra_node"] = _part(NodeLink, given["intra_node"], where="cluster, intra_node")
         given["inter_node"] = _part(Network, given["inter_node"], where="cluster, inter_node")
-        for name in ("gpus_per_node", "peak_tflops", "memory_gb", *(("efficiency",) if "efficiency" in given else ())):
-            _check_number(given[name], where=f"cluster, {name}", is_count=name == "gpus_per_node")
+        _dtype(given)
+        for name in _NUMBERS:
+            if name in given:
+                is_count, or_zero = name == "gpus_per_node", name == "half_efficiency_gflop"
+                _check_number(given[name], where=f"cluster, {name}", is_count=is_count, or_zero=or_zero)
         cluster = cls(**given)
-        if cluster.efficiency > 1:
-            raise ConfigError(f"cluster, efficiency: a share of the peak cannot exceed 1, found {cluster.efficiency}")
+        for name, share in (("efficiency", cluster.efficiency), ("attention_efficiency", cluster.attention_efficiency)):
+            if share is not None and share > 1:
+                raise ConfigError(f"cluster, {name}: a share of the peak cannot exceed 1, found {share}")
         if cluster.inter_node.nics_per_node > cluster.gpus_per_node:
             raise ConfigError(
                 f"cluster, inter_node: {cluster.inter_node.nics_per_node} cards for {cluster.gpus_per_node} accelerators; "
@@ -99,6 +123,24 @@ class Cluster:
             return cls.from_dict(read_mapping(path, error=ConfigError))
         except ConfigError as problem:
             raise problem if str(problem).startswith(str(path)) else ConfigError(f"{path}: {problem}") from None
+
+
+_NUMBERS = (
+    "gpus_per_node",
+    "peak_tflops",
+    "memory_gb",
+    "efficiency",
+    "half_efficiency_gflop",
+    "attention_efficiency",
+    "memory_bandwidth_gbytes_per_second",
+)
+
+
+def _dtype(given: Mapping[str, Any]) -> str:
+    dtype = str(given.get("dtype", "bfloat16"))
+    if dtype not in BYTES_OF_DTYPE:
+        raise ConfigError(f"cluster, dtype: expected one of {', '.join(BYTES_OF_DTYPE)}, found {dtype!r}")
+    return dtype
 
 
 def _part(kind: type[_Part], value: Any, *, where: str) -> _Part:

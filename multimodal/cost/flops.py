@@ -7,6 +7,7 @@ trainable computes input gradients only, a frozen encoder nothing).
 from collections.abc import Iterable
 
 from multimodal.cost.layer_flops import add_loads, layer_forward_flops, sample_load
+from multimodal.cost.layer_seconds import passes_gradient
 from multimodal.values.backward_need import BackwardNeed, layers_backward_need
 from multimodal.values.model_graph import ModelGraph, Unit
 from multimodal.values.sample_lengths import SampleLengths
@@ -29,5 +30,6 @@ def _unit_flops(graph: ModelGraph, unit: Unit, samples: tuple[SampleLengths, ...
     for index, kind in enumerate(unit.layers):
         need = layers_backward_need(graph, unit.name, range(index, index + 1))
         linear, attention = layer_forward_flops(graph, unit, kind, load, vocab_size=vocab_size)
-        total += linear * (1 + num_linear_backwards(need)) + attention * (3 if need.has_backward else 1)
+        num_gradients = passes_gradient(kind, need) + need.trains_weights
+        total += linear * (1 + num_gradients) + attention * (3 if need.has_backward else 1)
     return total

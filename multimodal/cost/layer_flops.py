@@ -77,6 +77,11 @@ def layer_weights(graph: ModelGraph, unit: Unit, kind: LayerKind, *, vocab_size:
     return (unit.projector_hidden_size or merged) * (merged + output_size)
 
 
+def num_products(kind: LayerKind) -> int:
+    """Return how many matrix products with weights a layer's forward consists of."""
+    return {LayerKind.TRANSFORMER: 4, LayerKind.PROJECTOR: 2, LayerKind.TOKEN_EMBEDDING: 0}.get(kind, 1)
+
+
 def layer_forward_flops(graph: ModelGraph, unit: Unit, kind: LayerKind, load: UnitLoad, *, vocab_size: int) -> LayerFlops:
     """FLOPs of one layer's forward over a load, all tensor parallel ranks together; looking an embedding up costs nothing."""
     if kind is LayerKind.TOKEN_EMBEDDING:

@@ -7,9 +7,11 @@ from functools import cached_property
 
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.communication import collective_seconds, message_cost
-from multimodal.cost.flops import num_linear_backwards, step_flops
-from multimodal.cost.layer_flops import UnitLoad, add_loads, item_load, layer_forward_flops, layer_weights, sample_load
-from multimodal.cost.memory import BYTES_PER_ELEMENT, GRADIENT_BYTES, layer_activation_bytes, layer_static_bytes
+from multimodal.cost.flops import step_flops
+from multimodal.cost.layer_costs import LayerCosts, Recompute
+from multimodal.cost.layer_flops import UnitLoad, add_loads, item_load, layer_weights, sample_load
+from multimodal.cost.layer_seconds import LayerSeconds, passes_gradient
+from multimodal.cost.memory import GRADIENT_BYTES, layer_activation_bytes, layer_static_bytes
 from multimodal.cost.step_costs import ComputeCost, TransferCost
 from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace
 from multimodal.values.backward_need import BackwardNeed, layers_backward_need
@@ -22,17 +24,14 @@ from multimodal.values.schedule_form import parts_of
 _StageKey = tuple[str, int, int]
 """(unit, replica, virtual stage)."""
 _LayerCounts = Mapping[tuple[LayerKind, BackwardNeed], int]
-_COLLECTIVES_PER_PASS = 4
-"""A transformer layer all-gathers and reduce-scatters its activations twice per pass (sequence parallelism)."""
 
 
 @dataclass(frozen=True)
 class ModelCosts:
     """`StepCosts` of one global batch on a cluster.
 
-    A computation takes its FLOPs over `tp x peak x efficiency`, plus the tensor parallel collectives inside its layers, which
-    nothing hides. A message is `num_tokens x hidden_size` bf16 elements. Replicas reduce fp32 gradients and gather bf16
-    parameters of trained layers (ZeRO-1). Kernel launches and elementwise work are part of the efficiency.
+    A computation takes its layers' seconds (`LayerCosts`), with the collectives inside them, which nothing hides. A message is
+    `num_tokens x hidden_size` elements. Replicas reduce fp32 gradients and gather the parameters of trained layers (ZeRO-1).
     """
 
     graph: ModelGraph
@@ -43,6 +42,12 @@ class ModelCosts:
     cluster: Cluster
     vocab_size: int
     """Padded."""
+    recompute: Recompute | None = None
+
+    @cached_property
+    def layer_costs(self) -> LayerCosts:
+        """Seconds of single layers."""
+        return LayerCosts(self.graph, self.cluster, self.vocab_size)
 
     @cached_property
     def model_flops(self) -> float:
@@ -63,13 +68,13 @@ class ModelCosts:
         """Cost of the message that a send starts: inside a unit its hidden states, between units the routed atoms' outputs."""
         assert send.peer is not None, f"{send} has no peer"
         source, target = (send.place, send.peer) if send.kind is ActionKind.SEND_FORWARD else (send.peer, send.place)
-        num_bytes = BYTES_PER_ELEMENT * self._num_elements(source, target, part=send.part)
+        num_bytes = self.cluster.bytes_per_element * self._num_elements(source, target, part=send.part)
         latency_seconds, seconds_per_byte, link = self._link(send[1:4], send.peer[:3])
         return TransferCost(latency_seconds, num_bytes * seconds_per_byte, link)
 
     def collective_seconds(self, action: Action) -> float:
-        """Seconds of gathering a stage's parameters (bf16) or reducing its gradients (fp32) over the unit's replicas."""
-        bytes_per_weight = GRADIENT_BYTES if action.kind is ActionKind.REDUCE_GRADIENTS else BYTES_PER_ELEMENT
+        """Seconds of gathering a stage's parameters or reducing its gradients (fp32) over the unit's replicas."""
+        bytes_per_weight = GRADIENT_BYTES if action.kind is ActionKind.REDUCE_GRADIENTS else self.cluster.bytes_per_element
         unit = self.plan.units[action.unit]
         num_weights = self._num_weights(action.unit, action.replica, action.stage, trained_only=True) / unit.tensor_parallel_size
         peers = [replica.virtual_stages[action.stage].ranks[0] for replica in unit.replicas]
@@ -183,17 +188,20 @@ class ModelCosts:
 
     def _sum_layers(self, kind: ActionKind, unit: str, replica: int, stage: int, load: UnitLoad) -> ComputeCost:
         ranks = self.plan.virtual_stage(unit, replica, stage).ranks
-        described = self.graph.unit(unit)
-        flops, num_collectives = 0.0, 0
+        seconds, waiting = 0.0, 0.0
         for (layer, need), count in self._layers(unit, replica, stage).items():
-            linear, attention = layer_forward_flops(self.graph, described, layer, load, vocab_size=self.vocab_size)
-            num_linear, num_attention = _passes(kind, need)
-            flops += count * (linear * num_linear + attention * num_attention)
-            if layer is LayerKind.TRANSFORMER and num_attention:
-                num_collectives += count * _COLLECTIVES_PER_PASS
-        num_bytes = BYTES_PER_ELEMENT * load.num_tokens * described.transformer.hidden_size
-        waiting = num_collectives * collective_seconds(num_bytes, ranks=ranks, cluster=self.cluster)
-        return ComputeCost(flops / (len(ranks) * self.cluster.flops_per_second) + waiting, waiting)
+            one = self.layer_costs.seconds(
+                unit,
+                layer,
+                load,
+                tensor_parallel_size=self.plan.units[unit].tensor_parallel_size,
+                context_parallel_size=self.plan.units[unit].context_parallel_size,
+                recompute=self.recompute,
+                ranks=ranks,
+            )
+            cost = _cost_of(kind, one, layer, need)
+            seconds, waiting = seconds + count * cost.seconds, waiting + count * cost.tensor_parallel_seconds
+        return ComputeCost(seconds, waiting)
 
     def _activation_bytes(self, unit: str, replica: int, stage: int, load: UnitLoad) -> int:
         total = sum(
@@ -218,13 +226,14 @@ class ModelCosts:
         )
 
 
-def _passes(kind: ActionKind, need: BackwardNeed) -> tuple[int, int]:
-    """Return how many times a layer's forward FLOPs a computation costs: (products with weights, attention itself)."""
+def _cost_of(kind: ActionKind, one: LayerSeconds, layer: LayerKind, need: BackwardNeed) -> ComputeCost:
+    """Return what one computation asks of one layer."""
     if kind is ActionKind.FORWARD:
-        return 1, 1
-    attention = 2 if need.has_backward else 0
-    if kind is ActionKind.INPUT_GRADIENT:
-        return int(need.sends_gradient), attention
+        return ComputeCost(one.forward, one.forward_waiting)
     if kind is ActionKind.WEIGHT_GRADIENT:
-        return int(need.trains_weights), 0
-    return num_linear_backwards(need), attention
+        return ComputeCost(one.weight_gradient if need.trains_weights else 0.0)
+    passes = passes_gradient(layer, need)
+    waiting = one.input_gradient_waiting if passes else 0.0
+    if kind is ActionKind.INPUT_GRADIENT:
+        return ComputeCost(one.input_gradient if passes else 0.0, waiting)
+    return ComputeCost(one.backward(layer, need), waiting)

@@ -1,0 +1,30 @@
+"""What one layer costs as curves over tokens: the form of both the analytic model and a profile."""
+
+from typing import NamedTuple, Protocol
+
+from multimodal.cost.layer_flops import UnitLoad
+from multimodal.cost.quadratic import Quadratic
+from multimodal.values.model_graph import LayerKind, Role
+
+
+class Curve(Protocol):
+    """Seconds over tokens."""
+
+    def at(self, num_tokens: float, num_squared: float) -> float:
+        """Seconds of `num_tokens` packed tokens whose sequences' squared lengths add up to `num_squared`."""
+
+
+class LayerCurves(NamedTuple):
+    """Seconds of one rank's computations, without collectives and without recomputation."""
+
+    forward: Curve
+    input_gradient: Curve
+    weight_gradient: Curve
+    attention: Curve = Quadratic()
+    """Contained in `forward`: core attention, which selective recomputation runs again."""
+
+
+def counted_tokens(role: Role, kind: LayerKind, load: UnitLoad) -> tuple[int, int]:
+    """Tokens and sum of squares that a layer's cost depends on: where tokens leave a unit, those that leave."""
+    at_exit = kind is LayerKind.HEAD or (kind is LayerKind.PROJECTOR and role is Role.ENCODER)
+    return (load.num_outputs, load.num_outputs**2) if at_exit else (load.num_tokens, load.num_squared)
