@@ -15,12 +15,14 @@ from multimodal.model.vocab_parallel_cross_entropy import vocab_parallel_cross_e
 
 
 class HeadOutput(NamedTuple):
-    """What the head returns of a microbatch."""
+    """What a head returns of a microbatch."""
 
     loss_sum: Tensor
-    """Sum of the losses of the target tokens, float32 (float64 in float64 runs)."""
+    """Sum of the losses of the target tokens (LLM) or of all generated values (generator), float32 (float64 in float64 runs)."""
     is_correct: Tensor | None
-    """[num_targets]: whether greedy decoding picks the target; only outside of training."""
+    """[num_targets]: whether greedy decoding picks the target; LLM only, and only outside of training."""
+    conditions: Tensor | None = None
+    """[num_generated_items, hidden_size]: what generators are given; LLM only, None where there is nothing to generate."""
 
 
 class LanguageHead(torch.nn.Module):
@@ -45,17 +47,29 @@ class LanguageHead(torch.nn.Module):
             tp_group=groups.tp,
         )
 
-    def forward(self, hidden: Tensor, *, target_rows: Tensor, targets: Tensor, shared_weight: Tensor | None) -> HeadOutput:
-        """hidden: [rows, 1, hidden_size] (padded and / tp under sequence parallelism); target_rows, targets: [num_targets]."""
+    def forward(
+        self,
+        hidden: Tensor,
+        *,
+        target_rows: Tensor,
+        targets: Tensor,
+        shared_weight: Tensor | None,
+        generator_rows: Tensor | None = None,
+    ) -> HeadOutput:
+        """Score the targets, and hand on what generators are given.
+
+        hidden: [rows, 1, hidden_size] (padded and / tp under sequence parallelism); target_rows, targets: [num_targets];
+        generator_rows: [num_generated_items], rows whose normalised hidden states generators are given.
+        """
         hidden = self.norm(hidden)
         if self.is_sequence_sharded:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
+        conditions = None if generator_rows is None else hidden.index_select(0, generator_rows)[:, 0]
         logits, _ = self.output_layer(hidden.index_select(0, target_rows), weight=shared_weight)
         logits = logits[:, 0]
         loss_sum = vocab_parallel_cross_entropy(logits, targets, group=self.group).sum()
         if self.training:
-            return HeadOutput(loss_sum, None)
+            return HeadOutput(loss_sum, None, conditions)
         all_logits = gather_from_tensor_model_parallel_region(logits.detach(), group=self.group)
-        return HeadOutput(
-            loss_sum, all_logits.argmax(-1) == targets if len(targets) else torch.ones_like(targets, dtype=torch.bool)
-        )
+        is_correct = all_logits.argmax(-1) == targets if len(targets) else torch.ones_like(targets, dtype=torch.bool)
+        return HeadOutput(loss_sum, is_correct, conditions)

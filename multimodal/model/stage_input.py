@@ -15,7 +15,7 @@ class PackedInput:
     positions: Tensor
     """[num_tokens] (text) or [num_tokens, 2] (rows and columns of patches)."""
     patches: Tensor | None = None
-    """[num_tokens, patch_channels]; an encoder's first stage only."""
+    """[num_tokens, patch_channels]: what an encoder's first stage takes, or what a generator's last stage is to make."""
     token_ids: Tensor | None = None
     """[num_tokens]; the LLM only."""
     item_rows: Tensor | None = None
@@ -24,6 +24,10 @@ class PackedInput:
     """[num_targets]: rows that count in the loss; the LLM's last stage."""
     targets: Tensor | None = None
     """[num_targets]."""
+    generator_rows: Tensor | None = None
+    """[num_generated_items]: rows whose hidden states generators are given; the LLM's last stage, where there are any."""
+    condition_rows: Tensor | None = None
+    """[num_tokens]: which of the rows that the LLM hands over each patch is made from; a generator's first stage."""
 
     @property
     def num_tokens(self) -> int:

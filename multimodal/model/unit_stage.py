@@ -12,6 +12,8 @@ from torch.nn import Module, ModuleDict
 from torch.utils.checkpoint import checkpoint
 
 from multimodal.attention.packed_attention import PackedLengths
+from multimodal.model.generator_head import GeneratorHead
+from multimodal.model.generator_projector import GeneratorProjector
 from multimodal.model.language_head import HeadOutput, LanguageHead
 from multimodal.model.layer_spec import transformer_layer_spec
 from multimodal.model.patch_embedding import PatchEmbedding
@@ -46,6 +48,7 @@ class UnitStage(MegatronModule):
         super().__init__(build_transformer_config(unit, tensor_parallel_size=groups.tp.size(), options=options))
         self.unit, self.layer_range, self.groups, self.options = unit, layers, groups, options
         self.output_size = _output_size(graph, unit)
+        self.condition_size = graph.backbone.transformer.hidden_size
         self.vocab_size = vocab_size
         self.shares_embedding = unit.role is Role.BACKBONE and not unit.untie_embeddings_and_output_weights
         self.layers = ModuleDict({str(index): self._build_layer(index) for index in layers})
@@ -86,8 +89,10 @@ class UnitStage(MegatronModule):
         """Run the stage.
 
         hidden: [rows, 1, hidden_size] from the stage before, rows = `num_rows(batch.num_tokens)`; None on the first stage.
-        item_embeddings: [num_item_tokens, hidden_size], the encoders' outputs in the order of `batch.item_rows`.
-        Returns the same shape as `hidden`; [num_merged_tokens, output_size] after a projector; a HeadOutput after the head.
+        item_embeddings: [num_item_tokens, hidden_size], the encoders' outputs in the order of `batch.item_rows`; a generator's
+        first stage: [num_images, the LLM's hidden size], what `batch.condition_rows` counts.
+        Returns the same shape as `hidden`; [num_merged_tokens, output_size] after an encoder's projector; a HeadOutput after the
+        head.
         """
         output: Tensor | HeadOutput | None = hidden
         position, lengths = self._position_inputs(batch)
@@ -113,13 +118,26 @@ class UnitStage(MegatronModule):
             return self._share_tokens(layer(batch.patches), batch)
         if kind is LayerKind.TOKEN_EMBEDDING:
             return self._share_tokens(layer(batch.token_ids, batch.item_rows, item_embeddings), batch)
+        if kind is LayerKind.PROJECTOR and self.unit.role is Role.GENERATOR:
+            return self._share_tokens(layer(item_embeddings, batch.condition_rows, batch.positions), batch)
         if kind is LayerKind.PROJECTOR:
             projected: Tensor = layer(hidden, batch.num_tokens)
             return projected
-        head: HeadOutput = layer(
-            hidden, target_rows=batch.target_rows, targets=batch.targets, shared_weight=self.shared_embedding_weight
-        )
-        return head
+        return self._run_head(layer, hidden, batch)
+
+    def _run_head(self, layer: Module, hidden: Tensor, batch: PackedInput) -> HeadOutput:
+        output: HeadOutput
+        if self.unit.role is Role.GENERATOR:
+            output = layer(hidden, patches=batch.patches)
+        else:
+            output = layer(
+                hidden,
+                target_rows=batch.target_rows,
+                targets=batch.targets,
+                shared_weight=self.shared_embedding_weight,
+                generator_rows=batch.generator_rows,
+            )
+        return output
 
     def _run_transformer_layer(self, layer: Module, hidden: Tensor, frequencies: Tensor, lengths: PackedLengths) -> Tensor:
         def run(states: Tensor) -> Tensor:
@@ -170,13 +188,22 @@ class UnitStage(MegatronModule):
             return layer
         if kind is LayerKind.TOKEN_EMBEDDING:
             return TokenEmbedding(config=config, groups=groups, vocab_size=self.vocab_size)
-        if kind is LayerKind.HEAD:
+        if kind is LayerKind.HEAD and self.unit.role is Role.BACKBONE:
             return LanguageHead(config=config, groups=groups, vocab_size=self.vocab_size, shares_embedding=self.shares_embedding)
-        image = self.unit.image
-        assert image is not None
+        image, precision = self.unit.image, self.options.precision
+        assert image is not None, f"unit '{self.unit.name}' has no image"
+        channels = image.in_channels * image.patch_size**2
+        if kind is LayerKind.HEAD:
+            return GeneratorHead(config=config, groups=groups, patch_channels=channels)
         if kind is LayerKind.PATCH_EMBEDDING:
-            channels = image.in_channels * image.patch_size**2
-            return PatchEmbedding(patch_channels=channels, hidden_size=config.hidden_size, precision=self.options.precision)
+            return PatchEmbedding(patch_channels=channels, hidden_size=config.hidden_size, precision=precision)
+        if self.unit.role is Role.GENERATOR:
+            return GeneratorProjector(
+                condition_size=self.condition_size,
+                hidden_size=config.hidden_size,
+                rotary_base=self.unit.transformer.rotary_base,
+                precision=precision,
+            )
         return Projector(
             config=config,
             groups=groups,
@@ -194,6 +221,9 @@ class UnitStage(MegatronModule):
 
 
 def _output_size(graph: ModelGraph, unit: Unit) -> int:
+    """Width of what leaves the unit: an encoder's projector speaks the LLM's language, the LLM its own."""
+    if unit.role is not Role.ENCODER:
+        return unit.transformer.hidden_size
     sizes = {graph.unit(name).transformer.hidden_size for name in graph.downstream(unit.name)}
     if len(sizes) > 1:
         raise ModelError(f"unit '{unit.name}' feeds units of different hidden sizes {sorted(sizes)}; it can feed only one size")

@@ -126,7 +126,10 @@ def build_routes(graph: ModelGraph, assignment: Assignment) -> Routes:
 
 
 def validate_assignment(assignment: Assignment, *, graph: ModelGraph, plan: Plan, lengths: Sequence[SampleLengths]) -> None:
-    """Check that every atom is placed exactly once, in a replica that exists, and that no microbatch is empty."""
+    """Check that every atom is placed exactly once, in a replica that exists, and that no microbatch is empty.
+
+    A generator need not be given the samples that have nothing for it to make.
+    """
     for name in graph.unit_names:
         unit = graph.unit(name)
         if name not in assignment.units:
@@ -148,7 +151,12 @@ def validate_assignment(assignment: Assignment, *, graph: ModelGraph, plan: Plan
             raise AssignmentError(
                 f"unit '{name}': {_describe(repeated[0])} is placed {placed.count(repeated[0])} times; place it once"
             )
-        if missing := sorted(expected - set(placed)):
+        idle = {
+            Atom(sample.sample_id)
+            for sample in lengths
+            if unit.role is Role.GENERATOR and all(item.unit != name for item in sample.items)
+        }
+        if missing := sorted(expected - idle - set(placed)):
             raise AssignmentError(f"unit '{name}': {_describe(missing[0])} is placed nowhere ({len(missing)} such)")
         if unknown := sorted(set(placed) - expected):
             raise AssignmentError(f"unit '{name}': {_describe(unknown[0])} is not in the global batch or not for this unit")

@@ -76,11 +76,11 @@ class Transformer:
 
 @dataclass(frozen=True)
 class ImageInput:
-    """How an encoder cuts an image into tokens (Qwen2-VL's rule: native resolution, sizes rounded, area bounded)."""
+    """How a unit cuts an image into tokens (Qwen2-VL's rule: native resolution, sizes rounded, area bounded)."""
 
     patch_size: int = 14
     merge_size: int = 2
-    """merge_size x merge_size neighbouring patches leave the projector as one token."""
+    """merge_size x merge_size neighbouring patches leave an encoder's projector as one token; sizes are multiples of both."""
     in_channels: int = 3
     min_pixels: int = 3136
     max_pixels: int = 1003520
@@ -94,7 +94,7 @@ class Unit:
     role: Role
     transformer: Transformer
     image: ImageInput | None = None
-    """Encoders only."""
+    """The images that an encoder takes, or that a generator makes."""
     projector_hidden_size: int | None = None
     """Encoders only; None: hidden_size x merge_size^2."""
     untie_embeddings_and_output_weights: bool = True
@@ -210,8 +210,9 @@ def _unit_from_dict(name: str, entry: Any) -> Unit:
     if entry.get("role") not in roles:
         raise ModelError(f"{where}: 'role' must be one of {', '.join(roles)}, found {entry.get('role')!r}")
     role = Role(entry["role"])
-    image = _build(ImageInput, entry.get("image") or {}, f"{where}, image") if role is Role.ENCODER else None
-    foreign = ("image", "projector_hidden_size", *(("freeze_projector",) if role is Role.BACKBONE else ()))
+    has_image = role is Role.ENCODER or (role is Role.GENERATOR and entry.get("image") is not None)
+    image = _build(ImageInput, entry.get("image") or {}, f"{where}, image") if has_image else None
+    foreign = ("projector_hidden_size", *(("image", "freeze_projector") if role is Role.BACKBONE else ()))
     misplaced = [key for key in foreign if entry.get(key)]
     if role is not Role.ENCODER and misplaced:
         raise ModelError(f"{where}: {', '.join(misplaced)} belong to encoders; remove them here")
@@ -288,7 +289,7 @@ def _check_unit(unit: Unit) -> None:
         raise ModelError(
             f"{where}: num_attention_heads {shape.num_attention_heads} is not divisible by num_query_groups {shape.query_groups}"
         )
-    rotary_axes = 4 if unit.role is Role.ENCODER else 2
+    rotary_axes = 4 if unit.role is Role.ENCODER or unit.image is not None else 2
     if shape.head_channels % rotary_axes:
         raise ModelError(
             f"{where}: channels per head ({shape.head_channels}) must be divisible by {rotary_axes} for rotary positions; "
