@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from megatron.runtime.balance_report import BalanceReport
 from megatron.runtime.configuration import LoggingConfig
 from megatron.runtime.trainer import EvaluationReport, StepReport
 from multimodal.schedule.draw import draw_timeline
@@ -23,7 +24,7 @@ class Reporter(Protocol):
     def say(self, message: str) -> None:
         """One line for the person."""
 
-    def step(self, number: int, report: StepReport) -> None:
+    def step(self, number: int, report: StepReport, balance: BalanceReport) -> None:
         """A training step is done."""
 
     def evaluation(self, number: int, name: str, report: EvaluationReport) -> None:
@@ -42,7 +43,7 @@ class SilentReporter:
     def say(self, message: str) -> None:
         """Nothing."""
 
-    def step(self, number: int, report: StepReport) -> None:
+    def step(self, number: int, report: StepReport, balance: BalanceReport) -> None:
         """Nothing."""
 
     def evaluation(self, number: int, name: str, report: EvaluationReport) -> None:
@@ -78,21 +79,24 @@ class ConsoleReporter:
         """Print a line (above the progress bar)."""
         self._console.print(message, highlight=False, markup=False, soft_wrap=True)
 
-    def step(self, number: int, report: StepReport) -> None:
+    def step(self, number: int, report: StepReport, balance: BalanceReport) -> None:
         """Count a step everywhere."""
         self._losses.append((number, report.loss))
         if self._json_file is not None:
-            self._json_file.write(json.dumps({"step": number, **asdict(report)}) + "\n")
+            self._json_file.write(json.dumps({"step": number, **asdict(report), **balance.to_dict()}) + "\n")
             self._json_file.flush()
         if self._tensorboard is not None:
             for name, value in asdict(report).items():
                 self._tensorboard.add_scalar(f"train/{name}", value, number)
+            for unit, imbalance in balance.imbalance_after.items():
+                self._tensorboard.add_scalar(f"imbalance/{unit}", imbalance.replica, number)
         seconds = report.step_seconds
         self._smooth_seconds = seconds if self._smooth_seconds is None else 0.9 * self._smooth_seconds + 0.1 * seconds
         if self._bar is not None:
             self._bar.advance(report)
         elif number % self._logging.log_interval == 0 or number == self._train_iters:
             self.say(self._line(number, report))
+            self.say(f"    {balance.describe()}")
 
     def evaluation(self, number: int, name: str, report: EvaluationReport) -> None:
         """Report held-out results."""

@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from megatron.runtime.balance_report import BalanceReport
 from megatron.runtime.sample_subsets import sample_subsets
 from multimodal.model.stage_input import PackedInput
 from multimodal.values.assignment import Assignment, Microbatch, MicrobatchPlace, Route, Routes
@@ -34,6 +35,10 @@ class Step:
     """Sample id of every target token, per LLM microbatch of this rank."""
     subset_inputs: Mapping[MicrobatchPlace, tuple[PackedInput, ...]] = field(default_factory=dict)
     """Of microbatches that run in sample subsets, one per subset."""
+    digest: int = 0
+    """Of the assignment; ranks compare it before they run the step."""
+    balance: BalanceReport = field(default_factory=BalanceReport)
+    """What balancing did."""
 
     @cached_property
     def num_target_tokens(self) -> int:

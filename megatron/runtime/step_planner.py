@@ -4,11 +4,14 @@ Every rank computes the same decisions from the same lengths and seed; only the 
 step it runs in loader workers, ahead of training and off its critical path.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from megatron.runtime.agreement import assignment_digest
+from megatron.runtime.balance_report import report_balance
 from megatron.runtime.emulated_inputs import with_emulated_inputs
 from megatron.runtime.step import Step
 from megatron.runtime.step_inputs import load_inputs
@@ -78,8 +81,12 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         drawn = self._batches.batch(step)
         lengths = [_relabel(self._source.lengths(sample.source_index), sample.sample_id) for sample in drawn]
         graph, plan = self._schedules.graph, self._schedules.plan
+        start = time.perf_counter()
         assignment = self._balancer(lengths, graph=graph, plan=plan, options=self._options)
-        return plan_step(
+        balance = report_balance(
+            assignment, lengths, graph=graph, plan=plan, options=self._options, balance_seconds=time.perf_counter() - start
+        )
+        step = plan_step(
             self._source,
             lengths=lengths,
             assignment=assignment,
@@ -88,6 +95,7 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
             source_index={sample.sample_id: sample.source_index for sample in drawn},
             is_emulated=self._is_emulated,
         )
+        return replace(step, balance=balance)
 
 
 def plan_step(
@@ -115,6 +123,7 @@ def plan_step(
         routes=routes,
         lengths={sample.sample_id: sample for sample in lengths},
         inputs={},
+        digest=assignment_digest(assignment),
     )
     if is_emulated:
         return with_emulated_inputs(step, plan=plan, rank=rank)

@@ -1,8 +1,12 @@
 """The training loop: load -> assign -> schedule -> execute -> update -> report, with evaluation and checkpoints."""
 
 import statistics
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
+from megatron.runtime import platform
+from megatron.runtime.agreement import check_agreement
 from megatron.runtime.checkpoint import find_newest_checkpoint
 from megatron.runtime.configuration import RunConfig
 from megatron.runtime.data_sets import DIGITS
@@ -54,9 +58,10 @@ def _train(run: Run, reporter: Reporter) -> RunSummary:
     evaluated_step = saved_step = None
     peak_bytes = 0
     steps = load_steps(_train_planner(run), range(run.done_steps, last_step), num_workers=config.data.num_workers)
-    for number, step in enumerate(steps, run.done_steps + 1):
+    for number, (step, wait_seconds) in enumerate(_timed(steps), run.done_steps + 1):
+        wait_seconds = check_agreement(step, number=number, wait_seconds=wait_seconds, device=platform.device())
         report, events = run.trainer.train_step(step, number=number)
-        reporter.step(number, report)
+        reporter.step(number, report, replace(step.balance, assign_wait_ms=1e3 * wait_seconds))
         peak_bytes = max(peak_bytes, report.peak_activation_bytes)
         if run.emulation:
             _compare_with_simulation(run, run.emulation, reporter, step, events, is_last=number == last_step)
@@ -71,6 +76,16 @@ def _train(run: Run, reporter: Reporter) -> RunSummary:
     if config.evaluation.eval_iters and evaluated_step != last_step:
         evaluation = _evaluate(run, reporter, last_step)
     return RunSummary(last_step, *evaluation, peak_bytes)
+
+
+def _timed(steps: Iterator[Step]) -> Iterator[tuple[Step, float]]:
+    """Every step with the seconds that taking it took."""
+    while True:
+        start = time.perf_counter()
+        step = next(steps, None)
+        if step is None:
+            return
+        yield step, time.perf_counter() - start
 
 
 def describe_run(run: Run) -> str:
