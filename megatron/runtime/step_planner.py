@@ -17,6 +17,7 @@ from megatron.runtime.step import Step
 from megatron.runtime.step_inputs import load_inputs
 from multimodal.balance import Balancer
 from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.generator_samples import drop_idle_samples
 from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
 from multimodal.schedule.build_schedule import build_schedule
@@ -86,7 +87,7 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         balance = report_balance(
             assignment, lengths, graph=graph, plan=plan, options=self._options, balance_seconds=time.perf_counter() - start
         )
-        step = plan_step(
+        planned = plan_step(
             self._source,
             lengths=lengths,
             assignment=assignment,
@@ -95,7 +96,7 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
             source_index={sample.sample_id: sample.source_index for sample in drawn},
             is_emulated=self._is_emulated,
         )
-        return replace(step, balance=balance)
+        return replace(planned, balance=balance)
 
 
 def plan_step(
@@ -114,6 +115,7 @@ def plan_step(
     """
     graph, plan = schedules.graph, schedules.plan
     validate_assignment(assignment, graph=graph, plan=plan, lengths=lengths)
+    assignment = drop_idle_samples(assignment, graph=graph, lengths=lengths)
     routes = assignment.routes(graph)
     schedule = schedules.schedule(assignment)
     step = Step(

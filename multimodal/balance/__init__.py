@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.entrain import balance_entrain
 from multimodal.balance.in_order import balance_in_order, balance_sorted
 from multimodal.balance.post_balancing import balance_every_unit, balance_llm_only
 from multimodal.values.assignment import Assignment
@@ -25,5 +26,6 @@ BALANCERS: Mapping[str, Balancer] = {
     "sorted": balance_sorted,
     "llm-only": balance_llm_only,
     "orchmllm": balance_every_unit,
+    "entrain": balance_entrain,
 }
 """Every balancer by the name that `--balance` chooses it by."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import ceil
 from types import MappingProxyType
 
 from multimodal.balance.unit_cost import UnitCost
@@ -28,6 +29,8 @@ class BalanceOptions:
 
     micro_batch_size: int = 1
     """Samples in one microbatch of the LLM. Balancers that equalise work take it as the mean: it sets their number."""
+    num_microbatches: int | None = None
+    """Microbatches of every LLM replica, in place of their size; with fewer samples a replica has fewer."""
     encoder_micro_batch_sizes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """Encoder -> most items in one of its microbatches; an encoder that is not named follows the LLM's microbatches."""
     granularity: Granularity = Granularity.ITEM
@@ -38,3 +41,7 @@ class BalanceOptions:
     """Of the LLM's head, whose work counts."""
     predict_seconds: PredictSeconds | None = None
     """What `auto` compares; without it, the largest work of a replica."""
+
+    def count_microbatches(self, num_samples: int, *, num_replicas: int) -> int:
+        """Microbatches that every LLM replica is to have: `num_microbatches`, or as many as `micro_batch_size` makes."""
+        return self.num_microbatches or ceil(num_samples / (num_replicas * self.micro_batch_size))

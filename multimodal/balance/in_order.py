@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
-from multimodal.balance.encoder_placement import deal, follow_samples
+from multimodal.balance.encoder_placement import cut_evenly, deal, follow_samples
 from multimodal.balance.generator_samples import place_generators
 from multimodal.balance.validate_inputs import validate_inputs
-from multimodal.values.assignment import Assignment, Atom
+from multimodal.values.assignment import Assignment, Atom, Microbatch
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
@@ -39,13 +39,19 @@ def balance_sorted(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan:
 
 
 def _deal_in_order(ordered: Sequence[SampleLengths], work: BatchWork, *, plan: Plan) -> Assignment:
-    graph, size = work.graph, work.options.micro_batch_size
-    samples = tuple(Atom(sample.sample_id) for sample in ordered)
-    microbatches = [samples[first : first + size] for first in range(0, len(samples), size)]
-    backbone = graph.backbone.name
-    llm = deal(microbatches, num_replicas=plan.units[backbone].data_parallel_size)
+    graph, backbone = work.graph, work.graph.backbone.name
+    num_replicas = plan.units[backbone].data_parallel_size
+    microbatches = _cut([Atom(sample.sample_id) for sample in ordered], work.options, num_replicas=num_replicas)
+    llm = deal(microbatches, num_replicas=num_replicas)
     encoders = {
         unit.name: follow_samples(microbatches, work, unit=unit.name, num_replicas=plan.units[unit.name].data_parallel_size)
         for unit in graph.encoders
     }
     return Assignment({**encoders, backbone: llm, **place_generators(llm, graph=graph, plan=plan)})
+
+
+def _cut(samples: Sequence[Atom], options: BalanceOptions, *, num_replicas: int) -> list[Microbatch]:
+    if options.num_microbatches is not None:
+        return list(cut_evenly(samples, [1] * len(samples), count=options.num_microbatches * num_replicas))
+    size = options.micro_batch_size
+    return [tuple(samples[first : first + size]) for first in range(0, len(samples), size)]

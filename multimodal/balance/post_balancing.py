@@ -1,7 +1,6 @@
 """Balances the drawn batch: the LLM's samples alone, or every unit on its own (OrchMLLM)."""
 
 from collections.abc import Sequence
-from math import ceil
 
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
@@ -50,17 +49,12 @@ def balance_every_unit(lengths: Sequence[SampleLengths], *, graph: ModelGraph, p
     return Assignment({**encoders, graph.backbone.name: llm, **place_generators(llm, graph=graph, plan=plan)})
 
 
-def num_microbatches(num_samples: int, *, num_replicas: int, micro_batch_size: int) -> int:
-    """Microbatches of every LLM replica: as many as hold the samples at `micro_batch_size` on average."""
-    return ceil(num_samples / (num_replicas * micro_batch_size))
-
-
 def balance_samples(work: BatchWork, *, plan: Plan) -> Replicas:
     """Balance the LLM's samples over its replicas, then over equally many microbatches in each (fewer where samples are few)."""
     backbone = work.graph.backbone.name
     samples = [Atom(sample_id) for sample_id in work.lengths_by_sample]
     num_replicas = plan.units[backbone].data_parallel_size
-    count = num_microbatches(len(samples), num_replicas=num_replicas, micro_batch_size=work.options.micro_batch_size)
+    count = work.options.count_microbatches(len(samples), num_replicas=num_replicas)
     replicas = _partition(samples, work, unit=backbone, num_bins=num_replicas)
     return tuple(
         tuple(filter(None, _partition(replica, work, unit=backbone, num_bins=min(count, len(replica))))) for replica in replicas

@@ -18,6 +18,8 @@ def validate_inputs(lengths: Sequence[SampleLengths], *, graph: ModelGraph, opti
         raise AssignmentError("the global batch has no samples; give at least one (check --global-batch-size and the data)")
     if micro_batch_size < 1:
         raise AssignmentError(f"micro batch size {micro_batch_size} must be at least 1; set --micro-batch-size")
+    if options.num_microbatches is not None and options.num_microbatches < 1:
+        raise AssignmentError(f"{options.num_microbatches} microbatches per replica; there must be at least 1")
     encoders = [unit.name for unit in graph.encoders]
     for name, size in encoder_micro_batch_sizes.items():
         if name not in encoders:
