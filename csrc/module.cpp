@@ -4,6 +4,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <tuple>
+
+#include "block_summary.h"
 #include "longest_first_partition.h"
 #include "simulate_events.h"
 
@@ -41,6 +44,47 @@ py::tuple simulate_events(const Array<std::int64_t>& lane_starts, const Array<st
     return py::make_tuple(to_array(times.start_seconds), to_array(times.end_seconds), to_array(times.positions));
 }
 
+braid::BlockStrips summarize_mask_blocks(const Array<std::int64_t>& starts, const Array<std::int64_t>& bits,
+                                         const Array<std::int32_t>& sample_ids, const Array<std::int32_t>& item_ids,
+                                         std::int64_t query_block_size, std::int64_t key_block_size) {
+    const braid::MaskRuns runs{view(starts), view(bits), view(sample_ids), view(item_ids)};
+    py::gil_scoped_release release;
+    return braid::summarize_blocks(runs, query_block_size, key_block_size);
+}
+
+py::tuple list_mask_blocks(const Array<std::int64_t>& starts, const Array<std::int64_t>& bits,
+                           const Array<std::int32_t>& sample_ids, const Array<std::int32_t>& item_ids,
+                           std::int64_t query_block_size, std::int64_t key_block_size) {
+    const auto summary = summarize_mask_blocks(starts, bits, sample_ids, item_ids, query_block_size, key_block_size);
+    py::array_t<std::int32_t> key_blocks(static_cast<py::ssize_t>(summary.row_starts.back()));
+    py::array_t<bool> is_full(static_cast<py::ssize_t>(summary.row_starts.back()));
+    {
+        std::int32_t* const blocks = key_blocks.mutable_data();
+        bool* const full = is_full.mutable_data();
+        py::gil_scoped_release release;
+        braid::expand_strips(summary, blocks, full);
+    }
+    return py::make_tuple(to_array(summary.row_starts), key_blocks, is_full, to_array(summary.visible_pairs));
+}
+
+py::tuple count_mask_blocks(const Array<std::int64_t>& starts, const Array<std::int64_t>& bits,
+                            const Array<std::int32_t>& sample_ids, const Array<std::int32_t>& item_ids,
+                            std::int64_t query_block_size, std::int64_t key_block_size) {
+    const auto summary = summarize_mask_blocks(starts, bits, sample_ids, item_ids, query_block_size, key_block_size);
+    return py::make_tuple(to_array(summary.row_starts), to_array(summary.visible_pairs));
+}
+
+py::array_t<std::int64_t> find_mask_runs(const Array<std::int64_t>& bits, const Array<std::int32_t>& sample_ids,
+                                         const Array<std::int32_t>& item_ids) {
+    const auto views = std::make_tuple(view(bits), view(sample_ids), view(item_ids));
+    std::vector<std::int64_t> starts;
+    {
+        py::gil_scoped_release release;
+        starts = std::apply(braid::find_mask_runs, views);
+    }
+    return to_array(starts);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_kernels, module) {
@@ -54,4 +98,9 @@ PYBIND11_MODULE(_kernels, module) {
     module.def("simulate_events", &simulate_events, py::arg("lane_starts"), py::arg("lane_nodes"), py::arg("lane_fillers"),
                py::arg("kinds"), py::arg("need_starts"), py::arg("needs"), py::arg("receiver_starts"), py::arg("receivers"),
                py::arg("seconds"), py::arg("latency_seconds"), py::arg("links"), py::kw_only(), py::arg("num_links"));
+    module.def("find_mask_runs", &find_mask_runs, py::arg("bits"), py::arg("sample_ids"), py::arg("item_ids"));
+    module.def("list_mask_blocks", &list_mask_blocks, py::arg("starts"), py::arg("bits"), py::arg("sample_ids"),
+               py::arg("item_ids"), py::arg("query_block_size"), py::arg("key_block_size"));
+    module.def("count_mask_blocks", &count_mask_blocks, py::arg("starts"), py::arg("bits"), py::arg("sample_ids"),
+               py::arg("item_ids"), py::arg("query_block_size"), py::arg("key_block_size"));
 }

@@ -19,3 +19,20 @@ def simulate_events(
     *,
     num_links: int,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]: ...
+def find_mask_runs(bits: NDArray[np.int64], sample_ids: NDArray[np.int32], item_ids: NDArray[np.int32]) -> NDArray[np.int64]: ...
+def list_mask_blocks(
+    starts: NDArray[np.int64],
+    bits: NDArray[np.int64],
+    sample_ids: NDArray[np.int32],
+    item_ids: NDArray[np.int32],
+    query_block_size: int,
+    key_block_size: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]: ...
+def count_mask_blocks(
+    starts: NDArray[np.int64],
+    bits: NDArray[np.int64],
+    sample_ids: NDArray[np.int32],
+    item_ids: NDArray[np.int32],
+    query_block_size: int,
+    key_block_size: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...

@@ -168,8 +168,8 @@ def _read_mode(mode: MaskMode | str) -> MaskMode:
 def _assign_bits(modalities: Sequence[str]) -> dict[str, int]:
     if len(modalities) > MAX_ENCODERS:
         raise ModelError(
-            f"{len(modalities)} modalities besides text do not fit an attention mask of 64 bits; expected at most {MAX_ENCODERS}; "
-            "let encoders whose tokens attend alike share a modality"
+            f"{len(modalities)} modalities besides text do not fit an attention mask of 64 bits; expected at most "
+            f"{MAX_ENCODERS}; let encoders whose tokens attend alike share a modality"
         )
     if len({TEXT, *modalities}) != len(modalities) + 1:
         raise ModelError(
