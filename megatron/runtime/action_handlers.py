@@ -33,12 +33,13 @@ def _weight_gradient(run: "RunningStep", action: Action) -> None:
 
 
 def _propagate(run: "RunningStep", action: Action) -> WeightGradientQueue | None:
-    """From the gradient of a stage's output to that of its input; weight gradients on the way."""
+    """From a stage's loss and the gradient of its output to that of its input; weight gradients on the way."""
     opened: OpenSubset = run.store.take(("open", action.place, action.part))
-    gradient = collect_output_gradient(run, action, opened.output_shape)
+    gradient = None if opened.output_shape is None else collect_output_gradient(run, action, opened.output_shape)
+    roots = [(root, each) for root, each in ((opened.loss, None), (opened.output, gradient)) if root is not None]
     with run.executor.clock.span(action):
-        if opened.output is not None:
-            torch.autograd.backward((opened.output,), (gradient,))  # type: ignore[arg-type]
+        if roots:
+            torch.autograd.backward(*zip(*roots, strict=True))  # type: ignore[arg-type]
     publish_input_gradients(run, action, opened.hidden, opened.items)
     return opened.queue
 

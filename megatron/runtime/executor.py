@@ -108,16 +108,22 @@ class Executor:
             )
 
     def _result(self, running: RunningStep, memory_before: int) -> StepResult:
-        counts = self._groups[self.graph.backbone.name].rank() == 0 if running.loss_sums else False
+        loss_sums = {
+            unit: float(torch.stack(found).double().sum())
+            for unit, found in running.loss_sums.items()
+            if self._groups[unit].rank() == 0
+        }
+        backbone = self.graph.backbone.name
         num_correct = 0
         correct_samples: dict[int, bool] = {}
-        for place, is_correct in running.correct if counts else ():
+        for place, is_correct in running.correct if backbone in loss_sums else ():
             flags = is_correct.tolist()
             num_correct += sum(flags)
             for sample_id, flag in zip(running.step.target_samples[place], flags, strict=True):
                 correct_samples[sample_id] = correct_samples.get(sample_id, True) and flag
         return StepResult(
-            loss_sum=float(torch.stack(running.loss_sums).double().sum()) if counts else 0.0,
+            loss_sum=loss_sums.get(backbone, 0.0),
+            generator_loss_sums={unit: loss_sum for unit, loss_sum in loss_sums.items() if unit != backbone},
             num_correct_tokens=num_correct,
             correct_samples=correct_samples,
             events=self.clock.events(),

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 class OpenSubset:
     """What a backward needs of its forward."""
 
-    output: Tensor | GradientEdge | None
-    """The loss itself; of any other output only the edge into the graph, so that the tensor can be freed.
-
-    None where this microbatch depends on nothing that is trained: text without items in a frozen LLM.
-    """
-    output_shape: torch.Size
+    loss: Tensor | None
+    """None where the stage gives none, or where it depends on nothing that is trained: text without items in a frozen LLM."""
+    output: GradientEdge | None
+    """Of what the stage hands on only the edge into the graph, so that the tensor can be freed; None as above."""
+    output_shape: torch.Size | None
+    """None where the stage hands nothing on."""
     hidden: Tensor | None
     items: tuple[tuple[Route, Tensor], ...]
     queue: WeightGradientQueue | None
@@ -67,20 +67,27 @@ def _run_subset(
     *,
     has_backward: bool,
 ) -> Tensor | None:
-    """Run one sample subset; returns what the stage gives, or None when that was the loss."""
+    """Run one sample subset; returns what the stage hands on, or None when it gives a loss alone."""
     embeddings = torch.cat([tensor for _, tensor in items]) if items else None
     counts_memory = has_backward and run.executor.device.type == "cpu"
     saved = SavedTensors(run.executor.parameter_storages) if counts_memory else None
     queue = WeightGradientQueue() if has_backward and action.place in run.step.form.split else None
     with saved or nullcontext(), DeferWeightGradients(queue):
         output = run.stage(action.place)(hidden, batch, embeddings)
-        tensor = _record_loss(run, action, output) if isinstance(output, HeadOutput) else output
+        loss = _record_loss(run, action, output) if isinstance(output, HeadOutput) else None
+        given = output.conditions if isinstance(output, HeadOutput) else output
     if has_backward:
-        edge = None if not tensor.requires_grad else tensor if isinstance(output, HeadOutput) else get_gradient_edge(tensor)
         size_bytes = (saved.size_bytes if saved else 0) + size_of(hidden)
-        opened = OpenSubset(edge, tensor.shape, hidden, items, queue)
+        opened = OpenSubset(
+            loss=loss if loss is not None and loss.requires_grad else None,
+            output=get_gradient_edge(given) if given is not None and given.requires_grad else None,
+            output_shape=None if given is None else given.shape,
+            hidden=hidden,
+            items=items,
+            queue=queue,
+        )
         run.store.put(("open", action.place, action.part), opened, size_bytes=size_bytes)
-    return None if isinstance(output, HeadOutput) else tensor.detach()
+    return None if given is None else given.detach()
 
 
 def _split_rows(run: "RunningStep", action: Action, hidden: Tensor | None, batches: list[PackedInput]) -> list[Tensor | None]:
@@ -92,7 +99,10 @@ def _split_rows(run: "RunningStep", action: Action, hidden: Tensor | None, batch
 
 
 def _record_loss(run: "RunningStep", action: Action, output: HeadOutput) -> Tensor:
-    run.loss_sums.append(output.loss_sum.detach())
+    """The microbatch's share of the global loss: LLM tokens and a generator's values count by their own global numbers."""
+    run.loss_sums.setdefault(action.unit, []).append(output.loss_sum.detach())
     if output.is_correct is not None:
         run.correct.append((microbatch_of(action.place), output.is_correct))
-    return output.loss_sum / run.step.num_target_tokens
+    if action.unit == run.step.graph.backbone.name:
+        return output.loss_sum / run.step.num_target_tokens
+    return output.loss_sum / run.step.num_generated_values[action.unit]

@@ -35,13 +35,11 @@ def publish_outputs(run: "RunningStep", action: Action, outputs: list[Tensor]) -
         run.publish(MessageKey("forward", place, _first_place(route.target)), output.index_select(0, rows))
 
 
-def collect_output_gradient(run: "RunningStep", action: Action, shape: torch.Size) -> Tensor | None:
-    """The gradient of what a forward put out (of one sample subset: `action.part`); None where that is the loss."""
+def collect_output_gradient(run: "RunningStep", action: Action, shape: torch.Size) -> Tensor:
+    """The gradient of what a forward handed on (of one sample subset: `action.part`)."""
     place = action.place
     if not run.stage(place).is_last:
         return run.collect(MessageKey("backward", place._replace(stage=action.stage + 1), place, action.part))
-    if action.unit == run.step.graph.backbone.name:
-        return None
     gradient: Tensor | None = None
     for route in run.step.routes.from_source.get(microbatch_of(place), ()):
         if action.part not in (-1, run.step.part_of(route)):

@@ -15,6 +15,7 @@ from megatron.runtime.step import Step
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.backward_need import stage_backward_need
+from multimodal.values.model_graph import Role
 from multimodal.values.schedule import Action, ActionKind, Place
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ class RunningStep:
     run_action: Callable[["RunningStep", Action], None]
     """The handler of any action."""
     store: ActivationStore = field(default_factory=ActivationStore)
-    loss_sums: list[Tensor] = field(default_factory=list)
+    loss_sums: dict[str, list[Tensor]] = field(default_factory=dict)
+    """Of every unit with a loss, microbatch by microbatch."""
     correct: list[tuple[MicrobatchPlace, Tensor]] = field(default_factory=list)
     fillers: deque[Action] = field(default_factory=deque)
     """Fillers of the next carrier that have not run yet."""
@@ -112,11 +114,13 @@ class RunningStep:
 
     def _message_shape(self, upstream: Place, downstream: Place, part: int) -> tuple[int, ...]:
         microbatch = MicrobatchPlace(downstream.unit, downstream.replica, downstream.microbatch)
-        hidden_size = self.step.graph.unit(downstream.unit).transformer.hidden_size
+        # An encoder's projector speaks the LLM's language; a generator translates what the LLM says itself.
+        is_encoder = self.step.graph.unit(upstream.unit).role is Role.ENCODER
+        hidden_size = self.step.graph.unit(downstream.unit if is_encoder else upstream.unit).transformer.hidden_size
         if upstream.unit == downstream.unit:
             num_rows = map(self.executor.any_stage(upstream.unit).num_rows, self.step.num_tokens_of_subsets(microbatch))
             rows = sum(num for index, num in enumerate(num_rows) if part in (-1, index))
-            return (rows, 1, hidden_size)
+            return (rows, 1, self.step.graph.unit(upstream.unit).transformer.hidden_size)
         source = MicrobatchPlace(upstream.unit, upstream.replica, upstream.microbatch)
         (route,) = (route for route in self.step.routes.from_source[source] if route.target == microbatch)
         return (self.step.num_rows_of_route(route), hidden_size)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from megatron.runtime.balance_report import BalanceReport
 from megatron.runtime.sample_subsets import sample_subsets
 from multimodal.model.stage_input import PackedInput
-from multimodal.values.assignment import Assignment, Microbatch, MicrobatchPlace, Route, Routes
+from multimodal.values.assignment import Assignment, Atom, Microbatch, MicrobatchPlace, Route, Routes
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.schedule import Schedule
@@ -42,8 +43,20 @@ class Step:
 
     @cached_property
     def num_target_tokens(self) -> int:
-        """Target tokens of the whole global batch: what every loss is divided by."""
+        """Target tokens of the whole global batch: what the LLM's loss is divided by."""
         return sum(sample.num_target_tokens for sample in self.lengths.values())
+
+    @cached_property
+    def num_generated_values(self) -> Mapping[str, int]:
+        """Generator -> pixel values that it makes of the whole global batch: what its loss is divided by."""
+        num_tokens = {unit.name: 0 for unit in self.graph.generators}
+        for item in (item for sample in self.lengths.values() for item in sample.items if item.unit in num_tokens):
+            num_tokens[item.unit] += item.num_tokens
+        return {
+            unit.name: num_tokens[unit.name] * unit.image.in_channels * unit.image.patch_size**2
+            for unit in self.graph.generators
+            if unit.image is not None
+        }
 
     @property
     def num_tokens(self) -> int:
@@ -78,23 +91,52 @@ class Step:
     def _num_tokens(self, unit: str, atoms: Microbatch) -> int:
         if self.graph.unit(unit).role is Role.ENCODER:
             return sum(self.lengths[atom.sample_id].items[atom.item_index].num_tokens for atom in atoms)
+        if self.graph.unit(unit).role is Role.GENERATOR:
+            items = (item for atom in atoms for item in self.lengths[atom.sample_id].items)
+            return sum(item.num_tokens for item in items if item.unit == unit)
         return sum(self.lengths[atom.sample_id].num_tokens for atom in atoms)
 
     def num_rows_of_route(self, route: Route) -> int:
         """Rows that travel along a route."""
-        return sum(self.lengths[atom.sample_id].items[atom.item_index].num_output_tokens for atom in route.atoms)
+        return sum(
+            piece.num_rows for atom in route.atoms for piece in self._output_of(route.source.unit, atom, route.target.unit)
+        )
 
     def source_rows(self, route: Route) -> Tensor:
         """[num_rows]: where the route's rows lie in the output of the sample subset that it takes them from."""
         starts, total = {}, 0
         for atom in self.subsets(route.source)[self.part_of(route)]:
-            starts[atom] = total
-            total += self.lengths[atom.sample_id].items[atom.item_index].num_output_tokens
-        spans = [
-            torch.arange(starts[atom], starts[atom] + self.lengths[atom.sample_id].items[atom.item_index].num_output_tokens)
-            for atom in route.atoms
-        ]
-        return torch.cat(spans)
+            for piece in self._output_of(route.source.unit, atom):
+                starts[piece] = total
+                total += piece.num_rows
+        pieces = [piece for atom in route.atoms for piece in self._output_of(route.source.unit, atom, route.target.unit)]
+        return torch.cat([torch.arange(starts[piece], starts[piece] + piece.num_rows) for piece in pieces])
+
+    def _output_of(self, unit: str, atom: Atom, target: str | None = None) -> tuple["OutputPiece", ...]:
+        """What an atom gives in its unit, in order; target: only what this unit consumes.
+
+        An encoder's item gives its tokens. The LLM gives one row, its hidden state, for each item that a generator makes of the
+        sample.
+        """
+        items = self.lengths[atom.sample_id].items
+        if self.graph.unit(unit).role is Role.ENCODER:
+            return (OutputPiece(atom, items[atom.item_index].num_output_tokens),)
+        return tuple(
+            OutputPiece(Atom(atom.sample_id, index), 1)
+            for index, item in enumerate(items)
+            if (item.unit == target if target else item.unit in self._generators)
+        )
+
+    @cached_property
+    def _generators(self) -> frozenset[str]:
+        return frozenset(unit.name for unit in self.graph.generators)
+
+
+class OutputPiece(NamedTuple):
+    """Rows that belong together in what a unit gives of a microbatch."""
+
+    item: Atom
+    num_rows: int
 
 
 @dataclass(frozen=True)
@@ -103,6 +145,8 @@ class StepResult:
 
     loss_sum: float
     """Sum of the target tokens' losses on this rank's microbatches (tensor parallel rank 0 of the last stage only)."""
+    generator_loss_sums: Mapping[str, float]
+    """The same of each generator: sum of the squared errors of all values."""
     num_correct_tokens: int
     correct_samples: Mapping[int, bool]
     """sample id -> whether greedy decoding gives the whole answer; evaluation only."""

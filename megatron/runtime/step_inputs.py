@@ -10,7 +10,7 @@ from megatron.runtime.sample_subsets import sample_subsets
 from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.stage_input import PackedInput
-from multimodal.values.assignment import Assignment, Microbatch, MicrobatchPlace, Routes
+from multimodal.values.assignment import Assignment, Atom, Microbatch, MicrobatchPlace, Routes
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan
 from multimodal.values.schedule_form import PLAIN, ScheduleForm
@@ -37,7 +37,8 @@ def load_inputs(
     source_index: Mapping[int, int],
     form: ScheduleForm = PLAIN,
 ) -> LoadedInputs:
-    """Load and pack every microbatch that passes through this rank; pixels only where an encoder's first stage is.
+    """Load and pack every microbatch that passes through this rank; pixels only where an encoder's first stage is, or a
+    generator's last one.
 
     source_index: sample id -> index in `source`; form: which microbatches run in sample subsets, each packed by itself.
     Raises DataError when an item cannot be decoded.
@@ -60,8 +61,11 @@ def load_inputs(
                         subset_inputs[place] = packed
                     else:
                         (inputs[place],) = packed
+                elif unit.role is Role.GENERATOR:
+                    is_last = rank in replica.virtual_stages[-1].ranks
+                    inputs[place] = _generator_input(source, unit, place, assignment, routes, source_index, with_pixels=is_last)
                 else:
-                    inputs[place], target_samples[place] = _language_input(source, place, assignment, routes, source_index)
+                    inputs[place], target_samples[place] = _language_input(source, graph, place, assignment, routes, source_index)
     return LoadedInputs(inputs, target_samples, subset_inputs)
 
 
@@ -96,13 +100,53 @@ def _encoder_input(
     return PackedInput(lengths=_lengths(packed.cu_seqlens), positions=packed.positions, patches=packed.patches)
 
 
+def _generator_input(
+    source: SampleSource,
+    unit: Unit,
+    place: MicrobatchPlace,
+    assignment: Assignment,
+    routes: Routes,
+    source_index: Mapping[int, int],
+    *,
+    with_pixels: bool,
+) -> PackedInput:
+    """Every image that the unit makes of the microbatch's samples is a sequence; the LLM hands over a row for each, by route."""
+
+    def items_of(samples: Microbatch) -> list[Atom]:
+        return [
+            Atom(atom.sample_id, index)
+            for atom in samples
+            for index, item in enumerate(source.lengths(source_index[atom.sample_id]).items)
+            if item.unit == unit.name
+        ]
+
+    items = items_of(assignment.atoms(place))
+    packed = _encoder_input(source, unit, tuple(items), source_index, with_pixels=with_pixels)
+    handed_over = [item for route in routes.to_target[place] for item in items_of(route.atoms)]
+    row_of_item = {item: row for row, item in enumerate(handed_over)}
+    rows = torch.tensor([row_of_item[item] for item in items])
+    return dataclasses.replace(packed, condition_rows=torch.repeat_interleave(rows, torch.tensor(packed.lengths)))
+
+
 def _language_input(
-    source: SampleSource, place: MicrobatchPlace, assignment: Assignment, routes: Routes, source_index: Mapping[int, int]
+    source: SampleSource,
+    graph: ModelGraph,
+    place: MicrobatchPlace,
+    assignment: Assignment,
+    routes: Routes,
+    source_index: Mapping[int, int],
 ) -> tuple[PackedInput, tuple[int, ...]]:
     packed = pack_language_microbatch(assignment.atoms(place), source=source, index_of_sample=source_index)
     lengths = _lengths(packed.cu_seqlens)
     spans = [packed.item_spans[atom] for route in routes.to_target.get(place, ()) for atom in route.atoms]
     target_rows = packed.is_target.nonzero()[:, 0]
+    generators = {unit.name for unit in graph.generators}
+    generator_rows = [
+        packed.item_spans[Atom(sample_id, index)][0]
+        for sample_id in (packed.sample_ids if generators else ())
+        for index, item in enumerate(source.lengths(source_index[sample_id]).items)
+        if item.unit in generators
+    ]
     sample_of_row = torch.repeat_interleave(torch.tensor(packed.sample_ids), torch.tensor(lengths))
     packed_input = PackedInput(
         lengths=lengths,
@@ -111,6 +155,7 @@ def _language_input(
         item_rows=torch.cat([torch.arange(start, start + length) for start, length in spans]) if spans else None,
         target_rows=target_rows,
         targets=packed.labels[target_rows],
+        generator_rows=torch.tensor(generator_rows) if generator_rows else None,
     )
     return packed_input, tuple(sample_of_row[target_rows].tolist())
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from multimodal.values.assignment import Microbatch
+from multimodal.values.assignment import Assignment, Microbatch
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
+from multimodal.values.sample_lengths import SampleLengths
 
 Replicas = tuple[tuple[Microbatch, ...], ...]
 
@@ -25,3 +26,21 @@ def place_generators(llm: Sequence[Sequence[Microbatch]], *, graph: ModelGraph, 
         )
         for unit in graph.generators
     }
+
+
+def drop_idle_samples(assignment: Assignment, *, graph: ModelGraph, lengths: Sequence[SampleLengths]) -> Assignment:
+    """Take the samples that have nothing for a generator to make out of its microbatches, and microbatches that end up empty.
+
+    lengths: the global batch. Nothing else moves; an assignment without generators comes back as it is. O(samples).
+    """
+    if not graph.generators:
+        return assignment
+    units = dict(assignment.units)
+    for unit in graph.generators:
+        busy = {sample.sample_id for sample in lengths if any(item.unit == unit.name for item in sample.items)}
+        kept = [
+            [tuple(atom for atom in microbatch if atom.sample_id in busy) for microbatch in replica]
+            for replica in units[unit.name]
+        ]
+        units[unit.name] = tuple(tuple(filter(None, replica)) for replica in kept)
+    return Assignment(units)

@@ -20,7 +20,7 @@ from multimodal.model.unit_stage import UnitStage
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import Pass
 from multimodal.values.assignment import Assignment, Atom
-from multimodal.values.model_graph import ModelGraph, Unit
+from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.distributed.random_source import RandomSource
 from tests.distributed.rank_pool import TIMEOUT
@@ -72,7 +72,8 @@ class GradientCase:
 class RankGradients:
     """What one rank reports."""
 
-    loss_sum: float
+    loss_sums: Mapping[str, float]
+    """By unit, of those that have a loss."""
     gradients: Gradients
     shardings: Mapping[tuple[str, str], ParameterSharding]
 
@@ -121,21 +122,33 @@ def run_step(runtime: RankRuntime, step: Step) -> RankGradients:
     """Execute a step and report."""
     result = runtime.executor.execute(step, is_training=True)
     runtime.finish_gradients()
-    return _report(runtime, result.loss_sum)
+    return _report(runtime, {step.graph.backbone.name: result.loss_sum, **result.generator_loss_sums})
 
 
 def run_reference(case: GradientCase) -> RankGradients:
     """The same batch in one process, sample by sample, without executor, broker, plan or assignment."""
     runtime = build_runtime(replace(case, plan=single_rank_plan(case.graph), sequence_parallel=False, recompute=None))
     stages = {unit: stage.train() for (unit, _), stage in runtime.stages.items()}
-    num_targets = sum(shape.num_target_tokens for shape in case.source.shapes)
-    loss_sum = 0.0
+    divisors = _loss_divisors(case)
+    loss_sums = dict.fromkeys(divisors, 0.0)
     for index in range(len(case.source)):
-        loss = _sample_loss(case, stages, index)
-        loss_sum += float(loss)
+        losses = _sample_losses(case, stages, index)
+        loss = sum(sum_of_unit / divisors[unit] for unit, sum_of_unit in losses.items())
+        for unit, sum_of_unit in losses.items():
+            loss_sums[unit] += float(sum_of_unit)
         if loss.requires_grad:
-            (loss / num_targets).backward()
-    return _report(runtime, loss_sum)
+            loss.backward()
+    return _report(runtime, loss_sums)
+
+
+def _loss_divisors(case: GradientCase) -> dict[str, int]:
+    """Target tokens of the LLM, pixel values of every generator, of the whole batch."""
+    divisors = dict.fromkeys((unit.name for unit in case.graph.generators), 0)
+    for index, shape in enumerate(case.source.shapes):
+        for item, (unit, _, _) in enumerate(shape.items):
+            if unit in divisors:
+                divisors[unit] += case.source.item(index, item).patches.size
+    return {case.graph.backbone.name: sum(shape.num_target_tokens for shape in case.source.shapes), **divisors}
 
 
 def single_rank_plan(graph: ModelGraph) -> Plan:
@@ -143,14 +156,14 @@ def single_rank_plan(graph: ModelGraph) -> Plan:
     return Plan({unit.name: UnitPlan((Replica((Stage((0,), ((0, len(unit.layers)),)),)),)) for unit in graph.units})
 
 
-def _report(runtime: RankRuntime, loss_sum: float) -> RankGradients:
+def _report(runtime: RankRuntime, loss_sums: Mapping[str, float]) -> RankGradients:
     gradients, shardings = {}, {}
     for (unit, _), stage in runtime.stages.items():
         for name, parameter in stage.named_parameters():
             if parameter.requires_grad:
                 gradients[unit, name] = parameter.main_grad.detach().numpy().copy()
                 shardings[unit, name] = sharding_of(stage.unit, name)
-    return RankGradients(loss_sum, gradients, shardings)
+    return RankGradients(loss_sums, gradients, shardings)
 
 
 @torch.no_grad()
@@ -162,21 +175,16 @@ def _randomize(parameter: torch.Tensor, name: str, sharding: ParameterSharding, 
     parameter.add_(shard)
 
 
-def _sample_loss(case: GradientCase, stages: Mapping[str, UnitStage], index: int) -> torch.Tensor:
+def _sample_losses(case: GradientCase, stages: Mapping[str, UnitStage], index: int) -> dict[str, torch.Tensor]:
     text, lengths = case.source.text(index), case.source.lengths(index)
-    embeddings, rows = [], []
+    embeddings, rows, generated = [], [], []
     for item, start, length in text.item_starts:
-        unit = case.graph.unit(lengths.items[item].unit)
-        assert unit.image is not None
-        packed = pack_encoder_microbatch(
-            [Atom(index, item)],
-            source=case.source,
-            index_of_sample={index: index},
-            merge_size=unit.image.merge_size,
-            with_pixels=True,
-        )
-        batch = PackedInput((lengths.items[item].num_tokens,), packed.positions, patches=packed.patches)
-        embeddings.append(stages[unit.name](None, batch))
+        batch = _image_input(case, index, item)
+        unit = lengths.items[item].unit
+        if case.graph.unit(unit).role is Role.GENERATOR:
+            generated.append((unit, start, batch))
+            continue
+        embeddings.append(stages[unit](None, batch))
         rows.append(torch.arange(start, start + length))
     target_rows = torch.from_numpy(text.is_target).nonzero()[:, 0]
     batch = PackedInput(
@@ -186,7 +194,26 @@ def _sample_loss(case: GradientCase, stages: Mapping[str, UnitStage], index: int
         item_rows=torch.cat(rows) if rows else None,
         target_rows=target_rows,
         targets=torch.from_numpy(text.labels)[target_rows],
+        generator_rows=torch.tensor([start for _, start, _ in generated]) if generated else None,
     )
-    backbone = stages[case.graph.backbone.name]
-    loss: torch.Tensor = backbone(None, batch, torch.cat(embeddings) if embeddings else None).loss_sum
-    return loss
+    backbone = case.graph.backbone.name
+    output = stages[backbone](None, batch, torch.cat(embeddings) if embeddings else None)
+    losses = {backbone: output.loss_sum}
+    for row, (unit, _, image) in enumerate(generated):
+        made = replace(image, condition_rows=torch.zeros(image.num_tokens, dtype=torch.long))
+        losses[unit] = losses.get(unit, 0.0) + stages[unit](None, made, output.conditions[row : row + 1]).loss_sum
+    return losses
+
+
+def _image_input(case: GradientCase, index: int, item: int) -> PackedInput:
+    lengths = case.source.lengths(index).items[item]
+    image = case.graph.unit(lengths.unit).image
+    assert image is not None
+    packed = pack_encoder_microbatch(
+        [Atom(index, item)],
+        source=case.source,
+        index_of_sample={index: index},
+        merge_size=image.merge_size,
+        with_pixels=True,
+    )
+    return PackedInput((lengths.num_tokens,), packed.positions, patches=packed.patches)

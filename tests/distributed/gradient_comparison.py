@@ -25,9 +25,10 @@ def assert_matches(case: GradientCase, ranks: RankPool, *, run: Callable[[Gradie
     """
     (expected,) = ranks.run(run_reference, case, world_size=1)
     found: list[RankGradients] = ranks.run(run, case, world_size=case.plan.num_ranks)
-    loss_sum = sum(rank.loss_sum for rank in found)
-    if not abs(loss_sum - expected.loss_sum) <= TOLERANCE * max(1.0, abs(expected.loss_sum)):
-        raise MismatchError(f"loss {loss_sum} instead of {expected.loss_sum}")
+    for unit, expected_sum in expected.loss_sums.items():
+        loss_sum = sum(rank.loss_sums.get(unit, 0.0) for rank in found)
+        if not abs(loss_sum - expected_sum) <= TOLERANCE * max(1.0, abs(expected_sum)):
+            raise MismatchError(f"loss of {unit} {loss_sum} instead of {expected_sum}")
     seen: set[tuple[str, str]] = set()
     for unit_name, unit in case.plan.units.items():
         for replica_index, replica in enumerate(unit.replicas):

@@ -5,13 +5,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from multimodal.data.sample_source import ItemPixels, SampleText
-from multimodal.values.model_graph import ModelGraph
+from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 
 
 @dataclass(frozen=True)
 class SampleShape:
-    """What a random sample looks like: its items as (encoder, merged rows, merged columns), its text and target tokens."""
+    """What a random sample looks like: its items as (unit, merged rows, merged columns), its text and target tokens.
+
+    What a generator makes has no tokens in the LLM.
+    """
 
     items: tuple[tuple[str, int, int], ...]
     num_text_tokens: int
@@ -35,7 +38,8 @@ class RandomSource:
         items = []
         for item, (unit, rows, columns) in enumerate(shape.items):
             grid = self.item_grid(index, item)
-            items.append(ItemLengths(unit, grid[0] * grid[1], rows * columns))
+            is_input = self.graph.unit(unit).role is Role.ENCODER
+            items.append(ItemLengths(unit, grid[0] * grid[1], rows * columns if is_input else 0))
         return SampleLengths(index, tuple(items), shape.num_text_tokens, shape.num_target_tokens)
 
     def text(self, index: int) -> SampleText:
@@ -44,7 +48,8 @@ class RandomSource:
         starts, cursor, rest = [], 1, lengths.num_text_tokens - 1
         free = [0]
         for item, entry in enumerate(lengths.items):
-            starts.append((item, cursor, entry.num_output_tokens))
+            # A generator is given the hidden state of the token before.
+            starts.append((item, cursor if entry.num_output_tokens else cursor - 1, entry.num_output_tokens))
             cursor += entry.num_output_tokens
             if rest > 1 and item < len(lengths.items) - 1:  # some text between items
                 free.append(cursor)

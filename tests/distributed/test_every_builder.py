@@ -1,0 +1,82 @@
+"""Every builder on every kind of model, units with unequal numbers of replicas: loss and gradients of one process."""
+
+import pytest
+
+from multimodal.schedule.builders import BUILDERS
+from multimodal.values.assignment import Assignment
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from tests.distributed.gradient_case import GradientCase
+from tests.distributed.gradient_comparison import assert_matches
+from tests.distributed.random_source import RandomSource, SampleShape
+from tests.distributed.rank_pool import RankPool
+
+SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 16, "init_method_std": 0.3}
+IMAGE = {"patch_size": 2, "in_channels": 1, "merge_size": 1}
+UNITS = {
+    "vision": {"role": "encoder", "image": IMAGE, **SHAPE},
+    "audio": {"role": "encoder", "image": {**IMAGE, "merge_size": 2}, **SHAPE, "hidden_size": 8},
+    "llm": {"role": "backbone", **SHAPE},
+    "painter": {"role": "generator", "image": {**IMAGE, "patch_size": 3}, **SHAPE, "hidden_size": 24},
+}
+MODELS = {
+    "one unit": ("llm",),
+    "encoder and LLM": ("vision", "llm"),
+    "two encoders and LLM": ("vision", "audio", "llm"),
+    "encoder, LLM and generator": ("vision", "llm", "painter"),
+}
+SAMPLES = (
+    SampleShape((("vision", 1, 2), ("painter", 1, 2)), 5, 3),
+    SampleShape((("audio", 1, 1), ("vision", 2, 2)), 4, 1),
+    SampleShape((("painter", 2, 2), ("painter", 1, 3), ("vision", 1, 1)), 6, 2),
+    SampleShape((), 3, 2),
+    SampleShape((("audio", 1, 2), ("painter", 1, 1)), 4, 0),
+)
+SAMPLE_GROUPS = ([0, 1], [2], [3], [4])
+"""Microbatches of samples; the generator makes nothing of the third."""
+V_SHAPE = (((0, 1), (3, 4)), ((1, 2), (2, 3)))
+
+
+def build_case(builder: str, names: tuple[str, ...]) -> GradientCase:
+    """The LLM has 2 replicas of 2 V-shaped stages; a generator has 3 replicas; encoders have 1, on shared ranks if there are 2."""
+    graph = ModelGraph.from_dict({"units": {name: UNITS[name] for name in names}})
+    shapes = tuple(
+        SampleShape(tuple(item for item in shape.items if item[0] in names), shape.num_text_tokens, shape.num_target_tokens)
+        for shape in SAMPLES
+    )
+    source = RandomSource(graph, shapes, 12)
+    units = {"llm": UnitPlan(tuple(Replica((Stage((r,), V_SHAPE[0]), Stage((r + 1,), V_SHAPE[1]))) for r in (0, 2)))}
+    if "painter" in names:
+        units["painter"] = UnitPlan(tuple(Replica((Stage((rank,), ((0, 4),)),)) for rank in (4, 5, 6)))
+    for name in ("vision", "audio"):
+        if name in names:
+            units[name] = UnitPlan((Replica((Stage((7 if "painter" in names else 4,), ((0, 4),)),)),))
+    plan = Plan({name: units[name] for name in names})
+    return GradientCase(graph, plan, _assign(source, plan, graph), source, builder=builder)
+
+
+def _assign(source: RandomSource, plan: Plan, graph: ModelGraph) -> Assignment:
+    """Deal microbatches round robin; an encoder has a microbatch for each group of samples that has items for it."""
+    units = {}
+    for name, unit in plan.units.items():
+        if graph.unit(name) in graph.encoders:
+            found = [
+                [
+                    (sample, index)
+                    for sample in group
+                    for index, item in enumerate(source.lengths(sample).items)
+                    if item.unit == name
+                ]
+                for group in SAMPLE_GROUPS
+            ]
+        else:
+            found = [[(sample, -1) for sample in group] for group in SAMPLE_GROUPS]
+        filled = [microbatch for microbatch in found if microbatch]
+        units[name] = [filled[replica :: unit.data_parallel_size] for replica in range(unit.data_parallel_size)]
+    return Assignment.from_dict(units)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("builder", sorted(BUILDERS))
+def test_every_builder_trains_every_model(ranks: RankPool, builder: str, model: str) -> None:
+    assert_matches(build_case(builder, MODELS[model]), ranks)
