@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from megatron.runtime.emulation_table import EmulationTable
 from megatron.runtime.freezing import apply_freezing
 from megatron.runtime.learning_rate import build_scheduler
 from megatron.runtime.run_plan import build_plan
+from megatron.runtime.sample_exchange import SampleExchange
 from megatron.runtime.trainer import Trainer
 from megatron.runtime.unit_optimizer import build_optimizer_config, build_unit_optimizer
 from multimodal.model.transformer_config import BuildOptions, Precision
@@ -45,6 +47,8 @@ class Run:
     trainer: Trainer
     done_steps: int = 0
     """Steps done before, when resumed."""
+    exchanges: tuple[SampleExchange, SampleExchange] | None = None
+    """Of raw samples, where lengths come from decoding: one for training, one for evaluation, which goes on beside it."""
     emulation: EmulationTable | None = None
     """What computations are replaced with, in an emulated run."""
 
@@ -90,7 +94,24 @@ def prepare_run(config: RunConfig, world: World) -> Run:
         peak_tflops=config.logging.peak_tflops or find_peak_tflops(dtype),
         device=platform.device(),
     )
-    return Run(config, world, graph, plan, data, vocab_size, runtime, optimizers, scheduler, trainer, emulation=emulation)
+    exchanges = None
+    if config.data.lengths_from == "decode":
+        build = partial(SampleExchange, rank=world.rank, world_size=world.size, timeout=timeout)
+        exchanges = build(), build()
+    return Run(
+        config,
+        world,
+        graph,
+        plan,
+        data,
+        vocab_size,
+        runtime,
+        optimizers,
+        scheduler,
+        trainer,
+        exchanges=exchanges,
+        emulation=emulation,
+    )
 
 
 def _build_optimizers(config: RunConfig, runtime: RankRuntime, dtype: torch.dtype) -> dict[str, MegatronOptimizer]:
@@ -109,10 +130,11 @@ def _build_optimizers(config: RunConfig, runtime: RankRuntime, dtype: torch.dtyp
 
 
 def _check_units(graph: ModelGraph) -> None:
-    if graph.generators:
+    """A generator without an image can be simulated, but there is nothing that it could be trained to make."""
+    if blind := [unit.name for unit in graph.generators if unit.image is None]:
         raise ModelError(
-            f"unit '{graph.generators[0].name}' has the role generator; generators can be simulated but cannot be trained yet: "
-            "remove it from the model"
+            f"unit '{blind[0]}' has the role generator, but the model does not say what it makes; give it an 'image' with "
+            "patch_size and in_channels, as an encoder has"
         )
 
 

@@ -98,9 +98,7 @@ class Step:
 
     def num_rows_of_route(self, route: Route) -> int:
         """Rows that travel along a route."""
-        return sum(
-            piece.num_rows for atom in route.atoms for piece in self._output_of(route.source.unit, atom, route.target.unit)
-        )
+        return sum(piece.num_rows for piece in self._pieces_of(route))
 
     def source_rows(self, route: Route) -> Tensor:
         """[num_rows]: where the route's rows lie in the output of the sample subset that it takes them from."""
@@ -109,8 +107,10 @@ class Step:
             for piece in self._output_of(route.source.unit, atom):
                 starts[piece] = total
                 total += piece.num_rows
-        pieces = [piece for atom in route.atoms for piece in self._output_of(route.source.unit, atom, route.target.unit)]
-        return torch.cat([torch.arange(starts[piece], starts[piece] + piece.num_rows) for piece in pieces])
+        return torch.cat([torch.arange(starts[piece], starts[piece] + piece.num_rows) for piece in self._pieces_of(route)])
+
+    def _pieces_of(self, route: Route) -> list["OutputPiece"]:
+        return [piece for atom in route.atoms for piece in self._output_of(route.source.unit, atom, route.target.unit)]
 
     def _output_of(self, unit: str, atom: Atom, target: str | None = None) -> tuple["OutputPiece", ...]:
         """What an atom gives in its unit, in order; target: only what this unit consumes.

@@ -37,9 +37,9 @@ def load_inputs(
     source_index: Mapping[int, int],
     form: ScheduleForm = PLAIN,
 ) -> LoadedInputs:
-    """Load and pack every microbatch that passes through this rank; pixels only where an encoder's first stage is, or a
-    generator's last one.
+    """Load and pack every microbatch that passes through this rank, pixels only where they are needed.
 
+    That is an encoder's first stage, which takes them, and a generator's last one, which is to make them.
     source_index: sample id -> index in `source`; form: which microbatches run in sample subsets, each packed by itself.
     Raises DataError when an item cannot be decoded.
     """

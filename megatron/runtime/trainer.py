@@ -15,6 +15,7 @@ from megatron.runtime.assembly import RankRuntime
 from megatron.runtime.configuration import OptimizerSettings
 from megatron.runtime.gradients import clip_gradients, global_gradient_norm
 from megatron.runtime.learning_rate import current_learning_rate
+from megatron.runtime.loss_sums import LossSums
 from megatron.runtime.step import Step, StepResult
 from megatron.runtime.step_clock import seconds_by_resource
 from multimodal.cost.flops import step_flops
@@ -27,6 +28,9 @@ class StepReport:
     """What all ranks know after a training step; seconds are means over ranks, `step_seconds` the slowest rank's."""
 
     loss: float
+    """What is trained: the mean over the LLM's target tokens, plus every generator's mean over its values."""
+    generator_loss: float
+    """The generators' part of it; 0 without one."""
     grad_norm: float
     learning_rate: float
     num_samples: int
@@ -48,6 +52,8 @@ class EvaluationReport:
     """How the model does on held-out samples."""
 
     loss: float
+    generator_loss: float
+    """The generators' part of it; 0 without one."""
     token_accuracy: float
     """Share of target tokens that greedy decoding gets right, given all before."""
     answer_accuracy: float
@@ -96,17 +102,21 @@ class Trainer:
     def evaluate(self, steps: Iterable[Step]) -> EvaluationReport:
         """Forward only, over forward-only steps (at least one)."""
         self.runtime.complete_parameters()
-        loss_sum, num_correct_tokens, num_right_answers, num_tokens, num_samples = 0.0, 0, 0, 0, 0
+        losses = LossSums(self.runtime.executor.graph.backbone.name)
+        num_correct_tokens, num_right_answers, num_tokens, num_samples = 0, 0, 0, 0
         with torch.no_grad():
             for step in steps:
                 result = self.runtime.executor.execute(step, is_training=False)
-                loss_sum += result.loss_sum
+                losses = losses.plus(LossSums.of_step(step, result))
                 num_correct_tokens += result.num_correct_tokens
                 num_right_answers += sum(result.correct_samples.values())
                 num_tokens += step.num_target_tokens  # of all ranks, as everyone knows them
                 num_samples += len(step.lengths)
-        total_loss, correct_tokens, right_answers = self._sum([loss_sum, num_correct_tokens, num_right_answers])
-        return EvaluationReport(total_loss / num_tokens, correct_tokens / num_tokens, right_answers / num_samples)
+        correct_tokens, right_answers = self._sum([num_correct_tokens, num_right_answers])
+        text_loss, generator_loss = losses.means(self._sum)
+        return EvaluationReport(
+            text_loss + generator_loss, generator_loss, correct_tokens / num_tokens, right_answers / num_samples
+        )
 
     def _zero_gradients(self) -> None:
         self.runtime.zero_gradients()
@@ -138,12 +148,14 @@ class Trainer:
         self, step: Step, result: StepResult, *, seconds: tuple[float, float], norm: float, learning_rate: float
     ) -> StepReport:
         split = seconds_by_resource(result.events)
-        sums = self._sum([result.loss_sum, split["compute"], split["communication"], split["waiting"], seconds[1]])
+        sums = self._sum([split["compute"], split["communication"], split["waiting"], seconds[1]])
         step_seconds, peak_bytes = self._largest([seconds[0], float(result.peak_activation_bytes)])
-        loss_sum, *means = (sums[0], *(total / dist.get_world_size() for total in sums[1:]))
+        means = [total / dist.get_world_size() for total in sums]
+        text_loss, generator_loss = LossSums.of_step(step, result).means(self._sum)
         flops = step_flops(step.graph, step.lengths.values(), vocab_size=self._vocab_size)
         return StepReport(
-            loss=loss_sum / step.num_target_tokens,
+            loss=text_loss + generator_loss,
+            generator_loss=generator_loss,
             grad_norm=norm,
             learning_rate=learning_rate,
             num_samples=len(step.lengths),

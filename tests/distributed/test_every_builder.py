@@ -38,7 +38,7 @@ V_SHAPE = (((0, 1), (3, 4)), ((1, 2), (2, 3)))
 
 
 def build_case(builder: str, names: tuple[str, ...]) -> GradientCase:
-    """The LLM has 2 replicas of 2 V-shaped stages; a generator has 3 replicas; encoders have 1, on shared ranks if there are 2."""
+    """The LLM has 2 replicas of 2 V-shaped stages; a generator has 3 replicas; encoders have 1, two of them on one rank."""
     graph = ModelGraph.from_dict({"units": {name: UNITS[name] for name in names}})
     shapes = tuple(
         SampleShape(tuple(item for item in shape.items if item[0] in names), shape.num_text_tokens, shape.num_target_tokens)

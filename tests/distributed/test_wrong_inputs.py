@@ -164,9 +164,9 @@ WRONG_INPUTS = [
     ),
     WrongInput("two backbones", change_model(lambda units: units.update(other=units["llm"])), ("exactly one", "backbone")),
     WrongInput(
-        "a generator",
+        "a generator of nothing",
         change_model(lambda units: units.update(painter={**units["llm"], "role": "generator"})),
-        ("'painter'", "cannot be trained yet"),
+        ("'painter'", "'image'"),
         num_ranks=3,
     ),
     WrongInput("sizes do not fit the processes", flags_only("--llm-pp", 2), ("launch 3",)),
