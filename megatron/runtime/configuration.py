@@ -140,6 +140,9 @@ class DataConfig:
     """HuggingFaceTokenizer: its tokenizer.json, or the folder that holds it."""
     seq_length: int = field(default=4096, metadata=AT_LEAST_ONE)
     """Most LLM tokens (text and images) that one sample may have."""
+    lengths_from: Literal["index", "decode"] = "index"
+    """Where lengths come from: metadata, so that each rank loads what it was assigned; or from decoding, each rank a share of the
+    global batch, which is then exchanged."""
     split: str = field(default="969,30,1", metadata={"metavar": "TRAIN,VALID,TEST"})
     """Proportions of training, validation and test samples of a manifest."""
     num_workers: int = field(default=2, metadata=AT_LEAST_ZERO)

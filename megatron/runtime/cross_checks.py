@@ -8,7 +8,7 @@ from megatron.runtime.configuration import GROUPS, SCHEDULE_PASSES, RunConfig
 from megatron.runtime.field_flags import field_flags
 from megatron.runtime.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLINGS
 from multimodal.values.backward_need import unit_is_trainable
-from multimodal.values.errors import ConfigError
+from multimodal.values.errors import ConfigError, ModelError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 
@@ -55,6 +55,12 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         ("tokenizer_type",),
         lambda c: c.data.tokenizer_type == "ByteTokenizer",
         "a ByteTokenizer needs no file; add --tokenizer-type HuggingFaceTokenizer or leave it out",
+    ),
+    IgnoredFlag(
+        "num_workers",
+        ("lengths_from",),
+        lambda c: c.data.lengths_from == "decode",
+        "--lengths-from decode loads in a thread, as samples are exchanged; leave it out",
     ),
     IgnoredFlag(
         "digits_samples",
@@ -191,6 +197,8 @@ def ignored_flags(config: RunConfig) -> tuple[IgnoredFlag, ...]:
 def check_config(config: RunConfig, *, graph: ModelGraph) -> None:
     """Check bounds and combinations of a whole configuration; raises ConfigError for the first rule that is broken.
 
+    Raises ModelError for a model that can be planned but not trained.
+
     graph: the model with its units frozen as the configuration says.
     """
     for row in ignored_flags(config):
@@ -207,6 +215,11 @@ def check_config(config: RunConfig, *, graph: ModelGraph) -> None:
     for rule in RULES:
         if rule.is_broken(config):
             raise ConfigError(rule.message.format(c=config))
+    if listeners := [unit.name for unit in graph.encoders if unit.audio is not None]:
+        raise ModelError(
+            f"unit '{listeners[0]}' takes audio, which can be planned and simulated but not trained yet; "
+            "remove the unit, or describe an 'image' instead"
+        )
     if not any(unit_is_trainable(graph, name) for name in graph.unit_names):
         raise ConfigError("every unit is frozen, so nothing would be trained; leave a --freeze or --freeze-projector out")
 

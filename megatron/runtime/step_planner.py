@@ -13,6 +13,7 @@ import torch
 from megatron.runtime.agreement import assignment_digest
 from megatron.runtime.balance_report import report_balance
 from megatron.runtime.emulated_inputs import with_emulated_inputs
+from megatron.runtime.sample_exchange import SampleExchange
 from megatron.runtime.step import Step
 from megatron.runtime.step_inputs import load_inputs
 from multimodal.balance import Balancer
@@ -70,30 +71,36 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         balancer: Balancer,
         rank: int,
         options: BalanceOptions,
+        exchange: SampleExchange | None = None,
         is_emulated: bool = False,
     ) -> None:
-        """is_emulated: load no data; see `with_emulated_inputs`."""
-        self._is_emulated = is_emulated
+        """exchange: decode first, then send samples where they are needed; is_emulated: load no data (`with_emulated_inputs`)."""
+        self._is_emulated, self._exchange = is_emulated, exchange
         self._source, self._batches, self._schedules, self._rank = source, batches, schedules, rank
         self._balancer, self._options = balancer, options
 
     def __getitem__(self, step: int) -> Step:
         """Decide and load step `step` (from 0)."""
         drawn = self._batches.batch(step)
-        lengths = [_relabel(self._source.lengths(sample.source_index), sample.sample_id) for sample in drawn]
+        source, source_index = self._source, {sample.sample_id: sample.source_index for sample in drawn}
+        share = self._exchange.decode(source, source_index=source_index) if self._exchange else None
+        lengths = share.lengths if share else [replace(source.lengths(at), sample_id=key) for key, at in source_index.items()]
         graph, plan = self._schedules.graph, self._schedules.plan
         start = time.perf_counter()
         assignment = self._balancer(lengths, graph=graph, plan=plan, options=self._options)
         balance = report_balance(
             assignment, lengths, graph=graph, plan=plan, options=self._options, balance_seconds=time.perf_counter() - start
         )
+        if self._exchange and share:
+            source = self._exchange.exchange(share, assignment=assignment, graph=graph, plan=plan)
+            source_index = {sample_id: sample_id for sample_id in source_index}
         planned = plan_step(
-            self._source,
+            source,
             lengths=lengths,
             assignment=assignment,
             schedules=self._schedules,
             rank=self._rank,
-            source_index={sample.sample_id: sample.source_index for sample in drawn},
+            source_index=source_index,
             is_emulated=self._is_emulated,
         )
         return replace(planned, balance=balance)
@@ -140,10 +147,6 @@ def plan_step(
         form=form_of(schedule),
     )
     return replace(step, inputs=loaded.inputs, target_samples=loaded.target_samples, subset_inputs=loaded.subset_inputs)
-
-
-def _relabel(lengths: SampleLengths, sample_id: int) -> SampleLengths:
-    return SampleLengths(sample_id, lengths.items, lengths.num_text_tokens, lengths.num_target_tokens)
 
 
 def _shape_of(assignment: Assignment, graph: ModelGraph) -> _Shape:

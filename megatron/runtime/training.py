@@ -17,6 +17,7 @@ from megatron.runtime.run import Run
 from megatron.runtime.step import Step
 from megatron.runtime.step_loader import load_steps
 from megatron.runtime.step_planner import ScheduleCache, StepPlanner
+from megatron.runtime.step_thread import load_steps_in_thread
 from megatron.runtime.timeline_gathering import gather_timeline
 from megatron.runtime.trainer import EvaluationReport
 from multimodal.balance import BALANCERS
@@ -57,7 +58,7 @@ def _train(run: Run, reporter: Reporter) -> RunSummary:
     evaluation: tuple[EvaluationReport | None, EvaluationReport | None] = (None, None)
     evaluated_step = saved_step = None
     peak_bytes = 0
-    steps = load_steps(_train_planner(run), range(run.done_steps, last_step), num_workers=config.data.num_workers)
+    steps = _load(run, _train_planner(run), range(run.done_steps, last_step))
     for number, (step, wait_seconds) in enumerate(_timed(steps), run.done_steps + 1):
         wait_seconds = check_agreement(step, number=number, wait_seconds=wait_seconds, device=platform.device())
         report, events = run.trainer.train_step(step, number=number)
@@ -76,6 +77,12 @@ def _train(run: Run, reporter: Reporter) -> RunSummary:
     if config.evaluation.eval_iters and evaluated_step != last_step:
         evaluation = _evaluate(run, reporter, last_step)
     return RunSummary(last_step, *evaluation, peak_bytes)
+
+
+def _load(run: Run, planner: StepPlanner, steps: range) -> Iterator[Step]:
+    if run.exchanges is not None:
+        return load_steps_in_thread(planner, steps)
+    return load_steps(planner, steps, num_workers=run.config.data.num_workers)
 
 
 def _timed(steps: Iterator[Step]) -> Iterator[tuple[Step, float]]:
@@ -143,6 +150,7 @@ def _planner(run: Run, source: SampleSource, *, seed: int, shuffle: bool, forwar
         balancer=BALANCERS[training.balance],
         rank=run.world.rank,
         options=_balance_options(run),
+        exchange=run.exchanges[forward_only] if run.exchanges else None,
         is_emulated=run.emulation is not None,
     )
 
@@ -194,7 +202,7 @@ def _evaluate(run: Run, reporter: Reporter, number: int) -> tuple[EvaluationRepo
 def _evaluate_on(run: Run, source: SampleSource) -> EvaluationReport:
     planner = _planner(run, source, seed=0, shuffle=False, forward_only=True)
     steps = range(run.config.evaluation.eval_iters)
-    return run.trainer.evaluate(load_steps(planner, steps, num_workers=run.config.data.num_workers))
+    return run.trainer.evaluate(_load(run, planner, steps))
 
 
 def _build_reporter(run: Run) -> Reporter:

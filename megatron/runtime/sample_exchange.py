@@ -1,0 +1,151 @@
+"""An all-to-all of raw samples, for data whose lengths are known only once it is decoded (OrchMLLM's batch communicator).
+
+Each rank decodes its share of the global batch, all ranks tell each other the lengths and decide the same assignment, and
+then each piece travels from the rank that decoded it to the ranks that need it, and to no other. Runs on a group of its own over
+gloo, so that it can work in a thread beside training.
+"""
+
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
+from multimodal.values.assignment import Assignment
+from multimodal.values.errors import BraidError, DataError
+from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.plan import Plan
+from multimodal.values.sample_lengths import SampleLengths
+
+WHOLE_TEXT = -1
+"""In place of an item's index: the text of the sample."""
+
+
+class Piece(NamedTuple):
+    """What is sent as one."""
+
+    sample_id: int
+    item_index: int
+    """WHOLE_TEXT for its text."""
+
+
+class _Described(NamedTuple):
+    lengths: SampleLengths
+    grids: tuple[tuple[int, int], ...]
+
+
+class ExchangedSamples:
+    """The part of a global batch that this rank was sent, as a `SampleSource` addressed by sample id."""
+
+    def __init__(self, described: Mapping[int, _Described], pieces: Mapping[Piece, Any]) -> None:
+        self._described, self._pieces = described, pieces
+
+    def __len__(self) -> int:
+        """Count the samples of the global batch."""
+        return len(self._described)
+
+    def lengths(self, index: int) -> SampleLengths:
+        """Lengths of one sample."""
+        return self._described[index].lengths
+
+    def text(self, index: int) -> SampleText:
+        """Tokens of a sample that this rank needs."""
+        text: SampleText = self._pieces[Piece(index, WHOLE_TEXT)]
+        return text
+
+    def item(self, index: int, item_index: int) -> ItemPixels:
+        """Pixels of an item that this rank needs."""
+        pixels: ItemPixels = self._pieces[Piece(index, item_index)]
+        return pixels
+
+    def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
+        """(rows, columns) of patches of any item."""
+        return self._described[index].grids[item_index]
+
+
+@dataclass(frozen=True)
+class DecodedShare:
+    """What a rank decoded of a global batch, and what all ranks know of it."""
+
+    described: Mapping[int, _Described]
+    """By sample id, of the whole batch in its order."""
+    texts: Mapping[int, SampleText]
+    items: Mapping[Piece, ItemPixels]
+
+    @property
+    def lengths(self) -> list[SampleLengths]:
+        """Of the whole batch, in its order."""
+        return [described.lengths for described in self.described.values()]
+
+
+class SampleExchange:
+    """Collective over all ranks; they must call its methods in the same order, from one thread each."""
+
+    def __init__(self, *, rank: int, world_size: int, timeout: timedelta) -> None:
+        """Make the group; collective."""
+        self._rank, self._world_size = rank, world_size
+        self._group = dist.new_group(list(range(world_size)), backend="gloo", timeout=timeout)
+
+    def decode(self, source: SampleSource, *, source_index: Mapping[int, int]) -> DecodedShare:
+        """Decode every world_size-th sample of the batch here, and tell all ranks its lengths.
+
+        source_index: sample id -> index in `source`, in the batch's order. Raises DataError on every rank where one fails.
+        """
+        texts: dict[int, SampleText] = {}
+        items: dict[Piece, ItemPixels] = {}
+        own: dict[int, _Described] = {}
+        failure: str | None = None
+        try:
+            for sample_id, index in list(source_index.items())[self._rank :: self._world_size]:
+                lengths = replace(source.lengths(index), sample_id=sample_id)
+                texts[sample_id] = source.text(index)
+                for item_index in range(len(lengths.items)):
+                    items[Piece(sample_id, item_index)] = source.item(index, item_index)
+                grids = tuple(items[Piece(sample_id, item_index)].grid for item_index in range(len(lengths.items)))
+                own[sample_id] = _Described(lengths, grids)
+        except BraidError as problem:
+            failure = str(problem)
+        gathered: list[Any] = [None] * self._world_size
+        dist.all_gather_object(gathered, (own, failure), group=self._group)
+        if failures := [message for _, message in gathered if message is not None]:
+            raise DataError(failures[0])
+        described = {sample_id: found for samples, _ in gathered for sample_id, found in samples.items()}
+        return DecodedShare({sample_id: described[sample_id] for sample_id in source_index}, texts, items)
+
+    def exchange(self, share: DecodedShare, *, assignment: Assignment, graph: ModelGraph, plan: Plan) -> ExchangedSamples:
+        """Send what was decoded here to whom the assignment gives it, and return what was sent here."""
+        own: Mapping[Piece, Any] = {**{Piece(sample, WHOLE_TEXT): text for sample, text in share.texts.items()}, **share.items}
+        needs = needed_pieces(assignment, graph=graph, plan=plan)
+        outgoing = [
+            pickle.dumps({piece: own[piece] for piece in needs.get(rank, ()) if piece in own}) for rank in range(self._world_size)
+        ]
+        incoming = self._all_to_all(outgoing)
+        received = {piece: content for message in incoming for piece, content in pickle.loads(message).items()}
+        return ExchangedSamples(share.described, received)
+
+    def _all_to_all(self, outgoing: Sequence[bytes]) -> list[bytes]:
+        sizes = torch.tensor([len(message) for message in outgoing])
+        received_sizes = torch.empty_like(sizes)
+        dist.all_to_all_single(received_sizes, sizes, group=self._group)
+        counts = received_sizes.tolist()
+        received = torch.empty(sum(counts), dtype=torch.uint8)
+        sent = torch.frombuffer(bytearray(b"".join(outgoing)), dtype=torch.uint8)
+        dist.all_to_all_single(received, sent, counts, sizes.tolist(), group=self._group)
+        return [chunk.numpy().tobytes() for chunk in received.split(counts)]
+
+
+def needed_pieces(assignment: Assignment, *, graph: ModelGraph, plan: Plan) -> dict[int, list[Piece]]:
+    """rank -> what it needs of the global batch, by the same rules as `load_inputs`: pixels only at an encoder's first stage."""
+    found: dict[int, dict[Piece, None]] = {}
+    for name, replicas in assignment.units.items():
+        is_encoder = graph.unit(name).role is Role.ENCODER
+        for replica, microbatches in zip(plan.units[name].replicas, replicas, strict=True):
+            atoms: Iterable[Any] = (atom for microbatch in microbatches for atom in microbatch)
+            pieces = [Piece(*atom) if is_encoder else Piece(atom.sample_id, WHOLE_TEXT) for atom in atoms]
+            for rank in replica.virtual_stages[0].ranks if is_encoder else replica.ranks:
+                found.setdefault(rank, {}).update(dict.fromkeys(pieces))
+    return {rank: list(pieces) for rank, pieces in found.items()}
