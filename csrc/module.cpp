@@ -1,5 +1,7 @@
 // The Python module multimodal._kernels: one line per kernel. No torch, so one build serves every torch version.
 
+#include <optional>
+
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -7,7 +9,9 @@
 #include <tuple>
 
 #include "block_summary.h"
+#include "entrain_assignment.h"
 #include "longest_first_partition.h"
+#include "post_balance.h"
 #include "simulate_events.h"
 
 namespace py = pybind11;
@@ -85,6 +89,34 @@ py::array_t<std::int64_t> find_mask_runs(const Array<std::int64_t>& bits, const 
     return to_array(starts);
 }
 
+py::tuple assign_entrain(const Array<double>& llm_loads, const Array<double>& encoder_loads, std::int64_t num_replicas,
+                         std::int64_t num_microbatches, std::int64_t min_num_microbatches, std::int64_t max_subset_sums) {
+    const auto num_samples = static_cast<std::int64_t>(llm_loads.size());
+    braid::UnitLoads encoders;
+    for (py::ssize_t encoder = 0; encoder < encoder_loads.shape(0); ++encoder) {
+        encoders.push_back(encoder_loads.data() + encoder * num_samples);
+    }
+    braid::EntrainPlaces places;
+    {
+        py::gil_scoped_release release;
+        places = braid::assign_entrain(llm_loads.data(), encoders, num_samples,
+                                       {num_replicas, num_microbatches, min_num_microbatches, max_subset_sums});
+    }
+    return py::make_tuple(places.replicas, places.encoder_microbatches, places.llm_microbatches, places.num_microbatches);
+}
+
+py::array_t<std::int32_t> post_balance(const std::optional<Array<std::int64_t>>& additive,
+                                       const std::optional<Array<std::int64_t>>& padded, std::int64_t num_bins,
+                                       std::int64_t max_items_per_bin, std::int64_t refinement_steps) {
+    const std::int64_t num_items = (additive ? *additive : padded.value()).size();
+    py::array_t<std::int32_t> bin_of_item(num_items);
+    std::int32_t* bins = bin_of_item.mutable_data();
+    py::gil_scoped_release release;
+    braid::post_balance(additive ? additive->data() : nullptr, padded ? padded->data() : nullptr, num_items, num_bins,
+                        max_items_per_bin, refinement_steps, bins);
+    return bin_of_item;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_kernels, module) {
@@ -95,6 +127,8 @@ PYBIND11_MODULE(_kernels, module) {
                py::arg("num_bins"), py::arg("max_items_per_bin"), py::call_guard<py::gil_scoped_release>());
     module.def("partition_longest_first", &braid::partition_longest_first<double>, py::arg("costs"), py::kw_only(),
                py::arg("num_bins"), py::arg("max_items_per_bin"), py::call_guard<py::gil_scoped_release>());
+    module.def("post_balance", &post_balance, py::arg("additive"), py::arg("padded"), py::kw_only(), py::arg("num_bins"),
+               py::arg("max_items_per_bin"), py::arg("refinement_steps"));
     module.def("simulate_events", &simulate_events, py::arg("lane_starts"), py::arg("lane_nodes"), py::arg("lane_fillers"),
                py::arg("kinds"), py::arg("need_starts"), py::arg("needs"), py::arg("receiver_starts"), py::arg("receivers"),
                py::arg("seconds"), py::arg("latency_seconds"), py::arg("links"), py::kw_only(), py::arg("num_links"));
@@ -103,4 +137,7 @@ PYBIND11_MODULE(_kernels, module) {
                py::arg("item_ids"), py::arg("query_block_size"), py::arg("key_block_size"));
     module.def("count_mask_blocks", &count_mask_blocks, py::arg("starts"), py::arg("bits"), py::arg("sample_ids"),
                py::arg("item_ids"), py::arg("query_block_size"), py::arg("key_block_size"));
+    module.def("assign_entrain", &assign_entrain, py::arg("llm_loads"), py::arg("encoder_loads"), py::kw_only(),
+               py::arg("num_replicas"), py::arg("num_microbatches"), py::arg("min_num_microbatches"),
+               py::arg("max_subset_sums"));
 }

@@ -4,6 +4,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 def partition_longest_first(costs: Sequence[float], *, num_bins: int, max_items_per_bin: int) -> list[list[int]]: ...
+def post_balance(
+    additive: NDArray[np.int64] | None,
+    padded: NDArray[np.int64] | None,
+    *,
+    num_bins: int,
+    max_items_per_bin: int,
+    refinement_steps: int,
+) -> NDArray[np.int32]: ...
 def simulate_events(
     lane_starts: NDArray[np.int64],
     lane_nodes: NDArray[np.int64],
@@ -36,3 +44,12 @@ def count_mask_blocks(
     query_block_size: int,
     key_block_size: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
+def assign_entrain(
+    llm_loads: NDArray[np.float64],
+    encoder_loads: NDArray[np.float64],
+    *,
+    num_replicas: int,
+    num_microbatches: int,
+    min_num_microbatches: int,
+    max_subset_sums: int,
+) -> tuple[list[int], list[int], list[int], list[int]]: ...

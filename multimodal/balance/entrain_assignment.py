@@ -2,7 +2,8 @@
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import numpy.typing as npt
 
@@ -12,7 +13,14 @@ from multimodal.balance.sample_loads import SampleLoads, order_by_id
 from multimodal.balance.stratified_assignment import effective_num_microbatches, stratify
 from multimodal.values.errors import AssignmentError
 
+try:
+    from multimodal import _kernels
+except ImportError:
+    _kernels = None  # type: ignore[assignment]
+
 Microbatches = tuple[tuple[int, ...], ...]
+
+_MOST = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +73,29 @@ def assign_entrain(
     large, or there are fewer samples than replicas.
     """
     loads = _prepare(llm_loads, encoder_loads=encoder_loads, sample_ids=sample_ids, merge_encoders=merge_encoders)
-    _check_counts(len(loads.llm), num_replicas, num_microbatches, min_num_microbatches, max_subset_sums)
-    return _build(
-        loads,
-        _place_reference(
-            loads,
-            num_replicas=num_replicas,
-            num_microbatches=num_microbatches,
-            min_num_microbatches=min_num_microbatches,
-            max_subset_sums=max_subset_sums,
-        ),
-        num_replicas=num_replicas,
-    )
+    counts = _Counts(num_replicas, num_microbatches, min_num_microbatches, max_subset_sums)
+    counts.check(num_samples=len(loads.llm))
+    if _kernels is None or not hasattr(_kernels, "assign_entrain"):
+        return _build(loads, _place(loads, counts))
+    return _build(loads, _Places(*_kernels.assign_entrain(loads.llm, loads.encoders, **asdict(counts))))
+
+
+def assign_entrain_reference(
+    llm_loads: npt.ArrayLike,
+    *,
+    encoder_loads: npt.ArrayLike,
+    num_replicas: int,
+    num_microbatches: int,
+    sample_ids: Sequence[int] | None = None,
+    min_num_microbatches: int = 1,
+    merge_encoders: bool = False,
+    max_subset_sums: int = 256,
+) -> EntrainAssignment:
+    """Do in Python what `assign_entrain` does; arguments, result and errors are the same."""
+    loads = _prepare(llm_loads, encoder_loads=encoder_loads, sample_ids=sample_ids, merge_encoders=merge_encoders)
+    counts = _Counts(num_replicas, num_microbatches, min_num_microbatches, max_subset_sums)
+    counts.check(num_samples=len(loads.llm))
+    return _build(loads, _place(loads, counts))
 
 
 def _prepare(
@@ -88,26 +107,24 @@ def _prepare(
     return SampleLoads(loads.llm, loads.encoders.sum(axis=0, keepdims=True), loads.positions)
 
 
-def _check_counts(
-    num_samples: int, num_replicas: int, num_microbatches: int, min_num_microbatches: int, max_subset_sums: int
-) -> None:
-    counts = {
-        "num_replicas": num_replicas,
-        "num_microbatches": num_microbatches,
-        "min_num_microbatches": min_num_microbatches,
-        "max_subset_sums": max_subset_sums,
-    }
-    for name, count in counts.items():
-        if operator.index(count) < 1:
-            raise AssignmentError(f"{name} is {count}; it must be at least 1")
-    if num_samples < num_replicas:
-        raise AssignmentError(
-            f"{num_samples} samples cannot fill {num_replicas} replicas; use a larger global batch or fewer replicas"
-        )
+@dataclass(frozen=True)
+class _Counts:
+    num_replicas: int
+    num_microbatches: int
+    min_num_microbatches: int
+    max_subset_sums: int
+
+    def check(self, *, num_samples: int) -> None:
+        for name, count in asdict(self).items():
+            if not 1 <= operator.index(count) <= _MOST:
+                raise AssignmentError(f"{name} is {count}; it must be from 1 to {_MOST}")
+        if num_samples < self.num_replicas:
+            raise AssignmentError(
+                f"{num_samples} samples cannot fill {self.num_replicas} replicas; use a larger global batch or fewer replicas"
+            )
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
+class _Places(NamedTuple):
     """Where each sample (in the order of ids) is placed."""
 
     replicas: Sequence[int]
@@ -117,21 +134,19 @@ class Places:
     """Per replica."""
 
 
-def _place_reference(
-    loads: SampleLoads, *, num_replicas: int, num_microbatches: int, min_num_microbatches: int, max_subset_sums: int
-) -> Places:
+def _place(loads: SampleLoads, asked: _Counts) -> _Places:
     llm, encoders = loads.llm.tolist(), loads.encoders.tolist()
-    replicas = assign_replicas(llm, encoders=encoders, num_replicas=num_replicas)
+    replicas = assign_replicas(llm, encoders=encoders, num_replicas=asked.num_replicas)
     encoder_places, llm_places, counts = [0] * len(llm), [0] * len(llm), []
-    for replica in range(num_replicas):
+    for replica in range(asked.num_replicas):
         members = [sample for sample, at in enumerate(replicas) if at == replica]
         count = effective_num_microbatches(
-            encoders, members=members, num_microbatches=num_microbatches, min_num_microbatches=min_num_microbatches
+            encoders, members=members, num_microbatches=asked.num_microbatches, min_num_microbatches=asked.min_num_microbatches
         )
         counts.append(count)
         placed = stratify(llm, encoders=encoders, members=members, num_microbatches=count)
         groups = [[s for s, at in zip(members, placed, strict=True) if at == index] for index in range(count)]
-        deferral = defer_pairwise(llm, microbatches=groups, max_subset_sums=max_subset_sums)
+        deferral = defer_pairwise(llm, microbatches=groups, max_subset_sums=asked.max_subset_sums)
         number = {microbatch: index for index, microbatch in enumerate(deferral.order)}
         for sample, microbatch in zip(members, placed, strict=True):
             encoder_places[sample] = llm_places[sample] = number[microbatch]
@@ -139,13 +154,13 @@ def _place_reference(
             llm_places[sample] = number[microbatch]
             if not any(of_encoder[sample] > 0 for of_encoder in encoders):
                 encoder_places[sample] = number[microbatch]
-    return Places(replicas, encoder_places, llm_places, counts)
+    return _Places(replicas, encoder_places, llm_places, counts)
 
 
-def _build(loads: SampleLoads, places: Places, *, num_replicas: int) -> EntrainAssignment:
+def _build(loads: SampleLoads, places: _Places) -> EntrainAssignment:
     encoder: list[list[list[int]]] = [[[] for _ in range(count)] for count in places.num_microbatches]
     llm: list[list[list[int]]] = [[[] for _ in range(count)] for count in places.num_microbatches]
-    deferred: list[list[int]] = [[] for _ in range(num_replicas)]
+    deferred: list[list[int]] = [[] for _ in places.num_microbatches]
     rows = zip(loads.positions.tolist(), places.replicas, places.encoder_microbatches, places.llm_microbatches, strict=True)
     for sample, replica, encoder_index, llm_index in rows:
         encoder[replica][encoder_index].append(sample)
@@ -155,6 +170,6 @@ def _build(loads: SampleLoads, places: Places, *, num_replicas: int) -> EntrainA
     return EntrainAssignment(
         tuple(
             ReplicaMicrobatches(tuple(map(tuple, encoder[index])), tuple(map(tuple, llm[index])), tuple(deferred[index]))
-            for index in range(num_replicas)
+            for index in range(len(deferred))
         )
     )

@@ -23,7 +23,6 @@ class SubsetSums:
         """Merge the sums without and with one load; of equal sums the one without it stays."""
         old = [(self._sum[node], node, False) for node in self._nodes]
         new = [(total + load, node, True) for total, node, _ in old if total + load <= limit]
-        # Sorting is by (sum, new); two equal sums of one kind cannot occur, since sums differ and adding keeps their order.
         merged = sorted(old + new, key=lambda each: (each[0], each[2]))
         kept = [each for index, each in enumerate(merged) if index == 0 or each[0] != merged[index - 1][0]]
         if len(kept) > max_sums:
