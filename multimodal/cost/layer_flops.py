@@ -54,7 +54,7 @@ def add_loads(loads: Iterable[UnitLoad]) -> UnitLoad:
 def layer_weights(graph: ModelGraph, unit: Unit, kind: LayerKind, *, vocab_size: int) -> int:
     """Weights of one layer's matrices, all tensor parallel ranks together; vocab_size: padded.
 
-    A generator's head maps its hidden state back to an input of the same width.
+    A generator's head maps a hidden state to the pixels of its patch, or, where no image is described, to its own width.
     """
     shape = unit.transformer
     if kind is LayerKind.TRANSFORMER:
@@ -63,18 +63,30 @@ def layer_weights(graph: ModelGraph, unit: Unit, kind: LayerKind, *, vocab_size:
         mlp = shape.ffn_hidden_size * shape.hidden_size * (3 if shape.activation == "swiglu" else 2)
         return shape.hidden_size * (query + key_value) + query * shape.hidden_size + mlp
     if kind is LayerKind.HEAD:
-        return shape.hidden_size * (shape.hidden_size if unit.role is Role.GENERATOR else vocab_size)
+        return shape.hidden_size * (_made_values(unit) if unit.role is Role.GENERATOR else vocab_size)
     if kind is LayerKind.TOKEN_EMBEDDING:
         return shape.hidden_size * vocab_size
     if unit.role is Role.GENERATOR:
         return graph.unit(graph.upstream(unit.name)[0]).transformer.hidden_size * shape.hidden_size
-    if unit.image is None:
-        return 0
     if kind is LayerKind.PATCH_EMBEDDING:
-        return unit.image.in_channels * unit.image.patch_size**2 * shape.hidden_size
-    merged = shape.hidden_size * unit.image.merge_size**2
+        return _embedding_weights(unit)
+    if unit.image is None and unit.audio is None:
+        return 0
+    merged = shape.hidden_size * unit.merge_factor
     output_size = graph.unit(graph.downstream(unit.name)[0]).transformer.hidden_size
     return (unit.projector_hidden_size or merged) * (merged + output_size)
+
+
+def _made_values(unit: Unit) -> int:
+    """Values that a generator makes of one token."""
+    return unit.image.in_channels * unit.image.patch_size**2 if unit.image is not None else unit.transformer.hidden_size
+
+
+def _embedding_weights(unit: Unit) -> int:
+    hidden = unit.transformer.hidden_size
+    if unit.audio is not None:
+        return 3 * hidden * (unit.audio.num_mel_bins + hidden)
+    return unit.image.in_channels * unit.image.patch_size**2 * hidden if unit.image is not None else 0
 
 
 def num_products(kind: LayerKind) -> int:
@@ -91,5 +103,7 @@ def layer_forward_flops(graph: ModelGraph, unit: Unit, kind: LayerKind, load: Un
         query = unit.transformer.num_attention_heads * unit.transformer.head_channels
         masked = 0.5 if unit.role is Role.BACKBONE else 1.0
         return LayerFlops(2.0 * load.num_tokens * weights, 4.0 * query * load.num_squared * masked)
+    if kind is LayerKind.PATCH_EMBEDDING and unit.audio is not None:
+        weights += 3 * unit.transformer.hidden_size * unit.audio.num_mel_bins  # the first convolution sees two frames per token
     at_exit = kind is LayerKind.HEAD or (kind is LayerKind.PROJECTOR and unit.role is Role.ENCODER)
     return LayerFlops(2.0 * (load.num_outputs if at_exit else load.num_tokens) * weights, 0.0)

@@ -22,10 +22,11 @@ _COLUMNS = ("image_sizes", *_TEXT_COLUMNS, "audio_seconds")
 def read_length_table(path: str | Path, *, graph: ModelGraph) -> tuple[SampleLengths, ...]:
     """Read a .csv, .csv.gz or .parquet file with any of image_sizes, text_tokens (or text_tokens_gpt2) and audio_seconds.
 
-    image_sizes: `WxH;WxH;...` in pixels, cut into patches as the image encoder would. Audio has 50 tokens a second, of which
-    `merge_size^2` become one token of the LLM. An encoder with `audio` in its name takes the audio, the first other one the
-    images; what the model has no encoder for is left out. answer_words / text_words, where given, is the share of text that
-    counts in the loss, else all of it. A sample's id is its row's number; it has at least one text token.
+    image_sizes: `WxH;WxH;...` in pixels, cut into patches as the image encoder would. Audio has as many tokens a second as its
+    encoder says (50 where it says nothing); `merge_factor` of them become one token of the LLM. An encoder with `audio` as its
+    input or in its name takes the audio, the first other one the images; what the model has no encoder for is left out.
+    answer_words / text_words, where given, is the share of text that counts in the loss, else all of it. A sample's id is its
+    row's number; it has at least one text token.
 
     Raises DataError naming the file and row. Parquet needs pyarrow.
     """
@@ -50,7 +51,7 @@ def read_length_table(path: str | Path, *, graph: ModelGraph) -> tuple[SampleLen
 
 
 def _is_audio(unit: Unit) -> bool:
-    return "audio" in unit.name
+    return unit.audio is not None or "audio" in unit.name
 
 
 def _read_rows(path: Path) -> Iterable[Mapping[str, Any]]:
@@ -96,10 +97,10 @@ def _audio(row: Mapping[str, Any], encoder: Unit | None) -> Iterable[ItemLengths
     seconds = float(row.get("audio_seconds") or 0.0)
     if not math.isfinite(seconds) or seconds < 0:
         raise ValueError(f"audio_seconds is {seconds}, expected a number of at least 0")
-    if encoder is None or encoder.image is None or not seconds:
+    if encoder is None or not seconds:
         return
-    num_tokens = math.ceil(seconds * AUDIO_TOKENS_PER_SECOND)
-    yield ItemLengths(encoder.name, num_tokens, math.ceil(num_tokens / encoder.image.merge_size**2))
+    num_tokens = math.ceil(seconds * (encoder.audio.tokens_per_second if encoder.audio else AUDIO_TOKENS_PER_SECOND))
+    yield ItemLengths(encoder.name, num_tokens, math.ceil(num_tokens / encoder.merge_factor))
 
 
 def _number(row: Mapping[str, Any], name: str) -> int:

@@ -11,7 +11,7 @@ def uniform_lengths(graph: ModelGraph, *, tokens: Mapping[str, int], num_samples
     """Return samples with one item for each encoder and generator named in `tokens`.
 
     tokens: unit -> tokens inside the unit. The backbone's are all tokens of its sequence, those that come from encoders
-    (`merge_size^2` times fewer than inside the encoder) included; the rest is text, and all text counts in the loss.
+    (`merge_factor` times fewer than inside the encoder) included; the rest is text, and all text counts in the loss.
 
     Raises DataError for a unit that the model lacks, or when the backbone's tokens cannot hold the encoders'.
     """
@@ -24,7 +24,7 @@ def uniform_lengths(graph: ModelGraph, *, tokens: Mapping[str, int], num_samples
     for unit in graph.units:
         if unit.name in tokens and unit.role is not Role.BACKBONE:
             is_encoder = unit.role is Role.ENCODER
-            num_outputs = -(-tokens[unit.name] // (unit.image.merge_size**2 if unit.image else 1)) if is_encoder else 0
+            num_outputs = -(-tokens[unit.name] // unit.merge_factor) if is_encoder else 0
             items.append(ItemLengths(unit.name, tokens[unit.name], num_outputs))
     num_text_tokens = tokens[backbone] - sum(item.num_output_tokens for item in items)
     if num_text_tokens < 1:

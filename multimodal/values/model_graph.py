@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 from multimodal.values.errors import ModelError
 from multimodal.values.file_form import read_mapping
 
-_Part = TypeVar("_Part", "Transformer", "ImageInput")
+_Part = TypeVar("_Part", "Transformer", "ImageInput", "AudioInput")
 
 
 class Role(StrEnum):
@@ -87,6 +87,17 @@ class ImageInput:
 
 
 @dataclass(frozen=True)
+class AudioInput:
+    """How an encoder turns sound into tokens (Whisper's rule: a spectrogram, two convolutions of width 3, the second halves)."""
+
+    num_mel_bins: int = 128
+    tokens_per_second: int = 50
+    """Inside the encoder; the spectrogram has twice as many frames."""
+    merge_factor: int = 2
+    """So many neighbouring tokens leave the projector as one."""
+
+
+@dataclass(frozen=True)
 class Unit:
     """One module of the model graph with its own parallelism."""
 
@@ -95,10 +106,14 @@ class Unit:
     transformer: Transformer
     image: ImageInput | None = None
     """The images that an encoder takes, or that a generator makes."""
+    audio: AudioInput | None = None
+    """Encoders only, in place of an image. Planned and simulated; not trained yet."""
     projector_hidden_size: int | None = None
-    """Encoders only; None: hidden_size x merge_size^2."""
+    """Encoders only; None: hidden_size x merge_factor."""
     untie_embeddings_and_output_weights: bool = True
     """Backbone only."""
+    vocab_size: int | None = None
+    """Backbone only: the vocabulary to count with where no tokenizer tells; a run takes its tokenizer's."""
     freeze_module: bool = False
     freeze_projector: bool = False
     """Encoders (the last layer) and generators (the first one) only."""
@@ -112,6 +127,13 @@ class Unit:
         if self.role is Role.GENERATOR:
             return (LayerKind.PROJECTOR, *body, LayerKind.HEAD)
         return (LayerKind.TOKEN_EMBEDDING, *body, LayerKind.HEAD)
+
+    @property
+    def merge_factor(self) -> int:
+        """Neighbouring tokens that leave an encoder's projector as one."""
+        if self.audio is not None:
+            return self.audio.merge_factor
+        return self.image.merge_size**2 if self.image is not None else 1
 
     def is_trainable(self, layer_index: int) -> bool:
         """Whether this layer's parameters are trained."""
@@ -196,8 +218,10 @@ class ModelGraph:
 def _unit_to_dict(unit: Unit) -> dict[str, Any]:
     entry = asdict(unit)
     del entry["name"]
-    transformer, image = entry.pop("transformer"), entry.pop("image")
-    return {"role": str(entry.pop("role")), **transformer, **({"image": image} if image else {}), **entry}
+    transformer = entry.pop("transformer")
+    optional = {key: entry.pop(key) for key in ("image", "audio", "vocab_size")}
+    given = {key: value for key, value in optional.items() if value is not None}
+    return {"role": str(entry.pop("role")), **transformer, **given, **entry}
 
 
 def _unit_from_dict(name: str, entry: Any) -> Unit:
@@ -210,15 +234,21 @@ def _unit_from_dict(name: str, entry: Any) -> Unit:
     if entry.get("role") not in roles:
         raise ModelError(f"{where}: 'role' must be one of {', '.join(roles)}, found {entry.get('role')!r}")
     role = Role(entry["role"])
-    has_image = role is Role.ENCODER or (role is Role.GENERATOR and entry.get("image") is not None)
+    has_audio = role is Role.ENCODER and entry.get("audio") is not None
+    if has_audio and entry.get("image") is not None:
+        raise ModelError(f"{where}: has an image and audio; an encoder takes one kind of item, so make it two units")
+    has_image = (role is Role.ENCODER and not has_audio) or (role is Role.GENERATOR and entry.get("image") is not None)
     image = _build(ImageInput, entry.get("image") or {}, f"{where}, image") if has_image else None
-    foreign = ("projector_hidden_size", *(("image", "freeze_projector") if role is Role.BACKBONE else ()))
+    audio = _build(AudioInput, entry["audio"], f"{where}, audio") if has_audio else None
+    if role is not Role.BACKBONE and entry.get("vocab_size") is not None:
+        raise ModelError(f"{where}: vocab_size belongs to the backbone; remove it here")
+    foreign = ("projector_hidden_size", "audio", *(("image", "freeze_projector") if role is Role.BACKBONE else ()))
     misplaced = [key for key in foreign if entry.get(key)]
     if role is not Role.ENCODER and misplaced:
         raise ModelError(f"{where}: {', '.join(misplaced)} belong to encoders; remove them here")
-    rest = {key: entry[key] for key in own - {"role", "image"} if key in entry}
+    rest = {key: entry[key] for key in own - {"role", "image", "audio"} if key in entry}
     shape = {field.name: entry[field.name] for field in fields(Transformer) if field.name in entry}
-    return Unit(name=name, role=role, transformer=_build(Transformer, shape, where), image=image, **rest)
+    return Unit(name=name, role=role, transformer=_build(Transformer, shape, where), image=image, audio=audio, **rest)
 
 
 def _build(kind: type[_Part], entry: Mapping[str, Any], where: str) -> _Part:
@@ -273,6 +303,10 @@ def _check_unit(unit: Unit) -> None:
         image = unit.image
         sizes |= {"patch_size": image.patch_size, "merge_size": image.merge_size, "in_channels": image.in_channels}
         sizes |= {"min_pixels": image.min_pixels, "max_pixels": image.max_pixels}
+    if unit.audio is not None:
+        sizes |= asdict(unit.audio)
+    if unit.vocab_size is not None:
+        sizes["vocab_size"] = unit.vocab_size
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ModelError(f"{where}: {name} must be a positive integer, found {size!r}")

@@ -23,7 +23,7 @@ def flags(tmp_path):
     (tmp_path / "model.yaml").write_text(yaml.safe_dump(MODEL, sort_keys=False))
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(PLAN, sort_keys=False))
     (tmp_path / "lengths.csv").write_text(LENGTHS)
-    cluster = str(ROOT / "examples" / "clusters" / "a40x4.yaml")
+    cluster = str(ROOT / "examples" / "clusters" / "a40.yaml")
     model = ["--model", str(tmp_path / "model.yaml"), "--plan", str(tmp_path / "plan.yaml"), "--cluster", cluster]
     return [*model, "--schedule", "1f1b"]
 

@@ -1,0 +1,46 @@
+"""The example clusters, and a product's efficiency over its size."""
+
+from pathlib import Path
+
+import pytest
+
+from multimodal.cost.cluster import Cluster
+from multimodal.values.errors import ConfigError
+
+FOLDER = Path(__file__).parents[3] / "examples" / "clusters"
+LINKS = {
+    "intra_node": {"bandwidth_gbytes_per_second": 100.0, "latency_us": 2.0},
+    "inter_node": {"bandwidth_gbytes_per_second": 10.0, "latency_us": 5.0, "nics_per_node": 1},
+}
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_cluster_file_is_read(path: Path) -> None:
+    cluster = Cluster.from_file(path)
+    assert 0 < cluster.product_efficiency(1e9) < cluster.product_efficiency(1e12) < cluster.efficiency <= 1
+    assert cluster.memory_bandwidth_gbytes_per_second is not None
+
+
+def test_half_the_efficiency_is_reached_at_the_half_size() -> None:
+    cluster = Cluster.from_dict(
+        {"gpus_per_node": 1, "peak_tflops": 1.0, "memory_gb": 1, "efficiency": 0.8, "half_efficiency_gflop": 3.0, **LINKS}
+    )
+    assert cluster.product_efficiency(3e9) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "int8"}, "dtype: expected one of bfloat16, float32, float64, found 'int8'"),
+        ({"attention_efficiency": 1.5}, "attention_efficiency: a share of the peak cannot exceed 1"),
+        ({"half_efficiency_gflop": -1.0}, "half_efficiency_gflop: expected a number of at least 0"),
+    ],
+)
+def test_wrong_speeds_are_refused(change: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Cluster.from_dict({"gpus_per_node": 1, "peak_tflops": 1.0, "memory_gb": 1, **LINKS, **change})
+
+
+def test_a_device_brings_the_peak_of_its_dtype() -> None:
+    cluster = Cluster.from_dict({"gpus_per_node": 1, "device": "A100", "dtype": "float32", "memory_gb": 80, **LINKS})
+    assert (cluster.peak_tflops, cluster.bytes_per_element) == (19.5, 4)
