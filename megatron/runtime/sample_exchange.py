@@ -6,7 +6,7 @@ gloo, so that it can work in a thread beside training.
 """
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from multimodal.balance.encoder_items import list_items
 from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import BraidError, DataError
@@ -119,7 +120,8 @@ class SampleExchange:
     def exchange(self, share: DecodedShare, *, assignment: Assignment, graph: ModelGraph, plan: Plan) -> ExchangedSamples:
         """Send what was decoded here to whom the assignment gives it, and return what was sent here."""
         own: Mapping[Piece, Any] = {**{Piece(sample, WHOLE_TEXT): text for sample, text in share.texts.items()}, **share.items}
-        needs = needed_pieces(assignment, graph=graph, plan=plan)
+        lengths = {sample_id: described.lengths for sample_id, described in share.described.items()}
+        needs = needed_pieces(assignment, graph=graph, plan=plan, lengths=lengths)
         outgoing = [
             pickle.dumps({piece: own[piece] for piece in needs.get(rank, ()) if piece in own}) for rank in range(self._world_size)
         ]
@@ -138,14 +140,25 @@ class SampleExchange:
         return [chunk.numpy().tobytes() for chunk in received.split(counts)]
 
 
-def needed_pieces(assignment: Assignment, *, graph: ModelGraph, plan: Plan) -> dict[int, list[Piece]]:
-    """rank -> what it needs of the global batch, by the same rules as `load_inputs`: pixels only at an encoder's first stage."""
+def needed_pieces(
+    assignment: Assignment, *, graph: ModelGraph, plan: Plan, lengths: Mapping[int, SampleLengths]
+) -> dict[int, list[Piece]]:
+    """rank -> what it needs of the global batch, by the rules of `load_inputs`.
+
+    Texts go to the LLM; pixels to an encoder's first stage, which takes them, and to a generator's last one, which makes them.
+    """
     found: dict[int, dict[Piece, None]] = {}
     for name, replicas in assignment.units.items():
-        is_encoder = graph.unit(name).role is Role.ENCODER
+        role = graph.unit(name).role
         for replica, microbatches in zip(plan.units[name].replicas, replicas, strict=True):
-            atoms: Iterable[Any] = (atom for microbatch in microbatches for atom in microbatch)
-            pieces = [Piece(*atom) if is_encoder else Piece(atom.sample_id, WHOLE_TEXT) for atom in atoms]
-            for rank in replica.virtual_stages[0].ranks if is_encoder else replica.ranks:
+            atoms = [atom for microbatch in microbatches for atom in microbatch]
+            if role is Role.ENCODER:
+                ranks, pieces = replica.virtual_stages[0].ranks, [Piece(*atom) for atom in atoms]
+            elif role is Role.BACKBONE:
+                ranks, pieces = replica.ranks, [Piece(atom.sample_id, WHOLE_TEXT) for atom in atoms]
+            else:
+                items = list_items(atoms, unit=name, lengths_by_sample=lengths)
+                ranks, pieces = replica.virtual_stages[-1].ranks, [Piece(*item) for item in items]
+            for rank in ranks:
                 found.setdefault(rank, {}).update(dict.fromkeys(pieces))
     return {rank: list(pieces) for rank, pieces in found.items()}

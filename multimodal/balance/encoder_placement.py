@@ -7,7 +7,7 @@ from math import ceil
 from multimodal.balance.balance_options import Granularity
 from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.encoder_items import list_items
-from multimodal.balance.longest_first_partition import partition_longest_first
+from multimodal.balance.post_balance import post_balance
 from multimodal.values.assignment import Atom, Microbatch
 
 Replicas = tuple[tuple[Microbatch, ...], ...]
@@ -50,7 +50,7 @@ def balance_items(microbatches: Sequence[Microbatch], work: BatchWork, *, unit: 
     if not groups:
         return ((),) * num_replicas
     position = {atom: index for index, atom in enumerate(atom for items in needed for atom in items)}
-    bins = partition_longest_first(work.amounts(unit, groups), num_bins=num_replicas)
+    bins = post_balance(work.amounts(unit, groups), num_bins=num_replicas, cost=work.cost(unit))
     default_count = ceil(sum(map(bool, needed)) / num_replicas)
     size = work.options.encoder_micro_batch_sizes.get(unit)
     replicas = []

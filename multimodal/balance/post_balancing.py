@@ -6,7 +6,7 @@ from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.encoder_placement import Replicas, balance_items, follow_samples, in_time
 from multimodal.balance.generator_samples import place_generators
-from multimodal.balance.longest_first_partition import partition_longest_first
+from multimodal.balance.post_balance import post_balance
 from multimodal.balance.validate_inputs import validate_inputs
 from multimodal.values.assignment import Assignment, Atom, Microbatch
 from multimodal.values.model_graph import ModelGraph
@@ -65,5 +65,5 @@ def _partition(atoms: Sequence[Atom], work: BatchWork, *, unit: str, num_bins: i
     """Partition atoms; inside a bin they keep their order."""
     if not atoms:
         return ((),) * num_bins
-    bins = partition_longest_first(work.amounts(unit, [(atom,) for atom in atoms]), num_bins=num_bins)
+    bins = post_balance(work.amounts(unit, [(atom,) for atom in atoms]), num_bins=num_bins, cost=work.cost(unit))
     return tuple(tuple(atoms[index] for index in sorted(members)) for members in bins)
