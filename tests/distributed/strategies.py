@@ -27,7 +27,7 @@ def gradient_cases(draw: st.DrawFn) -> GradientCase:
     """Anything that the runtime must get right."""
     graph = draw(graphs())
     plan = draw(plans(graph))
-    source = RandomSource(graph, draw(samples([unit.name for unit in graph.encoders])), VOCAB_SIZE)
+    source = RandomSource(graph, draw(samples([unit.name for unit in (*graph.encoders, *graph.generators)])), VOCAB_SIZE)
     assignment = draw(assignments(graph, plan, source))
     return GradientCase(
         graph,
@@ -52,10 +52,11 @@ def passes(draw: st.DrawFn) -> tuple[Pass, ...]:
 
 @st.composite
 def graphs(draw: st.DrawFn) -> ModelGraph:
-    """The LLM alone, or behind one or two encoders; anything frozen, but not all."""
+    """The LLM alone, or behind one or two encoders, or before one or two generators, or all; anything frozen, but not all."""
     names = draw(st.sampled_from([("vision",), (), ("vision", "audio")]))
-    frozen = {name: draw(st.booleans()) for name in (*names, "llm")}
-    frozen_projectors = {name: draw(st.booleans()) for name in names}
+    generator_names = draw(st.sampled_from([(), (), ("painter",), ("painter", "engraver")]))
+    frozen = {name: draw(st.booleans()) for name in (*names, "llm", *generator_names)}
+    frozen_projectors = {name: draw(st.booleans()) for name in (*names, *generator_names)}
     if all(frozen.values()) and all(frozen_projectors.values()):
         frozen[draw(st.sampled_from(sorted(frozen)))] = False
     encoders = [
@@ -77,7 +78,19 @@ def graphs(draw: st.DrawFn) -> ModelGraph:
         untie_embeddings_and_output_weights=draw(st.booleans()),
         freeze_module=frozen["llm"],
     )
-    return ModelGraph((*encoders, llm), tuple((name, "llm") for name in names))
+    generators = [
+        Unit(
+            name,
+            Role.GENERATOR,
+            draw(transformers(channels=(4, 8))),
+            ImageInput(patch_size=draw(st.sampled_from([1, 3])), in_channels=1, merge_size=draw(st.sampled_from([1, 2]))),
+            freeze_module=frozen[name],
+            freeze_projector=frozen_projectors[name],
+        )
+        for name in generator_names
+    ]
+    edges = (*((name, "llm") for name in names), *(("llm", name) for name in generator_names))
+    return ModelGraph((*encoders, llm, *generators), edges)
 
 
 @st.composite
@@ -143,13 +156,13 @@ def layer_ranges(draw: st.DrawFn, num_layers: int, num_stages: int) -> list[tupl
 
 
 @st.composite
-def samples(draw: st.DrawFn, encoders: Sequence[str]) -> tuple[SampleShape, ...]:
+def samples(draw: st.DrawFn, units: Sequence[str]) -> tuple[SampleShape, ...]:
     """One to seven samples with up to three items; some without items, some without target tokens, but not all."""
     found = []
     for _ in range(draw(st.integers(1, 7))):
         items = [
-            (draw(st.sampled_from(encoders)), draw(st.integers(1, 2)), draw(st.integers(1, 3)))
-            for _ in range(draw(st.integers(0, 3)) if encoders else 0)
+            (draw(st.sampled_from(units)), draw(st.integers(1, 2)), draw(st.integers(1, 3)))
+            for _ in range(draw(st.integers(0, 3)) if units else 0)
         ]
         found.append(SampleShape(tuple(items), draw(st.integers(2, 6)), draw(st.integers(0, 2))))
     if not any(sample.num_target_tokens for sample in found):
@@ -159,12 +172,21 @@ def samples(draw: st.DrawFn, encoders: Sequence[str]) -> tuple[SampleShape, ...]
 
 @st.composite
 def assignments(draw: st.DrawFn, graph: ModelGraph, plan: Plan, source: RandomSource) -> Assignment:
-    """Any grouping of every unit's atoms, in any order, on any replica, apart from all other units'."""
+    """Any grouping of every unit's atoms, in any order, on any replica, apart from all other units'.
+
+    Generators are given all samples, or only those that have something for them.
+    """
     atoms: dict[str, list[Atom]] = {name: [] for name in graph.unit_names}
+    gives_all = draw(st.booleans())
     for index in range(len(source)):
         atoms["llm"].append(Atom(index))
-        for item, lengths in enumerate(source.lengths(index).items):
-            atoms[lengths.unit].append(Atom(index, item))
+        items = source.lengths(index).items
+        for generator in graph.generators:
+            if gives_all or any(item.unit == generator.name for item in items):
+                atoms[generator.name].append(Atom(index))
+        for item, lengths in enumerate(items):
+            if graph.unit(lengths.unit).role is Role.ENCODER:
+                atoms[lengths.unit].append(Atom(index, item))
     return Assignment({name: draw(_groupings(atoms[name], plan.units[name].data_parallel_size)) for name in graph.unit_names})
 
 
