@@ -11,7 +11,7 @@ from multimodal.values.plan import Plan
 from multimodal.values.schedule_form import form_of
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.gradient_comparison import MismatchError, assert_matches
-from tests.distributed.planted_errors import ERRORS_IN_CUT_BACKWARDS, PLANTED_ERRORS, planted
+from tests.distributed.planted_errors import ERRORS_IN_CUT_BACKWARDS, ERRORS_OF_GENERATORS, PLANTED_ERRORS, planted
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.schedule_rewrites import CutMicrobatches, SplitStages
@@ -93,3 +93,39 @@ def test_a_planted_error_in_cut_backwards_is_seen(ranks: RankPool, cut_case: Gra
 def test_a_planted_error_is_seen(ranks: RankPool, case: GradientCase, error: str) -> None:
     with pytest.raises(MismatchError, match=r"^(loss|gradient of) .* (instead of|is off by) "):
         assert_matches(case, ranks, run=planted(error))
+
+
+@pytest.fixture(scope="module")
+def generator_case() -> GradientCase:
+    """An LLM of two stages before a generator with DP 2; one microbatch makes three images for two samples."""
+    image = {**IMAGE, "patch_size": 3}
+    graph = ModelGraph.from_dict(
+        {"units": {"llm": {"role": "backbone", **SHAPE}, "painter": {"role": "generator", "image": image, **SHAPE}}}
+    )
+    plan = Plan.from_dict(
+        {
+            "units": {
+                "llm": {"replicas": [{"stages": [{"ranks": [0], "layers": [[0, 2]]}, {"ranks": [1], "layers": [[2, 4]]}]}]},
+                "painter": {"replicas": [{"stages": [{"ranks": [rank], "layers": [[0, 4]]}]} for rank in (2, 3)]},
+            }
+        }
+    )
+    small, large = ("painter", 1, 2), ("painter", 2, 2)
+    shapes = (SampleShape((small, large), 5, 2), SampleShape((), 4, 3), SampleShape((small,), 6, 1), SampleShape((large,), 4, 2))
+    assignment = Assignment.from_dict(
+        {
+            "llm": [[[(0, -1), (1, -1)], [(2, -1), (3, -1)]]],
+            "painter": [[[(2, -1), (0, -1)]], [[(3, -1)]]],
+        }
+    )
+    return GradientCase(graph, plan, assignment, RandomSource(graph, shapes, 12))
+
+
+def test_the_generator_case_without_an_error_passes(ranks: RankPool, generator_case: GradientCase) -> None:
+    assert_matches(generator_case, ranks)
+
+
+@pytest.mark.parametrize("error", ERRORS_OF_GENERATORS)
+def test_a_planted_error_with_a_generator_is_seen(ranks: RankPool, generator_case: GradientCase, error: str) -> None:
+    with pytest.raises(MismatchError, match=r"^(loss|gradient of) .* (instead of|is off by) "):
+        assert_matches(generator_case, ranks, run=planted(error))
