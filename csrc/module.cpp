@@ -111,9 +111,11 @@ py::array_t<std::int32_t> post_balance(const std::optional<Array<std::int64_t>>&
     const std::int64_t num_items = (additive ? *additive : padded.value()).size();
     py::array_t<std::int32_t> bin_of_item(num_items);
     std::int32_t* bins = bin_of_item.mutable_data();
-    py::gil_scoped_release release;
-    braid::post_balance(additive ? additive->data() : nullptr, padded ? padded->data() : nullptr, num_items, num_bins,
-                        max_items_per_bin, refinement_steps, bins);
+    {
+        py::gil_scoped_release release;
+        braid::post_balance(additive ? additive->data() : nullptr, padded ? padded->data() : nullptr, num_items, num_bins,
+                            max_items_per_bin, refinement_steps, bins);
+    }
     return bin_of_item;
 }
 

@@ -51,3 +51,7 @@ class UnitCost:
             case CostForm.PADDED_ATTENTION:
                 longest = max(lengths)
                 return sum(lengths) + self.quadratic_weight * (len(lengths) * longest * longest)
+
+
+LINEAR_COST = UnitCost()
+"""One per token."""

@@ -1,0 +1,27 @@
+// Items in descending order of what they cost: what the balancing kernels work on.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace braid {
+
+// Item costs by rank, longest first. A bin costs the sum of `additive` plus its number of items times the largest `padded`.
+// Both descend with the rank; `padded` is empty where nothing is padded.
+struct RankedItems {
+    std::vector<std::uint32_t> item;  // which item of the caller has this rank
+    std::vector<std::int64_t> additive, padded;
+
+    std::int64_t size() const { return static_cast<std::int64_t>(item.size()); }
+};
+
+// Ranks items by descending cost, equal costs by index: by `additive` where given, else by `padded`. Either may be null.
+// Costs are not negative. O(n) for costs below 2^32, else O(n log n).
+RankedItems rank_items(const std::int64_t* additive, const std::int64_t* padded, std::int64_t num_items);
+
+// No partition into num_bins bins has a bin that costs less, were nothing padded beyond itself: the mean, the longest item,
+// and the shortest k + 1 of the first k num_bins + 1 items, two of which must share a bin with k - 1 others.
+std::int64_t lower_bound(const RankedItems& items, std::int64_t num_bins);
+
+}  // namespace braid
