@@ -26,6 +26,8 @@ class Policy:
 
     forward_limits: Mapping[StageKey, int] = field(default_factory=dict)
     """Most microbatches in flight per stage, or per group of stages; those that are not named are unlimited."""
+    forward_floors: Mapping[StageKey, int] = field(default_factory=dict)
+    """Per stage or group: a backward waits for forwards while fewer microbatches are in flight and any is left to start."""
     storage_limits: Mapping[StageKey, int] = field(default_factory=dict)
     """Where backwards are split: most microbatches between forward and weight gradient, per stage or group."""
     group_of: Mapping[StageKey, StageKey] = field(default_factory=dict)
@@ -53,9 +55,10 @@ def list_schedule(
     urgent one in all of them: the order is the same everywhere, so the lanes never wait for each other in a circle.
 
     A microbatch is in flight in a stage from its forward to its backward (or input gradient) or, where there is none, to its
-    consumers' forwards; it is stored until its weight gradient. A forward beyond its stage's limits waits; when nothing else is
-    left to do, the earliest such forward is admitted all the same, so every assignment finishes. Gradients are reduced where
-    `place_reductions` puts that.
+    consumers' forwards; it is stored until its weight gradient. A forward beyond its stage's limits waits, and so does a backward
+    below its stage's floor: with floor and limit alike a stage alternates strictly, whatever the clock says. When nothing else is
+    left to do, the earliest such backward, or else forward, is admitted all the same, so every assignment finishes. Gradients are
+    reduced where `place_reductions` puts that.
 
     Complexity: O((actions + dependencies) log actions).
     """
@@ -87,6 +90,7 @@ class _ListScheduler:
         self.lanes = [stages[_stage(action)] for action in self.actions]
         self.costs = [costs[action.kind, _stage(action)] for action in self.actions]
         self.groups = [policy.group_of.get(_stage(action), _stage(action)) for action in self.actions]
+        self.with_gradient = {action.place for action in self.actions if action.kind in _GRADIENTS}
         self.num_unmet = [0] * len(self.actions)
         self.followers: list[list[int]] = [[] for _ in self.actions]
         self.releases: list[list[int]] = [[] for _ in self.actions]
@@ -103,17 +107,20 @@ class _ListScheduler:
         self.in_flight: dict[StageKey, int] = defaultdict(int)
         self.stored: dict[StageKey, int] = defaultdict(int)
         self.parked: dict[StageKey, set[int]] = defaultdict(set)
+        self.begun: dict[StageKey, int] = defaultdict(int)
+        self.to_begin: dict[StageKey, int] = defaultdict(int)
+        for index in range(len(self.actions)):
+            self.to_begin[self.groups[index]] += self._gives_back(index)
+        self.early: dict[StageKey, set[int]] = defaultdict(set)
         self.order: list[list[Action]] = [[] for _ in plan.lanes]
 
     def _link(self, graph: ModelGraph, assignment: Assignment) -> None:
         """Count what every action waits for, and what every forward's activation is kept for."""
         number = {action: index for index, action in enumerate(self.actions)}
-        gradients = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
-        with_gradient = {action.place for action in self.actions if action.kind in gradients}
         for index, action in enumerate(self.actions):
             for needed in dependencies(action, graph, self.plan, assignment, form=self.form):
                 self._follow(number[needed], index)
-                if needed.kind is ActionKind.FORWARD and (action.kind in gradients or needed.place not in with_gradient):
+                if needed.kind is ActionKind.FORWARD and (action.kind in _GRADIENTS or needed.place not in self.with_gradient):
                     self.releases[index].append(number[needed])
                     self.num_holds[number[needed]] += 1
             if action.kind is ActionKind.FORWARD and action.microbatch > 0:
@@ -158,6 +165,8 @@ class _ListScheduler:
             self._start_ready()
             if self.running:
                 self._finish_next()
+            elif any(self.early.values()):
+                self._let_back(min((each for group in self.early.values() for each in group), key=self._admission_order))
             elif any(self.parked.values()):
                 self._admit(min((each for group in self.parked.values() for each in group), key=self._admission_order))
             else:
@@ -173,6 +182,25 @@ class _ListScheduler:
                 self.parked[self.groups[index]].add(index)
                 return
             self._take_off(self.groups[index])
+        elif self.actions[index].kind in _GRADIENTS:
+            self.early[self.groups[index]].add(index)
+            self._let_back_on_time(self.groups[index])
+            return
+        self._enqueue(index)
+
+    def _gives_back(self, index: int) -> bool:
+        """Whether this is a forward that a backward follows."""
+        return self.actions[index].kind is ActionKind.FORWARD and self.actions[index].place in self.with_gradient
+
+    def _let_back_on_time(self, group: StageKey) -> None:
+        """Release the backwards for which enough microbatches are in flight, or no forward is left to wait for."""
+        floor = self.policy.forward_floors.get(group, 0)
+        while self.early[group] and (self.begun[group] >= floor or self.to_begin[group] == 0):
+            self._let_back(min(self.early[group]))
+
+    def _let_back(self, index: int) -> None:
+        self.early[self.groups[index]].remove(index)
+        self.begun[self.groups[index]] -= 1
         self._enqueue(index)
 
     def _is_full(self, group: StageKey) -> bool:
@@ -207,6 +235,10 @@ class _ListScheduler:
             heapq.heappop(self.ready[lane])
             self.is_free[lane] = False
             self.order[lane].append(self.actions[index])
+        if self._gives_back(index):
+            self.begun[self.groups[index]] += 1
+            self.to_begin[self.groups[index]] -= 1
+            self._let_back_on_time(self.groups[index])
         heapq.heappush(self.running, (self.now + self.costs[index], index))
 
     def _finish_next(self) -> None:
@@ -257,6 +289,9 @@ class _ListScheduler:
         self.num_unmet[index] -= 1
         if self.num_unmet[index] == 0:
             self._make_ready(index)
+
+
+_GRADIENTS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
 
 
 def _stage(action: Action) -> StageKey:

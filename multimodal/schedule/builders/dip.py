@@ -1,6 +1,6 @@
 """DIP: colocated units one after another: encoder forwards, then the LLM, then encoder backwards (Entrain, figure 4.2c)."""
 
-from multimodal.schedule.builders.one_f_one_b import forward_limits
+from multimodal.schedule.builders.one_f_one_b import forward_floors, forward_limits
 from multimodal.schedule.list_schedule import Policy, list_schedule
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph, Role
@@ -24,4 +24,10 @@ def build_dip(graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_
 
     limits = forward_limits(graph, plan, assignment, forward_only=forward_only)
     limits = {stage: limit for stage, limit in limits.items() if stage[0] not in encoders}
-    return list_schedule(graph, plan, assignment, policy=Policy(forward_limits=limits, phase=phase), forward_only=forward_only)
+    return list_schedule(
+        graph,
+        plan,
+        assignment,
+        policy=Policy(forward_limits=limits, forward_floors=forward_floors(plan, limits), phase=phase),
+        forward_only=forward_only,
+    )

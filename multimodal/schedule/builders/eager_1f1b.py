@@ -2,7 +2,7 @@
 
 import math
 
-from multimodal.schedule.builders.one_f_one_b import forward_limits
+from multimodal.schedule.builders.one_f_one_b import forward_floors, forward_limits
 from multimodal.schedule.list_schedule import Policy, list_schedule
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ScheduleError
@@ -17,8 +17,8 @@ def build_eager_1f1b(
     """Build 1F1B with forwards that run ahead, in the compute dialect.
 
     A stage may have `memory_factor` times as many microbatches in flight as in 1F1B (rounded down), and runs a forward whenever
-    no backward is ready. Where deferred samples make backwards late, the forwards of the steady phase are then done already, and
-    its slots are free for them. With uniform work it is as long as 1F1B.
+    no backward is ready; before a backward it has as many in flight as 1F1B. Where deferred samples make backwards late, the
+    forwards of the steady phase are then done already, and its slots are free for them. With uniform work it is as long as 1F1B.
 
     Raises ScheduleError for a factor below 1.
     """
@@ -26,4 +26,10 @@ def build_eager_1f1b(
         raise ScheduleError(f"eager-1f1b: memory_factor must be at least 1 (1 is 1F1B), found {memory_factor}")
     limits = forward_limits(graph, plan, assignment, forward_only=forward_only)
     eager = {stage: math.floor(memory_factor * limit) for stage, limit in limits.items()}
-    return list_schedule(graph, plan, assignment, policy=Policy(forward_limits=eager), forward_only=forward_only)
+    return list_schedule(
+        graph,
+        plan,
+        assignment,
+        policy=Policy(forward_limits=eager, forward_floors=forward_floors(plan, limits)),
+        forward_only=forward_only,
+    )

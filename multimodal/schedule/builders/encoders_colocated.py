@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from multimodal.schedule.builders.one_f_one_b import forward_limits
+from multimodal.schedule.builders.one_f_one_b import forward_floors, forward_limits
 from multimodal.schedule.expected_actions import compute_actions
 from multimodal.schedule.list_schedule import Policy, list_schedule
 from multimodal.values.assignment import Assignment, MicrobatchPlace
@@ -32,8 +32,10 @@ def build_encoders_colocated(graph: ModelGraph, plan: Plan, assignment: Assignme
         for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
         for chain in _chains(kind, encoders, plan, assignment, existing)
     ]
+    limits = forward_limits(graph, plan, assignment, forward_only=forward_only)
     policy = Policy(
-        forward_limits=forward_limits(graph, plan, assignment, forward_only=forward_only),
+        forward_limits=limits,
+        forward_floors=forward_floors(plan, limits),
         orders=[
             *(tuple(action for fused in chain for action in fused) for chain in chains),
             *_joins(chains, graph, plan, assignment, existing),

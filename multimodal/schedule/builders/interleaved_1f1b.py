@@ -4,10 +4,12 @@ import itertools
 from collections.abc import Iterator
 
 from multimodal.schedule.builders.microbatch_span import microbatch_spans
+from multimodal.schedule.builders.one_f_one_b import forward_floors
 from multimodal.schedule.builders.unit_order import Step, chunk_stages, num_chunks, ordered_actions
 from multimodal.schedule.expected_actions import compute_actions
 from multimodal.schedule.list_schedule import Policy, StageKey, list_schedule
 from multimodal.values.assignment import Assignment
+from multimodal.values.backward_need import stage_backward_need
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, UnitPlan
 from multimodal.values.schedule import Action, ActionKind, Schedule
@@ -35,7 +37,7 @@ def build_interleaved_1f1b(graph: ModelGraph, plan: Plan, assignment: Assignment
     limits = {(unit, replica, stage): depths[unit] - stage + span for (unit, replica, stage), span in spans.items()}
     groups: dict[StageKey, StageKey] = {}
     for unit in (unit for unit in interleaved if interleaved[unit]):
-        _limit_stages(unit, plan.units[unit], assignment, spans, limits, groups)
+        _limit_stages(unit, graph, plan, assignment, spans, limits, groups)
     existing = frozenset(compute_actions(graph, plan, assignment, forward_only=forward_only))
     orders = [
         order
@@ -43,7 +45,7 @@ def build_interleaved_1f1b(graph: ModelGraph, plan: Plan, assignment: Assignment
         if interleaved[unit]
         for order in _orders(unit, graph, plan, assignment, existing, in_turns=not forward_only)
     ]
-    policy = Policy(forward_limits=limits, group_of=groups, orders=orders)
+    policy = Policy(forward_limits=limits, forward_floors=forward_floors(plan, limits), group_of=groups, orders=orders)
     return list_schedule(graph, plan, assignment, policy=policy, forward_only=forward_only)
 
 
@@ -94,16 +96,24 @@ def _depth(unit: UnitPlan, num_microbatches: int) -> int:
 
 def _limit_stages(
     name: str,
-    unit: UnitPlan,
+    graph: ModelGraph,
+    plan: Plan,
     assignment: Assignment,
     spans: dict[StageKey, int],
     limits: dict[StageKey, int],
     groups: dict[StageKey, StageKey],
 ) -> None:
-    """Let the chunks of one stage share a limit: the warm-up, one more, and what units downstream need in every chunk."""
+    """Let the chunks of one stage share a limit: the warm-up, one more, and what units downstream need in every chunk.
+
+    Chunks without a backward keep their own.
+    """
+    unit = plan.units[name]
     for replica, each in enumerate(unit.replicas):
         for stage_index in range(len(each.stages)):
             stages = [(name, replica, stage) for stage in chunk_stages(unit, replica, stage_index)]
+            stages = [stage for stage in stages if stage_backward_need(graph, plan, *stage).has_backward]
+            if len(stages) < 2:
+                continue
             num_microbatches = assignment.num_microbatches(name, replica)
             num_warmup = _num_warmup(stage_index, len(each.stages), len(stages), num_microbatches)
             limits[stages[0]] = num_warmup + 1 + sum(spans[stage] for stage in stages)

@@ -1,6 +1,6 @@
 """ZB-H1: 1F1B whose weight gradients wait for idle slots, within 1F1B's memory (Qi et al., Zero Bubble Pipeline Parallelism)."""
 
-from multimodal.schedule.builders.one_f_one_b import forward_limits
+from multimodal.schedule.builders.one_f_one_b import forward_floors, forward_limits
 from multimodal.schedule.list_schedule import Policy, StageKey, list_schedule
 from multimodal.values.assignment import Assignment
 from multimodal.values.backward_need import stage_backward_need
@@ -18,6 +18,7 @@ def build_zb_h1(graph: ModelGraph, plan: Plan, assignment: Assignment, *, forwar
     limits = forward_limits(graph, plan, assignment, forward_only=forward_only)
     policy = Policy(
         forward_limits=limits,
+        forward_floors=forward_floors(plan, limits),
         storage_limits=storage_limits(graph, plan, limits),
         splits_backwards=True,
         forwards_go_first=True,

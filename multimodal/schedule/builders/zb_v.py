@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 
 from multimodal.schedule.builders.microbatch_span import microbatch_spans
+from multimodal.schedule.builders.one_f_one_b import forward_floors
 from multimodal.schedule.builders.unit_order import Step, chunk_stages, num_chunks, ordered_actions
 from multimodal.schedule.builders.zb_h1 import storage_limits
 from multimodal.schedule.expected_actions import compute_actions
 from multimodal.schedule.list_schedule import Policy, StageKey, list_schedule, split_form
 from multimodal.values.assignment import Assignment
+from multimodal.values.backward_need import stage_backward_need
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, UnitPlan
@@ -40,12 +42,13 @@ def build_zb_v(graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward
     storage = storage_limits(graph, plan, limits)
     groups: dict[StageKey, StageKey] = {}
     for unit in shaped:
-        _share_memory(unit, plan.units[unit], spans, limits, storage, groups)
+        _share_memory(unit, graph, plan, spans, limits, storage, groups)
     existing = frozenset(
         compute_actions(graph, plan, assignment, forward_only=forward_only, form=split_form(graph, plan, assignment))
     )
     policy = Policy(
         forward_limits=limits,
+        forward_floors=forward_floors(plan, limits),
         storage_limits=storage,
         group_of=groups,
         splits_backwards=True,
@@ -106,16 +109,23 @@ class _Order:
 
 def _share_memory(
     name: str,
-    unit: UnitPlan,
+    graph: ModelGraph,
+    plan: Plan,
     spans: dict[StageKey, int],
     limits: dict[StageKey, int],
     storage: dict[StageKey, int],
     groups: dict[StageKey, StageKey],
 ) -> None:
-    """Let both chunks of a stage share the memory of 2 P chunks, and what units downstream need in each."""
+    """Let both chunks of a stage share the memory of 2 P chunks, and what units downstream need in each.
+
+    A chunk without a backward keeps nothing, so there each has a limit of its own.
+    """
+    unit = plan.units[name]
     for replica, each in enumerate(unit.replicas):
         for stage_index in range(len(each.stages)):
             stages = [(name, replica, stage) for stage in chunk_stages(unit, replica, stage_index)]
+            if not all(stage_backward_need(graph, plan, *stage).has_backward for stage in stages):
+                continue
             limits[stages[0]] = storage[stages[0]] = 2 * len(each.stages) + sum(spans[stage] for stage in stages)
             groups.update(dict.fromkeys(stages, stages[0]))
 
