@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from megatron.runtime.configuration import RunConfig
 from multimodal.data.digits import DigitsSource
+from multimodal.data.digits_to_draw import DigitsToDrawSource
+from multimodal.data.interleaved_source import InterleavedSource
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.sample_source import SampleSource
 from multimodal.data.splits import SourceSubset, split_indices
@@ -54,16 +56,27 @@ def _digits(config: RunConfig, graph: ModelGraph, tokenizer: Tokenizer) -> DataS
         raise ConfigError(
             f"--data-path digits needs a model with one image encoder, found {len(encoders)}; use examples/digits/model.yaml"
         )
-    (encoder,) = encoders
-    assert encoder.image is not None
+    if len(graph.generators) > 1:
+        raise ConfigError(
+            f"--data-path digits has work for one generator, found {len(graph.generators)}; use "
+            "examples/digits_generator/model.yaml"
+        )
+    builders = [
+        functools.partial(
+            kind,
+            seed=config.training.seed,
+            unit=unit.name,
+            image=unit.image,
+            tokenizer=tokenizer,
+            seq_length=config.data.seq_length,
+        )
+        for kind, unit in ((DigitsSource, encoders[0]), *((DigitsToDrawSource, unit) for unit in graph.generators))
+        if unit.image is not None
+    ]
     num_train = config.data.digits_samples or 1
     num_valid = max(1, config.evaluation.eval_iters * config.training.global_batch_size)
-    build = functools.partial(
-        DigitsSource,
-        seed=config.training.seed,
-        unit=encoder.name,
-        image=encoder.image,
-        tokenizer=tokenizer,
-        seq_length=config.data.seq_length,
-    )
-    return DataSets(build(num_train, split="train"), build(num_valid, split="valid"), tokenizer)
+    train: list[SampleSource] = [build(-(-num_train // len(builders)), split="train") for build in builders]
+    valid: list[SampleSource] = [build(-(-num_valid // len(builders)), split="valid") for build in builders]
+    if len(builders) == 1:
+        return DataSets(train[0], valid[0], tokenizer)
+    return DataSets(InterleavedSource(train), InterleavedSource(valid), tokenizer)

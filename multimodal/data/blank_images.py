@@ -28,8 +28,10 @@ class BlankImages:
         return self._source.text(index)
 
     def item(self, index: int, item_index: int) -> ItemPixels:
-        """Zeros of the item's shape."""
+        """Zeros of the item's shape; what a generator is to make stays as it is."""
         item = self._source.lengths(index).items[item_index]
+        if item.unit not in self._patch_dims:
+            return self._source.item(index, item_index)
         patches = np.zeros((item.num_tokens, self._patch_dims[item.unit]), dtype=np.float32)
         return ItemPixels(patches, self._source.item_grid(index, item_index))
 

@@ -8,6 +8,12 @@ if the text on either side belongs to it (or no text follows), else between turn
                                               ^^^^^  ^^^   targets
 
 Targets are the texts of assistant turns and their `end`. A sample that has only document text trains on all of it.
+
+An image that a generator is to make is part of an assistant turn, as `vision_start vision_end` without placeholders. The first
+of the two is a target (the LLM decides that an image follows), and its hidden state is what the generator is given.
+
+    begin user "draw 7" assistant vision_start vision_end end
+                                  ^^^^^^^^^^^^            ^^^   targets
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,7 +45,12 @@ class ItemSegment:
     num_output_tokens: int
 
 
-Segment = TextSegment | ItemSegment
+@dataclass(frozen=True, slots=True)
+class GeneratedSegment:
+    """An image that the assistant answers with: a generator makes it, and the LLM's tokens do not show it."""
+
+
+Segment = TextSegment | ItemSegment | GeneratedSegment
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +62,7 @@ class Conversation:
     is_trained: npt.NDArray[np.bool_]
     """[num_tokens]; True where this token is to be predicted."""
     item_starts: tuple[tuple[int, int, int], ...]
-    """(item_index, start, num_output_tokens) of the items that fit."""
+    """(item_index, start, num_output_tokens) of the items that fit; see `SampleText`."""
     is_cut: bool
     """Whether the sample was longer than allowed."""
 
@@ -68,6 +79,17 @@ class _Piece:
     token_ids: list[int]
     is_trained: bool = False
     num_output_tokens: int = 0
+    is_generated: bool = False
+
+    @property
+    def is_item(self) -> bool:
+        """Whether it stands or falls as a whole."""
+        return self.is_generated or self.num_output_tokens > 0
+
+    @property
+    def trained(self) -> list[bool]:
+        """Which tokens are to be predicted; of a generated item only the one that announces it."""
+        return [True, False] if self.is_generated else [self.is_trained] * len(self.token_ids)
 
 
 def build_conversation(segments: Sequence[Segment], *, tokenizer: Tokenizer, seq_length: int) -> Conversation:
@@ -82,11 +104,12 @@ def build_conversation(segments: Sequence[Segment], *, tokenizer: Tokenizer, seq
     for piece in _pieces(segments, tokenizer=tokenizer):
         room = seq_length - len(token_ids)
         is_cut = len(piece.token_ids) > room
-        if piece.num_output_tokens and not is_cut:
-            item_starts.append((len(item_starts), len(token_ids) + 1, piece.num_output_tokens))
-        if not (piece.num_output_tokens and is_cut):
+        if piece.is_item and not is_cut:
+            start = len(token_ids) + (0 if piece.is_generated else 1)
+            item_starts.append((len(item_starts), start, piece.num_output_tokens))
+        if not (piece.is_item and is_cut):
             token_ids += piece.token_ids[:room]
-            trained += [piece.is_trained] * min(room, len(piece.token_ids))
+            trained += piece.trained[:room]
         if is_cut:
             break
     return Conversation(np.array(token_ids, dtype=np.int32), np.array(trained, dtype=np.bool_), tuple(item_starts), is_cut)
@@ -105,13 +128,13 @@ def build_sample_text(conversation: Conversation, *, pad_id: int) -> SampleText:
 
 def _pieces(segments: Sequence[Segment], *, tokenizer: Tokenizer) -> Iterator[_Piece]:
     special = tokenizer.special
-    roles = [segment.role for segment in segments if isinstance(segment, TextSegment)]
+    roles = [_role(segment) for segment in segments if not isinstance(segment, ItemSegment)]
     trained_role = "document" if set(roles) == {"document"} else "assistant"
     markers = {"user": special.user, "assistant": special.assistant, "document": special.document}
     turn: str | None = None
-    num_texts_seen = 0
+    num_seen = 0
     for segment in segments:
-        next_role = roles[num_texts_seen] if num_texts_seen < len(roles) else turn
+        next_role = roles[num_seen] if num_seen < len(roles) else turn
         if turn is not None and next_role != turn:
             if turn in _ROLES_WITH_END:
                 yield _Piece([special.end], turn == trained_role)
@@ -120,10 +143,17 @@ def _pieces(segments: Sequence[Segment], *, tokenizer: Tokenizer) -> Iterator[_P
             placeholders = [special.image] * segment.num_output_tokens
             yield _Piece([special.vision_start, *placeholders, special.vision_end], num_output_tokens=segment.num_output_tokens)
             continue
-        num_texts_seen += 1
+        num_seen += 1
         if turn is None:
-            yield _Piece([markers[segment.role]])
-        turn = segment.role
+            yield _Piece([markers[_role(segment)]])
+        turn = _role(segment)
+        if isinstance(segment, GeneratedSegment):
+            yield _Piece([special.vision_start, special.vision_end], is_generated=True)
+            continue
         yield _Piece(tokenizer.encode(segment.text), turn == trained_role)
     if turn in _ROLES_WITH_END:
         yield _Piece([special.end], turn == trained_role)
+
+
+def _role(segment: TextSegment | GeneratedSegment) -> str:
+    return segment.role if isinstance(segment, TextSegment) else "assistant"

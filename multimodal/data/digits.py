@@ -68,8 +68,7 @@ class DigitsSource:
         self._entropy = (seed, _STREAMS[split])
         self._layouts = possible_layouts(image)
         self._glyphs = load_handwritten_digits()
-        held_out = np.arange(len(self._glyphs.digits)) % _VALIDATION_EVERY == 0
-        self._pool = np.flatnonzero(held_out if split == "valid" else ~held_out)
+        self._pool = glyph_pool(split)
         self._cached: dict[int, tuple[DigitsSample, Conversation]] = {}
         self._check_seq_length()
 
@@ -157,6 +156,12 @@ def render_ink(picture: DigitsPicture, *, glyphs: HandwrittenDigits) -> npt.NDAr
         left = position % columns * cell + placed.left_pixels
         ink[top : top + placed.size_pixels, left : left + placed.size_pixels] = glyphs.ink[placed.glyph][np.ix_(nearest, nearest)]
     return ink
+
+
+def glyph_pool(split: Literal["train", "valid"]) -> npt.NDArray[np.int64]:
+    """Indices of the glyphs of a split."""
+    held_out = np.arange(len(load_handwritten_digits().digits)) % _VALIDATION_EVERY == 0
+    return np.flatnonzero(held_out if split == "valid" else ~held_out)
 
 
 @lru_cache(maxsize=1)

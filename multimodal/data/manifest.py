@@ -2,11 +2,19 @@
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from multimodal.data.conversation import Conversation, ItemSegment, Segment, TextSegment, build_conversation, build_sample_text
+from multimodal.data.conversation import (
+    Conversation,
+    GeneratedSegment,
+    ItemSegment,
+    Segment,
+    TextSegment,
+    build_conversation,
+    build_sample_text,
+)
 from multimodal.data.image_processing import image_grid, read_image, read_image_size
 from multimodal.data.manifest_lines import AudioSegment, ImageSegment, ManifestLine, read_manifest_lines
 from multimodal.data.sample_source import ItemPixels, SampleText
@@ -18,6 +26,8 @@ from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 
 @dataclass(frozen=True, slots=True)
 class _IndexedImage:
+    unit: Unit
+    """The encoder that takes it, or the generator that is to make it."""
     path: str
     size: tuple[int, int]
     """(width, height) in pixels."""
@@ -47,15 +57,17 @@ class ManifestSource:
     def __init__(self, path: str | Path, *, graph: ModelGraph, tokenizer: Tokenizer, seq_length: int) -> None:
         """Index `path`, a manifest or the folder that holds a `manifest.jsonl`; O(bytes of the manifest).
 
-        graph: its encoder takes the images; without one, samples with images are left out.
+        graph: its encoder takes the images, but its generator, if it has one, makes those that are the assistant's; samples with
+        images that no unit takes are left out.
         seq_length: longer samples are cut at the end (`build_conversation`).
 
         Raises DataError for a manifest that is missing, malformed or without a usable sample and for image files that are
-        missing; ModelError for an encoder that cannot take image files.
+        missing; ModelError for units that cannot take or make image files.
         """
         path = Path(path)
         self._manifest = path / "manifest.jsonl" if path.is_dir() else path
-        self._encoder = _image_encoder(graph)
+        self._encoder = _image_unit(graph.encoders, verb="take")
+        self._generator = _image_unit(graph.generators, verb="make")
         self._tokenizer = tokenizer
         self._seq_length = seq_length
         self._samples: list[_IndexedSample] = []
@@ -77,13 +89,13 @@ class ManifestSource:
     def lengths(self, index: int) -> SampleLengths:
         """Lengths of one sample; `sample_id` is its index."""
         conversation = self._samples[index].conversation
-        grids = [image.grid for image in self._samples[index].images]
+        images = self._samples[index].images
         outputs = [num_output_tokens for _, _, num_output_tokens in conversation.item_starts]
-        name = self._encoder.name if self._encoder else ""
         return SampleLengths(
             sample_id=index,
             items=tuple(
-                ItemLengths(name, rows * columns, output) for (rows, columns), output in zip(grids, outputs, strict=True)
+                ItemLengths(image.unit.name, image.grid[0] * image.grid[1], output)
+                for image, output in zip(images, outputs, strict=True)
             ),
             num_text_tokens=len(conversation.token_ids) - sum(outputs),
             num_target_tokens=conversation.num_target_tokens,
@@ -96,22 +108,17 @@ class ManifestSource:
     def item(self, index: int, item_index: int) -> ItemPixels:
         """Decode one image; raises DataError when its file is damaged or not of the size that was indexed."""
         image = self._samples[index].images[item_index]
-        return read_image(image.path, size=image.size, image_input=self._image_input, where=self._samples[index].where)
+        return read_image(image.path, size=image.size, image_input=_image_input(image.unit), where=self._samples[index].where)
 
     def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
         """(rows, columns) of patches of one image."""
         return self._samples[index].images[item_index].grid
 
-    @property
-    def _image_input(self) -> ImageInput:
-        assert self._encoder is not None and self._encoder.image is not None
-        return self._encoder.image
-
     def _index(self, line: ManifestLine) -> _IndexedSample | str:
         """Return the sample, or why it is left out."""
         if any(isinstance(segment, AudioSegment) for segment in line.segments):
             return "with audio, which no unit of the model takes"
-        if self._encoder is None and any(isinstance(segment, ImageSegment) for segment in line.segments):
+        if any(isinstance(segment, ImageSegment) and self._unit_of(segment) is None for segment in line.segments):
             return "with images, which no unit of the model takes"
         segments: list[Segment] = []
         images: list[_IndexedImage] = []
@@ -121,19 +128,26 @@ class ManifestSource:
             elif isinstance(segment, ImageSegment):
                 images.append(self._index_image(segment, where=line.where))
                 rows, columns = images[-1].grid
-                segments.append(ItemSegment(rows * columns // self._image_input.merge_size**2))
+                num_output_tokens = rows * columns // _image_input(images[-1].unit).merge_size ** 2
+                is_made = images[-1].unit is self._generator
+                segments.append(GeneratedSegment() if is_made else ItemSegment(num_output_tokens))
         conversation = build_conversation(segments, tokenizer=self._tokenizer, seq_length=self._seq_length)
         if not conversation.num_target_tokens:
             return f"without a target token among the first {self._seq_length} (seq_length)"
         return _IndexedSample(line.where, conversation, tuple(images[: len(conversation.item_starts)]))
+
+    def _unit_of(self, segment: ImageSegment) -> Unit | None:
+        return self._generator if segment.is_answer and self._generator else self._encoder
 
     def _index_image(self, segment: ImageSegment, *, where: str) -> _IndexedImage:
         path = os.path.join(self._manifest.parent, segment.path)
         if not os.path.isfile(path):
             raise DataError(f"{where}: {path} does not exist; restore the file or remove that line")
         size = segment.size or read_image_size(path, where=where)
+        unit = self._unit_of(segment)
+        assert unit is not None
         try:
-            return _IndexedImage(path, size, image_grid(width=size[0], height=size[1], image_input=self._image_input))
+            return _IndexedImage(unit, path, size, image_grid(width=size[0], height=size[1], image_input=_image_input(unit)))
         except DataError as problem:
             raise DataError(f"{where}: {path}: {problem}, or remove that line") from problem
 
@@ -148,15 +162,20 @@ class ManifestSource:
         )
 
 
-def _image_encoder(graph: ModelGraph) -> Unit | None:
-    """Find the unit that takes the manifest's images."""
-    encoders = [unit for unit in graph.encoders if unit.image is not None]
-    if len(encoders) > 1:
-        names = ", ".join(unit.name for unit in encoders)
-        raise ModelError(f"units {names} all take images, and a manifest does not say which image is whose; keep one of them")
-    for unit in encoders:
+def _image_unit(units: Sequence[Unit], *, verb: str) -> Unit | None:
+    """Find the unit that takes, or makes, the manifest's images."""
+    found = [unit for unit in units if unit.image is not None]
+    if len(found) > 1:
+        names = ", ".join(unit.name for unit in found)
+        raise ModelError(f"units {names} all {verb} images, and a manifest does not say which image is whose; keep one of them")
+    for unit in found:
         if unit.image is not None and unit.image.in_channels not in (1, 3):
             raise ModelError(
                 f"unit '{unit.name}': in_channels is {unit.image.in_channels}, but image files have 1 (grey) or 3 (RGB)"
             )
-    return encoders[0] if encoders else None
+    return found[0] if found else None
+
+
+def _image_input(unit: Unit) -> ImageInput:
+    assert unit.image is not None
+    return unit.image

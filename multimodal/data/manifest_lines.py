@@ -1,7 +1,8 @@
 """The manifest format: one JSON object a line, `{"id": ..., "segments": [...]}`, checked as it is read.
 
 A segment is `{"type": "text", "role": user | assistant | document, "text": ...}`, `{"type": "image", "path": ..., "width":
-..., "height": ...}` (the size may be left out) or `{"type": "audio", "path": ...}`. Other keys are ignored.
+..., "height": ...}` (the size may be left out) or `{"type": "audio", "path": ...}`. An image with `"role": "assistant"` is an
+answer, which a generator learns to make. Other keys are ignored.
 """
 
 import json
@@ -24,6 +25,8 @@ class ImageSegment:
     """As the manifest spells it: relative to the manifest's folder."""
     size: tuple[int, int] | None
     """(width, height)."""
+    is_answer: bool = False
+    """Whether the assistant answers with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,8 @@ def _parse_segment(segment: Any, *, where: str) -> TextSegment | ImageSegment | 
             raise DataError(f"{where}: unknown role {role!r}; use one of {', '.join(ROLES)}")
         return TextSegment(role, _required(segment, "text", (str,), where=where))
     if kind == "image":
-        return ImageSegment(_required(segment, "path", (str,), where=where), _parse_size(segment, where=where))
+        path, size = _required(segment, "path", (str,), where=where), _parse_size(segment, where=where)
+        return ImageSegment(path, size, is_answer=segment.get("role") == "assistant")
     if kind == "audio":
         return AudioSegment(_required(segment, "path", (str,), where=where))
     raise DataError(f"{where}: unknown segment type {kind!r}; use one of {', '.join(SEGMENT_TYPES)}")

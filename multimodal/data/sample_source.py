@@ -20,12 +20,15 @@ class SampleText:
     is_target: npt.NDArray[np.bool_]
     """[num_tokens]; True where `labels[i]` counts in the loss."""
     item_starts: tuple[tuple[int, int, int], ...]
-    """(item_index, start, num_output_tokens) of every item, `start` counting tokens from the sample's first."""
+    """(item_index, start, num_output_tokens) of every item, `start` counting tokens from the sample's first.
+
+    What a generator makes has no output tokens; its start is the token whose hidden state the generator is given.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class ItemPixels:
-    """One image, cut into patches."""
+    """One image, cut into patches: what an encoder takes, or what a generator is to make."""
 
     patches: npt.NDArray[np.float32]
     """[num_patches, in_channels * patch_size * patch_size], in merge-window order: the merge_size x merge_size patches of
