@@ -1,0 +1,129 @@
+"""The mask of one microbatch, and what backends derive from it: computed once, shared by all layers of a stage."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from multimodal.attention.bitfield import ACROSS_ITEMS_BIT, BitfieldMask
+from multimodal.attention.block_summary import BlockLists, summarize_blocks
+
+Derived = TypeVar("Derived")
+
+
+@dataclass(frozen=True, slots=True)
+class MaskTensors:
+    """A mask on a device: what some tokens look for (`bits`), what they are (`key_bits`), and where they stand.
+
+    All [num_tokens]; int64 the first two, int32 the others.
+    """
+
+    bits: Tensor
+    key_bits: Tensor
+    sample_ids: Tensor
+    item_ids: Tensor
+    positions: Tensor
+    """In the whole packed sequence."""
+
+    def rows(self, start: int, stop: int) -> "MaskTensors":
+        """The tokens start .. stop - 1."""
+        return self._map(lambda tensor: tensor[start:stop])
+
+    def select(self, indices: Tensor) -> "MaskTensors":
+        """Some tokens, in the given order and shape; indices: int64 or int32."""
+        return self._map(lambda tensor: tensor[indices])
+
+    def sees(self, keys: "MaskTensors") -> Tensor:
+        """Evaluate the rule of `bitfield.py` between every token here and every one of `keys`.
+
+        Returns [num_tokens, num_keys], bool.
+        """
+        return elementwise_sees(self._map(lambda tensor: tensor[:, None]), keys)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "MaskTensors":
+        return MaskTensors(
+            change(self.bits),
+            change(self.key_bits),
+            change(self.sample_ids),
+            change(self.item_ids),
+            change(self.positions),
+        )
+
+
+def elementwise_sees(queries: MaskTensors, keys: MaskTensors) -> Tensor:
+    """Evaluate the rule of `bitfield.py` for pairs of tokens; the tensors of both sides must broadcast."""
+    seen = (queries.sample_ids == keys.sample_ids) & ((queries.bits & keys.key_bits) != 0)
+    own = (queries.item_ids == keys.item_ids) | ((queries.bits & ACROSS_ITEMS_BIT) != 0)
+    return seen & torch.where(queries.bits < 0, keys.positions <= queries.positions, own)
+
+
+@dataclass(eq=False)
+class AttentionMask:
+    """Who sees whom: keys are all tokens, queries all of them or, with context parallelism, those of some blocks.
+
+    tokens: the whole packed sequence; block_size: tokens of a block of queries and of keys; query_blocks: ascending indices of
+    the blocks whose tokens are queries, None for all.
+    """
+
+    tokens: BitfieldMask
+    block_size: int = 128
+    query_blocks: tuple[int, ...] | None = None
+    _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_keys(self) -> int:
+        """Tokens of the whole sequence."""
+        return self.tokens.num_tokens
+
+    @property
+    def num_queries(self) -> int:
+        """Tokens that attend."""
+        return len(self.query_positions)
+
+    @cached_property
+    def query_positions(self) -> NDArray[np.int64]:
+        """Where the queries stand in the sequence; [num_queries]."""
+        if self.query_blocks is None:
+            return np.arange(self.num_keys)
+        starts = np.array(self.query_blocks, dtype=np.int64) * self.block_size
+        positions: NDArray[np.int64] = (starts[:, None] + np.arange(self.block_size)).reshape(-1)
+        return positions[positions < self.num_keys]
+
+    @cached_property
+    def by_query(self) -> BlockLists:
+        """Per block of queries the blocks of keys that it sees."""
+        lists = summarize_blocks(self.tokens, block_size=self.block_size).by_query
+        return lists if self.query_blocks is None else lists.select(np.array(self.query_blocks, dtype=np.int64))
+
+    @cached_property
+    def by_key(self) -> BlockLists:
+        """Per block of keys the blocks of queries (counted among the queries' own) that see it."""
+        return self.by_query.transposed(num_columns=-(-self.num_keys // self.block_size))
+
+    def keys_on(self, device: torch.device) -> MaskTensors:
+        """All tokens, as keys."""
+        return self.derive(("keys", device), lambda: _to_tensors(self.tokens, np.arange(self.num_keys), device))
+
+    def queries_on(self, device: torch.device) -> MaskTensors:
+        """The tokens that attend."""
+        if self.query_blocks is None:
+            return self.keys_on(device)
+        return self.derive(("queries", device), lambda: _to_tensors(self.tokens, self.query_positions, device))
+
+    def derive(self, key: Hashable, build: Callable[[], Derived]) -> Derived:
+        """Return what was built under this key before, or build it now."""
+        if key not in self._derived:
+            self._derived[key] = build()
+        derived: Derived = self._derived[key]
+        return derived
+
+
+def _to_tensors(mask: BitfieldMask, positions: NDArray[np.int64], device: torch.device) -> MaskTensors:
+    arrays = (mask.bits, mask.key_bits, mask.sample_ids, mask.item_ids)
+    tensors = [torch.from_numpy(array[positions]).to(device) for array in arrays]
+    return MaskTensors(*tensors, torch.from_numpy(positions.astype(np.int32)).to(device))

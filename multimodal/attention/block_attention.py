@@ -1,0 +1,116 @@
+"""Attention over the visible blocks alone, in plain torch: one call of scaled dot product attention per block of queries.
+
+Exact in every precision, on any device; the backend of the CPU. The backward recomputes the weights of one block of queries at a
+time, so memory beside the inputs stays within one block's row.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import scaled_dot_product_attention
+
+from multimodal.attention.attention_mask import AttentionMask
+
+
+class _Row(NamedTuple):
+    """A block of queries and what it sees."""
+
+    queries: slice
+    keys: slice | Tensor
+    """Rows of the keys: a slice where they are consecutive."""
+    is_visible: Tensor | None
+    """[num_queries, num_keys] of the block, or None where every query sees every key."""
+
+
+def attend_by_blocks(query: Tensor, key: Tensor, value: Tensor, *, mask: AttentionMask, softmax_scale: float | None) -> Tensor:
+    """Attend; shapes as in `attention_backend.AttentionBackend`. Time in proportion to the visible blocks."""
+    scale = 1 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale
+    mixed: Tensor = _BlockAttention.apply(query, key, value, mask, scale)
+    return mixed
+
+
+class _BlockAttention(torch.autograd.Function):
+    """The query heads that share a key head are laid out as further queries of it: [groups, heads per group x queries, channels]."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, scale: float) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.mask, ctx.scale = mask, scale
+        heads_per_group = query.shape[1] // key.shape[1]
+        mixed = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+        for row in _rows(mask, query.device):
+            queries, keys, values = _to_groups(query[row.queries], key.shape[1]), key[row.keys], value[row.keys]
+            found = scaled_dot_product_attention(
+                queries[None],
+                keys.transpose(0, 1)[None],
+                values.transpose(0, 1)[None],
+                attn_mask=None if row.is_visible is None else row.is_visible.repeat(heads_per_group, 1),
+                scale=scale,
+            )
+            mixed[row.queries] = _from_groups(found[0], heads_per_group)
+        return mixed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, mixed_gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value = ctx.saved_tensors
+        groups, heads_per_group = key.shape[1], query.shape[1] // key.shape[1]
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        query_gradient = torch.empty_like(query)
+        key_gradient, value_gradient = (torch.zeros(tensor.shape, dtype=dtype, device=tensor.device) for tensor in (key, value))
+        for row in _rows(ctx.mask, query.device):
+            queries, gradient = (_to_groups(tensor[row.queries], groups).to(dtype) for tensor in (query, mixed_gradient))
+            keys, values = (tensor[row.keys].transpose(0, 1).to(dtype) for tensor in (key, value))
+            weights = _weights(queries, keys, row.is_visible, heads_per_group=heads_per_group, scale=ctx.scale)
+            weight_gradient = gradient @ values.transpose(1, 2)
+            # The gradient of a softmax: weights x (gradient - its mean under the weights).
+            score_gradient = weights * (weight_gradient - (weight_gradient * weights).sum(dim=-1, keepdim=True)) * ctx.scale
+            query_gradient[row.queries] = _from_groups(score_gradient @ keys, heads_per_group).to(query.dtype)
+            key_gradient[row.keys] += (score_gradient.transpose(1, 2) @ queries).transpose(0, 1)
+            value_gradient[row.keys] += (weights.transpose(1, 2) @ gradient).transpose(0, 1)
+        return query_gradient, key_gradient.to(key.dtype), value_gradient.to(value.dtype), None, None
+
+
+def _weights(queries: Tensor, keys: Tensor, is_visible: Tensor | None, *, heads_per_group: int, scale: float) -> Tensor:
+    scores = queries @ keys.transpose(1, 2) * scale
+    if is_visible is not None:
+        scores = scores.masked_fill(~is_visible.repeat(heads_per_group, 1), -math.inf)
+    return scores.softmax(dim=-1)
+
+
+def _rows(mask: AttentionMask, device: torch.device) -> Iterator[_Row]:
+    queries, keys = mask.queries_on(device), mask.keys_on(device)
+    for index in range(len(mask.by_query.row_starts) - 1):
+        blocks, is_full = mask.by_query.row(index)
+        rows = slice(index * mask.block_size, min((index + 1) * mask.block_size, mask.num_queries))
+        columns = _columns(blocks, mask, device)
+        seen = None
+        if not is_full.all():
+            seen_keys = keys.rows(columns.start, columns.stop) if isinstance(columns, slice) else keys.select(columns)
+            seen = queries.rows(rows.start, rows.stop).sees(seen_keys)
+        yield _Row(rows, columns, seen)
+
+
+def _columns(blocks: np.ndarray, mask: AttentionMask, device: torch.device) -> slice | Tensor:
+    """Token indices of some ascending blocks of keys."""
+    if blocks[-1] - blocks[0] + 1 == len(blocks):
+        return slice(int(blocks[0]) * mask.block_size, min((int(blocks[-1]) + 1) * mask.block_size, mask.num_keys))
+    indices = (blocks.astype(np.int64)[:, None] * mask.block_size + np.arange(mask.block_size)).reshape(-1)
+    return torch.from_numpy(indices[indices < mask.num_keys]).to(device)
+
+
+def _to_groups(tensor: Tensor, groups: int) -> Tensor:
+    """[queries, heads, channels] -> [groups, heads per group x queries, channels]."""
+    num_queries, heads, channels = tensor.shape
+    return tensor.view(num_queries, groups, heads // groups, channels).permute(1, 2, 0, 3).reshape(groups, -1, channels)
+
+
+def _from_groups(tensor: Tensor, heads_per_group: int) -> Tensor:
+    """[groups, heads per group x queries, channels] -> [queries, heads, channels]."""
+    groups, rows, channels = tensor.shape
+    return tensor.view(groups, heads_per_group, -1, channels).permute(2, 0, 1, 3).reshape(rows // heads_per_group, -1, channels)

@@ -1,0 +1,68 @@
+"""Attention by torch's FlexAttention, given the same block lists: an alternative on CUDA, and the baseline of benchmarks."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from multimodal.attention.attention_mask import AttentionMask, elementwise_sees
+from multimodal.attention.block_summary import BlockLists
+from multimodal.values.errors import ConfigError
+
+
+def attend_by_flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, mask: AttentionMask, softmax_scale: float | None
+) -> Tensor:
+    """Attend; shapes as in `attention_backend.AttentionBackend`.
+
+    Compiled on CUDA. On the CPU it holds all scores and has no backward: ConfigError when one is wanted.
+    """
+    if query.device.type == "cpu" and torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value)):
+        raise ConfigError(
+            "--attention-backend flex cannot train on a CPU: torch's FlexAttention has no backward there; "
+            "choose --attention-backend blocks"
+        )
+    block_mask = mask.derive(("flex", query.device), lambda: build_flex_mask(mask, query.device))
+    # [num_tokens, heads, channels] -> [1, heads, num_tokens, channels]
+    inputs = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    attend = _compiled() if query.device.type == "cuda" else flex_attention
+    mixed: Tensor = attend(*inputs, block_mask=block_mask, scale=softmax_scale, enable_gqa=True)
+    return mixed[0].transpose(0, 1)
+
+
+def build_flex_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
+    """FlexAttention's form of a mask; its index is dense over blocks: [query blocks, key blocks], int32."""
+    queries, keys = mask.queries_on(device), mask.keys_on(device)
+
+    def is_visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return elementwise_sees(queries.select(query), keys.select(key))
+
+    # A last block that is cut short must be evaluated: FlexAttention reads whole blocks.
+    num_columns = -(-mask.num_keys // mask.block_size)
+    is_full = torch.from_numpy(mask.by_query.is_full)
+    if mask.num_keys % mask.block_size:
+        is_full = is_full & (torch.from_numpy(mask.by_query.blocks) != num_columns - 1)
+    partial, full = (_padded_rows(mask.by_query, chosen, num_columns, device) for chosen in (~is_full, is_full))
+    return BlockMask.from_kv_blocks(
+        *partial, *full, BLOCK_SIZE=mask.block_size, mask_mod=is_visible, seq_lengths=(mask.num_queries, mask.num_keys)
+    )
+
+
+def _padded_rows(lists: BlockLists, is_chosen: Tensor, num_columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the number of chosen blocks per row [1, 1, rows] and their indices [1, 1, rows, num_columns], both int32."""
+    num_rows = len(lists.row_starts) - 1
+    row_of_entry = torch.repeat_interleave(torch.arange(num_rows), torch.from_numpy(lists.row_starts).diff())[is_chosen]
+    counts = torch.bincount(row_of_entry, minlength=num_rows)
+    place_in_row = torch.arange(len(row_of_entry)) - (counts.cumsum(0) - counts)[row_of_entry]
+    indices = torch.zeros(num_rows, num_columns, dtype=torch.int32)
+    indices[row_of_entry, place_in_row] = torch.from_numpy(lists.blocks)[is_chosen]
+    return counts.to(torch.int32)[None, None].to(device), indices[None, None].to(device)
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
+    return compiled

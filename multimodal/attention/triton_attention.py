@@ -1,0 +1,224 @@
+"""Bitfield attention by Triton kernels: partial blocks evaluate the mask, full ones do not, empty ones are never visited.
+
+On a CPU the kernels run only in Triton's interpreter (TRITON_INTERPRET=1), which is for tests.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from multimodal.attention.attention_mask import AttentionMask, MaskTensors
+from multimodal.attention.block_summary import BlockLists
+from multimodal.attention.triton_backward import join_gradients_kernel, key_value_gradient_kernel, query_gradient_kernel
+from multimodal.attention.triton_forward import forward_kernel, join_outputs_kernel
+from multimodal.attention.triton_options import KernelOptions, TileSizes, choose_options
+from multimodal.attention.work_list import order_blocks, plan_work_list
+from multimodal.values.errors import ConfigError
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A work list on a device."""
+
+    blocks: Tensor
+    items: Tensor
+    joins: Tensor
+    num_slots: int
+
+
+def attend_by_triton(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: AttentionMask,
+    softmax_scale: float | None,
+    options: KernelOptions | None = None,
+) -> Tensor:
+    """Attend; shapes as in `attention_backend.AttentionBackend`; heads of at most 256 channels, float16, bfloat16 or float32.
+
+    options: tile sizes and balancing, chosen by head size if not given. Raises ConfigError for what the kernels do not take.
+    """
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ConfigError(
+            f"--attention-backend triton takes float16, bfloat16 and float32, not {query.dtype}; choose --attention-backend blocks"
+        )
+    if query.device.type == "cpu" and not triton.knobs.runtime.interpret:
+        raise ConfigError("--attention-backend triton needs a CUDA device; choose --attention-backend blocks on a CPU")
+    scale = 1 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale
+    chosen = options or choose_options(query.shape[-1], dtype=query.dtype, block_size=mask.block_size)
+    query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))
+    mixed: Tensor = _TritonAttention.apply(query, key, value, mask, scale, chosen)
+    return mixed
+
+
+class _TritonAttention(torch.autograd.Function):
+    """Forward and backward as launches of the kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, scale: float, options: KernelOptions
+    ) -> Tensor:
+        num_queries, heads, channels = query.shape
+        work = _row_work(mask, options.max_blocks_per_item, query.device)
+        output = query.new_empty(num_queries, heads, channels)
+        log_sums = query.new_empty(heads, num_queries, dtype=torch.float32)
+        rows, padded = work.num_slots * mask.block_size, triton.next_power_of_2(channels)
+        partial = query.new_empty(heads, rows, padded, dtype=torch.float32)
+        partial_log_sums = query.new_empty(heads, rows, dtype=torch.float32)
+        grid, sizes = _grid(work, heads, options.forward, mask.block_size, options, query.device)
+        forward_kernel[(grid,)](
+            query, key, value, output, log_sums, partial, partial_log_sums, *_mask_arguments(mask, query.device),
+            work.blocks, work.items, _counter(query.device), scale * LOG2_E, *_strides(query, key, value),
+            num_queries, mask.num_keys, len(work.items) * (mask.block_size // options.forward.rows) * heads, heads, rows,
+            HEADS_PER_GROUP=heads // key.shape[1], **_constants(query, mask), **sizes,
+        )  # fmt: skip
+        if len(work.joins):
+            tile = min(64, mask.block_size)
+            join_outputs_kernel[(len(work.joins) * (mask.block_size // tile), heads)](
+                partial, partial_log_sums, work.joins, output, log_sums, num_queries, heads, rows,
+                CHANNELS=channels, PADDED_CHANNELS=padded, BLOCK=mask.block_size, TILE_ROWS=tile,
+            )  # fmt: skip
+        ctx.save_for_backward(query, key, value, output, log_sums)
+        ctx.mask, ctx.scale, ctx.options = mask, scale, options
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        query, key, value, output, log_sums = ctx.saved_tensors
+        mask, options = ctx.mask, ctx.options
+        output_gradient = output_gradient.contiguous()
+        # [heads, num_queries]: what the softmax's gradient subtracts.
+        deltas = (output.float() * output_gradient.float()).sum(dim=-1).t().contiguous()
+        shared = (query, key, value, output_gradient, log_sums, deltas)
+        query_gradient = _query_gradient(shared, mask, ctx.scale, options)
+        key_gradient, value_gradient = _key_value_gradients(shared, mask, ctx.scale, options)
+        return query_gradient, key_gradient, value_gradient, None, None, None
+
+
+_Shared = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""query, key, value, gradient of the output, sums of exponentials, deltas."""
+
+
+def _query_gradient(shared: _Shared, mask: AttentionMask, scale: float, options: KernelOptions) -> Tensor:
+    query, key, value = shared[:3]
+    num_queries, heads, channels = query.shape
+    work = _row_work(mask, options.max_blocks_per_item, query.device)
+    rows, padded = work.num_slots * mask.block_size, triton.next_power_of_2(channels)
+    gradient = query.new_empty(num_queries, heads, channels)
+    partial = query.new_empty(heads, rows, padded, dtype=torch.float32)
+    grid, sizes = _grid(work, heads, options.query_gradient, mask.block_size, options, query.device)
+    query_gradient_kernel[(grid,)](
+        *shared, gradient, partial, *_mask_arguments(mask, query.device),
+        work.blocks, work.items, _counter(query.device), scale * LOG2_E, scale, *_strides(query, key, value),
+        num_queries, mask.num_keys, len(work.items) * (mask.block_size // options.query_gradient.rows) * heads, heads, rows,
+        HEADS_PER_GROUP=heads // key.shape[1], **_constants(query, mask), **sizes,
+    )  # fmt: skip
+    _join_gradients(partial, gradient, work, mask)
+    return gradient
+
+
+def _key_value_gradients(shared: _Shared, mask: AttentionMask, scale: float, options: KernelOptions) -> tuple[Tensor, Tensor]:
+    query, key, value = shared[:3]
+    num_keys, groups, channels = key.shape
+    heads_per_group = query.shape[1] // groups
+    # Every listed block is visited once per head of the group: shorter items keep the length of their work.
+    limit = None if options.max_blocks_per_item is None else max(1, options.max_blocks_per_item // heads_per_group)
+    work = _column_work(mask, limit, query.device)
+    rows, padded = work.num_slots * mask.block_size, triton.next_power_of_2(channels)
+    gradients = key.new_empty(num_keys, groups, channels), value.new_empty(num_keys, groups, channels)
+    partials = [query.new_empty(groups, rows, padded, dtype=torch.float32) for _ in gradients]
+    grid, sizes = _grid(work, groups, options.key_value_gradient, mask.block_size, options, query.device)
+    key_value_gradient_kernel[(grid,)](
+        *shared, *gradients, *partials, *_mask_arguments(mask, query.device),
+        work.blocks, work.items, _counter(query.device), scale * LOG2_E, scale, *_strides(query, key, value),
+        mask.num_queries, num_keys, len(work.items) * (mask.block_size // options.key_value_gradient.rows) * groups, groups, rows,
+        HEADS_PER_GROUP=heads_per_group, **_constants(query, mask), **sizes,
+    )  # fmt: skip
+    for partial, gradient in zip(partials, gradients, strict=True):
+        _join_gradients(partial, gradient, work, mask)
+    return gradients
+
+
+def _join_gradients(partial: Tensor, gradient: Tensor, work: _Work, mask: AttentionMask) -> None:
+    if not len(work.joins):
+        return
+    num_tokens, heads, channels = gradient.shape
+    tile = min(64, mask.block_size)
+    join_gradients_kernel[(len(work.joins) * (mask.block_size // tile), heads)](
+        partial, work.joins, gradient, num_tokens, heads, partial.shape[1],
+        CHANNELS=channels, PADDED_CHANNELS=partial.shape[2], BLOCK=mask.block_size, TILE_ROWS=tile,
+    )  # fmt: skip
+
+
+def _row_work(mask: AttentionMask, limit: int | None, device: torch.device) -> _Work:
+    sizes = mask.num_queries, mask.num_keys
+    return mask.derive(("row work", limit, device), lambda: _plan(mask.by_query, sizes, mask.block_size, limit, device))
+
+
+def _column_work(mask: AttentionMask, limit: int | None, device: torch.device) -> _Work:
+    sizes = mask.num_keys, mask.num_queries
+    return mask.derive(("column work", limit, device), lambda: _plan(mask.by_key, sizes, mask.block_size, limit, device))
+
+
+def _plan(lists: BlockLists, sizes: tuple[int, int], block_size: int, limit: int | None, device: torch.device) -> _Work:
+    blocks = order_blocks(lists, num_row_tokens=sizes[0], num_column_tokens=sizes[1], block_size=block_size)
+    work = plan_work_list(blocks, max_blocks_per_item=limit)
+    arrays = (torch.from_numpy(array).to(device) for array in (blocks.blocks, work.items, work.joins))
+    return _Work(*arrays, work.num_slots)
+
+
+def _mask_arguments(mask: AttentionMask, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Bits and ids of queries, then what keys are and their ids; ids are [3, num_tokens]: samples, items, positions."""
+    queries, keys = mask.queries_on(device), mask.keys_on(device)
+    query_ids = mask.derive(("query ids", device), lambda: _stacked_ids(queries))
+    key_ids = query_ids if keys is queries else mask.derive(("key ids", device), lambda: _stacked_ids(keys))
+    return queries.bits, query_ids, keys.key_bits, key_ids
+
+
+def _stacked_ids(tokens: MaskTensors) -> Tensor:
+    return torch.stack((tokens.sample_ids, tokens.item_ids, tokens.positions))
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(stride for tensor in tensors for stride in tensor.stride()[:2])
+
+
+def _constants(query: Tensor, mask: AttentionMask) -> dict[str, Any]:
+    channels = query.shape[2]
+    # Triton's interpreter multiplies bfloat16 as the integers that it stores them in.
+    is_interpreted = triton.knobs.runtime.interpret and query.dtype == torch.bfloat16
+    types = {torch.float16: triton.language.float16, torch.bfloat16: triton.language.bfloat16}
+    return {
+        "CHANNELS": channels,
+        "PADDED_CHANNELS": triton.next_power_of_2(channels),
+        "BLOCK": mask.block_size,
+        "DOT_TYPE": triton.language.float32 if is_interpreted else types.get(query.dtype, triton.language.float32),
+    }
+
+
+def _grid(
+    work: _Work, heads: int, tiles: TileSizes, block_size: int, options: KernelOptions, device: torch.device
+) -> tuple[int, dict[str, Any]]:
+    """Programs to launch, and the constants that depend on it."""
+    num_tickets = len(work.items) * (block_size // tiles.rows) * heads
+    is_dynamic = options.max_blocks_per_item is not None
+    num_programs = min(num_tickets, _num_multiprocessors(device) * options.programs_per_multiprocessor)
+    sizes = {"TILE_ROWS": tiles.rows, "TILE_COLUMNS": tiles.columns, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    return (num_programs if is_dynamic else num_tickets), {"IS_DYNAMIC": is_dynamic, **sizes}
+
+
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _counter(device: torch.device) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=device)

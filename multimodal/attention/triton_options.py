@@ -1,0 +1,60 @@
+"""Sizes that the attention kernels run with; they change speed, never results beyond rounding."""
+
+from dataclasses import dataclass
+
+import torch
+
+from multimodal.values.errors import ConfigError
+
+MAX_CHANNELS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class TileSizes:
+    """One kernel's tiles: it owns `rows` tokens and streams `columns` at a time; both divide the block size."""
+
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class KernelOptions:
+    """How a call runs."""
+
+    forward: TileSizes
+    query_gradient: TileSizes
+    key_value_gradient: TileSizes
+    max_blocks_per_item: int | None = 16
+    """Intra-GPU balancing: longest sub-block in blocks (the published best is 16 to 32); None runs rows whole, unbalanced."""
+    programs_per_multiprocessor: int = 2
+    """Size of the persistent grid; more than fit at once would only queue."""
+
+
+def choose_options(channels: int, *, dtype: torch.dtype, block_size: int) -> KernelOptions:
+    """Pick tiles by head size; starting points are those that torch's FlexAttention uses on Hopper GPUs.
+
+    Raises ConfigError for a head size beyond 256, or a block size that is no power of two of at least 16.
+    """
+    if channels > MAX_CHANNELS:
+        raise ConfigError(
+            f"--attention-backend triton: heads of {channels} channels are too large, its kernels hold at most {MAX_CHANNELS}; "
+            "choose --attention-backend blocks"
+        )
+    if block_size < 16 or block_size & (block_size - 1):
+        raise ConfigError(f"--attention-backend triton: a block of {block_size} tokens is no power of two of at least 16")
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    if not is_half:
+        tiles = (TileSizes(32, 32, 4, 1),) * 3
+    elif channels <= 64:
+        tiles = TileSizes(128, 128, 4, 3), TileSizes(128, 64, 4, 3), TileSizes(128, 64, 4, 3)
+    elif channels <= 128:
+        tiles = TileSizes(128, 64, 8, 3), TileSizes(128, 64, 8, 2), TileSizes(128, 64, 8, 2)
+    else:
+        tiles = TileSizes(64, 32, 4, 3), TileSizes(64, 32, 4, 2), TileSizes(64, 32, 8, 2)
+    return KernelOptions(*(_fit(tile, block_size) for tile in tiles))
+
+
+def _fit(tile: TileSizes, block_size: int) -> TileSizes:
+    return TileSizes(min(tile.rows, block_size), min(tile.columns, block_size), tile.num_warps, tile.num_stages)

@@ -1,0 +1,54 @@
+"""Pieces that the attention kernels share: the mask of a tile, and how a program finds its work."""
+
+import triton
+import triton.language as tl
+
+ACROSS_ITEMS_BIT = tl.constexpr(1 << 62)
+
+
+@triton.jit
+def load_looking(bits, ids, rows, num_tokens, is_there):
+    """What a tile of queries looks for: bits (0 where there is no token: sees nothing), samples, items, positions."""
+    return (
+        tl.load(bits + rows, mask=is_there, other=0),
+        tl.load(ids + rows, mask=is_there, other=0),
+        tl.load(ids + num_tokens + rows, mask=is_there, other=0),
+        tl.load(ids + 2 * num_tokens + rows, mask=is_there, other=0),
+    )
+
+
+@triton.jit
+def tile_sees(bits, samples, items, positions, key_bits, key_samples, key_items, key_positions):
+    """The rule of bitfield.py; the arguments of queries and keys broadcast against each other."""
+    seen = (samples == key_samples) & ((bits & key_bits) != 0)
+    own = (items == key_items) | ((bits & ACROSS_ITEMS_BIT) != 0)
+    return seen & tl.where(bits < 0, key_positions <= positions, own)
+
+
+@triton.jit
+def load_tile(
+    base, start, channels, stride, num_tokens,
+    TILE: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_CHANNELS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Load [TILE, channels] from row `start` on; zeros beyond the last token or channel."""
+    rows = tl.arange(0, TILE)
+    # Only the scalar part of an address may need 64 bits.
+    pointers = base + start.to(tl.int64) * stride + (rows[:, None] * stride + channels[None, :])
+    if CHECK_ROWS and CHECK_CHANNELS:
+        tile = tl.load(pointers, mask=(start + rows < num_tokens)[:, None] & (channels < CHANNELS)[None, :], other=0.0)
+    elif CHECK_ROWS:
+        tile = tl.load(pointers, mask=(start + rows < num_tokens)[:, None], other=0.0)
+    elif CHECK_CHANNELS:
+        tile = tl.load(pointers, mask=(channels < CHANNELS)[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def store_tile(base, tile, start, channels, stride, num_tokens, TILE: tl.constexpr, CHANNELS: tl.constexpr):
+    """Store [TILE, channels] from row `start` on, leaving out what is beyond the last token or channel."""
+    rows = tl.arange(0, TILE)
+    pointers = base + start.to(tl.int64) * stride + (rows[:, None] * stride + channels[None, :])
+    is_there = (start + rows < num_tokens)[:, None] & (channels < CHANNELS)[None, :]
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=is_there)

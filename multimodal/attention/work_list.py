@@ -1,0 +1,82 @@
+"""What a persistent grid of GPU programs works through: every block's work cut into sub-blocks, longest first.
+
+One block of queries may see a hundred times as many blocks of keys as another, so a program per block leaves most of a GPU waiting
+for the longest (Cornstarch, thesis 3.3.2.2). Cut into sub-blocks of bounded length, taken longest first by whichever program is
+free, the work ends everywhere at about the same time; sub-blocks of one block leave partial results that are joined afterwards.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multimodal.attention.block_summary import BlockLists
+from multimodal.values.errors import ConfigError
+
+DIRECT = -1
+"""The slot of an item that is its row's only one: it writes the result itself."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OrderedBlocks:
+    """Block lists whose rows have their full blocks first, then those that need the mask; each kind ascending."""
+
+    row_starts: NDArray[np.int32]
+    """[num_rows + 1]."""
+    full_ends: NDArray[np.int32]
+    """[num_rows]: the entries row_starts[r] .. full_ends[r] - 1 are full."""
+    blocks: NDArray[np.int32]
+    """[num_entries]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkList:
+    """Items in the order in which programs take them."""
+
+    items: NDArray[np.int32]
+    """[num_items, 5]: row, first entry, end of its full entries, end of its entries, slot of its partial result or DIRECT."""
+    joins: NDArray[np.int32]
+    """[num_joined_rows, 3]: row, first slot, number of slots."""
+    num_slots: int
+
+
+def order_blocks(lists: BlockLists, *, num_row_tokens: int, num_column_tokens: int, block_size: int) -> OrderedBlocks:
+    """Order every row; a block that reaches beyond the last token counts as partial, so that the mask hides what is not there.
+
+    num_row_tokens, num_column_tokens: tokens along the rows and along the listed blocks.
+    """
+    counts = np.diff(lists.row_starts)
+    row_of_entry = np.repeat(np.arange(len(counts)), counts)
+    is_full = lists.is_full & (lists.blocks < num_column_tokens // block_size) & (row_of_entry < num_row_tokens // block_size)
+    order = np.argsort(2 * row_of_entry + ~is_full, kind="stable")
+    num_full = np.bincount(row_of_entry[is_full], minlength=len(counts))
+    return OrderedBlocks(
+        lists.row_starts.astype(np.int32), (lists.row_starts[:-1] + num_full).astype(np.int32), lists.blocks[order]
+    )
+
+
+def plan_work_list(blocks: OrderedBlocks, *, max_blocks_per_item: int | None) -> WorkList:
+    """Cut rows into items of nearly equal length, at most `max_blocks_per_item` each, and sort the items longest first.
+
+    max_blocks_per_item: at least 1; None keeps rows whole and in their order: a grid without balancing.
+    Equal lengths keep the order of rows, whose neighbours share blocks. Raises ConfigError when the length is below 1.
+    O(n log n) in the number of items.
+    """
+    lengths = np.diff(blocks.row_starts).astype(np.int64)
+    if max_blocks_per_item is not None and max_blocks_per_item < 1:
+        raise ConfigError(f"a sub-block of attention work cannot have {max_blocks_per_item} blocks; allow at least 1")
+    limit = max_blocks_per_item or max(1, int(lengths.max(initial=1)))
+    parts = np.maximum(1, -(-lengths // limit))
+    row = np.repeat(np.arange(len(lengths)), parts)
+    first_item = np.cumsum(parts) - parts
+    part = np.arange(len(row)) - first_item[row]
+    begin, end = (blocks.row_starts[row] + lengths[row] * edge // parts[row] for edge in (part, part + 1))
+    full_end = np.clip(blocks.full_ends[row], begin, end)
+    is_split = parts > 1
+    first_slot = np.cumsum(np.where(is_split, parts, 0)) - np.where(is_split, parts, 0)
+    slot = np.where(is_split[row], first_slot[row] + part, DIRECT)
+    items = np.stack((row, begin, full_end, end, slot), axis=1).astype(np.int32)
+    if max_blocks_per_item is not None:
+        items = items[np.argsort(begin - end, kind="stable")]
+    joins = np.stack((np.flatnonzero(is_split), first_slot[is_split], parts[is_split]), axis=1).astype(np.int32)
+    return WorkList(items, joins, int(parts[is_split].sum()))
