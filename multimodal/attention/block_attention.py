@@ -35,7 +35,7 @@ def attend_by_blocks(query: Tensor, key: Tensor, value: Tensor, *, mask: Attenti
 
 
 class _BlockAttention(torch.autograd.Function):
-    """The query heads that share a key head are laid out as further queries of it: [groups, heads per group x queries, channels]."""
+    """Query heads that share a key head are laid out as further queries of it: [groups, heads per group x queries, channels]."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, scale: float) -> Tensor:

@@ -48,7 +48,8 @@ def attend_by_triton(
     """
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ConfigError(
-            f"--attention-backend triton takes float16, bfloat16 and float32, not {query.dtype}; choose --attention-backend blocks"
+            f"--attention-backend triton takes float16, bfloat16 and float32, not {query.dtype}; "
+            "choose --attention-backend blocks"
         )
     if query.device.type == "cpu" and not triton.knobs.runtime.interpret:
         raise ConfigError("--attention-backend triton needs a CUDA device; choose --attention-backend blocks on a CPU")

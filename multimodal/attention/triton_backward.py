@@ -157,33 +157,33 @@ def key_value_gradient_kernel(
         for head in range(group * HEADS_PER_GROUP, (group + 1) * HEADS_PER_GROUP):
             query_base = query + tl.cast(head, tl.int64) * query_head_stride
             gradient_base = output_gradient + head * CHANNELS
-            first = tl.cast(head, tl.int64) * num_queries
+            first_query = tl.cast(head, tl.int64) * num_queries
             key_sum, value_sum = _add_key_value_gradients(
                 key_sum, value_sum, key_tile, value_tile, kinds, samples, members, positions, query_base, gradient_base,
-                log_sums + first, deltas + first, query_bits, query_ids, blocks, begin, full_end, scale_log2, query_stride,
+                log_sums + first_query, deltas + first_query, query_bits, query_ids, blocks, begin, full_end, scale_log2, query_stride,
                 num_groups * HEADS_PER_GROUP * CHANNELS, num_queries, channels,
                 CHANNELS, PADDED_CHANNELS, BLOCK, TILE_COLUMNS, DOT_TYPE, False,
             )  # fmt: skip
             key_sum, value_sum = _add_key_value_gradients(
                 key_sum, value_sum, key_tile, value_tile, kinds, samples, members, positions, query_base, gradient_base,
-                log_sums + first, deltas + first, query_bits, query_ids, blocks, full_end, end, scale_log2, query_stride,
+                log_sums + first_query, deltas + first_query, query_bits, query_ids, blocks, full_end, end, scale_log2, query_stride,
                 num_groups * HEADS_PER_GROUP * CHANNELS, num_queries, channels,
                 CHANNELS, PADDED_CHANNELS, BLOCK, TILE_COLUMNS, DOT_TYPE, True,
             )  # fmt: skip
         if slot < 0:
             stride = num_groups * CHANNELS
-            offset = group * CHANNELS
-            store_tile(key_gradient + offset, key_sum * scale, start, channels, stride, num_keys, TILE_ROWS, CHANNELS)
-            store_tile(value_gradient + offset, value_sum, start, channels, stride, num_keys, TILE_ROWS, CHANNELS)
+            first_channel = group * CHANNELS
+            store_tile(key_gradient + first_channel, key_sum * scale, start, channels, stride, num_keys, TILE_ROWS, CHANNELS)
+            store_tile(value_gradient + first_channel, value_sum, start, channels, stride, num_keys, TILE_ROWS, CHANNELS)
         else:
             slot_start = slot * BLOCK + tile_start
-            offset = group.to(tl.int64) * num_slot_rows * PADDED_CHANNELS
+            first = group.to(tl.int64) * num_slot_rows * PADDED_CHANNELS
             store_tile(
-                partial_key + offset, key_sum * scale, slot_start, channels, PADDED_CHANNELS, num_slot_rows, TILE_ROWS,
+                partial_key + first, key_sum * scale, slot_start, channels, PADDED_CHANNELS, num_slot_rows, TILE_ROWS,
                 PADDED_CHANNELS,
             )  # fmt: skip
             store_tile(
-                partial_value + offset, value_sum, slot_start, channels, PADDED_CHANNELS, num_slot_rows, TILE_ROWS,
+                partial_value + first, value_sum, slot_start, channels, PADDED_CHANNELS, num_slot_rows, TILE_ROWS,
                 PADDED_CHANNELS,
             )  # fmt: skip
         if IS_DYNAMIC:
