@@ -37,6 +37,14 @@ def two_encoder_graph() -> ModelGraph:
 
 
 @pytest.fixture
+def painter_graph() -> ModelGraph:
+    """The same encoder, an LLM, and a generator of 8-pixel patches."""
+    image = {"patch_size": 8, "merge_size": 1, "min_pixels": 64, "max_pixels": 1024}
+    painter = {"role": "generator", **_SHAPE, "image": image}
+    return ModelGraph.from_dict({"units": {"vision": _ENCODER, "llm": _BACKBONE, "painter": painter}})
+
+
+@pytest.fixture
 def write_image(tmp_path: Path) -> Callable[..., str]:
     """Write a random image of (width, height) and return its name."""
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from multimodal.data.conversation import (
     ROLES,
     Conversation,
+    GeneratedSegment,
     ItemSegment,
     Segment,
     TextSegment,
@@ -79,6 +80,32 @@ def test_whole_samples(segments: list[Segment], tokens: str, trained: str) -> No
 
 
 @pytest.mark.parametrize(
+    ("segments", "tokens", "trained", "items"),
+    [
+        ([TextSegment("user", "q"), GeneratedSegment()], "^UqA[]$", "----x-x", ((0, 4, 0),)),
+        ([GeneratedSegment(), TextSegment("assistant", "y")], "^A[]y$", "--x-xx", ((0, 2, 0),)),
+        ([TextSegment("assistant", "y"), GeneratedSegment(), TextSegment("user", "q")], "^Ay[]$Uq", "--xx-x--", ((0, 3, 0),)),
+        ([IMAGE, TextSegment("user", "q"), GeneratedSegment()], "^[###]UqA[]$", "---------x-x", ((0, 2, 3), (1, 9, 0))),
+        ([TextSegment("document", "d"), GeneratedSegment()], "^Dd$A[]$", "-----x-x", ((0, 5, 0),)),
+    ],
+)
+def test_an_image_to_make_is_announced_and_has_no_tokens(
+    segments: list[Segment], tokens: str, trained: str, items: tuple[tuple[int, int, int], ...]
+) -> None:
+    """It belongs to an assistant turn; the generator is given the state of the token that announces it."""
+    conversation = build(*segments)
+    assert spell(conversation) == (tokens, trained)
+    assert conversation.item_starts == items
+
+
+def test_an_image_to_make_is_never_cut_in_two() -> None:
+    segments = (TextSegment("user", "q"), GeneratedSegment())
+    assert spell(build(*segments, seq_length=6)) == ("^UqA[]", "----x-")
+    cut = build(*segments, seq_length=5)
+    assert (spell(cut), cut.item_starts) == (("^UqA", "----"), ())
+
+
+@pytest.mark.parametrize(
     ("seq_length", "tokens", "num_items"),
     [
         (15, "^Dab[###]c[###]", 2),
@@ -112,6 +139,7 @@ def test_labels_are_the_next_tokens() -> None:
 SEGMENTS = st.one_of(
     st.builds(TextSegment, st.sampled_from(ROLES), st.text(max_size=8)),
     st.builds(ItemSegment, st.integers(1, 6)),
+    st.builds(GeneratedSegment),
 )
 
 

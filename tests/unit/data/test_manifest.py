@@ -60,6 +60,22 @@ def test_images_beyond_the_cut_are_dropped(open_manifest: Callable[..., Manifest
     assert source.num_cut == 1
 
 
+def test_an_answer_that_is_an_image_is_for_the_generator(
+    open_manifest: Callable[..., ManifestSource], write_image: Callable[..., str], painter_graph: ModelGraph
+) -> None:
+    """A model without a generator reads it like any other image."""
+    write_image("a.png", (24, 16))
+    line = [image("a.png"), QUESTION, {**image("a.png"), "role": "assistant"}]
+    source = open_manifest([line], graph=painter_graph)
+    assert source.lengths(0).items == (ItemLengths("vision", 24, 6), ItemLengths("painter", 6, 0))
+    *_, (item, start, num_tokens) = source.text(0).item_starts
+    assert (item, num_tokens) == (1, 0) and source.text(0).is_target[start - 1]
+    assert source.text(0).labels[start - 1] == source.text(0).token_ids[start]
+    assert source.item(0, 1).grid == source.item_grid(0, 1) == (2, 3)
+    assert source.item(0, 1).patches.shape == (6, 3 * 8 * 8)
+    assert open_manifest([[*line, ANSWER]]).lengths(0).items == (ItemLengths("vision", 24, 6),) * 2
+
+
 def test_samples_the_model_cannot_use_are_counted(
     open_manifest: Callable[..., ManifestSource], write_image: Callable[..., str], text_graph: ModelGraph
 ) -> None:

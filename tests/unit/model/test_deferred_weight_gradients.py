@@ -1,6 +1,7 @@
 """A split backward: input gradients first, every linear layer's weight gradient later and once."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ GRAPH = ModelGraph.from_dict(
         "units": {
             "vision": {"role": "encoder", "image": {"patch_size": 2, "in_channels": 1}, **SHAPE},
             "llm": {"role": "backbone", "untie_embeddings_and_output_weights": False, "add_qkv_bias": True, **SHAPE},
+            "painter": {"role": "generator", "image": {"patch_size": 2, "in_channels": 1}, **SHAPE},
         }
     }
 )
@@ -37,8 +39,11 @@ TEXT = PackedInput(
     targets=torch.tensor([3, 2]),
 )
 PATCHES = PackedInput((8,), torch.arange(16).reshape(8, 2), patches=torch.randn(8, 4, generator=torch.manual_seed(0)))
-NUM_LINEARS = {"vision": 1 + 2 * 4 + 2, "llm": 2 * 4 + 1}
-"""Patch embedding or head, four in each transformer layer, two in a projector."""
+IMAGES_TO_MAKE = replace(PATCHES, lengths=(3, 5), condition_rows=torch.tensor([1] * 3 + [0] * 5))
+CONDITIONS = torch.randn(2, 16, generator=torch.manual_seed(1), dtype=torch.float64)
+INPUTS = {"vision": (PATCHES, None), "llm": (TEXT, None), "painter": (IMAGES_TO_MAKE, CONDITIONS)}
+NUM_LINEARS = {"vision": 1 + 2 * 4 + 2, "llm": 2 * 4 + 1, "painter": 1 + 2 * 4 + 1}
+"""Patch embedding or head, four in each transformer layer, two in an encoder's projector, one in a generator's."""
 
 
 class CountedProducts(TorchDispatchMode):
@@ -73,7 +78,7 @@ def build(unit: str, *, recompute: str | None = None) -> UnitStage:
 
 
 def forward(stage: UnitStage) -> Tensor:
-    output = stage(None, PATCHES if stage.unit.name == "vision" else TEXT)
+    output = stage(None, *INPUTS[stage.unit.name])
     return output.loss_sum if isinstance(output, HeadOutput) else output.square().sum()
 
 
@@ -92,7 +97,7 @@ def counted(stage: UnitStage, run: Callable[[], Any]) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize("recompute", [None, "selective", "full"])
-@pytest.mark.parametrize("unit", ["vision", "llm"])
+@pytest.mark.parametrize("unit", ["vision", "llm", "painter"])
 def test_each_weight_gradient_is_computed_later_and_once(unit: str, recompute: str | None) -> None:
     whole, stage = build(unit), build(unit, recompute=recompute)
     num_whole, _ = counted(whole, lambda: forward(whole).backward())

@@ -20,6 +20,7 @@ GRAPH = ModelGraph.from_dict(
         "units": {
             "vision": {"role": "encoder", "image": IMAGE, "normalization": "LayerNorm", **SHAPE},
             "llm": {"role": "backbone", "untie_embeddings_and_output_weights": False, **SHAPE},
+            "painter": {"role": "generator", "image": IMAGE, **SHAPE},
         }
     }
 )
@@ -54,7 +55,7 @@ def joined(unit: str, *, size: int, cuts: tuple[int, ...], seed: int = 5) -> dic
     return found
 
 
-@pytest.mark.parametrize("unit", ["vision", "llm"])
+@pytest.mark.parametrize("unit", ["vision", "llm", "painter"])
 @pytest.mark.parametrize(("size", "cuts"), [(2, ()), (1, (1, 2)), (4, (2,)), (2, (1, 3))])
 def test_values_do_not_depend_on_the_layout(unit: str, size: int, cuts: tuple[int, ...]) -> None:
     expected, found = joined(unit, size=1, cuts=()), joined(unit, size=size, cuts=cuts)
