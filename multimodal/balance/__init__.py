@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from multimodal.balance.auto import balance_auto
 from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.disttrain import balance_disttrain
 from multimodal.balance.entrain import balance_entrain
 from multimodal.balance.in_order import balance_in_order, balance_sorted
 from multimodal.balance.post_balancing import balance_every_unit, balance_llm_only
@@ -26,6 +28,8 @@ BALANCERS: Mapping[str, Balancer] = {
     "sorted": balance_sorted,
     "llm-only": balance_llm_only,
     "orchmllm": balance_every_unit,
+    "disttrain": balance_disttrain,
     "entrain": balance_entrain,
+    "auto": balance_auto,
 }
 """Every balancer by the name that `--balance` chooses it by."""

@@ -3,45 +3,17 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.unit_cost import UnitCost
-from multimodal.cost.layer_flops import UnitLoad, item_load, layer_forward_flops, sample_load
-from multimodal.cost.layer_seconds import passes_gradient
+from multimodal.cost.flops import UnitFlops, unit_flops
+from multimodal.cost.layer_flops import UnitLoad, item_load, sample_load
 from multimodal.values.assignment import Atom
-from multimodal.values.backward_need import layers_backward_need
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths, index_by_sample
 
 _UNITS_PER_TOKEN = 1024
 """Work is counted in integers, so that sums are exact and every rank decides alike."""
-
-
-class UnitFlops(NamedTuple):
-    """FLOPs of a unit's forward and backward; linear in a load's three numbers."""
-
-    per_token: float
-    per_squared_token: float
-    per_output: float
-
-    def of(self, load: UnitLoad) -> float:
-        """FLOPs of a load."""
-        return self.per_token * load.num_tokens + self.per_squared_token * load.num_squared + self.per_output * load.num_outputs
-
-
-def unit_flops(graph: ModelGraph, unit_name: str, *, vocab_size: int) -> UnitFlops:
-    """Count a unit's forward and backward; frozen layers compute only the gradients that something upstream needs."""
-    unit = graph.unit(unit_name)
-    totals = [0.0, 0.0, 0.0]
-    for index, kind in enumerate(unit.layers):
-        need = layers_backward_need(graph, unit_name, range(index, index + 1))
-        for column, load in enumerate((UnitLoad(num_tokens=1), UnitLoad(num_squared=1), UnitLoad(num_outputs=1))):
-            linear, attention = layer_forward_flops(graph, unit, kind, load, vocab_size=vocab_size)
-            totals[column] += linear * (1 + passes_gradient(kind, need) + need.trains_weights) + attention * (
-                3 if need.has_backward else 1
-            )
-    return UnitFlops(*totals)
 
 
 @dataclass(frozen=True)
@@ -75,12 +47,14 @@ class BatchWork:
         if unit in self.options.unit_costs:
             return [sum(self.load(unit, atom).num_tokens for atom in group) for group in groups]
         flops = self._flops[unit]
-        scale = _UNITS_PER_TOKEN / (flops.per_token or flops.per_squared_token or 1.0)
+        of_token = flops.of(UnitLoad(num_tokens=1)) or flops.of(UnitLoad(num_squared=1)) or 1.0
+        scale = _UNITS_PER_TOKEN / of_token
         return [round(scale * sum(flops.of(self.load(unit, atom)) for atom in group)) for group in groups]
 
-    def flops(self, unit: str, atoms: Sequence[Atom]) -> float:
-        """FLOPs of forward and backward of these atoms."""
-        return sum(self._flops[unit].of(self.load(unit, atom)) for atom in atoms)
+    def flops(self, unit: str, atoms: Sequence[Atom]) -> tuple[float, float]:
+        """FLOPs of these atoms' forward and of their backward."""
+        loads, flops = [self.load(unit, atom) for atom in atoms], self._flops[unit]
+        return sum(map(flops.forward.of, loads)), sum(map(flops.backward.of, loads))
 
     def load(self, unit: str, atom: Atom) -> UnitLoad:
         """What one atom asks of a unit."""

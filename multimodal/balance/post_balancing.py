@@ -1,6 +1,6 @@
 """Balances the drawn batch: the LLM's samples alone, or every unit on its own (OrchMLLM)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
@@ -22,12 +22,7 @@ def balance_llm_only(lengths: Sequence[SampleLengths], *, graph: ModelGraph, pla
     """
     validate_inputs(lengths, graph=graph, options=options)
     work = BatchWork(graph, lengths, options)
-    llm = balance_samples(work, plan=plan)
-    encoders = {
-        unit.name: follow_samples(in_time(llm), work, unit=unit.name, num_replicas=plan.units[unit.name].data_parallel_size)
-        for unit in graph.encoders
-    }
-    return Assignment({**encoders, graph.backbone.name: llm, **place_generators(llm, graph=graph, plan=plan)})
+    return follow_llm(balance_samples(work, plan=plan), work, plan=plan)
 
 
 def balance_every_unit(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
@@ -41,9 +36,23 @@ def balance_every_unit(lengths: Sequence[SampleLengths], *, graph: ModelGraph, p
     """
     validate_inputs(lengths, graph=graph, options=options)
     work = BatchWork(graph, lengths, options)
-    llm = balance_samples(work, plan=plan)
+    return place_every_unit(balance_samples(work, plan=plan), work, plan=plan)
+
+
+def follow_llm(llm: Replicas, work: BatchWork, *, plan: Plan) -> Assignment:
+    """Place encoders and generators beside the LLM's microbatches."""
+    return _place(follow_samples, llm, work, plan=plan)
+
+
+def place_every_unit(llm: Replicas, work: BatchWork, *, plan: Plan) -> Assignment:
+    """Balance encoders by themselves, in the order in which these microbatches of the LLM need them; generators follow."""
+    return _place(balance_items, llm, work, plan=plan)
+
+
+def _place(place_encoder: Callable[..., Replicas], llm: Replicas, work: BatchWork, *, plan: Plan) -> Assignment:
+    graph, needed = work.graph, in_time(llm)
     encoders = {
-        unit.name: balance_items(in_time(llm), work, unit=unit.name, num_replicas=plan.units[unit.name].data_parallel_size)
+        unit.name: place_encoder(needed, work, unit=unit.name, num_replicas=plan.units[unit.name].data_parallel_size)
         for unit in graph.encoders
     }
     return Assignment({**encoders, graph.backbone.name: llm, **place_generators(llm, graph=graph, plan=plan)})

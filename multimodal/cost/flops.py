@@ -5,31 +5,54 @@ trainable computes input gradients only, a frozen encoder nothing).
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from multimodal.cost.layer_flops import add_loads, layer_forward_flops, sample_load
+from multimodal.cost.layer_flops import UnitLoad, add_loads, layer_forward_flops, sample_load
 from multimodal.cost.layer_seconds import passes_gradient
-from multimodal.values.backward_need import BackwardNeed, layers_backward_need
-from multimodal.values.model_graph import ModelGraph, Unit
+from multimodal.values.backward_need import layers_backward_need
+from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
+
+
+class LoadFlops(NamedTuple):
+    """FLOPs as a function of a load, which is linear in its three numbers."""
+
+    per_token: float
+    per_squared_token: float
+    per_output: float
+
+    def of(self, load: UnitLoad) -> float:
+        """FLOPs of a load."""
+        return self.per_token * load.num_tokens + self.per_squared_token * load.num_squared + self.per_output * load.num_outputs
+
+
+class UnitFlops(NamedTuple):
+    """FLOPs of all layers of a unit."""
+
+    forward: LoadFlops
+    backward: LoadFlops
+
+    def of(self, load: UnitLoad) -> float:
+        """FLOPs of forward and backward."""
+        return self.forward.of(load) + self.backward.of(load)
+
+
+def unit_flops(graph: ModelGraph, unit_name: str, *, vocab_size: int) -> UnitFlops:
+    """Count a unit's layers, recomputation left out; vocab_size: padded."""
+    unit = graph.unit(unit_name)
+    forward, backward = [0.0] * 3, [0.0] * 3
+    for index, kind in enumerate(unit.layers):
+        need = layers_backward_need(graph, unit_name, range(index, index + 1))
+        num_gradients = passes_gradient(kind, need) + need.trains_weights
+        for column, load in enumerate((UnitLoad(num_tokens=1), UnitLoad(num_squared=1), UnitLoad(num_outputs=1))):
+            linear, attention = layer_forward_flops(graph, unit, kind, load, vocab_size=vocab_size)
+            forward[column] += linear + attention
+            backward[column] += linear * num_gradients + attention * (2 if need.has_backward else 0)
+    return UnitFlops(LoadFlops(*forward), LoadFlops(*backward))
 
 
 def step_flops(graph: ModelGraph, lengths: Iterable[SampleLengths], *, vocab_size: int) -> float:
     """FLOPs of one optimizer step (forward and backward) over these samples; vocab_size: padded."""
     samples = tuple(lengths)
-    return sum(_unit_flops(graph, unit, samples, vocab_size=vocab_size) for unit in graph.units)
-
-
-def num_linear_backwards(need: BackwardNeed) -> int:
-    """Return how many times its forward a weight matrix's backward costs."""
-    return {BackwardNeed.NONE: 0, BackwardNeed.INPUT_GRADIENT: 1, BackwardNeed.WEIGHT_GRADIENT: 1, BackwardNeed.FULL: 2}[need]
-
-
-def _unit_flops(graph: ModelGraph, unit: Unit, samples: tuple[SampleLengths, ...], *, vocab_size: int) -> float:
-    load = add_loads(sample_load(unit, sample) for sample in samples)
-    total = 0.0
-    for index, kind in enumerate(unit.layers):
-        need = layers_backward_need(graph, unit.name, range(index, index + 1))
-        linear, attention = layer_forward_flops(graph, unit, kind, load, vocab_size=vocab_size)
-        num_gradients = passes_gradient(kind, need) + need.trains_weights
-        total += linear * (1 + num_gradients) + attention * (3 if need.has_backward else 1)
-    return total
+    loads = {unit.name: add_loads(sample_load(unit, sample) for sample in samples) for unit in graph.units}
+    return sum(unit_flops(graph, name, vocab_size=vocab_size).of(load) for name, load in loads.items())

@@ -1,0 +1,51 @@
+"""Tries the balancers on the batch at hand and takes the one whose step is predicted to be shortest."""
+
+from collections.abc import Sequence
+
+from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.batch_work import BatchWork
+from multimodal.balance.disttrain import balance_disttrain, follow_llm, reorder_llm
+from multimodal.balance.entrain import balance_entrain
+from multimodal.balance.in_order import balance_in_order
+from multimodal.balance.post_balancing import balance_every_unit, place_every_unit
+from multimodal.balance.validate_inputs import validate_inputs
+from multimodal.values.assignment import Assignment
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+from multimodal.values.sample_lengths import SampleLengths
+
+
+def balance_auto(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
+    """Return the assignment with the shortest predicted step among the candidates; the data's order is one of them.
+
+    Candidates: none; every unit by itself (OrchMLLM); DistTrain's two reorderings; Entrain's deferral; and the LLM's balanced
+    microbatches reordered as DistTrain does, with encoders balanced by themselves or beside them. The prediction is
+    `options.predict_seconds`, or without it the work of the busiest replica. Ties go to the first, so the result is never
+    predicted to be worse than none. All of it is deterministic, so that ranks agree: what is bounded is the number of
+    candidates and the size of what is simulated, not the time that they take.
+
+    Raises AssignmentError as `validate_inputs` does.
+    """
+    validate_inputs(lengths, graph=graph, options=options)
+    balanced = balance_every_unit(lengths, graph=graph, plan=plan, options=options)
+    work = BatchWork(graph, lengths, options)
+    reordered = reorder_llm(balanced.units[graph.backbone.name], work, plan=plan)
+    candidates = [
+        balance_in_order(lengths, graph=graph, plan=plan, options=options),
+        balanced,
+        balance_disttrain(lengths, graph=graph, plan=plan, options=options),
+        balance_entrain(lengths, graph=graph, plan=plan, options=options),
+        place_every_unit(reordered, work, plan=plan),
+        follow_llm(reordered, work, plan=plan),
+    ]
+    predict = options.predict_seconds or (lambda assignment, _: busiest_replica_seconds(assignment, work, plan=plan))
+    return min(candidates, key=lambda assignment: predict(assignment, lengths))
+
+
+def busiest_replica_seconds(assignment: Assignment, work: BatchWork, *, plan: Plan) -> float:
+    """Largest work of a replica over its ranks, in FLOPs: a prediction that knows no schedule."""
+    return max(
+        sum(sum(work.flops(unit, microbatch)) for microbatch in microbatches) / len(plan.units[unit].replicas[replica].ranks)
+        for unit, replicas in assignment.units.items()
+        for replica, microbatches in enumerate(replicas)
+    )
