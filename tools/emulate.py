@@ -31,7 +31,7 @@ from multimodal.schedule.draw import draw_timeline
 from multimodal.schedule.passes import PASSES, passes_named
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.simulation import Simulation
-from multimodal.values.errors import BraidError, ConfigError
+from multimodal.values.errors import BraidError
 from multimodal.values.timeline import Timeline
 
 
@@ -59,10 +59,6 @@ def build_run(costs: Path, schedule: str, passes: str, *, num_iterations: int) -
     """Make what is run from a cost table and names; raises BraidError."""
     table = CostTable.from_file(costs)
     model = build_table_model(table)
-    if model.graph.generators:
-        raise ConfigError(
-            f"{costs}: generators can be simulated but not run yet; leave unit '{model.graph.generators[0].name}' out"
-        )
     lowered = build_schedule(BUILDERS[schedule], *model, passes=passes_named(passes))
     return EmulatedRun(*model, lowered, TableCosts(table), num_iterations)
 

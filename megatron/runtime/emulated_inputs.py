@@ -34,6 +34,4 @@ def _input(step: Step, place: MicrobatchPlace, atoms: Microbatch) -> EmulatedInp
     num_tokens = step.num_tokens_of_subsets(place)[index]
     routes = step.routes.from_source.get(place, ())
     num_rows = sum(step.num_rows_of_route(route) for route in routes if route.atoms[0] in atoms)
-    return EmulatedInput(
-        (num_tokens,), torch.zeros(0), place=place, num_output_rows=num_rows or num_tokens, share=num_tokens / whole
-    )
+    return EmulatedInput((num_tokens,), torch.zeros(0), place=place, num_output_rows=num_rows, share=num_tokens / whole)

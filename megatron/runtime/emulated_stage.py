@@ -14,6 +14,7 @@ from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
 from multimodal.model.weight_gradient_queue import active_queue
 from multimodal.values.assignment import MicrobatchPlace
+from multimodal.values.model_graph import Role
 from multimodal.values.schedule import Action, ActionKind, Place
 
 Seconds = Callable[[Action], float]
@@ -26,7 +27,7 @@ class EmulatedInput(PackedInput):
 
     place: MicrobatchPlace | None = None
     num_output_rows: int = 0
-    """Rows that leave the unit's last stage."""
+    """Rows that leave the unit's last stage; 0 where only a loss does."""
     share: float = 1.0
     """Of its microbatch's tokens, where that runs in sample subsets."""
 
@@ -56,7 +57,7 @@ class EmulatedStage(UnitStage):
         """Wait; the same shapes in and out as a real stage."""
         assert isinstance(batch, EmulatedInput) and batch.place is not None
         weight = next(iter(self.parameters()))
-        rows = batch.num_output_rows if self.is_last else self.num_rows(batch.num_tokens)
+        rows = (batch.num_output_rows or 1) if self.is_last else self.num_rows(batch.num_tokens)
         width = self.output_size if self.is_last else self.config.hidden_size
         shape = (rows, width) if self.is_last else (rows, 1, width)
         place = Place(batch.place.unit, batch.place.replica, self._stage_index, batch.place.microbatch)
@@ -66,7 +67,8 @@ class EmulatedStage(UnitStage):
 
         output: Tensor = _TimedWait.apply(weight, hidden, item_embeddings, seconds, shape)  # type: ignore[no-untyped-call]
         if self.unit.layers[self.layer_range.stop - 1] == "head":
-            return HeadOutput(output.sum(), None if self.training else batch.positions.new_zeros(0, dtype=torch.bool))
+            is_correct = None if self.training or self.unit.role is Role.GENERATOR else torch.zeros(0, dtype=torch.bool)
+            return HeadOutput(output.sum(), is_correct, conditions=output if batch.num_output_rows else None)
         return output
 
     def _build_layer(self, index: int) -> Module:

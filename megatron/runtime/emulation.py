@@ -144,6 +144,7 @@ def _lengths(run: EmulatedRun) -> Sequence[SampleLengths]:
     for sample, units in unit_of.items():
         num_items = max(units, default=-1) + 1
         names = [units.get(index, backbone) for index in range(num_items)]
-        items = tuple(ItemLengths(name, run.num_tokens, run.num_tokens) for name in names)
-        found.append(SampleLengths(sample, items, run.num_tokens, 1))
+        items = [ItemLengths(name, run.num_tokens, run.num_tokens) for name in names]
+        items += [ItemLengths(unit.name, run.num_tokens, 0) for unit in run.graph.generators]
+        found.append(SampleLengths(sample, tuple(items), run.num_tokens, 1))
     return found

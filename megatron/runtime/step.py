@@ -48,14 +48,16 @@ class Step:
 
     @cached_property
     def num_generated_values(self) -> Mapping[str, int]:
-        """Generator -> pixel values that it makes of the whole global batch: what its loss is divided by."""
+        """Generator -> pixel values that it makes of the whole global batch: what its loss is divided by.
+
+        One a token where the model does not describe the images (emulated runs).
+        """
         num_tokens = {unit.name: 0 for unit in self.graph.generators}
         for item in (item for sample in self.lengths.values() for item in sample.items if item.unit in num_tokens):
             num_tokens[item.unit] += item.num_tokens
         return {
-            unit.name: num_tokens[unit.name] * unit.image.in_channels * unit.image.patch_size**2
+            unit.name: num_tokens[unit.name] * (unit.image.in_channels * unit.image.patch_size**2 if unit.image else 1)
             for unit in self.graph.generators
-            if unit.image is not None
         }
 
     @property

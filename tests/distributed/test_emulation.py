@@ -24,16 +24,23 @@ TABLE = {
 }
 
 
-def build_run(schedule: str, passes: str) -> EmulatedRun:
-    table = CostTable.from_dict(TABLE)
+GENERATOR = {"upstream": ["llm"], "stages": [{"forward": 0.001, "input_gradient": 0.001, "weight_gradient": 0.002}] * 2}
+
+
+def build_run(schedule: str, passes: str, *, with_generator: bool = False) -> EmulatedRun:
+    units = {**TABLE["units"], **({"painter": GENERATOR} if with_generator else {})}
+    table = CostTable.from_dict({**TABLE, "units": units})
     graph, plan, assignment = build_table_model(table)
     lowered = build_schedule(BUILDERS[schedule], graph, plan, assignment, passes=passes_named(passes))
     return EmulatedRun(graph, plan, assignment, lowered, TableCosts(table), num_iterations=1)
 
 
+@pytest.mark.parametrize("with_generator", [False, True])
 @pytest.mark.parametrize(("schedule", "passes"), [("1f1b", ""), ("1f1b", "fill"), ("zb-h1", "fill")])
-def test_every_computation_takes_its_seconds_on_its_lane(ranks: RankPool, schedule: str, passes: str) -> None:
-    run = build_run(schedule, passes)
+def test_every_computation_takes_its_seconds_on_its_lane(
+    ranks: RankPool, schedule: str, passes: str, with_generator: bool
+) -> None:
+    run = build_run(schedule, passes, with_generator=with_generator)
     found = ranks.run(_emulate, run, world_size=run.plan.num_ranks)
     (timeline,) = found[0]
     assert isinstance(timeline, Timeline)
