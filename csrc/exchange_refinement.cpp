@@ -11,7 +11,7 @@ namespace {
 
 using Ranks = std::vector<std::uint32_t>;
 
-constexpr std::int64_t kSlack = 10000;
+constexpr std::int64_t kSlack = 1000;
 
 // The costly bin gives its item at place `give` and gets the cheap one's at place `take`, or nothing when that is past its end.
 struct Exchange {

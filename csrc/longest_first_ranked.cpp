@@ -69,19 +69,18 @@ class Placement {
         return taken;
     }
 
-    // Collects the keys in the order of bins, so that only the bits of the loads, less the least one, are left to sort.
+    // Collects the keys in the order of bins, so that only the loads' distances from the least one are left to sort by.
     void sort_placed(Key least, Key most) {
         const Key base = least >> bin_bits_ << bin_bits_;
         std::size_t num_placed = 0;
         placed_.resize(key_of_bin_.size());
         for (Key& key : key_of_bin_) {
-            placed_[num_placed] = key - base;
+            placed_[num_placed] = key;
             num_placed += key != kNone;
             key = kNone;
         }
         placed_.resize(num_placed);
-        if (num_placed > 0) radix_sort(placed_, spare_, bin_bits_, bit_width((most - base) >> bin_bits_));
-        for (Key& key : placed_) key += base;
+        if (num_placed > 0) radix_sort(placed_, spare_, base, bin_bits_, bit_width((most - base) >> bin_bits_));
     }
 
     void merge_placed(std::size_t taken) {

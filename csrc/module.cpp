@@ -12,6 +12,7 @@
 #include "entrain_assignment.h"
 #include "longest_first_partition.h"
 #include "post_balance.h"
+#include "reorder_microbatches.h"
 #include "simulate_events.h"
 
 namespace py = pybind11;
@@ -105,18 +106,31 @@ py::tuple assign_entrain(const Array<double>& llm_loads, const Array<double>& en
     return py::make_tuple(places.replicas, places.encoder_microbatches, places.llm_microbatches, places.num_microbatches);
 }
 
-py::array_t<std::int32_t> post_balance(const std::optional<Array<std::int64_t>>& additive,
+py::array_t<std::int32_t> post_balance(const Array<std::int64_t>& lengths, const std::optional<Array<std::int64_t>>& additive,
                                        const std::optional<Array<std::int64_t>>& padded, std::int64_t num_bins,
                                        std::int64_t max_items_per_bin, std::int64_t refinement_steps) {
-    const std::int64_t num_items = (additive ? *additive : padded.value()).size();
-    py::array_t<std::int32_t> bin_of_item(num_items);
+    py::array_t<std::int32_t> bin_of_item(lengths.size());
     std::int32_t* bins = bin_of_item.mutable_data();
     {
         py::gil_scoped_release release;
-        braid::post_balance(additive ? additive->data() : nullptr, padded ? padded->data() : nullptr, num_items, num_bins,
-                            max_items_per_bin, refinement_steps, bins);
+        braid::post_balance(lengths.data(), additive ? additive->data() : nullptr, padded ? padded->data() : nullptr,
+                            lengths.size(), num_bins, max_items_per_bin, refinement_steps, bins);
     }
     return bin_of_item;
+}
+
+std::vector<std::int64_t> reorder_microbatches(const Array<double>& forward_seconds, const Array<double>& backward_seconds,
+                                               const Array<std::int64_t>& step_codes, std::int64_t num_stages,
+                                               std::int64_t num_swaps) {
+    const braid::PipelineShape shape{num_stages,
+                                     static_cast<std::int64_t>(forward_seconds.shape(0)),
+                                     static_cast<std::int64_t>(forward_seconds.shape(1)) - 1,
+                                     forward_seconds.data(),
+                                     backward_seconds.data(),
+                                     step_codes.data(),
+                                     static_cast<std::int64_t>(step_codes.size())};
+    py::gil_scoped_release release;
+    return braid::reorder_microbatches(shape, num_swaps);
 }
 
 }  // namespace
@@ -129,8 +143,8 @@ PYBIND11_MODULE(_kernels, module) {
                py::arg("num_bins"), py::arg("max_items_per_bin"), py::call_guard<py::gil_scoped_release>());
     module.def("partition_longest_first", &braid::partition_longest_first<double>, py::arg("costs"), py::kw_only(),
                py::arg("num_bins"), py::arg("max_items_per_bin"), py::call_guard<py::gil_scoped_release>());
-    module.def("post_balance", &post_balance, py::arg("additive"), py::arg("padded"), py::kw_only(), py::arg("num_bins"),
-               py::arg("max_items_per_bin"), py::arg("refinement_steps"));
+    module.def("post_balance", &post_balance, py::arg("lengths"), py::arg("additive"), py::arg("padded"), py::kw_only(),
+               py::arg("num_bins"), py::arg("max_items_per_bin"), py::arg("refinement_steps"));
     module.def("simulate_events", &simulate_events, py::arg("lane_starts"), py::arg("lane_nodes"), py::arg("lane_fillers"),
                py::arg("kinds"), py::arg("need_starts"), py::arg("needs"), py::arg("receiver_starts"), py::arg("receivers"),
                py::arg("seconds"), py::arg("latency_seconds"), py::arg("links"), py::kw_only(), py::arg("num_links"));
@@ -142,4 +156,6 @@ PYBIND11_MODULE(_kernels, module) {
     module.def("assign_entrain", &assign_entrain, py::arg("llm_loads"), py::arg("encoder_loads"), py::kw_only(),
                py::arg("num_replicas"), py::arg("num_microbatches"), py::arg("min_num_microbatches"),
                py::arg("max_subset_sums"));
+    module.def("reorder_microbatches", &reorder_microbatches, py::arg("forward_seconds"), py::arg("backward_seconds"),
+               py::arg("step_codes"), py::kw_only(), py::arg("num_stages"), py::arg("num_swaps"));
 }

@@ -136,6 +136,10 @@ class PaddedPartition {
 
     // Halves the costliest bin of two or more items until no bin is empty: less padding, and the maximum does not rise.
     void split_until_none_is_empty(std::vector<std::int32_t>& bin_of_rank) const {
+        std::vector<char> used(num_bins_);
+        for (std::int32_t bin : bin_of_rank) used[bin] = 1;
+        std::int64_t empty = std::find(used.begin(), used.end(), 0) - used.begin();
+        if (empty == num_bins_) return;
         std::vector<std::vector<std::int64_t>> members(num_bins_);
         for (std::int64_t rank = 0; rank < items_.size(); ++rank) members[bin_of_rank[rank]].push_back(rank);
         std::priority_queue<std::pair<std::int64_t, std::int64_t>> divisible;  // cost; bin
@@ -145,9 +149,6 @@ class PaddedPartition {
             for (std::int64_t rank : members[bin]) cost += items_.additive[rank];
             divisible.emplace(cost, bin);
         };
-        std::int64_t empty = 0;
-        while (empty < num_bins_ && !members[empty].empty()) ++empty;
-        if (empty == num_bins_) return;
         for (std::int64_t bin = 0; bin < num_bins_; ++bin) offer(bin);
         for (; empty < num_bins_ && !divisible.empty(); ++empty) {
             if (!members[empty].empty()) continue;

@@ -9,43 +9,59 @@ namespace braid {
 
 namespace {
 
+constexpr std::int64_t kMostCounters = 1 << 18;  // a megabyte
 constexpr std::int64_t kMostRounds = 16;  // further ones add little to the bound
 
-// Packs (distance from the longest, index) into one word, so that sorting moves words only.
-std::vector<std::uint32_t> rank_short(const std::int64_t* costs, std::int64_t num_items, std::int64_t longest) {
-    // Kept for the next batch of the thread: fresh pages would take as long as sorting.
-    thread_local std::vector<std::uint64_t> keys, spare;
-    keys.resize(num_items);
-    for (std::int64_t index = 0; index < num_items; ++index) {
-        keys[index] = static_cast<std::uint64_t>(longest - costs[index]) << 32 | static_cast<std::uint64_t>(index);
+// One counter per length: large batches hold each length several times over.
+void rank_by_counting(const std::int64_t* lengths, std::int64_t longest, std::vector<std::uint32_t>& order) {
+    thread_local std::vector<std::uint32_t> starts;
+    starts.assign(longest + 2, 0);
+    for (std::size_t index = 0; index < order.size(); ++index) ++starts[longest - lengths[index] + 1];
+    for (std::int64_t distance = 0; distance < longest; ++distance) starts[distance + 1] += starts[distance];
+    for (std::size_t index = 0; index < order.size(); ++index) {
+        order[starts[longest - lengths[index]]++] = static_cast<std::uint32_t>(index);
     }
-    radix_sort(keys, spare, 32, bit_width(static_cast<std::uint64_t>(longest)));
-    return {keys.begin(), keys.end()};
 }
 
-std::vector<std::uint32_t> rank(const std::int64_t* costs, std::int64_t num_items) {
+// Packs (distance from the longest, index) into one word, so that sorting moves words only.
+void rank_by_digits(const std::int64_t* lengths, std::int64_t longest, std::vector<std::uint32_t>& order) {
+    thread_local std::vector<std::uint64_t> keys, spare;
+    keys.resize(order.size());
+    for (std::size_t index = 0; index < order.size(); ++index) {
+        keys[index] = static_cast<std::uint64_t>(longest - lengths[index]) << 32 | index;
+    }
+    radix_sort(keys, spare, std::uint64_t{0}, 32, bit_width(static_cast<std::uint64_t>(longest)));
+    std::transform(keys.begin(), keys.end(), order.begin(), [](std::uint64_t key) { return static_cast<std::uint32_t>(key); });
+}
+
+void rank(const std::int64_t* lengths, std::vector<std::uint32_t>& order) {
     std::int64_t longest = 0;
-    for (std::int64_t index = 0; index < num_items; ++index) longest = std::max(longest, costs[index]);
-    if (longest <= UINT32_MAX) return rank_short(costs, num_items, longest);
-    std::vector<std::uint32_t> order(num_items);
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) { return costs[a] > costs[b]; });
-    return order;
+    for (std::size_t index = 0; index < order.size(); ++index) longest = std::max(longest, lengths[index]);
+    if (longest <= std::min<std::int64_t>(kMostCounters, 2 * order.size())) {
+        rank_by_counting(lengths, longest, order);
+    } else if (longest <= UINT32_MAX) {
+        rank_by_digits(lengths, longest, order);
+    } else {
+        std::iota(order.begin(), order.end(), 0);
+        std::stable_sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) { return lengths[a] > lengths[b]; });
+    }
 }
 
-std::vector<std::int64_t> gather(const std::int64_t* costs, const std::vector<std::uint32_t>& order) {
-    std::vector<std::int64_t> ranked(order.size());
-    std::transform(order.begin(), order.end(), ranked.begin(), [&](std::uint32_t index) { return costs[index]; });
-    return ranked;
+void gather(const std::int64_t* costs, const std::vector<std::uint32_t>& order, std::vector<std::int64_t>& ranked) {
+    ranked.resize(costs ? order.size() : 0);
+    for (std::size_t rank = 0; rank < ranked.size(); ++rank) ranked[rank] = costs[order[rank]];
 }
 
 }  // namespace
 
-RankedItems rank_items(const std::int64_t* additive, const std::int64_t* padded, std::int64_t num_items) {
-    RankedItems items;
-    items.item = rank(additive ? additive : padded, num_items);
-    items.additive = additive ? gather(additive, items.item) : std::vector<std::int64_t>(num_items, 0);
-    if (padded) items.padded = gather(padded, items.item);
+const RankedItems& rank_items(const std::int64_t* lengths, const std::int64_t* additive, const std::int64_t* padded,
+                              std::int64_t num_items) {
+    thread_local RankedItems items;
+    items.item.resize(num_items);
+    rank(lengths, items.item);
+    gather(additive, items.item, items.additive);
+    gather(padded, items.item, items.padded);
+    if (!additive) items.additive.assign(num_items, 0);
     return items;
 }
 

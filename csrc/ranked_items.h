@@ -16,9 +16,11 @@ struct RankedItems {
     std::int64_t size() const { return static_cast<std::int64_t>(item.size()); }
 };
 
-// Ranks items by descending cost, equal costs by index: by `additive` where given, else by `padded`. Either may be null.
-// Costs are not negative. O(n) for costs below 2^32, else O(n log n).
-RankedItems rank_items(const std::int64_t* additive, const std::int64_t* padded, std::int64_t num_items);
+// Ranks items by descending length, equal lengths by index. `additive` or `padded` may be null; neither falls where lengths rise.
+// What is returned is the thread's own and holds until it ranks again: on a large batch fresh memory would take as long as
+// sorting. O(n) for lengths below 2^32, else O(n log n).
+const RankedItems& rank_items(const std::int64_t* lengths, const std::int64_t* additive, const std::int64_t* padded,
+                              std::int64_t num_items);
 
 // No partition into num_bins bins has a bin that costs less, were nothing padded beyond itself: the mean, the longest item,
 // and the shortest k + 1 of the first k num_bins + 1 items, two of which must share a bin with k - 1 others.

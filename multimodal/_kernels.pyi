@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 def partition_longest_first(costs: Sequence[float], *, num_bins: int, max_items_per_bin: int) -> list[list[int]]: ...
 def post_balance(
+    lengths: NDArray[np.int64],
     additive: NDArray[np.int64] | None,
     padded: NDArray[np.int64] | None,
     *,
@@ -53,3 +54,11 @@ def assign_entrain(
     min_num_microbatches: int,
     max_subset_sums: int,
 ) -> tuple[list[int], list[int], list[int], list[int]]: ...
+def reorder_microbatches(
+    forward_seconds: NDArray[np.float64],
+    backward_seconds: NDArray[np.float64],
+    step_codes: NDArray[np.int64],
+    *,
+    num_stages: int,
+    num_swaps: int,
+) -> list[int]: ...

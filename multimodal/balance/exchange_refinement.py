@@ -4,7 +4,7 @@ from bisect import insort
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-SLACK = 10000
+SLACK = 1000
 """A costliest bin within one part in so many of the lower bound is good enough."""
 
 
@@ -41,7 +41,7 @@ def refine_by_exchange(
     """Return a partition whose costliest bin costs at most what it does in the one given.
 
     Again and again the costliest bin is relieved: the cheapest bins are tried first, and the best exchange with the first one
-    that has any is made, such that both cost less than the costliest did. Ends when that bin is within a ten-thousandth of
+    that has any is made, such that both cost less than the costliest did. Ends when that bin is within a thousandth of
     `bound`, when no exchange helps it, or when the budget is spent.
 
     bin_of_item, additive, padded: per item, longest first; a bin costs the sum of `additive` plus its number of items times

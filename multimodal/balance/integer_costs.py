@@ -26,6 +26,8 @@ class IntegerCosts:
     that count as equal, as in the tolerance interval of OrchMLLM, Alg. 4.
     """
 
+    lengths: Integers
+    """[num_items] in tokens; what items are ordered by."""
     additive: Integers | None
     """[num_items]; None: nothing is added."""
     padded: Integers | None
@@ -33,39 +35,34 @@ class IntegerCosts:
     scale: int
     """Power of two."""
 
-    @property
-    def ranked(self) -> Integers:
-        """What items are ordered by."""
-        ranked = self.padded if self.additive is None else self.additive
-        assert ranked is not None
-        return ranked
-
 
 def integer_costs(lengths: ArrayLike, *, cost: UnitCost) -> IntegerCosts:
     """Turn lengths into costs.
 
     lengths: [num_items] whole numbers of tokens, at least one. Raises AssignmentError where one is no whole number or is
-    negative, and where a batch of all of them would cost 2^61 tokens or more. O(n).
+    negative, and where a batch of all of them could cost 2^61 tokens or more. O(n).
     """
     tokens = validate_lengths(lengths)
     longest, num_items, weight = int(tokens.max()), len(tokens), cost.quadratic_weight
     match cost.form:
         case CostForm.LINEAR:
             _scale_bits(float(np.sum(tokens, dtype=np.float64)))
-            return IntegerCosts(tokens, None, 1)
+            return IntegerCosts(tokens, tokens, None, 1)
         case CostForm.PADDED:
             _scale_bits(float(num_items) * longest)
-            return IntegerCosts(None, tokens, 1)
-        case CostForm.LINEAR_QUADRATIC:
+            return IntegerCosts(tokens, None, tokens, 1)
+        case CostForm.LINEAR_QUADRATIC | CostForm.PADDED_ATTENTION:
+            # From the longest: a sum of floats in numpy may depend on the processor, and all ranks must scale alike.
+            bits = _scale_bits(num_items * (longest + weight * (float(longest) * longest)))
             exact = tokens.astype(np.float64)
-            exact += weight * (exact * exact)
-            bits = _scale_bits(math.fsum(exact))
-            return IntegerCosts((exact * 2.0**bits).astype(np.int64), None, 1 << bits)
-        case CostForm.PADDED_ATTENTION:
-            exact = tokens.astype(np.float64)
-            bits = _scale_bits(math.fsum(exact) + num_items * (weight * (float(longest) * longest)))
-            padded = (weight * (exact * exact) * 2.0**bits).astype(np.int64)
-            return IntegerCosts(tokens << bits, padded, 1 << bits)
+            exact *= exact
+            exact *= weight
+            exact *= 2.0**bits
+            quadratic, linear = exact.astype(np.int64), tokens << bits
+            if cost.form is CostForm.PADDED_ATTENTION:
+                return IntegerCosts(tokens, linear, quadratic, 1 << bits)
+            linear += quadratic
+            return IntegerCosts(tokens, linear, None, 1 << bits)
 
 
 def validate_lengths(lengths: ArrayLike | Sequence[float]) -> Integers:
@@ -90,7 +87,7 @@ def _scale_bits(total: float) -> int:
     bits = math.frexp(total)[1]
     if not math.isfinite(total) or bits > _LARGEST_COST_BITS:
         raise AssignmentError(
-            f"a batch of all items would cost {total:.3g} tokens, more than 2^{_LARGEST_COST_BITS} can be compared exactly; "
+            f"a batch of all items would cost up to {total:.3g} tokens, more than 2^{_LARGEST_COST_BITS} can be compared exactly; "
             "check the lengths and the quadratic weight"
         )
     return min(_FINEST_SCALE_BITS, max(0, _FINE_COST_BITS - bits))

@@ -75,11 +75,16 @@ def post_balance_array(
     The form for large batches: an int64 array goes to the kernel as it is. Arguments and errors are those of `post_balance`.
     """
     costs = integer_costs(lengths, cost=cost)
-    limit = _validate_bins(len(costs.ranked), num_bins, max_items_per_bin)
+    limit = _validate_bins(len(costs.lengths), num_bins, max_items_per_bin)
     if _kernels is None or not hasattr(_kernels, "post_balance"):
         return _balance_reference(costs, num_bins, limit, refinement_steps)
     return _kernels.post_balance(
-        costs.additive, costs.padded, num_bins=num_bins, max_items_per_bin=limit, refinement_steps=refinement_steps
+        costs.lengths,
+        costs.additive,
+        costs.padded,
+        num_bins=num_bins,
+        max_items_per_bin=limit,
+        refinement_steps=refinement_steps,
     )
 
 
@@ -93,7 +98,7 @@ def post_balance_reference(
 ) -> Partition:
     """Do in Python what `post_balance` does; arguments, result and errors are the same."""
     costs = integer_costs(lengths, cost=cost)
-    limit = _validate_bins(len(costs.ranked), num_bins, max_items_per_bin)
+    limit = _validate_bins(len(costs.lengths), num_bins, max_items_per_bin)
     return _to_partition(np.asarray(lengths), _balance_reference(costs, num_bins, limit, refinement_steps), num_bins)
 
 
@@ -105,18 +110,18 @@ def post_balance_lower_bound(lengths: ArrayLike, *, num_bins: int, cost: UnitCos
     is loose. Raises AssignmentError when an argument is out of range. O(n log n).
     """
     costs = integer_costs(lengths, cost=cost)
-    _validate_bins(len(costs.ranked), num_bins, None)
+    _validate_bins(len(costs.lengths), num_bins, None)
     if costs.additive is None:
         parts = post_balance(lengths, num_bins=num_bins, cost=cost, refinement_steps=0)
         tokens = validate_lengths(lengths)
         return max(cost.batch_cost(tokens[list(part)].tolist()) for part in parts if part)
-    additive, padded = _rank(costs, np.argsort(-costs.ranked, kind="stable"))
+    additive, padded = _rank(costs, np.argsort(-costs.lengths, kind="stable"))
     return _lower_bound(additive, padded, num_bins) / costs.scale
 
 
 def _balance_reference(costs: IntegerCosts, num_bins: int, limit: int, num_steps: int) -> NDArray[np.int32]:
     """The bin of each item: a greedy step by the form of the cost, then the local search where that was not exact."""
-    order = np.argsort(-costs.ranked, kind="stable")
+    order = np.argsort(-costs.lengths, kind="stable")
     additive, padded = _rank(costs, order)
     bound = _lower_bound(additive, padded, num_bins)
     if padded is None:
