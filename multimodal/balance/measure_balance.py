@@ -1,0 +1,95 @@
+"""Holds a balancer's assignments against the data loader's order, batch by batch."""
+
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from multimodal.balance import Balancer
+from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.batch_work import BatchWork
+from multimodal.balance.imbalance import Imbalance, unit_imbalance
+from multimodal.balance.in_order import balance_in_order
+from multimodal.balance.node_traffic import NodeTraffic, measure_traffic, moved_volume
+from multimodal.values.assignment import Assignment, validate_assignment
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+from multimodal.values.sample_lengths import SampleLengths
+
+
+class UnitMeasure(NamedTuple):
+    """One unit in one batch."""
+
+    before: Imbalance
+    after: Imbalance
+    traffic: NodeTraffic
+
+
+@dataclass
+class BalanceMeasure:
+    """Of several batches."""
+
+    units: dict[str, list[UnitMeasure]] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Means over batches, and the median of the milliseconds that a whole batch took."""
+        milliseconds = 1e3 * statistics.median(self.seconds)
+        return {
+            "units": {unit: {**_summary(measures), "milliseconds": milliseconds} for unit, measures in self.units.items()},
+            "milliseconds": milliseconds,
+            "num_batches": len(self.seconds),
+        }
+
+
+def _summary(measures: Sequence[UnitMeasure]) -> dict[str, Any]:
+    def mean(values: Iterable[float]) -> float:
+        return statistics.fmean(values)
+
+    return {
+        "replica_imbalance": mean(measure.after.replica for measure in measures),
+        "microbatch_imbalance": mean(measure.after.microbatch for measure in measures),
+        "replica_imbalance_before": mean(measure.before.replica for measure in measures),
+        "microbatch_imbalance_before": mean(measure.before.microbatch for measure in measures),
+        "microbatch_time_std": {
+            "before": mean(measure.before.microbatch_std for measure in measures),
+            "after": mean(measure.after.microbatch_std for measure in measures),
+        },
+        "inter_node_bytes": {
+            "before": mean(measure.traffic.before for measure in measures),
+            "after": mean(measure.traffic.after for measure in measures),
+        },
+    }
+
+
+def measure_balance(
+    balancer: Balancer,
+    batches: Iterable[Sequence[SampleLengths]],
+    *,
+    graph: ModelGraph,
+    plan: Plan,
+    options: BalanceOptions,
+    bytes_per_token: Mapping[str, int],
+) -> BalanceMeasure:
+    """Balance every batch; raises AssignmentError.
+
+    bytes_per_token: unit -> bytes that one token weighs on the network before the unit takes it.
+    """
+    measure = BalanceMeasure({name: [] for name in graph.unit_names})
+    for lengths in batches:
+        start = time.perf_counter()
+        assignment = balancer(lengths, graph=graph, plan=plan, options=options)
+        measure.seconds.append(time.perf_counter() - start)
+        validate_assignment(assignment, graph=graph, plan=plan, lengths=lengths)
+        before = balance_in_order(lengths, graph=graph, plan=plan, options=options)
+        work = BatchWork(graph, lengths, options)
+        for unit, measures in measure.units.items():
+            measures.append(_measure_unit(before, assignment, work, unit=unit, bytes_per_token=bytes_per_token[unit]))
+    return measure
+
+
+def _measure_unit(before: Assignment, after: Assignment, work: BatchWork, *, unit: str, bytes_per_token: int) -> UnitMeasure:
+    volume = moved_volume(before, after, work, unit=unit, bytes_per_token=bytes_per_token)
+    traffic = measure_traffic(volume, ranks_per_node=work.options.ranks_per_node)
+    return UnitMeasure(unit_imbalance(before, work, unit=unit), unit_imbalance(after, work, unit=unit), traffic)

@@ -1,0 +1,204 @@
+"""Says how evenly a balancer would spread batches of real lengths, before anything runs; see docs/balance.md.
+
+python tools/balance.py --lengths L.csv.gz --units vision,llm --replicas vision=32,llm=16 --global-batch-size 512
+                        --microbatches 8 --balance orchmllm [--gpus-per-node 8] [--num-batches N] [--seed S] [--json]
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from multimodal.balance import BALANCERS
+from multimodal.balance.balance_options import BalanceOptions, Granularity
+from multimodal.balance.measure_balance import measure_balance
+from multimodal.balance.unit_cost import CostForm, UnitCost
+from multimodal.data.length_batches import draw_length_batches
+from multimodal.data.length_table import read_length_table
+from multimodal.values.errors import BraidError, ConfigError
+from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+
+TOKEN_BYTES = 4
+"""Of a token id, before the LLM takes it."""
+AUDIO_TOKEN_BYTES = 2 * 80 * 4
+"""Two frames of 80 float32 mel bins make one token of Whisper's encoder."""
+SHAPE = {"num_layers": 1, "hidden_size": 128, "num_attention_heads": 1, "ffn_hidden_size": 128}
+"""Where no model is given, only the units' names and the images' patches matter."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ConfigError instead of printing its usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise."""
+        raise ConfigError(message)
+
+
+def build_parser() -> Parser:
+    """Return the parser of all flags."""
+    parser = Parser(prog="balance.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    data = parser.add_argument_group("the data")
+    data.add_argument("--lengths", type=Path, required=True, metavar="L.csv.gz", help="Lengths of real samples.")
+    data.add_argument("--global-batch-size", type=_count, required=True, metavar="N", help="Samples in a batch.")
+    data.add_argument("--num-batches", type=_count, default=8, metavar="N", help="Batches to balance (8).")
+    data.add_argument("--seed", type=_seed, default=0, metavar="S", help="Of the order in which samples are drawn (0).")
+    layout = parser.add_argument_group("who takes it")
+    layout.add_argument("--units", type=_names, metavar="A,B", help="Encoders and the LLM, which is the last one.")
+    layout.add_argument("--model", type=Path, metavar="M.yaml", help="A model in place of --units: its FLOPs are the costs.")
+    layout.add_argument("--replicas", type=_counts, required=True, metavar="UNIT=N,...", help="Replicas of every unit.")
+    layout.add_argument("--microbatches", type=_count, required=True, metavar="N", help="Microbatches of an LLM replica.")
+    layout.add_argument("--gpus-per-node", type=_count, default=8, metavar="N", help="Replicas that share a node (8).")
+    how = parser.add_argument_group("how")
+    how.add_argument("--balance", required=True, choices=BALANCERS, help="The balancer.")
+    how.add_argument("--balance-granularity", choices=[*Granularity], default="item", help="What an encoder moves as one (item).")
+    how.add_argument(
+        "--unit-costs",
+        type=_costs,
+        default={},
+        metavar="UNIT=FORM[:W],...",
+        help=f"How a unit's cost grows with tokens: {', '.join(CostForm)}; W weighs the quadratic term. (linear)",
+    )
+    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, found '{text}'")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 0, found '{text}'")
+    return int(text)
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    if not all(names) or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"expected different names with commas between them, found '{text}'")
+    return names
+
+
+def _pairs(text: str) -> dict[str, str]:
+    pairs = [entry.partition("=") for entry in text.split(",")]
+    if not all(name and value for name, _, value in pairs):
+        raise argparse.ArgumentTypeError(f"expected UNIT=VALUE,UNIT=VALUE, found '{text}'")
+    return {name: value for name, _, value in pairs}
+
+
+def _counts(text: str) -> dict[str, int]:
+    return {name: _count(number) for name, number in _pairs(text).items()}
+
+
+def _costs(text: str) -> dict[str, UnitCost]:
+    return {name: _cost(value) for name, value in _pairs(text).items()}
+
+
+def _cost(text: str) -> UnitCost:
+    form, _, weight = text.partition(":")
+    try:
+        return UnitCost(CostForm(form), float(weight or 0))
+    except ValueError as problem:
+        raise argparse.ArgumentTypeError(f"'{text}' is no cost: {problem}; the forms are {', '.join(CostForm)}") from None
+
+
+def build_graph(flags: argparse.Namespace) -> ModelGraph:
+    """Return the model that is given, or one with units of these names."""
+    if (flags.model is None) == (flags.units is None):
+        raise ConfigError("give exactly one of --units and --model")
+    if flags.model is not None:
+        return ModelGraph.from_file(flags.model)
+    *encoders, backbone = flags.units
+    roles = {**dict.fromkeys(encoders, "encoder"), backbone: "backbone"}
+    return ModelGraph.from_dict({"units": {name: {"role": role, **SHAPE} for name, role in roles.items()}})
+
+
+def build_plan(graph: ModelGraph, replicas: Mapping[str, int]) -> Plan:
+    """One rank per replica: what a balancer sees of a plan is how many replicas there are."""
+    if set(replicas) != set(graph.unit_names):
+        raise ConfigError(f"--replicas names {', '.join(replicas)}; give a number for each of {', '.join(graph.unit_names)}")
+    units, first = {}, 0
+    for name in graph.unit_names:
+        layers = ((0, len(graph.unit(name).layers)),)
+        units[name] = UnitPlan(tuple(Replica((Stage((first + index,), layers),)) for index in range(replicas[name])))
+        first += replicas[name]
+    return Plan(units)
+
+
+def bytes_per_token(graph: ModelGraph) -> dict[str, int]:
+    """unit -> bytes of raw data behind one of its tokens."""
+    sizes = {}
+    for unit in graph.units:
+        if unit.role is Role.ENCODER and unit.image is not None and "audio" not in unit.name:
+            sizes[unit.name] = unit.image.in_channels * unit.image.patch_size**2
+        else:
+            sizes[unit.name] = AUDIO_TOKEN_BYTES if unit.role is Role.ENCODER else TOKEN_BYTES
+    return sizes
+
+
+def run(argv: Sequence[str]) -> None:
+    """Do what the flags ask for; raises BraidError."""
+    flags = build_parser().parse_args(argv)
+    graph = build_graph(flags)
+    plan = build_plan(graph, flags.replicas)
+    costs = flags.unit_costs if flags.model else {**dict.fromkeys(graph.unit_names, UnitCost()), **flags.unit_costs}
+    options = BalanceOptions(
+        num_microbatches=flags.microbatches,
+        granularity=Granularity(flags.balance_granularity),
+        unit_costs=costs,
+        ranks_per_node=flags.gpus_per_node,
+    )
+    samples = read_length_table(flags.lengths, graph=graph)
+    batches = draw_length_batches(samples, batch_size=flags.global_batch_size, num_batches=flags.num_batches, seed=flags.seed)
+    measured = measure_balance(
+        BALANCERS[flags.balance], batches, graph=graph, plan=plan, options=options, bytes_per_token=bytes_per_token(graph)
+    )
+    report = {"balance": flags.balance, "global_batch_size": flags.global_batch_size, **measured.to_dict()}
+    if flags.json:
+        print(json.dumps(report))
+    else:
+        print_table(report)
+
+
+def print_table(report: Mapping[str, Any]) -> None:
+    """Print a report for a person."""
+    console = Console(width=120, highlight=False)
+    console.print(
+        f"{report['balance']}: {report['num_batches']} batches of {report['global_batch_size']} samples, "
+        f"{report['milliseconds']:.2f} ms each"
+    )
+    table = Table("unit", "replicas max/mean", "microbatches max/mean", "microbatch std/mean", "bytes between nodes", box=None)
+    for unit, measured in report["units"].items():
+        std, volume = measured["microbatch_time_std"], measured["inter_node_bytes"]
+        table.add_row(
+            unit,
+            f"{measured['replica_imbalance_before']:.3f} -> {measured['replica_imbalance']:.3f}",
+            f"{measured['microbatch_imbalance_before']:.3f} -> {measured['microbatch_imbalance']:.3f}",
+            f"{std['before']:.3f} -> {std['after']:.3f}",
+            f"{volume['before']:,.0f} -> {volume['after']:,.0f}",
+        )
+    console.print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code: 2, with one line on stderr, for wrong input."""
+    try:
+        run(sys.argv[1:] if argv is None else argv)
+    except (BraidError, OSError, ImportError) as problem:
+        print(f"balance.py: {type(problem).__name__}: {problem}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
