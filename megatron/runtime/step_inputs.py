@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megatron.runtime.sample_subsets import sample_subsets
+from multimodal.attention.packed_lengths import ItemSpan
 from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.stage_input import PackedInput
@@ -138,7 +139,9 @@ def _language_input(
 ) -> tuple[PackedInput, tuple[int, ...]]:
     packed = pack_language_microbatch(assignment.atoms(place), source=source, index_of_sample=source_index)
     lengths = _lengths(packed.cu_seqlens)
-    spans = [packed.item_spans[atom] for route in routes.to_target.get(place, ()) for atom in route.atoms]
+    items = tuple(
+        ItemSpan(*packed.item_spans[atom], route.source.unit) for route in routes.to_target.get(place, ()) for atom in route.atoms
+    )
     target_rows = packed.is_target.nonzero()[:, 0]
     generators = {unit.name for unit in graph.generators}
     generator_rows = [
@@ -152,7 +155,8 @@ def _language_input(
         lengths=lengths,
         positions=packed.position_ids,
         token_ids=packed.token_ids,
-        item_rows=torch.cat([torch.arange(start, start + length) for start, length in spans]) if spans else None,
+        item_rows=torch.cat([torch.arange(item.start, item.start + item.num_tokens) for item in items]) if items else None,
+        items=items,
         target_rows=target_rows,
         targets=packed.labels[target_rows],
         generator_rows=torch.tensor(generator_rows) if generator_rows else None,

@@ -124,6 +124,13 @@ class AttentionMask:
 
 
 def _to_tensors(mask: BitfieldMask, positions: NDArray[np.int64], device: torch.device) -> MaskTensors:
-    arrays = (mask.bits, mask.key_bits, mask.sample_ids, mask.item_ids)
-    tensors = [torch.from_numpy(array[positions]).to(device) for array in arrays]
-    return MaskTensors(*tensors, torch.from_numpy(positions.astype(np.int32)).to(device))
+    def on_device(array: NDArray[np.integer]) -> Tensor:
+        return torch.from_numpy(array[positions]).to(device)
+
+    return MaskTensors(
+        bits=on_device(mask.bits),
+        key_bits=on_device(mask.key_bits),
+        sample_ids=on_device(mask.sample_ids),
+        item_ids=on_device(mask.item_ids),
+        positions=torch.from_numpy(positions.astype(np.int32)).to(device),
+    )

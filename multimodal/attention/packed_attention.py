@@ -1,27 +1,15 @@
 """Core attention over packed sequences, by torch's scaled dot product attention, one sequence at a time."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-
-@dataclass
-class PackedLengths(PackedSeqParams):
-    """Lengths of the sequences packed one after another along the token dimension.
-
-    `qkv_format` stays "sbhd": the rotary frequencies are given per token, so megatron-core's layers treat the packed tokens as
-    one sequence of batch 1 and only this module needs to know where one ends.
-    """
-
-    qkv_format: str = "sbhd"
-    lengths: tuple[int, ...] = ()
+from multimodal.attention.packed_lengths import PackedLengths
 
 
 class PackedAttention(torch.nn.Module):

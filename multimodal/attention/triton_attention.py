@@ -173,8 +173,8 @@ def _column_work(mask: AttentionMask, limit: int | None, device: torch.device) -
 def _plan(lists: BlockLists, sizes: tuple[int, int], block_size: int, limit: int | None, device: torch.device) -> _Work:
     blocks = order_blocks(lists, num_row_tokens=sizes[0], num_column_tokens=sizes[1], block_size=block_size)
     work = plan_work_list(blocks, max_blocks_per_item=limit)
-    arrays = (torch.from_numpy(array).to(device) for array in (blocks.blocks, work.items, work.joins))
-    return _Work(*arrays, work.num_slots)
+    listed, items, joins = (torch.from_numpy(array).to(device) for array in (blocks.blocks, work.items, work.joins))
+    return _Work(listed, items, joins, work.num_slots)
 
 
 def _mask_arguments(mask: AttentionMask, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:

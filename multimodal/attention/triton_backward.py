@@ -160,14 +160,14 @@ def key_value_gradient_kernel(
             first_query = tl.cast(head, tl.int64) * num_queries
             key_sum, value_sum = _add_key_value_gradients(
                 key_sum, value_sum, key_tile, value_tile, kinds, samples, members, positions, query_base, gradient_base,
-                log_sums + first_query, deltas + first_query, query_bits, query_ids, blocks, begin, full_end, scale_log2, query_stride,
-                num_groups * HEADS_PER_GROUP * CHANNELS, num_queries, channels,
+                log_sums + first_query, deltas + first_query, query_bits, query_ids, blocks, begin, full_end, scale_log2,
+                query_stride, num_groups * HEADS_PER_GROUP * CHANNELS, num_queries, channels,
                 CHANNELS, PADDED_CHANNELS, BLOCK, TILE_COLUMNS, DOT_TYPE, False,
             )  # fmt: skip
             key_sum, value_sum = _add_key_value_gradients(
                 key_sum, value_sum, key_tile, value_tile, kinds, samples, members, positions, query_base, gradient_base,
-                log_sums + first_query, deltas + first_query, query_bits, query_ids, blocks, full_end, end, scale_log2, query_stride,
-                num_groups * HEADS_PER_GROUP * CHANNELS, num_queries, channels,
+                log_sums + first_query, deltas + first_query, query_bits, query_ids, blocks, full_end, end, scale_log2,
+                query_stride, num_groups * HEADS_PER_GROUP * CHANNELS, num_queries, channels,
                 CHANNELS, PADDED_CHANNELS, BLOCK, TILE_COLUMNS, DOT_TYPE, True,
             )  # fmt: skip
         if slot < 0:

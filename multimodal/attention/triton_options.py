@@ -53,7 +53,8 @@ def choose_options(channels: int, *, dtype: torch.dtype, block_size: int) -> Ker
         tiles = TileSizes(128, 64, 8, 3), TileSizes(128, 64, 8, 2), TileSizes(128, 64, 8, 2)
     else:
         tiles = TileSizes(64, 32, 4, 3), TileSizes(64, 32, 4, 2), TileSizes(64, 32, 8, 2)
-    return KernelOptions(*(_fit(tile, block_size) for tile in tiles))
+    forward, query_gradient, key_value_gradient = (_fit(tile, block_size) for tile in tiles)
+    return KernelOptions(forward, query_gradient, key_value_gradient)
 
 
 def _fit(tile: TileSizes, block_size: int) -> TileSizes:

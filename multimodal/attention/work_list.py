@@ -1,8 +1,9 @@
 """What a persistent grid of GPU programs works through: every block's work cut into sub-blocks, longest first.
 
 One block of queries may see a hundred times as many blocks of keys as another, so a program per block leaves most of a GPU
-waiting for the longest (Cornstarch, thesis 3.3.2.2). Cut into sub-blocks of bounded length, taken longest first by whichever program is
-free, the work ends everywhere at about the same time; sub-blocks of one block leave partial results that are joined afterwards.
+waiting for the longest (Cornstarch, thesis 3.3.2.2). Cut into sub-blocks of bounded length, taken longest first by whichever
+program is free, the work ends everywhere at about the same time; sub-blocks of one block leave partial results that are joined
+afterwards.
 """
 
 from dataclasses import dataclass

@@ -8,7 +8,10 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from multimodal.attention.attention_backend import AUTO, SEQUENCES, choose_backend
+from multimodal.attention.masked_attention import MaskedAttention
 from multimodal.attention.packed_attention import PackedAttention, RecomputedPackedAttention
+from multimodal.attention.packed_lengths import MaskRule
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
 from multimodal.model.norm import Norm
 from multimodal.values.errors import ConfigError
@@ -16,14 +19,26 @@ from multimodal.values.errors import ConfigError
 MLP_SUBMODULES = MLPSubmodules(linear_fc1=DeferrableColumnParallelLinear, linear_fc2=DeferrableRowParallelLinear)
 
 
-def transformer_layer_spec(*, implementation: str, is_causal: bool, recompute: str | None) -> ModuleSpec:
-    """Spec of one transformer layer; raises ConfigError when Transformer Engine is asked for but not installed."""
-    attention = RecomputedPackedAttention if recompute == "selective" else PackedAttention
+def transformer_layer_spec(
+    *, implementation: str, rule: MaskRule, recompute: str | None, attention_backend: str = AUTO
+) -> ModuleSpec:
+    """Spec of one transformer layer.
+
+    rule: how tokens attend; attention_backend: who computes that (`attention_backend.py`).
+    Raises ConfigError when Transformer Engine or a backend is asked for but not installed, or cannot evaluate the mask.
+    """
     spec = _local_spec() if implementation == "local" else _transformer_engine_spec()
     self_attention = spec.submodules.self_attention
-    self_attention.params = {"attn_mask_type": AttnMaskType.causal if is_causal else AttnMaskType.no_mask}
-    self_attention.submodules.core_attention = attention
+    self_attention.params = {"attn_mask_type": AttnMaskType.causal if rule.is_causal else AttnMaskType.no_mask}
+    self_attention.submodules.core_attention = _core_attention(attention_backend, rule, recomputes=recompute == "selective")
     return spec
+
+
+def _core_attention(backend: str, rule: MaskRule, *, recomputes: bool) -> ModuleSpec | type:
+    chosen = choose_backend(backend, rule=rule)
+    if chosen == SEQUENCES:
+        return RecomputedPackedAttention if recomputes else PackedAttention
+    return ModuleSpec(module=MaskedAttention, params={"rule": rule, "backend": chosen, "recompute": recomputes})
 
 
 def _local_spec() -> ModuleSpec:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from multimodal.attention.packed_lengths import ItemSpan
+
 
 @dataclass(frozen=True)
 class PackedInput:
@@ -18,6 +20,8 @@ class PackedInput:
     """[num_tokens, patch_channels]: what an encoder's first stage takes, or what a generator's last stage is to make."""
     token_ids: Tensor | None = None
     """[num_tokens]; the LLM only."""
+    items: tuple[ItemSpan, ...] = ()
+    """Where the encoders' items are among the tokens; the LLM only, on every stage, for the attention mask."""
     item_rows: Tensor | None = None
     """[num_item_tokens]: rows that encoder outputs fill, in the order they are given; the LLM's first stage."""
     target_rows: Tensor | None = None

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from multimodal.attention.attention_backend import AUTO
+from multimodal.attention.bitfield import MaskMode
 from multimodal.values.model_graph import Unit
 
 
@@ -30,6 +32,10 @@ class BuildOptions:
     """`local` (megatron-core's torch layers) or `transformer_engine`."""
     recompute: str | None = None
     """None, `selective` (core attention) or `full` (whole layers)."""
+    attention_backend: str = AUTO
+    """Who computes attention; see `attention_backend.py`."""
+    attention_mask: MaskMode = MaskMode.CAUSAL
+    """What the encoders' items do in the LLM's attention."""
 
 
 def build_transformer_config(unit: Unit, *, tensor_parallel_size: int, options: BuildOptions) -> TransformerConfig:

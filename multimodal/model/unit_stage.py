@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn import Module, ModuleDict
 from torch.utils.checkpoint import checkpoint
 
-from multimodal.attention.packed_attention import PackedLengths
+from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.model.generator_head import GeneratorHead
 from multimodal.model.generator_projector import GeneratorProjector
 from multimodal.model.language_head import HeadOutput, LanguageHead
 from multimodal.model.layer_spec import transformer_layer_spec
+from multimodal.model.mask_rule import mask_rule_of
 from multimodal.model.patch_embedding import PatchEmbedding
 from multimodal.model.projector import Projector
 from multimodal.model.rotary import rotary_frequencies
@@ -50,6 +51,7 @@ class UnitStage(MegatronModule):
         self.output_size = _output_size(graph, unit)
         self.condition_size = graph.backbone.transformer.hidden_size
         self.vocab_size = vocab_size
+        self.mask_rule = mask_rule_of(unit, graph=graph, mode=options.attention_mask)
         self.shares_embedding = unit.role is Role.BACKBONE and not unit.untie_embeddings_and_output_weights
         self.layers = ModuleDict({str(index): self._build_layer(index) for index in layers})
         if self.shares_embedding and self.is_last and not self.is_first:
@@ -173,7 +175,7 @@ class UnitStage(MegatronModule):
             num_rows = padded_num_tokens(batch.num_tokens, multiple=self.groups.tp.size())
             padding = num_rows - batch.num_tokens
             frequencies, lengths = pad_rows(frequencies, num_rows), (*lengths, padding) if padding else lengths
-        return frequencies, PackedLengths(lengths=lengths)
+        return frequencies, PackedLengths(lengths=lengths, items=batch.items)
 
     def _build_layer(self, index: int) -> Module:
         kind = self.unit.layers[index]
@@ -181,8 +183,9 @@ class UnitStage(MegatronModule):
         if kind is LayerKind.TRANSFORMER:
             spec = transformer_layer_spec(
                 implementation=self.options.transformer_impl,
-                is_causal=self.unit.role is Role.BACKBONE,
+                rule=self.mask_rule,
                 recompute=self.options.recompute,
+                attention_backend=self.options.attention_backend,
             )
             layer: Module = build_module(spec, config=config, layer_number=index, pg_collection=groups)
             return layer
