@@ -32,6 +32,10 @@ class ModelConfig:
     """The model graph: its units, their shapes, and the edges between them."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     """Whose transformer layers to use; transformer_engine needs that package and CUDA."""
+    attention_backend: Literal["auto", "sequences", "blocks", "flex", "triton", "dense"] = "auto"
+    """Who computes attention; flex and triton need CUDA, dense is for checks; auto takes sequences or, for items, blocks."""
+    attention_mask: Literal["causal", "prefix", "embedded"] = "causal"
+    """How the LLM sees items: causally like text, or each in both directions, before the text (prefix) or anywhere in it."""
     freeze: tuple[str, ...] = field(default=(), metadata={"metavar": "UNIT"})
     """Units whose module is not trained (an encoder's projector still is)."""
     freeze_projector: tuple[str, ...] = field(default=(), metadata={"metavar": "UNIT"})
@@ -88,6 +92,8 @@ class TrainingConfig:
     """How samples and items are distributed over replicas and microbatches."""
     balance_granularity: Literal["item", "sample"] = "item"
     """Whether an encoder's balancing moves every image and clip by itself, or all of a sample together."""
+    cluster: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "C.yaml"})
+    """The machine that --balance auto predicts steps for; by default one like this."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library; by default nccl where CUDA is present, else gloo."""
     distributed_timeout_minutes: float = field(default=10.0, metadata={"above": 0})

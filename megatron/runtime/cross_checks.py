@@ -4,6 +4,8 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
+
 from megatron.runtime.configuration import GROUPS, SCHEDULE_PASSES, RunConfig
 from megatron.runtime.field_flags import field_flags
 from megatron.runtime.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLINGS
@@ -57,6 +59,12 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         "a ByteTokenizer needs no file; add --tokenizer-type HuggingFaceTokenizer or leave it out",
     ),
     IgnoredFlag(
+        "cluster",
+        ("balance",),
+        lambda c: c.training.balance != "auto",
+        "only --balance auto predicts steps; choose it or leave it out",
+    ),
+    IgnoredFlag(
         "num_workers",
         ("lengths_from",),
         lambda c: c.data.lengths_from == "decode",
@@ -96,6 +104,12 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         ("model",),
         lambda c: c.parallelism.colocate_units and len(c.parallelism.units) == 1,
         "the model has one unit, which has nobody to share ranks with; leave it out",
+    ),
+    IgnoredFlag(
+        "attention_mask",
+        ("model",),
+        lambda c: c.model.attention_mask != "causal" and len(c.parallelism.units) == 1,
+        "the model has one unit, so there are no items among its tokens; leave it out",
     ),
 )
 
@@ -153,6 +167,23 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda c: c.model.transformer_impl == "transformer_engine" and c.training.dtype == "float64",
         "--transformer-impl transformer_engine has no float64; use --transformer-impl local for exact checks",
+    ),
+    Rule(
+        lambda c: c.model.attention_backend == "sequences" and c.model.attention_mask != "causal",
+        "--attention-backend sequences cannot evaluate --attention-mask {c.model.attention_mask}; use --attention-backend blocks",
+    ),
+    Rule(
+        lambda c: c.model.attention_backend in ("flex", "triton") and not torch.cuda.is_available(),
+        "--attention-backend {c.model.attention_backend} needs a CUDA device to train; use --attention-backend blocks on a CPU",
+    ),
+    Rule(
+        lambda c: c.model.attention_backend == "triton" and importlib.util.find_spec("triton") is None,
+        "--attention-backend triton: Triton is not installed; install it (pip install 'braid[triton]') or use --attention-backend "
+        "blocks",
+    ),
+    Rule(
+        lambda c: c.model.attention_backend == "triton" and c.training.dtype == "float64",
+        "--attention-backend triton has no float64; use --attention-backend blocks for exact checks",
     ),
     Rule(
         lambda c: any(name not in SCHEDULE_PASSES for name in c.training.schedule_passes.split(",") if name),

@@ -24,6 +24,7 @@ from megatron.runtime.run_plan import build_plan
 from megatron.runtime.sample_exchange import SampleExchange
 from megatron.runtime.trainer import Trainer
 from megatron.runtime.unit_optimizer import build_optimizer_config, build_unit_optimizer
+from multimodal.attention.bitfield import MaskMode
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.values.errors import CheckpointError, ModelError, PlanError
 from multimodal.values.model_graph import ModelGraph
@@ -69,6 +70,8 @@ def prepare_run(config: RunConfig, world: World) -> Run:
         sequence_parallel=config.parallelism.sequence_parallel,
         transformer_impl=config.model.transformer_impl,
         recompute=config.training.recompute_granularity,
+        attention_backend=config.model.attention_backend,
+        attention_mask=MaskMode(config.model.attention_mask),
     )
     emulation = EmulationTable.from_file(config.training.emulate, plan=plan) if config.training.emulate else None
     timeout = timedelta(minutes=config.training.distributed_timeout_minutes)
