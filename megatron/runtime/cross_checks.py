@@ -178,8 +178,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda c: c.model.attention_backend == "triton" and importlib.util.find_spec("triton") is None,
-        "--attention-backend triton: Triton is not installed; install it (pip install 'braid[triton]') or use --attention-backend "
-        "blocks",
+        "--attention-backend triton: Triton is not installed; install it (pip install 'braid[triton]') or use "
+        "--attention-backend blocks",
     ),
     Rule(
         lambda c: c.model.attention_backend == "triton" and c.training.dtype == "float64",
