@@ -72,8 +72,8 @@ def validate_lengths(lengths: ArrayLike | Sequence[float]) -> Integers:
         raise AssignmentError(f"lengths have {given.ndim} dimensions; give one length per item, a list of numbers")
     if not given.size:
         raise AssignmentError("the batch has no items; give at least one length")
-    if given.dtype == np.int64 and given.min() >= 0:
-        return np.ascontiguousarray(given)
+    if given.dtype.kind in "iu" and given.min() >= 0 and given.max() < 1 << 62:
+        return np.ascontiguousarray(given, dtype=np.int64)
     for index, length in enumerate(given.tolist()):
         if not isinstance(length, int | float) or not 0 <= length < 1 << 62 or length != int(length):
             raise AssignmentError(
@@ -87,7 +87,7 @@ def _scale_bits(total: float) -> int:
     bits = math.frexp(total)[1]
     if not math.isfinite(total) or bits > _LARGEST_COST_BITS:
         raise AssignmentError(
-            f"a batch of all items would cost up to {total:.3g} tokens, more than 2^{_LARGEST_COST_BITS} can be compared exactly; "
+            f"a batch of all items would cost up to {total:.3g} tokens, but only 2^{_LARGEST_COST_BITS} can be compared exactly; "
             "check the lengths and the quadratic weight"
         )
     return min(_FINEST_SCALE_BITS, max(0, _FINE_COST_BITS - bits))
