@@ -21,10 +21,12 @@ from tests.distributed.training_case import (
     train_and_save,
 )
 
-GRAPH, TIED = build_graph(), build_graph(tied=True)
+GRAPH, TIED, DRAWING = build_graph(), build_graph(tied=True), build_graph(with_generator=True)
 ONE_RANK = {"vision": (1, 1, 1), "llm": (1, 1, 1), "colocated": True}
 WIDE = {"vision": (2, 1, 1), "llm": (2, 1, 3)}
 DEEP = {"vision": (1, 2, 1), "llm": (1, 3, 2)}
+DRAWING_WIDE = {"vision": (1, 1, 1), "llm": (2, 1, 2), "painter": (2, 1, 1)}
+DRAWING_DEEP = {"vision": (1, 1, 1), "llm": (1, 2, 1), "painter": (1, 2, 2)}
 COLOCATED = {"vision": (2, 1, 2), "llm": (1, 2, 2), "colocated": True}
 OVERLAPPING = {"vision": (1, 1, 3), "llm": (1, 3, 1), "colocated": True}
 
@@ -55,6 +57,8 @@ OTHER_PLANS = {
     "eight ranks to one": (TIED, DEEP, ONE_RANK),
     "frozen encoder": (build_graph(frozen=("vision",)), WIDE, DEEP),
     "only the projector is trained": (build_graph(frozen=("vision", "llm")), DEEP, WIDE),
+    "generator: tensor parallel to pipelines": (DRAWING, DRAWING_WIDE, DRAWING_DEEP),
+    "generator: pipelines to tensor parallel": (DRAWING, DRAWING_DEEP, DRAWING_WIDE),
 }
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -64,14 +68,15 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2}
     [
         *((name, torch.float64) for name in OTHER_PLANS),
         *((name, torch.float32) for name in ("tied: pipelines to tensor parallel", "own ranks to shared ranks")),
+        *((name, torch.float32) for name in OTHER_PLANS if name.startswith("generator")),
         *((name, torch.bfloat16) for name in ("tied: tensor parallel to pipelines", "three replicas beside three stages")),
     ],
     ids=str,
 )
 def test_another_plan_resumes_from_the_same_values(ranks: RankPool, tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     graph, saved, resumed = OTHER_PLANS[name]
-    first = case_of(graph, saved, dtype=dtype, sequence_parallel=saved is WIDE)
-    second = case_of(graph, resumed, dtype=dtype, sequence_parallel=resumed is WIDE)
+    first = case_of(graph, saved, dtype=dtype, sequence_parallel=saved in (WIDE, DRAWING_WIDE))
+    second = case_of(graph, resumed, dtype=dtype, sequence_parallel=resumed in (WIDE, DRAWING_WIDE))
     before: list[RankReport] = run(ranks, train_and_save, first, tmp_path, 3, 3)
     after: list[RankReport] = run(ranks, resume, second, tmp_path, 3)
     saved_values = join_parameters(first.plan, [report.parameters_at_checkpoint for report in before])

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from megatron.runtime.assembly import assemble
 from megatron.runtime.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
 from megatron.runtime.gradients import clip_gradients, global_gradient_norm
+from megatron.runtime.loss_sums import LossSums
 from megatron.runtime.step_planner import ScheduleCache, plan_step
 from megatron.runtime.unit_optimizer import build_optimizer_config, build_unit_optimizer
+from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.in_order import balance_in_order
 from multimodal.model.parameter_sharding import ParameterSharding, join_shards, sharding_of
 from multimodal.model.transformer_config import BuildOptions, Precision
@@ -36,10 +38,21 @@ SHAPES = (
     SampleShape((("vision", 1, 2),), 6, 2),
     SampleShape((("vision", 3, 1),), 4, 4),
 )
+IMAGES_TO_MAKE = (
+    (("painter", 2, 1),),
+    (("painter", 1, 1), ("painter", 1, 3)),
+    (),
+    (("painter", 2, 2),),
+    (),
+    (("painter", 1, 2),),
+)
+"""What a generator makes of each of the samples."""
 
 
-def build_graph(*, tied: bool = False, frozen: tuple[str, ...] = (), hidden_size: int = 16) -> ModelGraph:
-    """An encoder with LayerNorm, GELU and biases; an LLM with RMSNorm, SwiGLU and grouped queries."""
+def build_graph(
+    *, tied: bool = False, frozen: tuple[str, ...] = (), hidden_size: int = 16, with_generator: bool = False
+) -> ModelGraph:
+    """An encoder with LayerNorm, GELU and biases; an LLM with RMSNorm, SwiGLU and grouped queries; a generator on wish."""
     vision = Unit(
         "vision",
         Role.ENCODER,
@@ -55,12 +68,22 @@ def build_graph(*, tied: bool = False, frozen: tuple[str, ...] = (), hidden_size
         untie_embeddings_and_output_weights=not tied,
         freeze_module="llm" in frozen,
     )
-    return ModelGraph((vision, llm), (("vision", "llm"),))
+    if not with_generator:
+        return ModelGraph((vision, llm), (("vision", "llm"),))
+    painter = Unit(
+        "painter",
+        Role.GENERATOR,
+        Transformer(2, 8, 2, 12),
+        image=ImageInput(patch_size=2, merge_size=1, in_channels=1, min_pixels=4, max_pixels=4096),
+        freeze_module="painter" in frozen,
+    )
+    return ModelGraph((vision, llm, painter), (("vision", "llm"), ("llm", "painter")))
 
 
-def build_plan(graph: ModelGraph, *, vision: tuple[int, int, int], llm: tuple[int, int, int], colocated: bool = False) -> Plan:
-    """Sizes are (tp, pp, dp)."""
-    sizes = {name: UnitSizes(tp, pp, data_parallel_size=dp) for name, (tp, pp, dp) in (("vision", vision), ("llm", llm))}
+def build_plan(graph: ModelGraph, *, colocated: bool = False, **units: tuple[int, int, int]) -> Plan:
+    """units: (tp, pp, dp) of each; what is said of units that the graph does not have is left out."""
+    given = [(name, units[name]) for name in graph.unit_names]
+    sizes = {name: UnitSizes(tp, pp, data_parallel_size=dp) for name, (tp, pp, dp) in given}
     counts = [size.num_ranks or 0 for size in sizes.values()]
     if colocated:
         return plan_colocated(graph, sizes=sizes, world_size=max(counts))
@@ -103,10 +126,13 @@ class Training:
 
     def train_step(self, number: int) -> float:
         """Train on the global batch that `number` draws; returns its loss."""
-        source = RandomSource(self.case.graph, SHAPES, self.case.vocab_size, seed=number)
+        shapes = SHAPES
+        if self.case.graph.generators:
+            shapes = tuple(replace(shape, items=shape.items + made) for shape, made in zip(SHAPES, IMAGES_TO_MAKE, strict=True))
+        source = RandomSource(self.case.graph, shapes, self.case.vocab_size, seed=number)
         lengths = [source.lengths(index) for index in range(len(source))]
         graph, plan = self.case.graph, self.case.plan
-        assignment = balance_in_order(lengths, graph=graph, plan=plan, micro_batch_size=1, encoder_micro_batch_sizes={})
+        assignment = balance_in_order(lengths, graph=graph, plan=plan, options=BalanceOptions(micro_batch_size=1))
         step = plan_step(
             source,
             lengths=lengths,
@@ -123,9 +149,7 @@ class Training:
         result = self.runtime.executor.execute(step, is_training=True)
         self.runtime.finish_gradients()
         self._update(gathers_later=step.form.gathers_parameters)
-        loss = torch.tensor([result.loss_sum], dtype=torch.float64)
-        dist.all_reduce(loss)
-        return float(loss) / step.num_target_tokens
+        return sum(LossSums.of_step(step, result).means(_sum_over_ranks))
 
     def _update(self, *, gathers_later: bool) -> None:
         for optimizer in self.optimizers.values():
@@ -174,6 +198,13 @@ class Training:
                 wide = torch.promote_types(parameter.dtype, torch.float32)  # NumPy has no bfloat16
                 found[unit, label] = (sharding, parameter.detach().to(wide, copy=True).numpy())
         return found
+
+
+def _sum_over_ranks(values: list[float]) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    found: list[float] = total.tolist()
+    return found
 
 
 RankParameters = dict[tuple[str, str], tuple[ParameterSharding, np.ndarray]]
