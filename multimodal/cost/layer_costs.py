@@ -10,6 +10,7 @@ from multimodal.cost.cluster import Cluster
 from multimodal.cost.layer_collectives import layer_waiting
 from multimodal.cost.layer_curves import LayerCurves, counted_tokens
 from multimodal.cost.layer_flops import UnitLoad
+from multimodal.cost.layer_profile import LayerProfile
 from multimodal.cost.layer_seconds import NO_SECONDS, LayerSeconds
 from multimodal.cost.quadratic import Quadratic
 from multimodal.values.model_graph import LayerKind, ModelGraph
@@ -21,12 +22,23 @@ _CurveKey = tuple[str, LayerKind, int, int]
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Seconds of single layers. Nothing here depends on what is frozen: `LayerSeconds.backward` applies that."""
+    """Seconds of single layers. Nothing here depends on what is frozen: `LayerSeconds.backward` applies that.
+
+    Computations come from a profile or from the cluster's description; collectives always from the cluster's links.
+
+    Raises ConfigError when the profile is of another model.
+    """
 
     graph: ModelGraph
     cluster: Cluster
     vocab_size: int
     """Padded."""
+    profile: LayerProfile | None = None
+    """Measured curves; layers that it does not list are computed from the cluster's description."""
+
+    def __post_init__(self) -> None:
+        if self.profile is not None:
+            self.profile.check(self.graph)
 
     def seconds(
         self,
@@ -64,7 +76,8 @@ class LayerCosts:
         """Return what the layer's computations cost on one rank, without collectives and recomputation."""
         key = unit, kind, tensor_parallel_size, context_parallel_size
         if key not in self._curves:
-            self._curves[key] = analytic_curves(
+            measured = self.profile.find(*key) if self.profile is not None else None
+            self._curves[key] = measured or analytic_curves(
                 self.graph,
                 self.graph.unit(unit),
                 kind,

@@ -1,17 +1,14 @@
 """What one layer costs as curves over tokens: the form of both the analytic model and a profile."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from multimodal.cost.interpolated import Interpolated
 from multimodal.cost.layer_flops import UnitLoad
 from multimodal.cost.quadratic import Quadratic
 from multimodal.values.model_graph import LayerKind, Role
 
-
-class Curve(Protocol):
-    """Seconds over tokens."""
-
-    def at(self, num_tokens: float, num_squared: float) -> float:
-        """Seconds of `num_tokens` packed tokens whose sequences' squared lengths add up to `num_squared`."""
+Curve = Quadratic | Interpolated
+"""Answers `at(num_tokens, num_squared)`: seconds of packed tokens whose sequences' squared lengths add up to `num_squared`."""
 
 
 class LayerCurves(NamedTuple):
@@ -22,6 +19,10 @@ class LayerCurves(NamedTuple):
     weight_gradient: Curve
     attention: Curve = Quadratic()
     """Contained in `forward`: core attention, which selective recomputation runs again."""
+
+    def shared(self, factor: float) -> "LayerCurves":
+        """The same work times `factor`."""
+        return LayerCurves(*(curve.shared(factor) for curve in self))
 
 
 def counted_tokens(role: Role, kind: LayerKind, load: UnitLoad) -> tuple[int, int]:

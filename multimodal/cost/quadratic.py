@@ -18,6 +18,10 @@ class Quadratic(NamedTuple):
         """Evaluate."""
         return self.constant + self.linear * num_tokens + self.quadratic * num_squared
 
+    def shared(self, factor: float) -> "Quadratic":
+        """The same work times `factor`, as on more or fewer ranks; what a kernel costs whatever its size stays."""
+        return Quadratic(self.constant, factor * self.linear, factor * self.quadratic)
+
     def times(self, factor: float) -> "Quadratic":
         """Scale."""
         return Quadratic(factor * self.constant, factor * self.linear, factor * self.quadratic)

@@ -27,10 +27,11 @@ def read_mapping(path: str | Path, *, error: type[BraidError]) -> dict[str, Any]
     return value
 
 
-def write_mapping(path: str | Path, value: dict[str, Any]) -> None:
-    """Write `value` as JSON when the suffix is .json, else as YAML."""
+def write_mapping(path: str | Path, value: dict[str, Any], *, has_short_lists: bool = False) -> None:
+    """Write `value` as JSON when the suffix is .json, else as YAML; has_short_lists: innermost lists go on one line."""
     path = Path(path)
     if path.suffix == ".json":
         path.write_text(json.dumps(value, indent=2) + "\n")
     else:
-        path.write_text(yaml.safe_dump(value, sort_keys=False))
+        style: dict[str, Any] = {"default_flow_style": None, "width": 130} if has_short_lists else {}
+        path.write_text(yaml.safe_dump(value, sort_keys=False, **style))

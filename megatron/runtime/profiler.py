@@ -1,0 +1,135 @@
+"""Times real layers on the device at hand: forward, input gradient and weight gradient apart, for multimodal/cost to fit."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from megatron.runtime import platform
+from megatron.runtime.layer_inputs import LayerInput, synthetic_input
+from multimodal.attention.packed_lengths import PackedLengths
+from multimodal.model.initialization import initialize_parameters
+from multimodal.model.language_head import HeadOutput
+from multimodal.model.transformer_config import BuildOptions
+from multimodal.model.unit_stage import UnitStage
+from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
+from multimodal.values.model_graph import LayerKind, ModelGraph
+
+
+class LayerTimes(NamedTuple):
+    """Seconds of one layer's computations at one size, each the shortest of all repetitions: the one that was disturbed least."""
+
+    forward: float
+    input_gradient: float
+    """0 where a layer's input has none (embeddings): there everything of the backward counts as weight gradient."""
+    weight_gradient: float
+    attention: float
+    """Core attention's forward, a part of `forward`; 0 for layers without."""
+
+
+def build_layer(
+    graph: ModelGraph,
+    unit: str,
+    kind: LayerKind,
+    *,
+    groups: ProcessGroupCollection,
+    options: BuildOptions,
+    vocab_size: int,
+) -> UnitStage:
+    """Build a stage of the unit's first layer of a kind, with trainable weights; vocab_size: padded."""
+    index = graph.unit(unit).layers.index(kind)
+    stage = UnitStage(
+        graph=graph,
+        unit_name=unit,
+        layers=range(index, index + 1),
+        groups=groups,
+        options=options,
+        vocab_size=vocab_size,
+    )
+    initialize_parameters(stage, seed=0)
+    stage.layers.requires_grad_(True)
+    return stage.train()
+
+
+def time_layer(
+    stage: UnitStage, *, sizes: Sequence[int], num_repetitions: int, min_seconds: float = 0.0
+) -> Mapping[int, LayerTimes]:
+    """Time a stage of one layer on one sequence of each size, in counted tokens (see `synthetic_input`).
+
+    All sizes take turns, so that a machine that is slow for a while is slow for all of them; num_repetitions turns, and more
+    until `min_seconds` have passed.
+    """
+    runs = {size: _LayerRun(stage, num_tokens=size) for size in dict.fromkeys(sizes)}
+    for run in runs.values():
+        run.once()  # not measured: allocations, gradient buffers, choices of kernels
+    end = time.perf_counter() + min_seconds
+    times: dict[int, list[LayerTimes]] = {size: [] for size in runs}
+    while len(times[sizes[0]]) < num_repetitions or time.perf_counter() < end:
+        for size, run in runs.items():
+            times[size].append(run.once())
+    return {size: LayerTimes(*map(min, zip(*turns, strict=True))) for size, turns in times.items()}
+
+
+class _LayerRun:
+    """One layer on one input."""
+
+    def __init__(self, stage: UnitStage, *, num_tokens: int) -> None:
+        self._stage, self._given = stage, synthetic_input(stage, num_tokens=num_tokens)
+        self._attend = _core_attention(stage, num_tokens=num_tokens)
+
+    def once(self) -> LayerTimes:
+        """Run forward, input gradient, weight gradient and core attention."""
+        return LayerTimes(*_run_once(self._stage, self._given), _seconds_of(self._attend) if self._attend else 0.0)
+
+
+def _run_once(stage: UnitStage, given: LayerInput) -> tuple[float, float, float]:
+    queue = WeightGradientQueue()
+    outputs: list[Tensor] = []
+
+    def forward() -> None:
+        with DeferWeightGradients(queue):
+            output = stage(*given)
+        outputs.append(output.loss_sum if isinstance(output, HeadOutput) else output)
+
+    forward_seconds = _seconds_of(forward)
+    gradient = torch.ones_like(outputs[0])
+    backward_seconds = _seconds_of(lambda: torch.autograd.backward(outputs[0], gradient))
+    queue_seconds = _seconds_of(queue.compute)
+    if given.differentiable is None:
+        return forward_seconds, 0.0, backward_seconds + queue_seconds
+    given.differentiable.grad = None
+    return forward_seconds, backward_seconds, queue_seconds
+
+
+def _core_attention(stage: UnitStage, *, num_tokens: int) -> Callable[[], None] | None:
+    """What runs a transformer layer's core attention alone, as often as its forward does."""
+    (index,) = stage.layer_range
+    if stage.unit.layers[index] is not LayerKind.TRANSFORMER:
+        return None
+    shape, size = stage.unit.transformer, stage.groups.tp.size()
+    device, dtype = torch.cuda.current_device(), stage.options.precision.params_dtype
+    heads = (shape.num_attention_heads, shape.query_groups, shape.query_groups)
+    inputs = [torch.randn(num_tokens, 1, number // size, shape.head_channels, device=device, dtype=dtype) for number in heads]
+    attention: Any = stage.layers[str(index)].self_attention.core_attention  # type: ignore[union-attr]
+
+    def attend() -> None:
+        with torch.no_grad():
+            attention(*inputs, None, packed_seq_params=PackedLengths(lengths=(num_tokens,)))
+
+    return attend
+
+
+def _seconds_of(run: Callable[[], None]) -> float:
+    _synchronize()
+    start = time.perf_counter()
+    run()
+    _synchronize()
+    return time.perf_counter() - start
+
+
+def _synchronize() -> None:
+    if platform.device().type == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,139 @@
+"""Seconds of layers: closed forms of the analytic model, and what a profile changes."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multimodal.cost.cluster import Cluster
+from multimodal.cost.communication import collective_seconds
+from multimodal.cost.layer_costs import LayerCosts
+from multimodal.cost.layer_curves import LayerCurves
+from multimodal.cost.layer_flops import UnitLoad, item_load, layer_forward_flops
+from multimodal.cost.layer_profile import LayerProfile
+from multimodal.cost.layer_seconds import NO_SECONDS
+from multimodal.cost.quadratic import Quadratic
+from multimodal.values.backward_need import BackwardNeed
+from multimodal.values.errors import ConfigError
+from multimodal.values.model_graph import LayerKind, ModelGraph
+
+LINKS = {
+    "intra_node": {"bandwidth_gbytes_per_second": 100.0, "latency_us": 2.0},
+    "inter_node": {"bandwidth_gbytes_per_second": 10.0, "latency_us": 5.0, "nics_per_node": 2},
+}
+CLUSTER = Cluster.from_dict({"gpus_per_node": 4, "peak_tflops": 100.0, "memory_gb": 80, "efficiency": 0.5, **LINKS})
+SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
+GRAPH = ModelGraph.from_dict({"units": {"vision": {"role": "encoder", **SHAPE}, "llm": {"role": "backbone", **SHAPE}}})
+PLAIN = LayerCosts(GRAPH, CLUSTER, 512)
+LAYER, HEAD = LayerKind.TRANSFORMER, LayerKind.HEAD
+LOAD = item_load(100, 80)
+
+
+def flops(unit: str, kind: LayerKind, load: UnitLoad) -> tuple[float, float]:
+    return layer_forward_flops(GRAPH, GRAPH.unit(unit), kind, load, vocab_size=512)
+
+
+@pytest.mark.parametrize("unit", ["vision", "llm"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_large_products_run_at_the_reachable_speed(unit: str, size: int) -> None:
+    linear, attention = (part / size / 50e12 for part in flops(unit, LAYER, LOAD))
+    found = PLAIN.seconds(unit, LAYER, LOAD, tensor_parallel_size=size)
+    assert found.forward - found.forward_waiting == pytest.approx(linear + attention)
+    assert found.input_gradient - found.input_gradient_waiting == pytest.approx(linear + 2 * attention)
+    assert found.weight_gradient == pytest.approx(linear)
+
+
+def test_small_products_pay_a_constant_and_elementwise_work_its_bytes() -> None:
+    cluster = replace(CLUSTER, half_efficiency_gflop=0.5, attention_efficiency=0.25, memory_bandwidth_gbytes_per_second=1000.0)
+    linear, attention = flops("llm", LAYER, LOAD)
+    found = LayerCosts(GRAPH, cluster, 512).seconds("llm", LAYER, LOAD, tensor_parallel_size=1)
+    # two norms and two sums 10h, rotary 2 x 2h, swiglu 3 x 4h
+    moving = 100 * 2 * (10 + 4 + 12) * 64 / 1e12
+    assert found.weight_gradient == pytest.approx((linear + 4 * 0.5e9) / 50e12)
+    assert found.forward == pytest.approx((linear + 4 * 0.5e9) / 50e12 + (attention + 0.5e9) / 25e12 + moving)
+    assert found.input_gradient == pytest.approx((linear + 4 * 0.5e9) / 50e12 + 2 * (attention + 0.5e9) / 25e12 + 2 * moving)
+
+
+def test_one_product_takes_what_its_efficiency_says() -> None:
+    cluster = replace(CLUSTER, half_efficiency_gflop=0.001)
+    work, _ = flops("llm", HEAD, LOAD)
+    found = LayerCosts(GRAPH, cluster, 512).seconds("llm", HEAD, LOAD)
+    assert found.forward == pytest.approx(work / (cluster.peak_tflops * 1e12 * cluster.product_efficiency(work)))
+
+
+def test_recomputation_belongs_to_the_input_gradient() -> None:
+    plain, selective, full = (
+        PLAIN.seconds("llm", LAYER, LOAD, tensor_parallel_size=2, recompute=r) for r in (None, "selective", "full")
+    )
+    attention = flops("llm", LAYER, LOAD)[1] / 2 / 50e12
+    assert full.input_gradient == pytest.approx(plain.input_gradient + plain.forward)
+    assert full.input_gradient_waiting == pytest.approx(2 * plain.input_gradient_waiting)
+    assert selective.input_gradient == pytest.approx(plain.input_gradient + attention)
+    assert {plain.forward, selective.forward, full.forward} == {plain.forward}
+    assert PLAIN.seconds("llm", HEAD, LOAD, recompute="full") == PLAIN.seconds("llm", HEAD, LOAD)
+
+
+def test_context_parallel_ranks_share_tokens_and_gather_keys_and_values() -> None:
+    found = PLAIN.seconds("llm", LAYER, LOAD, tensor_parallel_size=2, context_parallel_size=2, ranks=(0, 1, 2, 3))
+    hidden = collective_seconds(100 / 2 * 64 * 2, ranks=(0, 1), cluster=CLUSTER)
+    keys_and_values = collective_seconds(100 * 2 * 64 * 2 / 2, ranks=(0, 2), cluster=CLUSTER)
+    assert found.forward_waiting == pytest.approx(4 * hidden + keys_and_values)
+    alone = PLAIN.seconds("llm", LAYER, LOAD)
+    assert found.weight_gradient == pytest.approx(alone.weight_gradient / 4)
+
+
+def test_collectives_take_longer_across_nodes() -> None:
+    near, far = (PLAIN.seconds("llm", LAYER, LOAD, tensor_parallel_size=2, ranks=ranks) for ranks in ((0, 1), (3, 4)))
+    assert far.forward_waiting == pytest.approx(4 * (5e-6 + 100 * 64 * 2 / 2 / 5e9))
+    assert far.forward - far.forward_waiting == pytest.approx(near.forward - near.forward_waiting)
+
+
+def test_nothing_takes_no_time() -> None:
+    assert PLAIN.seconds("vision", LAYER, UnitLoad(), tensor_parallel_size=2) == NO_SECONDS
+
+
+@given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=5))
+def test_packing_adds_up(lengths: list[int]) -> None:
+    loads = [item_load(length, length) for length in lengths]
+    together = PLAIN.seconds("llm", LAYER, UnitLoad(*map(sum, zip(*loads, strict=True))))
+    assert together.forward == pytest.approx(sum(PLAIN.seconds("llm", LAYER, load).forward for load in loads))
+
+
+def test_what_is_frozen_decides_which_gradients_count() -> None:
+    seconds = PLAIN.seconds("llm", LAYER, LOAD)
+    backward = {need: seconds.backward(LAYER, need) for need in BackwardNeed}
+    assert backward[BackwardNeed.NONE] == 0.0
+    assert backward[BackwardNeed.INPUT_GRADIENT] == seconds.input_gradient
+    assert backward[BackwardNeed.FULL] == seconds.input_gradient + seconds.weight_gradient
+    assert backward[BackwardNeed.WEIGHT_GRADIENT] == backward[BackwardNeed.FULL], "gradients pass through its inside"
+    assert seconds.backward(HEAD, BackwardNeed.WEIGHT_GRADIENT) == seconds.weight_gradient
+
+
+CURVES = LayerCurves(Quadratic(1.0, 0.1, 0.01), Quadratic(2.0, 0.2, 0.02), Quadratic(3.0, 0.3), Quadratic(0.5, 0.0, 0.01))
+PROFILE = LayerProfile("CPU", "float32", {("llm", LAYER, 2, 1): CURVES})
+
+
+def test_a_profile_stands_in_for_the_cluster_but_not_for_its_links() -> None:
+    measured = LayerCosts(GRAPH, CLUSTER, 512, PROFILE)
+    plain, found = (costs.seconds("llm", LAYER, LOAD, tensor_parallel_size=2) for costs in (PLAIN, measured))
+    assert found.forward == pytest.approx(1 + 10 + 100 + plain.forward_waiting)
+    assert found.forward_waiting == plain.forward_waiting
+    assert found.weight_gradient == pytest.approx(3 + 30)
+    selective = measured.seconds("llm", LAYER, LOAD, tensor_parallel_size=2, recompute="selective")
+    assert selective.input_gradient - found.input_gradient == pytest.approx(0.5 + 100)
+    assert measured.seconds("vision", LAYER, LOAD) == PLAIN.seconds("vision", LAYER, LOAD), "not profiled: computed"
+
+
+def test_sizes_that_were_not_profiled_share_the_work_of_the_nearest() -> None:
+    measured = LayerCosts(GRAPH, CLUSTER, 512, PROFILE)
+    assert measured.seconds("llm", LAYER, LOAD).weight_gradient == pytest.approx(3 + 60)
+    assert measured.seconds("llm", LAYER, LOAD, tensor_parallel_size=4).weight_gradient == pytest.approx(3 + 15)
+    both = {("llm", LAYER, 1, 1): CURVES, ("llm", LAYER, 8, 1): CURVES.shared(0.5)}
+    found = LayerProfile("", "", both).find("llm", LAYER, 4, 1)
+    assert found is not None and found.forward == Quadratic(1.0, 0.1, 0.01), "tp 8 is nearer to 4 than tp 1 is"
+
+
+def test_profiles_of_other_models_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'transformer' of unit 'audio', which the model lacks .* profile this model"):
+        LayerCosts(GRAPH, CLUSTER, 512, LayerProfile("", "", {("audio", LAYER, 1, 1): CURVES}))

@@ -1,0 +1,75 @@
+"""The profiler on this machine: real layers of the smallest model, and the file that the simulator takes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import yaml
+
+from multimodal.cost.layer_profile import LayerProfile
+from multimodal.values.model_graph import LayerKind
+from tools.profile_layers import main
+
+SHAPE = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32}
+MODEL = {
+    "units": {
+        "vision": {"role": "encoder", **SHAPE, "image": {"patch_size": 2, "in_channels": 1}},
+        "audio": {"role": "encoder", **SHAPE, "audio": {}},
+        "llm": {"role": "backbone", **SHAPE, "vocab_size": 32},
+        "painter": {"role": "generator", **SHAPE, "image": {"patch_size": 2, "in_channels": 1}},
+    }
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump(MODEL, sort_keys=False))
+    return str(tmp_path / "model.yaml")
+
+
+def test_every_layer_is_timed_and_written(model: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
+    monkeypatch.setattr("tools.profile_layers.SECONDS_PER_SIZE", 0.0)
+    output = tmp_path / "costs.yaml"
+    flags = ["--model", model, "--output", str(output), "--sizes", "8,16,32", "--tp", "1,2", "--repetitions", "1", "--json"]
+    assert main(flags) == 0, capsys.readouterr().err
+    assert not dist.is_initialized()
+    profile = LayerProfile.from_file(output)
+    kinds = {(unit, kind) for unit, kind, *_ in profile.curves}
+    assert ("audio", LayerKind.TRANSFORMER) in kinds and ("audio", LayerKind.PATCH_EMBEDDING) not in kinds
+    assert len(kinds) == 3 + 1 + 3 + 3
+    assert {sizes for *_, tensor, context in profile.curves for sizes in [(tensor, context)]} == {(1, 1), (2, 1)}
+    for (_, kind, *_), curves in profile.curves.items():
+        has_input_gradient = kind not in (LayerKind.PATCH_EMBEDDING, LayerKind.TOKEN_EMBEDDING)
+        assert (curves.input_gradient.at(16, 256) > 0) == has_input_gradient
+        assert (curves.attention.at(16, 256) > 0) == (kind is LayerKind.TRANSFORMER)
+        assert curves.forward.at(16, 256) > 0 and curves.weight_gradient.at(16, 256) > 0
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["layers"]) == len(profile.curves)
+    assert set(report["layers"][0]["held_out_error"]) == {"forward", "input_gradient", "weight_gradient", "attention"}
+
+
+def test_points_pass_through_what_was_measured(model: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
+    monkeypatch.setattr("tools.profile_layers.SECONDS_PER_SIZE", 0.0)
+    output = tmp_path / "costs.json"
+    flags = ["--model", model, "--unit", "llm", "--output", str(output), "--sizes", "8,16,32", "--repetitions", "1"]
+    assert main([*flags, "--fit", "interpolate"]) == 0
+    assert "mean (worst) error at held-out sizes" in capsys.readouterr().out
+    curve = LayerProfile.from_file(output).curves["llm", LayerKind.TRANSFORMER, 1, 1].forward
+    points = json.loads(output.read_text())["units"]["llm"]["transformer"][0]["forward"]
+    assert points["tokens"] == [8, 16, 32]
+    assert [curve.at(size, size**2) for size in points["tokens"]] == pytest.approx(points["seconds"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--unit", "ear"], "ModelError: the model has no unit 'ear'"),
+        (["--sizes", "8,16"], "ConfigError: --sizes 8,16: a quadratic needs at least three sizes"),
+        (["--tp", "3"], "ConfigError: --tp 3 does not divide unit 'vision'"),
+        (["--repetitions", "0"], "ConfigError: --repetitions must be at least 1"),
+    ],
+)
+def test_wrong_flags_are_refused(model: str, tmp_path: Path, capsys: pytest.CaptureFixture, flags: list, message: str) -> None:
+    assert main(["--model", model, "--output", str(tmp_path / "costs.yaml"), *flags]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,203 @@
+"""Times a model's layers on the device at hand and writes what simulate.py and plan.py take as --layer-costs.
+
+python tools/profile_layers.py --model M.yaml --output costs.yaml [--unit U ...] [--tp 1,2] [--sizes 64,256,1024,4096]
+                               [--dtype float32|bfloat16] [--fit quadratic|interpolate] [--repetitions N] [--vocab-size N]
+
+Every kind of layer of every unit runs for real, one layer at a time: its forward, its input gradient and its weight gradient are
+timed apart. Quadratics in tokens are fitted to the sizes given and held against sizes in between that the fit has not seen. One
+device is enough for any tensor parallel size: a layer's share is timed with collectives that send nothing, and their time is
+taken from the cluster file later.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from rich.console import Console
+from rich.table import Table
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.runtime import platform
+from megatron.runtime.profiler import LayerTimes, build_layer, time_layer
+from multimodal.cost.fit_quadratic import FitError, fit_error, fit_quadratic
+from multimodal.cost.interpolated import Interpolated
+from multimodal.cost.layer_curves import Curve, LayerCurves
+from multimodal.cost.layer_profile import LayerProfile, ProfileKey
+from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.values.errors import BraidError, ConfigError
+from multimodal.values.model_graph import LayerKind, ModelGraph, Unit
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+SECONDS_PER_SIZE = 0.2
+"""Small sizes are repeated until then: the shortest of many runs is the one that nothing disturbed."""
+DEFAULT_SIZES = "64,256,1024,4096"
+
+
+class Row(NamedTuple):
+    """What one layer's curves miss at sizes that they were not fitted to."""
+
+    key: ProfileKey
+    errors: dict[str, FitError]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code: 2, with one line on stderr, for wrong input."""
+    given = build_parser().parse_args(argv)
+    try:
+        _run(given)
+    except (BraidError, OSError) as problem:
+        print(f"profile_layers.py: {type(problem).__name__}: {problem}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all flags."""
+    parser = argparse.ArgumentParser(prog="profile_layers.py", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, metavar="M.yaml", help="units and their architecture")
+    parser.add_argument("--output", type=Path, required=True, metavar="COSTS.yaml", help="where the costs go (.yaml or .json)")
+    parser.add_argument("--unit", action="append", metavar="U", help="only this unit; may be given again (all)")
+    parser.add_argument("--tp", type=_counts, default=(1,), metavar="1,2", help="tensor parallel sizes (1)")
+    parser.add_argument("--sizes", type=_counts, default=_counts(DEFAULT_SIZES), metavar="N,N", help=f"tokens ({DEFAULT_SIZES})")
+    parser.add_argument("--dtype", choices=DTYPES, help="what layers compute in (float32 on CPU, bfloat16 on GPU)")
+    parser.add_argument("--fit", choices=("quadratic", "interpolate"), default="quadratic", help="form of the curves (quadratic)")
+    parser.add_argument(
+        "--repetitions", type=int, default=5, metavar="N", help="least number of runs per size, of which the shortest counts (5)"
+    )
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="padded vocabulary (the model file's, else 50304)")
+    parser.add_argument("--transformer-impl", choices=("local", "transformer_engine"), default="local", help="layers (local)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    return parser
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    if not all(part.isdigit() and int(part) > 0 for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"expected positive integers such as 1,2, found '{text}'")
+    return tuple(sorted({int(part) for part in text.split(",")}))
+
+
+def _run(given: argparse.Namespace) -> None:
+    graph = ModelGraph.from_file(given.model)
+    _check(given, graph)
+    platform.install()
+    is_cuda = platform.device().type == "cuda"
+    dtype = given.dtype or ("bfloat16" if is_cuda else "float32")
+    options = BuildOptions(Precision(DTYPES[dtype]), transformer_impl=given.transformer_impl)
+    curves: dict[ProfileKey, LayerCurves] = {}
+    rows: list[Row] = []
+    console = Console(stderr=True)
+    for key, tensor_parallel_size in _layers(graph, given):
+        console.print(f"timing {key[0]}, {key[1]}, tp {tensor_parallel_size}", highlight=False)
+        curves[key], errors = _profile(graph, key, options, given)
+        rows.append(Row(key, errors))
+    name = torch.cuda.get_device_name() if is_cuda else "CPU"
+    LayerProfile(name, dtype, curves).to_file(given.output)
+    _report(rows, given)
+
+
+def _check(given: argparse.Namespace, graph: ModelGraph) -> None:
+    for name in given.unit or ():
+        graph.unit(name)
+    if len(given.sizes) < 3:
+        raise ConfigError(f"--sizes {','.join(map(str, given.sizes))}: a quadratic needs at least three sizes")
+    if given.repetitions < 1:
+        raise ConfigError(f"--repetitions must be at least 1, found {given.repetitions}")
+    for unit in _units(graph, given):
+        shape = unit.transformer
+        for size in given.tp:
+            if shape.num_attention_heads % size or shape.query_groups % size or shape.ffn_hidden_size % size:
+                raise ConfigError(
+                    f"--tp {size} does not divide unit '{unit.name}' ({shape.num_attention_heads} heads, {shape.query_groups} "
+                    f"query groups, FFN {shape.ffn_hidden_size}); leave it out, or choose other units with --unit"
+                )
+
+
+def _units(graph: ModelGraph, given: argparse.Namespace) -> list[Unit]:
+    return [unit for unit in graph.units if given.unit is None or unit.name in given.unit]
+
+
+def _layers(graph: ModelGraph, given: argparse.Namespace) -> Iterator[tuple[ProfileKey, int]]:
+    """What can be built: of units without an image (audio, or a generator that only plans know) the transformer layers."""
+    for unit in _units(graph, given):
+        for kind in dict.fromkeys(unit.layers):
+            if unit is graph.backbone or unit.image is not None or kind is LayerKind.TRANSFORMER:
+                for size in given.tp:
+                    yield (unit.name, kind, size, 1), size
+
+
+def _profile(
+    graph: ModelGraph, key: ProfileKey, options: BuildOptions, given: argparse.Namespace
+) -> tuple[LayerCurves, dict[str, FitError]]:
+    """Curves of one layer, and their errors at held-out sizes."""
+    unit, kind, size, _ = key
+    vocab_size = given.vocab_size or graph.backbone.vocab_size or 50304
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)  # type: ignore[no-untyped-call]
+    try:
+        stage = build_layer(graph, unit, kind, groups=_groups(), options=options, vocab_size=-(-vocab_size // size) * size)
+        between = tuple(round(math.sqrt(low * high)) for low, high in pairwise(given.sizes))
+        sizes = (*given.sizes, *between)
+        times = time_layer(stage, sizes=sizes, num_repetitions=given.repetitions, min_seconds=SECONDS_PER_SIZE * len(sizes))
+    finally:
+        dist.destroy_process_group()
+    curves: dict[str, Curve] = {}
+    errors: dict[str, FitError] = {}
+    for name in LayerTimes._fields:
+        is_linear = kind is not LayerKind.TRANSFORMER or name == "weight_gradient"
+        seconds = {size: getattr(one, name) for size, one in times.items()}
+        curves[name] = _fit([seconds[size] for size in given.sizes], given, is_linear=is_linear)
+        errors[name] = fit_error(curves[name], between, [seconds[size] for size in between])
+    return LayerCurves(**curves), errors
+
+
+def _groups() -> ProcessGroupCollection:
+    everyone, alone = dist.group.WORLD, dist.new_group([0])
+    return ProcessGroupCollection(
+        **dict.fromkeys(("tp", "tp_cp", "mp"), everyone), **dict.fromkeys(("cp", "pp", "ep", "expt_tp", "tp_ep"), alone)
+    )
+
+
+def _fit(seconds: list[float], given: argparse.Namespace, *, is_linear: bool) -> Curve:
+    if given.fit == "interpolate":
+        return Interpolated(tuple(map(float, given.sizes)), tuple(seconds))
+    return fit_quadratic(given.sizes, seconds, is_linear=is_linear)
+
+
+def _report(rows: Sequence[Row], given: argparse.Namespace) -> None:
+    if given.json:
+        layers = [
+            {
+                "unit": row.key[0],
+                "layer": str(row.key[1]),
+                "tensor_parallel_size": row.key[2],
+                "held_out_error": {name: {"mean": error.mean, "worst": error.worst} for name, error in row.errors.items()},
+            }
+            for row in rows
+        ]
+        print(json.dumps({"output": str(given.output), "layers": layers}))
+        return
+    names = LayerTimes._fields[:3]
+    table = Table("unit", "layer", "tp", *names, title="mean (worst) error at held-out sizes", box=None)
+    for row in rows:
+        errors = (f"{row.errors[name].mean:.1%} ({row.errors[name].worst:.1%})" for name in names)
+        table.add_row(row.key[0], str(row.key[1]), str(row.key[2]), *errors)
+    console = Console(width=120, highlight=False)
+    console.print(table)
+    console.print(f"written to {given.output}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
