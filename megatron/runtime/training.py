@@ -1,5 +1,6 @@
 """The training loop: load -> assign -> schedule -> execute -> update -> report, with evaluation and checkpoints."""
 
+import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from megatron.runtime.checkpoint import find_newest_checkpoint
 from megatron.runtime.configuration import RunConfig
 from megatron.runtime.data_sets import DIGITS
 from megatron.runtime.emulation_table import EmulationTable
+from megatron.runtime.prediction import build_predictor
 from megatron.runtime.reporting import ConsoleReporter, Reporter, SilentReporter
 from megatron.runtime.resumption import save
 from megatron.runtime.run import Run
@@ -161,7 +163,9 @@ def _balance_options(run: Run) -> BalanceOptions:
         micro_batch_size=training.micro_batch_size,
         encoder_micro_batch_sizes=training.encoder_micro_batch_sizes,
         granularity=Granularity(training.balance_granularity),
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "8")),
         vocab_size=run.vocab_size,
+        predictor=build_predictor(run.config, run.graph, run.plan, vocab_size=run.vocab_size),
     )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.balance_options import BalanceOptions, Predictor
 from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.disttrain import balance_disttrain, follow_llm, reorder_llm
 from multimodal.balance.entrain import balance_entrain
@@ -20,7 +20,7 @@ def balance_auto(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: P
 
     Candidates: none; every unit by itself (OrchMLLM); DistTrain's two reorderings; Entrain's deferral; and the LLM's balanced
     microbatches reordered as DistTrain does, with encoders balanced by themselves or beside them. The prediction is
-    `options.predict_seconds`, or without it the work of the busiest replica. Ties go to the first, so the result is never
+    that of `options.predictor`, or without it the work of the busiest replica. Ties go to the first, so the result is never
     predicted to be worse than none. All of it is deterministic, so that ranks agree: what is bounded is the number of
     candidates and the size of what is simulated, not the time that they take.
 
@@ -38,8 +38,21 @@ def balance_auto(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: P
         place_every_unit(reordered, work, plan=plan),
         follow_llm(reordered, work, plan=plan),
     ]
-    predict = options.predict_seconds or (lambda assignment, _: busiest_replica_seconds(assignment, work, plan=plan))
-    return min(candidates, key=lambda assignment: predict(assignment, lengths))
+    if options.predictor is None:
+        return min(candidates, key=lambda assignment: busiest_replica_seconds(assignment, work, plan=plan))
+    return _shortest(candidates, lengths, options.predictor)
+
+
+def _shortest(candidates: Sequence[Assignment], lengths: Sequence[SampleLengths], predictor: Predictor) -> Assignment:
+    """Return the first of the candidates that take shortest, without predicting those that cannot win."""
+    bounds = [predictor.seconds_at_least(candidate, lengths) for candidate in candidates]
+    best_seconds, best = float("inf"), -1
+    for index in sorted(range(len(candidates)), key=bounds.__getitem__):
+        if bounds[index] > best_seconds:
+            break
+        seconds = predictor.seconds(candidates[index], lengths)
+        best_seconds, best = min((best_seconds, best), (seconds, index))
+    return candidates[best]
 
 
 def busiest_replica_seconds(assignment: Assignment, work: BatchWork, *, plan: Plan) -> float:

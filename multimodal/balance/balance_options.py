@@ -1,17 +1,25 @@
 """What a balancer is told beside the lengths."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import ceil
 from types import MappingProxyType
+from typing import Protocol
 
 from multimodal.balance.unit_cost import UnitCost
 from multimodal.values.assignment import Assignment
 from multimodal.values.sample_lengths import SampleLengths
 
-PredictSeconds = Callable[[Assignment, Sequence[SampleLengths]], float]
-"""Seconds that a step of these samples would take under an assignment."""
+
+class Predictor(Protocol):
+    """Predicts steps, deterministically."""
+
+    def seconds(self, assignment: Assignment, lengths: Sequence[SampleLengths]) -> float:
+        """Seconds that a step of these samples would take under an assignment."""
+
+    def seconds_at_least(self, assignment: Assignment, lengths: Sequence[SampleLengths]) -> float:
+        """Quickly: a number that `seconds` is not below."""
 
 
 class Granularity(StrEnum):
@@ -39,7 +47,7 @@ class BalanceOptions:
     ranks_per_node: int = 8
     vocab_size: int = 32768
     """Of the LLM's head, whose work counts."""
-    predict_seconds: PredictSeconds | None = None
+    predictor: Predictor | None = None
     """What `auto` compares; without it, the largest work of a replica."""
 
     def count_microbatches(self, num_samples: int, *, num_replicas: int) -> int:
