@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.runtime.assembly import RankRuntime, assemble
+from megatron.runtime.sample_exchange import SampleExchange
 from megatron.runtime.step import Step
 from megatron.runtime.step_planner import ScheduleCache, plan_step
 from multimodal.data.packing import pack_encoder_microbatch
+from multimodal.data.sample_source import SampleSource
 from multimodal.model.parameter_sharding import ParameterSharding, full_shape, sharding_of, take_shard
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.transformer_config import BuildOptions, Precision
@@ -42,6 +44,8 @@ class GradientCase:
     sequence_parallel: bool = False
     recompute: str | None = None
     passes: tuple[Pass, ...] = ()
+    exchanges_samples: bool = False
+    """Whether ranks decode shares of the batch and exchange them, or load what they were assigned."""
 
     def __repr__(self) -> str:
         shapes = [(shape.items, shape.num_text_tokens, shape.num_target_tokens) for shape in self.source.shapes]
@@ -103,13 +107,22 @@ def build_runtime(case: GradientCase) -> RankRuntime:
 
 def plan_case(case: GradientCase, assignment: Assignment | None = None) -> Step:
     """The step of a case on this rank; of another assignment of the same samples, if given."""
+    assignment = assignment or case.assignment
+    source: SampleSource = case.source
+    source_index = {index: index for index in range(len(case.source))}
+    lengths = [case.source.lengths(index) for index in source_index]
+    if case.exchanges_samples:
+        exchange = SampleExchange(rank=dist.get_rank(), world_size=case.plan.num_ranks, timeout=TIMEOUT)
+        share = exchange.decode(source, source_index=source_index)
+        assert share.lengths == lengths
+        source = exchange.exchange(share, assignment=assignment, graph=case.graph, plan=case.plan)
     return plan_step(
-        case.source,
-        lengths=[case.source.lengths(index) for index in range(len(case.source))],
-        assignment=assignment or case.assignment,
+        source,
+        lengths=lengths,
+        assignment=assignment,
         schedules=ScheduleCache(case.graph, case.plan, BUILDERS[case.builder], case.passes),
         rank=dist.get_rank(),
-        source_index={index: index for index in range(len(case.source))},
+        source_index=source_index,
     )
 
 
