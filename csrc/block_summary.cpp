@@ -72,7 +72,8 @@ class Sample {
     const Intervals& of_item(std::int32_t item, std::int64_t bit) {
         if (items_.empty()) {
             for (std::int64_t run = first_run_; run < last_run_; ++run) {
-                if (runs_.bits[run] >= 0) append(items_[{runs_.item_ids[run], key_bits(run)}], runs_.starts[run], runs_.starts[run + 1]);
+                if (runs_.bits[run] < 0) continue;
+                append(items_[{runs_.item_ids[run], key_bits(run)}], runs_.starts[run], runs_.starts[run + 1]);
             }
         }
         return items_[{item, bit}];
@@ -94,7 +95,8 @@ class Row {
     }
 
     // Appends the strips of key blocks that any of `num_queries` sees, and forgets the row; returns their number of blocks.
-    std::int64_t finish(std::int64_t num_queries, std::int64_t key_block_size, std::int64_t num_tokens, std::vector<Strip>& strips) {
+    std::int64_t finish(std::int64_t num_queries, std::int64_t key_block_size, std::int64_t num_tokens,
+                        std::vector<Strip>& strips) {
         if (!std::is_sorted(steps_.begin(), steps_.end())) std::sort(steps_.begin(), steps_.end());
         const std::size_t first_strip = strips.size();
         std::int64_t open_block = -1, open_full_tokens = 0, num_seeing = 0;
@@ -125,7 +127,9 @@ class Row {
         close();
         steps_.clear();
         std::int64_t num_blocks = 0;
-        for (std::size_t strip = first_strip; strip < strips.size(); ++strip) num_blocks += strips[strip].last - strips[strip].first + 1;
+        for (std::size_t strip = first_strip; strip < strips.size(); ++strip) {
+            num_blocks += strips[strip].last - strips[strip].first + 1;
+        }
         return num_blocks;
     }
 
@@ -142,7 +146,8 @@ class Row {
 };
 
 // Adds what tokens begin .. end - 1 of a run see; returns the number of visible pairs.
-std::int64_t see_from_run(const MaskRuns& runs, std::int64_t run, std::int64_t begin, std::int64_t end, Sample& sample, Row& row) {
+std::int64_t see_from_run(const MaskRuns& runs, std::int64_t run, std::int64_t begin, std::int64_t end, Sample& sample,
+                          Row& row) {
     const std::int64_t num_queries = end - begin;
     std::int64_t num_keys = 0;
     const auto see = [&](std::int64_t from, std::int64_t to) {

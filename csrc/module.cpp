@@ -9,9 +9,11 @@
 #include <tuple>
 
 #include "block_summary.h"
+#include "distribute_longest_first.h"
 #include "entrain_assignment.h"
 #include "longest_first_partition.h"
 #include "post_balance.h"
+#include "rearrange_nodes.h"
 #include "reorder_microbatches.h"
 #include "simulate_events.h"
 
@@ -133,6 +135,30 @@ std::vector<std::int64_t> reorder_microbatches(const Array<double>& forward_seco
     return braid::reorder_microbatches(shape, num_swaps);
 }
 
+py::array_t<std::int64_t> rearrange_nodes(const Array<std::int64_t>& row_starts, const Array<std::int64_t>& batches,
+                                          const Array<std::int64_t>& volumes, std::int64_t ranks_per_node,
+                                          std::int64_t num_first_swaps, std::int64_t max_chain_length,
+                                          std::int64_t max_evaluations) {
+    const auto rows = view(row_starts), columns = view(batches), held = view(volumes);
+    std::vector<std::int64_t> nodes;
+    {
+        py::gil_scoped_release release;
+        nodes = braid::rearrange_nodes(rows, columns, held, ranks_per_node, {num_first_swaps, max_chain_length, max_evaluations});
+    }
+    return to_array(nodes);
+}
+
+py::array_t<std::int32_t> distribute_longest_first(const Array<std::int64_t>& workloads, std::int64_t num_ranks,
+                                                   bool has_equal_counts, std::int64_t max_exchanges) {
+    const auto blocks = view(workloads);
+    std::vector<std::int32_t> owners;
+    {
+        py::gil_scoped_release release;
+        owners = braid::distribute_longest_first(blocks, num_ranks, has_equal_counts, max_exchanges);
+    }
+    return to_array(owners);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_kernels, module) {
@@ -158,4 +184,9 @@ PYBIND11_MODULE(_kernels, module) {
                py::arg("max_subset_sums"));
     module.def("reorder_microbatches", &reorder_microbatches, py::arg("forward_seconds"), py::arg("backward_seconds"),
                py::arg("step_codes"), py::kw_only(), py::arg("num_stages"), py::arg("num_swaps"));
+    module.def("rearrange_nodes", &rearrange_nodes, py::arg("row_starts"), py::arg("batches"), py::arg("volumes"),
+               py::kw_only(), py::arg("ranks_per_node"), py::arg("num_first_swaps"), py::arg("max_chain_length"),
+               py::arg("max_evaluations"));
+    module.def("distribute_longest_first", &distribute_longest_first, py::arg("workloads"), py::kw_only(), py::arg("num_ranks"),
+               py::arg("has_equal_counts"), py::arg("max_exchanges"));
 }

@@ -62,3 +62,16 @@ def reorder_microbatches(
     num_stages: int,
     num_swaps: int,
 ) -> list[int]: ...
+def rearrange_nodes(
+    row_starts: NDArray[np.int64],
+    batches: NDArray[np.int64],
+    volumes: NDArray[np.int64],
+    *,
+    ranks_per_node: int,
+    num_first_swaps: int,
+    max_chain_length: int,
+    max_evaluations: int,
+) -> NDArray[np.int64]: ...
+def distribute_longest_first(
+    workloads: NDArray[np.int64], *, num_ranks: int, has_equal_counts: bool, max_exchanges: int
+) -> NDArray[np.int32]: ...
