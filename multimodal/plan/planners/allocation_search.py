@@ -1,0 +1,216 @@
+"""DistTrain, Alg. 1: the best whole number of GPUs for each unit, exactly, over every tp and dp."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from multimodal.plan.planners.allocation import solve_allocation
+from multimodal.plan.planners.unit_options import Bools, Floats, Integers, UnitOptions, pareto_rows
+from multimodal.values.errors import PlanError
+
+_LARGEST_PRODUCT = 300_000
+"""Pairs of choices that are cheaper to look at than to thin out."""
+
+
+@dataclass(frozen=True)
+class AllocationProblem:
+    """What Alg. 1 decides on."""
+
+    llm: UnitOptions
+    others: Mapping[str, UnitOptions]
+    """Encoders and generators."""
+    upstream: frozenset[str]
+    """The encoders among them, which keep activations for as many microbatches as the LLM has in flight."""
+    num_gpus: int
+    num_microbatches: int
+    """Of one step, over all replicas of the LLM."""
+    virtual_stages: int = 1
+    """Of the LLM; they divide its warm-up (DistTrain 4.3)."""
+
+
+@dataclass(frozen=True)
+class AllocationChoice:
+    """A solution: a row of every unit's options."""
+
+    seconds: float
+    llm_row: int
+    other_rows: Mapping[str, int]
+    num_solved: int = 0
+    """Parallelisms of the LLM whose roundings were looked at; the others' relaxed optimum was no better."""
+
+
+@dataclass(frozen=True)
+class _Front:
+    """Choices for units other than the LLM; seconds per microbatch of the LLM, over the dp of the LLM."""
+
+    gpus: Integers
+    stage_seconds: Floats
+    chain_seconds: Floats
+    in_flight: Floats
+    """Microbatches that encoders' memory lets units downstream keep in flight; infinite for generators."""
+    behind: Floats
+    """Microbatches that generators keep in flight, over all their replicas, while the LLM keeps its own."""
+    rows: Integers
+    """[num_choices, num_units] rows of the units' options."""
+
+    @cached_property
+    def least_gpus(self) -> float:
+        """Of any choice."""
+        return float(self.gpus.min())
+
+    @cached_property
+    def least_work(self) -> float:
+        """GPU-seconds of the choice that wastes least."""
+        return float((self.gpus * self.stage_seconds).min())
+
+    @cached_property
+    def least_chain(self) -> float:
+        """Of any choice."""
+        return float(self.chain_seconds.min())
+
+    def take(self, rows: Integers | Bools) -> "_Front":
+        """Keep some choices."""
+        return _Front(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+
+
+def objective_seconds(
+    problem: AllocationProblem, *, llm: tuple[float, float, float], stage_seconds: Floats | float, chain_seconds: Floats | float
+) -> Floats:
+    """T_warmup + T_steady (DistTrain, Eq. 1 and 2); llm: its dp, slowest stage's and all stages' seconds per microbatch.
+
+    stage_seconds, chain_seconds: of the other units, already divided by their dp, since a unit with fewer replicas than the LLM
+    processes the microbatches of several of them at once.
+    """
+    data, slowest, chain = llm
+    count = problem.num_microbatches / data
+    return np.asarray(
+        chain / problem.virtual_stages + data * chain_seconds + (count - 1) * np.maximum(slowest, data * stage_seconds)
+    )
+
+
+def search_allocation(problem: AllocationProblem) -> AllocationChoice:
+    """Return the best choice of (tp, dp, pp) for all units; its objective equals that of exhaustive search.
+
+    For every (tp, dp) of the LLM, the relaxed problem (any fraction of a GPU, the best tp and the shortest warm-up of every other
+    unit) is solved in closed form (`solve_allocation`) and bounds the objective from below. Parallelisms are rounded in the order
+    of that bound until it reaches the best objective found. Rounding is exact: every pp of the LLM, again in the order of its
+    bound, against every choice for the other units that no other choice beats in GPUs, seconds and memory.
+    Raises PlanError when nothing fits. O(parallelisms + looked at x choices).
+    """
+    if not len(problem.llm) or any(not len(options) for options in problem.others.values()):
+        raise PlanError("a unit fits in no parallelism")
+    fronts = [_front_of(options, is_encoder=name in problem.upstream) for name, options in problem.others.items()]
+    best: AllocationChoice | None = None
+    num_solved = 0
+    for bound, rows in _parallelism_bounds(problem, fronts):
+        if best is not None and bound >= best.seconds:
+            break
+        num_solved += 1
+        for row_bound, row in sorted((_row_bound(problem, fronts, row), row) for row in rows.tolist()):
+            if best is not None and row_bound >= best.seconds:
+                break
+            best = _round(problem, fronts, row, best)
+    if best is None:
+        raise PlanError("the units do not fit together")
+    return replace(best, num_solved=num_solved)
+
+
+def _front_of(options: UnitOptions, *, is_encoder: bool) -> _Front:
+    limit = options.in_flight_downstream if is_encoder else np.full(len(options), np.inf)
+    behind = np.zeros(len(options)) if is_encoder else (options.data * options.pipeline).astype(np.float64)
+    front = _Front(
+        options.gpus,
+        options.stage_seconds / options.data,
+        options.chain_seconds / options.data,
+        limit,
+        behind,
+        np.arange(len(options))[:, None],
+    )
+    return front.take(_unbeaten(front))
+
+
+def _unbeaten(front: _Front) -> Integers:
+    return pareto_rows(front.gpus, front.stage_seconds, front.chain_seconds, -front.in_flight, front.behind)
+
+
+def _parallelism_bounds(problem: AllocationProblem, fronts: Sequence[_Front]) -> list[tuple[float, Integers]]:
+    """Per (tp, dp) of the LLM a lower bound of the objective, and the LLM's rows; in ascending order."""
+    llm = problem.llm
+    bounds = []
+    for key in np.unique(llm.tensor * (1 << 32) + llm.data).tolist():
+        rows = np.flatnonzero(llm.tensor * (1 << 32) + llm.data == key)
+        # Even perfectly even stages take the LLM as many GPU-seconds as its most even pp.
+        own = float((llm.gpus[rows] * llm.stage_seconds[rows]).min())
+        chain = float(llm.chain_seconds[rows].min())
+        bound = _relaxed_seconds(problem, fronts, float(llm.data[rows[0]]), chain, own, float(llm.gpus[rows].min()), 0.0)
+        bounds.append((bound, rows))
+    return sorted((entry for entry in bounds if np.isfinite(entry[0])), key=lambda entry: entry[0])
+
+
+def _row_bound(problem: AllocationProblem, fronts: Sequence[_Front], row: int) -> float:
+    llm = problem.llm
+    gpus, slowest = float(llm.gpus[row]), float(llm.stage_seconds[row])
+    return _relaxed_seconds(
+        problem, fronts, float(llm.data[row]), float(llm.chain_seconds[row]), gpus * slowest, gpus, slowest
+    )
+
+
+def _relaxed_seconds(
+    problem: AllocationProblem, fronts: Sequence[_Front], data: float, chain: float, own_work: float, own_gpus: float, slowest: float
+) -> float:
+    """Bound the objective for an LLM of `own_work` GPU-seconds per microbatch that has at least `own_gpus`.
+
+    slowest: where the LLM's GPUs are decided, its slowest stage; others then share what it leaves.
+    """
+    works = [data * front.least_work for front in fronts]
+    least = [front.least_gpus for front in fronts]
+    num_left = problem.num_gpus - (own_gpus if slowest else 0)
+    if sum(least) + (0 if slowest else own_gpus) > num_left:
+        return float("inf")
+    if slowest:
+        bottleneck = max(slowest, solve_allocation(works, num_gpus=num_left, minimums=least).bottleneck)
+    else:
+        bottleneck = solve_allocation([own_work, *works], num_gpus=num_left, minimums=[own_gpus, *least]).bottleneck
+    warmup = sum(front.least_chain for front in fronts)
+    return float(objective_seconds(problem, llm=(data, bottleneck, chain), stage_seconds=0.0, chain_seconds=warmup))
+
+
+def _round(problem: AllocationProblem, fronts: Sequence[_Front], row: int, best: AllocationChoice | None) -> AllocationChoice | None:
+    """Return the better of `best` and the best choice for the other units beside one row of the LLM."""
+    llm = problem.llm
+    num_left = problem.num_gpus - int(llm.gpus[row])
+    merged = _Front(np.zeros(1, dtype=np.int64), np.zeros(1), np.zeros(1), np.full(1, np.inf), np.zeros(1), np.zeros((1, 0), dtype=np.int64))
+    for front in fronts:
+        if len(merged.gpus) * len(front.gpus) > _LARGEST_PRODUCT:
+            merged = merged.take(_unbeaten(merged))
+        merged = _merge(merged, front, num_gpus=num_left)
+    in_flight = float(llm.data[row] * llm.pipeline[row])
+    merged = merged.take((merged.behind <= llm.in_flight_downstream[row]) & (merged.in_flight >= in_flight + merged.behind))
+    if not len(merged.gpus):
+        return best
+    seconds = objective_seconds(
+        problem,
+        llm=(float(llm.data[row]), float(llm.stage_seconds[row]), float(llm.chain_seconds[row])),
+        stage_seconds=merged.stage_seconds,
+        chain_seconds=merged.chain_seconds,
+    )
+    index = int(np.lexsort((merged.gpus, seconds))[0])
+    if best is not None and seconds[index] >= best.seconds:
+        return best
+    rows = dict(zip(problem.others, merged.rows[index].tolist(), strict=True))
+    return AllocationChoice(float(seconds[index]), row, rows)
+
+
+def _merge(front: _Front, other: _Front, *, num_gpus: int) -> _Front:
+    """Return all pairs of choices that leave the LLM its GPUs."""
+    left, right = np.nonzero(front.gpus[:, None] + other.gpus[None, :] <= num_gpus)
+    return _Front(
+        front.gpus[left] + other.gpus[right],
+        np.maximum(front.stage_seconds[left], other.stage_seconds[right]),
+        front.chain_seconds[left] + other.chain_seconds[right],
+        np.minimum(front.in_flight[left], other.in_flight[right]),
+        np.maximum(front.behind[left], other.behind[right]),
+        np.concatenate([front.rows[left], other.rows[right]], axis=1),
+    )

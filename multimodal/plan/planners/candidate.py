@@ -1,0 +1,113 @@
+"""One point of a planner's search: unit layouts, how they share ranks, and a microbatch size."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from multimodal.plan.planners.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.unit_layout import Groups, UnitLayout, lay_out_units
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan before its ranks are dealt."""
+
+    layouts: Mapping[str, UnitLayout]
+    micro_batch_size: int = 1
+    groups: Groups = ()
+    """Units that share ranks; a unit in no group has ranks of its own."""
+
+    @property
+    def all_groups(self) -> Groups:
+        """Every unit in exactly one group."""
+        grouped = {unit for group in self.groups for unit in group}
+        return (*self.groups, *((unit,) for unit in self.layouts if unit not in grouped))
+
+    @property
+    def num_gpus(self) -> int:
+        """Ranks in all."""
+        return sum(max(self.layouts[unit].num_ranks for unit in group) for group in self.all_groups)
+
+    @property
+    def schedule(self) -> str:
+        """The plainest builder that fits the layouts."""
+        return "interleaved-1f1b" if any(layout.virtual_stages > 1 for layout in self.layouts.values()) else "1f1b"
+
+    def build_plan(self, graph: ModelGraph) -> Plan:
+        """Deal ranks; raises PlanError."""
+        return lay_out_units(graph, self.layouts, groups=self.all_groups)
+
+    def to_run(
+        self,
+        request: PlanningRequest,
+        *,
+        planner: str,
+        seconds: float,
+        started: float,
+        balance: str = "none",
+        schedule: str | None = None,
+    ) -> PlannedRun:
+        """Return the planner's answer; started: `time.perf_counter()` when the planner began."""
+        return PlannedRun(
+            planner,
+            self.build_plan(request.graph),
+            schedule=schedule or self.schedule,
+            balance=balance,
+            micro_batch_size=self.micro_batch_size,
+            objective_seconds=seconds,
+            planning_seconds=time.perf_counter() - started,
+        )
+
+
+def num_unit_microbatches(request: PlanningRequest, candidate: Candidate, unit: str) -> int:
+    """Microbatches of the unit's busiest replica; every unit has one per LLM microbatch, dealt to its own replicas."""
+    count = request.num_microbatches(candidate.micro_batch_size)
+    return -(-count // candidate.layouts[unit].data_parallel_size)
+
+
+def samples_in_flight(request: PlanningRequest, candidate: Candidate, unit: str, stage_index: int) -> float:
+    """Samples whose activations a stage keeps under 1F1B, or interleaved 1F1B where it has several layer ranges.
+
+    Stage s of P keeps P - s microbatches, and what keeps the units downstream full: an encoder as many of its microbatches as
+    the LLM has in flight, a generator's upstream as many as the generator. See `forward_limits` in schedule/builders.
+    """
+    graph, layouts, size = request.graph, candidate.layouts, candidate.micro_batch_size
+    layout = layouts[unit]
+    depth = layout.pipeline_parallel_size
+    chunks = layout.virtual_stages
+    own = depth - stage_index if chunks == 1 else (2 * (depth - stage_index - 1) + (chunks - 1) * depth + 1) / chunks
+    behind = _in_flight_downstream(graph, layouts, unit) / layout.data_parallel_size
+    return size * min(own + behind, num_unit_microbatches(request, candidate, unit))
+
+
+def _in_flight_downstream(graph: ModelGraph, layouts: Mapping[str, UnitLayout], unit: str) -> float:
+    """Microbatches that units downstream keep in flight, over all their replicas."""
+    return max(
+        (
+            layouts[target].pipeline_parallel_size * layouts[target].data_parallel_size
+            + _in_flight_downstream(graph, layouts, target)
+            for target in graph.downstream(unit)
+        ),
+        default=0.0,
+    )
+
+
+def peak_bytes(request: PlanningRequest, memory: MemoryEstimate, candidate: Candidate) -> Mapping[str, float]:
+    """Unit -> most bytes that a rank of it needs for it."""
+    return {
+        unit: max(
+            memory.stage_bytes(unit, layout, stage, num_samples=samples_in_flight(request, candidate, unit, stage))
+            for stage in range(layout.pipeline_parallel_size)
+        )
+        for unit, layout in candidate.layouts.items()
+    }
+
+
+def fits(request: PlanningRequest, memory: MemoryEstimate, candidate: Candidate) -> bool:
+    """Whether the estimated peak is within the memory to count on."""
+    peaks = peak_bytes(request, memory, candidate)
+    return all(sum(peaks[unit] for unit in group) <= request.planned_memory_bytes for group in candidate.all_groups)

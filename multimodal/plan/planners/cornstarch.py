@@ -1,0 +1,83 @@
+"""Cornstarch: every module partitioned by itself, loosely coupled by the time of an LLM stage (Cornstarch 5.2, Alg. 1)."""
+
+import time
+from collections.abc import Iterator
+
+from multimodal.plan.planners.candidate import Candidate
+from multimodal.plan.planners.choose import choose_candidate
+from multimodal.plan.planners.layer_times import PlanningTimes
+from multimodal.plan.planners.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.partition_layers import partition_unit, range_seconds
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.shared_grid import shared_data_parallel_sizes
+from multimodal.plan.planners.unit_layout import UnitLayout
+from multimodal.values.model_graph import Unit
+
+
+def plan_cornstarch(request: PlanningRequest) -> PlannedRun:
+    """Plan with backwards as freezing makes them (Cornstarch 4.2). Raises PlanError when nothing fits."""
+    return _plan(request, planner="cornstarch", is_frozen_aware=True)
+
+
+def plan_cornstarch_unaware(request: PlanningRequest) -> PlannedRun:
+    """Plan as if every backward took twice its forward: the baseline of Cornstarch's Table 3."""
+    return _plan(request, planner="cornstarch-unaware", is_frozen_aware=False)
+
+
+def _plan(request: PlanningRequest, *, planner: str, is_frozen_aware: bool) -> PlannedRun:
+    started = time.perf_counter()
+    times, memory = PlanningTimes(request, is_frozen_aware=is_frozen_aware), MemoryEstimate(request)
+    chosen, seconds = choose_candidate(request, _candidates(request, times), times=times, memory=memory, planner=planner)
+    return chosen.to_run(request, planner=planner, seconds=seconds, started=started)
+
+
+def _candidates(request: PlanningRequest, times: PlanningTimes) -> Iterator[Candidate]:
+    """For each number of LLM stages: the LLM's partition, and the other units' that keep up with its stage time; one dp for all."""
+    graph, size = request.graph, request.default_micro_batch_size
+    backbone = graph.backbone
+    data_sizes = shared_data_parallel_sizes(request, graph.unit_names, micro_batch_size=size)
+    for tensor in request.tensor_parallel_sizes(backbone.name):
+        for num_stages in request.pipeline_parallel_sizes(backbone.name):
+            if tensor * num_stages > request.num_gpus:
+                break
+            llm, target_seconds = partition_module(times, backbone, tensor=tensor, num_stages=num_stages)
+            others = {
+                unit.name: match_stage_seconds(request, times, unit, target_seconds=target_seconds)
+                for unit in graph.units
+                if unit is not backbone
+            }
+            for data in data_sizes:
+                layouts = {
+                    name: UnitLayout(each.tensor_parallel_size, data, each.stages)
+                    for name, each in {**others, backbone.name: llm}.items()
+                }
+                yield Candidate({name: layouts[name] for name in graph.unit_names}, size)
+
+
+def partition_module(times: PlanningTimes, unit: Unit, *, tensor: int, num_stages: int) -> tuple[UnitLayout, float]:
+    """Partition one unit by the time of one forward and one backward; return it and its slowest stage's seconds."""
+    total = times.of_unit(
+        unit.name, tensor_parallel_size=tensor, num_samples=times.request.default_micro_batch_size
+    ).total
+    ranges = partition_unit(unit, total, num_stages=num_stages)
+    return UnitLayout(tensor, 1, tuple((each,) for each in ranges)), max(range_seconds(total, ranges))
+
+
+def match_stage_seconds(request: PlanningRequest, times: PlanningTimes, unit: Unit, *, target_seconds: float) -> UnitLayout:
+    """Return the unit's parallelism with fewest GPUs whose slowest stage takes at most `target_seconds`; else the fastest one."""
+    best: tuple[bool, float, float] | None = None
+    chosen: UnitLayout | None = None
+    for tensor in request.tensor_parallel_sizes(unit.name):
+        for num_stages in request.pipeline_parallel_sizes(unit.name):
+            if tensor * num_stages > request.num_gpus:
+                break
+            layout, seconds = partition_module(times, unit, tensor=tensor, num_stages=num_stages)
+            is_late = seconds > target_seconds * (1 + 1e-9)
+            rank = (is_late, seconds if is_late else layout.num_ranks, seconds)
+            if best is None or rank < best:
+                best, chosen = rank, layout
+            if not is_late:
+                break
+    assert chosen is not None, "every unit has at least tp 1 and pp 1"
+    return chosen

@@ -1,0 +1,79 @@
+"""DistTrain: every unit on ranks of its own, sized by the adaptive resource allocation of its Algorithm 1."""
+
+import time
+
+from multimodal.plan.planners.allocation_search import AllocationProblem, search_allocation
+from multimodal.plan.planners.candidate import Candidate
+from multimodal.plan.planners.infeasible import infeasible
+from multimodal.plan.planners.layer_times import PlanningTimes
+from multimodal.plan.planners.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.unit_layout import UnitLayout, deal_ranges
+from multimodal.plan.planners.unit_options import UnitOptions, list_options
+from multimodal.values.errors import PlanError
+from multimodal.values.model_graph import Unit
+from multimodal.values.plan import split_layers
+
+BALANCE = "disttrain"
+"""DistTrain reorders samples over replicas, and microbatches in a pipeline."""
+
+
+def plan_disttrain(request: PlanningRequest) -> PlannedRun:
+    """Plan as DistTrain does; generators included. Raises PlanError when nothing fits.
+
+    The number of virtual stages of the LLM is the person's (`fixed_sizes`), as there, and 1 by default.
+    """
+    started = time.perf_counter()
+    problem = build_problem(request)
+    try:
+        choice = search_allocation(problem)
+    except PlanError:
+        raise infeasible(request, planner="disttrain") from None
+    backbone = request.graph.backbone
+    layouts = {
+        name: _layout(request.graph.unit(name), options, choice.other_rows[name]) for name, options in problem.others.items()
+    }
+    layouts[backbone.name] = _layout(backbone, problem.llm, choice.llm_row, virtual_stages=problem.virtual_stages)
+    candidate = Candidate(
+        {name: layouts[name] for name in request.graph.unit_names}, micro_batch_size=request.default_micro_batch_size
+    )
+    return candidate.to_run(request, planner="disttrain", seconds=choice.seconds, started=started, balance=BALANCE)
+
+
+def build_problem(request: PlanningRequest) -> AllocationProblem:
+    """List every unit's parallelisms for Alg. 1."""
+    times, memory = PlanningTimes(request), MemoryEstimate(request)
+    backbone = request.graph.backbone.name
+    virtual_stages = request.fixed(backbone).virtual_stages or 1
+    options = {
+        name: list_options(
+            request,
+            times,
+            memory,
+            unit=name,
+            micro_batch_size=request.default_micro_batch_size,
+            max_gpus=request.num_gpus - len(request.graph.units) + 1,
+        )
+        for name in request.graph.unit_names
+    }
+    llm = options.pop(backbone)
+    return AllocationProblem(
+        llm=llm.take(_can_interleave(request, llm, virtual_stages)),
+        others=options,
+        upstream=frozenset(unit.name for unit in request.graph.encoders),
+        num_gpus=request.num_gpus,
+        num_microbatches=request.num_microbatches(request.default_micro_batch_size),
+        virtual_stages=virtual_stages,
+    )
+
+
+def _can_interleave(request: PlanningRequest, llm: UnitOptions, virtual_stages: int):  # type: ignore[no-untyped-def]
+    most = request.graph.backbone.transformer.num_layers
+    return (llm.pipeline * virtual_stages <= most) & ((llm.pipeline > 1) | (virtual_stages == 1))
+
+
+def _layout(unit: Unit, options: UnitOptions, row: int, *, virtual_stages: int = 1) -> UnitLayout:
+    num_stages = int(options.pipeline[row])
+    ranges = split_layers(unit.layers, num_stages=num_stages * virtual_stages)
+    return UnitLayout(int(options.tensor[row]), int(options.data[row]), deal_ranges(ranges, num_stages=num_stages))

@@ -1,0 +1,56 @@
+"""Encoders-colocated: all encoders fused into the same stages, one after another, in front of the LLM's (Cornstarch, section 2)."""
+
+import time
+from collections.abc import Iterator
+
+from multimodal.plan.planners.candidate import Candidate
+from multimodal.plan.planners.choose import choose_candidate
+from multimodal.plan.planners.layer_times import PlanningTimes
+from multimodal.plan.planners.megatron import even_layout
+from multimodal.plan.planners.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.shared_grid import shared_data_parallel_sizes, shared_tensor_parallel_sizes
+
+MOST_EXTRA_STAGES = 8
+
+
+def plan_encoders_colocated(request: PlanningRequest) -> PlannedRun:
+    """Plan one pipeline whose first stages hold a part of every encoder, and whose others hold the LLM, then generators.
+
+    All units have the same dp, the encoders the same tp and pp. Raises PlanError when nothing fits.
+    """
+    started = time.perf_counter()
+    times, memory = PlanningTimes(request), MemoryEstimate(request)
+    chosen, seconds = choose_candidate(request, _candidates(request), times=times, memory=memory, planner="encoders-colocated")
+    schedule = "encoders-colocated" if request.graph.encoders else "1f1b"
+    return chosen.to_run(request, planner="encoders-colocated", seconds=seconds, started=started, schedule=schedule)
+
+
+def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
+    graph, size = request.graph, request.default_micro_batch_size
+    encoders = tuple(unit.name for unit in graph.encoders)
+    rest = [unit for unit in graph.units if unit.name not in encoders]
+    for encoder_stages in _encoder_stages(request, encoders):
+        for encoder_tensor in shared_tensor_parallel_sizes(request, encoders) if encoders else (1,):
+            for tensor in shared_tensor_parallel_sizes(request, [unit.name for unit in rest]):
+                for data in shared_data_parallel_sizes(request, graph.unit_names, micro_batch_size=size):
+                    taken = data * encoder_tensor * encoder_stages * bool(encoders)
+                    for pipeline in request.pipeline_parallel_sizes(graph.backbone.name):
+                        num_stages = pipeline + len(rest) - 1
+                        if taken + data * tensor * num_stages > request.num_gpus:
+                            continue
+                        layouts = {
+                            unit.name: even_layout(unit, encoder_tensor, data, encoder_stages)
+                            if unit.name in encoders
+                            else even_layout(unit, tensor, data, pipeline if unit.name == graph.backbone.name else 1)
+                            for unit in graph.units
+                        }
+                        yield Candidate(layouts, size, (encoders,) if encoders else ())
+
+
+def _encoder_stages(request: PlanningRequest, encoders: tuple[str, ...]) -> list[int]:
+    if not encoders:
+        return [1]
+    allowed = set.intersection(*(set(request.pipeline_parallel_sizes(unit)) for unit in encoders))
+    return sorted(stages for stages in allowed if stages <= MOST_EXTRA_STAGES) or sorted(allowed)[:1]

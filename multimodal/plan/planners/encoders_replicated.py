@@ -1,0 +1,46 @@
+"""Encoders-replicated: the LLM's pipeline, with a copy of every encoder in each of its stages (Cornstarch, section 2)."""
+
+import time
+from collections.abc import Iterator
+
+from multimodal.plan.planners.candidate import Candidate
+from multimodal.plan.planners.choose import choose_candidate
+from multimodal.plan.planners.layer_times import PlanningTimes
+from multimodal.plan.planners.megatron import even_layout
+from multimodal.plan.planners.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.shared_grid import shared_tensor_parallel_sizes
+from multimodal.schedule.builders import BUILDERS
+
+SCHEDULE = "encoders-replicated" if "encoders-replicated" in BUILDERS else "1f1b"
+
+
+def plan_encoders_replicated(request: PlanningRequest) -> PlannedRun:
+    """Plan the LLM alone, and give every one of its stages a replica of each encoder with the same tp.
+
+    An encoder then has dp x pp of the LLM replicas of one stage each. Generators get ranks of their own behind the LLM.
+    Raises PlanError when nothing fits.
+    """
+    started = time.perf_counter()
+    times, memory = PlanningTimes(request), MemoryEstimate(request)
+    chosen, seconds = choose_candidate(request, _candidates(request), times=times, memory=memory, planner="encoders-replicated")
+    return chosen.to_run(request, planner="encoders-replicated", seconds=seconds, started=started, schedule=SCHEDULE)
+
+
+def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
+    graph, size = request.graph, request.default_micro_batch_size
+    encoders = tuple(unit.name for unit in graph.encoders)
+    backbone = graph.backbone.name
+    for tensor in shared_tensor_parallel_sizes(request, (*encoders, backbone)):
+        for data in request.data_parallel_sizes(backbone, micro_batch_size=size):
+            for pipeline in request.pipeline_parallel_sizes(backbone):
+                if tensor * data * pipeline > request.num_gpus:
+                    break
+                layouts = {
+                    unit.name: even_layout(unit, tensor, data * pipeline, 1)
+                    if unit.name in encoders
+                    else even_layout(unit, tensor, data, pipeline if unit.name == backbone else 1)
+                    for unit in graph.units
+                }
+                yield Candidate(layouts, size, ((*encoders, backbone),) if encoders else ())

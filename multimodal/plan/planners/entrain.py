@@ -1,0 +1,122 @@
+"""Entrain: GPUs by stable proportions of real work, then intra- and inter-module balancing (Entrain, Alg. 2 and 3)."""
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multimodal.balance import BALANCERS
+from multimodal.cost.communication import message_cost
+from multimodal.plan.planners.candidate import Candidate, fits
+from multimodal.plan.planners.infeasible import infeasible
+from multimodal.plan.planners.layer_times import PlanningTimes
+from multimodal.plan.planners.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.partition_layers import partition_unit
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.profiling_batch import num_trials, replica_allocation, sample_work, stable_batch_size
+from multimodal.plan.planners.shared_grid import shared_data_parallel_sizes
+from multimodal.plan.planners.step_estimate import unit_stage_seconds
+from multimodal.plan.planners.unit_layout import UnitLayout
+from multimodal.values.model_graph import Role, Unit
+
+BALANCE = "entrain" if "entrain" in BALANCERS else "orchmllm"
+"""Entrain's hierarchical assignment; its plans count on it."""
+
+
+def plan_entrain(request: PlanningRequest) -> PlannedRun:
+    """Plan as Entrain does: one dp for all units, a replica's GPUs divided in proportion to the units' work.
+
+    For each dp, b_min samples are drawn for the proportions (Alg. 2); every tp x pp of each unit's GPUs is partitioned by dynamic
+    programming and the combination with the least T = sum of tau + (K - 1) beta_max + resharding is taken (Alg. 3).
+    Raises PlanError when nothing fits.
+    """
+    started = time.perf_counter()
+    times, memory = PlanningTimes(request), MemoryEstimate(request)
+    work = sample_work(request)
+    best: tuple[float, int] | None = None
+    chosen: Candidate | None = None
+    batch_size = 0
+    for data in shared_data_parallel_sizes(
+        request, request.graph.unit_names, micro_batch_size=request.default_micro_batch_size
+    ):
+        if request.num_gpus // data < len(request.graph.units):
+            continue
+        size = stable_batch_size(work, num_gpus=request.num_gpus, data_parallel_size=data)
+        for candidate in _candidates(request, times, _proportions(work, size), data):
+            rank = (iteration_seconds(request, times, candidate), candidate.num_gpus)
+            if (best is None or rank < best) and fits(request, memory, candidate):
+                best, chosen, batch_size = rank, candidate, size
+    if best is None or chosen is None:
+        raise infeasible(request, planner="entrain")
+    run = chosen.to_run(request, planner="entrain", seconds=best[0], started=started, balance=BALANCE)
+    return replace(run, notes=(f"minimum stable profiling batch: {batch_size} samples ({num_trials()} trials)",))
+
+
+def _proportions(work: Mapping[str, NDArray[np.float64]], size: int) -> dict[str, float]:
+    random = np.random.default_rng(1)
+    count = len(next(iter(work.values())))
+    rows = random.integers(0, count, size)
+    return {unit: float(seconds[rows].mean()) for unit, seconds in work.items()}
+
+
+def _candidates(
+    request: PlanningRequest, times: PlanningTimes, proportions: Mapping[str, float], data: int
+) -> Iterator[Candidate]:
+    graph = request.graph
+    gpus = replica_allocation(proportions, num_gpus=request.num_gpus, data_parallel_size=data)
+    layouts = [list(_factorisations(request, times, unit, gpus[unit.name], data)) for unit in graph.units]
+    for choice in itertools.product(*layouts):
+        yield Candidate(dict(zip(graph.unit_names, choice, strict=True)), request.default_micro_batch_size)
+
+
+def _factorisations(request: PlanningRequest, times: PlanningTimes, unit: Unit, gpus: int, data: int) -> Iterator[UnitLayout]:
+    """Every tp x pp of a replica's GPUs; where a number has none (too few layers), of the next smaller one that has."""
+    allowed = set(request.pipeline_parallel_sizes(unit.name))
+    for count in range(gpus, 0, -1):
+        sizes = [
+            (tensor, count // tensor)
+            for tensor in request.tensor_parallel_sizes(unit.name)
+            if count % tensor == 0 and count // tensor in allowed
+        ]
+        if sizes:
+            break
+    for tensor, num_stages in sizes:
+        total = times.of_unit(
+            unit.name, tensor_parallel_size=tensor, num_samples=request.default_micro_batch_size
+        ).total
+        ranges = partition_unit(unit, total, num_stages=num_stages)
+        yield UnitLayout(tensor, data, tuple((each,) for each in ranges))
+
+
+def iteration_seconds(request: PlanningRequest, times: PlanningTimes, candidate: Candidate) -> float:
+    """T_iter of Alg. 3: Eq. 4.2 and the resharding cost."""
+    stages = unit_stage_seconds(times, candidate)
+    data = next(iter(candidate.layouts.values())).data_parallel_size
+    count = -(-request.num_microbatches(candidate.micro_batch_size) // data)
+    slowest = max(max(seconds) for seconds in stages.values())
+    return sum(map(sum, stages.values())) + (count - 1) * slowest + count * reshard_seconds(request, candidate)
+
+
+def reshard_seconds(request: PlanningRequest, candidate: Candidate) -> float:
+    """Seconds per microbatch in which activations and their gradients change hands between units of different tp."""
+    graph, cluster = request.graph, request.cluster
+    total = 0.0
+    for source, target in graph.edges:
+        here, there = (candidate.layouts[unit].tensor_parallel_size for unit in (source, target))
+        if here == there:
+            continue
+        unit = graph.unit(source)
+        load = request.load(source, candidate.micro_batch_size)
+        is_encoder = unit.role is Role.ENCODER
+        tokens = load.num_outputs if is_encoder else load.num_tokens
+        hidden = graph.unit(target).transformer.hidden_size if is_encoder else unit.transformer.hidden_size
+        first = max(here, there)
+        cost = message_cost(
+            2.0 * tokens * hidden, source_ranks=range(here), target_ranks=range(first, first + there), cluster=cluster
+        )
+        total += 2 * (cost.latency_seconds + cost.occupied_seconds)
+    return total

@@ -1,0 +1,116 @@
+"""Flops-ratio: GPUs in proportion to the units' FLOPs (the strawman of DistTrain 4.2)."""
+
+import math
+import time
+from collections.abc import Mapping
+
+import numpy as np
+
+from multimodal.cost.flops import unit_flops
+from multimodal.plan.planners.candidate import Candidate
+from multimodal.plan.planners.infeasible import infeasible
+from multimodal.plan.planners.layer_times import PlanningTimes
+from multimodal.plan.planners.megatron import even_layout
+from multimodal.plan.planners.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.step_estimate import estimate_seconds
+from multimodal.plan.planners.unit_layout import UnitLayout
+from multimodal.plan.planners.unit_options import UnitOptions, list_options
+from multimodal.values.model_graph import Role
+
+
+def plan_flops_ratio(request: PlanningRequest) -> PlannedRun:
+    """Give every unit its share of FLOPs in GPUs (backwards as frozen), and the fastest parallelism of its own in them.
+
+    What it overlooks is what DistTrain's allocation is about: tensor parallelism costs communication, so equal FLOPs per GPU are
+    not equal times. A unit whose share is below the fewest GPUs it fits in gets those. Raises PlanError when nothing fits.
+    """
+    started = time.perf_counter()
+    times, memory = PlanningTimes(request), MemoryEstimate(request)
+    graph, size = request.graph, request.default_micro_batch_size
+    options = {
+        name: list_options(request, times, memory, unit=name, micro_batch_size=size, max_gpus=request.num_gpus)
+        for name in graph.unit_names
+    }
+    fewest = {name: int(each.gpus.min()) if len(each) else request.num_gpus + 1 for name, each in options.items()}
+    if sum(fewest.values()) > request.num_gpus:
+        raise infeasible(request, planner="flops-ratio")
+    layouts = _lay_out(request, options, fewest)
+    if layouts is None:
+        raise infeasible(request, planner="flops-ratio")
+    candidate = Candidate({name: layouts[name] for name in graph.unit_names}, size)
+    return candidate.to_run(
+        request, planner="flops-ratio", seconds=estimate_seconds(request, times, candidate), started=started
+    )
+
+
+def _lay_out(
+    request: PlanningRequest, options: Mapping[str, UnitOptions], fewest: dict[str, int]
+) -> dict[str, UnitLayout] | None:
+    """Divide GPUs and choose each unit's parallelism, from the last unit back; None when they do not fit together.
+
+    An encoder that must keep activations for what is in flight behind it may need more GPUs than its share: then it gets those,
+    and the division starts anew.
+    """
+    size = request.default_micro_batch_size
+    while sum(fewest.values()) <= request.num_gpus:
+        budgets = proportional_gpus(flops_per_sample(request), fewest=fewest, num_gpus=request.num_gpus)
+        layouts: dict[str, UnitLayout] = {}
+        in_flight = 0.0
+        for unit in reversed(request.graph.units):
+            chosen = options[unit.name]
+            row = _fastest(chosen, budgets[unit.name], in_flight, request.num_microbatches(size))
+            if row is None:
+                enough = chosen.gpus[chosen.in_flight_downstream >= in_flight]
+                if not len(enough):
+                    return None
+                fewest = {**fewest, unit.name: int(enough.min())}
+                break
+            layout = even_layout(unit, int(chosen.tensor[row]), int(chosen.data[row]), int(chosen.pipeline[row]))
+            layouts[unit.name] = layout
+            if unit.role is not Role.ENCODER:
+                in_flight += layout.pipeline_parallel_size * layout.data_parallel_size
+        else:
+            return layouts
+    return None
+
+
+def flops_per_sample(request: PlanningRequest) -> dict[str, float]:
+    """FLOPs of each unit per average sample, backwards as its freezing asks for."""
+    graph, vocab_size = request.graph, request.vocab_size
+    return {name: unit_flops(graph, name, vocab_size=vocab_size).of(request.load(name, 1)) for name in graph.unit_names}
+
+
+def proportional_gpus(work: dict[str, float], *, fewest: dict[str, int], num_gpus: int) -> dict[str, int]:
+    """Divide GPUs in proportion to work, each unit at least its fewest; the largest remainders are rounded up.
+
+    Units below their fewest are lifted to it, and the others share what is left. fewest must sum to at most `num_gpus`.
+    """
+    lifted: set[str] = set()
+    while True:
+        left = num_gpus - sum(fewest[unit] for unit in lifted)
+        total = sum(amount for unit, amount in work.items() if unit not in lifted)
+        shares = {
+            unit: float(fewest[unit]) if unit in lifted else (left * amount / total if total else left / len(work))
+            for unit, amount in work.items()
+        }
+        below = {unit for unit, share in shares.items() if share < fewest[unit]}
+        if not below:
+            break
+        lifted |= below
+    gpus = {unit: math.floor(share + 1e-9) for unit, share in shares.items()}
+    remainders = sorted((unit for unit in gpus if unit not in lifted), key=lambda unit: gpus[unit] - shares[unit])
+    for unit in remainders[: num_gpus - sum(gpus.values())]:
+        gpus[unit] += 1
+    return gpus
+
+
+def _fastest(options: UnitOptions, max_gpus: int, in_flight: float, num_microbatches: int) -> int | None:
+    """Return the row with the shortest time alone: warm-up and its own microbatches."""
+    is_possible = (options.gpus <= max_gpus) & (options.in_flight_downstream >= in_flight)
+    if not is_possible.any():
+        return None
+    counts = np.ceil(num_microbatches / options.data)
+    seconds = options.chain_seconds + (counts - 1) * options.stage_seconds
+    return int(np.lexsort((options.gpus, np.where(is_possible, seconds, np.inf)))[0])

@@ -1,0 +1,63 @@
+"""Seconds of every layer of a unit for a microbatch of average samples: what planners sum over stages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from multimodal.cost.layer_costs import LayerCosts, Recompute
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.values.backward_need import layers_backward_need
+
+
+class LayerTimes(NamedTuple):
+    """Per layer of a unit, one microbatch."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+    @property
+    def total(self) -> tuple[float, ...]:
+        """Forward and backward together: what a stage of a full pipeline takes per microbatch."""
+        return tuple(forward + backward for forward, backward in zip(self.forward, self.backward, strict=True))
+
+
+@dataclass(frozen=True)
+class PlanningTimes:
+    """Looks layer times up, each computed once. One per planning request."""
+
+    request: PlanningRequest
+    is_frozen_aware: bool = True
+    """False: every backward is taken to cost twice its forward (Cornstarch's baseline, 4.2)."""
+    _known: dict[tuple[str, int, float, Recompute | None], LayerTimes] = field(default_factory=dict, repr=False)
+
+    def of_unit(
+        self, unit: str, *, tensor_parallel_size: int, num_samples: float, recompute: Recompute | None = None
+    ) -> LayerTimes:
+        """Return the seconds of each layer over `num_samples` average samples on `tensor_parallel_size` ranks of one node."""
+        key = unit, tensor_parallel_size, num_samples, recompute
+        if key not in self._known:
+            self._known[key] = self._compute(*key)
+        return self._known[key]
+
+    def _compute(self, unit: str, tensor_parallel_size: int, num_samples: float, recompute: Recompute | None) -> LayerTimes:
+        request = self.request
+        costs = LayerCosts(request.graph, request.cluster, request.vocab_size)
+        described = request.graph.unit(unit)
+        load = request.load(unit, num_samples)
+        forward, backward = [], []
+        # Only the outermost layers differ: all transformer layers of a unit have one shape and one backward.
+        kinds = {}
+        for index, kind in enumerate(described.layers):
+            need = layers_backward_need(request.graph, unit, range(index, index + 1)) if kind not in kinds else None
+            if need is not None:
+                one = costs.seconds(unit, kind, load, tensor_parallel_size=tensor_parallel_size, recompute=recompute)
+                kinds[kind] = (one.forward, one.backward(kind, need) if self.is_frozen_aware else 2 * one.forward)
+            forward.append(kinds[kind][0])
+            backward.append(kinds[kind][1])
+        return LayerTimes(tuple(forward), tuple(backward))
+
+
+def stage_times(times: LayerTimes, stages: Sequence[Sequence[tuple[int, int]]]) -> tuple[float, ...]:
+    """Return the seconds of each stage per microbatch, forward and backward; stages: layer ranges of each."""
+    total = times.total
+    return tuple(sum(sum(total[first:end]) for first, end in ranges) for ranges in stages)

@@ -1,0 +1,135 @@
+"""Megatron-LM balanced: encoder and LLM layers as one chain over the virtual stages of one grid (Optimus, Appendix B)."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from multimodal.plan.planners.candidate import Candidate, samples_in_flight
+from multimodal.plan.planners.infeasible import infeasible
+from multimodal.plan.planners.layer_times import PlanningTimes
+from multimodal.plan.planners.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.partition_layers import Range, partition_layers, unit_pieces
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.shared_grid import shared_data_parallel_sizes, shared_tensor_parallel_sizes
+from multimodal.plan.planners.step_estimate import reduction_seconds
+from multimodal.plan.planners.unit_layout import UnitLayout, lay_out_grid
+
+VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8, 12)
+"""Layer ranges per pipeline stage that are tried; Optimus' tables have 6 and 12."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All units on one grid of stages."""
+
+    num_stages: int
+    held: Mapping[str, Mapping[int, tuple[Range, ...]]]
+    """Unit -> stage of the grid -> its layer ranges there, in the order in which microbatches reach the stages."""
+    layouts: Mapping[str, UnitLayout]
+    stage_seconds: tuple[float, ...]
+    """Per stage of the grid, one microbatch through all its ranges."""
+    virtual_stages: int
+
+
+def plan_megatron_balanced(request: PlanningRequest) -> PlannedRun:
+    """Plan one grid whose slowest virtual stage is as fast as the order of layers allows.
+
+    The layers of all units, in the graph's order, are one chain, which F(l, m) = min_j max(F(j, m - 1), t_{j+1} + ... + t_l) cuts
+    into pp x V virtual stages; stage s runs virtual stages s, s + pp, ... The paper leaves several encoders out; here they stand
+    one after another in the chain. tp, pp, V and dp are those with the shortest expected step.
+    Raises PlanError when nothing fits.
+    """
+    started = time.perf_counter()
+    times, memory = PlanningTimes(request), MemoryEstimate(request)
+    best: tuple[float, int] | None = None
+    chosen: Grid | None = None
+    for grid in _grids(request, times):
+        rank = (grid_seconds(request, grid), _num_gpus(grid))
+        if (best is None or rank < best) and grid_fits(request, memory, grid):
+            best, chosen = rank, grid
+    if best is None or chosen is None:
+        raise infeasible(request, planner="megatron-balanced")
+    layout = chosen.layouts[request.graph.backbone.name]
+    return PlannedRun(
+        "megatron-balanced",
+        lay_out_grid(request.graph, chosen.held, num_stages=chosen.num_stages, layout=layout),
+        schedule="interleaved-1f1b" if chosen.virtual_stages > 1 else "1f1b",
+        micro_batch_size=request.default_micro_batch_size,
+        objective_seconds=best[0],
+        planning_seconds=time.perf_counter() - started,
+    )
+
+
+def _num_gpus(grid: Grid) -> int:
+    layout = next(iter(grid.layouts.values()))
+    return grid.num_stages * layout.tensor_parallel_size * layout.data_parallel_size
+
+
+def _grids(request: PlanningRequest, times: PlanningTimes) -> Iterator[Grid]:
+    names, size = request.graph.unit_names, request.default_micro_batch_size
+    backbone = request.fixed(request.graph.backbone.name)
+    chunks = (backbone.virtual_stages,) if backbone.virtual_stages else VIRTUAL_STAGES
+    for tensor in shared_tensor_parallel_sizes(request, names):
+        pieces = chain_pieces(request, times, tensor=tensor, num_samples=size)
+        most_stages = min(len(pieces), request.num_gpus // tensor)
+        stages = (backbone.pipeline_parallel_size,) if backbone.pipeline_parallel_size else range(1, most_stages + 1)
+        for data in shared_data_parallel_sizes(request, names, micro_batch_size=size):
+            for num_stages in stages:
+                if num_stages * tensor * data > request.num_gpus:
+                    break
+                for virtual_stages in chunks:
+                    if num_stages * virtual_stages <= len(pieces) and (num_stages > 1 or virtual_stages == 1):
+                        yield build_grid(pieces, num_stages=num_stages, virtual_stages=virtual_stages, tensor=tensor, data=data)
+
+
+Piece = tuple[str, Range, float]
+"""A unit, one of its smallest layer ranges, and its seconds per microbatch."""
+
+
+def chain_pieces(request: PlanningRequest, times: PlanningTimes, *, tensor: int, num_samples: int) -> tuple[Piece, ...]:
+    """List the layers of all units as one chain."""
+    found = []
+    for unit in request.graph.units:
+        total = times.of_unit(unit.name, tensor_parallel_size=tensor, num_samples=num_samples).total
+        found += [(unit.name, piece, sum(total[piece[0] : piece[1]])) for piece in unit_pieces(unit)]
+    return tuple(found)
+
+
+def build_grid(pieces: Sequence[Piece], *, num_stages: int, virtual_stages: int, tensor: int, data: int) -> Grid:
+    """Cut the chain into virtual stages and deal them to the grid's stages in turn."""
+    cuts = partition_layers([seconds for _, _, seconds in pieces], num_stages=num_stages * virtual_stages)
+    held: dict[str, dict[int, list[Range]]] = {}
+    stage_seconds = [0.0] * num_stages
+    for position, (first, end) in enumerate(cuts):
+        stage = position % num_stages
+        for unit, (start, stop), seconds in pieces[first:end]:
+            stage_seconds[stage] += seconds
+            ranges = held.setdefault(unit, {}).setdefault(stage, [])
+            if ranges and ranges[-1][1] == start:
+                ranges[-1] = (ranges[-1][0], stop)
+            else:
+                ranges.append((start, stop))
+    frozen = {unit: {stage: tuple(ranges) for stage, ranges in stages.items()} for unit, stages in held.items()}
+    layouts = {unit: UnitLayout(tensor, data, tuple(stages.values())) for unit, stages in frozen.items()}
+    return Grid(num_stages, frozen, layouts, tuple(stage_seconds), virtual_stages)
+
+
+def grid_seconds(request: PlanningRequest, grid: Grid) -> float:
+    """Return the expected step: interleaving divides the warm-up by the virtual stages."""
+    data = next(iter(grid.layouts.values())).data_parallel_size
+    count = -(-request.num_microbatches(request.default_micro_batch_size) // data)
+    slowest = max(grid.stage_seconds)
+    ends = (sum(grid.stage_seconds) - slowest) / grid.virtual_stages
+    return ends + count * slowest + max(reduction_seconds(request, unit, layout) for unit, layout in grid.layouts.items())
+
+
+def grid_fits(request: PlanningRequest, memory: MemoryEstimate, grid: Grid) -> bool:
+    """Whether the units' estimated bytes fit together in every stage of the grid."""
+    candidate = Candidate(grid.layouts, request.default_micro_batch_size)
+    total = [0.0] * grid.num_stages
+    for unit, stages in grid.held.items():
+        for index, stage in enumerate(stages):
+            samples = samples_in_flight(request, candidate, unit, index)
+            total[stage] += memory.stage_bytes(unit, grid.layouts[unit], index, num_samples=samples)
+    return max(total) <= request.planned_memory_bytes

@@ -1,0 +1,110 @@
+"""Bytes that a rank needs under a layout, in closed form: what planners prune by before anything is simulated."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from multimodal.cost.layer_flops import UnitLoad, layer_weights
+from multimodal.cost.memory import layer_activation_bytes, layer_static_bytes
+from multimodal.plan.planners.partition_layers import Range
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.unit_layout import UnitLayout
+from multimodal.values.backward_need import layers_backward_need
+from multimodal.values.model_graph import LayerKind
+
+
+class LayerMemory(NamedTuple):
+    """What one layer needs, all tensor parallel ranks together."""
+
+    num_weights: int
+    is_trained: bool
+    activation_bytes: float
+    """Kept for the backward of one average sample."""
+
+    def static_bytes(self, data_parallel_size: int) -> float:
+        """Weights, gradients and optimizer state."""
+        return layer_static_bytes(self.num_weights, is_trained=self.is_trained, data_parallel_size=data_parallel_size)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Memory of stages. One per planning request.
+
+    Static bytes are exact. Activations are those of the microbatches in flight; their samples are taken to be as heavy together
+    as three standard deviations above the mean allow, but not heavier than the heaviest sample each.
+    """
+
+    request: PlanningRequest
+    _layers: dict[tuple[str, LayerKind], LayerMemory] = field(default_factory=dict, repr=False)
+
+    def static_bytes(self, unit: str, ranges: Sequence[Range], *, tensor_parallel_size: int, data_parallel_size: int) -> float:
+        """Weights, gradients and optimizer state of the layers in `ranges`, per rank."""
+        total = sum(count * self.layer(unit, kind).static_bytes(data_parallel_size) for kind, count in self._count(unit, ranges))
+        return total / tensor_parallel_size
+
+    def activation_bytes(self, unit: str, ranges: Sequence[Range], *, tensor_parallel_size: int, num_samples: float) -> float:
+        """Activations of `num_samples` samples in the layers in `ranges`, per rank."""
+        if num_samples <= 0:
+            return 0.0
+        per_sample = sum(count * self.layer(unit, kind).activation_bytes for kind, count in self._count(unit, ranges))
+        return per_sample * float(self.heavy_samples(unit, num_samples)) / tensor_parallel_size
+
+    def stage_bytes(self, unit: str, layout: UnitLayout, stage_index: int, *, num_samples: float) -> float:
+        """Static bytes of one stage and the activations of `num_samples` samples in it, per rank."""
+        ranges = layout.stages[stage_index]
+        size = layout.tensor_parallel_size
+        static = self.static_bytes(unit, ranges, tensor_parallel_size=size, data_parallel_size=layout.data_parallel_size)
+        return static + self.activation_bytes(unit, ranges, tensor_parallel_size=size, num_samples=num_samples)
+
+    @cached_property
+    def _spreads(self) -> dict[str, tuple[float, float]]:
+        """Unit -> standard deviation and maximum of a sample's tokens, in means."""
+        found = {}
+        for unit, loads in self.request.sample_loads.items():
+            tokens = loads[:, 0]
+            mean = float(tokens.mean())
+            found[unit] = (float(tokens.std()) / mean, float(tokens.max()) / mean) if mean else (0.0, 1.0)
+        return found
+
+    def heavy_samples(self, unit: str, num_samples: ArrayLike) -> NDArray[np.float64]:
+        """Return how many average samples weigh as much as `num_samples` samples well may."""
+        count = np.asarray(num_samples, dtype=np.float64)
+        deviation, heaviest = self._spreads[unit]
+        return np.asarray(np.minimum(count + 3 * deviation * np.sqrt(count), count * heaviest))
+
+    def samples_within(self, unit: str, average: ArrayLike) -> NDArray[np.float64]:
+        """Return the number of samples that well may weigh as much as `average` average ones: `heavy_samples` inverted."""
+        weight = np.asarray(average, dtype=np.float64)
+        deviation, heaviest = self._spreads[unit]
+        root = (np.sqrt(9 * deviation**2 + 4 * weight) - 3 * deviation) / 2
+        return np.asarray(np.maximum(root**2, weight / heaviest))
+
+    def _count(self, unit: str, ranges: Sequence[Range]) -> list[tuple[LayerKind, int]]:
+        layers = self.request.graph.unit(unit).layers
+        counts: dict[LayerKind, int] = {}
+        for first, end in ranges:
+            for kind in {layers[first], layers[min(first + 1, end - 1)], layers[end - 1]}:
+                held = (
+                    min(end, len(layers) - 1) - max(first, 1) if kind is LayerKind.TRANSFORMER else 1
+                )  # every other kind stands at one end of the unit
+                counts[kind] = counts.get(kind, 0) + held
+        return list(counts.items())
+
+    def layer(self, unit: str, kind: LayerKind) -> LayerMemory:
+        """Return what one layer of this kind needs."""
+        if (unit, kind) not in self._layers:
+            request, described = self.request, self.request.graph.unit(unit)
+            index = described.layers.index(kind)
+            need = layers_backward_need(request.graph, unit, range(index, index + 1))
+            load = UnitLoad(*(math.ceil(each) for each in request.mean_loads[unit]))
+            self._layers[unit, kind] = LayerMemory(
+                layer_weights(request.graph, described, kind, vocab_size=request.vocab_size),
+                need.trains_weights,
+                layer_activation_bytes(described, kind, load, need=need, vocab_size=request.vocab_size),
+            )
+        return self._layers[unit, kind]

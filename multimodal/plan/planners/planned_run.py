@@ -1,0 +1,44 @@
+"""What a planner answers: a plan and how it is meant to be run."""
+
+from dataclasses import dataclass, field
+
+from multimodal.values.plan import Plan
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A plan with the flags that belong to it."""
+
+    planner: str
+    plan: Plan
+    schedule: str = "1f1b"
+    """A name of `BUILDERS`."""
+    passes: tuple[str, ...] = ()
+    """Names of `PASSES`, in the order of their application."""
+    balance: str = "none"
+    """A name of `BALANCERS`."""
+    micro_batch_size: int = 1
+    """Samples per LLM microbatch."""
+    recomputation: str | None = None
+    """None, `selective` or `full`: `--recompute-granularity`."""
+    objective_seconds: float = field(default=0.0, compare=False)
+    """What the planner itself expects of a step, by its own formula."""
+    planning_seconds: float = field(default=0.0, compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """What a person may want to know of the search, a line each."""
+
+    @property
+    def num_gpus(self) -> int:
+        """Ranks that the plan uses."""
+        return self.plan.num_ranks
+
+    @property
+    def flags(self) -> str:
+        """The flags of pretrain_mllm.py (and, but for recomputation, of tools/simulate.py) that belong to the plan."""
+        flags = [f"--schedule {self.schedule}"]
+        if self.passes:
+            flags.append(f"--schedule-passes {','.join(self.passes)}")
+        flags += [f"--balance {self.balance}", f"--micro-batch-size {self.micro_batch_size}"]
+        if self.recomputation:
+            flags.append(f"--recompute-granularity {self.recomputation}")
+        return " ".join(flags)

@@ -1,0 +1,157 @@
+"""What a planner is asked: a model, a machine, a batch, real lengths, and what a person has already decided."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multimodal.cost.cluster import Cluster
+from multimodal.cost.layer_flops import UnitLoad, sample_load
+from multimodal.values.errors import PlanError
+from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.sample_lengths import SampleLengths
+
+MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
+"""What a planner may choose from where the person leaves the microbatch size open."""
+
+
+@dataclass(frozen=True, slots=True)
+class FixedSizes:
+    """Sizes of one unit that a person has decided; None leaves a size to the planner."""
+
+    tensor_parallel_size: int | None = None
+    pipeline_parallel_size: int | None = None
+    data_parallel_size: int | None = None
+    virtual_stages: int | None = None
+    """Layer ranges per pipeline stage."""
+
+
+@dataclass(frozen=True)
+class PlanningRequest:
+    """The input of every planner; raises PlanError when it contradicts itself."""
+
+    graph: ModelGraph
+    """With its freezing applied."""
+    cluster: Cluster
+    num_gpus: int
+    """The most that a plan may use."""
+    global_batch_size: int
+    """Samples per step."""
+    lengths: tuple[SampleLengths, ...]
+    """A sample of the real data, in any number."""
+    micro_batch_size: int | None = None
+    """Samples per LLM microbatch; None: 1, or what the planner finds best."""
+    vocab_size: int = 50304
+    """Padded."""
+    fixed_sizes: Mapping[str, FixedSizes] = field(default_factory=dict)
+    """Unit -> sizes that the plan must have."""
+    memory_headroom: float = 0.1
+    """Share of a GPU's memory that stays free: fragmentation, workspaces, communication buffers."""
+    memory_scale: float = 1.0
+    """Planners count on this share of what is left: below 1 after a plan's simulated peak was above their estimate."""
+    time_budget_seconds: float = 20.0
+    """How long a planner that searches by simulation may take."""
+    num_batches: int = 2
+    """Global batches that such a planner simulates a finalist on."""
+    max_actions: int = 12_000
+    """A ranking simulation keeps as many replicas as have so many computations."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_gpus", "global_batch_size", "num_batches"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} must be at least 1, found {getattr(self, name)}")
+        if not 0 <= self.memory_headroom < 1:
+            raise PlanError(f"memory headroom must be a share from 0 to below 1, found {self.memory_headroom}")
+        if not self.lengths:
+            raise PlanError("no lengths are given; a plan depends on the data, so give at least one sample")
+        if unknown := [name for name in self.fixed_sizes if name not in self.graph.unit_names]:
+            raise PlanError(
+                f"sizes are fixed for a unit '{unknown[0]}'; the model's units are {', '.join(self.graph.unit_names)}"
+            )
+        if self.micro_batch_size is not None and not 1 <= self.micro_batch_size <= self.global_batch_size:
+            raise PlanError(
+                f"micro batch size {self.micro_batch_size} is not between 1 and the global batch size {self.global_batch_size}"
+            )
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes that a rank may use."""
+        return self.cluster.memory_gb * 1e9 * (1 - self.memory_headroom)
+
+    @property
+    def planned_memory_bytes(self) -> float:
+        """Bytes that a planner's estimate may reach."""
+        return self.memory_bytes * self.memory_scale
+
+    @property
+    def default_micro_batch_size(self) -> int:
+        """The given size, or 1."""
+        return self.micro_batch_size or 1
+
+    def num_microbatches(self, micro_batch_size: int) -> int:
+        """LLM microbatches of one global batch, over all replicas."""
+        return -(-self.global_batch_size // micro_batch_size)
+
+    def fixed(self, unit: str) -> FixedSizes:
+        """What is decided of a unit."""
+        return self.fixed_sizes.get(unit, FixedSizes())
+
+    def with_memory_scale(self, scale: float) -> "PlanningRequest":
+        """Return the same request with less memory to count on."""
+        return replace(self, memory_scale=scale)
+
+    @cached_property
+    def sample_loads(self) -> Mapping[str, NDArray[np.float64]]:
+        """Unit -> [num_samples, 3]: tokens, squared lengths and outputs of each sample."""
+        return {
+            unit.name: np.array([sample_load(unit, sample) or UnitLoad() for sample in self.lengths], dtype=np.float64).reshape(
+                -1, 3
+            )
+            for unit in self.graph.units
+        }
+
+    @cached_property
+    def mean_loads(self) -> Mapping[str, tuple[float, float, float]]:
+        """Unit -> the mean load of a sample."""
+        return {name: tuple(loads.mean(axis=0).tolist()) for name, loads in self.sample_loads.items()}
+
+    def load(self, unit: str, num_samples: float) -> UnitLoad:
+        """Return what so many average samples ask of a unit."""
+        return UnitLoad(*(round(num_samples * each) for each in self.mean_loads[unit]))
+
+    def tensor_parallel_sizes(self, unit: str) -> tuple[int, ...]:
+        """Sizes that divide a node, the unit's heads and widths, and the LLM's vocabulary; raises PlanError when a fixed one does not."""
+        described = self.graph.unit(unit)
+        shape = described.transformer
+        widths = [shape.num_attention_heads, shape.query_groups, shape.ffn_hidden_size]
+        widths += [self.vocab_size] if described.role is Role.BACKBONE else []
+        fixed = self.fixed(unit).tensor_parallel_size
+        sizes = [
+            size
+            for size in range(1, self.cluster.gpus_per_node + 1)
+            if self.cluster.gpus_per_node % size == 0 and not any(width % size for width in widths) and size <= self.num_gpus
+        ]
+        if fixed is not None and fixed not in sizes:
+            raise PlanError(
+                f"unit '{unit}': tensor parallel size {fixed} is fixed, but it must divide the {self.cluster.gpus_per_node} GPUs "
+                f"of a node and {', '.join(map(str, widths))}; choose from {', '.join(map(str, sizes))}"
+            )
+        return (fixed,) if fixed is not None else tuple(sizes)
+
+    def pipeline_parallel_sizes(self, unit: str) -> tuple[int, ...]:
+        """From 1 to the unit's transformer layers, or the fixed one."""
+        fixed = self.fixed(unit).pipeline_parallel_size
+        most = self.graph.unit(unit).transformer.num_layers
+        if fixed is not None and not 1 <= fixed <= most:
+            raise PlanError(f"unit '{unit}': {most} transformer layers cannot be cut into {fixed} pipeline stages")
+        return (fixed,) if fixed is not None else tuple(range(1, min(most, self.num_gpus) + 1))
+
+    def data_parallel_sizes(self, unit: str, *, micro_batch_size: int) -> tuple[int, ...]:
+        """Divisors of the number of microbatches, so that replicas get equally many, or the fixed one."""
+        fixed = self.fixed(unit).data_parallel_size
+        count = self.num_microbatches(micro_batch_size)
+        if fixed is not None:
+            return (fixed,)
+        return tuple(size for size in range(1, min(count, self.num_gpus) + 1) if count % size == 0)

@@ -1,0 +1,42 @@
+"""Sizes that several units can share, for planners that put all units on one grid."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.values.errors import PlanError
+
+
+def shared_tensor_parallel_sizes(request: PlanningRequest, units: Sequence[str]) -> tuple[int, ...]:
+    """Return the tensor parallel sizes that all units allow; raises PlanError when fixed sizes leave none."""
+    return _shared(
+        [request.tensor_parallel_sizes(unit) for unit in units], units=units, what="tensor parallel size", flag="tensor-model-parallel-size"
+    )
+
+
+def shared_data_parallel_sizes(request: PlanningRequest, units: Sequence[str], *, micro_batch_size: int) -> tuple[int, ...]:
+    """Return the data parallel sizes that all units allow; raises PlanError when fixed sizes leave none."""
+    return _shared(
+        [request.data_parallel_sizes(unit, micro_batch_size=micro_batch_size) for unit in units],
+        units=units,
+        what="data parallel size",
+        flag="data-parallel-size",
+    )
+
+
+def _shared(sizes: Sequence[Iterable[int]], *, units: Sequence[str], what: str, flag: str) -> tuple[int, ...]:
+    common = sorted(set.intersection(*map(set, sizes)))
+    if not common:
+        found = ", ".join(f"'{unit}' {list(each)}" for unit, each in zip(units, sizes, strict=True))
+        raise PlanError(
+            f"this planner gives {' and '.join(units)} one {what}, but they allow none together ({found}); fix the same "
+            f"--UNIT-{flag} for all, or choose a planner that gives every unit its own"
+        )
+    return tuple(common)
+
+
+def micro_batch_sizes(request: PlanningRequest, choices: Sequence[int]) -> Iterator[int]:
+    """Yield the fixed microbatch size, or the choices that divide the global batch."""
+    if request.micro_batch_size is not None:
+        yield request.micro_batch_size
+        return
+    yield from (size for size in choices if size == 1 or request.global_batch_size % size == 0)

@@ -1,0 +1,239 @@
+"""What a planned run will reach, by simulation of real batches on all its replicas or on a true share of them."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+
+from multimodal.balance import BALANCERS
+from multimodal.balance.balance_options import BalanceOptions
+from multimodal.cost.model_costs import ModelCosts
+from multimodal.cost.step_costs import ComputeCost, StepCosts, TransferCost
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.schedule.build_schedule import build_schedule
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes import passes_named
+from multimodal.schedule.simulate import simulate_schedule
+from multimodal.schedule.simulation import Simulation
+from multimodal.values.assignment import Assignment, validate_assignment
+from multimodal.values.plan import Plan, UnitPlan
+from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.schedule import Action, Place
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Means over the simulated batches; memory is the largest peak."""
+
+    iteration_seconds: float
+    ideal_seconds: float
+    mfu: float
+    tokens_per_second_per_gpu: float
+    peak_memory_bytes: int
+    bubble: Mapping[str, float]
+    replica_share: int = 1
+    """One of so many replicas was simulated."""
+
+
+@dataclass(frozen=True)
+class ShareCosts:
+    """Costs of a share of a plan's replicas: collectives still span all of them."""
+
+    share: ModelCosts
+    whole: ModelCosts
+    """Of the whole plan; only its collectives are asked for."""
+    num_ranks: int
+    """Of the share."""
+
+    @property
+    def model_flops(self) -> float:
+        """Of the share's samples."""
+        return self.share.model_flops
+
+    @property
+    def peak_flops_per_second(self) -> float:
+        """Of the share's ranks."""
+        return self.share.peak_flops_per_second / self.share.plan.num_ranks * self.num_ranks
+
+    def compute(self, action: Action) -> ComputeCost:
+        """Cost of a computation."""
+        return self.share.compute(action)
+
+    def transfer(self, send: Action) -> TransferCost:
+        """Cost of a message."""
+        return self.share.transfer(send)
+
+    def collective_seconds(self, action: Action) -> float:
+        """Seconds of a collective over all replicas."""
+        return self.whole.collective_seconds(action)
+
+    def activation_bytes(self, place: Place) -> int:
+        """Bytes that a place keeps."""
+        return self.share.activation_bytes(place)
+
+    def static_bytes(self, lane: int) -> int:
+        """Bytes of weights, gradients and optimizer state, which depend on the number of all replicas."""
+        first_rank = self.share.plan.lanes[lane][0]
+        return self.whole.static_bytes(self.whole.plan.lane_of_rank[first_rank])
+
+
+def predict_run(run: PlannedRun, request: PlanningRequest, *, max_actions: int | None = None, num_batches: int = 1) -> Prediction:
+    """Simulate `num_batches` consecutive global batches.
+
+    max_actions: where a step has more computations than so many, less of it is simulated. First, as many replicas (and as large a
+    share of each batch) are left out as the data parallel sizes' common divisor allows: replicas of one unit are alike and meet
+    in collectives only, so what is lost is the spread between replicas and their contention for network cards. Then, if that is
+    not enough, two smaller batches are simulated and all seconds are continued in a straight line: beyond its warm-up, a pipeline
+    repeats itself. None: simulate all.
+    Raises ScheduleError or AssignmentError where the run is impossible.
+    """
+    share = choose_share(run, request, max_actions=max_actions)
+    plan = keep_replicas(run.plan, share)
+    steps = [_of_batch(run, request, plan, batch[::share], max_actions) for batch in global_batches(request, num_batches)]
+    num_ranks = sum(map(len, plan.lanes))
+    total = sum(step.seconds for step in steps)
+    kinds = steps[0].bubble_seconds
+    return Prediction(
+        iteration_seconds=total / len(steps),
+        ideal_seconds=sum(step.ideal_seconds for step in steps) / len(steps),
+        mfu=sum(step.peak_seconds for step in steps) / total if total else 0.0,
+        tokens_per_second_per_gpu=sum(step.num_tokens for step in steps) / total / num_ranks if total else 0.0,
+        peak_memory_bytes=max(step.peak_memory_bytes for step in steps),
+        bubble={kind: sum(step.bubble_seconds[kind] for step in steps) / total if total else 0.0 for kind in kinds},
+        replica_share=share,
+    )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One step's figures; all but the memory's peak grow linearly with the batch once the pipelines are full."""
+
+    seconds: float
+    ideal_seconds: float
+    peak_seconds: float
+    """What the model's FLOPs would take at the GPUs' peak."""
+    num_tokens: float
+    bubble_seconds: Mapping[str, float]
+    """Kind -> seconds of an average lane."""
+    peak_memory_bytes: int
+
+
+def _of_batch(
+    run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Sequence[SampleLengths], max_actions: int | None
+) -> _Step:
+    """Simulate a batch, or two parts of it."""
+    part = _num_samples(run, plan, len(lengths), max_actions)
+    if part == len(lengths):
+        return _measure(run, request, plan, lengths)
+    larger, smaller = (
+        _measure(run, request, plan, [lengths[len(lengths) * index // count] for index in range(count)])
+        for count in (part, part // 2)
+    )
+    weight = (len(lengths) - part) / (part - part // 2)
+
+    def continued(large: float, small: float) -> float:
+        return max(0.0, large + weight * (large - small))
+
+    return _Step(
+        continued(larger.seconds, smaller.seconds),
+        continued(larger.ideal_seconds, smaller.ideal_seconds),
+        continued(larger.peak_seconds, smaller.peak_seconds),
+        float(_num_tokens(lengths)),
+        {kind: continued(seconds, smaller.bubble_seconds[kind]) for kind, seconds in larger.bubble_seconds.items()},
+        larger.peak_memory_bytes,
+    )
+
+
+def _measure(run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Sequence[SampleLengths]) -> _Step:
+    found = _simulate(run, request, plan, lengths)
+    seconds = found.iteration_seconds
+    return _Step(
+        seconds,
+        found.ideal_seconds,
+        found.mfu * seconds,
+        float(_num_tokens(lengths)),
+        {kind: share * seconds for kind, share in found.bubble.items()},
+        found.peak_memory_bytes,
+    )
+
+
+def _num_actions(run: PlannedRun, plan: Plan, num_samples: int) -> int:
+    num_stages = sum(unit.num_virtual_stages for unit in plan.units.values())
+    return 2 * num_stages * -(-num_samples // run.micro_batch_size)
+
+
+def _num_samples(run: PlannedRun, plan: Plan, num_samples: int, max_actions: int | None) -> int:
+    """Return how many samples to simulate: all, or enough to fill the pipelines twice over in the smaller part."""
+    if max_actions is None or _num_actions(run, plan, num_samples) <= max_actions:
+        return num_samples
+    # Both parts give every replica of every unit equally many microbatches.
+    even = 2 * run.micro_batch_size * math.lcm(*(unit.data_parallel_size for unit in plan.units.values()))
+    in_flight = sum(len(unit.replicas[0].stages) * unit.data_parallel_size for unit in plan.units.values())
+    wanted = max(4 * run.micro_batch_size * in_flight, int(num_samples * max_actions / _num_actions(run, plan, num_samples)))
+    rounded = -(-wanted // even) * even
+    return rounded if rounded < 0.8 * num_samples else num_samples
+
+
+def choose_share(run: PlannedRun, request: PlanningRequest, *, max_actions: int | None) -> int:
+    """Return the smallest common divisor of all data parallel sizes and the batch that brings the computations down enough."""
+    common = math.gcd(request.global_batch_size, *(unit.data_parallel_size for unit in run.plan.units.values()))
+    if max_actions is None or common == 1:
+        return 1
+    num_actions = _num_actions(run, run.plan, request.global_batch_size)
+    shares = [share for share in range(1, common + 1) if common % share == 0]
+    return next((share for share in shares if num_actions / share <= max_actions), shares[-1])
+
+
+def keep_replicas(plan: Plan, share: int) -> Plan:
+    """Keep the first of every `share` replicas of each unit, on the ranks that they have."""
+    if share == 1:
+        return plan
+    return Plan(
+        {
+            name: UnitPlan(
+                unit.replicas[: unit.data_parallel_size // share], unit.tensor_parallel_size, unit.context_parallel_size
+            )
+            for name, unit in plan.units.items()
+        }
+    )
+
+
+def global_batches(request: PlanningRequest, num_batches: int) -> Iterator[tuple[SampleLengths, ...]]:
+    """Yield consecutive global batches of the lengths, which start over, under new sample ids, when they end."""
+    stream = (replace(sample, sample_id=index) for index, sample in enumerate(cycle(request.lengths)))
+    for _ in range(num_batches):
+        yield tuple(islice(stream, request.global_batch_size))
+
+
+def assign(run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Sequence[SampleLengths]) -> Assignment:
+    """Place the samples as the run would."""
+    options = BalanceOptions(
+        micro_batch_size=run.micro_batch_size, ranks_per_node=request.cluster.gpus_per_node, vocab_size=request.vocab_size
+    )
+    return BALANCERS[run.balance](lengths, graph=request.graph, plan=plan, options=options)
+
+
+def _simulate(run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Sequence[SampleLengths]) -> Simulation:
+    graph = request.graph
+    assignment = assign(run, request, plan, lengths)
+    validate_assignment(assignment, graph=graph, plan=plan, lengths=lengths)
+    costs: StepCosts = _step_costs(run, request, plan, assignment, lengths)
+    passes = passes_named(",".join(run.passes))
+    schedule = build_schedule(BUILDERS[run.schedule], graph, plan, assignment, passes=passes)
+    return simulate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, costs=costs)
+
+
+def _step_costs(
+    run: PlannedRun, request: PlanningRequest, plan: Plan, assignment: Assignment, lengths: Sequence[SampleLengths]
+) -> StepCosts:
+    def costs_of(each: Plan) -> ModelCosts:
+        return ModelCosts(request.graph, each, assignment, lengths, request.cluster, request.vocab_size)
+
+    if plan is run.plan:
+        return costs_of(plan)
+    return ShareCosts(costs_of(plan), costs_of(run.plan), sum(map(len, plan.lanes)))
+
+
+def _num_tokens(lengths: Sequence[SampleLengths]) -> int:
+    return sum(sample.num_tokens for sample in lengths)

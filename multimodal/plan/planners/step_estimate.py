@@ -1,0 +1,74 @@
+"""The time of a step in closed form: warm-up, the slowest stage's steady phase, gradient reduction (Entrain, Eq. 4.2)."""
+
+from collections.abc import Mapping
+
+from multimodal.cost.communication import collective_seconds
+from multimodal.cost.layer_flops import layer_weights
+from multimodal.cost.memory import GRADIENT_BYTES
+from multimodal.plan.planners.candidate import Candidate, num_unit_microbatches
+from multimodal.plan.planners.layer_times import PlanningTimes, stage_times
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.unit_layout import UnitLayout
+from multimodal.values.backward_need import layers_backward_need
+
+
+def unit_stage_seconds(times: PlanningTimes, candidate: Candidate) -> Mapping[str, tuple[float, ...]]:
+    """Unit -> seconds of each of its stages per microbatch, forward and backward."""
+    return {
+        unit: stage_times(
+            times.of_unit(unit, tensor_parallel_size=layout.tensor_parallel_size, num_samples=candidate.micro_batch_size),
+            layout.stages,
+        )
+        for unit, layout in candidate.layouts.items()
+    }
+
+
+def lower_bound_seconds(request: PlanningRequest, times: PlanningTimes, candidate: Candidate) -> float:
+    """Return the busiest lane's work: no schedule of average microbatches is shorter."""
+    stages = unit_stage_seconds(times, candidate)
+    busy = {unit: num_unit_microbatches(request, candidate, unit) * max(seconds) for unit, seconds in stages.items()}
+    return max(sum(busy[unit] for unit in group) for group in candidate.all_groups)
+
+
+def estimate_seconds(request: PlanningRequest, times: PlanningTimes, candidate: Candidate) -> float:
+    """Return the time of a step of average microbatches under 1F1B.
+
+    Sum of tau over the longest chain of units, and (n_u - 1) beta_u of the slowest group of units, where unit u's replicas run
+    n_u microbatches each; with equally many everywhere and ranks of its own for each unit, this is Eq. 4.2. Encoders on ranks of
+    their own work side by side, so only the slowest one's stages count in the chain. Virtual stages divide a unit's warm-up.
+    """
+    stages = unit_stage_seconds(times, candidate)
+    warmup = {
+        unit: sum(seconds) / chunks + max(seconds) * (1 - 1 / chunks)
+        for unit, seconds in stages.items()
+        for chunks in [candidate.layouts[unit].virtual_stages]
+    }
+    encoders = {unit.name for unit in request.graph.encoders}
+    chain = sum(seconds for unit, seconds in warmup.items() if unit not in encoders)
+    chain += max((sum(warmup[unit] for unit in group if unit in encoders) for group in candidate.all_groups), default=0.0)
+    steady = max(
+        sum((num_unit_microbatches(request, candidate, unit) - 1) * max(stages[unit]) for unit in group)
+        for group in candidate.all_groups
+    )
+    return chain + steady + max(reduction_seconds(request, unit, layout) for unit, layout in candidate.layouts.items())
+
+
+def reduction_seconds(request: PlanningRequest, unit: str, layout: UnitLayout) -> float:
+    """Seconds in which the heaviest stage's gradients are reduced over the unit's replicas."""
+    if layout.data_parallel_size == 1:
+        return 0.0
+    described = request.graph.unit(unit)
+    needs = {kind: described.layers.index(kind) for kind in described.layers}
+    weights = {
+        kind: layer_weights(request.graph, described, kind, vocab_size=request.vocab_size)
+        if layers_backward_need(request.graph, unit, range(index, index + 1)).trains_weights
+        else 0
+        for kind, index in needs.items()
+    }
+    heaviest = max(sum(weights[kind] for first, end in ranges for kind in described.layers[first:end]) for ranges in layout.stages)
+    size = layout.tensor_parallel_size
+    return collective_seconds(
+        GRADIENT_BYTES * heaviest / size,
+        ranks=range(0, layout.data_parallel_size * size, size),
+        cluster=request.cluster,
+    )

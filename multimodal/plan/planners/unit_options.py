@@ -1,0 +1,160 @@
+"""Every parallelism (tp, dp, pp) that one unit may have, as arrays: GPUs, seconds, and the memory's limits."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multimodal.plan.planners.layer_times import PlanningTimes
+from multimodal.plan.planners.memory_estimate import LayerMemory, MemoryEstimate
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.values.model_graph import LayerKind
+
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+_UNLIMITED = 1e12
+_BLOCK = 256
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """Columns of equal length, one row per parallelism; seconds are of one microbatch, forward and backward."""
+
+    tensor: Integers
+    data: Integers
+    pipeline: Integers
+    gpus: Integers
+    stage_seconds: Floats
+    """Of the slowest stage when the layers are cut evenly (`split_layers`)."""
+    chain_seconds: Floats
+    """Of all stages together."""
+    in_flight_downstream: Floats
+    """Microbatches, over all its replicas, that memory allows units downstream to keep in flight."""
+
+    def __len__(self) -> int:
+        return len(self.gpus)
+
+    def take(self, rows: Integers | Bools) -> "UnitOptions":
+        """Keep some rows."""
+        return UnitOptions(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+
+
+def list_options(
+    request: PlanningRequest, times: PlanningTimes, memory: MemoryEstimate, *, unit: str, micro_batch_size: int, max_gpus: int
+) -> UnitOptions:
+    """List the parallelisms of a unit that fit `max_gpus` and, with nothing downstream in flight, the memory.
+
+    Data parallel sizes divide the number of microbatches. The first stage (an embedding, the most layers, P microbatches in
+    flight under 1F1B) and the last one (projector or head) decide about memory. O(tp x dp x pp).
+    """
+    data = request.data_parallel_sizes(unit, micro_batch_size=micro_batch_size)
+    pipeline = request.pipeline_parallel_sizes(unit)
+    grid = _Grid(*(axis.ravel() for axis in np.meshgrid(np.array(data), np.array(pipeline), indexing="ij")))
+    columns = [
+        _of_tensor_size(request, times, memory, unit, micro_batch_size, tensor, grid)
+        for tensor in request.tensor_parallel_sizes(unit)
+    ]
+    merged = UnitOptions(*(np.concatenate([getattr(part, name) for part in columns]) for name in UnitOptions.__dataclass_fields__))
+    return merged.take((merged.gpus <= max_gpus) & (merged.in_flight_downstream >= 0))
+
+
+class _Grid(NamedTuple):
+    """All pairs of sizes, flat."""
+
+    data: Integers
+    pipeline: Integers
+
+
+class _Stage(NamedTuple):
+    """One of a unit's two ends: how many transformer layers it holds, and which other layers stand there."""
+
+    layers: tuple[LayerKind, ...]
+    num_body: Integers
+    in_flight: Integers
+    """Microbatches of its own under 1F1B."""
+
+
+def _of_tensor_size(
+    request: PlanningRequest,
+    times: PlanningTimes,
+    memory: MemoryEstimate,
+    unit: str,
+    micro_batch_size: int,
+    tensor: int,
+    grid: _Grid,
+) -> UnitOptions:
+    seconds = times.of_unit(unit, tensor_parallel_size=tensor, num_samples=micro_batch_size).total
+    num_layers = len(seconds) - 2
+    most, least = -(-num_layers // grid.pipeline), num_layers // grid.pipeline
+    first, last = seconds[0] + most * seconds[1], seconds[-1] + least * seconds[1]
+    slowest = np.where(grid.pipeline == 1, sum(seconds), np.maximum(first, last))
+    kinds = request.graph.unit(unit).layers
+    allowed = np.full(len(slowest), _UNLIMITED)
+    one = np.ones_like(grid.pipeline)
+    for stage in (_Stage((kinds[0],), most, grid.pipeline), _Stage((kinds[-1],), least, one)):
+        allowed = np.minimum(allowed, _in_flight_downstream(request, memory, unit, micro_batch_size, tensor, grid, stage))
+    both = _Stage((kinds[0], kinds[-1]), most, one)
+    alone = _in_flight_downstream(request, memory, unit, micro_batch_size, tensor, grid, both)
+    allowed = np.where(grid.pipeline == 1, alone, allowed)
+    return UnitOptions(
+        tensor * one,
+        grid.data,
+        grid.pipeline,
+        tensor * grid.data * grid.pipeline,
+        slowest,
+        np.full(len(slowest), sum(seconds)),
+        np.where(allowed >= 0, allowed, -1.0),
+    )
+
+
+def _in_flight_downstream(
+    request: PlanningRequest,
+    memory: MemoryEstimate,
+    unit: str,
+    micro_batch_size: int,
+    tensor: int,
+    grid: _Grid,
+    stage: _Stage,
+) -> Floats:
+    """Return how many microbatches units downstream may keep in flight for a stage to fit; -1 where it does not by itself.
+
+    Solves static + activations(own + downstream / dp microbatches) <= memory for the downstream microbatches.
+    """
+    outer = [memory.layer(unit, kind) for kind in stage.layers]
+    body = memory.layer(unit, LayerKind.TRANSFORMER)
+    sizes, position = np.unique(grid.data, return_inverse=True)
+
+    def static_bytes(layer: LayerMemory) -> Floats:
+        return np.array([layer.static_bytes(size) for size in sizes.tolist()])[position]
+
+    static = stage.num_body * static_bytes(body) + sum(map(static_bytes, outer))
+    per_sample = stage.num_body * body.activation_bytes + sum(layer.activation_bytes for layer in outer)
+    room = request.planned_memory_bytes * tensor - static
+    kept = np.where(per_sample > 0, per_sample, 1.0)
+    capacity = np.where(per_sample > 0, memory.samples_within(unit, np.maximum(room, 0.0) / kept), _UNLIMITED)
+    in_step = request.num_microbatches(micro_batch_size) / grid.data
+    downstream = (capacity / micro_batch_size - np.minimum(stage.in_flight, in_step)) * grid.data
+    return np.where(room < 0, -1.0, np.where(capacity >= in_step * micro_batch_size, _UNLIMITED, downstream))
+
+
+def pareto_rows(*columns: Floats | Integers) -> Integers:
+    """Return the rows that no other row beats or equals in all columns (smaller is better), one of each set of equals.
+
+    Rows are compared in blocks in lexical order, in which whoever beats a row stands before it. O(n x kept).
+    """
+    values = np.stack([np.asarray(column, dtype=np.float64) for column in columns], axis=1)
+    order = np.lexsort(values.T[::-1])
+    kept = np.zeros((0, values.shape[1] - 1))
+    kept_rows: list[Integers] = []
+    for start in range(0, len(order), _BLOCK):
+        rows = order[start : start + _BLOCK]
+        block = values[rows, 1:]
+        is_open = ~(kept[None, :, :] <= block[:, None, :]).all(axis=2).any(axis=1)
+        rows, block = rows[is_open], block[is_open]
+        beats = np.tril((block[None, :, :] <= block[:, None, :]).all(axis=2), k=-1)
+        is_kept = ~beats.any(axis=1)
+        kept = np.concatenate([kept, block[is_kept]])
+        kept_rows.append(rows[is_kept])
+    return np.concatenate([np.zeros(0, dtype=np.int64), *kept_rows])
