@@ -6,7 +6,7 @@ from dataclasses import replace
 from megatron.runtime.configuration import RunConfig
 from megatron.runtime.unit_flags import LLM
 from multimodal.values.errors import ConfigError
-from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.model_graph import ModelGraph
 
 
 def apply_freezing(graph: ModelGraph, config: RunConfig) -> ModelGraph:
@@ -18,9 +18,9 @@ def apply_freezing(graph: ModelGraph, config: RunConfig) -> ModelGraph:
     modules = {_unit_name(graph, name, flag="--freeze") for name in config.model.freeze}
     projectors = {_unit_name(graph, name, flag="--freeze-projector") for name in config.model.freeze_projector}
     if graph.backbone.name in projectors:
-        encoders = ", ".join(unit.name for unit in graph.encoders) or "none"
+        owners = ", ".join(unit.name for unit in (*graph.encoders, *graph.generators)) or "none"
         raise ConfigError(
-            f"--freeze-projector {graph.backbone.name}: the backbone has no projector; encoders are: {encoders} "
+            f"--freeze-projector {graph.backbone.name}: the backbone has no projector; units with one are: {owners} "
             f"(to freeze the backbone itself, use --freeze {graph.backbone.name})"
         )
     units = tuple(
@@ -41,5 +41,5 @@ def _unit_name(graph: ModelGraph, name: str, *, flag: str) -> str:
         return graph.backbone.name
     close = difflib.get_close_matches(name, graph.unit_names, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    units = ", ".join(f"{unit.name} ({'backbone' if unit.role is Role.BACKBONE else 'encoder'})" for unit in graph.units)
+    units = ", ".join(f"{unit.name} ({unit.role})" for unit in graph.units)
     raise ConfigError(f"{flag} {name}: the model has no such unit; its units are {units}{hint}")

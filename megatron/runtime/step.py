@@ -61,6 +61,15 @@ class Step:
         }
 
     @property
+    def samples_in_words(self) -> frozenset[int]:
+        """Samples of which no generator makes anything."""
+        return frozenset(
+            sample_id
+            for sample_id, sample in self.lengths.items()
+            if all(item.unit not in self._generators for item in sample.items)
+        )
+
+    @property
     def num_tokens(self) -> int:
         """LLM tokens of the whole global batch."""
         return sum(sample.num_tokens for sample in self.lengths.values())

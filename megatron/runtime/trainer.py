@@ -57,7 +57,10 @@ class EvaluationReport:
     token_accuracy: float
     """Share of target tokens that greedy decoding gets right, given all before."""
     answer_accuracy: float
-    """Share of samples whose whole answer greedy decoding gives: each token is its first choice, after the right ones before."""
+    """Share of samples whose whole answer greedy decoding gives: each token is its first choice, after the right ones before.
+
+    Of those that answer in words alone, as tokens cannot tell whether an image is right; NaN where none does.
+    """
 
 
 class Trainer:
@@ -109,13 +112,17 @@ class Trainer:
                 result = self.runtime.executor.execute(step, is_training=False)
                 losses = losses.plus(LossSums.of_step(step, result))
                 num_correct_tokens += result.num_correct_tokens
-                num_right_answers += sum(result.correct_samples.values())
+                in_words = step.samples_in_words
+                num_right_answers += sum(is_right for sample, is_right in result.correct_samples.items() if sample in in_words)
                 num_tokens += step.num_target_tokens  # of all ranks, as everyone knows them
-                num_samples += len(step.lengths)
+                num_samples += len(in_words)
         correct_tokens, right_answers = self._sum([num_correct_tokens, num_right_answers])
         text_loss, generator_loss = losses.means(self._sum)
         return EvaluationReport(
-            text_loss + generator_loss, generator_loss, correct_tokens / num_tokens, right_answers / num_samples
+            loss=text_loss + generator_loss,
+            generator_loss=generator_loss,
+            token_accuracy=correct_tokens / num_tokens,
+            answer_accuracy=right_answers / num_samples if num_samples else math.nan,
         )
 
     def _zero_gradients(self) -> None:

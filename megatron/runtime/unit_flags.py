@@ -46,7 +46,7 @@ def unit_flags(graph: ModelGraph | None) -> tuple[UnitFlag, ...]:
     if graph is None:
         return _size_flags(LLM, is_backbone=True)
     names = [_dashed(unit.name) for unit in graph.units]
-    for unit in graph.encoders:
+    for unit in (*graph.encoders, *graph.generators):
         if unit.name == LLM or names.count(_dashed(unit.name)) > 1:
             raise ConfigError(
                 f"the flags of unit '{unit.name}' would coincide with another unit's ('{LLM}' always means the backbone, and "

@@ -9,12 +9,13 @@ import pytest
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.distributed.launch import REPOSITORY, launch
 
-DIGITS = ("--config", REPOSITORY / "examples/digits/config.yaml", "--eval-iters", 0, "--no-progress-bar", "--num-workers", 0)
+SETTINGS = ("--eval-iters", 0, "--no-progress-bar", "--num-workers", 0)
 
 
-def train(log: Path, *flags: object, num_ranks: int) -> list[dict[str, Any]]:
-    """Train on the digits; returns the log's entries."""
-    launched = launch([*DIGITS, "--log-json", log, *flags], num_ranks=num_ranks)
+def train(log: Path, *flags: object, num_ranks: int, example: str = "digits") -> list[dict[str, Any]]:
+    """Train an example; returns the log's entries."""
+    config = ("--config", REPOSITORY / "examples" / example / "config.yaml")
+    launched = launch([*config, *SETTINGS, "--log-json", log, *flags], num_ranks=num_ranks)
     assert launched.exit_codes == (0,) * num_ranks, launched.output
     return [json.loads(line) for line in log.read_text().splitlines()]
 
@@ -64,6 +65,20 @@ def test_a_plan_file_gives_any_layout(tmp_path: Path, one_process: list[dict[str
         tmp_path / "log.jsonl", "--dtype", "float64", "--train-iters", 3, "--plan", tmp_path / "plan.yaml", num_ranks=3
     )
     assert losses(entries) == pytest.approx(losses(one_process), rel=0, abs=1e-9)
+
+
+def test_a_generator_trains_alike_whatever_its_sizes(tmp_path: Path) -> None:
+    """Other replicas and tensor parallel sizes, sequence parallelism, microbatches, and a split backward."""
+    common = ("--dtype", "float64", "--train-iters", 3, "--llm-pp", 1)
+    alone = train(tmp_path / "one.jsonl", *common, "--colocate-units", num_ranks=1, example="digits_generator")
+    assert all(0 < entry["generator_loss"] < entry["loss"] for entry in alone)
+    assert alone[2]["generator_loss"] < alone[0]["generator_loss"]
+    sizes = ("--vision-dp", 2, "--llm-dp", 1, "--painter-tp", 2, "--painter-dp", 1)
+    how = ("--sequence-parallel", "--schedule", "zb-h1", "--micro-batch-size", 3)
+    apart = train(tmp_path / "apart.jsonl", *common, *sizes, *how, num_ranks=5, example="digits_generator")
+    for key in ("loss", "generator_loss", "grad_norm"):
+        found, expected = ([entry[key] for entry in entries] for entries in (apart, alone))
+        assert found == pytest.approx(expected, rel=0, abs=1e-9)
 
 
 @pytest.fixture(scope="module")

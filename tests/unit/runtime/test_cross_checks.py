@@ -135,7 +135,7 @@ def test_sequence_parallelism_needs_one_unit_with_tensor_parallelism(parse: Pars
             "--freeze vison: the model has no such unit; its units are vision (encoder), language (backbone); did you",
         ),
         ("--freeze-projector audio", "--freeze-projector audio: the model has no such unit"),
-        ("--freeze-projector llm", "--freeze-projector language: the backbone has no projector; encoders are: vision"),
+        ("--freeze-projector llm", "--freeze-projector language: the backbone has no projector; units with one are: vision"),
         ("--freeze vision llm --freeze-projector vision", "every unit is frozen, so nothing would be trained"),
     ],
 )
