@@ -27,15 +27,20 @@ class Refinement {
    public:
     Refinement(const RankedItems& items, std::int64_t num_bins, std::int64_t max_items_per_bin,
                std::vector<std::int32_t>& bin_of_rank)
-        : items_(items), limit_(max_items_per_bin), bin_of_rank_(bin_of_rank), costs_(num_bins), members_(num_bins) {
+        : items_(items),
+          limit_(max_items_per_bin),
+          bin_of_rank_(bin_of_rank),
+          costs_(num_bins),
+          collected_(num_bins),
+          members_(num_bins) {
         for (std::int64_t rank = 0; rank < items.size(); ++rank) costs_[bin_of_rank[rank]] += items.additive[rank];
         if (padded()) add_padding();
     }
 
     void run(std::int64_t bound, std::int64_t num_steps) {
         if (*std::max_element(costs_.begin(), costs_.end()) <= bound + bound / kSlack) return;
-        collect_members();
-        for (std::size_t bin = 0; bin < costs_.size(); ++bin) by_cost_.emplace(costs_[bin], bin);
+        sort_by_bin();
+        sort_by_cost();
         while (num_steps > 0 && by_cost_.rbegin()->first > bound + bound / kSlack) {
             if (!relieve_costliest(num_steps)) return;
         }
@@ -53,20 +58,38 @@ class Refinement {
         }
     }
 
-    void collect_members() {
-        std::vector<std::uint32_t> counts(costs_.size());
-        for (std::int32_t bin : bin_of_rank_) ++counts[bin];
-        for (std::size_t bin = 0; bin < costs_.size(); ++bin) members_[bin].reserve(counts[bin] + 1);
-        for (std::int64_t rank = 0; rank < items_.size(); ++rank) {
-            members_[bin_of_rank_[rank]].push_back(static_cast<std::uint32_t>(rank));
+    void sort_by_cost() {
+        std::vector<std::pair<std::int64_t, std::int32_t>> sorted;
+        for (std::size_t bin = 0; bin < costs_.size(); ++bin) sorted.emplace_back(costs_[bin], bin);
+        std::sort(sorted.begin(), sorted.end());
+        by_cost_ = {sorted.begin(), sorted.end()};  // linear, as they are in order
+    }
+
+    void sort_by_bin() {
+        starts_.assign(costs_.size() + 1, 0);
+        for (std::int32_t bin : bin_of_rank_) ++starts_[bin + 1];
+        for (std::size_t bin = 0; bin < costs_.size(); ++bin) starts_[bin + 1] += starts_[bin];
+        Ranks ends(starts_.begin(), starts_.end() - 1);
+        rank_by_bin_.resize(bin_of_rank_.size());
+        for (std::size_t rank = 0; rank < bin_of_rank_.size(); ++rank) {
+            rank_by_bin_[ends[bin_of_rank_[rank]]++] = static_cast<std::uint32_t>(rank);
         }
+    }
+
+    // Few bins of a large batch are ever touched.
+    void collect_members(std::int32_t bin) {
+        if (collected_[bin]) return;
+        collected_[bin] = 1;
+        members_[bin].assign(rank_by_bin_.begin() + starts_[bin], rank_by_bin_.begin() + starts_[bin + 1]);
     }
 
     // Tries the others from the cheapest on; applies the best exchange with the first one that has any.
     bool relieve_costliest(std::int64_t& num_steps) {
         const auto [cost, costly] = *by_cost_.rbegin();
+        collect_members(costly);
         for (const auto& [cheap_cost, cheap] : by_cost_) {
             if (cheap_cost >= cost || num_steps <= 0) return false;
+            collect_members(cheap);
             Exchange best{0, 0, cost};
             if (padded()) {
                 search_pairs(costly, cheap, best, num_steps);
@@ -171,6 +194,8 @@ class Refinement {
     const std::int64_t limit_;
     std::vector<std::int32_t>& bin_of_rank_;
     std::vector<std::int64_t> costs_;
+    Ranks starts_, rank_by_bin_;  // the items of each bin as they were at first
+    std::vector<char> collected_;
     std::vector<Ranks> members_;  // ascending ranks, hence descending costs
     std::set<std::pair<std::int64_t, std::int32_t>> by_cost_;
 };

@@ -19,6 +19,7 @@ class Placement {
     Placement(const RankedItems& items, std::int64_t num_bins, std::int64_t max_items_per_bin)
         : items_(items),
           bin_bits_(bit_width(static_cast<std::uint64_t>(num_bins - 1))),
+          limited_(max_items_per_bin < items.size()),
           room_(num_bins, max_items_per_bin),
           ready_(num_bins),
           key_of_bin_(num_bins, kNone),
@@ -58,7 +59,7 @@ class Placement {
             const Key key = ready_[taken] + (static_cast<Key>(costs[taken]) << bin_bits_);
             const std::size_t bin = this->bin(key);
             bins[taken] = static_cast<std::int32_t>(bin);
-            if (--room_[bin] <= 0) continue;
+            if (limited_ && --room_[bin] <= 0) continue;
             key_of_bin_[bin] = key;
             least = std::min(least, key);
             most = std::max(most, key);
@@ -121,6 +122,7 @@ class Placement {
     const RankedItems& items_;
     const int bin_bits_;
     std::int64_t next_ = 0;
+    const bool limited_;
     std::vector<std::int64_t> room_;
     std::vector<Key> ready_;  // ascending, hence also a heap; full bins are gone
     std::vector<Key> key_of_bin_, placed_, merged_, spare_;

@@ -8,7 +8,8 @@
 namespace braid {
 
 void post_balance(const std::int64_t* lengths, const std::int64_t* additive, const std::int64_t* padded, std::int64_t num_items,
-                  std::int64_t num_bins, std::int64_t max_items_per_bin, std::int64_t refinement_steps, std::int32_t* bin_of_item) {
+                  std::int64_t num_bins, std::int64_t max_items_per_bin, std::int64_t refinement_steps,
+                  std::int32_t* bin_of_item) {
     const RankedItems& items = rank_items(lengths, additive, padded, num_items);
     std::vector<std::int32_t> bin_of_rank = padded ? partition_padded(items, num_bins, max_items_per_bin)
                                                    : place_longest_first(items, num_bins, max_items_per_bin);

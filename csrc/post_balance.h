@@ -16,6 +16,7 @@ namespace braid {
 // refinement_steps: budget of the local search, 0 for none; counted in looks at items, so the result does not depend on time.
 // bin_of_item: [num_items], written.
 void post_balance(const std::int64_t* lengths, const std::int64_t* additive, const std::int64_t* padded, std::int64_t num_items,
-                  std::int64_t num_bins, std::int64_t max_items_per_bin, std::int64_t refinement_steps, std::int32_t* bin_of_item);
+                  std::int64_t num_bins, std::int64_t max_items_per_bin, std::int64_t refinement_steps,
+                  std::int32_t* bin_of_item);
 
 }  // namespace braid
