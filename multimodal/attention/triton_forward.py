@@ -59,9 +59,10 @@ def forward_kernel(
             blocks, full_end, end, scale_log2, key_stride, value_stride, num_keys, channels,
             CHANNELS, PADDED_CHANNELS, BLOCK, TILE_COLUMNS, DOT_TYPE, True,
         )  # fmt: skip
-        # Where a query sees no key (of this sub-block), the sum is 0 and its logarithm minus infinity: weight 0 when joined.
-        mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-        log_sum = maximum + tl.log2(total)
+        # Where a query sees no key (of this sub-block), the maximum is minus infinity and so the logarithm: weight 0 when joined.
+        divisor = tl.where(total == 0.0, 1.0, total)
+        mixed = mixed / divisor[:, None]
+        log_sum = maximum + tl.log2(divisor)
         if slot < 0:
             store_tile(output + head * CHANNELS, mixed, start, channels, num_heads * CHANNELS, num_queries, TILE_ROWS, CHANNELS)
             tl.store(log_sums + head.to(tl.int64) * num_queries + rows, log_sum, mask=rows < num_queries)
@@ -150,6 +151,7 @@ def join_outputs_kernel(
         mixed = mixed * shrink[:, None] + part * weight[:, None]
         total = total * shrink + weight
         maximum = new_maximum
-    mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+    divisor = tl.where(total == 0.0, 1.0, total)
+    mixed = mixed / divisor[:, None]
     store_tile(output + head * CHANNELS, mixed, start, channels, num_heads * CHANNELS, num_queries, TILE_ROWS, CHANNELS)
-    tl.store(log_sums + head * num_queries + rows, maximum + tl.log2(total), mask=rows < num_queries)
+    tl.store(log_sums + head * num_queries + rows, maximum + tl.log2(divisor), mask=rows < num_queries)

@@ -1,0 +1,103 @@
+"""The kernels in Triton's interpreter, which runs them on the CPU (see tests/conftest.py); `tests/gpu` runs them compiled."""
+
+from functools import partial
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed (pip install 'braid[triton]')")
+if torch.cuda.is_available():
+    pytest.skip("with a GPU the kernels are compiled: tests/gpu has them", allow_module_level=True)
+
+from multimodal.attention.dense_attention import attend_densely
+from multimodal.attention.triton_attention import attend_by_triton
+from multimodal.attention.triton_options import KernelOptions, TileSizes, choose_options
+from multimodal.values.errors import ConfigError
+from tests.unit.attention.mask_cases import MASKS, build_mask, draw_inputs, largest_error, output_and_gradients
+
+WIDE, NARROW = TileSizes(32, 16, 4, 1), TileSizes(16, 32, 4, 1)
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 4e-2}
+
+
+def options(max_blocks_per_item: int | None, *tiles: TileSizes) -> KernelOptions:
+    forward, query_gradient, key_value_gradient = tiles or (TileSizes(16, 16, 4, 1),) * 3
+    return KernelOptions(forward, query_gradient, key_value_gradient, max_blocks_per_item=max_blocks_per_item)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_kernels_give_the_references_output_and_gradients(name: str) -> None:
+    mode, samples = MASKS[name]
+    mask = build_mask(samples, mode=mode)
+    inputs = draw_inputs(mask, channels=16)
+    expected = output_and_gradients(attend_densely, inputs, mask)
+    attend = partial(attend_by_triton, options=options(2))
+    assert largest_error(output_and_gradients(attend, inputs, mask, torch.float32), expected) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("max_blocks_per_item", [None, 1])
+def test_balancing_changes_nothing(max_blocks_per_item: int | None) -> None:
+    mask = build_mask(MASKS["embedded"][1], mode="embedded")
+    inputs = draw_inputs(mask, heads=2, groups=2, channels=16)
+    expected = output_and_gradients(attend_densely, inputs, mask)
+    attend = partial(attend_by_triton, options=options(max_blocks_per_item))
+    assert largest_error(output_and_gradients(attend, inputs, mask, torch.float32), expected) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_summed_in_float32(dtype: torch.dtype) -> None:
+    mask = build_mask(MASKS["prefix"][1], mode="prefix")
+    inputs = tuple(tensor.to(dtype).double() for tensor in draw_inputs(mask, channels=16))
+    expected = output_and_gradients(attend_densely, inputs, mask)
+    found = output_and_gradients(partial(attend_by_triton, options=options(2)), inputs, mask, dtype)
+    assert {tensor.dtype for tensor in found} == {dtype}
+    assert largest_error(found, expected) < TOLERANCE[dtype]
+
+
+def test_heads_of_odd_size_in_groups_and_tiles_inside_blocks() -> None:
+    mask = build_mask(MASKS["embedded"][1], mode="embedded", block_size=32)
+    inputs = draw_inputs(mask, heads=3, groups=1, channels=20)
+    expected = output_and_gradients(attend_densely, inputs, mask)
+    attend = partial(attend_by_triton, options=options(1, WIDE, NARROW, NARROW))
+    assert largest_error(output_and_gradients(attend, inputs, mask, torch.float32), expected) < TOLERANCE[torch.float32]
+
+
+def test_queries_of_some_blocks_see_all_keys() -> None:
+    mask = build_mask(MASKS["embedded"][1], mode="embedded", query_blocks=(1, 3))
+    inputs = draw_inputs(mask, channels=16)
+    expected = output_and_gradients(attend_densely, inputs, mask)
+    attend = partial(attend_by_triton, options=options(2))
+    assert largest_error(output_and_gradients(attend, inputs, mask, torch.float32), expected) < TOLERANCE[torch.float32]
+
+
+def test_inputs_may_be_strided_views() -> None:
+    mask = build_mask(MASKS["causal"][1], mode="causal")
+    query, key, value, _ = (tensor.float() for tensor in draw_inputs(mask, heads=2, groups=2, channels=16))
+    joined = torch.cat((query, key, value), dim=2)  # one tensor per head, as a projection gives them
+    found = attend_by_triton(*joined.split(16, dim=2), mask=mask, softmax_scale=0.5, options=options(2))
+    assert largest_error((found,), (attend_densely(query, key, value, mask=mask, softmax_scale=0.5),)) < TOLERANCE[torch.float32]
+
+
+def test_empty_blocks_are_never_visited() -> None:
+    mask = build_mask(MASKS["packed, empty modalities"][1], mode="packed", query_blocks=(0,))
+    query, key, value, _ = (tensor.float() for tensor in draw_inputs(mask, channels=16))
+    key[16:], value[16:] = torch.nan, torch.nan
+    assert attend_by_triton(query, key, value, mask=mask, softmax_scale=None, options=options(2)).isfinite().all()
+
+
+@pytest.mark.parametrize("channels", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_chosen_tiles_divide_the_block(channels: int, dtype: torch.dtype) -> None:
+    for block_size in (16, 64, 128):
+        chosen = choose_options(channels, dtype=dtype, block_size=block_size)
+        for tiles in (chosen.forward, chosen.query_gradient, chosen.key_value_gradient):
+            assert block_size % tiles.rows == block_size % tiles.columns == 0 and min(tiles.rows, tiles.columns) >= 16
+
+
+def test_what_the_kernels_do_not_take_is_refused() -> None:
+    mask = build_mask(MASKS["causal"][1], mode="causal")
+    with pytest.raises(ConfigError, match="takes float16, bfloat16 and float32, not torch.float64"):
+        attend_by_triton(*draw_inputs(mask)[:3], mask=mask, softmax_scale=None)
+    with pytest.raises(ConfigError, match="heads of 257 channels are too large"):
+        choose_options(257, dtype=torch.float16, block_size=128)
+    with pytest.raises(ConfigError, match="a block of 48 tokens is no power of two"):
+        choose_options(64, dtype=torch.float16, block_size=48)
