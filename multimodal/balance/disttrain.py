@@ -9,17 +9,14 @@ from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.encoder_items import list_items
 from multimodal.balance.encoder_placement import Replicas, cut_evenly
-from multimodal.balance.post_balance import post_balance
 from multimodal.balance.post_balancing import follow_llm
 from multimodal.balance.reorder_microbatches import reorder_microbatches
+from multimodal.balance.reorder_samples import reorder_samples
 from multimodal.balance.validate_inputs import validate_inputs
 from multimodal.values.assignment import Assignment, Atom, Microbatch
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
-
-_WORK_UNIT_FLOPS = 2**20
-"""Work is rounded to it, so that it is compared and added in integers."""
 
 
 def balance_disttrain(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
@@ -34,7 +31,7 @@ def balance_disttrain(lengths: Sequence[SampleLengths], *, graph: ModelGraph, pl
     work = BatchWork(graph, lengths, options)
     num_replicas = plan.units[graph.backbone.name].data_parallel_size
     samples = [Atom(sample_id) for sample_id in work.lengths_by_sample]
-    bins = post_balance([round(_flops(work, sample) / _WORK_UNIT_FLOPS) for sample in samples], num_bins=num_replicas)
+    bins = reorder_samples([_flops(work, sample) for sample in samples], num_groups=num_replicas)
     count = options.count_microbatches(len(samples), num_replicas=num_replicas)
     replicas = tuple(
         cut_evenly([samples[index] for index in sorted(members)], [1] * len(members), count=count) for members in bins
