@@ -13,6 +13,8 @@ from megatron.runtime.assembly import RankRuntime, assemble
 from megatron.runtime.sample_exchange import SampleExchange
 from megatron.runtime.step import Step
 from megatron.runtime.step_planner import ScheduleCache, plan_step
+from multimodal.attention.bitfield import MaskMode
+from multimodal.attention.packed_lengths import ItemSpan
 from multimodal.data.packing import pack_encoder_microbatch
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.parameter_sharding import ParameterSharding, full_shape, sharding_of, take_shard
@@ -46,11 +48,15 @@ class GradientCase:
     passes: tuple[Pass, ...] = ()
     exchanges_samples: bool = False
     """Whether ranks decode shares of the batch and exchange them, or load what they were assigned."""
+    attention_mask: MaskMode = MaskMode.CAUSAL
+    attention_backend: str = "auto"
+    """The reference's is always the dense one."""
 
     def __repr__(self) -> str:
         shapes = [(shape.items, shape.num_text_tokens, shape.num_target_tokens) for shape in self.source.shapes]
         lines = [
             f"{self.builder}, passes={self.passes}, sequence_parallel={self.sequence_parallel}, recompute={self.recompute}",
+            f"attention: {self.attention_mask}, by {self.attention_backend}",
             f"samples (items, text, targets): {shapes}",
             *(line for unit in self.graph.units for line in self._lines_of_unit(unit)),
         ]
@@ -92,7 +98,13 @@ def build_runtime(case: GradientCase) -> RankRuntime:
         case.plan,
         rank=dist.get_rank(),
         world_size=case.plan.num_ranks,
-        options=BuildOptions(Precision(torch.float64), sequence_parallel=case.sequence_parallel, recompute=case.recompute),
+        options=BuildOptions(
+            Precision(torch.float64),
+            sequence_parallel=case.sequence_parallel,
+            recompute=case.recompute,
+            attention_backend=case.attention_backend,
+            attention_mask=case.attention_mask,
+        ),
         vocab_size=case.source.vocab_size,
         seed=SEED,
         timeout=TIMEOUT,
@@ -140,7 +152,8 @@ def run_step(runtime: RankRuntime, step: Step) -> RankGradients:
 
 def run_reference(case: GradientCase) -> RankGradients:
     """The same batch in one process, sample by sample, without executor, broker, plan or assignment."""
-    runtime = build_runtime(replace(case, plan=single_rank_plan(case.graph), sequence_parallel=False, recompute=None))
+    plan = single_rank_plan(case.graph)
+    runtime = build_runtime(replace(case, plan=plan, sequence_parallel=False, recompute=None, attention_backend="dense"))
     stages = {unit: stage.train() for (unit, _), stage in runtime.stages.items()}
     divisors = _loss_divisors(case)
     loss_sums = dict.fromkeys(divisors, 0.0)
@@ -191,6 +204,7 @@ def _randomize(parameter: torch.Tensor, name: str, sharding: ParameterSharding, 
 def _sample_losses(case: GradientCase, stages: Mapping[str, UnitStage], index: int) -> dict[str, torch.Tensor]:
     text, lengths = case.source.text(index), case.source.lengths(index)
     embeddings, rows, generated = [], [], []
+    items: list[ItemSpan] = []
     for item, start, length in text.item_starts:
         batch = _image_input(case, index, item)
         unit = lengths.items[item].unit
@@ -199,12 +213,14 @@ def _sample_losses(case: GradientCase, stages: Mapping[str, UnitStage], index: i
             continue
         embeddings.append(stages[unit](None, batch))
         rows.append(torch.arange(start, start + length))
+        items.append(ItemSpan(start, length, unit))
     target_rows = torch.from_numpy(text.is_target).nonzero()[:, 0]
     batch = PackedInput(
         (lengths.num_tokens,),
         torch.arange(lengths.num_tokens),
         token_ids=torch.from_numpy(text.token_ids),
         item_rows=torch.cat(rows) if rows else None,
+        items=tuple(items),
         target_rows=target_rows,
         targets=torch.from_numpy(text.labels)[target_rows],
         generator_rows=torch.tensor([start for _, start, _ in generated]) if generated else None,
