@@ -13,7 +13,7 @@ from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Place, Resource
+from multimodal.values.schedule import ACTION_TABLE, REPEATED_KINDS, Action, ActionKind, Place, Resource
 from multimodal.values.schedule_form import ScheduleForm, form_of
 
 CollectiveKey = tuple[ActionKind, str, int]
@@ -48,7 +48,7 @@ class ScheduleStructure:
     receive_positions: Integers
     """Per node where a send's receive stands; -1 where there is none."""
     place_of_node: Integers
-    """Number of the place that a computation is of; -1 for sends."""
+    """Number of the place that a computation is of (repeated work has places of its own); -1 for sends."""
     forward_of_place: Integers
     """The forward of every place; -1 where there is none."""
 
@@ -170,13 +170,13 @@ class _Numbering:
         return self.codes[need]
 
     def _places(self) -> tuple[Integers, Integers]:
-        numbers: dict[Place, int] = {}
+        numbers: dict[tuple[Place, Place], int] = {}
         forwards: dict[int, int] = {}
         place_of_node = [-1] * len(self.nodes)
         for node, action in enumerate(self.nodes):
             if ACTION_TABLE[action.kind].resource is Resource.COMPUTE:
-                place_of_node[node] = numbers.setdefault(action.place, len(numbers))
-                if action.kind is ActionKind.FORWARD:
+                place_of_node[node] = numbers.setdefault((action.place, action.work), len(numbers))
+                if REPEATED_KINDS.get(action.kind, action.kind) is ActionKind.FORWARD:
                     forwards[place_of_node[node]] = node
         return _integers(place_of_node), _integers([forwards.get(place, -1) for place in range(len(numbers))])
 

@@ -144,9 +144,9 @@ def _check_message_order(schedule: Schedule, plan: Plan, positions: dict[Action,
     sent: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
     received: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
     for action, places in positions.items():
-        if action.peer is None:
-            continue
         resource = ACTION_TABLE[action.kind].resource
+        if action.peer is None or resource is Resource.COMPUTE:
+            continue
         for lane, position in places.items():
             for peer_lane in plan.lanes_of_stage(*action.peer[:3]):
                 if resource is Resource.SEND:

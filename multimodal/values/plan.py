@@ -106,6 +106,16 @@ class Plan:
         """Index into `lanes` of every rank."""
         return {rank: index for index, ranks in enumerate(self.lanes) for rank in ranks}
 
+    @cached_property
+    def stage_of_ranks(self) -> Mapping[tuple[str, tuple[int, ...]], tuple[int, int]]:
+        """(unit, ranks) -> (replica, index among its physical stages) of the stage that has just these ranks."""
+        return {
+            (name, stage.ranks): (replica_index, stage_index)
+            for name, unit in self.units.items()
+            for replica_index, replica in enumerate(unit.replicas)
+            for stage_index, stage in enumerate(replica.stages)
+        }
+
     def virtual_stage(self, unit: str, replica: int, stage: int) -> VirtualStage:
         """The virtual stage that an action's (unit, replica, stage) names."""
         return self.units[unit].replicas[replica].virtual_stages[stage]

@@ -22,6 +22,8 @@ class ScheduleForm:
 
     gathers_parameters: bool = False
     """Whether replicas gather a stage's updated parameters before its first forward (ZeRO-1)."""
+    repeats_encoders: bool = False
+    """Whether every stage of the LLM computes all encoder microbatches that it takes part in (encoders replicated)."""
 
     def parts(self, place: MicrobatchPlace) -> tuple[int, ...]:
         """The values of `Action.part` that this microbatch's backwards carry."""
@@ -45,15 +47,17 @@ def form_of(schedule: Schedule) -> ScheduleForm:
     """Read a schedule's form from its actions; O(actions)."""
     split: set[Place] = set()
     num_parts: dict[MicrobatchPlace, int] = {}
-    gathers = False
+    gathers = repeats = False
     for action in (action for lane in schedule.lanes for action in lane.actions):
         gathers |= action.kind is ActionKind.GATHER_PARAMETERS
+        repeats |= action.kind is ActionKind.REPEATED_FORWARD
         if action.kind in (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT):
             split.add(action.place)
         if action.part >= 0:
             place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
             num_parts[place] = max(num_parts.get(place, 0), action.part + 1)
-    return ScheduleForm(frozenset(split), num_parts, gathers) if split or num_parts or gathers else PLAIN
+    form = ScheduleForm(frozenset(split), num_parts, gathers, repeats)
+    return PLAIN if form == PLAIN else form
 
 
 def parts_of(place: MicrobatchPlace, graph: ModelGraph, assignment: Assignment) -> tuple[tuple[Atom, ...], ...]:

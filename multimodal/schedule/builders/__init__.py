@@ -6,6 +6,7 @@ from typing import Protocol
 from multimodal.schedule.builders.dip import build_dip
 from multimodal.schedule.builders.eager_1f1b import build_eager_1f1b
 from multimodal.schedule.builders.encoders_colocated import build_encoders_colocated
+from multimodal.schedule.builders.encoders_replicated import build_encoders_replicated
 from multimodal.schedule.builders.gpipe import build_gpipe
 from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
@@ -33,5 +34,6 @@ BUILDERS: Mapping[str, Builder] = {
     "zb-v": build_zb_v,
     "dip": build_dip,
     "encoders-colocated": build_encoders_colocated,
+    "encoders-replicated": build_encoders_replicated,
 }
 """Every builder by the name that selects it."""

@@ -97,16 +97,24 @@ def groupings_of(draw: st.DrawFn, atoms: Sequence[Atom], dp: int) -> tuple[tuple
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Random graphs (none to two encoders, any part frozen), plans (disjoint or colocated, virtual stages) and assignments."""
+    """Random graphs (none to two encoders, any part frozen), plans (disjoint, colocated, copies) and assignments."""
     encoders = draw(st.sampled_from([(), ("vision",), ("vision", "audio")]))
     frozen = [unit for unit in (*encoders, "llm") if draw(st.booleans())]
     graph = build_graph(*encoders, frozen=frozen, frozen_projectors=[unit for unit in encoders if draw(st.booleans())])
     colocated = draw(st.booleans())
     alike = colocated and draw(st.booleans())
+    llm_size = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    copies = colocated and not alike and draw(st.booleans())
     units, first_rank = {}, 0
     for name in graph.unit_names:
         if alike and units and name in encoders:
             units[name] = units[encoders[0]]
+            continue
+        if copies:
+            dp, pp, tp = llm_size if name == "llm" else (llm_size[0] * llm_size[1], 1, llm_size[2])
+            units[name] = build_unit_plan(
+                graph, name, dp=dp, pp=pp, tp=tp, chunks=draw(st.integers(1, 2)) if name == "llm" else 1
+            )
             continue
         dp, pp, tp = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
         layout = draw(st.sampled_from([{}, {}, {"chunks": 2}, {"v_shaped": True}]))
@@ -129,8 +137,16 @@ def builders_for(case: Case) -> list[str]:
     refused = {
         "zb-v": not any(is_v_shaped(unit) for unit in case.plan.units.values()),
         "encoders-colocated": any(each != stages[0] for each in stages),
+        "encoders-replicated": not encoders or any(not _are_copies(unit, case.plan.units["llm"]) for unit in encoders),
     }
     return [name for name in BUILDERS if not refused.get(name, False)]
+
+
+def _are_copies(encoder: UnitPlan, llm: UnitPlan) -> bool:
+    """Whether an encoder has one whole replica beside every stage of the LLM."""
+    wanted = [stage.ranks for replica in llm.replicas for stage in replica.stages]
+    is_whole = encoder.num_virtual_stages == 1
+    return is_whole and sorted(stage.ranks for replica in encoder.replicas for stage in replica.stages) == sorted(wanted)
 
 
 @st.composite
@@ -161,6 +177,9 @@ def golden_cases() -> dict[str, Case]:
         ),
         "colocated_different_tp": build_case(
             vision, {"vision": (2, 1, 1), "llm": (1, 1, 2)}, {"vision": deal(2, 2), "llm": deal(2, 1)}, colocated=True
+        ),
+        "encoder_copies": build_case(
+            vision, {"vision": (2, 1, 1), "llm": (1, 2, 1)}, {"vision": deal(4, 2), "llm": deal(4, 1)}, colocated=True
         ),
         "crossed_groupings": build_case(vision, {"vision": (2, 1, 1), "llm": (1, 1, 1)}, crossed),
         "interleaved_llm": build_case(

@@ -25,6 +25,7 @@ SHOWN = {
     "zb-v": ("v_shaped_llm",),
     "dip": ("colocated_different_tp", "two_encoders"),
     "encoders-colocated": ("two_encoders",),
+    "encoders-replicated": ("encoder_copies",),
 }
 """Per builder the cases that show what it does."""
 

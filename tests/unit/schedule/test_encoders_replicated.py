@@ -1,0 +1,156 @@
+from pathlib import Path
+
+import pytest
+
+from multimodal.cost.cost_table import CostTable
+from multimodal.cost.replicated_table import replicate_encoders
+from multimodal.cost.table_costs import TableCosts
+from multimodal.schedule.build_schedule import build_schedule
+from multimodal.schedule.builders.encoders_replicated import build_encoders_replicated
+from multimodal.schedule.simulate import simulate_schedule
+from multimodal.schedule.simulation import Simulation
+from multimodal.schedule.text import action_to_text, schedule_from_text, schedule_to_text
+from multimodal.schedule.validate import validate_schedule
+from multimodal.values.errors import ConfigError, ScheduleError
+from multimodal.values.schedule import REPEATED_KINDS, ActionKind
+from tests.unit.schedule.schedule_cases import Case, build_case, build_graph, deal, golden_cases
+from tests.unit.schedule.uniform_costs import UniformCosts
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def copies_case(num_stages: int, *, num_samples: int = 6, dp: int = 1, **graph: list[str]) -> Case:
+    """One vision encoder beside every stage of `dp` LLM replicas; its microbatches are dealt over all copies."""
+    groupings = {"vision": deal(num_samples, dp * num_stages), "llm": deal(num_samples, dp)}
+    sizes = {"vision": (dp * num_stages, 1, 1), "llm": (dp, num_stages, 1)}
+    return build_case(build_graph("vision", **graph), sizes, groupings, colocated=True)
+
+
+def simulate(table: dict[str, object]) -> Simulation:
+    fused, (graph, plan, assignment) = replicate_encoders(CostTable.from_dict(table))
+    schedule = build_schedule(build_encoders_replicated, graph, plan, assignment)
+    return simulate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, costs=TableCosts(fused))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_every_stage_computes_every_encoder_microbatch_that_its_replica_takes(num_stages: int, dp: int) -> None:
+    case = copies_case(num_stages, num_samples=8, dp=dp)
+    taken = [{atom.sample_id for microbatch in replica for atom in microbatch} for replica in case.assignment.units["llm"]]
+    for lane, actions in enumerate(lane.actions for lane in build_encoders_replicated(*case).lanes):
+        for kinds in ((ActionKind.FORWARD, ActionKind.REPEATED_FORWARD), (ActionKind.BACKWARD, ActionKind.REPEATED_BACKWARD)):
+            works = [action.work for action in actions if action.unit == "vision" and action.kind in kinds]
+            samples = [case.assignment.units["vision"][work.replica][work.microbatch][0].sample_id for work in works]
+            assert len(set(samples)) == len(samples)
+            assert set(samples) >= taken[lane // num_stages]
+
+
+def test_a_copy_works_right_beside_its_stage() -> None:
+    (lane,) = build_encoders_replicated(*copies_case(2, num_samples=4)).lanes[1:]
+    shown = [action_to_text(action) for action in lane.actions]
+    for microbatch, original in ((0, "vision/0/0/0"), (2, "vision/0/0/1")):
+        copy = original.replace("vision/0", "vision/1")
+        assert shown.index(f"XF {copy}={original}") + 1 == shown.index(f"F llm/0/1/{microbatch}")
+        assert shown.index(f"B llm/0/1/{microbatch}") + 1 == shown.index(f"XB {copy}={original}")
+    assert shown.index("RG vision/1/0") > max(shown.index("XB vision/1/0/1=vision/0/0/1"), shown.index("B vision/1/0/1"))
+
+
+@pytest.mark.parametrize(
+    ("graph", "has_backward"),
+    [
+        ({"frozen": ["vision"], "frozen_projectors": ["vision"]}, False),
+        ({"frozen": ["vision", "llm"]}, True),
+        ({"frozen": ["llm"]}, True),
+    ],
+)
+def test_what_is_frozen_is_not_repeated_backward(graph: dict[str, list[str]], has_backward: bool) -> None:
+    kinds = {action.kind for lane in build_encoders_replicated(*copies_case(2, **graph)).lanes for action in lane.actions}
+    assert ActionKind.REPEATED_FORWARD in kinds
+    assert (ActionKind.REPEATED_BACKWARD in kinds) == has_backward
+
+
+def test_evaluation_repeats_forwards_alone() -> None:
+    case = copies_case(2)
+    schedule = build_encoders_replicated(*case, forward_only=True)
+    validate_schedule(schedule, graph=case.graph, plan=case.plan, assignment=case.assignment, lowered=False, forward_only=True)
+    assert {action.kind for lane in schedule.lanes for action in lane.actions} == {
+        ActionKind.FORWARD,
+        ActionKind.REPEATED_FORWARD,
+    }
+
+
+def test_the_validator_knows_what_a_stage_waits_for() -> None:
+    graph, plan, assignment = golden_cases()["encoder_copies"]
+    text = schedule_to_text(build_encoders_replicated(graph, plan, assignment))
+    late = text.replace("XF vision/1/0/0=vision/0/0/0; F llm/0/1/0", "F llm/0/1/0; XF vision/1/0/0=vision/0/0/0")
+    early = text.replace("B llm/0/1/0; XB vision/1/0/0=vision/0/0/0", "XB vision/1/0/0=vision/0/0/0; B llm/0/1/0")
+    other = text.replace("XF vision/1/0/0=vision/0/0/0", "XF vision/1/0/0=vision/1/0/0")
+    for broken, message in (
+        (late, "F llm/0/1/0: wrong order: in lane 1 it stands before XF vision/1/0/0=vision/0/0/0, which it needs"),
+        (early, "XB vision/1/0/0=vision/0/0/0: wrong order: in lane 1 it stands before B llm/0/1/0, which it needs"),
+        (other, "XF vision/1/0/0=vision/1/0/0: unknown action"),
+    ):
+        assert broken != text
+        with pytest.raises(ScheduleError, match=f"^{message}"):
+            validate_schedule(schedule_from_text(broken), graph=graph, plan=plan, assignment=assignment, lowered=False)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "colocated"),
+    [
+        ({"vision": (2, 1, 1), "llm": (1, 2, 1)}, False),
+        ({"vision": (1, 2, 1), "llm": (1, 2, 1)}, True),
+        ({"vision": (1, 1, 1), "llm": (1, 2, 1)}, True),
+        ({"vision": (2, 1, 1), "llm": (1, 1, 2)}, True),
+    ],
+)
+def test_other_layouts_are_refused(sizes: dict[str, tuple[int, int, int]], colocated: bool) -> None:
+    groupings = {"vision": deal(4, sizes["vision"][0]), "llm": deal(4, 1)}
+    with pytest.raises(ScheduleError, match="^encoders-replicated needs a whole copy of 'vision' beside every stage of 'llm'"):
+        build_encoders_replicated(*build_case(build_graph("vision"), sizes, groupings, colocated=colocated))
+
+
+def test_a_model_without_encoders_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="needs an encoder to repeat, found units llm"):
+        build_encoders_replicated(*build_case(build_graph(), {"llm": (1, 2, 1)}, {"llm": deal(4, 1)}))
+
+
+def test_a_table_takes_the_time_of_a_pipeline_whose_stages_hold_all_encoders() -> None:
+    """1F1B of everything in every lane; on the way in and out the LLM alone counts, as copies start at once and end beside."""
+    stages, num_microbatches, num_stages = [{"forward": 0.3, "backward": 0.6}] * 2, 6, 3
+    llm = [{"forward": 1.0, "input_gradient": 1.0, "weight_gradient": 1.0}] * num_stages
+    units = {
+        "vision": {"upstream": [], "stages": stages},
+        "audio": {"upstream": [], "stages": stages[:1]},
+        "llm": {"upstream": ["vision", "audio"], "stages": llm},
+    }
+    found = simulate({"num_microbatches": num_microbatches, "units": units})
+    forward, backward = 3 * 0.3 + 1.0, 3 * 0.6 + 2.0
+    assert found.num_lanes == num_stages
+    assert found.busy_seconds == pytest.approx([num_microbatches * (forward + backward)] * num_stages)
+    fill_and_drain = (num_stages - 1) * (1.0 + 2.0)
+    assert found.iteration_seconds == pytest.approx(num_microbatches * (forward + backward) + fill_and_drain)
+    assert found.stage_seconds.keys() == {("vision", 0, 0, k) for k in range(6)} | {("audio", 0, 0, k) for k in range(6)} | {
+        ("llm", 0, stage, k) for stage in range(3) for k in range(6)
+    }
+
+
+def test_frozen_encoders_in_a_table_are_repeated_forward_only() -> None:
+    table = CostTable.from_file(EXAMPLES / "costs" / "cornstarch-vlm-m.yaml")
+    fused, model = replicate_encoders(table)
+    assert [unit.data_parallel_size for unit in model.plan.units.values()] == [4, 1]
+    assert fused.units["vision"].stages[0].forward[0] == pytest.approx(2 * 0.07504)
+    assert fused.units["vision"].stages[0].has_backward
+    with pytest.raises(ConfigError, match="no encoder to replicate"):
+        replicate_encoders(CostTable.from_dict({"num_microbatches": 1, "units": {"llm": {"stages": [{"forward": 1.0}]}}}))
+
+
+def test_copies_keep_activations_until_their_backward() -> None:
+    graph, plan, assignment = copies_case(2, num_samples=4)
+    schedule = build_schedule(build_encoders_replicated, graph, plan, assignment)
+    found = simulate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, costs=UniformCosts())
+    plain = Simulation.peak_memory_bytes.fget(found)
+    repeated = [action for action in found.compiled.actions if action.kind in REPEATED_KINDS]
+    assert len(repeated) == 2 * 4
+    assert plain == max(found.peak_total_bytes)
+    assert found.peak_activation_bytes[1] >= 2 * 10
