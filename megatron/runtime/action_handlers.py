@@ -7,6 +7,7 @@ import torch
 
 from megatron.runtime.forward_action import OpenSubset, run_forward
 from megatron.runtime.message_flow import collect_output_gradient, publish_input_gradients
+from megatron.runtime.repeated_encoder import repeat_backward, repeat_forward
 from multimodal.model.weight_gradient_queue import WeightGradientQueue
 from multimodal.values.schedule import Action, ActionKind
 
@@ -66,6 +67,8 @@ HANDLERS: Mapping[ActionKind, Callable[["RunningStep", Action], None]] = {
     ActionKind.BACKWARD: _backward,
     ActionKind.INPUT_GRADIENT: _input_gradient,
     ActionKind.WEIGHT_GRADIENT: _weight_gradient,
+    ActionKind.REPEATED_FORWARD: repeat_forward,
+    ActionKind.REPEATED_BACKWARD: repeat_backward,
     ActionKind.SEND_FORWARD: _send,
     ActionKind.RECEIVE_FORWARD: _receive,
     ActionKind.SEND_BACKWARD: _send,

@@ -7,7 +7,9 @@ import torch
 from megatron.runtime.emulated_stage import EmulatedInput
 from megatron.runtime.step import Step
 from multimodal.model.stage_input import PackedInput
+from multimodal.schedule.repeated_work import repeated_places
 from multimodal.values.assignment import Microbatch, MicrobatchPlace
+from multimodal.values.model_graph import Role
 from multimodal.values.plan import Plan
 
 
@@ -25,7 +27,16 @@ def with_emulated_inputs(step: Step, *, plan: Plan, rank: int) -> Step:
                     subset_inputs[place] = tuple(_input(step, place, subset) for subset in step.subsets(place))
                 else:
                     inputs[place] = _input(step, place, step.assignment.atoms(place))
+            if step.form.repeats_encoders and step.graph.unit(unit).role is Role.ENCODER:
+                repeated = repeated_places(unit, replica_index, graph=step.graph, plan=plan, assignment=step.assignment)
+                for place in (MicrobatchPlace(unit, each.replica, each.microbatch) for each in repeated):
+                    inputs[place] = _whole_input(step, place)
     return replace(step, inputs=inputs, target_samples=dict.fromkeys(inputs, ()), subset_inputs=subset_inputs)
+
+
+def _whole_input(step: Step, place: MicrobatchPlace) -> EmulatedInput:
+    num_rows = sum(map(step.num_rows_of_route, step.routes.from_source.get(place, ())))
+    return EmulatedInput((step.num_tokens_of(place),), torch.zeros(0), place=place, num_output_rows=num_rows)
 
 
 def _input(step: Step, place: MicrobatchPlace, atoms: Microbatch) -> EmulatedInput:

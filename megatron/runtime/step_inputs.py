@@ -11,6 +11,7 @@ from multimodal.attention.packed_lengths import ItemSpan
 from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.stage_input import PackedInput
+from multimodal.schedule.repeated_work import repeated_places
 from multimodal.values.assignment import Assignment, Atom, Microbatch, MicrobatchPlace, Routes
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan
@@ -40,7 +41,8 @@ def load_inputs(
 ) -> LoadedInputs:
     """Load and pack every microbatch that passes through this rank, pixels only where they are needed.
 
-    That is an encoder's first stage, which takes them, and a generator's last one, which is to make them.
+    That is an encoder's first stage, which takes them, and a generator's last one, which is to make them. A copy of an encoder
+    that repeats other replicas' microbatches takes those, too, whole.
     source_index: sample id -> index in `source`; form: which microbatches run in sample subsets, each packed by itself.
     Raises DataError when an item cannot be decoded.
     """
@@ -67,6 +69,11 @@ def load_inputs(
                     inputs[place] = _generator_input(source, unit, place, assignment, routes, source_index, with_pixels=is_last)
                 else:
                     inputs[place], target_samples[place] = _language_input(source, graph, place, assignment, routes, source_index)
+            if form.repeats_encoders and unit.role is Role.ENCODER:
+                for original in repeated_places(name, replica_index, graph=graph, plan=plan, assignment=assignment):
+                    place = MicrobatchPlace(name, original.replica, original.microbatch)
+                    atoms = assignment.atoms(place)
+                    inputs[place] = _encoder_input(source, unit, atoms, source_index, with_pixels=True)
     return LoadedInputs(inputs, target_samples, subset_inputs)
 
 

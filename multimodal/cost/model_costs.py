@@ -18,7 +18,7 @@ from multimodal.values.backward_need import BackwardNeed, layers_backward_need
 from multimodal.values.model_graph import LayerKind, ModelGraph, Role
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths, index_by_sample
-from multimodal.values.schedule import Action, ActionKind, Place
+from multimodal.values.schedule import REPEATED_KINDS, Action, ActionKind, Place
 from multimodal.values.schedule_form import parts_of
 
 _StageKey = tuple[str, int, int]
@@ -62,7 +62,8 @@ class ModelCosts:
     def compute(self, action: Action) -> ComputeCost:
         """Cost of one computation; a part's backward costs its own atoms' share."""
         load = self._load_of(action)
-        return self._compute_cost(action.kind, action.unit, action.replica, action.stage, load)
+        kind = REPEATED_KINDS.get(action.kind, action.kind)
+        return self._compute_cost(kind, action.unit, action.replica, action.stage, load)
 
     def transfer(self, send: Action) -> TransferCost:
         """Cost of the message that a send starts: inside a unit its hidden states, between units the routed atoms' outputs."""
@@ -105,7 +106,7 @@ class ModelCosts:
 
     def _load_of(self, action: Action) -> UnitLoad:
         if action.part < 0:
-            return self._load_at(action.place)
+            return self._load_at(action.work)
         place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
         return self._atoms_load(action.unit, parts_of(place, self.graph, self.assignment)[action.part])
 

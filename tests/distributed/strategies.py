@@ -116,7 +116,9 @@ def transformers(draw: st.DrawFn, *, channels: Sequence[int]) -> Transformer:
 @st.composite
 def plans(draw: st.DrawFn, graph: ModelGraph) -> Plan:
     """Each unit on any of up to eight ranks, in any order: apart, on the same ranks, or overlapping in part."""
-    overlap = draw(st.sampled_from(["disjoint", "same", "any"]))
+    overlap = draw(st.sampled_from(["disjoint", "same", "any", *(["copies"] if graph.encoders else [])]))
+    if overlap == "copies":
+        return draw(plans_with_copies(graph))
     units: dict[str, UnitPlan] = {}
     free = list(draw(st.permutations(range(MAX_RANKS)))) if draw(st.booleans()) else list(range(MAX_RANKS))
     for position, name in enumerate(graph.unit_names):
@@ -127,6 +129,34 @@ def plans(draw: st.DrawFn, graph: ModelGraph) -> Plan:
         if overlap == "disjoint":
             free = [rank for rank in free if rank not in units[name].ranks]
     return _renumber(units)
+
+
+@st.composite
+def plans_with_copies(draw: st.DrawFn, graph: ModelGraph) -> Plan:
+    """Whole copies of every encoder beside each stage of the LLM, in any order; generators on any of these ranks or others."""
+    ranks = draw(st.permutations(range(MAX_RANKS)))
+    units = {name: draw(unit_plans(graph.unit(name), ranks, MAX_RANKS)) for name in (graph.backbone.name,)}
+    stages = [stage.ranks for replica in units[graph.backbone.name].replicas for stage in replica.stages]
+    for unit in graph.encoders:
+        whole = ((0, len(unit.layers)),)
+        replicas = tuple(Replica((Stage(ranks, whole),)) for ranks in draw(st.permutations(stages)))
+        units[unit.name] = UnitPlan(replicas, units[graph.backbone.name].tensor_parallel_size)
+    for unit in graph.generators:
+        units[unit.name] = draw(unit_plans(unit, draw(st.permutations(range(MAX_RANKS))), MAX_RANKS))
+    return _renumber({name: units[name] for name in graph.unit_names})
+
+
+@st.composite
+def replicated_cases(draw: st.DrawFn) -> GradientCase:
+    """Encoders replicated over the stages of the LLM."""
+    graph = draw(graphs().filter(lambda graph: graph.encoders))
+    plan = draw(plans_with_copies(graph))
+    source = RandomSource(graph, draw(samples([unit.name for unit in (*graph.encoders, *graph.generators)])), VOCAB_SIZE)
+    assignment = draw(assignments(graph, plan, source))
+    recompute = draw(st.sampled_from([None, "selective", "full"]))
+    return GradientCase(
+        graph, plan, assignment, source, builder="encoders-replicated", recompute=recompute, passes=draw(passes())
+    )
 
 
 @st.composite
@@ -203,7 +233,7 @@ def _groupings(draw: st.DrawFn, atoms: Sequence[Atom], num_replicas: int) -> tup
 
 def _can_build(builder: str, graph: ModelGraph, plan: Plan, assignment: Assignment) -> bool:
     """Whether a builder allows the plan; most allow every plan."""
-    if builder not in ("encoders-colocated", "zb-v"):
+    if builder not in ("encoders-colocated", "encoders-replicated", "zb-v"):
         return True
     try:
         BUILDERS[builder](graph, plan, assignment)
