@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, linprog, milp
 from scipy.sparse import csr_matrix, vstack
 
 from multimodal.balance.node_search import fill_nodes
@@ -99,7 +99,7 @@ def solve_integer_program(volumes: NodeVolumes, *, start: NDArray[np.int64], tim
     return best if volumes.bytes_sent(best).max() < most_at_start else start
 
 
-def _solve(program: _Program, *, time_limit_seconds: float, upper: float):  # type: ignore[no-untyped-def]
+def _solve(program: _Program, *, time_limit_seconds: float, upper: float) -> OptimizeResult:
     costs = _costs(program)
     return milp(
         costs,

@@ -37,7 +37,7 @@ class _Worst(NamedTuple):
     """The rank that sends most (the first of those), and how many send as much."""
 
     sent: int
-    count: int
+    num_equal: int
     rank: int
 
     def improves(self, other: "_Worst") -> bool:
@@ -116,7 +116,7 @@ class _NodeSearch:
 
     def __init__(self, columns: _Columns, limits: NodeSearchLimits, nodes: list[int]) -> None:
         self.columns, self.limits, self.nodes = columns, limits, nodes
-        self.sent = columns.volumes.bytes_sent(np.array(nodes, dtype=np.int64)).tolist()
+        self.sent: list[int] = columns.volumes.bytes_sent(np.array(nodes, dtype=np.int64)).tolist()
         self.members: list[set[int]] = [set() for _ in range(columns.volumes.num_nodes)]
         for batch, node in enumerate(nodes):
             self.members[node].add(batch)
