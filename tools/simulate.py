@@ -23,6 +23,7 @@ from multimodal.balance.balance_options import BalanceOptions
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
 from multimodal.cost.model_costs import ModelCosts
+from multimodal.cost.replicated_table import replicate_encoders
 from multimodal.cost.step_costs import StepCosts
 from multimodal.cost.table_costs import TableCosts
 from multimodal.cost.table_model import build_table_model
@@ -133,7 +134,10 @@ def build_steps(flags: argparse.Namespace) -> Iterator[Step]:
     """Yield what is to be simulated, step by step."""
     if flags.costs is not None:
         table = CostTable.from_file(flags.costs)
-        yield Step(*build_table_model(table), TableCosts(table))
+        model = build_table_model(table)
+        if flags.schedule == "encoders-replicated":
+            table, model = replicate_encoders(table)
+        yield Step(*model, TableCosts(table))
         return
     graph, cluster, plan = ModelGraph.from_file(flags.model), Cluster.from_file(flags.cluster), Plan.from_file(flags.plan)
     validate_plan(plan, graph=graph, world_size=plan.num_ranks)
