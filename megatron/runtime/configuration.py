@@ -82,7 +82,9 @@ class TrainingConfig:
         default=None, metadata={"shorthand": ("recompute_activations", "selective", None)}
     )
     """Recompute in the backward instead of storing: the attention core (selective) or whole layers (full)."""
-    schedule: Literal["gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dip", "encoders-colocated"] = "1f1b"
+    schedule: Literal[
+        "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dip", "encoders-colocated", "encoders-replicated"
+    ] = "1f1b"
     """Order of forwards and backwards on every rank."""
     schedule_passes: str = field(default="", metadata={"metavar": "A,B"})
     """Rewrite that order, one after another: split-backward, defer-receives, delay-forward, fill, gather-parameters."""
