@@ -95,8 +95,11 @@ def num_products(kind: LayerKind) -> int:
 
 
 def layer_forward_flops(graph: ModelGraph, unit: Unit, kind: LayerKind, load: UnitLoad, *, vocab_size: int) -> LayerFlops:
-    """FLOPs of one layer's forward over a load, all tensor parallel ranks together; looking an embedding up costs nothing."""
-    if kind is LayerKind.TOKEN_EMBEDDING:
+    """FLOPs of one layer's forward over a load, all tensor parallel ranks together.
+
+    Looking an embedding up costs nothing; nor does a generator's projector, which maps one row for each image.
+    """
+    if kind is LayerKind.TOKEN_EMBEDDING or (kind is LayerKind.PROJECTOR and unit.role is Role.GENERATOR):
         return LayerFlops(0.0, 0.0)
     weights = layer_weights(graph, unit, kind, vocab_size=vocab_size)
     if kind is LayerKind.TRANSFORMER:
@@ -105,5 +108,5 @@ def layer_forward_flops(graph: ModelGraph, unit: Unit, kind: LayerKind, load: Un
         return LayerFlops(2.0 * load.num_tokens * weights, 4.0 * query * load.num_squared * masked)
     if kind is LayerKind.PATCH_EMBEDDING and unit.audio is not None:
         weights += 3 * unit.transformer.hidden_size * unit.audio.num_mel_bins  # the first convolution sees two frames per token
-    at_exit = kind is LayerKind.HEAD or (kind is LayerKind.PROJECTOR and unit.role is Role.ENCODER)
+    at_exit = kind in (LayerKind.HEAD, LayerKind.PROJECTOR)
     return LayerFlops(2.0 * (load.num_outputs if at_exit else load.num_tokens) * weights, 0.0)
