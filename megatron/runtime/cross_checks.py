@@ -4,8 +4,6 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 from megatron.runtime.configuration import GROUPS, SCHEDULE_PASSES, RunConfig
 from megatron.runtime.field_flags import field_flags
 from megatron.runtime.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLINGS
@@ -173,7 +171,7 @@ RULES: tuple[Rule, ...] = (
         "--attention-backend sequences cannot evaluate --attention-mask {c.model.attention_mask}; use --attention-backend blocks",
     ),
     Rule(
-        lambda c: c.model.attention_backend in ("flex", "triton") and not torch.cuda.is_available(),
+        lambda c: c.model.attention_backend in ("flex", "triton") and not _has_cuda(),
         "--attention-backend {c.model.attention_backend} needs a CUDA device to train; use --attention-backend blocks on a CPU",
     ),
     Rule(
@@ -279,6 +277,12 @@ def shown_flag(name: str) -> str:
     unit, size = name.split(".")
     ending = "micro-batch-size" if size == MICRO_BATCH_SIZE else SIZE_SPELLINGS[size][0]
     return f"--{unit.replace('_', '-')}-{ending}"
+
+
+def _has_cuda() -> bool:
+    import torch  # only here: reading flags should not wait for it
+
+    return torch.cuda.is_available()
 
 
 def _proportions(split: str) -> list[float]:

@@ -64,7 +64,7 @@ def test_flags_that_would_be_ignored(parse: Parse, line: str, message: str) -> N
 
 def test_every_row_of_the_table_is_tried() -> None:
     tried = {message.split(" would be")[0] for _, message in IGNORED}
-    assert {shown_flag(row.name) for row in IGNORED_FLAGS} - tried == {"--colocate-units"}
+    assert {shown_flag(row.name) for row in IGNORED_FLAGS} - tried == {"--colocate-units", "--attention-mask"}
 
 
 def test_every_row_of_the_table_names_fields_that_exist() -> None:
@@ -153,6 +153,32 @@ def test_transformer_engine_must_be_installed(parse: Parse, monkeypatch: pytest.
     with pytest.raises(ConfigError, match="has no float64"):
         parse("--transformer-impl transformer_engine --dtype float64")
     assert parse("--transformer-impl transformer_engine --bf16").model.transformer_impl == "transformer_engine"
+
+
+def test_attention_backends_must_fit_mask_device_and_precision(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="sequences cannot evaluate --attention-mask embedded; use --attention-backend blocks"):
+        parse("--attention-backend sequences --attention-mask embedded")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for name in ("flex", "triton"):
+        with pytest.raises(ConfigError, match=f"--attention-backend {name} needs a CUDA device"):
+            parse(f"--attention-backend {name}")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="Triton is not installed"):
+        parse("--attention-backend triton")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match="triton has no float64"):
+        parse("--attention-backend triton --dtype float64")
+    assert parse("--attention-backend triton --attention-mask embedded --bf16").model.attention_mask == "embedded"
+
+
+def test_a_mask_for_items_needs_an_encoder(tmp_path: Path) -> None:
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": {"language": UNITS["language"]}}))
+    base = [part for pair in BASE.items() if pair[0] != "--vision-dp" for part in pair]
+    with pytest.raises(ConfigError, match="--attention-mask would be ignored: the model has one unit"):
+        parse_arguments(
+            ["--model", str(tmp_path / "model.yaml"), *base, "--attention-mask", "embedded"], environ={"WORLD_SIZE": "1"}
+        )
 
 
 def test_a_plan_excludes_colocation(tmp_path: Path) -> None:
