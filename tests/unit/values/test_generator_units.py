@@ -3,7 +3,7 @@ import pytest
 from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace
 from multimodal.values.backward_need import BackwardNeed, layers_backward_need
 from multimodal.values.errors import ModelError
-from multimodal.values.model_graph import LayerKind, ModelGraph
+from multimodal.values.model_graph import ImageInput, LayerKind, ModelGraph
 
 SHAPE = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 16}
 UNITS = {
@@ -46,3 +46,24 @@ def test_a_frozen_generator_behind_a_trained_backbone_passes_gradients_on():
     painter = {**UNITS["painter"], "freeze_module": True, "freeze_projector": True}
     graph = ModelGraph.from_dict({"units": {**UNITS, "painter": painter}})
     assert layers_backward_need(graph, "painter", range(4)) is BackwardNeed.INPUT_GRADIENT
+
+
+def test_a_generator_may_say_what_images_it_makes():
+    graph = ModelGraph.from_dict({"units": {**UNITS, "painter": {**UNITS["painter"], "image": {"patch_size": 8}}}})
+    assert graph.unit("painter").image == ImageInput(patch_size=8)
+    assert ModelGraph.from_dict(graph.to_dict()) == graph
+    assert ModelGraph.from_dict({"units": UNITS}).unit("painter").image is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"image": {"patch_size": 0}}, "'painter': patch_size must be a positive integer, found 0"),
+        ({"image": {"patch_sise": 8}}, "unknown key 'patch_sise'"),
+        ({"image": {}, "num_attention_heads": 4}, r"channels per head \(2\) must be divisible by 4"),
+        ({"projector_hidden_size": 8}, "projector_hidden_size belong to encoders"),
+    ],
+)
+def test_wrong_images_of_a_generator_are_named(changes, message):
+    with pytest.raises(ModelError, match=message):
+        ModelGraph.from_dict({"units": {**UNITS, "painter": {**UNITS["painter"], **changes}}})
