@@ -1,0 +1,58 @@
+from random import Random
+
+import pytest
+
+from multimodal.balance import BALANCERS
+from multimodal.balance.auto import busiest_replica_seconds
+from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.batch_work import BatchWork
+from multimodal.balance.step_predictor import StepPredictor
+from multimodal.cost.cluster import Cluster, Network, NodeLink
+from multimodal.schedule.builders import BUILDERS
+from multimodal.values.assignment import validate_assignment
+
+CLUSTER = Cluster(8, 100.0, 80.0, NodeLink(100.0, 1.0), Network(10.0, 5.0, 8))
+
+
+def draw_batch(build_sample, seed, *, size=24):
+    random = Random(seed)
+    items = [[("vision", random.choice([16, 64, 640]))] * random.randint(0, 3) for _ in range(size)]
+    return [build_sample(index, random.randint(5, 400), *items[index]) for index in range(size)]
+
+
+def predictor(graph, plan, **changes):
+    return StepPredictor(graph, plan, BUILDERS["1f1b"], (), CLUSTER, 128, **changes)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_auto_is_the_best_of_all_and_never_worse_than_none(graph, build_plan, build_sample, seed):
+    plan = build_plan(vision=2, audio=1, llm=2)
+    lengths = draw_batch(build_sample, seed)
+    predict = predictor(graph, plan)
+    options = BalanceOptions(micro_batch_size=3, predictor=predict, vocab_size=128)
+    seconds = {
+        name: predict.seconds(balancer(lengths, graph=graph, plan=plan, options=options), lengths)
+        for name, balancer in BALANCERS.items()
+    }
+    assert seconds["auto"] <= min(seconds[name] for name in ("none", "orchmllm", "disttrain", "entrain"))
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("name", BALANCERS)
+def test_the_quick_bound_is_below_the_prediction(graph, build_plan, build_sample, name, seed):
+    plan = build_plan(vision=2, audio=1, llm=3)
+    lengths = draw_batch(build_sample, seed)
+    predict = predictor(graph, plan)
+    assignment = BALANCERS[name](lengths, graph=graph, plan=plan, options=BalanceOptions(micro_batch_size=2))
+    assert 0 < predict.seconds_at_least(assignment, lengths) <= predict.seconds(assignment, lengths)
+
+
+def test_without_a_predictor_the_busiest_replica_counts(graph, build_plan, build_sample):
+    plan = build_plan(vision=2, audio=1, llm=2)
+    lengths = draw_batch(build_sample, 1)
+    options = BalanceOptions(micro_batch_size=3)
+    work = BatchWork(graph, lengths, options)
+    found = {name: balancer(lengths, graph=graph, plan=plan, options=options) for name, balancer in BALANCERS.items()}
+    busiest = {name: busiest_replica_seconds(assignment, work, plan=plan) for name, assignment in found.items()}
+    assert busiest["auto"] == min(busiest[name] for name in ("none", "orchmllm", "disttrain", "entrain"))
+    validate_assignment(found["auto"], graph=graph, plan=plan, lengths=lengths)
