@@ -16,23 +16,24 @@ __extension__ typedef unsigned __int128 Wide;
 template <typename Key>
 class Placement {
    public:
-    Placement(const RankedItems& items, std::int64_t num_bins, std::int64_t max_items_per_bin)
+    Placement(const RankedItems& items, std::int64_t num_bins, std::int64_t max_items_per_bin,
+              std::vector<std::int32_t>& bin_of_rank)
         : items_(items),
           bin_bits_(bit_width(static_cast<std::uint64_t>(num_bins - 1))),
           limited_(max_items_per_bin < items.size()),
           room_(num_bins, max_items_per_bin),
           ready_(num_bins),
           key_of_bin_(num_bins, kNone),
-          bin_of_rank_(items.size()) {
+          bin_of_rank_(bin_of_rank) {
+        bin_of_rank_.resize(items.size());
         std::iota(ready_.begin(), ready_.end(), Key{0});
     }
 
-    std::vector<std::int32_t> run() {
+    void run() {
         while (next_ < items_.size()) {
             const std::size_t num_ready = ready_.size();
             if (place_run() * 8 < num_ready) place_one_by_one(num_ready);
         }
-        return std::move(bin_of_rank_);
     }
 
    private:
@@ -65,23 +66,32 @@ class Placement {
             most = std::max(most, key);
         }
         next_ += taken;
-        sort_placed(least, most);
+        sort_placed(taken, least, most);
         merge_placed(taken);
         return taken;
     }
 
     // Collects the keys in the order of bins, so that only the loads' distances from the least one are left to sort by.
-    void sort_placed(Key least, Key most) {
+    void sort_placed(std::size_t num_taken, Key least, Key most) {
         const Key base = least >> bin_bits_ << bin_bits_;
-        std::size_t num_placed = 0;
         placed_.resize(key_of_bin_.size());
+        if (num_taken == key_of_bin_.size() && !limited_) {
+            placed_.swap(key_of_bin_);
+            std::fill(key_of_bin_.begin(), key_of_bin_.end(), kNone);
+        } else {
+            take_placed();
+        }
+        if (!placed_.empty()) radix_sort(placed_, spare_, base, bin_bits_, bit_width((most - base) >> bin_bits_));
+    }
+
+    void take_placed() {
+        std::size_t num_placed = 0;
         for (Key& key : key_of_bin_) {
             placed_[num_placed] = key;
             num_placed += key != kNone;
             key = kNone;
         }
         placed_.resize(num_placed);
-        if (num_placed > 0) radix_sort(placed_, spare_, base, bin_bits_, bit_width((most - base) >> bin_bits_));
     }
 
     void merge_placed(std::size_t taken) {
@@ -126,16 +136,20 @@ class Placement {
     std::vector<std::int64_t> room_;
     std::vector<Key> ready_;  // ascending, hence also a heap; full bins are gone
     std::vector<Key> key_of_bin_, placed_, merged_, spare_;
-    std::vector<std::int32_t> bin_of_rank_;
+    std::vector<std::int32_t>& bin_of_rank_;
 };
 
 }  // namespace
 
-std::vector<std::int32_t> place_longest_first(const RankedItems& items, std::int64_t num_bins, std::int64_t max_items_per_bin) {
+void place_longest_first(const RankedItems& items, std::int64_t num_bins, std::int64_t max_items_per_bin,
+                         std::vector<std::int32_t>& bin_of_rank) {
     const std::int64_t total = std::accumulate(items.additive.begin(), items.additive.end(), std::int64_t{0});
     const int key_bits = bit_width(static_cast<std::uint64_t>(total)) + bit_width(static_cast<std::uint64_t>(num_bins));
-    if (key_bits < 64) return Placement<std::uint64_t>(items, num_bins, max_items_per_bin).run();
-    return Placement<Wide>(items, num_bins, max_items_per_bin).run();
+    if (key_bits < 64) {
+        Placement<std::uint64_t>(items, num_bins, max_items_per_bin, bin_of_rank).run();
+    } else {
+        Placement<Wide>(items, num_bins, max_items_per_bin, bin_of_rank).run();
+    }
 }
 
 }  // namespace braid

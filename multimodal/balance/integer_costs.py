@@ -46,7 +46,8 @@ def integer_costs(lengths: ArrayLike, *, cost: UnitCost) -> IntegerCosts:
     longest, num_items, weight = int(tokens.max()), len(tokens), cost.quadratic_weight
     match cost.form:
         case CostForm.LINEAR:
-            _scale_bits(float(np.sum(tokens, dtype=np.float64)))
+            most = num_items * longest  # saves the exact sum, which reads a large batch once more
+            _scale_bits(most if most < 1 << _LARGEST_COST_BITS else sum(tokens.tolist()))
             return IntegerCosts(tokens, tokens, None, 1)
         case CostForm.PADDED:
             _scale_bits(float(num_items) * longest)
