@@ -38,9 +38,7 @@ def solve_allocation(
         if risen / left >= following:
             break
     bottleneck = max(bottleneck, floor)
-    gpus = tuple(
-        max(least, amount / bottleneck) if bottleneck else least for amount, least in zip(work, minimums, strict=True)
-    )
+    gpus = tuple(max(least, amount / bottleneck) if bottleneck else least for amount, least in zip(work, minimums, strict=True))
     return Allocation(gpus, bottleneck)
 
 

@@ -117,6 +117,24 @@ def search_allocation(problem: AllocationProblem) -> AllocationChoice:
     return replace(best, num_solved=num_solved)
 
 
+def rank_allocations(problem: AllocationProblem, *, slack: float) -> list[AllocationChoice]:
+    """Return, per (tp, dp, pp) of the LLM, the best choice for the other units; those within `slack` times the best, best first."""
+    if not len(problem.llm) or any(not len(options) for options in problem.others.values()):
+        return []
+    fronts = [_front_of(options, is_encoder=name in problem.upstream) for name, options in problem.others.items()]
+    bounds = sorted((_row_bound(problem, fronts, row), row) for row in range(len(problem.llm)))
+    found: list[AllocationChoice] = []
+    best = float("inf")
+    for bound, row in bounds:
+        if bound > slack * best:
+            break
+        choice = _round(problem, fronts, row, None)
+        if choice is not None:
+            found.append(choice)
+            best = min(best, choice.seconds)
+    return sorted((choice for choice in found if choice.seconds <= slack * best), key=lambda choice: choice.seconds)
+
+
 def _front_of(options: UnitOptions, *, is_encoder: bool) -> _Front:
     limit = options.in_flight_downstream if is_encoder else np.full(len(options), np.inf)
     behind = np.zeros(len(options)) if is_encoder else (options.data * options.pipeline).astype(np.float64)
@@ -152,13 +170,17 @@ def _parallelism_bounds(problem: AllocationProblem, fronts: Sequence[_Front]) ->
 def _row_bound(problem: AllocationProblem, fronts: Sequence[_Front], row: int) -> float:
     llm = problem.llm
     gpus, slowest = float(llm.gpus[row]), float(llm.stage_seconds[row])
-    return _relaxed_seconds(
-        problem, fronts, float(llm.data[row]), float(llm.chain_seconds[row]), gpus * slowest, gpus, slowest
-    )
+    return _relaxed_seconds(problem, fronts, float(llm.data[row]), float(llm.chain_seconds[row]), gpus * slowest, gpus, slowest)
 
 
 def _relaxed_seconds(
-    problem: AllocationProblem, fronts: Sequence[_Front], data: float, chain: float, own_work: float, own_gpus: float, slowest: float
+    problem: AllocationProblem,
+    fronts: Sequence[_Front],
+    data: float,
+    chain: float,
+    own_work: float,
+    own_gpus: float,
+    slowest: float,
 ) -> float:
     """Bound the objective for an LLM of `own_work` GPU-seconds per microbatch that has at least `own_gpus`.
 
@@ -177,11 +199,15 @@ def _relaxed_seconds(
     return float(objective_seconds(problem, llm=(data, bottleneck, chain), stage_seconds=0.0, chain_seconds=warmup))
 
 
-def _round(problem: AllocationProblem, fronts: Sequence[_Front], row: int, best: AllocationChoice | None) -> AllocationChoice | None:
+def _round(
+    problem: AllocationProblem, fronts: Sequence[_Front], row: int, best: AllocationChoice | None
+) -> AllocationChoice | None:
     """Return the better of `best` and the best choice for the other units beside one row of the LLM."""
     llm = problem.llm
     num_left = problem.num_gpus - int(llm.gpus[row])
-    merged = _Front(np.zeros(1, dtype=np.int64), np.zeros(1), np.zeros(1), np.full(1, np.inf), np.zeros(1), np.zeros((1, 0), dtype=np.int64))
+    merged = _Front(
+        np.zeros(1, dtype=np.int64), np.zeros(1), np.zeros(1), np.full(1, np.inf), np.zeros(1), np.zeros((1, 0), dtype=np.int64)
+    )
     for front in fronts:
         if len(merged.gpus) * len(front.gpus) > _LARGEST_PRODUCT:
             merged = merged.take(_unbeaten(merged))

@@ -57,9 +57,7 @@ def _candidates(request: PlanningRequest, times: PlanningTimes) -> Iterator[Cand
 
 def partition_module(times: PlanningTimes, unit: Unit, *, tensor: int, num_stages: int) -> tuple[UnitLayout, float]:
     """Partition one unit by the time of one forward and one backward; return it and its slowest stage's seconds."""
-    total = times.of_unit(
-        unit.name, tensor_parallel_size=tensor, num_samples=times.request.default_micro_batch_size
-    ).total
+    total = times.of_unit(unit.name, tensor_parallel_size=tensor, num_samples=times.request.default_micro_batch_size).total
     ranges = partition_unit(unit, total, num_stages=num_stages)
     return UnitLayout(tensor, 1, tuple((each,) for each in ranges)), max(range_seconds(total, ranges))
 

@@ -2,7 +2,7 @@
 
 import time
 
-from multimodal.plan.planners.allocation_search import AllocationProblem, search_allocation
+from multimodal.plan.planners.allocation_search import AllocationChoice, AllocationProblem, search_allocation
 from multimodal.plan.planners.candidate import Candidate
 from multimodal.plan.planners.infeasible import infeasible
 from multimodal.plan.planners.layer_times import PlanningTimes
@@ -10,7 +10,7 @@ from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.unit_layout import UnitLayout, deal_ranges
-from multimodal.plan.planners.unit_options import UnitOptions, list_options
+from multimodal.plan.planners.unit_options import Bools, UnitOptions, list_options
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import Unit
 from multimodal.values.plan import split_layers
@@ -30,22 +30,27 @@ def plan_disttrain(request: PlanningRequest) -> PlannedRun:
         choice = search_allocation(problem)
     except PlanError:
         raise infeasible(request, planner="disttrain") from None
+    candidate = build_candidate(request, problem, choice)
+    return candidate.to_run(request, planner="disttrain", seconds=choice.seconds, started=started, balance=BALANCE)
+
+
+def build_candidate(request: PlanningRequest, problem: AllocationProblem, choice: AllocationChoice) -> Candidate:
+    """Turn a solution into layouts, layers cut evenly."""
     backbone = request.graph.backbone
     layouts = {
         name: _layout(request.graph.unit(name), options, choice.other_rows[name]) for name, options in problem.others.items()
     }
     layouts[backbone.name] = _layout(backbone, problem.llm, choice.llm_row, virtual_stages=problem.virtual_stages)
-    candidate = Candidate(
+    return Candidate(
         {name: layouts[name] for name in request.graph.unit_names}, micro_batch_size=request.default_micro_batch_size
     )
-    return candidate.to_run(request, planner="disttrain", seconds=choice.seconds, started=started, balance=BALANCE)
 
 
-def build_problem(request: PlanningRequest) -> AllocationProblem:
-    """List every unit's parallelisms for Alg. 1."""
+def build_problem(request: PlanningRequest, *, virtual_stages: int | None = None) -> AllocationProblem:
+    """List every unit's parallelisms for Alg. 1; virtual_stages: of the LLM, where no number is fixed."""
     times, memory = PlanningTimes(request), MemoryEstimate(request)
     backbone = request.graph.backbone.name
-    virtual_stages = request.fixed(backbone).virtual_stages or 1
+    virtual_stages = request.fixed(backbone).virtual_stages or virtual_stages or 1
     options = {
         name: list_options(
             request,
@@ -68,7 +73,7 @@ def build_problem(request: PlanningRequest) -> AllocationProblem:
     )
 
 
-def _can_interleave(request: PlanningRequest, llm: UnitOptions, virtual_stages: int):  # type: ignore[no-untyped-def]
+def _can_interleave(request: PlanningRequest, llm: UnitOptions, virtual_stages: int) -> Bools:
     most = request.graph.backbone.transformer.num_layers
     return (llm.pipeline * virtual_stages <= most) & ((llm.pipeline > 1) | (virtual_stages == 1))
 

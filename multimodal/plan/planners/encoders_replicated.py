@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 from multimodal.plan.planners.candidate import Candidate
 from multimodal.plan.planners.choose import choose_candidate
@@ -11,24 +12,26 @@ from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.shared_grid import shared_tensor_parallel_sizes
-from multimodal.schedule.builders import BUILDERS
-
-SCHEDULE = "encoders-replicated" if "encoders-replicated" in BUILDERS else "1f1b"
+from multimodal.values.errors import PlanError
 
 
 def plan_encoders_replicated(request: PlanningRequest) -> PlannedRun:
     """Plan the LLM alone, and give every one of its stages a replica of each encoder with the same tp.
 
-    An encoder then has dp x pp of the LLM replicas of one stage each. Generators get ranks of their own behind the LLM.
-    Raises PlanError when nothing fits.
+    An encoder then has dp x pp of the LLM replicas of one stage each, and every stage runs it for every microbatch: what the
+    copies beside other stages than the first compute is repeated work. Generators get ranks of their own behind the LLM.
+    Raises PlanError when nothing fits, or dp or pp of an encoder are fixed to something else.
     """
     started = time.perf_counter()
     times, memory = PlanningTimes(request), MemoryEstimate(request)
     chosen, seconds = choose_candidate(request, _candidates(request), times=times, memory=memory, planner="encoders-replicated")
-    return chosen.to_run(request, planner="encoders-replicated", seconds=seconds, started=started, schedule=SCHEDULE)
+    replicated = _replicate(request, chosen)
+    schedule = "encoders-replicated" if request.graph.encoders else "1f1b"
+    return replicated.to_run(request, planner="encoders-replicated", seconds=seconds, started=started, schedule=schedule)
 
 
 def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
+    """Yield each LLM with encoders of its dp: that many microbatches run on each of its stages."""
     graph, size = request.graph, request.default_micro_batch_size
     encoders = tuple(unit.name for unit in graph.encoders)
     backbone = graph.backbone.name
@@ -38,9 +41,21 @@ def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
                 if tensor * data * pipeline > request.num_gpus:
                     break
                 layouts = {
-                    unit.name: even_layout(unit, tensor, data * pipeline, 1)
-                    if unit.name in encoders
-                    else even_layout(unit, tensor, data, pipeline if unit.name == backbone else 1)
-                    for unit in graph.units
+                    unit.name: even_layout(unit, tensor, data, pipeline if unit.name == backbone else 1) for unit in graph.units
                 }
                 yield Candidate(layouts, size, ((*encoders, backbone),) if encoders else ())
+
+
+def _replicate(request: PlanningRequest, candidate: Candidate) -> Candidate:
+    graph = request.graph
+    llm = candidate.layouts[graph.backbone.name]
+    count = llm.data_parallel_size * llm.pipeline_parallel_size
+    for unit in graph.encoders:
+        fixed = request.fixed(unit.name)
+        if fixed.data_parallel_size not in (None, count) or fixed.pipeline_parallel_size not in (None, 1):
+            raise PlanError(
+                f"encoders-replicated gives '{unit.name}' pp 1 and dp {count}, one replica per stage of the LLM, but other sizes "
+                "are fixed; unfix them or choose another planner"
+            )
+    encoders = {unit.name: even_layout(unit, llm.tensor_parallel_size, count, 1) for unit in graph.encoders}
+    return replace(candidate, layouts={**candidate.layouts, **encoders})

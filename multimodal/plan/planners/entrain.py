@@ -40,9 +40,7 @@ def plan_entrain(request: PlanningRequest) -> PlannedRun:
     best: tuple[float, int] | None = None
     chosen: Candidate | None = None
     batch_size = 0
-    for data in shared_data_parallel_sizes(
-        request, request.graph.unit_names, micro_batch_size=request.default_micro_batch_size
-    ):
+    for data in shared_data_parallel_sizes(request, request.graph.unit_names, micro_batch_size=request.default_micro_batch_size):
         if request.num_gpus // data < len(request.graph.units):
             continue
         size = stable_batch_size(work, num_gpus=request.num_gpus, data_parallel_size=data)
@@ -85,9 +83,7 @@ def _factorisations(request: PlanningRequest, times: PlanningTimes, unit: Unit, 
         if sizes:
             break
     for tensor, num_stages in sizes:
-        total = times.of_unit(
-            unit.name, tensor_parallel_size=tensor, num_samples=request.default_micro_batch_size
-        ).total
+        total = times.of_unit(unit.name, tensor_parallel_size=tensor, num_samples=request.default_micro_batch_size).total
         ranges = partition_unit(unit, total, num_stages=num_stages)
         yield UnitLayout(tensor, data, tuple((each,) for each in ranges))
 

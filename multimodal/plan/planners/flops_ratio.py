@@ -40,9 +40,7 @@ def plan_flops_ratio(request: PlanningRequest) -> PlannedRun:
     if layouts is None:
         raise infeasible(request, planner="flops-ratio")
     candidate = Candidate({name: layouts[name] for name in graph.unit_names}, size)
-    return candidate.to_run(
-        request, planner="flops-ratio", seconds=estimate_seconds(request, times, candidate), started=started
-    )
+    return candidate.to_run(request, planner="flops-ratio", seconds=estimate_seconds(request, times, candidate), started=started)
 
 
 def _lay_out(

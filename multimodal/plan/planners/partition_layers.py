@@ -82,7 +82,9 @@ def partition_unit(unit: Unit, seconds: Sequence[float], *, num_stages: int) -> 
 def unit_pieces(unit: Unit) -> tuple[Range, ...]:
     """Return the smallest ranges that a unit's layers are cut into: each holds one transformer layer."""
     num_layers = len(unit.layers)
-    return tuple((layer if layer > 1 else 0, layer + 1 if layer < num_layers - 2 else num_layers) for layer in range(1, num_layers - 1))
+    return tuple(
+        (layer if layer > 1 else 0, layer + 1 if layer < num_layers - 2 else num_layers) for layer in range(1, num_layers - 1)
+    )
 
 
 def range_seconds(seconds: Sequence[float], ranges: Sequence[Range]) -> tuple[float, ...]:

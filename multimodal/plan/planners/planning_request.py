@@ -51,9 +51,9 @@ class PlanningRequest:
     """Share of a GPU's memory that stays free: fragmentation, workspaces, communication buffers."""
     memory_scale: float = 1.0
     """Planners count on this share of what is left: below 1 after a plan's simulated peak was above their estimate."""
-    time_budget_seconds: float = 20.0
+    time_budget_seconds: float = 30.0
     """How long a planner that searches by simulation may take."""
-    num_batches: int = 2
+    num_batches: int = 1
     """Global batches that such a planner simulates a finalist on."""
     max_actions: int = 12_000
     """A ranking simulation keeps as many replicas as have so many computations."""

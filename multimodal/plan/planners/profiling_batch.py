@@ -6,10 +6,10 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from multimodal.plan.planners.flops_ratio import proportional_gpus
-from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.cost.layer_costs import LayerCosts
 from multimodal.cost.layer_flops import UnitLoad
+from multimodal.plan.planners.flops_ratio import proportional_gpus
+from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.values.backward_need import layers_backward_need
 
 POOL_SIZE = 1024
@@ -36,9 +36,7 @@ def sample_work(request: PlanningRequest, *, seed: int = 0) -> Mapping[str, NDAr
         for row in distinct.tolist():
             load = UnitLoad(*map(int, row))
             layers = {kind: costs.seconds(unit.name, kind, load) for kind in kinds}
-            seconds.append(
-                sum(kinds[kind][1] * (one.forward + one.backward(kind, needs[kind])) for kind, one in layers.items())
-            )
+            seconds.append(sum(kinds[kind][1] * (one.forward + one.backward(kind, needs[kind])) for kind, one in layers.items()))
         found[unit.name] = np.array(seconds)[position.ravel()]
     return found
 

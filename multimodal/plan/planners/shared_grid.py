@@ -9,7 +9,10 @@ from multimodal.values.errors import PlanError
 def shared_tensor_parallel_sizes(request: PlanningRequest, units: Sequence[str]) -> tuple[int, ...]:
     """Return the tensor parallel sizes that all units allow; raises PlanError when fixed sizes leave none."""
     return _shared(
-        [request.tensor_parallel_sizes(unit) for unit in units], units=units, what="tensor parallel size", flag="tensor-model-parallel-size"
+        [request.tensor_parallel_sizes(unit) for unit in units],
+        units=units,
+        what="tensor parallel size",
+        flag="tensor-model-parallel-size",
     )
 
 

@@ -1,8 +1,9 @@
 """What a planned run will reach, by simulation of real batches on all its replicas or on a true share of them."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
 
 from multimodal.balance import BALANCERS
@@ -14,12 +15,13 @@ from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import passes_named
+from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.simulation import Simulation
 from multimodal.values.assignment import Assignment, validate_assignment
 from multimodal.values.plan import Plan, UnitPlan
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.schedule import Action, Place
+from multimodal.values.schedule import Action, Place, Schedule
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,9 @@ class ShareCosts:
         return self.whole.static_bytes(self.whole.plan.lane_of_rank[first_rank])
 
 
-def predict_run(run: PlannedRun, request: PlanningRequest, *, max_actions: int | None = None, num_batches: int = 1) -> Prediction:
+def predict_run(
+    run: PlannedRun, request: PlanningRequest, *, max_actions: int | None = None, num_batches: int = 1, is_checked: bool = True
+) -> Prediction:
     """Simulate `num_batches` consecutive global batches.
 
     max_actions: where a step has more computations than so many, less of it is simulated. First, as many replicas (and as large a
@@ -86,11 +90,17 @@ def predict_run(run: PlannedRun, request: PlanningRequest, *, max_actions: int |
     in collectives only, so what is lost is the spread between replicas and their contention for network cards. Then, if that is
     not enough, two smaller batches are simulated and all seconds are continued in a straight line: beyond its warm-up, a pipeline
     repeats itself. None: simulate all.
+    is_checked: whether assignments and schedules are validated, too.
     Raises ScheduleError or AssignmentError where the run is impossible.
     """
     share = choose_share(run, request, max_actions=max_actions)
     plan = keep_replicas(run.plan, share)
-    steps = [_of_batch(run, request, plan, batch[::share], max_actions) for batch in global_batches(request, num_batches)]
+    simulate = partial(_simulate, run, request, plan, is_checked=is_checked)
+    parts = [
+        (batch[::share], _num_samples(run, plan, len(batch[::share]), max_actions))
+        for batch in global_batches(request, num_batches)
+    ]
+    steps = [_of_batch(batch, part, simulate) for batch, part in parts]
     num_ranks = sum(map(len, plan.lanes))
     total = sum(step.seconds for step in steps)
     kinds = steps[0].bubble_seconds
@@ -119,16 +129,12 @@ class _Step:
     peak_memory_bytes: int
 
 
-def _of_batch(
-    run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Sequence[SampleLengths], max_actions: int | None
-) -> _Step:
+def _of_batch(lengths: Sequence[SampleLengths], part: int, simulate: Callable[[Sequence[SampleLengths]], Simulation]) -> _Step:
     """Simulate a batch, or two parts of it."""
-    part = _num_samples(run, plan, len(lengths), max_actions)
     if part == len(lengths):
-        return _measure(run, request, plan, lengths)
+        return _measure(lengths, simulate)
     larger, smaller = (
-        _measure(run, request, plan, [lengths[len(lengths) * index // count] for index in range(count)])
-        for count in (part, part // 2)
+        _measure([lengths[len(lengths) * index // count] for index in range(count)], simulate) for count in (part, part // 2)
     )
     weight = (len(lengths) - part) / (part - part // 2)
 
@@ -145,8 +151,8 @@ def _of_batch(
     )
 
 
-def _measure(run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Sequence[SampleLengths]) -> _Step:
-    found = _simulate(run, request, plan, lengths)
+def _measure(lengths: Sequence[SampleLengths], simulate: Callable[[Sequence[SampleLengths]], Simulation]) -> _Step:
+    found = simulate(lengths)
     seconds = found.iteration_seconds
     return _Step(
         seconds,
@@ -214,14 +220,27 @@ def assign(run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Seque
     return BALANCERS[run.balance](lengths, graph=request.graph, plan=plan, options=options)
 
 
-def _simulate(run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Sequence[SampleLengths]) -> Simulation:
+def _simulate(
+    run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Sequence[SampleLengths], *, is_checked: bool
+) -> Simulation:
     graph = request.graph
     assignment = assign(run, request, plan, lengths)
-    validate_assignment(assignment, graph=graph, plan=plan, lengths=lengths)
+    if is_checked:
+        validate_assignment(assignment, graph=graph, plan=plan, lengths=lengths)
     costs: StepCosts = _step_costs(run, request, plan, assignment, lengths)
-    passes = passes_named(",".join(run.passes))
-    schedule = build_schedule(BUILDERS[run.schedule], graph, plan, assignment, passes=passes)
+    schedule = _build(run, request, plan, assignment, is_checked=is_checked)
     return simulate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, costs=costs)
+
+
+def _build(run: PlannedRun, request: PlanningRequest, plan: Plan, assignment: Assignment, *, is_checked: bool) -> Schedule:
+    """Build and lower a schedule. Unchecked, the validator (a third of the time) is left out: only a ranking depends on it."""
+    graph, builder, passes = request.graph, BUILDERS[run.schedule], passes_named(",".join(run.passes))
+    if is_checked:
+        return build_schedule(builder, graph, plan, assignment, passes=passes)
+    schedule = builder(graph, plan, assignment)
+    for rewrite in passes:
+        schedule = rewrite(schedule, graph=graph, plan=plan, assignment=assignment)
+    return insert_communication(schedule, graph=graph, plan=plan, assignment=assignment)
 
 
 def _step_costs(

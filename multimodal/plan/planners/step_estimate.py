@@ -65,7 +65,9 @@ def reduction_seconds(request: PlanningRequest, unit: str, layout: UnitLayout) -
         else 0
         for kind, index in needs.items()
     }
-    heaviest = max(sum(weights[kind] for first, end in ranges for kind in described.layers[first:end]) for ranges in layout.stages)
+    heaviest = max(
+        sum(weights[kind] for first, end in ranges for kind in described.layers[first:end]) for ranges in layout.stages
+    )
     size = layout.tensor_parallel_size
     return collective_seconds(
         GRADIENT_BYTES * heaviest / size,

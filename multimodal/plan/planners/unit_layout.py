@@ -8,7 +8,6 @@ from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, validate_plan
 
-
 Groups = tuple[tuple[str, ...], ...]
 """Which units share ranks."""
 
@@ -60,7 +59,9 @@ def lay_out_units(graph: ModelGraph, layouts: Mapping[str, UnitLayout], *, group
     return _checked(graph, units)
 
 
-def lay_out_grid(graph: ModelGraph, stages: Mapping[str, Mapping[int, Sequence[Range]]], *, num_stages: int, layout: UnitLayout) -> Plan:
+def lay_out_grid(
+    graph: ModelGraph, stages: Mapping[str, Mapping[int, Sequence[Range]]], *, num_stages: int, layout: UnitLayout
+) -> Plan:
     """Lay all units over one grid of `num_stages` stages; layout: the tp and dp of the grid.
 
     stages: unit -> stage of the grid -> the unit's layer ranges there, for the stages that hold any of it.

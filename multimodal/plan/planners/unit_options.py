@@ -56,7 +56,9 @@ def list_options(
         _of_tensor_size(request, times, memory, unit, micro_batch_size, tensor, grid)
         for tensor in request.tensor_parallel_sizes(unit)
     ]
-    merged = UnitOptions(*(np.concatenate([getattr(part, name) for part in columns]) for name in UnitOptions.__dataclass_fields__))
+    merged = UnitOptions(
+        *(np.concatenate([getattr(part, name) for part in columns]) for name in UnitOptions.__dataclass_fields__)
+    )
     return merged.take((merged.gpus <= max_gpus) & (merged.in_flight_downstream >= 0))
 
 

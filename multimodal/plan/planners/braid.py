@@ -1,0 +1,217 @@
+"""Braid: searches the union of all layouts with the real lengths, and lets the simulator decide."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from multimodal.balance import BALANCERS
+from multimodal.plan.planners.cornstarch import plan_cornstarch, plan_cornstarch_unaware
+from multimodal.plan.planners.disttrain import plan_disttrain
+from multimodal.plan.planners.encoders_colocated import plan_encoders_colocated
+from multimodal.plan.planners.encoders_replicated import plan_encoders_replicated
+from multimodal.plan.planners.entrain import plan_entrain
+from multimodal.plan.planners.flops_ratio import plan_flops_ratio
+from multimodal.plan.planners.infeasible import infeasible
+from multimodal.plan.planners.layout_search import best_layouts
+from multimodal.plan.planners.megatron import plan_megatron
+from multimodal.plan.planners.megatron_balanced import plan_megatron_balanced
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.simulate_run import Prediction, predict_run
+from multimodal.values.errors import BraidError, PlanError
+from multimodal.values.plan import UnitPlan
+
+OTHER_PLANNERS: Mapping[str, Callable[[PlanningRequest], PlannedRun]] = {
+    "megatron": plan_megatron,
+    "megatron-balanced": plan_megatron_balanced,
+    "flops-ratio": plan_flops_ratio,
+    "encoders-colocated": plan_encoders_colocated,
+    "encoders-replicated": plan_encoders_replicated,
+    "disttrain": plan_disttrain,
+    "cornstarch": plan_cornstarch,
+    "cornstarch-unaware": plan_cornstarch_unaware,
+    "entrain": plan_entrain,
+}
+"""Their plans are candidates, too."""
+SCHEDULES = ("zb-h1", "eager-1f1b", "dip")
+"""Tried on the best layouts besides the schedule that they come with."""
+BALANCES = tuple(name for name in ("orchmllm", "disttrain", "entrain", "none") if name in BALANCERS)
+"""Tried on the best layouts; all are what --balance auto chooses from."""
+RANKING_SHARE = 0.15
+"""Of `max_actions`: how large a simulation may be that only ranks."""
+NUM_FINALISTS = 4
+NUM_REPORTED = 5
+
+
+CLOSE = 1.05
+"""Plans of other planners that rank within this factor of the best are finalists."""
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A run with the prediction that it is ranked by."""
+
+    run: PlannedRun
+    prediction: Prediction
+
+    @property
+    def key(self) -> tuple[float, int]:
+        """Shorter steps first; of equals, fewer GPUs."""
+        return self.prediction.iteration_seconds, self.run.num_gpus
+
+
+def plan_braid(request: PlanningRequest) -> PlannedRun:
+    """Plan by search: enumerate layouts in closed form, prune by memory and by a lower bound, rank by simulation.
+
+    1. Every other planner's plan, and the best layouts of `best_layouts` (disaggregated, colocated, virtual stages, microbatch
+       sizes), in the order of their estimated time.
+    2. Each is simulated on a part of the batch; one whose estimate is far above the best simulated time is skipped.
+    3. On the best ones, other schedules and balancers are tried.
+    4. Finalists are simulated as `tools/plan.py` simulates every planner's plan, over `request.num_batches` batches, the best
+       other planner's plan among them: so this planner is never behind them.
+
+    The search ends with `request.time_budget_seconds`, step 4 included as far as it can be foreseen.
+    Raises PlanError when nothing fits.
+    """
+    started = time.perf_counter()
+    search = _Search(request, deadline=started + request.time_budget_seconds)
+    search.rank_others()
+    search.rank_layouts()
+    search.vary_best()
+    best = search.choose()
+    return replace(
+        best.run,
+        planner="braid",
+        objective_seconds=best.prediction.iteration_seconds,
+        planning_seconds=time.perf_counter() - started,
+        notes=search.notes(),
+    )
+
+
+class _Search:
+    """What has been simulated so far."""
+
+    def __init__(self, request: PlanningRequest, *, deadline: float) -> None:
+        self.request = request
+        self.deadline = deadline
+        self.ranked: list[Ranked] = []
+        self.final: list[Ranked] = []
+        self.seen: set[str] = set()
+        self.num_estimated = 0
+
+    def time_left(self) -> float:
+        """Seconds until the search should end."""
+        return self.deadline - time.perf_counter()
+
+    def rank_others(self) -> None:
+        """Simulate the plans of all other planners; what they cannot plan they leave out."""
+        for planner in OTHER_PLANNERS.values():
+            try:
+                run = planner(self.request)
+            except PlanError:
+                continue
+            self.try_run(run)
+
+    def rank_layouts(self) -> None:
+        """Simulate the best layouts until half of the time is gone."""
+        budget = self.time_left() / 2
+        for candidate, seconds in best_layouts(self.request):
+            self.num_estimated += 1
+            if self.time_left() < budget:
+                return
+            if self.ranked and seconds > 1.25 * min(each.key for each in self.ranked)[0]:
+                return
+            started = time.perf_counter()
+            self.try_run(candidate.to_run(self.request, planner="braid", seconds=seconds, started=started, balance=BALANCES[0]))
+
+    def vary_best(self) -> None:
+        """Try balancers, then schedules, on the best layouts, while a quarter of the time is left for the finalists."""
+        reserve = self.request.time_budget_seconds / 4
+        for vary in (self._balances, self._schedules):
+            for each in self.best(NUM_FINALISTS):
+                for run in vary(each.run):
+                    if self.time_left() < reserve:
+                        return
+                    self.try_run(run)
+
+    def _balances(self, run: PlannedRun) -> Iterator[PlannedRun]:
+        yield from (replace(run, balance=name) for name in BALANCES if name != run.balance)
+
+    def _schedules(self, run: PlannedRun) -> Iterator[PlannedRun]:
+        is_virtual = any(len(unit.replicas[0].stages) < unit.num_virtual_stages for unit in run.plan.units.values())
+        names = ("interleaved-1f1b",) if is_virtual else ("1f1b", *SCHEDULES)
+        yield from (replace(run, schedule=name) for name in names if name != run.schedule)
+
+    def try_run(self, run: PlannedRun) -> None:
+        """Simulate a part of the batch and keep what fits the memory; a schedule that a layout does not allow is left out."""
+        key = repr((run.plan.units, run.schedule, run.passes, run.balance, run.micro_batch_size))
+        if key in self.seen:
+            return
+        self.seen.add(key)
+        try:
+            prediction = predict_run(
+                run, self.request, max_actions=int(self.request.max_actions * RANKING_SHARE), is_checked=False
+            )
+        except BraidError:
+            return
+        if prediction.peak_memory_bytes <= self.request.memory_bytes:
+            self.ranked.append(Ranked(run, prediction))
+
+    def best(self, count: int) -> list[Ranked]:
+        """Return the best runs of those simulated so far."""
+        return sorted(self.ranked, key=lambda each: each.key)[:count]
+
+    def choose(self) -> Ranked:
+        """Simulate finalists as every planner's plan is judged in the end, and return the best one that fits."""
+        ranked = self.best(len(self.ranked))
+        others = [each for each in ranked if each.run.planner != "braid"]
+        closest = ranked[0].prediction.iteration_seconds * CLOSE if ranked else 0.0
+        must = [*ranked[:1], *(each for each in others[:1] if each is not ranked[0] and each.key[0] <= closest)]
+        rest = [each for each in ranked[:NUM_FINALISTS] if each not in must]
+        rest += [each for each in others[1:] if each not in rest and each not in must and each.key[0] <= closest]
+        slowest = 0.0
+        for each in (*must, *rest):
+            if self.final and each not in must and self.time_left() < slowest:
+                break
+            began = time.perf_counter()
+            self._judge(each)
+            slowest = max(slowest, time.perf_counter() - began)
+        if not self.final:
+            raise infeasible(self.request, planner="braid")
+        return min(self.final, key=lambda each: each.key)
+
+    def _judge(self, ranked: Ranked) -> None:
+        try:
+            prediction = predict_run(
+                ranked.run, self.request, max_actions=self.request.max_actions, num_batches=self.request.num_batches
+            )
+        except BraidError:
+            return
+        if prediction.peak_memory_bytes <= self.request.memory_bytes:
+            self.final.append(Ranked(ranked.run, prediction))
+
+    def notes(self) -> tuple[str, ...]:
+        """Describe the best few, best first."""
+        top = sorted(self.final, key=lambda each: each.key)[:NUM_REPORTED]
+        counted = f"{self.num_estimated} layouts estimated, {len(self.seen)} runs simulated"
+        return (counted, *(describe(each) for each in top))
+
+
+def describe(ranked: Ranked) -> str:
+    """One line: time, MFU, memory, bubbles by kind, distance to the ideal, and the units' sizes."""
+    run, found = ranked.run, ranked.prediction
+    bubbles = ", ".join(f"{kind} {share:.1%}" for kind, share in found.bubble.items() if share >= 0.0005)
+    units = ", ".join(f"{unit} {describe_sizes(plan)}" for unit, plan in run.plan.units.items())
+    above = found.iteration_seconds / found.ideal_seconds - 1 if found.ideal_seconds else 0.0
+    return (
+        f"{found.iteration_seconds:.4g} s, MFU {found.mfu:.1%}, {found.peak_memory_bytes / 1e9:.3g} GB, {above:.1%} above the ideal "
+        f"({bubbles}): {units}; {run.schedule}, --balance {run.balance}, microbatch {run.micro_batch_size}"
+        + (f" (found by {run.planner})" if run.planner != "braid" else "")
+    )
+
+
+def describe_sizes(unit: UnitPlan) -> str:
+    """Sizes as error messages show them: `tp 2 x pp 4 x dp 3`."""
+    stages = len(unit.replicas[0].stages)
+    virtual = f" (v {unit.num_virtual_stages / stages:g})" if unit.num_virtual_stages > stages else ""
+    return f"tp {unit.tensor_parallel_size} x pp {stages}{virtual} x dp {unit.data_parallel_size}"

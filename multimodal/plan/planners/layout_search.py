@@ -1,0 +1,125 @@
+"""The best layouts by estimate, of every kind: disaggregated, colocated, with virtual stages, at several microbatch sizes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product, zip_longest
+
+from multimodal.plan.planners.allocation_search import AllocationProblem, rank_allocations
+from multimodal.plan.planners.candidate import Candidate, fits
+from multimodal.plan.planners.disttrain import build_candidate, build_problem
+from multimodal.plan.planners.layer_times import PlanningTimes
+from multimodal.plan.planners.megatron import even_layout
+from multimodal.plan.planners.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.partition_layers import partition_unit
+from multimodal.plan.planners.planning_request import MICRO_BATCH_SIZES, PlanningRequest
+from multimodal.plan.planners.shared_grid import micro_batch_sizes
+from multimodal.plan.planners.step_estimate import estimate_seconds, lower_bound_seconds
+from multimodal.plan.planners.unit_layout import UnitLayout, deal_ranges
+from multimodal.values.model_graph import Unit
+
+VIRTUAL_STAGES = (1, 2, 4)
+SLACK = 1.2
+"""Layouts whose estimate is above this factor of the best are left out."""
+MOST_PER_KIND = 12
+
+Scored = tuple[Candidate, float]
+
+
+def best_layouts(request: PlanningRequest) -> Iterator[Scored]:
+    """Yield candidates with their estimated seconds: the best of every kind, then the second best of every kind, ...
+
+    A kind is a placement, a number of virtual stages of the LLM and a microbatch size. Kinds whose best is above `SLACK` times
+    the best of all come to an end early.
+    """
+    kinds: list[list[Scored]] = []
+    for size in micro_batch_sizes(request, MICRO_BATCH_SIZES):
+        sized = replace(request, micro_batch_size=size)
+        times, memory = PlanningTimes(sized), MemoryEstimate(sized)
+        for virtual_stages in _virtual_stages(request):
+            problem = _problem(sized, virtual_stages)
+            if problem is None:
+                continue
+            kinds.append(_disaggregated(sized, times, memory, problem))
+            kinds.append(_colocated(sized, times, memory, problem))
+    best = min((kind[0][1] for kind in kinds if kind), default=0.0)
+    kinds = [[scored for scored in kind if scored[1] <= SLACK * best] for kind in kinds]
+    for row in zip_longest(*sorted(kinds, key=lambda kind: kind[0][1] if kind else best)):
+        yield from (scored for scored in row if scored is not None)
+
+
+def _virtual_stages(request: PlanningRequest) -> Sequence[int]:
+    fixed = request.fixed(request.graph.backbone.name).virtual_stages
+    return (fixed,) if fixed else VIRTUAL_STAGES
+
+
+def _problem(request: PlanningRequest, virtual_stages: int) -> AllocationProblem | None:
+    problem = build_problem(request, virtual_stages=virtual_stages)
+    return problem if len(problem.llm) else None
+
+
+def _disaggregated(
+    request: PlanningRequest, times: PlanningTimes, memory: MemoryEstimate, problem: AllocationProblem
+) -> list[Scored]:
+    """The best choice of other units for each parallelism of the LLM; layers partitioned by their times."""
+    found = []
+    for choice in rank_allocations(problem, slack=SLACK)[: 2 * MOST_PER_KIND]:
+        even = build_candidate(request, problem, choice)
+        balanced = balance_layers(request, times, even)
+        scored = [(each, estimate_seconds(request, times, each)) for each in (balanced, even) if fits(request, memory, each)]
+        found += scored[:1]
+    return sorted(found, key=lambda each: (each[1], each[0].num_gpus))[:MOST_PER_KIND]
+
+
+def _colocated(
+    request: PlanningRequest, times: PlanningTimes, memory: MemoryEstimate, problem: AllocationProblem
+) -> list[Scored]:
+    """Every unit on all ranks that the LLM takes, encoders and generators with one stage per replica."""
+    graph, llm = request.graph, problem.llm
+    backbone = graph.backbone
+    group = (graph.unit_names,)
+    others = [unit for unit in graph.units if unit.name != backbone.name]
+    if not others:
+        return []
+    found: list[Scored] = []
+    best = float("inf")
+    for row in range(len(llm)):
+        count = int(llm.gpus[row])
+        if llm.stage_seconds[row] * problem.num_microbatches / llm.data[row] > SLACK * best:
+            continue
+        own = even_layout(
+            backbone, int(llm.tensor[row]), int(llm.data[row]), int(llm.pipeline[row]), virtual_stages=problem.virtual_stages
+        )
+        for layouts in product(*(_spread(request, unit, count) for unit in others)):
+            chosen = {**{unit.name: layout for unit, layout in zip(others, layouts, strict=True)}, backbone.name: own}
+            candidate = Candidate({name: chosen[name] for name in graph.unit_names}, request.default_micro_batch_size, group)
+            if lower_bound_seconds(request, times, candidate) > SLACK * best:
+                continue
+            seconds = estimate_seconds(request, times, candidate)
+            if seconds <= SLACK * best and fits(request, memory, candidate):
+                found.append((candidate, seconds))
+                best = min(best, seconds)
+    return sorted(found, key=lambda each: (each[1], each[0].num_gpus))[:MOST_PER_KIND]
+
+
+def _spread(request: PlanningRequest, unit: Unit, num_gpus: int) -> Iterator[UnitLayout]:
+    """Replicas of one stage over all ranks, for every tensor parallel size; fixed sizes are kept."""
+    fixed = request.fixed(unit.name)
+    stages = fixed.pipeline_parallel_size or 1
+    for tensor in request.tensor_parallel_sizes(unit.name):
+        data, rest = divmod(num_gpus, tensor * stages)
+        if data and not rest and fixed.data_parallel_size in (None, data):
+            yield even_layout(unit, tensor, data, stages)
+
+
+def balance_layers(request: PlanningRequest, times: PlanningTimes, candidate: Candidate) -> Candidate:
+    """Partition every unit's layers anew by their times, into as many stages as it has."""
+    layouts = {}
+    for name, layout in candidate.layouts.items():
+        unit = request.graph.unit(name)
+        total = times.of_unit(
+            name, tensor_parallel_size=layout.tensor_parallel_size, num_samples=candidate.micro_batch_size
+        ).total
+        ranges = partition_unit(unit, total, num_stages=layout.pipeline_parallel_size * layout.virtual_stages)
+        stages = deal_ranges(ranges, num_stages=layout.pipeline_parallel_size)
+        layouts[name] = UnitLayout(layout.tensor_parallel_size, layout.data_parallel_size, stages)
+    return replace(candidate, layouts=layouts)

@@ -1,0 +1,72 @@
+"""The plan file that a planner writes: what it is for and predicts as comments, and a plan that can be edited by hand."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.simulate_run import Prediction
+from multimodal.values.plan import Plan, Stage
+
+
+def write_plan_file(
+    path: str | Path, run: PlannedRun, prediction: Prediction, *, made_for: Mapping[str, str], simulate_flags: str = ""
+) -> None:
+    """Write a commented YAML file that `Plan.from_file` reads.
+
+    made_for: what the plan was made for, as lines of name and value. simulate_flags: data flags of tools/simulate.py that
+    reproduce the prediction.
+    """
+    lines = [
+        f"# A plan by the planner '{run.planner}'; run it with",
+        f"#   pretrain_mllm.py --plan {Path(path).name} {run.flags}",
+    ]
+    if simulate_flags:
+        lines.append(f"# and predict it again with\n#   tools/simulate.py --plan {Path(path).name} {simulate_flags}")
+    lines += ["#", "# Made for:", *(f"#   {name}: {value}" for name, value in made_for.items())]
+    lines += ["#", "# Predicted:", *(f"#   {name}: {value}" for name, value in predicted(run, prediction).items())]
+    if run.notes:
+        lines += ["#", "# The search:", *(f"#   {note}" for note in run.notes)]
+    lines += [
+        "#",
+        "# To edit: every replica of a unit lists its pipeline stages; `ranks` (ascending) share a stage's layers by tensor",
+        "# parallelism, `layers` are half-open ranges of the unit's layer list, which also counts what stands before the first and",
+        "# after the last transformer layer (patch or token embedding; projector or head). All ranks from 0 on must be used, and all",
+        "# replicas of a unit must have the same ranges.",
+        *plan_lines(run.plan),
+    ]
+    Path(path).write_text("\n".join(lines) + "\n")
+
+
+def predicted(run: PlannedRun, prediction: Prediction) -> Mapping[str, str]:
+    """Name the predicted figures with their units."""
+    bubbles = ", ".join(f"{kind} {share:.1%}" for kind, share in prediction.bubble.items() if share >= 0.0005)
+    return {
+        "step": f"{prediction.iteration_seconds:.6g} s (the same work without any idle time: {prediction.ideal_seconds:.6g} s)",
+        "MFU": f"{prediction.mfu:.2%}",
+        "tokens per second and GPU": f"{prediction.tokens_per_second_per_gpu:.6g}",
+        "most memory of a GPU": f"{prediction.peak_memory_bytes / 1e9:.2f} GB",
+        "GPUs": str(run.num_gpus),
+        "idle": bubbles or "nothing",
+    }
+
+
+def plan_lines(plan: Plan) -> Iterator[str]:
+    """Yield the plan as YAML, one stage a line."""
+    yield "units:"
+    for name, unit in plan.units.items():
+        yield f"  {name}:"
+        yield f"    tensor_parallel_size: {unit.tensor_parallel_size}"
+        yield f"    context_parallel_size: {unit.context_parallel_size}"
+        yield "    replicas:"
+        for replica in unit.replicas:
+            yield "      - stages:"
+            yield from (f"          - {_stage(stage)}" for stage in replica.stages)
+
+
+def _stage(stage: Stage) -> str:
+    ranges = ", ".join(_list(pair) for pair in stage.layer_ranges)
+    return f"{{ranks: {_list(stage.ranks)}, layers: [{ranges}]}}"
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, numbers))}]"

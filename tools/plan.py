@@ -1,0 +1,347 @@
+"""Finds a plan for a model, a machine and a data set, and says what it will reach; see docs/planning.md.
+
+python tools/plan.py --model M.yaml --cluster C.yaml --num-gpus N --global-batch-size B --lengths L.csv.gz --output plan.yaml
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from multimodal.cost.cluster import Cluster
+from multimodal.data.length_table import read_length_table
+from multimodal.data.uniform_lengths import uniform_lengths
+from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners.draw_plans import draw_plans
+from multimodal.plan.planners.per_gpu import plan_per_gpu
+from multimodal.plan.planners.plan_file import write_plan_file
+from multimodal.plan.planners.plan_run import plan_run
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
+from multimodal.plan.planners.simulate_run import Prediction
+from multimodal.values.errors import BraidError, ConfigError
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import UnitPlan
+
+DEFAULT_VOCAB_SIZE = 50304
+SIZE_NAMES = {
+    "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "dp": "data_parallel_size",
+    "v": "virtual_stages",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ConfigError instead of printing its usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise."""
+        raise ConfigError(message)
+
+
+class Planned(NamedTuple):
+    """What one planner answered."""
+
+    run: PlannedRun
+    prediction: Prediction
+
+
+def build_parser() -> Parser:
+    """Return the parser of all flags."""
+    parser = Parser(prog="plan.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    what = parser.add_argument_group("what is trained, on what")
+    what.add_argument("--model", type=Path, required=True, metavar="M.yaml", help="Units and shapes; see examples/models.")
+    what.add_argument("--freeze", nargs="+", default=[], metavar="UNIT", help="Units whose module is not trained.")
+    what.add_argument("--freeze-projector", nargs="+", default=[], metavar="UNIT", help="Units whose projector is not trained.")
+    what.add_argument("--cluster", type=Path, required=True, metavar="C.yaml", help="GPUs and links; see examples/clusters.")
+    what.add_argument("--num-gpus", type=_count, required=True, metavar="N", help="The most GPUs that the plan may use.")
+    what.add_argument("--vocab-size", type=_count, metavar="N", help="Padded vocabulary of the LLM (the model file's, or 50304).")
+    data = parser.add_argument_group("the data")
+    data.add_argument("--global-batch-size", type=_count, required=True, metavar="B", help="Samples per step.")
+    data.add_argument("--micro-batch-size", type=_count, metavar="N", help="Samples per LLM microbatch (1; braid searches).")
+    data.add_argument("--lengths", type=Path, metavar="L.csv.gz", help="Lengths of real samples, taken in the file's order.")
+    data.add_argument("--uniform-lengths", type=_tokens, metavar="UNIT=TOKENS,...", help="The same lengths for all samples.")
+    data.add_argument(
+        "--num-iterations", type=_count, default=1, metavar="N", help="Global batches that predictions average (1)."
+    )
+    how = parser.add_argument_group("how to plan")
+    how.add_argument("--planner", choices=PLANNERS, default="braid", help="Finds the plan (braid).")
+    how.add_argument("--compare", type=_names, default=(), metavar="P1,P2,...", help="Show these planners' plans beside it.")
+    how.add_argument(
+        "--fix", type=_fixed, nargs="+", default=[], metavar="UNIT:tp=2,pp=4", help="Sizes that a unit must have: tp, pp, dp, v."
+    )
+    how.add_argument("--prefer", choices=("time", "per-gpu"), default="time", help="Shortest step, or most tokens/s per GPU.")
+    how.add_argument("--memory-headroom", type=float, default=0.1, metavar="SHARE", help="Of a GPU's memory, kept free (0.1).")
+    how.add_argument("--time-budget", type=float, default=30.0, metavar="SECONDS", help="For planners that simulate (30).")
+    how.add_argument(
+        "--simulate-all", action="store_true", help="Predict from whole steps of all replicas, however long that takes."
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--output", type=Path, metavar="plan.yaml", help="Write the plan, for pretrain_mllm.py --plan.")
+    output.add_argument("--json", action="store_true", help="Print one JSON object instead of tables.")
+    output.add_argument("--picture", type=Path, metavar="OUT.png", help="Draw the compared plans' step times.")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, found '{text}'")
+    return int(text)
+
+
+def _tokens(text: str) -> dict[str, int]:
+    pairs = [entry.partition("=") for entry in text.split(",")]
+    if not all(name and separator for name, separator, _ in pairs):
+        raise argparse.ArgumentTypeError(f"expected UNIT=NUMBER,UNIT=NUMBER, found '{text}'")
+    return {name: _count(number) for name, _, number in pairs}
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name for name in text.split(",") if name)
+    if unknown := [name for name in names if name not in PLANNERS and name != "all"]:
+        raise argparse.ArgumentTypeError(f"there is no planner '{unknown[0]}'; choose from {', '.join(PLANNERS)}, or all")
+    return tuple(PLANNERS) if "all" in names else names
+
+
+def _fixed(text: str) -> tuple[str, FixedSizes]:
+    unit, separator, sizes = text.partition(":")
+    pairs = [entry.partition("=") for entry in sizes.split(",")]
+    if not unit or not separator or any(name not in SIZE_NAMES for name, _, _ in pairs):
+        raise argparse.ArgumentTypeError(f"expected UNIT:tp=N,pp=N,dp=N,v=N with some of the four, found '{text}'")
+    return unit, FixedSizes(**{SIZE_NAMES[name]: _count(number) for name, _, number in pairs})
+
+
+def build_request(flags: argparse.Namespace) -> PlanningRequest:
+    """Read the files; raises BraidError."""
+    if (flags.lengths is None) == (flags.uniform_lengths is None):
+        raise ConfigError("give exactly one of --lengths and --uniform-lengths")
+    graph = freeze_units(ModelGraph.from_file(flags.model), modules=flags.freeze, projectors=flags.freeze_projector)
+    if flags.lengths is not None:
+        lengths = read_length_table(flags.lengths, graph=graph)
+    else:
+        lengths = uniform_lengths(graph, tokens=flags.uniform_lengths, num_samples=1)
+    return PlanningRequest(
+        graph,
+        Cluster.from_file(flags.cluster),
+        flags.num_gpus,
+        flags.global_batch_size,
+        lengths,
+        micro_batch_size=flags.micro_batch_size,
+        vocab_size=flags.vocab_size or graph.backbone.vocab_size or DEFAULT_VOCAB_SIZE,
+        fixed_sizes=dict(flags.fix),
+        memory_headroom=flags.memory_headroom,
+        time_budget_seconds=flags.time_budget,
+        num_batches=flags.num_iterations,
+    )
+
+
+def freeze_units(graph: ModelGraph, *, modules: Sequence[str], projectors: Sequence[str]) -> ModelGraph:
+    """Freeze units besides those that the model file freezes; raises ConfigError for a unit that is not there."""
+    if unknown := [name for name in (*modules, *projectors) if name not in graph.unit_names]:
+        raise ConfigError(f"cannot freeze '{unknown[0]}': the model's units are {', '.join(graph.unit_names)}")
+    if graph.backbone.name in projectors:
+        raise ConfigError(
+            f"the backbone '{graph.backbone.name}' has no projector to freeze; use --freeze for the backbone itself"
+        )
+    units = tuple(
+        replace(
+            unit,
+            freeze_module=unit.freeze_module or unit.name in modules,
+            freeze_projector=unit.freeze_projector or unit.name in projectors,
+        )
+        for unit in graph.units
+    )
+    return replace(graph, units=units)
+
+
+def plan(name: str, request: PlanningRequest, flags: argparse.Namespace) -> Planned:
+    """Let one planner plan; raises PlanError."""
+    max_actions = None if flags.simulate_all else request.max_actions
+    search = plan_per_gpu if flags.prefer == "per-gpu" else plan_run
+    return Planned(*search(PLANNERS[name], request, max_actions=max_actions, num_batches=request.num_batches))
+
+
+def report(planned: Planned) -> dict[str, Any]:
+    """Return the JSON object of one plan."""
+    run, prediction = planned
+    return {
+        "planner": run.planner,
+        "iteration_seconds": prediction.iteration_seconds,
+        "ideal_seconds": prediction.ideal_seconds,
+        "mfu": prediction.mfu,
+        "num_gpus_used": run.num_gpus,
+        "tokens_per_second_per_gpu": prediction.tokens_per_second_per_gpu,
+        "peak_memory_bytes": prediction.peak_memory_bytes,
+        "units": {name: unit_sizes(unit) for name, unit in run.plan.units.items()},
+        "planning_seconds": run.planning_seconds,
+        "bubble": dict(prediction.bubble),
+        "schedule": run.schedule,
+        "schedule_passes": list(run.passes),
+        "balance": run.balance,
+        "micro_batch_size": run.micro_batch_size,
+        "recompute_granularity": run.recomputation,
+        "objective_seconds": run.objective_seconds,
+        "replica_share": prediction.replica_share,
+        "notes": list(run.notes),
+    }
+
+
+def unit_sizes(unit: UnitPlan) -> dict[str, int]:
+    """Name the sizes of one unit."""
+    num_stages = len(unit.replicas[0].stages)
+    return {
+        "dp": unit.data_parallel_size,
+        "tp": unit.tensor_parallel_size,
+        "cp": unit.context_parallel_size,
+        "pp": num_stages,
+        "virtual_stages": max(len(stage.layer_ranges) for stage in unit.replicas[0].stages),
+        "gpus": len(set(unit.ranks)),
+    }
+
+
+def print_plan(planned: Planned, request: PlanningRequest) -> None:
+    """Print one plan for a person."""
+    console = Console(width=120, highlight=False)
+    run, prediction = planned
+    console.print(
+        f"{run.planner}: {run.num_gpus} of {request.num_gpus} GPUs, planned in {_time(run.planning_seconds)}\n"
+        f"iteration {_time(prediction.iteration_seconds)} (ideal {_time(prediction.ideal_seconds)}), MFU {prediction.mfu:.1%}, "
+        f"{prediction.tokens_per_second_per_gpu:.5g} tokens/s per GPU\n"
+        f"peak memory {prediction.peak_memory_bytes / 1e9:.2f} GB of {request.cluster.memory_gb:g} GB\n{run.flags}"
+    )
+    units = Table("unit", "tp", "pp", "virtual", "dp", "GPUs", "transformer layers per stage", box=None)
+    for name, unit in run.plan.units.items():
+        sizes = unit_sizes(unit)
+        layers = ", ".join(str(sum(end - first for first, end in stage.layer_ranges)) for stage in unit.replicas[0].stages)
+        units.add_row(name, *(str(sizes[key]) for key in ("tp", "pp", "virtual_stages", "dp", "gpus")), layers)
+    console.print(units)
+    bubbles = Table("idle", "share of GPU time", box=None)
+    for kind, share in prediction.bubble.items():
+        bubbles.add_row(kind, f"{share:.2%}")
+    console.print(bubbles)
+    for note in run.notes:
+        console.print(note)
+
+
+def print_comparison(compared: Mapping[str, Planned | str]) -> None:
+    """Print all planners' plans in one table; what could not plan says why below it."""
+    console = Console(width=140, highlight=False)
+    best = min((each.prediction.iteration_seconds for each in compared.values() if isinstance(each, Planned)), default=0.0)
+    table = Table("planner", "step", "of best", "ideal/step", "MFU", "GPUs", "GB", "planned in", "units: tp x pp x dp")
+    for name, each in compared.items():
+        if isinstance(each, str):
+            table.add_row(name, *("-",) * 7, "no plan")
+            continue
+        run, found = each
+        units = ", ".join(
+            f"{unit} {plan.tensor_parallel_size}x{len(plan.replicas[0].stages)}x{plan.data_parallel_size}"
+            for unit, plan in run.plan.units.items()
+        )
+        table.add_row(
+            name,
+            _time(found.iteration_seconds),
+            f"{found.iteration_seconds / best:.3f}",
+            f"{found.ideal_seconds / found.iteration_seconds:.3f}",
+            f"{found.mfu:.1%}",
+            str(run.num_gpus),
+            f"{found.peak_memory_bytes / 1e9:.1f}",
+            _time(run.planning_seconds),
+            units,
+        )
+    console.print(table)
+    for name, each in compared.items():
+        if isinstance(each, str):
+            console.print(f"{name}: {each}")
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
+
+
+def compare(flags: argparse.Namespace, request: PlanningRequest, main_plan: Planned) -> dict[str, Planned | str]:
+    """Let all compared planners plan; those that cannot give their error's text."""
+    compared: dict[str, Planned | str] = {}
+    for name in dict.fromkeys((*flags.compare, flags.planner)):
+        try:
+            compared[name] = main_plan if name == flags.planner else plan(name, request, flags)
+        except BraidError as problem:
+            compared[name] = str(problem)
+    return compared
+
+
+def made_for(flags: argparse.Namespace) -> dict[str, str]:
+    """Name what the plan was made for, for the plan file."""
+    lengths = (
+        str(flags.lengths) if flags.lengths else ",".join(f"{unit}={count}" for unit, count in flags.uniform_lengths.items())
+    )
+    found = {"model": str(flags.model), "cluster": str(flags.cluster), "lengths": lengths}
+    found |= {"global batch size": str(flags.global_batch_size)}
+    frozen = [*flags.freeze, *(f"{unit} (projector)" for unit in flags.freeze_projector)]
+    return {**found, "frozen": ", ".join(frozen)} if frozen else found
+
+
+def simulate_flags(flags: argparse.Namespace, request: PlanningRequest, run: PlannedRun) -> str:
+    """Return the flags of tools/simulate.py that reproduce the prediction; empty where it cannot (it does not freeze)."""
+    if flags.freeze or flags.freeze_projector:
+        return ""
+    data = (
+        f"--lengths {flags.lengths}"
+        if flags.lengths
+        else "--uniform-lengths " + ",".join(f"{unit}={count}" for unit, count in flags.uniform_lengths.items())
+    )
+    return (
+        f"--model {flags.model} --cluster {flags.cluster} {data} --global-batch-size {flags.global_batch_size} "
+        f"--vocab-size {request.vocab_size} {run.flags}"
+    )
+
+
+def run(argv: Sequence[str]) -> None:
+    """Do what the flags ask for; raises BraidError."""
+    flags = build_parser().parse_args(argv)
+    request = build_request(flags)
+    planned = plan(flags.planner, request, flags)
+    compared = compare(flags, request, planned) if flags.compare else {flags.planner: planned}
+    if flags.output is not None:
+        write_plan_file(
+            flags.output,
+            planned.run,
+            planned.prediction,
+            made_for=made_for(flags),
+            simulate_flags=simulate_flags(flags, request, planned.run),
+        )
+    if flags.picture is not None:
+        draw_plans({name: each.prediction for name, each in compared.items() if isinstance(each, Planned)}, flags.picture)
+    if flags.json:
+        answer = report(planned)
+        if flags.compare:
+            answer["compare"] = {
+                name: {"error": each} if isinstance(each, str) else report(each) for name, each in compared.items()
+            }
+        print(json.dumps(answer))
+        return
+    print_plan(planned, request)
+    if flags.compare:
+        print_comparison(compared)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code: 2, with one line on stderr, for wrong input."""
+    try:
+        run(sys.argv[1:] if argv is None else argv)
+    except (BraidError, OSError, ImportError) as problem:
+        print(f"plan.py: {type(problem).__name__}: {problem}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
