@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -20,10 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
+from multimodal.cost.activation_memory import Implementation
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
+from multimodal.cost.layer_profile import LayerProfile
+from multimodal.cost.memory import ZERO_STAGES
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.replicated_table import replicate_encoders
+from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_costs import StepCosts
 from multimodal.cost.table_costs import TableCosts
 from multimodal.cost.table_model import build_table_model
@@ -55,6 +59,10 @@ DATA_FLAGS = (
     "encoder_micro_batch_sizes",
     "balance",
     "vocab_size",
+    "layer_costs",
+    "recompute_granularity",
+    "zero_stage",
+    "transformer_impl",
 )
 
 
@@ -82,6 +90,7 @@ def build_parser() -> Parser:
     what.add_argument("--model", type=Path, metavar="M.yaml", help="Units and their architecture, as for pretrain_mllm.py.")
     what.add_argument("--cluster", type=Path, metavar="C.yaml", help="Accelerators and links; examples in examples/clusters.")
     what.add_argument("--plan", type=Path, metavar="P.yaml", help="Which rank holds which layers.")
+    what.add_argument("--layer-costs", type=Path, metavar="L.yaml", help="What tools/profile_layers.py measured of the layers.")
     what.add_argument("--costs", type=Path, metavar="COSTS.yaml", help="Seconds per stage instead of model, cluster and plan.")
     data = parser.add_argument_group("the data")
     data.add_argument("--lengths", type=Path, metavar="L.csv.gz", help="Lengths of real samples, taken in the file's order.")
@@ -91,7 +100,14 @@ def build_parser() -> Parser:
     data.add_argument("--micro-batch-size", type=_count, metavar="N", help="Samples per LLM microbatch (1).")
     data.add_argument("--encoder-micro-batch-sizes", type=_tokens, metavar="UNIT=ITEMS,...", help="Items per encoder microbatch.")
     data.add_argument("--balance", choices=BALANCERS, help="Places samples and items (none).")
-    data.add_argument("--vocab-size", type=_count, metavar="N", help="Padded vocabulary of the LLM (50304).")
+    data.add_argument(
+        "--vocab-size", type=_count, metavar="N", help="Padded vocabulary of the LLM (the model file's, else 50304)."
+    )
+    data.add_argument("--recompute-granularity", choices=("selective", "full"), help="What backwards compute again (nothing).")
+    data.add_argument(
+        "--zero-stage", type=int, choices=ZERO_STAGES, help="What replicas share: optimizer state is 1, all is 3 (1)."
+    )
+    data.add_argument("--transformer-impl", choices=get_args(Implementation), help="Whose activations (transformer_engine).")
     when = parser.add_argument_group("the schedule")
     when.add_argument("--schedule", required=True, choices=BUILDERS, help="Builds the schedule.")
     when.add_argument("--schedule-passes", default="", metavar="A,B", help=f"Rewrite it, in this order: {', '.join(PASSES)}.")
@@ -141,7 +157,8 @@ def build_steps(flags: argparse.Namespace) -> Iterator[Step]:
         return
     graph, cluster, plan = ModelGraph.from_file(flags.model), Cluster.from_file(flags.cluster), Plan.from_file(flags.plan)
     validate_plan(plan, graph=graph, world_size=plan.num_ranks)
-    vocab_size = flags.vocab_size or 50304
+    vocab_size = flags.vocab_size or graph.backbone.vocab_size or 50304
+    profile = LayerProfile.from_file(flags.layer_costs) if flags.layer_costs else None
     for lengths in global_batches(flags, graph, plan):
         options = BalanceOptions(
             micro_batch_size=flags.micro_batch_size or 1,
@@ -151,7 +168,14 @@ def build_steps(flags: argparse.Namespace) -> Iterator[Step]:
         )
         assignment = BALANCERS[flags.balance or "none"](lengths, graph=graph, plan=plan, options=options)
         validate_assignment(assignment, graph=graph, plan=plan, lengths=lengths)
-        yield Step(graph, plan, assignment, ModelCosts(graph, plan, assignment, lengths, cluster, vocab_size))
+        costs = ModelCosts(graph, plan, assignment, lengths, cluster, vocab_size, run_options(flags), profile)
+        yield Step(graph, plan, assignment, costs)
+
+
+def run_options(flags: argparse.Namespace) -> RunOptions:
+    """How the run computes and keeps things; raises ConfigError."""
+    zero_stage = 1 if flags.zero_stage is None else flags.zero_stage
+    return RunOptions(flags.recompute_granularity, zero_stage, transformer_impl=flags.transformer_impl or "transformer_engine")
 
 
 def global_batches(flags: argparse.Namespace, graph: ModelGraph, plan: Plan) -> Iterator[tuple[SampleLengths, ...]]:

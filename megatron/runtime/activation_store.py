@@ -45,11 +45,15 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         self.size_bytes = 0
         super().__init__(self._pack, lambda tensor: tensor)
 
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def add(self, tensor: Tensor) -> None:
+        """Count a tensor that is kept beside; a storage counts once."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
             self.size_bytes += storage.nbytes()
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.add(tensor)
         # Detached: a hook that returned an operation's own output would tie the graph into a reference cycle.
         return tensor if tensor.is_leaf else tensor.detach()
 

@@ -77,7 +77,10 @@ def _run_subset(
         loss = _record_loss(run, action, output) if isinstance(output, HeadOutput) else None
         given = output.conditions if isinstance(output, HeadOutput) else output
     if has_backward:
-        size_bytes = (saved.size_bytes if saved else 0) + size_of(hidden)
+        for tensor in (hidden, *(tensor for _, tensor in items if action.part <= 0)):
+            if saved is not None and tensor is not None:
+                saved.add(tensor)
+        size_bytes = saved.size_bytes if saved is not None else size_of(hidden)
         opened = OpenSubset(
             loss=loss if loss is not None and loss.requires_grad else None,
             output=get_gradient_edge(given) if given is not None and given.requires_grad else None,

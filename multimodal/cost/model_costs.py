@@ -1,29 +1,28 @@
 """Costs of a step from first principles: FLOPs over speed, bytes over bandwidth."""
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from multimodal.cost.assigned_loads import AssignedLoads
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.communication import collective_seconds, message_cost
 from multimodal.cost.flops import step_flops
-from multimodal.cost.layer_costs import LayerCosts, Recompute
-from multimodal.cost.layer_flops import UnitLoad, add_loads, item_load, layer_weights, sample_load
+from multimodal.cost.layer_costs import LayerCosts
+from multimodal.cost.layer_flops import UnitLoad
+from multimodal.cost.layer_profile import LayerProfile
 from multimodal.cost.layer_seconds import LayerSeconds, passes_gradient
-from multimodal.cost.memory import GRADIENT_BYTES, layer_activation_bytes, layer_static_bytes
+from multimodal.cost.memory import GRADIENT_BYTES
+from multimodal.cost.run_options import DEFAULT_OPTIONS, RunOptions
+from multimodal.cost.stage_layers import StageKey, StageLayers
 from multimodal.cost.step_costs import ComputeCost, TransferCost
-from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace
-from multimodal.values.backward_need import BackwardNeed, layers_backward_need
+from multimodal.cost.step_memory import StepMemory
+from multimodal.values.assignment import Assignment, MicrobatchPlace
+from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.model_graph import LayerKind, ModelGraph, Role
 from multimodal.values.plan import Plan
-from multimodal.values.sample_lengths import SampleLengths, index_by_sample
+from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.schedule import REPEATED_KINDS, Action, ActionKind, Place
-from multimodal.values.schedule_form import parts_of
-
-_StageKey = tuple[str, int, int]
-"""(unit, replica, virtual stage)."""
-_LayerCounts = Mapping[tuple[LayerKind, BackwardNeed], int]
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,8 @@ class ModelCosts:
     """`StepCosts` of one global batch on a cluster.
 
     A computation takes its layers' seconds (`LayerCosts`), with the collectives inside them, which nothing hides. A message is
-    `num_tokens x hidden_size` elements. Replicas reduce fp32 gradients and gather the parameters of trained layers (ZeRO-1).
+    `num_tokens x hidden_size` elements. Replicas reduce fp32 gradients and gather the parameters of trained layers (ZeRO-1);
+    where they share the weights themselves (ZeRO-3), every stage gathers them in every pass, while the layer before computes.
     """
 
     graph: ModelGraph
@@ -42,12 +42,29 @@ class ModelCosts:
     cluster: Cluster
     vocab_size: int
     """Padded."""
-    recompute: Recompute | None = None
+    options: RunOptions = DEFAULT_OPTIONS
+    profile: LayerProfile | None = None
+    """Measured costs of layers, in place of what the cluster's description gives."""
 
     @cached_property
     def layer_costs(self) -> LayerCosts:
         """Seconds of single layers."""
-        return LayerCosts(self.graph, self.cluster, self.vocab_size)
+        return LayerCosts(self.graph, self.cluster, self.vocab_size, self.profile)
+
+    @cached_property
+    def loads(self) -> AssignedLoads:
+        """What each microbatch asks of its unit."""
+        return AssignedLoads(self.graph, self.assignment, self.lengths)
+
+    @cached_property
+    def stages(self) -> StageLayers:
+        """What each stage holds."""
+        return StageLayers(self.graph, self.plan, self.vocab_size)
+
+    @cached_property
+    def memory(self) -> StepMemory:
+        """Sizes."""
+        return StepMemory(self.stages, self.loads, self.options, self.cluster.bytes_per_element)
 
     @cached_property
     def model_flops(self) -> float:
@@ -61,7 +78,7 @@ class ModelCosts:
 
     def compute(self, action: Action) -> ComputeCost:
         """Cost of one computation; a part's backward costs its own atoms' share."""
-        load = self._load_of(action)
+        load = self.loads.of_action(action)
         kind = REPEATED_KINDS.get(action.kind, action.kind)
         return self._compute_cost(kind, action.unit, action.replica, action.stage, load)
 
@@ -75,69 +92,48 @@ class ModelCosts:
 
     def collective_seconds(self, action: Action) -> float:
         """Seconds of gathering a stage's parameters or reducing its gradients (fp32) over the unit's replicas."""
-        bytes_per_weight = GRADIENT_BYTES if action.kind is ActionKind.REDUCE_GRADIENTS else self.cluster.bytes_per_element
-        unit = self.plan.units[action.unit]
-        num_weights = self._num_weights(action.unit, action.replica, action.stage, trained_only=True) / unit.tensor_parallel_size
-        peers = [replica.virtual_stages[action.stage].ranks[0] for replica in unit.replicas]
-        return collective_seconds(bytes_per_weight * num_weights, ranks=peers, cluster=self.cluster)
+        if self.options.zero_stage >= 3:
+            return 0.0
+        is_reduction = action.kind is ActionKind.REDUCE_GRADIENTS
+        bytes_per_weight = GRADIENT_BYTES if is_reduction else self.cluster.bytes_per_element
+        num_passes = 1 if self.options.zero_stage else 2 if is_reduction else 0  # without sharing: one all-reduce
+        stage = (action.unit, action.replica, action.stage)
+        return num_passes * self._over_replicas(stage, bytes_per_weight, trained_only=True)
 
     def activation_bytes(self, place: Place) -> int:
         """Bytes per rank that one microbatch keeps in one stage."""
-        return self._activation_bytes(place.unit, place.replica, place.stage, self._load_at(place))
+        return self.memory.activation_bytes(place)
 
     def static_bytes(self, lane: int) -> int:
-        """Bytes per rank of weights, gradients and optimizer state of all stages that a lane holds."""
-        held = self._stages_of_rank[self.plan.lanes[lane][0]]
-        return round(sum(self._static_bytes(*stage) / self.plan.units[stage[0]].tensor_parallel_size for stage in held))
+        """Bytes per rank of weights, gradients and optimizer state of all stages that a lane holds, and of one layer's work."""
+        return self.memory.static_bytes(self.plan.lanes[lane][0])
 
-    @cached_property
-    def _lengths_by_sample(self) -> Mapping[int, SampleLengths]:
-        return index_by_sample(self.lengths)
-
-    @cached_property
-    def _loads(self) -> dict[tuple[str, int, int], UnitLoad]:
-        return {}
-
-    def _load_at(self, place: Place) -> UnitLoad:
-        key = place.unit, place.replica, place.microbatch
-        if key not in self._loads:
-            self._loads[key] = self._atoms_load(place.unit, self.assignment.atoms(MicrobatchPlace(*key)))
-        return self._loads[key]
-
-    def _load_of(self, action: Action) -> UnitLoad:
-        if action.part < 0:
-            return self._load_at(action.work)
-        place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
-        return self._atoms_load(action.unit, parts_of(place, self.graph, self.assignment)[action.part])
-
-    def _atoms_load(self, unit: str, atoms: Sequence[Atom]) -> UnitLoad:
-        return add_loads(self._atom_load(unit, atom) for atom in atoms)
-
-    def _atom_load(self, unit: str, atom: Atom) -> UnitLoad:
-        sample = self._lengths_by_sample[atom.sample_id]
-        if atom.item_index < 0:
-            return sample_load(self.graph.unit(unit), sample)
-        return item_load(sample.items[atom.item_index].num_tokens, sample.items[atom.item_index].num_output_tokens)
+    def _over_replicas(self, stage: StageKey, bytes_per_weight: float, *, trained_only: bool) -> float:
+        """Seconds of one ring over all ranks that have the same shard of a stage's weights."""
+        unit = self.plan.units[stage[0]]
+        size = unit.tensor_parallel_size
+        num_weights = self.stages.num_weights(stage, trained_only=trained_only) / size
+        peers = [rank for replica in unit.replicas for rank in replica.virtual_stages[stage[2]].ranks[::size]]
+        return collective_seconds(bytes_per_weight * num_weights, ranks=peers, cluster=self.cluster)
 
     def _num_elements(self, source: Place, target: Place, *, part: int) -> int:
         """Elements of the activations that travel from `source` to `target`; gradients have as many."""
         hidden = self.graph.unit(source.unit).transformer.hidden_size
         if source.unit == target.unit:
-            load = self._load_at(source) if part < 0 else self._load_of(Action(ActionKind.BACKWARD, *source, part=part))
-            return load.num_tokens * hidden
+            return self.loads.of_action(Action(ActionKind.BACKWARD, *source, part=part)).num_tokens * hidden
         here = MicrobatchPlace(source.unit, source.replica, source.microbatch)
         there = MicrobatchPlace(target.unit, target.replica, target.microbatch)
         routes = self.assignment.routes(self.graph).from_source[here]
-        load = self._atoms_load(source.unit, next(route.atoms for route in routes if route.target == there))
+        load = self.loads.of_atoms(source.unit, next(route.atoms for route in routes if route.target == there))
         if self.graph.unit(source.unit).role is Role.ENCODER:
             return load.num_outputs * self.graph.unit(target.unit).transformer.hidden_size
         return load.num_tokens * hidden
 
     @cached_property
-    def _links(self) -> dict[tuple[_StageKey, _StageKey], TransferCost]:
+    def _links(self) -> dict[tuple[StageKey, StageKey], TransferCost]:
         return {}
 
-    def _link(self, source: _StageKey, target: _StageKey) -> TransferCost:
+    def _link(self, source: StageKey, target: StageKey) -> TransferCost:
         """What one byte between two stages costs."""
         if (source, target) not in self._links:
             self._links[source, target] = message_cost(
@@ -147,35 +143,6 @@ class ModelCosts:
                 cluster=self.cluster,
             )
         return self._links[source, target]
-
-    @cached_property
-    def _stages_of_rank(self) -> Mapping[int, Sequence[_StageKey]]:
-        found: dict[int, list[_StageKey]] = defaultdict(list)
-        for name, unit in self.plan.units.items():
-            for replica_index, replica in enumerate(unit.replicas):
-                for stage in replica.virtual_stages:
-                    for rank in stage.ranks:
-                        found[rank].append((name, replica_index, stage.index))
-        return found
-
-    @cached_property
-    def _needs(self) -> Mapping[str, Sequence[BackwardNeed]]:
-        return {
-            unit.name: [layers_backward_need(self.graph, unit.name, range(layer, layer + 1)) for layer in range(len(unit.layers))]
-            for unit in self.graph.units
-        }
-
-    @cached_property
-    def _stages(self) -> dict[_StageKey, _LayerCounts]:
-        return {}
-
-    def _layers(self, unit: str, replica: int, stage: int) -> _LayerCounts:
-        """Count the layers of a stage by what their cost depends on."""
-        key = unit, replica, stage
-        if key not in self._stages:
-            layers = self.plan.virtual_stage(unit, replica, stage).layers
-            self._stages[key] = Counter((self.graph.unit(unit).layers[layer], self._needs[unit][layer]) for layer in layers)
-        return self._stages[key]
 
     @cached_property
     def _compute_costs(self) -> dict[tuple[ActionKind, str, int, int, UnitLoad], ComputeCost]:
@@ -190,41 +157,30 @@ class ModelCosts:
     def _sum_layers(self, kind: ActionKind, unit: str, replica: int, stage: int, load: UnitLoad) -> ComputeCost:
         ranks = self.plan.virtual_stage(unit, replica, stage).ranks
         seconds, waiting = 0.0, 0.0
-        for (layer, need), count in self._layers(unit, replica, stage).items():
+        for (layer, need), count in self.stages.counts((unit, replica, stage)).items():
             one = self.layer_costs.seconds(
                 unit,
                 layer,
                 load,
                 tensor_parallel_size=self.plan.units[unit].tensor_parallel_size,
                 context_parallel_size=self.plan.units[unit].context_parallel_size,
-                recompute=self.recompute,
+                recompute=self.options.recompute,
                 ranks=ranks,
             )
             cost = _cost_of(kind, one, layer, need)
             seconds, waiting = seconds + count * cost.seconds, waiting + count * cost.tensor_parallel_seconds
-        return ComputeCost(seconds, waiting)
+        late = max(0.0, self._gathering_seconds(kind, (unit, replica, stage)) - seconds) if load.num_tokens else 0.0
+        return ComputeCost(seconds + late, waiting + late)
 
-    def _activation_bytes(self, unit: str, replica: int, stage: int, load: UnitLoad) -> int:
-        total = sum(
-            count * layer_activation_bytes(self.graph.unit(unit), layer, load, need=need, vocab_size=self.vocab_size)
-            for (layer, need), count in self._layers(unit, replica, stage).items()
-        )
-        return round(total / self.plan.units[unit].tensor_parallel_size)
-
-    def _num_weights(self, unit: str, replica: int, stage: int, *, trained_only: bool) -> int:
-        return sum(
-            count * layer_weights(self.graph, self.graph.unit(unit), layer, vocab_size=self.vocab_size)
-            for (layer, need), count in self._layers(unit, replica, stage).items()
-            if need.trains_weights or not trained_only
-        )
-
-    def _static_bytes(self, unit: str, replica: int, stage: int) -> float:
-        num_trained = self._num_weights(unit, replica, stage, trained_only=True)
-        num_frozen = self._num_weights(unit, replica, stage, trained_only=False) - num_trained
-        num_replicas = self.plan.units[unit].data_parallel_size
-        return layer_static_bytes(num_trained, is_trained=True, data_parallel_size=num_replicas) + layer_static_bytes(
-            num_frozen, is_trained=False, data_parallel_size=num_replicas
-        )
+    def _gathering_seconds(self, kind: ActionKind, stage: StageKey) -> float:
+        """Seconds in which a stage's weights come, and its gradients go, while it computes; 0 where replicas keep all weights."""
+        if self.options.zero_stage < 3:
+            return 0.0
+        gathering = self._over_replicas(stage, self.cluster.bytes_per_element, trained_only=False)
+        reducing = self._over_replicas(stage, GRADIENT_BYTES, trained_only=True)
+        if kind is ActionKind.WEIGHT_GRADIENT:
+            return reducing
+        return gathering + (reducing if kind is ActionKind.BACKWARD else 0.0)
 
 
 def _cost_of(kind: ActionKind, one: LayerSeconds, layer: LayerKind, need: BackwardNeed) -> ComputeCost:

@@ -80,6 +80,18 @@ def test_a_plan_is_simulated_on_a_cluster(flags, tmp_path, capsys, data):
     assert report["peak_memory_bytes"] == max(lane["peak_memory_bytes"] for lane in report["lanes"]) > 0
 
 
+def test_measured_layers_change_the_step(flags, tmp_path, capsys):
+    data = ["--uniform-lengths", "vision=64,llm=128", "--json"]
+    plain = simulate(capsys, *flags, *data)
+    full = simulate(capsys, *flags, *data, "--recompute-granularity", "full")
+    assert plain["iteration_seconds"] < full["iteration_seconds"]
+    assert full["peak_memory_bytes"] < plain["peak_memory_bytes"]
+    curves = {"forward": [1.0, 0.0, 0.0], "input_gradient": [2.0, 0.0, 0.0], "weight_gradient": [1.0, 0.0, 0.0]}
+    costs = costs_file(tmp_path, units={"llm": {"transformer": [curves]}})
+    slow = simulate(capsys, *flags, *data, "--layer-costs", costs)
+    assert slow["iteration_seconds"] == pytest.approx((8 + 1) * 2 * 4, rel=0.01)  # two layers a stage
+
+
 def test_passes_rewrite_the_schedule(flags, capsys):
     data = ["--uniform-lengths", "vision=64,llm=128", "--json"]
     assert simulate(capsys, *flags, *data)["bubble"]["dp_all_gather"] == 0

@@ -1,0 +1,64 @@
+"""What an assignment asks of each unit, microbatch by microbatch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from multimodal.cost.layer_flops import UnitLoad, add_loads, item_load, sample_load
+from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace
+from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.sample_lengths import SampleLengths, index_by_sample
+from multimodal.values.schedule import Action
+from multimodal.values.schedule_form import parts_of
+
+
+@dataclass(frozen=True)
+class AssignedLoads:
+    """Loads of microbatches, parts and routes of one global batch."""
+
+    graph: ModelGraph
+    assignment: Assignment
+    lengths: Sequence[SampleLengths]
+
+    def at(self, place: MicrobatchPlace) -> UnitLoad:
+        """The load of one microbatch."""
+        if place not in self._loads:
+            self._loads[place] = self.of_atoms(place.unit, self.assignment.atoms(place))
+        return self._loads[place]
+
+    def of_action(self, action: Action) -> UnitLoad:
+        """The load of a computation: its microbatch's, or that of a part of it."""
+        if action.part < 0:
+            return self.at(MicrobatchPlace(action.work.unit, action.work.replica, action.work.microbatch))
+        place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
+        return self.of_atoms(action.unit, parts_of(place, self.graph, self.assignment)[action.part])
+
+    def of_atoms(self, unit: str, atoms: Sequence[Atom]) -> UnitLoad:
+        """The load of some atoms together."""
+        return add_loads(self._of_atom(unit, atom) for atom in atoms)
+
+    def largest(self, unit: str, replica: int) -> UnitLoad:
+        """The load of a replica's microbatch with the most tokens."""
+        places = (MicrobatchPlace(unit, replica, index) for index in range(len(self.assignment.units[unit][replica])))
+        return max(map(self.at, places), key=lambda load: load.num_tokens, default=UnitLoad())
+
+    def num_received_rows(self, place: MicrobatchPlace) -> int:
+        """Rows that encoders hand to a microbatch of the LLM; 0 for other units."""
+        if self.graph.unit(place.unit).role is not Role.BACKBONE:
+            return 0
+        samples = (self._by_sample[atom.sample_id] for atom in self.assignment.atoms(place))
+        return sum(item.num_output_tokens for sample in samples for item in sample.items)
+
+    def _of_atom(self, unit: str, atom: Atom) -> UnitLoad:
+        sample = self._by_sample[atom.sample_id]
+        if atom.item_index < 0:
+            return sample_load(self.graph.unit(unit), sample)
+        return item_load(sample.items[atom.item_index].num_tokens, sample.items[atom.item_index].num_output_tokens)
+
+    @cached_property
+    def _by_sample(self) -> Mapping[int, SampleLengths]:
+        return index_by_sample(self.lengths)
+
+    @cached_property
+    def _loads(self) -> dict[MicrobatchPlace, UnitLoad]:
+        return {}

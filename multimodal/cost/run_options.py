@@ -1,0 +1,22 @@
+"""How a run computes and keeps things, as far as its costs depend on it."""
+
+from dataclasses import dataclass
+
+from multimodal.cost.activation_memory import Implementation
+from multimodal.cost.layer_costs import Recompute
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What flags of pretrain_mllm.py say."""
+
+    recompute: Recompute | None = None
+    zero_stage: int = 1
+    """What replicas share: 0 nothing, 1 optimizer state, 2 gradients as well, 3 weights as well."""
+    sequence_parallel: bool = True
+    transformer_impl: Implementation = "transformer_engine"
+    """Which layers' activations are counted."""
+
+
+DEFAULT_OPTIONS = RunOptions()
+"""ZeRO-1, sequence parallelism, fused layers, nothing computed again."""

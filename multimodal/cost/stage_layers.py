@@ -1,0 +1,67 @@
+"""Which layers each virtual stage of a plan holds, counted by what their cost depends on."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from multimodal.cost.layer_flops import layer_weights
+from multimodal.values.backward_need import BackwardNeed, layers_backward_need
+from multimodal.values.model_graph import LayerKind, ModelGraph
+from multimodal.values.plan import Plan
+
+StageKey = tuple[str, int, int]
+"""(unit, replica, virtual stage)."""
+LayerCounts = Mapping[tuple[LayerKind, BackwardNeed], int]
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """Layers and weights of stages."""
+
+    graph: ModelGraph
+    plan: Plan
+    vocab_size: int
+    """Padded."""
+
+    def counts(self, stage: StageKey) -> LayerCounts:
+        """How many layers of each kind and need a stage holds."""
+        if stage not in self._counts:
+            unit = stage[0]
+            layers = self.plan.virtual_stage(*stage).layers
+            self._counts[stage] = Counter((self.graph.unit(unit).layers[layer], self._needs[unit][layer]) for layer in layers)
+        return self._counts[stage]
+
+    def num_weights(self, stage: StageKey, *, trained_only: bool) -> int:
+        """Weights of a stage, all tensor parallel ranks together."""
+        return sum(
+            count * self.layer_weights(stage[0], layer)
+            for (layer, need), count in self.counts(stage).items()
+            if need.trains_weights or not trained_only
+        )
+
+    def layer_weights(self, unit: str, layer: LayerKind) -> int:
+        """Weights of one layer, all tensor parallel ranks together."""
+        return layer_weights(self.graph, self.graph.unit(unit), layer, vocab_size=self.vocab_size)
+
+    @cached_property
+    def of_rank(self) -> Mapping[int, Sequence[StageKey]]:
+        """rank -> the stages it holds."""
+        found: dict[int, list[StageKey]] = defaultdict(list)
+        for name, unit in self.plan.units.items():
+            for replica_index, replica in enumerate(unit.replicas):
+                for stage in replica.virtual_stages:
+                    for rank in stage.ranks:
+                        found[rank].append((name, replica_index, stage.index))
+        return found
+
+    @cached_property
+    def _needs(self) -> Mapping[str, Sequence[BackwardNeed]]:
+        return {
+            unit.name: [layers_backward_need(self.graph, unit.name, range(layer, layer + 1)) for layer in range(len(unit.layers))]
+            for unit in self.graph.units
+        }
+
+    @cached_property
+    def _counts(self) -> dict[StageKey, LayerCounts]:
+        return {}

@@ -1,0 +1,100 @@
+"""Bytes that one step takes on each rank: what places keep between forward and backward, and what is always there."""
+
+from dataclasses import dataclass
+
+from multimodal.cost.activation_memory import layer_activation_bytes
+from multimodal.cost.assigned_loads import AssignedLoads
+from multimodal.cost.layer_costs import Recompute
+from multimodal.cost.layer_flops import UnitLoad
+from multimodal.cost.memory import layer_static_bytes
+from multimodal.cost.run_options import RunOptions
+from multimodal.cost.stage_layers import StageKey, StageLayers
+from multimodal.values.assignment import MicrobatchPlace
+from multimodal.values.backward_need import BackwardNeed
+from multimodal.values.model_graph import LayerKind
+from multimodal.values.schedule import Place
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Sizes per rank. How many places are open at once, and for how long (deferral included), the schedule decides."""
+
+    layers: StageLayers
+    loads: AssignedLoads
+    options: RunOptions
+    bytes_per_element: int
+    """Of weights and activations."""
+
+    def activation_bytes(self, place: Place) -> int:
+        """Bytes that one microbatch keeps in one stage: of its layers, and what came in and waits for its gradient."""
+        load = self.loads.at(MicrobatchPlace(place.unit, place.replica, place.microbatch))
+        counts = self.layers.counts(place[:3]).items()
+        kept = sum(
+            count * self._layer_bytes(place.unit, layer, need, load, self.options.recompute) for (layer, need), count in counts
+        )
+        return round(kept + self._received_bytes(place, load))
+
+    def static_bytes(self, rank: int) -> int:
+        """Bytes of weights, gradients and optimizer state of all stages that a rank holds, and of the work on one layer."""
+        held = self.layers.of_rank[rank]
+        return round(sum(map(self._weight_bytes, held)) + max(map(self._working_bytes, held)))
+
+    def _layer_bytes(self, unit: str, layer: LayerKind, need: BackwardNeed, load: UnitLoad, recompute: Recompute | None) -> float:
+        sizes = self.layers.plan.units[unit]
+        total = layer_activation_bytes(
+            self.layers.graph.unit(unit),
+            layer,
+            load,
+            need=need,
+            vocab_size=self.layers.vocab_size,
+            tensor_parallel_size=sizes.tensor_parallel_size,
+            sequence_parallel=self.options.sequence_parallel,
+            bytes_per_element=self.bytes_per_element,
+            implementation=self.options.transformer_impl,
+            recompute=recompute,
+        )
+        return total / (sizes.tensor_parallel_size * sizes.context_parallel_size)
+
+    def _received_bytes(self, place: Place, load: UnitLoad) -> float:
+        """What the broker brought and a gradient has to go back for: hidden states, or encoders' outputs."""
+        if not any(need.sends_gradient for _, need in self.layers.counts(place[:3])):
+            return 0.0
+        hidden_bytes = self.bytes_per_element * self.layers.graph.unit(place.unit).transformer.hidden_size
+        if place.stage == 0:
+            return float(
+                hidden_bytes * self.loads.num_received_rows(MicrobatchPlace(place.unit, place.replica, place.microbatch))
+            )
+        if self.bytes_per_element >= 4 or self.options.transformer_impl == "transformer_engine":
+            return 0.0  # the first norm keeps the very same tensor
+        sizes = self.layers.plan.units[place.unit]
+        num_ranks = sizes.context_parallel_size * (sizes.tensor_parallel_size if self.options.sequence_parallel else 1)
+        return hidden_bytes * load.num_tokens / num_ranks
+
+    def _weight_bytes(self, stage: StageKey) -> float:
+        sizes = self.layers.plan.units[stage[0]]
+        num_trained = self.layers.num_weights(stage, trained_only=True)
+        num_frozen = self.layers.num_weights(stage, trained_only=False) - num_trained
+        total = sum(
+            layer_static_bytes(
+                num_weights,
+                is_trained=is_trained,
+                data_parallel_size=sizes.data_parallel_size * sizes.context_parallel_size,
+                zero_stage=self.options.zero_stage,
+                bytes_per_element=self.bytes_per_element,
+            )
+            for num_weights, is_trained in ((num_trained, True), (num_frozen, False))
+        )
+        return total / sizes.tensor_parallel_size
+
+    def _working_bytes(self, stage: StageKey) -> float:
+        """What is there while one layer runs: what it recomputes, and two layers' gathered weights where replicas share them."""
+        counts, unit = self.layers.counts(stage), stage[0]
+        working = 0.0
+        if self.options.recompute == "full":
+            largest = self.loads.largest(unit, stage[1])
+            bodies = [need for layer, need in counts if layer is LayerKind.TRANSFORMER]
+            working = max((self._layer_bytes(unit, LayerKind.TRANSFORMER, need, largest, None) for need in bodies), default=0.0)
+        if self.options.zero_stage >= 3:
+            weights = max(self.layers.layer_weights(unit, layer) for layer, _ in counts)
+            working += 2 * weights * self.bytes_per_element / self.layers.plan.units[unit].tensor_parallel_size
+        return working

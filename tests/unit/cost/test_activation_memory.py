@@ -1,0 +1,189 @@
+"""Predicted activations against what autograd keeps of real stages on this machine."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.runtime import platform
+from megatron.runtime.activation_store import SavedTensors
+from megatron.runtime.layer_inputs import synthetic_input
+from megatron.runtime.profiler import build_layer
+from multimodal.cost.activation_memory import layer_activation_bytes
+from multimodal.cost.layer_flops import UnitLoad
+from multimodal.cost.parameters import layer_parameters, unit_parameters
+from multimodal.model.stage_input import PackedInput
+from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.model.unit_stage import UnitStage
+from multimodal.values.backward_need import BackwardNeed
+from multimodal.values.model_graph import LayerKind, ModelGraph, Role
+
+LLAMA = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 160}
+QWEN = {**LLAMA, "add_qkv_bias": True}
+GPT = {
+    "num_layers": 3,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 256,
+    "normalization": "LayerNorm",
+    "activation": "gelu",
+    "add_bias_linear": True,
+}
+SHAPES = {"llama": LLAMA, "gpt": GPT, "qwen": QWEN}
+IMAGE = {"patch_size": 4, "in_channels": 1}
+VOCABULARY = 512
+
+
+@pytest.fixture(autouse=True)
+def fake_groups() -> Iterator[None]:
+    platform.install()
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def graph_of(shape: str) -> ModelGraph:
+    described = SHAPES[shape]
+    return ModelGraph.from_dict(
+        {
+            "units": {
+                "vision": {"role": "encoder", **described, "image": IMAGE},
+                "llm": {"role": "backbone", **described},
+                "painter": {"role": "generator", **described, "image": IMAGE},
+            }
+        }
+    )
+
+
+def groups(size: int) -> ProcessGroupCollection:
+    alone = dist.new_group([0])
+    tensor = dist.group.WORLD if size == 2 else alone
+    names = ("cp", "pp", "ep", "expt_tp", "tp_ep")
+    return ProcessGroupCollection(**dict.fromkeys(("tp", "tp_cp"), tensor), **dict.fromkeys(names, alone))
+
+
+def saved_bytes(stage: UnitStage, *inputs: Any) -> int:
+    parameters = frozenset(parameter.untyped_storage().data_ptr() for parameter in stage.parameters())
+    saved = SavedTensors(parameters)
+    with saved:
+        keep = stage(*inputs)  # a freed tensor's storage would be taken for a new one's
+    assert keep is not None
+    return saved.size_bytes
+
+
+def load_of(graph: ModelGraph, unit: str, kind: LayerKind, counted: int) -> UnitLoad:
+    is_projector = kind is LayerKind.PROJECTOR and graph.unit(unit).role is Role.ENCODER
+    return UnitLoad(counted * (graph.unit(unit).merge_factor if is_projector else 1), 0, counted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("unit", "kind", "recompute"),
+    [
+        ("llm", "transformer", None),
+        ("llm", "transformer", "selective"),
+        ("llm", "transformer", "full"),
+        ("vision", "transformer", None),
+        ("llm", "head", None),
+        ("vision", "projector", None),
+        ("painter", "head", None),
+    ],
+)
+def test_layers_keep_what_is_predicted(unit: str, kind: str, recompute: Any, shape: str, frozen: bool, dtype: Any) -> None:
+    graph, layer, counted = graph_of(shape), LayerKind(kind), 256
+    options = BuildOptions(Precision(dtype), recompute=recompute)
+    stage = build_layer(graph, unit, layer, groups=groups(1), options=options, vocab_size=VOCABULARY)
+    stage.layers.requires_grad_(not frozen)
+    measured = saved_bytes(stage, *synthetic_input(stage, num_tokens=counted, num_sequences=2))
+    predicted = layer_activation_bytes(
+        graph.unit(unit),
+        layer,
+        load_of(graph, unit, layer, counted),
+        need=BackwardNeed.INPUT_GRADIENT if frozen else BackwardNeed.FULL,
+        vocab_size=VOCABULARY,
+        bytes_per_element=dtype.itemsize,
+        implementation="local",
+        recompute=recompute,
+    )
+    assert predicted == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tensor_parallel_ranks_share_what_is_predicted(shape: str, sequence_parallel: bool) -> None:
+    graph, layer = graph_of(shape), LayerKind.TRANSFORMER
+    options = BuildOptions(sequence_parallel=sequence_parallel)
+    stage = build_layer(graph, "llm", layer, groups=groups(2), options=options, vocab_size=VOCABULARY)
+    measured = saved_bytes(stage, *synthetic_input(stage, num_tokens=128))
+    predicted = layer_activation_bytes(
+        graph.unit("llm"),
+        layer,
+        UnitLoad(128, 0, 128),
+        need=BackwardNeed.FULL,
+        vocab_size=VOCABULARY,
+        tensor_parallel_size=2,
+        sequence_parallel=sequence_parallel,
+        bytes_per_element=4,
+        implementation="local",
+    )
+    assert predicted / 2 == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("unit", ["vision", "llm"])
+def test_stages_keep_the_sum_of_their_layers(unit: str, shape: str, recompute: Any) -> None:
+    graph, num_tokens, num_targets = graph_of(shape), 128, 48
+    described = graph.unit(unit)
+    stage = UnitStage(
+        graph=graph,
+        unit_name=unit,
+        layers=range(len(described.layers)),
+        groups=groups(1),
+        options=BuildOptions(recompute=recompute),
+        vocab_size=VOCABULARY,
+    ).train()
+    positions = torch.arange(num_tokens)
+    if unit == "vision":
+        batch = PackedInput((64, 64), torch.stack((positions, positions), 1), patches=torch.randn(num_tokens, 16))
+        load = UnitLoad(num_tokens, 0, num_tokens // 4)
+    else:
+        rows = torch.arange(num_targets)
+        batch = PackedInput((100, 28), positions, token_ids=positions, target_rows=rows, targets=rows)
+        load = UnitLoad(num_tokens, 0, num_targets)
+    predicted = sum(
+        layer_activation_bytes(
+            described,
+            kind,
+            load,
+            need=BackwardNeed.FULL,
+            vocab_size=VOCABULARY,
+            bytes_per_element=4,
+            implementation="local",
+            recompute=recompute,
+        )
+        for kind in described.layers
+    )
+    assert predicted == pytest.approx(saved_bytes(stage, None, batch), rel=0.1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parameters_are_counted_as_they_are_built(shape: str) -> None:
+    graph = graph_of(shape)
+    for unit in graph.units:
+        total = 0
+        for kind in dict.fromkeys(unit.layers):
+            stage = build_layer(graph, unit.name, kind, groups=groups(1), options=BuildOptions(), vocab_size=VOCABULARY)
+            built = sum(parameter.numel() for parameter in stage.parameters())
+            assert layer_parameters(graph, unit, kind, vocab_size=VOCABULARY) == built, (unit.name, kind)
+            total += built * unit.layers.count(kind)
+        assert unit_parameters(graph, unit, vocab_size=VOCABULARY) == total
