@@ -29,13 +29,10 @@ class GeneratorHead(torch.nn.Module):
         hidden: [num_tokens (padded and / tp under sequence parallelism), 1, hidden_size]; patches: [num_tokens, patch_channels],
         the image that is to be made, any float dtype.
         """
-        error = self.predict(hidden, num_tokens=len(patches)) - patches
-        return HeadOutput(error.square().sum(), None)
-
-    def predict(self, hidden: Tensor, *, num_tokens: int) -> Tensor:
-        """[num_tokens, patch_channels] in at least float32, the same on every tensor parallel rank; hidden as in `forward`."""
         hidden = self.norm(hidden)
         if self.is_sequence_sharded:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
-        predicted = deferrable_linear(hidden[:num_tokens, 0], self.weight, self.bias)
-        return predicted if predicted.dtype == torch.float64 else predicted.float()
+        predicted = deferrable_linear(hidden[: len(patches), 0], self.weight, self.bias)
+        wide = predicted if predicted.dtype == torch.float64 else predicted.float()
+        loss_sum = (wide - patches).square().sum()
+        return HeadOutput(loss_sum, None, predicted=None if self.training else wide.detach())

@@ -23,6 +23,8 @@ class HeadOutput(NamedTuple):
     """[num_targets]: whether greedy decoding picks the target; LLM only, and only outside of training."""
     conditions: Tensor | None = None
     """[num_generated_items, hidden_size]: what generators are given; LLM only, None where there is nothing to generate."""
+    predicted: Tensor | None = None
+    """[num_tokens, patch_channels]: what a generator makes of each patch; only outside of training."""
 
 
 class LanguageHead(torch.nn.Module):

@@ -63,11 +63,11 @@ def test_the_loss_is_the_squared_error_of_what_is_predicted() -> None:
     stage = build()
     hidden = torch.randn(6, 1, 16, generator=torch.manual_seed(2), dtype=torch.float64)
     head = stage.layers["3"]
-    predicted = head.predict(hidden, num_tokens=6)
-    assert predicted.shape == (6, 12)
-    output = head(hidden, patches=TWO_IMAGES.patches)
-    torch.testing.assert_close(output.loss_sum, ((predicted - TWO_IMAGES.patches) ** 2).sum())
-    assert output.is_correct is None and output.conditions is None
+    trained, evaluated = head(hidden, patches=TWO_IMAGES.patches), head.eval()(hidden, patches=TWO_IMAGES.patches)
+    assert trained.predicted is None and evaluated.predicted.shape == (6, 12)
+    for output in (trained, evaluated):
+        torch.testing.assert_close(output.loss_sum, ((evaluated.predicted - TWO_IMAGES.patches) ** 2).sum())
+        assert output.is_correct is None and output.conditions is None
 
 
 def test_patches_of_one_image_differ_by_their_place_alone() -> None:
