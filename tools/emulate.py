@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.runtime.emulation import EmulatedRun, emulate
 from multimodal.cost.cost_table import CostTable
+from multimodal.cost.replicated_table import replicate_encoders
 from multimodal.cost.table_costs import TableCosts
 from multimodal.cost.table_model import build_table_model
 from multimodal.schedule.build_schedule import build_schedule
@@ -59,6 +60,8 @@ def build_run(costs: Path, schedule: str, passes: str, *, num_iterations: int) -
     """Make what is run from a cost table and names; raises BraidError."""
     table = CostTable.from_file(costs)
     model = build_table_model(table)
+    if schedule == "encoders-replicated":
+        table, model = replicate_encoders(table)
     lowered = build_schedule(BUILDERS[schedule], *model, passes=passes_named(passes))
     return EmulatedRun(*model, lowered, TableCosts(table), num_iterations)
 

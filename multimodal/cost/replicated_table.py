@@ -6,7 +6,6 @@ from dataclasses import replace
 from multimodal.cost.cost_table import CostTable, StageSeconds
 from multimodal.cost.table_model import TableModel, build_table_model
 from multimodal.values.assignment import Assignment
-from multimodal.values.errors import ConfigError
 from multimodal.values.plan import Plan, Replica, UnitPlan
 
 
@@ -16,11 +15,9 @@ def replicate_encoders(table: CostTable) -> tuple[CostTable, TableModel]:
     A copy takes what all stages of its encoder took together, forward and backward. The ranks that encoders had are gone; the
     others close up. The copy beside the LLM's first stage works for real (it has all microbatches), the others repeat it.
 
-    Raises ConfigError when there is no encoder, and as `build_table_model`.
+    Raises ConfigError as `build_table_model`.
     """
     encoders = [unit.name for unit in build_table_model(table).graph.encoders]
-    if not encoders:
-        raise ConfigError("cost table: it has no encoder to replicate; add a unit without upstream that feeds another")
     kept = sorted({rank for name, unit in table.units.items() if name not in encoders for rank in unit.ranks})
     number = {rank: index for index, rank in enumerate(kept)}
     units = {

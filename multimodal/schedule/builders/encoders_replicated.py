@@ -26,7 +26,7 @@ def build_encoders_replicated(graph: ModelGraph, plan: Plan, assignment: Assignm
     right after their stage's backward. What they compute is dropped, and their backward begins with a gradient of zero, so
     training is exact; in models where every stage attends to the encoders' output (Llama) it would be used.
 
-    Raises ScheduleError when there are no encoders, or they do not have one replica of one stage on each LLM stage's ranks.
+    Raises ScheduleError when an encoder does not have one replica of one stage on each LLM stage's ranks.
     """
     _check_layout(graph, plan)
     schedule = build_one_f_one_b(graph, plan, assignment, forward_only=forward_only)
@@ -109,12 +109,6 @@ _BACKWARD_OF = {
 def _check_layout(graph: ModelGraph, plan: Plan) -> None:
     backbone = graph.backbone.name
     wanted = {stage.ranks for replica in plan.units[backbone].replicas for stage in replica.stages}
-    if not graph.encoders:
-        units = ", ".join(graph.unit_names)
-        raise ScheduleError(
-            f"encoders-replicated needs an encoder to repeat, found units {units}; have one in the model and in the plan, or "
-            "choose 1f1b"
-        )
     for encoder in (unit.name for unit in graph.encoders):
         replicas = plan.units[encoder].replicas
         found = [[list(stage.ranks) for stage in replica.virtual_stages] for replica in replicas]

@@ -137,7 +137,7 @@ def builders_for(case: Case) -> list[str]:
     refused = {
         "zb-v": not any(is_v_shaped(unit) for unit in case.plan.units.values()),
         "encoders-colocated": any(each != stages[0] for each in stages),
-        "encoders-replicated": not encoders or any(not _are_copies(unit, case.plan.units["llm"]) for unit in encoders),
+        "encoders-replicated": any(not _are_copies(unit, case.plan.units["llm"]) for unit in encoders),
     }
     return [name for name in BUILDERS if not refused.get(name, False)]
 

@@ -7,11 +7,12 @@ from multimodal.cost.replicated_table import replicate_encoders
 from multimodal.cost.table_costs import TableCosts
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders.encoders_replicated import build_encoders_replicated
+from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.simulation import Simulation
 from multimodal.schedule.text import action_to_text, schedule_from_text, schedule_to_text
 from multimodal.schedule.validate import validate_schedule
-from multimodal.values.errors import ConfigError, ScheduleError
+from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import REPEATED_KINDS, ActionKind
 from tests.unit.schedule.schedule_cases import Case, build_case, build_graph, deal, golden_cases
 from tests.unit.schedule.uniform_costs import UniformCosts
@@ -110,9 +111,11 @@ def test_other_layouts_are_refused(sizes: dict[str, tuple[int, int, int]], coloc
         build_encoders_replicated(*build_case(build_graph("vision"), sizes, groupings, colocated=colocated))
 
 
-def test_a_model_without_encoders_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="needs an encoder to repeat, found units llm"):
-        build_encoders_replicated(*build_case(build_graph(), {"llm": (1, 2, 1)}, {"llm": deal(4, 1)}))
+def test_without_encoders_it_is_1f1b() -> None:
+    case = build_case(build_graph(), {"llm": (1, 2, 1)}, {"llm": deal(4, 1)})
+    assert build_encoders_replicated(*case) == build_one_f_one_b(*case)
+    table = CostTable.from_dict({"num_microbatches": 1, "units": {"llm": {"stages": [{"forward": 1.0}]}}})
+    assert replicate_encoders(table)[0] == table
 
 
 def test_a_table_takes_the_time_of_a_pipeline_whose_stages_hold_all_encoders() -> None:
@@ -135,22 +138,27 @@ def test_a_table_takes_the_time_of_a_pipeline_whose_stages_hold_all_encoders() -
     }
 
 
-def test_frozen_encoders_in_a_table_are_repeated_forward_only() -> None:
-    table = CostTable.from_file(EXAMPLES / "costs" / "cornstarch-vlm-m.yaml")
-    fused, model = replicate_encoders(table)
+def test_a_copy_in_a_table_takes_what_all_stages_of_its_encoder_take() -> None:
+    fused, model = replicate_encoders(CostTable.from_file(EXAMPLES / "costs" / "cornstarch-vlm-m.yaml"))
     assert [unit.data_parallel_size for unit in model.plan.units.values()] == [4, 1]
-    assert fused.units["vision"].stages[0].forward[0] == pytest.approx(2 * 0.07504)
-    assert fused.units["vision"].stages[0].has_backward
-    with pytest.raises(ConfigError, match="no encoder to replicate"):
-        replicate_encoders(CostTable.from_dict({"num_microbatches": 1, "units": {"llm": {"stages": [{"forward": 1.0}]}}}))
+    (stage,) = fused.units["vision"].stages
+    assert (stage.forward[0], stage.input_gradient[0] + stage.weight_gradient[0]) == pytest.approx((2 * 0.07504, 0.00027))
 
 
 def test_copies_keep_activations_until_their_backward() -> None:
     graph, plan, assignment = copies_case(2, num_samples=4)
     schedule = build_schedule(build_encoders_replicated, graph, plan, assignment)
     found = simulate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, costs=UniformCosts())
-    plain = Simulation.peak_memory_bytes.fget(found)
-    repeated = [action for action in found.compiled.actions if action.kind in REPEATED_KINDS]
-    assert len(repeated) == 2 * 4
-    assert plain == max(found.peak_total_bytes)
-    assert found.peak_activation_bytes[1] >= 2 * 10
+    # Lane 0 has two microbatches of the LLM and of the encoder in flight; lane 1 one of each, and two encoded ahead for lane 0.
+    assert found.peak_activation_bytes == (4 * 10, 4 * 10)
+
+
+def test_llm_replicas_that_share_encoder_microbatches_repeat_each_others() -> None:
+    """Two LLM replicas that take the same encoder microbatches repeat them each."""
+    groupings = {"vision": [[[0, 1]], [[2, 3]]], "llm": [[[0], [2]], [[1], [3]]]}
+    case = build_case(build_graph("vision"), {"vision": (2, 1, 1), "llm": (2, 1, 1)}, groupings, colocated=True)
+    lanes = build_encoders_replicated(*case).lanes
+    assert [[action_to_text(action) for action in lane.actions if action.kind in REPEATED_KINDS] for lane in lanes] == [
+        ["XF vision/0/0/0=vision/1/0/0", "XB vision/0/0/0=vision/1/0/0"],
+        ["XF vision/1/0/0=vision/0/0/0", "XB vision/1/0/0=vision/0/0/0"],
+    ]
