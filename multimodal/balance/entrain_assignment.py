@@ -49,7 +49,7 @@ def assign_entrain(
     num_replicas: int,
     num_microbatches: int,
     sample_ids: Sequence[int] | None = None,
-    min_num_microbatches: int = 1,
+    min_num_microbatches: int | None = None,
     merge_encoders: bool = False,
     max_subset_sums: int = 256,
 ) -> EntrainAssignment:
@@ -62,8 +62,10 @@ def assign_entrain(
 
     llm_loads: [num_samples]; encoder_loads: [num_samples] or [num_encoders, num_samples], in any unit (seconds, FLOPs, tokens);
         they are compared and added in double precision.
-    num_microbatches: wanted per replica; a replica has fewer where one sample's encoder load would dominate, but at least
-        `min_num_microbatches`, and never more than it has samples.
+    num_microbatches: per replica; never more than it has samples.
+    min_num_microbatches: how far the number may be lowered in a replica where one sample's encoder load would dominate a
+        microbatch. None: not at all; 1: to Entrain's K_eff. Fewer, larger microbatches are more even, but in simulation every
+        step took as long or longer with them (`benchmarks/entrain_microbatch_count.py`), and they need more memory.
     sample_ids: break ties, so that the result does not depend on the order of the samples; None: their order.
     merge_encoders: several encoders count as one with the sum of their loads (the paper's rule, for encoders that run one after
         the other on the same ranks); otherwise each is balanced for itself.
@@ -73,7 +75,8 @@ def assign_entrain(
     large, or there are fewer samples than replicas.
     """
     loads = _prepare(llm_loads, encoder_loads=encoder_loads, sample_ids=sample_ids, merge_encoders=merge_encoders)
-    counts = _Counts(num_replicas, num_microbatches, min_num_microbatches, max_subset_sums)
+    least = num_microbatches if min_num_microbatches is None else min_num_microbatches
+    counts = _Counts(num_replicas, num_microbatches, least, max_subset_sums)
     counts.check(num_samples=len(loads.llm))
     if _kernels is None or not hasattr(_kernels, "assign_entrain"):
         return _build(loads, _place(loads, counts))
@@ -87,13 +90,14 @@ def assign_entrain_reference(
     num_replicas: int,
     num_microbatches: int,
     sample_ids: Sequence[int] | None = None,
-    min_num_microbatches: int = 1,
+    min_num_microbatches: int | None = None,
     merge_encoders: bool = False,
     max_subset_sums: int = 256,
 ) -> EntrainAssignment:
     """Do in Python what `assign_entrain` does; arguments, result and errors are the same."""
     loads = _prepare(llm_loads, encoder_loads=encoder_loads, sample_ids=sample_ids, merge_encoders=merge_encoders)
-    counts = _Counts(num_replicas, num_microbatches, min_num_microbatches, max_subset_sums)
+    least = num_microbatches if min_num_microbatches is None else min_num_microbatches
+    counts = _Counts(num_replicas, num_microbatches, least, max_subset_sums)
     counts.check(num_samples=len(loads.llm))
     return _build(loads, _place(loads, counts))
 

@@ -20,7 +20,7 @@ def batches(draw):
         "encoder_loads": np.array(encoders, dtype=float).reshape(len(encoders), num_samples),
         "num_replicas": draw(st.integers(1, min(4, num_samples))),
         "num_microbatches": draw(st.integers(1, 12)),
-        "min_num_microbatches": draw(st.integers(1, 6)),
+        "min_num_microbatches": draw(st.one_of(st.none(), st.integers(1, 6))),
         "max_subset_sums": draw(st.sampled_from([1, 3, 16, 256])),
         "sample_ids": draw(st.one_of(st.none(), st.permutations(range(num_samples)))),
         "merge_encoders": draw(st.booleans()),
@@ -88,6 +88,13 @@ def test_deferral_evens_the_llm_out_and_leaves_the_encoder_even():
     assert deviation(llm, [m for r in replicas for m in r.llm_microbatches]) < 0.2 * deviation(llm, in_order)
     assert deviation(encoder, in_order) > 0.1
     assert 0 < sum(len(replica.deferred) for replica in replicas) < 128
+
+
+def test_the_number_of_microbatches_is_lowered_on_request_only():
+    batch = {"encoder_loads": [9, 1, 1, 1, 1, 1, 1, 1], "num_replicas": 1, "num_microbatches": 4}
+    for least, count in ((None, 4), (1, 1), (3, 3), (9, 4)):
+        (replica,) = assign_entrain([1] * 8, **batch, min_num_microbatches=least).replicas
+        assert len(replica.llm_microbatches) == count
 
 
 def test_merged_encoders_are_balanced_as_one():
