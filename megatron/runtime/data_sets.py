@@ -1,7 +1,7 @@
 """The training and the validation set that the flags name."""
 
-import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.runtime.configuration import RunConfig
@@ -13,7 +13,7 @@ from multimodal.data.sample_source import SampleSource
 from multimodal.data.splits import SourceSubset, split_indices
 from multimodal.data.tokenizer import Tokenizer, build_tokenizer
 from multimodal.values.errors import ConfigError
-from multimodal.values.model_graph import ModelGraph
+from multimodal.values.model_graph import ModelGraph, Unit
 
 DIGITS = "digits"
 logger = logging.getLogger(__name__)
@@ -61,22 +61,23 @@ def _digits(config: RunConfig, graph: ModelGraph, tokenizer: Tokenizer) -> DataS
             f"--data-path digits has work for one generator, found {len(graph.generators)}; use "
             "examples/digits_generator/model.yaml"
         )
-    builders = [
-        functools.partial(
-            kind,
-            seed=config.training.seed,
-            unit=unit.name,
-            image=unit.image,
-            tokenizer=tokenizer,
-            seq_length=config.data.seq_length,
-        )
-        for kind, unit in ((DigitsSource, encoders[0]), *((DigitsToDrawSource, unit) for unit in graph.generators))
-        if unit.image is not None
-    ]
-    num_train = config.data.digits_samples or 1
+    kinds: list[tuple[Callable[..., SampleSource], Unit]] = [(DigitsSource, encoders[0])]
+    kinds += [(DigitsToDrawSource, unit) for unit in graph.generators]
+
+    def build(num_samples: int, split: str) -> SampleSource:
+        sources = [
+            kind(
+                -(-num_samples // len(kinds)),
+                seed=config.training.seed,
+                split=split,
+                unit=unit.name,
+                image=unit.image,
+                tokenizer=tokenizer,
+                seq_length=config.data.seq_length,
+            )
+            for kind, unit in kinds
+        ]
+        return sources[0] if len(sources) == 1 else InterleavedSource(sources)
+
     num_valid = max(1, config.evaluation.eval_iters * config.training.global_batch_size)
-    train: list[SampleSource] = [build(-(-num_train // len(builders)), split="train") for build in builders]
-    valid: list[SampleSource] = [build(-(-num_valid // len(builders)), split="valid") for build in builders]
-    if len(builders) == 1:
-        return DataSets(train[0], valid[0], tokenizer)
-    return DataSets(InterleavedSource(train), InterleavedSource(valid), tokenizer)
+    return DataSets(build(config.data.digits_samples or 1, "train"), build(num_valid, "valid"), tokenizer)
