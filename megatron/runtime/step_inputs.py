@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron.runtime.sample_subsets import sample_subsets
-from multimodal.attention.packed_lengths import ItemSpan
+from multimodal.attention.packed_mask import ItemSpan
 from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.stage_input import PackedInput

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from multimodal.attention.attention_mask import AttentionMask
 from multimodal.attention.bitfield import MaskMode
-from multimodal.attention.packed_lengths import MaskRule
+from multimodal.attention.packed_mask import MaskRule
 from multimodal.values.errors import ConfigError
 
 AUTO = "auto"

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from multimodal.attention.attention_backend import load_backend
-from multimodal.attention.packed_lengths import MaskRule, PackedLengths
+from multimodal.attention.packed_lengths import PackedLengths
+from multimodal.attention.packed_mask import MaskRule
 
 
 class MaskedAttention(torch.nn.Module):

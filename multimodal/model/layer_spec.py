@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from multimodal.attention.attention_backend import AUTO, SEQUENCES, choose_backend
 from multimodal.attention.masked_attention import MaskedAttention
 from multimodal.attention.packed_attention import PackedAttention, RecomputedPackedAttention
-from multimodal.attention.packed_lengths import MaskRule
+from multimodal.attention.packed_mask import MaskRule
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
 from multimodal.model.norm import Norm
 from multimodal.values.errors import ConfigError

@@ -1,7 +1,7 @@
 """How the tokens of a unit attend to each other."""
 
 from multimodal.attention.bitfield import MaskMode
-from multimodal.attention.packed_lengths import MaskRule
+from multimodal.attention.packed_mask import MaskRule
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 
 

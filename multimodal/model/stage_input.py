@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from multimodal.attention.packed_lengths import ItemSpan
+from multimodal.attention.packed_mask import ItemSpan
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from megatron.runtime.sample_exchange import SampleExchange
 from megatron.runtime.step import Step
 from megatron.runtime.step_planner import ScheduleCache, plan_step
 from multimodal.attention.bitfield import MaskMode
-from multimodal.attention.packed_lengths import ItemSpan
+from multimodal.attention.packed_mask import ItemSpan
 from multimodal.data.packing import pack_encoder_microbatch
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.parameter_sharding import ParameterSharding, full_shape, sharding_of, take_shard

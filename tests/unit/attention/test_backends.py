@@ -11,7 +11,7 @@ from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.block_attention import attend_by_blocks
 from multimodal.attention.dense_attention import attend_densely
 from multimodal.attention.flex_attention import attend_by_flex_attention
-from multimodal.attention.packed_lengths import MaskRule
+from multimodal.attention.packed_mask import MaskRule
 from multimodal.values.errors import ConfigError
 from tests.unit.attention.mask_cases import MASKS, build_mask, draw_inputs, largest_error, output_and_gradients, random_masks
 

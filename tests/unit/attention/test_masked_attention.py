@@ -6,7 +6,8 @@ from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.dense_attention import attend_densely
 from multimodal.attention.masked_attention import MaskedAttention
 from multimodal.attention.packed_attention import PackedAttention
-from multimodal.attention.packed_lengths import ItemSpan, MaskRule, PackedLengths
+from multimodal.attention.packed_lengths import PackedLengths
+from multimodal.attention.packed_mask import ItemSpan, MaskRule
 
 EMBEDDED = MaskRule(is_causal=True, mode=MaskMode.EMBEDDED, modalities=("vision",))
 PACKED = PackedLengths(lengths=(6, 4), items=(ItemSpan(1, 4, "vision"), ItemSpan(6, 3, "vision")))

@@ -1,7 +1,8 @@
 import pytest
 
 from multimodal.attention.bitfield import MaskMode, MaskSegment, build_bitfield_mask
-from multimodal.attention.packed_lengths import ItemSpan, MaskRule, PackedLengths, build_packed_mask
+from multimodal.attention.packed_lengths import PackedLengths
+from multimodal.attention.packed_mask import ItemSpan, MaskRule, build_packed_mask
 from multimodal.values.errors import DataError
 
 MODALITIES = ("vision", "audio")
