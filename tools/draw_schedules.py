@@ -30,6 +30,8 @@ class Figure(NamedTuple):
     llm_stages: list[Layers] = STAGES
     encoder_ranks: tuple[tuple[int, ...], ...] = ((0,), (1,))
     """Per encoder its stages' ranks; the LLM's are 2 and 3."""
+    is_replicated: bool = False
+    """Whether these are ranks of whole copies instead, of which the first has all microbatches."""
 
 
 FIGURES = {
@@ -41,6 +43,9 @@ FIGURES = {
     "zb-v": Figure("ZB-V: the LLM's layers go down and up its stages", llm_stages=V_SHAPED),
     "dip": Figure("DIP: encoders, then the LLM, then encoders, on the same ranks", encoder_ranks=((2, 3), (2, 3))),
     "encoders-colocated": Figure("Encoders-colocated: two encoders act as one", encoder_ranks=((0, 1), (0, 1))),
+    "encoders-replicated": Figure(
+        "Encoders-replicated: every stage of the LLM repeats the encoders", encoder_ranks=((2, 3), (2, 3)), is_replicated=True
+    ),
 }
 
 
@@ -50,17 +55,21 @@ def build_example(figure: Figure) -> tuple[ModelGraph, Plan, Assignment]:
     encoders = ("vision", "audio")
     units = {name: {"role": "encoder", "num_layers": 2, **shape} for name in encoders}
     graph = ModelGraph.from_dict({"units": units | {"llm": {"role": "backbone", "num_layers": 4, **shape}}})
-    stages = {name: _encoder_stages(ranks) for name, ranks in zip(encoders, figure.encoder_ranks, strict=True)}
-    stages["llm"] = [{"ranks": [rank], "layers": layers} for rank, layers in zip((2, 3), figure.llm_stages, strict=True)]
-    first_rank = min(stage["ranks"][0] for each in stages.values() for stage in each)
-    for stage in {id(stage): stage for each in stages.values() for stage in each}.values():
+    replicas = {
+        name: [_encoder_stages((rank,)) for rank in ranks] if figure.is_replicated else [_encoder_stages(ranks)]
+        for name, ranks in zip(encoders, figure.encoder_ranks, strict=True)
+    }
+    replicas["llm"] = [[{"ranks": [rank], "layers": layers} for rank, layers in zip((2, 3), figure.llm_stages, strict=True)]]
+    held = [stage for each in replicas.values() for stages in each for stage in stages]
+    first_rank = min(stage["ranks"][0] for stage in held)
+    for stage in held:
         stage["ranks"] = [rank - first_rank for rank in stage["ranks"]]
-    plan = Plan.from_dict({"units": {name: {"replicas": [{"stages": each}]} for name, each in stages.items()}})
-    samples = range(NUM_MICROBATCHES)
-    assignment = Assignment(
-        {name: (tuple((Atom(sample, item),) for sample in samples),) for name, item in (("vision", 0), ("audio", 1), ("llm", -1))}
+    plan = Plan.from_dict(
+        {"units": {name: {"replicas": [{"stages": each} for each in found]} for name, found in replicas.items()}}
     )
-    return graph, plan, assignment
+    items = {"vision": 0, "audio": 1, "llm": -1}
+    placed = {name: tuple((Atom(sample, item),) for sample in range(NUM_MICROBATCHES)) for name, item in items.items()}
+    return graph, plan, Assignment({name: (placed[name], *[()] * (len(found) - 1)) for name, found in replicas.items()})
 
 
 def _encoder_stages(ranks: tuple[int, ...]) -> list[dict[str, Any]]:
