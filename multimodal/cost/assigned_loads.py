@@ -42,6 +42,10 @@ class AssignedLoads:
         places = (MicrobatchPlace(unit, replica, index) for index in range(len(self.assignment.units[unit][replica])))
         return max(map(self.at, places), key=lambda load: load.num_tokens, default=UnitLoad())
 
+    def num_conditions(self, generator: str, atoms: Sequence[Atom]) -> int:
+        """Rows that the LLM hands to a generator for some samples: one for each image that it makes of them."""
+        return sum(item.unit == generator for atom in atoms for item in self._by_sample[atom.sample_id].items)
+
     def num_received_rows(self, place: MicrobatchPlace) -> int:
         """Rows that encoders hand to a microbatch of the LLM; 0 for other units."""
         if self.graph.unit(place.unit).role is not Role.BACKBONE:

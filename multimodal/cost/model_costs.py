@@ -124,10 +124,11 @@ class ModelCosts:
         here = MicrobatchPlace(source.unit, source.replica, source.microbatch)
         there = MicrobatchPlace(target.unit, target.replica, target.microbatch)
         routes = self.assignment.routes(self.graph).from_source[here]
-        load = self.loads.of_atoms(source.unit, next(route.atoms for route in routes if route.target == there))
+        atoms = next(route.atoms for route in routes if route.target == there)
         if self.graph.unit(source.unit).role is Role.ENCODER:
-            return load.num_outputs * self.graph.unit(target.unit).transformer.hidden_size
-        return load.num_tokens * hidden
+            num_rows = self.loads.of_atoms(source.unit, atoms).num_outputs
+            return num_rows * self.graph.unit(target.unit).transformer.hidden_size
+        return self.loads.num_conditions(target.unit, atoms) * hidden
 
     @cached_property
     def _links(self) -> dict[tuple[StageKey, StageKey], TransferCost]:

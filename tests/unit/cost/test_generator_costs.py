@@ -1,0 +1,62 @@
+import pytest
+
+from multimodal.cost.cluster import Cluster
+from multimodal.cost.flops import step_flops
+from multimodal.cost.model_costs import ModelCosts
+from multimodal.values.assignment import Assignment, Atom
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.schedule import Action, ActionKind, Place
+
+LINK = {"bandwidth_gbytes_per_second": 100.0, "latency_us": 2.0}
+CLUSTER = Cluster.from_dict(
+    {
+        "gpus_per_node": 4,
+        "peak_tflops": 100.0,
+        "memory_gb": 80,
+        "efficiency": 0.5,
+        "intra_node": LINK,
+        "inter_node": {**LINK, "nics_per_node": 2},
+    }
+)
+SHAPE = {"num_layers": 2, "num_attention_heads": 4, "ffn_hidden_size": 256, "activation": "gelu"}
+GRAPH = ModelGraph.from_dict(
+    {
+        "units": {
+            "llm": {"role": "backbone", "hidden_size": 64, **SHAPE},
+            "painter": {"role": "generator", "hidden_size": 32, "image": {"patch_size": 4, "in_channels": 3}, **SHAPE},
+        }
+    }
+)
+PLAN = Plan.from_dict(
+    {
+        "units": {
+            name: {"replicas": [{"stages": [{"ranks": [rank], "layers": [[0, 4]]}]}]}
+            for rank, name in enumerate(GRAPH.unit_names)
+        }
+    }
+)
+IMAGE = ItemLengths("painter", 40, 0)
+LENGTHS = [SampleLengths(0, (IMAGE, IMAGE), 20, 15), SampleLengths(1, (), 30, 30), SampleLengths(2, (IMAGE,), 10, 5)]
+ASSIGNMENT = Assignment({"llm": (((Atom(0), Atom(1)), (Atom(2),)),), "painter": (((Atom(0),), (Atom(2),)),)})
+COSTS = ModelCosts(GRAPH, PLAN, ASSIGNMENT, LENGTHS, CLUSTER, vocab_size=512)
+
+
+def test_the_llm_hands_over_one_hidden_state_an_image():
+    forward = Action(ActionKind.SEND_FORWARD, "llm", 0, 0, 0, Place("painter", 0, 0, 0))
+    backward = Action(ActionKind.SEND_BACKWARD, "painter", 0, 0, 0, Place("llm", 0, 0, 0))
+    for send in (forward, backward):
+        assert COSTS.transfer(send).occupied_seconds == pytest.approx(2 * 64 * 2 / 100e9)
+
+
+def test_the_generators_flops_are_those_of_its_layers_and_head():
+    """Per patch: attention and MLP of two layers, and the head's 48 values; per image, attention over all pairs."""
+    with_images = step_flops(GRAPH, LENGTHS, vocab_size=512)
+    without = step_flops(
+        GRAPH,
+        [SampleLengths(each.sample_id, (), each.num_text_tokens, each.num_target_tokens) for each in LENGTHS],
+        vocab_size=512,
+    )
+    weights = 2 * (4 * 32 * 32 + 2 * 32 * 256) + 32 * 48
+    assert with_images - without == pytest.approx(3 * (40 * 3) * 2 * weights + 3 * 3 * 2 * 4 * 32 * 40**2)
