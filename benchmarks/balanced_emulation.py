@@ -75,7 +75,7 @@ def slow_cluster(lengths: Sequence[SampleLengths]) -> Cluster:
     options = BalanceOptions(num_microbatches=NUM_MICROBATCHES, vocab_size=VOCAB_SIZE)
     assignment = BALANCERS["none"](lengths, graph=graph, plan=plan, options=options)
     predictor = StepPredictor(graph, plan, BUILDERS[SCHEDULE], (), cluster, VOCAB_SIZE)
-    return replace(cluster, peak_tflops=cluster.peak_tflops * predictor.seconds(assignment, lengths) / TARGET_SECONDS)
+    return replace(cluster, peak_tflops=cluster.peak_tflops * predictor.predict(assignment, lengths).seconds / TARGET_SECONDS)
 
 
 def main(argv: Sequence[str]) -> int:

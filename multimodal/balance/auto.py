@@ -1,6 +1,6 @@
 """Tries the balancers on the batch at hand and takes the one whose step is predicted to be shortest."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from multimodal.balance.balance_options import BalanceOptions, Predictor
 from multimodal.balance.batch_work import BatchWork
@@ -40,18 +40,25 @@ def balance_auto(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: P
     ]
     if options.predictor is None:
         return min(candidates, key=lambda assignment: busiest_replica_seconds(assignment, work, plan=plan))
-    return _shortest(candidates, lengths, options.predictor)
+    return _shortest(list(_unique(candidates)), lengths, options.predictor)
+
+
+def _unique(candidates: Iterable[Assignment]) -> Iterator[Assignment]:
+    seen: list[Assignment] = []
+    for candidate in candidates:
+        if candidate not in seen:
+            seen.append(candidate)
+            yield candidate
 
 
 def _shortest(candidates: Sequence[Assignment], lengths: Sequence[SampleLengths], predictor: Predictor) -> Assignment:
     """Return the first of the candidates that take shortest, without predicting those that cannot win."""
-    bounds = [predictor.seconds_at_least(candidate, lengths) for candidate in candidates]
+    predictions = [predictor.predict(candidate, lengths) for candidate in candidates]
     best_seconds, best = float("inf"), -1
-    for index in sorted(range(len(candidates)), key=bounds.__getitem__):
-        if bounds[index] > best_seconds:
+    for index in sorted(range(len(candidates)), key=lambda index: predictions[index].least_seconds):
+        if predictions[index].least_seconds > best_seconds:
             break
-        seconds = predictor.seconds(candidates[index], lengths)
-        best_seconds, best = min((best_seconds, best), (seconds, index))
+        best_seconds, best = min((best_seconds, best), (predictions[index].seconds, index))
     return candidates[best]
 
 

@@ -12,14 +12,23 @@ from multimodal.values.assignment import Assignment
 from multimodal.values.sample_lengths import SampleLengths
 
 
+class Prediction(Protocol):
+    """Of one step under one assignment."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that it would take."""
+
+    @property
+    def least_seconds(self) -> float:
+        """A number that `seconds` is not below, found quickly."""
+
+
 class Predictor(Protocol):
     """Predicts steps, deterministically."""
 
-    def seconds(self, assignment: Assignment, lengths: Sequence[SampleLengths]) -> float:
-        """Seconds that a step of these samples would take under an assignment."""
-
-    def seconds_at_least(self, assignment: Assignment, lengths: Sequence[SampleLengths]) -> float:
-        """Quickly: a number that `seconds` is not below."""
+    def predict(self, assignment: Assignment, lengths: Sequence[SampleLengths]) -> Prediction:
+        """Predict a step of these samples."""
 
 
 class Granularity(StrEnum):

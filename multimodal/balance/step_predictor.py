@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.model_costs import ModelCosts
@@ -32,35 +33,52 @@ class StepPredictor:
     cluster: Cluster
     vocab_size: int
 
-    def seconds(self, assignment: Assignment, lengths: Sequence[SampleLengths]) -> float:
-        """Seconds of a step: simulated, or where that would take long, at least. Raises ScheduleError."""
-        num_computations = sum(
-            2 * sum(map(len, replicas)) * self.plan.units[unit].num_virtual_stages for unit, replicas in assignment.units.items()
-        )
-        if num_computations > MOST_SIMULATED_COMPUTATIONS:
-            return self.seconds_at_least(assignment, lengths)
-        schedule = build_schedule(self.builder, self.graph, self.plan, assignment, passes=self.passes, validates=False)
-        return simulate_schedule(
-            schedule, graph=self.graph, plan=self.plan, assignment=assignment, costs=self._costs(assignment, lengths)
-        ).iteration_seconds
+    def predict(self, assignment: Assignment, lengths: Sequence[SampleLengths]) -> "StepPrediction":
+        """Predict a step of these samples."""
+        costs = ModelCosts(self.graph, self.plan, assignment, lengths, self.cluster, self.vocab_size)
+        return StepPrediction(self.builder, self.passes, costs)
 
-    def seconds_at_least(self, assignment: Assignment, lengths: Sequence[SampleLengths]) -> float:
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """One step, predicted as far as it is asked for."""
+
+    builder: Builder
+    passes: Sequence[Pass]
+    costs: ModelCosts
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds of the step: simulated, or where that would take long, the least it can take. Raises ScheduleError."""
+        if self._num_computations > MOST_SIMULATED_COMPUTATIONS:
+            return self.least_seconds
+        graph, plan, assignment = self.costs.graph, self.costs.plan, self.costs.assignment
+        schedule = build_schedule(self.builder, graph, plan, assignment, passes=self.passes, validates=False)
+        return simulate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, costs=self.costs).iteration_seconds
+
+    @cached_property
+    def least_seconds(self) -> float:
         """What no schedule can be faster than: the computations of the busiest lane. O(microbatches x stages)."""
-        costs = self._costs(assignment, lengths)
+        graph, plan = self.costs.graph, self.costs.plan
         work_of_lane: dict[int, float] = defaultdict(float)
-        for unit, replicas in assignment.units.items():
+        for unit, replicas in self.costs.assignment.units.items():
             for replica, microbatches in enumerate(replicas):
-                for stage in range(self.plan.units[unit].num_virtual_stages):
-                    has_backward = stage_backward_need(self.graph, self.plan, unit, replica, stage).has_backward
+                for stage in range(plan.units[unit].num_virtual_stages):
+                    has_backward = stage_backward_need(graph, plan, unit, replica, stage).has_backward
                     kinds = (ActionKind.FORWARD, *((ActionKind.BACKWARD,) if has_backward else ()))
                     work = sum(
-                        costs.compute(Action(kind, unit, replica, stage, microbatch)).seconds
+                        self.costs.compute(Action(kind, unit, replica, stage, microbatch)).seconds
                         for microbatch in range(len(microbatches))
                         for kind in kinds
                     )
-                    for lane in self.plan.lanes_of_stage(unit, replica, stage):
+                    for lane in plan.lanes_of_stage(unit, replica, stage):
                         work_of_lane[lane] += work
         return max(work_of_lane.values(), default=0.0)
 
-    def _costs(self, assignment: Assignment, lengths: Sequence[SampleLengths]) -> ModelCosts:
-        return ModelCosts(self.graph, self.plan, assignment, lengths, self.cluster, self.vocab_size)
+    @property
+    def _num_computations(self) -> int:
+        plan = self.costs.plan
+        return sum(
+            2 * sum(map(len, replicas)) * plan.units[unit].num_virtual_stages
+            for unit, replicas in self.costs.assignment.units.items()
+        )

@@ -31,7 +31,7 @@ def test_auto_is_the_best_of_all_and_never_worse_than_none(graph, build_plan, bu
     predict = predictor(graph, plan)
     options = BalanceOptions(micro_batch_size=3, predictor=predict, vocab_size=128)
     seconds = {
-        name: predict.seconds(balancer(lengths, graph=graph, plan=plan, options=options), lengths)
+        name: predict.predict(balancer(lengths, graph=graph, plan=plan, options=options), lengths).seconds
         for name, balancer in BALANCERS.items()
     }
     assert seconds["auto"] <= min(seconds[name] for name in ("none", "orchmllm", "disttrain", "entrain"))
@@ -44,7 +44,8 @@ def test_the_quick_bound_is_below_the_prediction(graph, build_plan, build_sample
     lengths = draw_batch(build_sample, seed)
     predict = predictor(graph, plan)
     assignment = BALANCERS[name](lengths, graph=graph, plan=plan, options=BalanceOptions(micro_batch_size=2))
-    assert 0 < predict.seconds_at_least(assignment, lengths) <= predict.seconds(assignment, lengths)
+    prediction = predict.predict(assignment, lengths)
+    assert 0 < prediction.least_seconds <= prediction.seconds
 
 
 def test_without_a_predictor_the_busiest_replica_counts(graph, build_plan, build_sample):
