@@ -33,7 +33,7 @@ OTHER_PLANNERS: Mapping[str, Callable[[PlanningRequest], PlannedRun]] = {
     "entrain": plan_entrain,
 }
 """Their plans are candidates, too."""
-SCHEDULES = ("zb-h1", "eager-1f1b", "dip")
+SCHEDULES = ("zb-h1", "1f1b", "eager-1f1b", "dip")
 """Tried on the best layouts besides the schedule that they come with."""
 BALANCES = tuple(name for name in ("orchmllm", "disttrain", "entrain", "none") if name in BALANCERS)
 """Tried on the best layouts; all are what --balance auto chooses from."""
@@ -65,7 +65,7 @@ def plan_braid(request: PlanningRequest) -> PlannedRun:
 
     1. Every other planner's plan, and the best layouts of `best_layouts` (disaggregated, colocated, virtual stages, microbatch
        sizes), in the order of their estimated time.
-    2. Each is simulated on a part of the batch; one whose estimate is far above the best simulated time is skipped.
+    2. Each is simulated on a part of the batch: zero-bubble or, with virtual stages, interleaved schedules.
     3. On the best ones, other schedules and balancers are tried.
     4. Finalists are simulated as `tools/plan.py` simulates every planner's plan, over `request.num_batches` batches, the best
        other planner's plan among them: so this planner is never behind them.
@@ -114,15 +114,16 @@ class _Search:
 
     def rank_layouts(self) -> None:
         """Simulate the best layouts until half of the time is gone."""
-        budget = self.time_left() / 2
-        for candidate, seconds in best_layouts(self.request):
+        budget = 0.4 * self.time_left()
+        for layout in best_layouts(self.request):
             self.num_estimated += 1
             if self.time_left() < budget:
                 return
-            if self.ranked and seconds > 1.25 * min(each.key for each in self.ranked)[0]:
-                return
-            started = time.perf_counter()
-            self.try_run(candidate.to_run(self.request, planner="braid", seconds=seconds, started=started, balance=BALANCES[0]))
+            run = replace(layout, balance=BALANCES[0])
+            if has_virtual_stages(run):
+                self.try_run(run)
+            elif not self.try_run(replace(run, schedule="zb-h1")):
+                self.try_run(run)
 
     def vary_best(self) -> None:
         """Try balancers, then schedules, on the best layouts, while a quarter of the time is left for the finalists."""
@@ -135,27 +136,30 @@ class _Search:
                     self.try_run(run)
 
     def _balances(self, run: PlannedRun) -> Iterator[PlannedRun]:
+        if all((loads == loads[0]).all() for loads in self.request.sample_loads.values()):
+            return  # All samples are alike.
         yield from (replace(run, balance=name) for name in BALANCES if name != run.balance)
 
     def _schedules(self, run: PlannedRun) -> Iterator[PlannedRun]:
-        is_virtual = any(len(unit.replicas[0].stages) < unit.num_virtual_stages for unit in run.plan.units.values())
-        names = ("interleaved-1f1b",) if is_virtual else ("1f1b", *SCHEDULES)
+        names = ("interleaved-1f1b", "zb-h1") if has_virtual_stages(run) else SCHEDULES
         yield from (replace(run, schedule=name) for name in names if name != run.schedule)
 
-    def try_run(self, run: PlannedRun) -> None:
-        """Simulate a part of the batch and keep what fits the memory; a schedule that a layout does not allow is left out."""
+    def try_run(self, run: PlannedRun) -> bool:
+        """Simulate a part of the batch; say whether it fits the memory. A schedule that a layout does not allow does not."""
         key = repr((run.plan.units, run.schedule, run.passes, run.balance, run.micro_batch_size))
         if key in self.seen:
-            return
+            return True
         self.seen.add(key)
         try:
             prediction = predict_run(
                 run, self.request, max_actions=int(self.request.max_actions * RANKING_SHARE), is_checked=False
             )
         except BraidError:
-            return
-        if prediction.peak_memory_bytes <= self.request.memory_bytes:
-            self.ranked.append(Ranked(run, prediction))
+            return False
+        if prediction.peak_memory_bytes > self.request.memory_bytes:
+            return False
+        self.ranked.append(Ranked(run, prediction))
+        return True
 
     def best(self, count: int) -> list[Ranked]:
         """Return the best runs of those simulated so far."""
@@ -195,6 +199,11 @@ class _Search:
         top = sorted(self.final, key=lambda each: each.key)[:NUM_REPORTED]
         counted = f"{self.num_estimated} layouts estimated, {len(self.seen)} runs simulated"
         return (counted, *(describe(each) for each in top))
+
+
+def has_virtual_stages(run: PlannedRun) -> bool:
+    """Whether some stage holds several layer ranges."""
+    return any(len(stage.layer_ranges) > 1 for unit in run.plan.units.values() for stage in unit.replicas[0].stages)
 
 
 def describe(ranked: Ranked) -> str:

@@ -1,5 +1,6 @@
 """The best layouts by estimate, of every kind: disaggregated, colocated, with virtual stages, at several microbatch sizes."""
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product, zip_longest
@@ -9,52 +10,83 @@ from multimodal.plan.planners.candidate import Candidate, fits
 from multimodal.plan.planners.disttrain import build_candidate, build_problem
 from multimodal.plan.planners.layer_times import PlanningTimes
 from multimodal.plan.planners.megatron import even_layout
+from multimodal.plan.planners.megatron_balanced import build_run, grid_fits, grid_seconds, list_grids
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.partition_layers import partition_unit
+from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import MICRO_BATCH_SIZES, PlanningRequest
 from multimodal.plan.planners.shared_grid import micro_batch_sizes
 from multimodal.plan.planners.step_estimate import estimate_seconds, lower_bound_seconds
 from multimodal.plan.planners.unit_layout import UnitLayout, deal_ranges
+from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import Unit
 
 VIRTUAL_STAGES = (1, 2, 4)
 SLACK = 1.2
-"""Layouts whose estimate is above this factor of the best are left out."""
-MOST_PER_KIND = 12
+"""Layouts whose estimate is above this factor of the best of their kind are left out."""
+KIND_SLACK = 1.5
+"""Kinds whose best estimate is above this factor of the best of all are left out; estimates compare badly between kinds."""
+MOST_PER_KIND = 8
 
 Scored = tuple[Candidate, float]
 
 
-def best_layouts(request: PlanningRequest) -> Iterator[Scored]:
-    """Yield candidates with their estimated seconds: the best of every kind, then the second best of every kind, ...
+def best_layouts(request: PlanningRequest) -> Iterator[PlannedRun]:
+    """Yield runs with their estimated seconds: the best of every kind, then the second best of every kind, ...
 
-    A kind is a placement, a number of virtual stages of the LLM and a microbatch size. Kinds whose best is above `SLACK` times
-    the best of all come to an end early.
+    A kind is a placement (ranks of its own for each unit, all ranks for all units, or one chain over a grid), a number of virtual
+    stages of the LLM, and a microbatch size.
     """
-    kinds: list[list[Scored]] = []
+    kinds: list[list[PlannedRun]] = []
     for size in micro_batch_sizes(request, MICRO_BATCH_SIZES):
         sized = replace(request, micro_batch_size=size)
         times, memory = PlanningTimes(sized), MemoryEstimate(sized)
         for virtual_stages in _virtual_stages(request):
-            problem = _problem(sized, virtual_stages)
-            if problem is None:
-                continue
-            kinds.append(_disaggregated(sized, times, memory, problem))
-            kinds.append(_colocated(sized, times, memory, problem))
-    best = min((kind[0][1] for kind in kinds if kind), default=0.0)
-    kinds = [[scored for scored in kind if scored[1] <= SLACK * best] for kind in kinds]
-    for row in zip_longest(*sorted(kinds, key=lambda kind: kind[0][1] if kind else best)):
-        yield from (scored for scored in row if scored is not None)
+            problem = build_problem(sized, virtual_stages=virtual_stages)
+            for scored in (
+                _disaggregated(sized, times, memory, problem) if len(problem.llm) else [],
+                _colocated(sized, times, memory, problem) if len(problem.llm) else [],
+            ):
+                kinds.append(
+                    [
+                        candidate.to_run(sized, planner="braid", seconds=seconds, started=time.perf_counter())
+                        for candidate, seconds in scored
+                    ]
+                )
+        kinds += _grids(sized, times, memory)
+    kinds = [kind for kind in kinds if kind]
+    best = min((kind[0].objective_seconds for kind in kinds), default=0.0)
+    kinds = sorted(
+        (kind for kind in kinds if kind[0].objective_seconds <= KIND_SLACK * best), key=lambda kind: kind[0].objective_seconds
+    )
+    for row in zip_longest(*kinds):
+        yield from (run for run in row if run is not None)
+
+
+def _grids(request: PlanningRequest, times: PlanningTimes, memory: MemoryEstimate) -> list[list[PlannedRun]]:
+    """The best grids for each number of virtual stages; none where units cannot share tp and dp."""
+    try:
+        scored = sorted(
+            ((grid_seconds(request, grid), index, grid) for index, grid in enumerate(list_grids(request, times))),
+            key=lambda entry: entry[:2],
+        )
+    except PlanError:
+        return []
+    found: dict[int, list[PlannedRun]] = {}
+    least: dict[int, float] = {}
+    for seconds, _, grid in scored:
+        kept = found.setdefault(grid.virtual_stages, [])
+        if len(kept) >= MOST_PER_KIND // 2 or seconds > SLACK * least.get(grid.virtual_stages, seconds):
+            continue
+        if grid_fits(request, memory, grid):
+            least.setdefault(grid.virtual_stages, seconds)
+            kept.append(build_run(request, grid, planner="braid", seconds=seconds, started=time.perf_counter()))
+    return list(found.values())
 
 
 def _virtual_stages(request: PlanningRequest) -> Sequence[int]:
     fixed = request.fixed(request.graph.backbone.name).virtual_stages
     return (fixed,) if fixed else VIRTUAL_STAGES
-
-
-def _problem(request: PlanningRequest, virtual_stages: int) -> AllocationProblem | None:
-    problem = build_problem(request, virtual_stages=virtual_stages)
-    return problem if len(problem.llm) else None
 
 
 def _disaggregated(

@@ -44,19 +44,25 @@ def plan_megatron_balanced(request: PlanningRequest) -> PlannedRun:
     times, memory = PlanningTimes(request), MemoryEstimate(request)
     best: tuple[float, int] | None = None
     chosen: Grid | None = None
-    for grid in _grids(request, times):
+    for grid in list_grids(request, times):
         rank = (grid_seconds(request, grid), _num_gpus(grid))
         if (best is None or rank < best) and grid_fits(request, memory, grid):
             best, chosen = rank, grid
     if best is None or chosen is None:
         raise infeasible(request, planner="megatron-balanced")
-    layout = chosen.layouts[request.graph.backbone.name]
+    return build_run(request, chosen, planner="megatron-balanced", seconds=best[0], started=started)
+
+
+def build_run(request: PlanningRequest, grid: Grid, *, planner: str, seconds: float, started: float) -> PlannedRun:
+    """Deal ranks to a grid."""
     return PlannedRun(
-        "megatron-balanced",
-        lay_out_grid(request.graph, chosen.held, num_stages=chosen.num_stages, layout=layout),
-        schedule="interleaved-1f1b" if chosen.virtual_stages > 1 else "1f1b",
+        planner,
+        lay_out_grid(
+            request.graph, grid.held, num_stages=grid.num_stages, layout=grid.layouts[request.graph.backbone.name]
+        ),
+        schedule="interleaved-1f1b" if grid.virtual_stages > 1 else "1f1b",
         micro_batch_size=request.default_micro_batch_size,
-        objective_seconds=best[0],
+        objective_seconds=seconds,
         planning_seconds=time.perf_counter() - started,
     )
 
@@ -66,7 +72,8 @@ def _num_gpus(grid: Grid) -> int:
     return grid.num_stages * layout.tensor_parallel_size * layout.data_parallel_size
 
 
-def _grids(request: PlanningRequest, times: PlanningTimes) -> Iterator[Grid]:
+def list_grids(request: PlanningRequest, times: PlanningTimes) -> Iterator[Grid]:
+    """Yield the grid of every tp, dp, pp and V."""
     names, size = request.graph.unit_names, request.default_micro_batch_size
     backbone = request.fixed(request.graph.backbone.name)
     chunks = (backbone.virtual_stages,) if backbone.virtual_stages else VIRTUAL_STAGES
