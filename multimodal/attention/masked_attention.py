@@ -48,7 +48,7 @@ class MaskedAttention(torch.nn.Module):
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return self.attend(query[:, 0], key[:, 0], value[:, 0], mask=mask, softmax_scale=self.softmax_scale)
 
-        if self.recompute and torch.is_grad_enabled():
+        if self.recompute and torch.is_grad_enabled() and query.requires_grad:
             mixed: Tensor = checkpoint(attend, query, key, value, use_reentrant=False, preserve_rng_state=False)
         else:
             mixed = attend(query, key, value)

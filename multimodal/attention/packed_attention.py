@@ -33,7 +33,7 @@ class PackedAttention(torch.nn.Module):
         query: [num_tokens, 1, heads / tp, head_channels]; key, value: [num_tokens, 1, groups / tp, head_channels].
         Returns [num_tokens, 1, heads x head_channels / tp].
         """
-        if self.recompute and torch.is_grad_enabled():
+        if self.recompute and torch.is_grad_enabled() and query.requires_grad:
             mixed: Tensor = checkpoint(
                 self._attend, query, key, value, packed_seq_params.lengths, use_reentrant=False, preserve_rng_state=False
             )

@@ -63,7 +63,7 @@ def layer_activation_bytes(
         unit,
         kind,
         load,
-        trains=need.trains_weights,
+        need=need,
         vocab_size=vocab_size,
         bytes_per_element=bytes_per_element,
         implementation=implementation,
@@ -77,14 +77,14 @@ def kept_bytes(
     kind: LayerKind,
     load: UnitLoad,
     *,
-    trains: bool,
+    need: BackwardNeed,
     vocab_size: int,
     bytes_per_element: int,
     implementation: Implementation,
     recompute: Recompute | None,
 ) -> Kept:
-    """Count one layer with a backward; trains: whether its own weights have gradients, so that their inputs are kept."""
-    shape, size = unit.transformer, bytes_per_element
+    """Count one layer with a backward; where its own weights have gradients, their inputs are kept, too."""
+    shape, size, trains = unit.transformer, bytes_per_element, need.trains_weights
     if kind is LayerKind.TRANSFORMER:
         if recompute == "full":
             return Kept(float(size * load.num_tokens * shape.hidden_size), 0.0)
@@ -97,7 +97,7 @@ def kept_bytes(
     if kind is LayerKind.PATCH_EMBEDDING:
         return Kept(0.0, 0.0, float(size * load.num_tokens * _values_per_token(unit) if trains else 0))
     is_local = implementation == "local"
-    norm = _norm_bytes(shape, trains=trains, size=size) if is_local else size * shape.hidden_size
+    norm = _norm_bytes(shape, trains=trains, size=size, is_passed=need.sends_gradient) if is_local else size * shape.hidden_size
     if kind is LayerKind.PROJECTOR:
         return _projector(unit, load, norm=norm, trains=trains, size=size)
     if unit.role is Role.GENERATOR:
@@ -144,11 +144,15 @@ def _local_layer(shape: Transformer, *, trains: bool, size: int, is_selective: b
     return whole, attention + size * (inner + inputs)
 
 
-def _norm_bytes(shape: Transformer, *, trains: bool, size: int) -> float:
-    """A norm keeps its input, at least in fp32, and its statistics; RMSNorm with a trained weight also the normalised input."""
+def _norm_bytes(shape: Transformer, *, trains: bool, size: int, is_passed: bool = True) -> float:
+    """A norm keeps its input, at least in fp32, and its statistics; RMSNorm with a trained weight also the normalised input.
+
+    is_passed: whether a gradient of the input is needed; if not, RMSNorm keeps the normalised input alone.
+    """
     wide = max(size, _WIDE_BYTES)
-    is_rms = shape.normalization == "RMSNorm"
-    return float(wide * shape.hidden_size * (2 if is_rms and trains else 1) + wide * (1 if is_rms else 2))
+    if shape.normalization == "LayerNorm":
+        return float(wide * (shape.hidden_size + 2))
+    return float(wide * (shape.hidden_size * (is_passed + trains) + 1))
 
 
 def _projector(unit: Unit, load: UnitLoad, *, norm: float, trains: bool, size: int) -> Kept:

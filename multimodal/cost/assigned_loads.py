@@ -46,6 +46,11 @@ class AssignedLoads:
         """Rows that the LLM hands to a generator for some samples: one for each image that it makes of them."""
         return sum(item.unit == generator for atom in atoms for item in self._by_sample[atom.sample_id].items)
 
+    def mean(self, unit: str, replica: int) -> UnitLoad:
+        """The mean load of a replica's microbatches, rounded up; the empty load where it has none."""
+        places = [MicrobatchPlace(unit, replica, index) for index in range(len(self.assignment.units[unit][replica]))]
+        return UnitLoad(*(-(-total // max(1, len(places))) for total in add_loads(map(self.at, places))))
+
     def num_received_rows(self, place: MicrobatchPlace) -> int:
         """Rows that encoders hand to a microbatch of the LLM; 0 for other units."""
         if self.graph.unit(place.unit).role is not Role.BACKBONE:

@@ -11,8 +11,11 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageKey, StageLayers
 from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.backward_need import BackwardNeed
-from multimodal.values.model_graph import LayerKind
+from multimodal.values.model_graph import LayerKind, Role
 from multimodal.values.schedule import Place
+
+OPEN_ACTIVATIONS, OPEN_GRADIENTS = 1, 4
+"""Messages that are there at a time: the runtime posts receives eight actions ahead, and keeps a result until it is sent."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,13 @@ class StepMemory:
         return round(kept + self._received_bytes(place, load))
 
     def static_bytes(self, rank: int) -> int:
-        """Bytes of weights, gradients and optimizer state of all stages that a rank holds, and of the work on one layer."""
+        """Bytes of the weights, gradients and optimizer state that a rank holds, of the work on one layer, and of messages."""
         held = self.layers.of_rank[rank]
-        return round(sum(map(self._weight_bytes, held)) + max(map(self._working_bytes, held)))
+        return round(sum(map(self._weight_bytes, held)) + max(map(self._working_bytes, held)) + self.broker_bytes(rank))
+
+    def broker_bytes(self, rank: int) -> int:
+        """Bytes of messages that have been posted and not used, or made and not sent."""
+        return round(max(map(self._message_bytes, self.layers.of_rank[rank])))
 
     def _layer_bytes(self, unit: str, layer: LayerKind, need: BackwardNeed, load: UnitLoad, recompute: Recompute | None) -> float:
         sizes = self.layers.plan.units[unit]
@@ -69,6 +76,24 @@ class StepMemory:
         sizes = self.layers.plan.units[place.unit]
         num_ranks = sizes.context_parallel_size * (sizes.tensor_parallel_size if self.options.sequence_parallel else 1)
         return hidden_bytes * load.num_tokens / num_ranks
+
+    def _message_bytes(self, stage: StageKey) -> float:
+        """Messages that a stage receives: activations of the one before it, gradients of the one after it."""
+        unit, replica, index = stage
+        sizes = self.layers.plan.units[unit]
+        mean = self.loads.mean(unit, replica)
+        num_ranks = sizes.context_parallel_size * (sizes.tensor_parallel_size if self.options.sequence_parallel else 1)
+        inside = mean.num_tokens * self.layers.graph.unit(unit).transformer.hidden_size / num_ranks
+        is_last = index == sizes.num_virtual_stages - 1
+        outputs = sum(mean.num_outputs * self.layers.graph.unit(name).transformer.hidden_size for name in self._targets(unit))
+        activations = inside if index else 0.0
+        gradients = outputs if is_last else inside
+        return self.bytes_per_element * (OPEN_ACTIVATIONS * activations + OPEN_GRADIENTS * gradients)
+
+    def _targets(self, unit: str) -> tuple[str, ...]:
+        """Units that take an encoder's outputs."""
+        is_encoder = self.layers.graph.unit(unit).role is Role.ENCODER
+        return self.layers.graph.downstream(unit) if is_encoder else ()
 
     def _weight_bytes(self, stage: StageKey) -> float:
         sizes = self.layers.plan.units[stage[0]]

@@ -146,7 +146,8 @@ class UnitStage(MegatronModule):
             output: Tensor = layer(states, attention_mask=None, rotary_pos_emb=frequencies, packed_seq_params=lengths)[0]
             return output
 
-        if self.options.recompute == "full" and torch.is_grad_enabled():
+        has_backward = hidden.requires_grad or any(parameter.requires_grad for parameter in layer.parameters())
+        if self.options.recompute == "full" and torch.is_grad_enabled() and has_backward:
             # The backward may recompute in another thread; it must find the queue, or save other tensors than the forward.
             contexts = (nullcontext(), DeferWeightGradients(active_queue()))
             recomputed: Tensor = checkpoint(
