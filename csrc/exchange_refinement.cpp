@@ -11,8 +11,6 @@ namespace {
 
 using Ranks = std::vector<std::uint32_t>;
 
-constexpr std::int64_t kSlack = 1000;
-
 // The costly bin gives its item at place `give` and gets the cheap one's at place `take`, or nothing when that is past its end.
 struct Exchange {
     std::size_t give = 0, take = 0;
@@ -38,10 +36,10 @@ class Refinement {
     }
 
     void run(std::int64_t bound, std::int64_t num_steps) {
-        if (*std::max_element(costs_.begin(), costs_.end()) <= bound + bound / kSlack) return;
+        if (*std::max_element(costs_.begin(), costs_.end()) <= bound + bound / kGoodEnough) return;
         sort_by_bin();
         sort_by_cost();
-        while (num_steps > 0 && by_cost_.rbegin()->first > bound + bound / kSlack) {
+        while (num_steps > 0 && by_cost_.rbegin()->first > bound + bound / kGoodEnough) {
             if (!relieve_costliest(num_steps)) return;
         }
     }

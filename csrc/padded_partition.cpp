@@ -9,7 +9,8 @@ namespace braid {
 
 namespace {
 
-constexpr std::int64_t kNumBounds = 8;  // bounds tried between the lower bound and that of the best contiguous partition
+constexpr int kCloseBits = 16;  // where the cut is no optimum anyway, its bound is searched to one part in 2^16
+constexpr std::int64_t kNumBounds = 4;  // bounds tried between the lower bound and that of the best contiguous partition
 
 struct Bin {
     std::int64_t cost = 0, count = 0, padded = 0;  // of the longest item
@@ -29,7 +30,7 @@ class PaddedPartition {
         try_bound(contiguous, candidate, best, best_cost);
         if (prefix_.back() > 0) {
             const std::int64_t least = lower_bound(items_, num_bins_);
-            for (std::int64_t step = kNumBounds - 1; step >= 0; --step) {
+            for (std::int64_t step = kNumBounds - 1; step >= 0 && best_cost > least + least / kGoodEnough; --step) {
                 const std::int64_t bound = step == 0 ? 0 : least + (contiguous - least) / kNumBounds * step;
                 try_bound(bound, candidate, best, best_cost);
             }
@@ -84,7 +85,8 @@ class PaddedPartition {
         for (std::int64_t begin = 0; begin < items_.size(); begin += even) {
             high = std::max(high, cost(begin, std::min(items_.size(), begin + even)));
         }
-        while (low < high) {
+        const std::int64_t close = prefix_.back() > 0 ? high >> kCloseBits : 0;
+        while (high - low > close) {
             const std::int64_t middle = low + (high - low) / 2;
             if (fits(middle)) {
                 high = middle;
@@ -92,7 +94,7 @@ class PaddedPartition {
                 low = middle + 1;
             }
         }
-        return low;
+        return high;
     }
 
     // Fills bins with segments up to the bound (at least one item each), the rest goes where the result is cheapest.

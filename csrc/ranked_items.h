@@ -7,6 +7,8 @@
 
 namespace braid {
 
+constexpr std::int64_t kGoodEnough = 1000;  // a costliest bin within one part in so many of the lower bound is not improved on
+
 // Item costs by rank, longest first. A bin costs the sum of `additive` plus its number of items times the largest `padded`.
 // Both descend with the rank; `padded` is empty where nothing is padded.
 struct RankedItems {

@@ -4,8 +4,8 @@ from bisect import insort
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-SLACK = 1000
-"""A costliest bin within one part in so many of the lower bound is good enough."""
+GOOD_ENOUGH = 1000
+"""A costliest bin within one part in so many of the lower bound is not improved on."""
 
 
 class _Exchange(NamedTuple):
@@ -56,7 +56,7 @@ def refine_by_exchange(
     for item, index in enumerate(bin_of_item):
         members[index].append(item)
     by_cost = sorted((_bin_cost(items, additive, padded), index) for index, items in enumerate(members))
-    while num_steps > 0 and by_cost[-1][0] > bound + bound // SLACK:
+    while num_steps > 0 and by_cost[-1][0] > bound + bound // GOOD_ENOUGH:
         cost, costly = by_cost[-1]
         for cheap_cost, cheap in by_cost:
             if cheap_cost >= cost or num_steps <= 0:

@@ -5,7 +5,11 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
 
-NUM_BOUNDS = 8
+from multimodal.balance.exchange_refinement import GOOD_ENOUGH
+
+CLOSE_BITS = 16
+"""Where the cut is no optimum anyway, its bound is searched to one part in 2^16."""
+NUM_BOUNDS = 4
 """Bounds tried between the lower bound and that of the best contiguous partition."""
 
 
@@ -27,7 +31,7 @@ def partition_padded(
     With an additive part it is a heuristic (OrchMLLM, Alg. 5): bins are also filled to lower bounds, and what is left goes to
     the bin that is cheapest afterwards. The best of all trials is taken; bins that stayed empty get halves of the costliest.
 
-    O(n + num_bins log(cost) log(n)) where nothing is additive, else O(n log n) for each of nine bounds.
+    O(n + num_bins log(cost) log(n)) where nothing is additive, else O(n log n) for each of five bounds.
     """
     prefix = list(accumulate(additive, initial=0))
     limit = min(max_items_per_bin, len(padded))
@@ -59,12 +63,10 @@ def partition_padded(
 
     even = -(-len(padded) // num_bins)
     low, high = cost(0, 1), max(cost(begin, min(len(padded), begin + even)) for begin in range(0, len(padded), even))
-    while low < high:
+    close = high >> CLOSE_BITS if prefix[-1] else 0
+    while high - low > close:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle + 1, high)
-    bounds = [low]
-    if prefix[-1]:
-        bounds += [lower_bound + (low - lower_bound) // NUM_BOUNDS * step for step in range(NUM_BOUNDS - 1, 0, -1)] + [0]
 
     def bin_cost(members: Sequence[int]) -> int:
         return sum(additive[item] for item in members) + len(members) * padded[members[0]] if members else 0
@@ -75,7 +77,15 @@ def partition_padded(
             _place_rest(bins, begin, additive, padded, limit)
         return bins
 
-    best = min(map(complete, bounds), key=lambda bins: max(map(bin_cost, bins)))
+    def costliest(bins: Sequence[Sequence[int]]) -> int:
+        return max(map(bin_cost, bins))
+
+    best = complete(high)
+    for step in range(NUM_BOUNDS - 1, -1, -1) if prefix[-1] else ():
+        if costliest(best) <= lower_bound + lower_bound // GOOD_ENOUGH:
+            break
+        bound = lower_bound + (high - lower_bound) // NUM_BOUNDS * step if step else 0
+        best = min(best, complete(bound), key=costliest)
     divisible = [(-bin_cost(members), -index) for index, members in enumerate(best) if len(members) > 1]
     heapify(divisible)
     for index, members in enumerate(best):
