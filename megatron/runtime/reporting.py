@@ -101,7 +101,7 @@ class ConsoleReporter:
     def evaluation(self, number: int, name: str, report: EvaluationReport) -> None:
         """Report held-out results."""
         self.say(
-            f"step {number}: {name}: loss {report.loss:.4f}, {report.answer_accuracy:.1%} of answers right "
+            f"step {number}: {name}: {_shown_loss(report)}, {report.answer_accuracy:.1%} of answers right "
             f"({report.token_accuracy:.1%} of tokens)"
         )
         if self._tensorboard is not None:
@@ -134,7 +134,7 @@ class ConsoleReporter:
     def _line(self, number: int, report: StepReport) -> str:
         left = (self._smooth_seconds or 0.0) * (self._train_iters - number)
         return (
-            f"step {number}/{self._train_iters}  loss {report.loss:.4f}  grad norm {report.grad_norm:.2f}  "
+            f"step {number}/{self._train_iters}  {_shown_loss(report)}  grad norm {report.grad_norm:.2f}  "
             f"lr {report.learning_rate:.2e}  "
             f"{report.step_seconds * 1000:.0f} ms  {report.tokens_per_second:,.0f} tokens/s  MFU {report.mfu:.1%}  "
             f"left {int(left // 60)}:{int(left % 60):02d}"
@@ -160,11 +160,16 @@ class _Bar:
 
     def advance(self, report: StepReport) -> None:
         """One step more."""
-        self._progress.update(self._task, advance=1, numbers=f"loss {report.loss:.4f}  {report.tokens_per_second:,.0f} tokens/s")
+        self._progress.update(self._task, advance=1, numbers=f"{_shown_loss(report)}  {report.tokens_per_second:,.0f} tokens/s")
 
     def stop(self) -> None:
         """Leave the terminal as it was."""
         self._progress.stop()
+
+
+def _shown_loss(report: StepReport | EvaluationReport) -> str:
+    part = f" (generators {report.generator_loss:.4f})" if report.generator_loss else ""
+    return f"loss {report.loss:.4f}{part}"
 
 
 def draw_loss_curve(losses: list[tuple[int, float]], path: Path) -> None:
