@@ -1,14 +1,13 @@
 """How long a model's layers compute on a cluster: the one answer that planners, the simulator and the emulation ask for."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from multimodal.cost.analytic_curves import analytic_curves
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layer_collectives import layer_waiting
-from multimodal.cost.layer_curves import LayerCurves, counted_tokens
+from multimodal.cost.layer_curves import Curve, LayerCurves, counted_tokens, leaves_unit
 from multimodal.cost.layer_flops import UnitLoad
 from multimodal.cost.layer_profile import LayerProfile
 from multimodal.cost.layer_seconds import NO_SECONDS, LayerSeconds
@@ -18,6 +17,7 @@ from multimodal.values.model_graph import LayerKind, ModelGraph
 Recompute = Literal["selective", "full"]
 """What a transformer layer computes again in its backward: `selective` (core attention) or `full` (the whole layer)."""
 _CurveKey = tuple[str, LayerKind, int, int]
+_Key = tuple[str, LayerKind, int, int, Recompute | None, tuple[int, ...] | None]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class LayerCosts:
         tensor_parallel_size: int = 1,
         context_parallel_size: int = 1,
         recompute: Recompute | None = None,
-        ranks: Sequence[int] | None = None,
+        ranks: tuple[int, ...] | None = None,
     ) -> LayerSeconds:
         """Return the seconds of one layer of this kind over one microbatch; O(1).
 
@@ -58,19 +58,17 @@ class LayerCosts:
         """
         if not load.num_tokens:
             return NO_SECONDS
-        curves = self.curves(unit, kind, tensor_parallel_size=tensor_parallel_size, context_parallel_size=context_parallel_size)
-        neighbours = range(tensor_parallel_size * context_parallel_size)
-        waits = self._waiting_curve(unit, kind, tensor_parallel_size, neighbours if ranks is None else tuple(ranks))
-        waiting = waits.at(load.num_tokens, load.num_squared)
-        counted = counted_tokens(self.graph.unit(unit).role, kind, load)
-        forward, input_gradient, weight_gradient, attention = (curve.at(*counted) for curve in curves)
-        num_passes = 1
-        if kind is LayerKind.TRANSFORMER and recompute is not None:
-            num_passes = 2 if recompute == "full" else 1
-            input_gradient += forward if recompute == "full" else attention
-        return LayerSeconds(
-            forward + waiting, input_gradient + num_passes * waiting, weight_gradient, waiting, num_passes * waiting
-        )
+        key = unit, kind, tensor_parallel_size, context_parallel_size, recompute, ranks
+        prepared = self._prepared.get(key) or self._prepare(*key)
+        num_tokens, num_squared = counted_tokens(load, at_exit=prepared.at_exit)
+        forward = prepared.curves.forward.at(num_tokens, num_squared)
+        input_gradient = prepared.curves.input_gradient.at(num_tokens, num_squared)
+        weight_gradient = prepared.curves.weight_gradient.at(num_tokens, num_squared)
+        if prepared.repeated is not None:
+            input_gradient += prepared.repeated.at(num_tokens, num_squared)
+        waiting = prepared.waiting.at(load.num_tokens, load.num_squared)
+        waiting_back = prepared.num_passes * waiting
+        return LayerSeconds(forward + waiting, input_gradient + waiting_back, weight_gradient, waiting, waiting_back)
 
     def curves(self, unit: str, kind: LayerKind, *, tensor_parallel_size: int, context_parallel_size: int) -> LayerCurves:
         """Return what the layer's computations cost on one rank, without collectives and recomputation."""
@@ -87,18 +85,50 @@ class LayerCosts:
             )
         return self._curves[key]
 
-    def _waiting_curve(self, unit: str, kind: LayerKind, tensor_parallel_size: int, ranks: Sequence[int]) -> Quadratic:
-        key = unit, kind, tensor_parallel_size, ranks
-        if key not in self._waiting:
-            self._waiting[key] = layer_waiting(
-                self.graph.unit(unit), kind, tensor_parallel_size=tensor_parallel_size, ranks=ranks, cluster=self.cluster
-            )
-        return self._waiting[key]
+    def _prepare(
+        self,
+        unit: str,
+        kind: LayerKind,
+        tensor_parallel_size: int,
+        context_parallel_size: int,
+        recompute: Recompute | None,
+        ranks: tuple[int, ...] | None,
+    ) -> "_Prepared":
+        """Look up once what all loads of a layer share."""
+        described = self.graph.unit(unit)
+        curves = self.curves(unit, kind, tensor_parallel_size=tensor_parallel_size, context_parallel_size=context_parallel_size)
+        neighbours = range(tensor_parallel_size * context_parallel_size)
+        waiting = layer_waiting(
+            described,
+            kind,
+            tensor_parallel_size=tensor_parallel_size,
+            ranks=neighbours if ranks is None else ranks,
+            cluster=self.cluster,
+        )
+        is_repeated = recompute is not None and kind is LayerKind.TRANSFORMER
+        repeated = (curves.forward if recompute == "full" else curves.attention) if is_repeated else None
+        num_passes = 2 if is_repeated and recompute == "full" else 1
+        prepared = _Prepared(curves, repeated, waiting, num_passes, leaves_unit(described.role, kind))
+        self._prepared[unit, kind, tensor_parallel_size, context_parallel_size, recompute, ranks] = prepared
+        return prepared
 
     @cached_property
     def _curves(self) -> dict[_CurveKey, LayerCurves]:
         return {}
 
     @cached_property
-    def _waiting(self) -> dict[tuple[str, LayerKind, int, Sequence[int]], Quadratic]:
+    def _prepared(self) -> dict[_Key, "_Prepared"]:
         return {}
+
+
+class _Prepared(NamedTuple):
+    """What the seconds of a layer follow from, whatever the load."""
+
+    curves: LayerCurves
+    repeated: Curve | None
+    """What the backward computes again."""
+    waiting: Quadratic
+    """For collectives, in each pass."""
+    num_passes: int
+    """Passes with collectives of an input gradient: a recomputed forward is one more."""
+    at_exit: bool

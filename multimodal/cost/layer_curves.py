@@ -25,7 +25,11 @@ class LayerCurves(NamedTuple):
         return LayerCurves(*(curve.shared(factor) for curve in self))
 
 
-def counted_tokens(role: Role, kind: LayerKind, load: UnitLoad) -> tuple[int, int]:
-    """Tokens and sum of squares that a layer's cost depends on: where tokens leave a unit, those that leave."""
-    at_exit = kind is LayerKind.HEAD or (kind is LayerKind.PROJECTOR and role is Role.ENCODER)
-    return (load.num_outputs, load.num_outputs**2) if at_exit else (load.num_tokens, load.num_squared)
+def leaves_unit(role: Role, kind: LayerKind) -> bool:
+    """Whether a layer's cost depends on the tokens that leave the unit, and not on those inside it."""
+    return kind is LayerKind.HEAD or (kind is LayerKind.PROJECTOR and role is Role.ENCODER)
+
+
+def counted_tokens(load: UnitLoad, *, at_exit: bool) -> tuple[int, int]:
+    """Tokens and sum of squares that a layer's cost depends on; at_exit: see `leaves_unit`."""
+    return (load.num_outputs, load.num_outputs * load.num_outputs) if at_exit else (load.num_tokens, load.num_squared)

@@ -1,11 +1,14 @@
+from dataclasses import replace
+
 import pytest
 
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.communication import collective_seconds, message_cost
 from multimodal.cost.flops import step_flops
 from multimodal.cost.layer_flops import UnitLoad
-from multimodal.cost.memory import layer_activation_bytes
+from multimodal.cost.memory import ZERO_STAGES, layer_activation_bytes, layer_static_bytes
 from multimodal.cost.model_costs import ModelCosts
+from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_costs import TransferCost
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.backward_need import BackwardNeed
@@ -111,7 +114,49 @@ def test_memory_of_a_gpt_layer_is_korthikantis():
 
 def test_static_memory_shares_the_optimizer_over_replicas():
     weights = 2 * (12 * 64 * 64) + 3 * 14 * 14 * 64 + 256 * (256 + 64)
-    assert COSTS.static_bytes(0) == weights * (2 + 4 + 12 / 2)
+    gradients_on_their_way = 4 * 10 * 64 * 2
+    assert COSTS.memory.broker_bytes(0) == gradients_on_their_way
+    assert COSTS.static_bytes(0) == weights * (2 + 4 + 12 / 2) + gradients_on_their_way
+
+
+def costs_with(**options):
+    return replace(COSTS, options=RunOptions(**options))
+
+
+def test_replicas_share_more_the_higher_the_zero_stage():
+    weights = 2 * (12 * 64 * 64) + 3 * 14 * 14 * 64 + 256 * (256 + 64)
+    found = [costs_with(zero_stage=stage).static_bytes(0) - COSTS.memory.broker_bytes(0) for stage in ZERO_STAGES]
+    gathered = 2 * 2 * 256 * (256 + 64)  # two of the largest layer, the projector
+    assert found == [weights * 18, weights * 12, weights * 10, weights * 9 + gathered]
+    assert layer_static_bytes(100, is_trained=True, data_parallel_size=2, zero_stage=0, bytes_per_element=4) == 100 * 16
+    assert layer_static_bytes(100, is_trained=False, data_parallel_size=4) == 200
+    assert layer_static_bytes(100, is_trained=False, data_parallel_size=4, zero_stage=3) == 50
+
+
+def test_shared_weights_are_gathered_in_every_pass_where_computing_does_not_hide_it():
+    plain, shared = COSTS, costs_with(zero_stage=3)
+    forward, backward = (Action(kind, "vision", 0, 0, 0) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD))
+    weights = 2 * (12 * 64 * 64) + 3 * 14 * 14 * 64 + 256 * (256 + 64)
+    gathering, reducing = (2e-6 + weights * size / 2 / 100e9 for size in (2, 4))
+    assert shared.compute(forward).seconds == pytest.approx(max(gathering, plain.compute(forward).seconds))
+    assert shared.compute(backward).seconds == pytest.approx(max(gathering + reducing, plain.compute(backward).seconds))
+    assert shared.compute(forward).tensor_parallel_seconds == pytest.approx(gathering - plain.compute(forward).seconds)
+    assert shared.collective_seconds(Action(ActionKind.REDUCE_GRADIENTS, "vision", 0, 0)) == 0.0
+    assert shared.compute(Action(ActionKind.FORWARD, "llm", 0, 0, 0)) == plain.compute(Action(ActionKind.FORWARD, "llm", 0, 0, 0))
+
+
+def test_replicas_that_share_nothing_reduce_twice_and_gather_nothing():
+    reduction, gathering = (Action(kind, "vision", 0, 0) for kind in (ActionKind.REDUCE_GRADIENTS, ActionKind.GATHER_PARAMETERS))
+    shares_nothing = costs_with(zero_stage=0)
+    assert shares_nothing.collective_seconds(reduction) == 2 * COSTS.collective_seconds(reduction)
+    assert shares_nothing.collective_seconds(gathering) == 0.0
+
+
+def test_full_recomputation_keeps_inputs_and_works_on_one_layer():
+    full, place = costs_with(recompute="full"), Place("llm", 0, 0, 0)
+    received = 2 * 10 * 64 * 2
+    assert full.activation_bytes(place) == 2 * 64 * 60 / 2 + received
+    assert full.static_bytes(2) - COSTS.static_bytes(2) == 32 * 64 * 60 / 2
 
 
 @pytest.mark.parametrize(
