@@ -10,6 +10,21 @@ namespace braid {
 
 namespace {
 
+// The microbatches of all pairs, the lightest pairs at both ends. Reference: multimodal/balance/pair_order.py
+Samples order_pairs(const std::vector<Samples>& pairs, const std::vector<double>& work) {
+    std::vector<double> negative_totals;
+    for (const Samples& pair : pairs) negative_totals.push_back(-sum_in_order(work.data(), pair));
+    const Samples rising = sorted_descending(negative_totals);
+    const std::int64_t num_pairs = pairs.size();
+    Samples order;
+    const auto append = [&](std::int64_t rank) {
+        order.insert(order.end(), pairs[rising[rank]].begin(), pairs[rising[rank]].end());
+    };
+    for (std::int64_t rank = 0; rank < num_pairs; rank += 2) append(rank);
+    for (std::int64_t rank = num_pairs / 2 * 2 - 1; rank > 0; rank -= 2) append(rank);
+    return order;
+}
+
 // Place the members of one replica.
 void place_members(const double* llm, const UnitLoads& encoders, const Samples& members, const EntrainCounts& counts,
                    EntrainPlaces& places) {
@@ -22,8 +37,14 @@ void place_members(const double* llm, const UnitLoads& encoders, const Samples& 
         microbatches[placed[position]].push_back(members[position]);
     }
     const Deferral deferral = defer_pairwise(llm, microbatches, counts.max_subset_sums);
+    const std::vector<double> encoder_shares = dominant_shares(encoders, members), llm_shares = dominant_shares({llm}, members);
+    std::vector<double> work(num_microbatches, 0.0);
+    for (std::size_t position = 0; position < members.size(); ++position) {
+        work[placed[position]] += encoder_shares[position] + llm_shares[position];
+    }
+    const Samples order = order_pairs(deferral.pairs, work);
     Samples number(num_microbatches);
-    for (std::int64_t index = 0; index < num_microbatches; ++index) number[deferral.order[index]] = index;
+    for (std::int64_t index = 0; index < num_microbatches; ++index) number[order[index]] = index;
     for (std::size_t position = 0; position < members.size(); ++position) {
         places.encoder_microbatches[members[position]] = places.llm_microbatches[members[position]] = number[placed[position]];
     }

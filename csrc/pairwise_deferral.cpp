@@ -69,14 +69,13 @@ Deferral defer_pairwise(const double* llm, const std::vector<Samples>& microbatc
     for (std::size_t row = 0; row < partners.size(); ++row) {
         const std::int64_t column = partners[row];
         is_paired[column] = 1;
-        result.order.push_back(overloaded[row]);
-        result.order.push_back(underloaded[column]);
+        result.pairs.push_back({overloaded[row], underloaded[column]});
         for (std::int64_t item : sums[row].items_of(chosen[row][column])) {
             result.deferred.emplace_back(candidates[row][item], underloaded[column]);
         }
     }
     for (std::size_t column = 0; column < underloaded.size(); ++column) {
-        if (!is_paired[column]) result.order.push_back(underloaded[column]);
+        if (!is_paired[column]) result.pairs.push_back({underloaded[column]});
     }
     return result;
 }

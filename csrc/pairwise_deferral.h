@@ -1,4 +1,4 @@
-// Which microbatches run one after the other, and which samples the second takes over (Entrain 4.5.2).
+// Which microbatches run as a pair, and which samples the second takes over (Entrain 4.5.2).
 // Reference: multimodal/balance/pairwise_deferral.py
 
 #pragma once
@@ -12,9 +12,9 @@
 namespace braid {
 
 struct Deferral {
-    // Microbatches in the order of execution.
-    std::vector<std::int64_t> order;
-    // (sample, microbatch that its LLM part moves to), the latter numbered as before ordering.
+    // An overloaded microbatch and the underloaded one that follows it; of an odd number, one has no partner.
+    std::vector<std::vector<std::int64_t>> pairs;
+    // (sample, microbatch that its LLM part moves to), the latter numbered as in `pairs`.
     std::vector<std::pair<std::int64_t, std::int64_t>> deferred;
 };
 

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy.typing as npt
 
+from multimodal.balance.pair_order import order_pairs
 from multimodal.balance.pairwise_deferral import defer_pairwise
-from multimodal.balance.replica_assignment import assign_replicas
+from multimodal.balance.replica_assignment import assign_replicas, dominant_shares
 from multimodal.balance.sample_loads import SampleLoads, order_by_id
 from multimodal.balance.stratified_assignment import effective_num_microbatches, stratify
 from multimodal.values.errors import AssignmentError
@@ -56,9 +57,9 @@ def assign_entrain(
     """Distribute samples over replicas and microbatches so that encoder and LLM microbatches are even, each for itself.
 
     Replicas get their samples (`assign_replicas`), each replica its number of microbatches (`effective_num_microbatches`) and
-    encoder microbatches (`stratify`); then LLM parts are deferred inside pairs of microbatches and the pairs interleaved
-    (`defer_pairwise`). LLM microbatch k needs encoder microbatches k and k - 1 only, so a schedule that runs both in order never
-    waits for a later one.
+    encoder microbatches (`stratify`); then LLM parts are deferred inside pairs of microbatches (`defer_pairwise`) that run one
+    after the other (`order_pairs`). LLM microbatch k needs encoder microbatches k and k - 1 only, so a schedule that runs both
+    in order never waits for a later one.
 
     llm_loads: [num_samples]; encoder_loads: [num_samples] or [num_encoders, num_samples], in any unit (seconds, FLOPs, tokens);
         they are compared and added in double precision.
@@ -151,7 +152,12 @@ def _place(loads: SampleLoads, asked: _Counts) -> _Places:
         placed = stratify(llm, encoders=encoders, members=members, num_microbatches=count)
         groups = [[s for s, at in zip(members, placed, strict=True) if at == index] for index in range(count)]
         deferral = defer_pairwise(llm, microbatches=groups, max_subset_sums=asked.max_subset_sums)
-        number = {microbatch: index for index, microbatch in enumerate(deferral.order)}
+        encoder_shares, llm_shares = dominant_shares(encoders, members=members), dominant_shares([llm], members=members)
+        work = [0.0] * count
+        for microbatch, encoder_share, llm_share in zip(placed, encoder_shares, llm_shares, strict=True):
+            work[microbatch] += encoder_share + llm_share
+        order = order_pairs(deferral.pairs, work=work)
+        number = {microbatch: index for index, microbatch in enumerate(order)}
         for sample, microbatch in zip(members, placed, strict=True):
             encoder_places[sample] = llm_places[sample] = number[microbatch]
         for sample, microbatch in deferral.deferred:

@@ -1,4 +1,4 @@
-"""Which microbatches run one after the other, and which samples the second one takes over in the LLM (Entrain 4.5.2)."""
+"""Which microbatches run as a pair, and which samples the second one takes over in the LLM (Entrain 4.5.2)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from multimodal.balance.subset_sums import SubsetSums
 
 @dataclass(frozen=True, slots=True)
 class Deferral:
-    """The microbatches of one replica in their final order, and what moves."""
+    """The microbatches of one replica in pairs, and what moves inside them."""
 
-    order: list[int]
-    """Microbatches in the order of execution: pairs of an overloaded and an underloaded one."""
+    pairs: list[list[int]]
+    """An overloaded microbatch and the underloaded one that follows it; of an odd number, one has no partner."""
     deferred: list[tuple[int, int]]
-    """(sample, microbatch that its LLM part moves to), the latter numbered as before ordering."""
+    """(sample, microbatch that its LLM part moves to), the latter numbered as in `pairs`."""
 
 
 def defer_pairwise(llm: Sequence[float], *, microbatches: Sequence[Sequence[int]], max_subset_sums: int) -> Deferral:
@@ -28,8 +28,8 @@ def defer_pairwise(llm: Sequence[float], *, microbatches: Sequence[Sequence[int]
 
     Where the paper's listing leaves things open: deferring nothing is one of the subsets, so V_ij <= w_i = L_i; the paper's
     vector L (microbatches that run alone) then decides nothing, and every row can be matched. Pairs below T* defer, too, where
-    it evens them out. Of an odd number of microbatches the median counts as underloaded; who stays without a partner runs
-    last. Pairs run in the order of their first one's load, heaviest first.
+    it evens them out. Of an odd number of microbatches the median counts as underloaded. Pairs are listed by the load of
+    their first one, heaviest first, and the microbatch without a partner last; `order_pairs` says in which order they run.
 
     llm: [num_samples]; microbatches: the samples of each, none empty. Deferral never empties a microbatch. Equal microbatches go
     by index. O(K^2 log(max_subset_sums) + n x max_subset_sums + K^3 log K) for K microbatches of n samples.
@@ -54,14 +54,14 @@ def defer_pairwise(llm: Sequence[float], *, microbatches: Sequence[Sequence[int]
         bottlenecks.append([max(pair) for pair in after])
         costs.append([_squared_deviation(pair[0], mean) + _squared_deviation(pair[1], mean) for pair in after])
     partners = match_bottleneck(bottlenecks, costs=costs)
-    order = [index for row, i in enumerate(overloaded) for index in (i, underloaded[partners[row]])]
-    order += [j for column, j in enumerate(underloaded) if column not in partners]
+    pairs = [[i, underloaded[partners[row]]] for row, i in enumerate(overloaded)]
+    pairs += [[j] for column, j in enumerate(underloaded) if column not in partners]
     deferred = [
         (candidates[row][item], underloaded[column])
         for row, column in enumerate(partners)
         for item in sums[row].items_of(chosen[row][column])
     ]
-    return Deferral(order, deferred)
+    return Deferral(pairs, deferred)
 
 
 def _squared_deviation(load: float, mean: float) -> float:
