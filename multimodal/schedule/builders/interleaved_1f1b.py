@@ -33,7 +33,8 @@ def build_interleaved_1f1b(graph: ModelGraph, plan: Plan, assignment: Assignment
         else plan.units[unit].num_virtual_stages
         for unit in interleaved
     }
-    spans = microbatch_spans(graph, plan, assignment, depths=depths, forward_only=forward_only)
+    buffered = {unit: depths[unit] + (_num_buffered(plan.units[unit]) if interleaved[unit] else 0) for unit in depths}
+    spans = microbatch_spans(graph, plan, assignment, depths=buffered, forward_only=forward_only)
     limits = {(unit, replica, stage): depths[unit] - stage + span for (unit, replica, stage), span in spans.items()}
     groups: dict[StageKey, StageKey] = {}
     for unit in (unit for unit in interleaved if interleaved[unit]):
@@ -81,6 +82,16 @@ def _in_groups(kind: ActionKind, groups: list[range], chunks: range) -> Iterator
 def _num_warmup(stage_index: int, num_stages: int, chunks: int, num_microbatches: int) -> int:
     largest_group = len(_groups(num_stages, num_microbatches)[0])
     return 2 * (num_stages - stage_index - 1) + (chunks - 1) * largest_group
+
+
+def _num_buffered(unit: UnitPlan) -> int:
+    """Microbatches that a unit upstream has to be further ahead, as a group is not taken at an even pace.
+
+    The first chunk takes a whole group in 1 / v of the time that the group needs, and gives its gradients back in as much; a unit
+    upstream that works evenly must have 1 - 1 / v of the group ready by then.
+    """
+    chunks = num_chunks(unit)
+    return -(-len(unit.replicas[0].stages) * (chunks - 1) // chunks)
 
 
 def _depth(unit: UnitPlan, num_microbatches: int) -> int:
