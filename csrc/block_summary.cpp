@@ -87,8 +87,11 @@ class Sample {
 
 // How many queries of one query block see each key, as steps of a function over the keys; where a causal run sees itself, the
 // function only tells "none", "some" and "all" apart.
-class Row {
+class StepsOfRow {
   public:
+    // From here on, steps come in ascending order of their keys, until this is called again.
+    void begin_run() { ascents_.push_back(steps_.size()); }
+
     void see(std::int64_t begin, std::int64_t end, std::int64_t num_queries) {
         steps_.push_back({begin, num_queries});
         steps_.push_back({end, -num_queries});
@@ -97,7 +100,7 @@ class Row {
     // Appends the strips of key blocks that any of `num_queries` sees, and forgets the row; returns their number of blocks.
     std::int64_t finish(std::int64_t num_queries, std::int64_t key_block_size, std::int64_t num_tokens,
                         std::vector<Strip>& strips) {
-        if (!std::is_sorted(steps_.begin(), steps_.end())) std::sort(steps_.begin(), steps_.end());
+        sort_steps();
         const std::size_t first_strip = strips.size();
         std::int64_t open_block = -1, open_full_tokens = 0, num_seeing = 0;
         const auto close = [&] {
@@ -126,6 +129,11 @@ class Row {
         }
         close();
         steps_.clear();
+        ascents_.clear();
+        return count_blocks(strips, first_strip);
+    }
+
+    static std::int64_t count_blocks(const std::vector<Strip>& strips, std::size_t first_strip) {
         std::int64_t num_blocks = 0;
         for (std::size_t strip = first_strip; strip < strips.size(); ++strip) {
             num_blocks += strips[strip].last - strips[strip].first + 1;
@@ -134,6 +142,19 @@ class Row {
     }
 
   private:
+    void sort_steps() {
+        const auto is_before = [](const Step& a, const Step& b) { return a.first < b.first; };
+        const auto at = [&](std::size_t index) { return steps_.begin() + static_cast<std::ptrdiff_t>(index); };
+        if (ascents_.size() > kMostMerges) {
+            std::sort(steps_.begin(), steps_.end(), is_before);
+            return;
+        }
+        for (std::size_t each = 1; each < ascents_.size(); ++each) {
+            const auto end = each + 1 < ascents_.size() ? at(ascents_[each + 1]) : steps_.end();
+            std::inplace_merge(steps_.begin(), at(ascents_[each]), end, is_before);
+        }
+    }
+
     static void add(std::vector<Strip>& strips, std::size_t first_strip, std::int64_t first, std::int64_t last, bool is_full) {
         if (strips.size() > first_strip && strips.back().is_full == is_full && strips.back().last + 1 == first) {
             strips.back().last = static_cast<std::int32_t>(last);
@@ -142,14 +163,19 @@ class Row {
         }
     }
 
-    std::vector<std::pair<std::int64_t, std::int64_t>> steps_;  // (key, change in the number of queries)
+    using Step = std::pair<std::int64_t, std::int64_t>;  // (key, change in the number of queries)
+    static constexpr std::size_t kMostMerges = 4;
+
+    std::vector<Step> steps_;
+    std::vector<std::size_t> ascents_;  // where each run's steps begin
 };
 
 // Adds what tokens begin .. end - 1 of a run see; returns the number of visible pairs.
 std::int64_t see_from_run(const MaskRuns& runs, std::int64_t run, std::int64_t begin, std::int64_t end, Sample& sample,
-                          Row& row) {
+                          StepsOfRow& row) {
     const std::int64_t num_queries = end - begin;
     std::int64_t num_keys = 0;
+    row.begin_run();
     const auto see = [&](std::int64_t from, std::int64_t to) {
         if (from >= to) return;
         row.see(from, to, num_queries);
@@ -189,34 +215,52 @@ std::vector<std::int64_t> find_mask_runs(View<std::int64_t> bits, View<std::int3
 BlockStrips summarize_blocks(const MaskRuns& runs, std::int64_t query_block_size, std::int64_t key_block_size) {
     const std::int64_t num_tokens = runs.starts[runs.bits.size];
     BlockStrips summary;
-    summary.strip_starts.push_back(0);
     summary.row_starts.push_back(0);
     Sample sample(runs);
-    Row row;
-    std::int64_t run = 0;
+    StepsOfRow steps;
+    const Intervals* keys_of_last = nullptr;  // what all queries of the last block saw, if that is one list
+    std::int64_t run = 0, size_of_last = 0;
     for (std::int64_t block_begin = 0; block_begin < num_tokens; block_begin += query_block_size) {
-        const std::int64_t block_end = std::min(block_begin + query_block_size, num_tokens);
+        const std::int64_t block_end = std::min(block_begin + query_block_size, num_tokens), size = block_end - block_begin;
+        const Intervals* keys_of_all = nullptr;
+        if (run < sample.last_run() && runs.bits[run] >= 0 && block_end <= runs.starts[run + 1]) {
+            keys_of_all = &sample.seen_by_item(run);
+        }
+        if (keys_of_all != nullptr && keys_of_all == keys_of_last && size == size_of_last) {
+            summary.rows.push_back(summary.rows.back());
+            summary.visible_pairs.push_back(summary.visible_pairs.back());
+            const auto last_start = summary.row_starts.end() - 1;
+            summary.row_starts.push_back(2 * *last_start - *(last_start - 1));
+            if (block_end == runs.starts[run + 1]) ++run;
+            continue;
+        }
         std::int64_t num_pairs = 0;
         for (std::int64_t begin = block_begin; begin < block_end;) {
             if (run == sample.last_run()) sample.open(run);
             const std::int64_t end = std::min(runs.starts[run + 1], block_end);
-            num_pairs += see_from_run(runs, run, begin, end, sample, row);
+            num_pairs += see_from_run(runs, run, begin, end, sample, steps);
             if (end == runs.starts[run + 1]) ++run;
             begin = end;
         }
-        summary.visible_pairs.push_back(num_pairs);
-        const std::int64_t num_blocks = row.finish(block_end - block_begin, key_block_size, num_tokens, summary.strips);
+        keys_of_last = keys_of_all;
+        size_of_last = size;
+        const auto first_strip = static_cast<std::int64_t>(summary.strips.size());
+        const std::int64_t num_blocks = steps.finish(size, key_block_size, num_tokens, summary.strips);
+        summary.rows.push_back({first_strip, static_cast<std::int64_t>(summary.strips.size())});
         summary.row_starts.push_back(summary.row_starts.back() + num_blocks);
-        summary.strip_starts.push_back(static_cast<std::int64_t>(summary.strips.size()));
+        summary.visible_pairs.push_back(num_pairs);
     }
     return summary;
 }
 
 void expand_strips(const BlockStrips& strips, std::int32_t* key_blocks, bool* is_full) {
-    for (const Strip& strip : strips.strips) {
-        for (std::int32_t block = strip.first; block <= strip.last; ++block) {
-            *key_blocks++ = block;
-            *is_full++ = strip.is_full;
+    for (const BlockStrips::Row& row : strips.rows) {
+        for (std::int64_t each = row.first_strip; each < row.last_strip; ++each) {
+            const Strip& strip = strips.strips[each];
+            for (std::int32_t block = strip.first; block <= strip.last; ++block) {
+                *key_blocks++ = block;
+                *is_full++ = strip.is_full;
+            }
         }
     }
 }

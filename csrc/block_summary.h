@@ -25,9 +25,12 @@ struct Strip {
 
 // The blocks with anything visible, by query block.
 struct BlockStrips {
-    std::vector<std::int64_t> strip_starts;   // [num_query_blocks + 1]
+    struct Row {
+        std::int64_t first_strip, last_strip;  // the last one excluded; rows that are alike share strips
+    };
+    std::vector<Row> rows;                    // [num_query_blocks]
     std::vector<Strip> strips;                // ascending in each row
-    std::vector<std::int64_t> row_starts;     // [num_query_blocks + 1]: the same, counted in blocks
+    std::vector<std::int64_t> row_starts;     // [num_query_blocks + 1]: where each row begins when all blocks are listed
     std::vector<std::int64_t> visible_pairs;  // [num_query_blocks]
 };
 
