@@ -1,0 +1,148 @@
+"""Attention of a sequence whose tokens are spread over ranks: keys and values are gathered by groups of heads.
+
+While one group of heads is attended to, the keys and values of the next are on their way (Llama 3; Cornstarch, thesis 3.4.3). At
+no time are more than two groups of gathered keys and values held: they are not kept for the backward, which gathers them again,
+repeats the attention of the group, and sends the gradients home by reduce-scatter while the next group is computed.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from multimodal.attention.attention_backend import AttentionBackend
+from multimodal.attention.attention_mask import AttentionMask
+from multimodal.attention.token_shares import TokenShares
+from multimodal.values.errors import ConfigError
+
+_Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class ContextGroup:
+    """The ranks that a sequence is spread over, and who holds what."""
+
+    group: dist.ProcessGroup
+    shares: TokenShares
+    groups_per_step: int = 1
+    """Key heads that are gathered at once: more make fewer, larger messages, and take more memory."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return dist.get_rank(self.group)
+
+
+def attend_across_ranks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    context: ContextGroup,
+    mask: AttentionMask,
+    attend: AttentionBackend,
+    softmax_scale: float | None = None,
+) -> Tensor:
+    """Attend with this rank's queries to the keys of all ranks; every rank of the group must call it.
+
+    query: [num_local, heads, channels]; key, value: [num_local, groups, channels], of this rank's tokens in the order of the
+    sequence. mask: of the whole sequence, with this rank's `query_blocks`. Returns [num_local, heads, channels].
+    Raises ConfigError when the heads cannot be gathered in such groups.
+    """
+    if key.shape[1] % context.groups_per_step:
+        raise ConfigError(
+            f"{key.shape[1]} key heads cannot be gathered {context.groups_per_step} at a time; choose a divisor of them"
+        )
+
+    def attend_to_group(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return attend(queries, keys, values, mask=mask, softmax_scale=softmax_scale)
+
+    mixed: Tensor = _ContextAttention.apply(query, key, value, context, attend_to_group)
+    return mixed
+
+
+class _ContextAttention(torch.autograd.Function):
+    """Loops over groups of heads, one collective ahead."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, context: ContextGroup, attend: _Attend) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.context, ctx.attend = context, attend
+        steps = zip(_steps(query, key, context), _gather_groups(key, value, context), strict=True)
+        return torch.cat([attend(queries, *keys_values) for queries, keys_values in steps], dim=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, mixed_gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value = ctx.saved_tensors
+        context: ContextGroup = ctx.context
+        steps = zip(
+            _steps(query, key, context), _steps(mixed_gradient, key, context), _gather_groups(key, value, context), strict=True
+        )
+        query_gradients, sent = [], []
+        for queries, gradient, keys_values in steps:
+            leaves = [tensor.detach().requires_grad_() for tensor in (queries, *keys_values)]
+            with torch.enable_grad():
+                mixed = ctx.attend(*leaves)
+            of_queries, of_keys, of_values = torch.autograd.grad(mixed, leaves, gradient)
+            query_gradients.append(of_queries)
+            sent.append(_Reduction(of_keys, of_values, context))
+            for earlier in sent[:-1]:
+                earlier.finish()
+        of_keys, of_values = zip(*(each.finish() for each in sent), strict=True)
+        return torch.cat(query_gradients, dim=1), torch.cat(of_keys, dim=1), torch.cat(of_values, dim=1), None, None
+
+
+def _steps(tensor: Tensor, key: Tensor, context: ContextGroup) -> tuple[Tensor, ...]:
+    """Cut the query heads into those of each step's key heads."""
+    return tensor.split(tensor.shape[1] // key.shape[1] * context.groups_per_step, dim=1)
+
+
+def _gather_groups(key: Tensor, value: Tensor, context: ContextGroup) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield every step's keys and values of the whole sequence, having started the gather of the step after."""
+    size = context.groups_per_step
+    steps = list(zip(key.split(size, dim=1), value.split(size, dim=1), strict=True))
+    rows = torch.from_numpy(context.shares.gathered_rows).to(key.device)
+    coming = [_start_gather(*steps[0], context)]
+    for following in (*steps[1:], None):
+        work, gathered = coming.pop()
+        work.wait()
+        in_order = gathered.index_select(0, rows)
+        del gathered
+        if following is not None:
+            coming.append(_start_gather(*following, context))
+        yield in_order[:, :size], in_order[:, size:]
+
+
+def _start_gather(key: Tensor, value: Tensor, context: ContextGroup) -> tuple[Any, Tensor]:
+    shares = context.shares
+    local = key.new_zeros(shares.num_rows, 2 * context.groups_per_step, key.shape[2])
+    torch.cat((key, value), dim=1, out=local[: key.shape[0]])
+    gathered = key.new_empty(shares.num_ranks * shares.num_rows, *local.shape[1:])
+    return dist.all_gather_into_tensor(gathered, local, group=context.group, async_op=True), gathered
+
+
+class _Reduction:
+    """The gradients of gathered keys and values on their way to the tokens' owners."""
+
+    def __init__(self, key_gradient: Tensor, value_gradient: Tensor, context: ContextGroup) -> None:
+        shares = context.shares
+        both = torch.cat((key_gradient, value_gradient), dim=1)
+        rows = torch.from_numpy(shares.gathered_rows).to(both.device)
+        self._padded: Tensor | None = both.new_zeros(shares.num_ranks * shares.num_rows, *both.shape[1:])
+        self._padded.index_copy_(0, rows, both)
+        self._own = both.new_empty(shares.num_rows, *both.shape[1:])
+        self._num_own = int(shares.num_tokens_of_rank[context.rank])
+        self._work: Any = dist.reduce_scatter_tensor(self._own, self._padded, group=context.group, async_op=True)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Wait; returns the gradients of this rank's keys and values."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = self._padded = None
+        keys, values = self._own[: self._num_own].chunk(2, dim=1)
+        return keys, values
