@@ -17,6 +17,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from multimodal.cost.cluster import Cluster
+from multimodal.cost.layer_profile import LayerProfile
 from multimodal.data.length_table import read_length_table
 from multimodal.data.uniform_lengths import uniform_lengths
 from multimodal.plan.planners import PLANNERS
@@ -63,6 +64,7 @@ def build_parser() -> Parser:
     what.add_argument("--freeze", nargs="+", default=[], metavar="UNIT", help="Units whose module is not trained.")
     what.add_argument("--freeze-projector", nargs="+", default=[], metavar="UNIT", help="Units whose projector is not trained.")
     what.add_argument("--cluster", type=Path, required=True, metavar="C.yaml", help="GPUs and links; see examples/clusters.")
+    what.add_argument("--layer-costs", type=Path, metavar="COSTS.yaml", help="Measured layers, from tools/profile_layers.py.")
     what.add_argument("--num-gpus", type=_count, required=True, metavar="N", help="The most GPUs that the plan may use.")
     what.add_argument("--vocab-size", type=_count, metavar="N", help="Padded vocabulary of the LLM (the model file's, or 50304).")
     data = parser.add_argument_group("the data")
@@ -80,6 +82,7 @@ def build_parser() -> Parser:
         "--fix", type=_fixed, nargs="+", default=[], metavar="UNIT:tp=2,pp=4", help="Sizes that a unit must have: tp, pp, dp, v."
     )
     how.add_argument("--prefer", choices=("time", "per-gpu"), default="time", help="Shortest step, or most tokens/s per GPU.")
+    how.add_argument("--recompute-granularity", choices=("selective", "full"), help="Recompute this (only where nothing fits).")
     how.add_argument("--memory-headroom", type=float, default=0.1, metavar="SHARE", help="Of a GPU's memory, kept free (0.1).")
     how.add_argument("--time-budget", type=float, default=30.0, metavar="SECONDS", help="For planners that simulate (30).")
     how.add_argument(
@@ -138,6 +141,8 @@ def build_request(flags: argparse.Namespace) -> PlanningRequest:
         micro_batch_size=flags.micro_batch_size,
         vocab_size=flags.vocab_size or graph.backbone.vocab_size or DEFAULT_VOCAB_SIZE,
         fixed_sizes=dict(flags.fix),
+        recompute=flags.recompute_granularity,
+        profile=LayerProfile.from_file(flags.layer_costs) if flags.layer_costs else None,
         memory_headroom=flags.memory_headroom,
         time_budget_seconds=flags.time_budget,
         num_batches=flags.num_iterations,
@@ -188,7 +193,7 @@ def report(planned: Planned) -> dict[str, Any]:
         "schedule_passes": list(run.passes),
         "balance": run.balance,
         "micro_batch_size": run.micro_batch_size,
-        "recompute_granularity": run.recomputation,
+        "recompute_granularity": run.recompute,
         "objective_seconds": run.objective_seconds,
         "replica_share": prediction.replica_share,
         "notes": list(run.notes),

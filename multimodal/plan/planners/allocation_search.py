@@ -118,7 +118,7 @@ def search_allocation(problem: AllocationProblem) -> AllocationChoice:
 
 
 def rank_allocations(problem: AllocationProblem, *, slack: float) -> list[AllocationChoice]:
-    """Return, per (tp, dp, pp) of the LLM, the best choice for the other units; those within `slack` times the best, best first."""
+    """Return, per (tp, dp, pp) of the LLM, the best choice for the others; those within `slack` times the best, best first."""
     if not len(problem.llm) or any(not len(options) for options in problem.others.values()):
         return []
     fronts = [_front_of(options, is_encoder=name in problem.upstream) for name, options in problem.others.items()]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from multimodal.balance import BALANCERS
+from multimodal.cost.layer_costs import Recompute
 from multimodal.plan.planners.cornstarch import plan_cornstarch, plan_cornstarch_unaware
 from multimodal.plan.planners.disttrain import plan_disttrain
 from multimodal.plan.planners.encoders_colocated import plan_encoders_colocated
@@ -39,6 +40,8 @@ BALANCES = tuple(name for name in ("orchmllm", "disttrain", "entrain", "none") i
 """Tried on the best layouts; all are what --balance auto chooses from."""
 RANKING_SHARE = 0.15
 """Of `max_actions`: how large a simulation may be that only ranks."""
+RECOMPUTES: tuple[Recompute | None, ...] = (None, "full")
+"""Planners that find nothing that fits recompute whole layers."""
 NUM_FINALISTS = 4
 NUM_REPORTED = 5
 
@@ -106,23 +109,23 @@ class _Search:
     def rank_others(self) -> None:
         """Simulate the plans of all other planners; what they cannot plan they leave out."""
         for planner in OTHER_PLANNERS.values():
-            try:
-                run = planner(self.request)
-            except PlanError:
-                continue
-            self.try_run(run)
+            for recompute in (self.request.recompute,) if self.request.recompute else RECOMPUTES:
+                try:
+                    run = planner(replace(self.request, recompute=recompute))
+                except PlanError:
+                    continue
+                if self.try_run(run):
+                    break
 
     def rank_layouts(self) -> None:
         """Simulate the best layouts until half of the time is gone."""
-        budget = 0.4 * self.time_left()
-        for layout in best_layouts(self.request):
+        deadline = self.deadline - 0.4 * self.request.time_budget_seconds
+        for layout in best_layouts(self.request, deadline=self.deadline - 0.75 * self.request.time_budget_seconds):
             self.num_estimated += 1
-            if self.time_left() < budget:
+            if time.perf_counter() > deadline:
                 return
             run = replace(layout, balance=BALANCES[0])
-            if has_virtual_stages(run):
-                self.try_run(run)
-            elif not self.try_run(replace(run, schedule="zb-h1")):
+            if has_virtual_stages(run) or not self.try_run(replace(run, schedule="zb-h1")):
                 self.try_run(run)
 
     def vary_best(self) -> None:
@@ -146,7 +149,7 @@ class _Search:
 
     def try_run(self, run: PlannedRun) -> bool:
         """Simulate a part of the batch; say whether it fits the memory. A schedule that a layout does not allow does not."""
-        key = repr((run.plan.units, run.schedule, run.passes, run.balance, run.micro_batch_size))
+        key = repr((run.plan.units, run.schedule, run.passes, run.balance, run.micro_batch_size, run.recompute))
         if key in self.seen:
             return True
         self.seen.add(key)
@@ -213,8 +216,9 @@ def describe(ranked: Ranked) -> str:
     units = ", ".join(f"{unit} {describe_sizes(plan)}" for unit, plan in run.plan.units.items())
     above = found.iteration_seconds / found.ideal_seconds - 1 if found.ideal_seconds else 0.0
     return (
-        f"{found.iteration_seconds:.4g} s, MFU {found.mfu:.1%}, {found.peak_memory_bytes / 1e9:.3g} GB, {above:.1%} above the ideal "
+        f"{found.iteration_seconds:.4g} s, MFU {found.mfu:.1%}, {found.peak_memory_bytes / 1e9:.3g} GB, {above:.1%} above ideal "
         f"({bubbles}): {units}; {run.schedule}, --balance {run.balance}, microbatch {run.micro_batch_size}"
+        + (f", recomputing {run.recompute}" if run.recompute else "")
         + (f" (found by {run.planner})" if run.planner != "braid" else "")
     )
 

@@ -58,6 +58,7 @@ class Candidate:
             schedule=schedule or self.schedule,
             balance=balance,
             micro_batch_size=self.micro_batch_size,
+            recompute=request.recompute,
             objective_seconds=seconds,
             planning_seconds=time.perf_counter() - started,
         )

@@ -33,7 +33,7 @@ def _plan(request: PlanningRequest, *, planner: str, is_frozen_aware: bool) -> P
 
 
 def _candidates(request: PlanningRequest, times: PlanningTimes) -> Iterator[Candidate]:
-    """For each number of LLM stages: the LLM's partition, and the other units' that keep up with its stage time; one dp for all."""
+    """For each number of LLM stages: the LLM's partition, and the others' that keep up with its stage time; one dp for all."""
     graph, size = request.graph, request.default_micro_batch_size
     backbone = graph.backbone
     data_sizes = shared_data_parallel_sizes(request, graph.unit_names, micro_batch_size=size)

@@ -1,4 +1,4 @@
-"""Encoders-colocated: all encoders fused into the same stages, one after another, in front of the LLM's (Cornstarch, section 2)."""
+"""Encoders-colocated: all encoders fused into the same stages, one after another, in front of the LLM's (Cornstarch 2)."""
 
 import time
 from collections.abc import Iterator

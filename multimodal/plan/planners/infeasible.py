@@ -30,8 +30,8 @@ def infeasible(request: PlanningRequest, *, planner: str) -> PlanError:
         )
         if not len(options):
             return PlanError(
-                f"{where}: unit '{unit}' does not fit at any tensor, pipeline or data parallel size that is allowed; use GPUs with "
-                "more memory, freeze it, lower the memory headroom, or unfix its sizes"
+                f"{where}: unit '{unit}' does not fit at any tensor, pipeline or data parallel size that is allowed; use GPUs "
+                "with more memory, freeze it, lower the memory headroom, or unfix its sizes"
             )
         fewest[unit] = int(options.gpus.min())
     total = sum(fewest.values())
@@ -39,6 +39,6 @@ def infeasible(request: PlanningRequest, *, planner: str) -> PlanError:
     if total > request.num_gpus:
         return PlanError(f"{where}: the units need at least {needs}, {total} GPUs in all; use {total} or more")
     return PlanError(
-        f"{where} under this planner's rules and the fixed sizes, though each unit alone would fit ({needs} GPUs); use more GPUs, "
-        "another planner (disttrain, braid), or fewer fixed sizes"
+        f"{where} under this planner's rules and the fixed sizes, though each unit alone would fit ({needs} GPUs); use more "
+        "GPUs, another planner (disttrain, braid), or fewer fixed sizes"
     )

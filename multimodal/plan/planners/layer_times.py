@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from multimodal.cost.layer_costs import LayerCosts, Recompute
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.values.backward_need import layers_backward_need
 
@@ -28,20 +27,17 @@ class PlanningTimes:
     request: PlanningRequest
     is_frozen_aware: bool = True
     """False: every backward is taken to cost twice its forward (Cornstarch's baseline, 4.2)."""
-    _known: dict[tuple[str, int, float, Recompute | None], LayerTimes] = field(default_factory=dict, repr=False)
+    _known: dict[tuple[str, int, float], LayerTimes] = field(default_factory=dict, repr=False)
 
-    def of_unit(
-        self, unit: str, *, tensor_parallel_size: int, num_samples: float, recompute: Recompute | None = None
-    ) -> LayerTimes:
+    def of_unit(self, unit: str, *, tensor_parallel_size: int, num_samples: float) -> LayerTimes:
         """Return the seconds of each layer over `num_samples` average samples on `tensor_parallel_size` ranks of one node."""
-        key = unit, tensor_parallel_size, num_samples, recompute
+        key = unit, tensor_parallel_size, num_samples
         if key not in self._known:
             self._known[key] = self._compute(*key)
         return self._known[key]
 
-    def _compute(self, unit: str, tensor_parallel_size: int, num_samples: float, recompute: Recompute | None) -> LayerTimes:
+    def _compute(self, unit: str, tensor_parallel_size: int, num_samples: float) -> LayerTimes:
         request = self.request
-        costs = LayerCosts(request.graph, request.cluster, request.vocab_size)
         described = request.graph.unit(unit)
         load = request.load(unit, num_samples)
         forward, backward = [], []
@@ -50,7 +46,9 @@ class PlanningTimes:
         for index, kind in enumerate(described.layers):
             need = layers_backward_need(request.graph, unit, range(index, index + 1)) if kind not in kinds else None
             if need is not None:
-                one = costs.seconds(unit, kind, load, tensor_parallel_size=tensor_parallel_size, recompute=recompute)
+                one = request.layer_costs.seconds(
+                    unit, kind, load, tensor_parallel_size=tensor_parallel_size, recompute=request.recompute
+                )
                 kinds[kind] = (one.forward, one.backward(kind, need) if self.is_frozen_aware else 2 * one.forward)
             forward.append(kinds[kind][0])
             backward.append(kinds[kind][1])

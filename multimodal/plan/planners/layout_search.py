@@ -1,10 +1,12 @@
 """The best layouts by estimate, of every kind: disaggregated, colocated, with virtual stages, at several microbatch sizes."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product, zip_longest
 
+from multimodal.cost.layer_costs import Recompute
 from multimodal.plan.planners.allocation_search import AllocationProblem, rank_allocations
 from multimodal.plan.planners.candidate import Candidate, fits
 from multimodal.plan.planners.disttrain import build_candidate, build_problem
@@ -31,36 +33,48 @@ MOST_PER_KIND = 8
 Scored = tuple[Candidate, float]
 
 
-def best_layouts(request: PlanningRequest) -> Iterator[PlannedRun]:
+def best_layouts(request: PlanningRequest, *, deadline: float = math.inf) -> Iterator[PlannedRun]:
     """Yield runs with their estimated seconds: the best of every kind, then the second best of every kind, ...
 
     A kind is a placement (ranks of its own for each unit, all ranks for all units, or one chain over a grid), a number of virtual
-    stages of the LLM, and a microbatch size.
+    stages of the LLM, a microbatch size, and whether whole layers are computed again in their backward.
+    deadline: of `time.perf_counter()`, after which no further microbatch size is looked at.
     """
     kinds: list[list[PlannedRun]] = []
-    for size in micro_batch_sizes(request, MICRO_BATCH_SIZES):
-        sized = replace(request, micro_batch_size=size)
-        times, memory = PlanningTimes(sized), MemoryEstimate(sized)
-        for virtual_stages in _virtual_stages(request):
-            problem = build_problem(sized, virtual_stages=virtual_stages)
-            for scored in (
-                _disaggregated(sized, times, memory, problem) if len(problem.llm) else [],
-                _colocated(sized, times, memory, problem) if len(problem.llm) else [],
-            ):
-                kinds.append(
-                    [
-                        candidate.to_run(sized, planner="braid", seconds=seconds, started=time.perf_counter())
-                        for candidate, seconds in scored
-                    ]
-                )
-        kinds += _grids(sized, times, memory)
-    kinds = [kind for kind in kinds if kind]
-    best = min((kind[0].objective_seconds for kind in kinds), default=0.0)
-    kinds = sorted(
-        (kind for kind in kinds if kind[0].objective_seconds <= KIND_SLACK * best), key=lambda kind: kind[0].objective_seconds
-    )
-    for row in zip_longest(*kinds):
+    best = math.inf
+    for recompute, size in _forms(request):
+        if kinds and time.perf_counter() > deadline:
+            break
+        found = [kind for kind in _kinds(replace(request, micro_batch_size=size, recompute=recompute)) if kind]
+        kinds += found
+        best = min((best, *(kind[0].objective_seconds for kind in found)))
+    kept = [kind for kind in kinds if kind[0].objective_seconds <= KIND_SLACK * best]
+    for row in zip_longest(*sorted(kept, key=lambda kind: kind[0].objective_seconds)):
         yield from (run for run in row if run is not None)
+
+
+def _forms(request: PlanningRequest) -> Iterator[tuple[Recompute | None, int]]:
+    """Yield recomputation and microbatch size; recomputing is tried at the smallest size only, where it saves most."""
+    sizes = tuple(micro_batch_sizes(request, MICRO_BATCH_SIZES))
+    for size in sizes:
+        yield request.recompute, size
+        if size == sizes[0] and request.recompute is None:
+            yield "full", size
+
+
+def _kinds(request: PlanningRequest) -> Iterator[list[PlannedRun]]:
+    times, memory = PlanningTimes(request), MemoryEstimate(request)
+    for virtual_stages in _virtual_stages(request):
+        problem = build_problem(request, virtual_stages=virtual_stages)
+        if not len(problem.llm):
+            continue
+        for list_scored in (_disaggregated, _colocated):
+            scored = list_scored(request, times, memory, problem)
+            yield [
+                candidate.to_run(request, planner="braid", seconds=seconds, started=time.perf_counter())
+                for candidate, seconds in scored
+            ]
+    yield from _grids(request, times, memory)
 
 
 def _grids(request: PlanningRequest, times: PlanningTimes, memory: MemoryEstimate) -> list[list[PlannedRun]]:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from multimodal.plan.planners.candidate import Candidate, samples_in_flight
 from multimodal.plan.planners.infeasible import infeasible
@@ -31,6 +31,11 @@ class Grid:
     """Per stage of the grid, one microbatch through all its ranges."""
     virtual_stages: int
 
+    def with_replicas(self, data: int) -> "Grid":
+        """Return the grid with another data parallel size."""
+        layouts = {unit: replace(layout, data_parallel_size=data) for unit, layout in self.layouts.items()}
+        return replace(self, layouts=layouts)
+
 
 def plan_megatron_balanced(request: PlanningRequest) -> PlannedRun:
     """Plan one grid whose slowest virtual stage is as fast as the order of layers allows.
@@ -57,11 +62,10 @@ def build_run(request: PlanningRequest, grid: Grid, *, planner: str, seconds: fl
     """Deal ranks to a grid."""
     return PlannedRun(
         planner,
-        lay_out_grid(
-            request.graph, grid.held, num_stages=grid.num_stages, layout=grid.layouts[request.graph.backbone.name]
-        ),
+        lay_out_grid(request.graph, grid.held, num_stages=grid.num_stages, layout=grid.layouts[request.graph.backbone.name]),
         schedule="interleaved-1f1b" if grid.virtual_stages > 1 else "1f1b",
         micro_batch_size=request.default_micro_batch_size,
+        recompute=request.recompute,
         objective_seconds=seconds,
         planning_seconds=time.perf_counter() - started,
     )
@@ -81,13 +85,16 @@ def list_grids(request: PlanningRequest, times: PlanningTimes) -> Iterator[Grid]
         pieces = chain_pieces(request, times, tensor=tensor, num_samples=size)
         most_stages = min(len(pieces), request.num_gpus // tensor)
         stages = (backbone.pipeline_parallel_size,) if backbone.pipeline_parallel_size else range(1, most_stages + 1)
-        for data in shared_data_parallel_sizes(request, names, micro_batch_size=size):
-            for num_stages in stages:
-                if num_stages * tensor * data > request.num_gpus:
-                    break
-                for virtual_stages in chunks:
-                    if num_stages * virtual_stages <= len(pieces) and (num_stages > 1 or virtual_stages == 1):
-                        yield build_grid(pieces, num_stages=num_stages, virtual_stages=virtual_stages, tensor=tensor, data=data)
+        data_sizes = shared_data_parallel_sizes(request, names, micro_batch_size=size)
+        for num_stages in stages:
+            for virtual_stages in chunks:
+                if num_stages * virtual_stages > len(pieces) or (num_stages == 1 and virtual_stages > 1):
+                    continue
+                grid = build_grid(pieces, num_stages=num_stages, virtual_stages=virtual_stages, tensor=tensor)
+                for data in data_sizes:
+                    if num_stages * tensor * data > request.num_gpus:
+                        break
+                    yield grid.with_replicas(data)
 
 
 Piece = tuple[str, Range, float]
@@ -103,8 +110,8 @@ def chain_pieces(request: PlanningRequest, times: PlanningTimes, *, tensor: int,
     return tuple(found)
 
 
-def build_grid(pieces: Sequence[Piece], *, num_stages: int, virtual_stages: int, tensor: int, data: int) -> Grid:
-    """Cut the chain into virtual stages and deal them to the grid's stages in turn."""
+def build_grid(pieces: Sequence[Piece], *, num_stages: int, virtual_stages: int, tensor: int) -> Grid:
+    """Cut the chain into virtual stages and deal them to the grid's stages in turn; one replica."""
     cuts = partition_layers([seconds for _, _, seconds in pieces], num_stages=num_stages * virtual_stages)
     held: dict[str, dict[int, list[Range]]] = {}
     stage_seconds = [0.0] * num_stages
@@ -118,7 +125,7 @@ def build_grid(pieces: Sequence[Piece], *, num_stages: int, virtual_stages: int,
             else:
                 ranges.append((start, stop))
     frozen = {unit: {stage: tuple(ranges) for stage, ranges in stages.items()} for unit, stages in held.items()}
-    layouts = {unit: UnitLayout(tensor, data, tuple(stages.values())) for unit, stages in frozen.items()}
+    layouts = {unit: UnitLayout(tensor, 1, tuple(stages.values())) for unit, stages in frozen.items()}
     return Grid(num_stages, frozen, layouts, tuple(stage_seconds), virtual_stages)
 
 

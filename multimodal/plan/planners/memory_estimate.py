@@ -1,6 +1,7 @@
 """Bytes that a rank needs under a layout, in closed form: what planners prune by before anything is simulated."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from multimodal.cost.activation_memory import layer_activation_bytes
 from multimodal.cost.layer_flops import UnitLoad, layer_weights
-from multimodal.cost.memory import layer_activation_bytes, layer_static_bytes
+from multimodal.cost.memory import layer_static_bytes
 from multimodal.plan.planners.partition_layers import Range
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.unit_layout import UnitLayout
@@ -25,10 +27,16 @@ class LayerMemory(NamedTuple):
     is_trained: bool
     activation_bytes: float
     """Kept for the backward of one average sample."""
+    bytes_per_element: int
 
     def static_bytes(self, data_parallel_size: int) -> float:
         """Weights, gradients and optimizer state."""
-        return layer_static_bytes(self.num_weights, is_trained=self.is_trained, data_parallel_size=data_parallel_size)
+        return layer_static_bytes(
+            self.num_weights,
+            is_trained=self.is_trained,
+            data_parallel_size=data_parallel_size,
+            bytes_per_element=self.bytes_per_element,
+        )
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,7 @@ class MemoryEstimate:
     """
 
     request: PlanningRequest
+    _counts: dict[tuple[str, tuple[Range, ...]], tuple[tuple[LayerKind, int], ...]] = field(default_factory=dict, repr=False)
     _layers: dict[tuple[str, LayerKind], LayerMemory] = field(default_factory=dict, repr=False)
 
     def static_bytes(self, unit: str, ranges: Sequence[Range], *, tensor_parallel_size: int, data_parallel_size: int) -> float:
@@ -84,16 +93,13 @@ class MemoryEstimate:
         root = (np.sqrt(9 * deviation**2 + 4 * weight) - 3 * deviation) / 2
         return np.asarray(np.maximum(root**2, weight / heaviest))
 
-    def _count(self, unit: str, ranges: Sequence[Range]) -> list[tuple[LayerKind, int]]:
-        layers = self.request.graph.unit(unit).layers
-        counts: dict[LayerKind, int] = {}
-        for first, end in ranges:
-            for kind in {layers[first], layers[min(first + 1, end - 1)], layers[end - 1]}:
-                held = (
-                    min(end, len(layers) - 1) - max(first, 1) if kind is LayerKind.TRANSFORMER else 1
-                )  # every other kind stands at one end of the unit
-                counts[kind] = counts.get(kind, 0) + held
-        return list(counts.items())
+    def _count(self, unit: str, ranges: Sequence[Range]) -> tuple[tuple[LayerKind, int], ...]:
+        key = unit, tuple(ranges)
+        if key not in self._counts:
+            layers = self.request.graph.unit(unit).layers
+            kinds = [layers[layer] for first, end in ranges for layer in range(first, end)]
+            self._counts[key] = tuple(Counter(kinds).items())
+        return self._counts[key]
 
     def layer(self, unit: str, kind: LayerKind) -> LayerMemory:
         """Return what one layer of this kind needs."""
@@ -105,6 +111,15 @@ class MemoryEstimate:
             self._layers[unit, kind] = LayerMemory(
                 layer_weights(request.graph, described, kind, vocab_size=request.vocab_size),
                 need.trains_weights,
-                layer_activation_bytes(described, kind, load, need=need, vocab_size=request.vocab_size),
+                layer_activation_bytes(
+                    described,
+                    kind,
+                    load,
+                    need=need,
+                    vocab_size=request.vocab_size,
+                    bytes_per_element=request.cluster.bytes_per_element,
+                    recompute=request.recompute,
+                ),
+                request.cluster.bytes_per_element,
             )
         return self._layers[unit, kind]

@@ -5,6 +5,7 @@ Optimus, Appendix B and Entrain, Eq. 4.1: F(l, m) = min over j < l of max(F(j, m
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +58,7 @@ class _Table:
             bounds.append(int(cut[bounds[-1]]))
         bounds.append(0)
         bounds.reverse()
-        return tuple(zip(bounds[:-1], bounds[1:], strict=True))
+        return tuple(pairwise(bounds))
 
 
 @lru_cache(maxsize=256)

@@ -13,7 +13,7 @@ def write_plan_file(
 ) -> None:
     """Write a commented YAML file that `Plan.from_file` reads.
 
-    made_for: what the plan was made for, as lines of name and value. simulate_flags: data flags of tools/simulate.py that
+    made_for: what the plan was made for, as lines of name and value. simulate_flags: flags of tools/simulate.py that
     reproduce the prediction.
     """
     lines = [
@@ -29,9 +29,9 @@ def write_plan_file(
     lines += [
         "#",
         "# To edit: every replica of a unit lists its pipeline stages; `ranks` (ascending) share a stage's layers by tensor",
-        "# parallelism, `layers` are half-open ranges of the unit's layer list, which also counts what stands before the first and",
-        "# after the last transformer layer (patch or token embedding; projector or head). All ranks from 0 on must be used, and all",
-        "# replicas of a unit must have the same ranges.",
+        "# parallelism, `layers` are half-open ranges of the unit's layer list, which also counts what stands before the first",
+        "# and after the last transformer layer (patch or token embedding; projector or head). All ranks from 0 on must be used,",
+        "# and all replicas of a unit must have the same ranges.",
         *plan_lines(run.plan),
     ]
     Path(path).write_text("\n".join(lines) + "\n")

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from multimodal.cost.layer_costs import Recompute
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.simulate_run import Prediction, predict_run
@@ -10,6 +11,7 @@ from multimodal.values.errors import PlanError
 from multimodal.values.plan import validate_plan
 
 MOST_ROUNDS = 5
+RECOMPUTES: tuple[Recompute | None, ...] = (None, "full")
 MARGIN = 0.98
 """Aim a little below the limit in the next round."""
 
@@ -19,9 +21,25 @@ def plan_run(
 ) -> tuple[PlannedRun, Prediction]:
     """Plan, simulate, and plan again with less memory to count on while the simulated peak does not fit.
 
-    Planners estimate activations in closed form; real batches and schedules can need more. max_actions, num_batches: as for
-    `predict_run`. Raises PlanError, saying what would fit, when nothing does.
+    Planners estimate activations in closed form; real batches and schedules can need more. Where nothing fits, whole layers are
+    computed again in their backward, unless the request says what is. max_actions, num_batches: as for `predict_run`.
+    Raises PlanError, saying what would fit, when nothing does.
     """
+    problem: PlanError | None = None
+    for recompute in (request.recompute,) if request.recompute else RECOMPUTES:
+        try:
+            return _plan_in_memory(
+                planner, replace(request, recompute=recompute), max_actions=max_actions, num_batches=num_batches
+            )
+        except PlanError as found:
+            problem = problem or found
+    assert problem is not None
+    raise problem
+
+
+def _plan_in_memory(
+    planner: Callable[[PlanningRequest], PlannedRun], request: PlanningRequest, *, max_actions: int | None, num_batches: int
+) -> tuple[PlannedRun, Prediction]:
     scaled, seconds = request, 0.0
     for _ in range(MOST_ROUNDS):
         run = planner(scaled)

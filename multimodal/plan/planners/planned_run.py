@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from multimodal.cost.layer_costs import Recompute
 from multimodal.values.plan import Plan
 
 
@@ -19,7 +20,7 @@ class PlannedRun:
     """A name of `BALANCERS`."""
     micro_batch_size: int = 1
     """Samples per LLM microbatch."""
-    recomputation: str | None = None
+    recompute: Recompute | None = None
     """None, `selective` or `full`: `--recompute-granularity`."""
     objective_seconds: float = field(default=0.0, compare=False)
     """What the planner itself expects of a step, by its own formula."""
@@ -34,11 +35,11 @@ class PlannedRun:
 
     @property
     def flags(self) -> str:
-        """The flags of pretrain_mllm.py (and, but for recomputation, of tools/simulate.py) that belong to the plan."""
+        """The flags of pretrain_mllm.py and tools/simulate.py that belong to the plan."""
         flags = [f"--schedule {self.schedule}"]
         if self.passes:
             flags.append(f"--schedule-passes {','.join(self.passes)}")
         flags += [f"--balance {self.balance}", f"--micro-batch-size {self.micro_batch_size}"]
-        if self.recomputation:
-            flags.append(f"--recompute-granularity {self.recomputation}")
+        if self.recompute:
+            flags.append(f"--recompute-granularity {self.recompute}")
         return " ".join(flags)

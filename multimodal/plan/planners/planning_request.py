@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.cost.cluster import Cluster
+from multimodal.cost.layer_costs import LayerCosts, Recompute
 from multimodal.cost.layer_flops import UnitLoad, sample_load
+from multimodal.cost.layer_profile import LayerProfile
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.sample_lengths import SampleLengths
@@ -47,6 +49,10 @@ class PlanningRequest:
     """Padded."""
     fixed_sizes: Mapping[str, FixedSizes] = field(default_factory=dict)
     """Unit -> sizes that the plan must have."""
+    recompute: Recompute | None = None
+    """What transformer layers compute again in their backward."""
+    profile: LayerProfile | None = None
+    """Measured costs of layers, in place of what the cluster's description gives."""
     memory_headroom: float = 0.1
     """Share of a GPU's memory that stays free: fragmentation, workspaces, communication buffers."""
     memory_scale: float = 1.0
@@ -55,8 +61,8 @@ class PlanningRequest:
     """How long a planner that searches by simulation may take."""
     num_batches: int = 1
     """Global batches that such a planner simulates a finalist on."""
-    max_actions: int = 12_000
-    """A ranking simulation keeps as many replicas as have so many computations."""
+    max_actions: int = 8_000
+    """Computations of a step up to which all of it is simulated (see `predict_run`)."""
 
     def __post_init__(self) -> None:
         for name in ("num_gpus", "global_batch_size", "num_batches"):
@@ -94,6 +100,11 @@ class PlanningRequest:
         """LLM microbatches of one global batch, over all replicas."""
         return -(-self.global_batch_size // micro_batch_size)
 
+    @cached_property
+    def layer_costs(self) -> LayerCosts:
+        """Seconds of single layers."""
+        return LayerCosts(self.graph, self.cluster, self.vocab_size, self.profile)
+
     def fixed(self, unit: str) -> FixedSizes:
         """What is decided of a unit."""
         return self.fixed_sizes.get(unit, FixedSizes())
@@ -122,7 +133,7 @@ class PlanningRequest:
         return UnitLoad(*(round(num_samples * each) for each in self.mean_loads[unit]))
 
     def tensor_parallel_sizes(self, unit: str) -> tuple[int, ...]:
-        """Sizes that divide a node, the unit's heads and widths, and the LLM's vocabulary; raises PlanError when a fixed one does not."""
+        """Sizes that divide a node, the unit's heads and widths, and the LLM's vocabulary; PlanError when a fixed one does not."""
         described = self.graph.unit(unit)
         shape = described.transformer
         widths = [shape.num_attention_heads, shape.query_groups, shape.ffn_hidden_size]

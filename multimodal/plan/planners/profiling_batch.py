@@ -6,7 +6,6 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from multimodal.cost.layer_costs import LayerCosts
 from multimodal.cost.layer_flops import UnitLoad
 from multimodal.plan.planners.flops_ratio import proportional_gpus
 from multimodal.plan.planners.planning_request import PlanningRequest
@@ -23,7 +22,6 @@ def sample_work(request: PlanningRequest, *, seed: int = 0) -> Mapping[str, NDAr
     random = np.random.default_rng(seed)
     count = len(request.lengths)
     rows = np.arange(count) if count <= POOL_SIZE else np.sort(random.choice(count, POOL_SIZE, replace=False))
-    costs = LayerCosts(request.graph, request.cluster, request.vocab_size)
     found = {}
     for unit in request.graph.units:
         loads = request.sample_loads[unit.name][rows]
@@ -35,7 +33,7 @@ def sample_work(request: PlanningRequest, *, seed: int = 0) -> Mapping[str, NDAr
         seconds = []
         for row in distinct.tolist():
             load = UnitLoad(*map(int, row))
-            layers = {kind: costs.seconds(unit.name, kind, load) for kind in kinds}
+            layers = {kind: request.layer_costs.seconds(unit.name, kind, load, recompute=request.recompute) for kind in kinds}
             seconds.append(sum(kinds[kind][1] * (one.forward + one.backward(kind, needs[kind])) for kind, one in layers.items()))
         found[unit.name] = np.array(seconds)[position.ravel()]
     return found
@@ -64,8 +62,8 @@ def stable_batch_size(
     """Return b_min: random batches of so many samples keep giving the same allocation (Entrain, Alg. 2).
 
     work: unit -> seconds of each sample of a pool, from which batches are drawn with replacement. Doubles the size from
-    `first_size` until k trials agree with a reference draw. Terminates by the law of large numbers unless the proportions lie on a
-    border, where it stops at `LARGEST_BATCH`. O(k x b_min) per size.
+    `first_size` until k trials agree with a reference draw. Terminates by the law of large numbers unless the proportions lie on
+    a border, where it stops at `LARGEST_BATCH`. O(k x b_min) per size.
     """
     random = np.random.default_rng(seed)
     names = list(work)

@@ -9,6 +9,7 @@ from itertools import cycle, islice
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.cost.model_costs import ModelCosts
+from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_costs import ComputeCost, StepCosts, TransferCost
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
@@ -247,7 +248,8 @@ def _step_costs(
     run: PlannedRun, request: PlanningRequest, plan: Plan, assignment: Assignment, lengths: Sequence[SampleLengths]
 ) -> StepCosts:
     def costs_of(each: Plan) -> ModelCosts:
-        return ModelCosts(request.graph, each, assignment, lengths, request.cluster, request.vocab_size)
+        options = RunOptions(recompute=run.recompute)
+        return ModelCosts(request.graph, each, assignment, lengths, request.cluster, request.vocab_size, options, request.profile)
 
     if plan is run.plan:
         return costs_of(plan)

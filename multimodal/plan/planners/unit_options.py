@@ -153,10 +153,11 @@ def pareto_rows(*columns: Floats | Integers) -> Integers:
     for start in range(0, len(order), _BLOCK):
         rows = order[start : start + _BLOCK]
         block = values[rows, 1:]
-        is_open = ~(kept[None, :, :] <= block[:, None, :]).all(axis=2).any(axis=1)
+        is_beaten = np.all(kept[None, :, :] <= block[:, None, :], axis=2)
+        is_open = ~np.any(is_beaten, axis=1)
         rows, block = rows[is_open], block[is_open]
-        beats = np.tril((block[None, :, :] <= block[:, None, :]).all(axis=2), k=-1)
-        is_kept = ~beats.any(axis=1)
+        beats = np.tril(np.all(block[None, :, :] <= block[:, None, :], axis=2), k=-1)
+        is_kept = ~np.any(beats, axis=1)
         kept = np.concatenate([kept, block[is_kept]])
         kept_rows.append(rows[is_kept])
     return np.concatenate([np.zeros(0, dtype=np.int64), *kept_rows])
