@@ -9,9 +9,9 @@ def order_pairs(pairs: Sequence[Sequence[int]], *, work: Sequence[float]) -> lis
     """Return the microbatches of all pairs in the order of execution, those of a pair one after the other.
 
     The lightest pair comes first, so that all stages have something to do soon, the second lightest last, since nothing fills the
-    waits for the last backwards (DistTrain's insight, 5.2); work rises to the middle. Entrain leaves the order of pairs open; in
-    simulation this one took less time than any of twelve random ones on most lengths, and 6 % less than descending work on
-    long-tailed ones.
+    waits for the last backwards (DistTrain's insight, 5.2); work rises to the middle. Entrain leaves the order of pairs open;
+    against descending LLM load, simulated steps of eager 1F1B took up to 9 % less on long-tailed lengths, at most 1 % more
+    on short-tailed ones (with plain 1F1B 4 % more on one).
 
     work: per microbatch, encoders and LLM together. Equal pairs go by index. O(pairs log pairs).
     """
