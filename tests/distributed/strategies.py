@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
+from multimodal.attention.bitfield import MaskMode
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import Pass
 from multimodal.schedule.passes.fill import fill
@@ -38,6 +39,8 @@ def gradient_cases(draw: st.DrawFn) -> GradientCase:
         sequence_parallel=draw(st.booleans()),
         recompute=draw(st.sampled_from([None, "selective", "full"])),
         passes=draw(passes()),
+        attention_mask=draw(st.sampled_from([MaskMode.CAUSAL, MaskMode.EMBEDDED])),
+        attention_backend=draw(st.sampled_from(["auto", "blocks"])),
     )
 
 
