@@ -93,8 +93,8 @@ class _ContextAttention(torch.autograd.Function):
             sent.append(_Reduction(of_keys, of_values, context))
             for earlier in sent[:-1]:
                 earlier.finish()
-        of_keys, of_values = zip(*(each.finish() for each in sent), strict=True)
-        return torch.cat(query_gradients, dim=1), torch.cat(of_keys, dim=1), torch.cat(of_values, dim=1), None, None
+        key_gradients, value_gradients = zip(*(each.finish() for each in sent), strict=True)
+        return torch.cat(query_gradients, dim=1), torch.cat(key_gradients, dim=1), torch.cat(value_gradients, dim=1), None, None
 
 
 def _steps(tensor: Tensor, key: Tensor, context: ContextGroup) -> tuple[Tensor, ...]:

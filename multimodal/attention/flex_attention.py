@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ def attend_by_flex_attention(
     block_mask = mask.derive(("flex", query.device), lambda: build_flex_mask(mask, query.device))
     # [num_tokens, heads, channels] -> [1, heads, num_tokens, channels]
     inputs = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    attend: Callable[..., Any] = _compiled() if query.device.type == "cuda" else flex_attention
+    attend = _compiled() if query.device.type == "cuda" else cast(Callable[..., Any], flex_attention)
     mixed: Tensor = attend(*inputs, block_mask=block_mask, scale=softmax_scale, enable_gqa=True)
     return mixed[0].transpose(0, 1)
 
