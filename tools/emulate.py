@@ -2,9 +2,12 @@
 
 python tools/emulate.py --costs COSTS.yaml --schedule 1f1b [--schedule-passes fill,...] [--iterations N] [--json]
                         [--report-dir DIR]
+python tools/emulate.py --model M.yaml --cluster C.yaml --plan P.yaml --lengths L.csv.gz --schedule 1f1b ...
 
-Every lane of the table becomes a process; messages, broker, gradient reductions and the executor are the real ones. Waiting costs
-no core, so 16 ranks fit on two. --report-dir gets measured.json and simulated.json (for `tools/trace.py diff`) and a picture.
+What runs is a table of seconds per stage, or what tools/simulate.py takes, by the same flags (--layer-costs, --balance, ...): a
+model on a cluster. Every lane of a table, every rank of a model's plan becomes a process; messages, broker, gradient reductions
+and the executor are the real ones. Waiting costs no core, so 16 ranks fit on two. --report-dir gets measured.json and
+simulated.json (for `tools/trace.py diff`) and a picture.
 """
 
 import argparse
@@ -34,13 +37,17 @@ from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.simulation import Simulation
 from multimodal.values.errors import BraidError
 from multimodal.values.timeline import Timeline
+from tools.simulate import build_parser, build_steps, check_flags
 
 
 def main(argv: Sequence[str]) -> int:
     """Emulate and print; returns the exit code."""
     given = _parse(argv)
     try:
-        run = build_run(given.costs, given.schedule, given.schedule_passes, num_iterations=given.iterations)
+        if given.costs is not None:
+            run = build_run(given.costs, given.schedule, given.schedule_passes, num_iterations=given.iterations)
+        else:
+            run = build_model_run(given.model_flags, given.schedule, given.schedule_passes, num_iterations=given.iterations)
         simulation = simulate_schedule(run.schedule, graph=run.graph, plan=run.plan, assignment=run.assignment, costs=run.costs)
         timelines = emulate(run)
     except BraidError as problem:
@@ -66,6 +73,15 @@ def build_run(costs: Path, schedule: str, passes: str, *, num_iterations: int) -
     return EmulatedRun(*model, lowered, TableCosts(table), num_iterations)
 
 
+def build_model_run(model_flags: Sequence[str], schedule: str, passes: str, *, num_iterations: int) -> EmulatedRun:
+    """Make what is run from flags of tools/simulate.py: the first of its steps; raises BraidError."""
+    flags = build_parser().parse_args([*model_flags, "--schedule", schedule])
+    check_flags(flags)
+    step = next(iter(build_steps(flags)))
+    lowered = build_schedule(BUILDERS[schedule], step.graph, step.plan, step.assignment, passes=passes_named(passes))
+    return EmulatedRun(step.graph, step.plan, step.assignment, lowered, step.costs, num_iterations)
+
+
 def summarize(simulation: Simulation, timelines: Sequence[Timeline]) -> dict[str, Any]:
     """Simulated against measured seconds of a step."""
     measured = statistics.median(timeline.duration_seconds for timeline in timelines)
@@ -80,14 +96,18 @@ def summarize(simulation: Simulation, timelines: Sequence[Timeline]) -> dict[str
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--costs", type=Path, required=True, metavar="COSTS.yaml", help="seconds per stage; see docs/simulate.md")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--costs", type=Path, metavar="COSTS.yaml", help="seconds per stage; see docs/simulate.md")
     parser.add_argument("--schedule", choices=tuple(BUILDERS), default="1f1b", help="the builder")
     parser.add_argument("--schedule-passes", default="", metavar="A,B", help=f"of {', '.join(PASSES)}")
     parser.add_argument("--iterations", type=int, default=5, metavar="N", help="measured steps (the median counts)")
     parser.add_argument("--report-dir", type=Path, metavar="DIR", help="folder for timelines and a picture")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    given = parser.parse_args(argv)
+    given, given.model_flags = parser.parse_known_args(argv)
+    if given.costs is not None and given.model_flags:
+        parser.error(f"{given.model_flags[0]} would be ignored beside --costs, which says all of it")
     if given.iterations < 1:
         parser.error("--iterations must be at least 1")
     return given
