@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <functional>
 #include <numeric>
-#include <queue>
 #include <tuple>
 #include <utility>
+
+#include "radix_sort.h"
 
 namespace braid {
 
@@ -20,23 +20,23 @@ class Distribution {
 
     void place_longest_first(bool has_equal_counts) {
         const Integer num_blocks = workloads_.size, num_ranks = static_cast<Integer>(loads_.size());
-        std::vector<std::pair<Integer, Integer>> order(num_blocks);  // (-workload, block)
-        for (Integer block = 0; block < num_blocks; ++block) order[block] = {-workloads_[block], block};
-        std::sort(order.begin(), order.end());
         const Integer fair_count = has_equal_counts ? num_blocks / num_ranks : num_blocks;
         Integer num_extra = num_blocks - std::min(num_blocks, fair_count * num_ranks);
-        using LoadedRank = std::pair<Integer, Integer>;
-        std::vector<LoadedRank> empty;
-        for (Integer rank = 0; rank < num_ranks; ++rank) empty.emplace_back(0, rank);
-        std::priority_queue<LoadedRank, std::vector<LoadedRank>, std::greater<LoadedRank>> open({}, std::move(empty));
-        for (const auto& [minus_workload, block] : order) {
-            while (is_full(open.top().second, fair_count, num_extra)) open.pop();
-            const Integer rank = open.top().second;
-            open.pop();
+        for (auto& blocks : blocks_) blocks.reserve(num_blocks / num_ranks + 1);
+        std::vector<LoadedRank> open;  // a heap, least loaded first
+        for (Integer rank = 0; rank < num_ranks; ++rank) open.emplace_back(0, rank);
+        for (Integer block : longest_first()) {
+            while (is_full(open.front().second, fair_count, num_extra)) {
+                open.front() = open.back();
+                open.pop_back();
+                sink_front(open);
+            }
+            const Integer rank = open.front().second;
             if (static_cast<Integer>(blocks_[rank].size()) == fair_count) --num_extra;
             blocks_[rank].push_back(block);
-            loads_[rank] -= minus_workload;
-            open.emplace(loads_[rank], rank);
+            loads_[rank] += workloads_[block];
+            open.front().first = loads_[rank];
+            sink_front(open);
         }
     }
 
@@ -59,6 +59,43 @@ class Distribution {
     }
 
   private:
+    using LoadedRank = std::pair<Integer, Integer>;  // (load, rank)
+
+    // Blocks by descending workload, then by index.
+    std::vector<Integer> longest_first() const {
+        const Integer num_blocks = workloads_.size;
+        std::vector<Integer> order(num_blocks);
+        if (num_blocks == 0) return order;
+        const auto most = static_cast<std::uint64_t>(*std::max_element(workloads_.data, workloads_.data + num_blocks));
+        const int block_bits = bit_width(static_cast<std::uint64_t>(num_blocks)), workload_bits = bit_width(most);
+        if (block_bits + workload_bits > 64 || block_bits > 32) {
+            std::iota(order.begin(), order.end(), 0);
+            std::stable_sort(order.begin(), order.end(), [&](Integer a, Integer b) { return workloads_[a] > workloads_[b]; });
+            return order;
+        }
+        std::vector<std::uint64_t> keys(num_blocks), spare;
+        for (Integer block = 0; block < num_blocks; ++block) {
+            const auto shortfall = most - static_cast<std::uint64_t>(workloads_[block]);
+            keys[block] = shortfall << block_bits | static_cast<std::uint64_t>(block);
+        }
+        radix_sort(keys, spare, std::uint64_t{0}, block_bits, workload_bits);
+        const std::uint64_t mask = (std::uint64_t{1} << block_bits) - 1;
+        for (Integer place = 0; place < num_blocks; ++place) order[place] = static_cast<Integer>(keys[place] & mask);
+        return order;
+    }
+
+    // Restores a heap whose first entry may have grown.
+    static void sink_front(std::vector<LoadedRank>& heap) {
+        std::size_t place = 0;
+        while (2 * place + 1 < heap.size()) {
+            std::size_t child = 2 * place + 1;
+            if (child + 1 < heap.size() && heap[child + 1] < heap[child]) ++child;
+            if (!(heap[child] < heap[place])) return;
+            std::swap(heap[place], heap[child]);
+            place = child;
+        }
+    }
+
     bool is_full(Integer rank, Integer fair_count, Integer num_extra) const {
         return static_cast<Integer>(blocks_[rank].size()) >= fair_count + (num_extra > 0);
     }
