@@ -13,7 +13,7 @@ from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import ACTION_TABLE, REPEATED_KINDS, Action, ActionKind, Place, Resource
+from multimodal.values.schedule import ACTION_TABLE, REPEATED_KINDS, Action, ActionKind, Resource
 from multimodal.values.schedule_form import ScheduleForm, form_of
 
 CollectiveKey = tuple[ActionKind, str, int]
@@ -170,12 +170,13 @@ class _Numbering:
         return self.codes[need]
 
     def _places(self) -> tuple[Integers, Integers]:
-        numbers: dict[tuple[Place, Place], int] = {}
+        numbers: dict[tuple[object, ...], int] = {}
         forwards: dict[int, int] = {}
         place_of_node = [-1] * len(self.nodes)
         for node, action in enumerate(self.nodes):
             if ACTION_TABLE[action.kind].resource is Resource.COMPUTE:
-                place_of_node[node] = numbers.setdefault((action.place, action.work), len(numbers))
+                place = action[1:6] if action.kind in REPEATED_KINDS else action[1:5]
+                place_of_node[node] = numbers.setdefault(place, len(numbers))
                 if REPEATED_KINDS.get(action.kind, action.kind) is ActionKind.FORWARD:
                     forwards[place_of_node[node]] = node
         return _integers(place_of_node), _integers([forwards.get(place, -1) for place in range(len(numbers))])
