@@ -50,13 +50,26 @@ def execute_lanes(
     other replicas, and its lane for it. A send never blocks; a receive is only posted, and completes with its send. Lanes that
     wait for each other in a circle stop: see `Execution.stuck`. Durations are unit costs unless given. O(actions + dependencies).
     """
-    run = _Run(schedule, graph, plan, assignment, lowered, duration or (lambda action: unit_cost(action, graph, plan)))
+    run = _Run(schedule, graph, plan, assignment, lowered, duration or _unit_costs(graph, plan))
     run.advance_all()
     return Execution(
         tuple(sorted(run.events, key=lambda event: (event.start_seconds, event.lane, event.end_seconds))),
         tuple(run.positions),
         frozenset(run.done),
     )
+
+
+def _unit_costs(graph: ModelGraph, plan: Plan) -> Callable[[Action], float]:
+    """Unit costs, each worked out once: they are the same for all microbatches of a stage."""
+    known: dict[tuple[object, ...], float] = {}
+
+    def duration(action: Action) -> float:
+        key = action[:4]
+        if key not in known:
+            known[key] = unit_cost(action, graph, plan)
+        return known[key]
+
+    return duration
 
 
 class _Run:
