@@ -1,8 +1,11 @@
 """Every builder on every kind of model, units with unequal numbers of replicas: loss and gradients of one process."""
 
+from dataclasses import replace
+
 import pytest
 
 from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes import PASSES, passes_named
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
@@ -78,6 +81,12 @@ def _assign(source: RandomSource, plan: Plan, graph: ModelGraph) -> Assignment:
         filled = [microbatch for microbatch in found if microbatch]
         units[name] = [filled[replica :: unit.data_parallel_size] for replica in range(unit.data_parallel_size)]
     return Assignment.from_dict(units)
+
+
+@pytest.mark.parametrize("name", sorted(PASSES))
+def test_every_pass_leaves_a_generator_what_it_is(ranks: RankPool, name: str) -> None:
+    case = build_case("1f1b", MODELS["encoder, LLM and generator"])
+    assert_matches(replace(case, passes=passes_named(name)), ranks)
 
 
 @pytest.mark.parametrize("model", MODELS)

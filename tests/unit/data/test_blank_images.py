@@ -25,3 +25,13 @@ def test_only_the_pixels_differ(
     np.testing.assert_array_equal(blank.text(0).token_ids, source.text(0).token_ids)
     assert unseen.grid == seen.grid and unseen.patches.shape == seen.patches.shape and unseen.patches.dtype == np.float32
     assert np.abs(seen.patches).max() > 0 and not unseen.patches.any()
+
+
+def test_what_is_to_be_made_is_not_blanked(
+    open_manifest: Callable[..., ManifestSource], write_image: Callable[..., str], painter_graph: ModelGraph
+) -> None:
+    image = {"type": "image", "path": write_image("a.png", (24, 16))}
+    source = open_manifest([[image, {**image, "role": "assistant"}]], graph=painter_graph)
+    blank = BlankImages(source, graph=painter_graph)
+    assert not blank.item(0, 0).patches.any()
+    np.testing.assert_array_equal(blank.item(0, 1).patches, source.item(0, 1).patches)
