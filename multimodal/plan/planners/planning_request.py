@@ -133,7 +133,7 @@ class PlanningRequest:
         return UnitLoad(*(round(num_samples * each) for each in self.mean_loads[unit]))
 
     def tensor_parallel_sizes(self, unit: str) -> tuple[int, ...]:
-        """Sizes that divide a node, the unit's heads and widths, and the LLM's vocabulary; PlanError when a fixed one does not."""
+        """Sizes that divide a node, the unit's heads and widths, and the LLM's vocabulary; PlanError if a fixed one does not."""
         described = self.graph.unit(unit)
         shape = described.transformer
         widths = [shape.num_attention_heads, shape.query_groups, shape.ffn_hidden_size]

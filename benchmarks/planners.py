@@ -1,0 +1,147 @@
+"""Claim: on real lengths and on uniform ones, `braid`'s plan is the best or equal to the best of every planner's.
+
+Every planner plans each case, and every plan is judged by the same simulation of the same batches. The cases: the lengths files
+(`--lengths-folder`, one model for images and one for speech), and five pairs of a published model and a cluster with uniform
+lengths. The last column is the ideal time over the step's: at 64 GPUs and more `braid` is meant to reach 0.9.
+
+Run `python benchmarks/planners.py [--json] [--lengths-folder DIR] [--num-gpus N] [--time-budget S] [--only PART_OF_A_NAME]`.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from rich.console import Console
+from rich.table import Table
+
+from multimodal.cost.cluster import Cluster
+from multimodal.data.length_table import read_length_table
+from multimodal.data.uniform_lengths import uniform_lengths
+from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners.plan_run import plan_run
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.values.errors import BraidError
+from multimodal.values.model_graph import ModelGraph
+
+ROOT = Path(__file__).parents[1]
+SPEECH = ("common_voice", "fsdd", "librispeech")
+"""Parts of the names of lengths files that hold speech."""
+
+
+class Case(NamedTuple):
+    """One model, cluster and data set."""
+
+    name: str
+    request: PlanningRequest
+
+
+PAIRS = (
+    ("mllm-9b", "a800", 96, 128, {"vision": 1024, "llm": 8192, "generator": 441}, ()),
+    ("mllm-72b", "a800", 96, 40, {"vision": 1024, "llm": 8192, "generator": 1764}, ()),
+    ("vit-22b-gpt-175b", "h100", 512, 256, {"vision": 2048, "llm": 2560}, ()),
+    ("cornstarch-vlm-m", "a40", 24, 96, {"vision": 1024, "llm": 2048}, ("vision", "llm")),
+    ("orchmllm-10b", "h100", 64, 512, {"vision": 1024, "audio": 1500, "llm": 3072}, ()),
+)
+"""Model, cluster, GPUs, global batch, tokens of each unit, frozen modules."""
+
+
+def cases(arguments: argparse.Namespace) -> Iterator[Case]:
+    """Yield the cases that are asked for."""
+    for path in sorted(arguments.lengths_folder.glob("*.csv.gz")) if arguments.lengths_folder.is_dir() else ():
+        model = "qwen2.5-omni-7b" if any(part in path.name for part in SPEECH) else "qwen2.5-vl-7b"
+        graph = ModelGraph.from_file(ROOT / "examples" / "models" / f"{model}.yaml")
+        lengths = read_length_table(path, graph=graph)
+        yield Case(
+            f"{path.name.removesuffix('.csv.gz')}: {model}, {arguments.num_gpus} H100",
+            _request(graph, "h100", arguments.num_gpus, 16 * arguments.num_gpus, lengths, arguments),
+        )
+    for model, cluster, num_gpus, batch, tokens, frozen in PAIRS:
+        graph = ModelGraph.from_file(ROOT / "examples" / "models" / f"{model}.yaml")
+        graph = replace(graph, units=tuple(replace(unit, freeze_module=unit.name in frozen) for unit in graph.units))
+        lengths = uniform_lengths(graph, tokens=tokens, num_samples=1)
+        yield Case(
+            f"{model}, {num_gpus} {cluster.upper()}, batch {batch}", _request(graph, cluster, num_gpus, batch, lengths, arguments)
+        )
+
+
+def _request(
+    graph: ModelGraph, cluster: str, num_gpus: int, batch: int, lengths: Any, arguments: argparse.Namespace
+) -> PlanningRequest:
+    return PlanningRequest(
+        graph,
+        Cluster.from_file(ROOT / "examples" / "clusters" / f"{cluster}.yaml"),
+        num_gpus,
+        batch,
+        lengths,
+        vocab_size=graph.backbone.vocab_size or 50304,
+        time_budget_seconds=arguments.time_budget,
+    )
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Let every planner plan."""
+    found: dict[str, Any] = {}
+    for name, planner in PLANNERS.items():
+        try:
+            run, prediction = plan_run(planner, case.request, max_actions=case.request.max_actions)
+        except BraidError as problem:
+            found[name] = {"error": str(problem)}
+            continue
+        found[name] = {
+            "iteration_seconds": prediction.iteration_seconds,
+            "of_ideal": prediction.ideal_seconds / prediction.iteration_seconds,
+            "mfu": prediction.mfu,
+            "gpus": run.num_gpus,
+            "planning_seconds": run.planning_seconds,
+        }
+    return found
+
+
+def show(results: dict[str, dict[str, Any]]) -> None:
+    """Print one table: a row per case, a column per planner, steps in units of braid's."""
+    table = Table("case", "braid", *(name for name in PLANNERS if name != "braid"), "ideal/step")
+    for name, found in results.items():
+        braid = found["braid"]
+        if "error" in braid:
+            table.add_row(name, "no plan")
+            continue
+        ratios = (
+            f"{each['iteration_seconds'] / braid['iteration_seconds']:.3f}" if "error" not in each else "-"
+            for each in (found[planner] for planner in PLANNERS if planner != "braid")
+        )
+        table.add_row(name, f"{braid['iteration_seconds']:.4g} s", *ratios, f"{braid['of_ideal']:.3f}")
+    Console(width=200).print(table)
+
+
+def main() -> None:
+    """Measure, print, and say whether the claim holds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--lengths-folder", type=Path, default=ROOT.parent / "shared" / "data" / "lengths", metavar="DIR")
+    parser.add_argument("--num-gpus", type=int, default=64, help="for the lengths files (64)")
+    parser.add_argument("--time-budget", type=float, default=30.0, help="seconds for braid and each case (30)")
+    parser.add_argument("--only", default="", help="leave out cases whose name lacks this text")
+    arguments = parser.parse_args()
+    results = {case.name: measure(case) for case in cases(arguments) if arguments.only in case.name}
+    planned = [found for found in results.values() if "error" not in found["braid"]]
+    holds = len(planned) == len(results) and all(
+        found["braid"]["iteration_seconds"] <= each["iteration_seconds"] * (1 + 1e-9)
+        for found in planned
+        for each in found.values()
+        if "error" not in each
+    )
+    if arguments.json:
+        print(json.dumps({"cases": results, "holds": holds}))
+        return
+    show(results)
+    print(f"braid is best or equal everywhere: {holds}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+import re
+from dataclasses import replace
+
+import pytest
+
+from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners.plan_run import plan_run
+from multimodal.plan.planners.planning_request import FixedSizes
+from multimodal.plan.planners.simulate_run import predict_run
+from multimodal.values.errors import PlanError
+from multimodal.values.plan import validate_plan
+from tests.unit.plan.planners.planning_cases import CLUSTER, GRAPHS, LLM, TEXT_ONLY, THREE, TWO, frozen, request, with_memory
+
+FAST = tuple(name for name in PLANNERS if name != "braid")
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("name", PLANNERS)
+def test_every_plan_validates_fits_and_is_simulated(name, graph):
+    asked = request(GRAPHS[graph])
+    run, prediction = plan_run(PLANNERS[name], asked, max_actions=None)
+    validate_plan(run.plan, graph=asked.graph, world_size=run.num_gpus)
+    assert run.planner == name and run.num_gpus <= asked.num_gpus
+    assert 0 < prediction.ideal_seconds <= prediction.iteration_seconds * (1 + 1e-9)
+    assert prediction.peak_memory_bytes <= asked.memory_bytes
+    assert run.objective_seconds > 0
+    for unit in run.plan.units.values():
+        for ranks in (stage.ranks for replica in unit.replicas for stage in replica.stages):
+            assert CLUSTER.is_one_node(ranks), "tensor parallelism stays within a node"
+
+
+@pytest.mark.parametrize("graph", ["two", "three"])
+def test_braid_is_never_behind_another_planner(graph):
+    asked = request(GRAPHS[graph], time_budget_seconds=3.0)
+    best = plan_run(PLANNERS["braid"], asked, max_actions=asked.max_actions)[1].iteration_seconds
+    for name in FAST:
+        other = plan_run(PLANNERS[name], asked, max_actions=asked.max_actions)[1].iteration_seconds
+        assert best <= other * (1 + 1e-9), name
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_fixed_sizes_are_kept(name):
+    fixed = FixedSizes(tensor_parallel_size=2, data_parallel_size=1)
+    sizes = dict.fromkeys(TWO.unit_names, fixed)
+    if name == "encoders-replicated":
+        sizes = {"llm": fixed, "vision": FixedSizes(tensor_parallel_size=2)}
+    run = PLANNERS[name](request(TWO, fixed_sizes=sizes))
+    for unit in sizes:
+        assert run.plan.units[unit].tensor_parallel_size == 2
+        if sizes[unit].data_parallel_size:
+            assert run.plan.units[unit].data_parallel_size == 1
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_what_never_fits_is_named(name):
+    with pytest.raises(PlanError, match=r"unit 'vision' does not fit at any tensor, pipeline or data parallel size"):
+        PLANNERS[name](with_memory(request(TWO), 0.01))
+
+
+def test_too_few_gpus_say_how_many_are_enough():
+    asked = with_memory(request(TWO, num_gpus=1), 1.0)
+    with pytest.raises(PlanError, match=r"no plan on 1 GPUs fits 0.9 GB each: .* use (\d+) or more") as caught:
+        PLANNERS["disttrain"](asked)
+    enough = int(re.search(r"use (\d+) or more", str(caught.value))[1])
+    assert PLANNERS["disttrain"](replace(asked, num_gpus=2 * enough)).num_gpus <= 2 * enough
+
+
+def test_frozen_aware_partition_gives_a_frozen_encoder_fewer_stages():
+    """Cornstarch, figure 7: without a backward, an encoder's layers are cheap."""
+    graph = frozen(TWO, "vision", "llm")
+    fixed = {"llm": FixedSizes(tensor_parallel_size=1, data_parallel_size=1)}
+    aware, unaware = (
+        PLANNERS[name](request(graph, fixed_sizes=fixed)).plan.units for name in ("cornstarch", "cornstarch-unaware")
+    )
+    aware_ratio, unaware_ratio = (len(plan["vision"].ranks) / len(plan["llm"].ranks) for plan in (aware, unaware))
+    assert aware_ratio < unaware_ratio
+
+
+def test_megatron_balanced_puts_encoder_and_llm_layers_on_one_grid():
+    fixed = {unit: FixedSizes(tensor_parallel_size=1, data_parallel_size=1, virtual_stages=2) for unit in TWO.unit_names}
+    fixed["llm"] = replace(fixed["llm"], pipeline_parallel_size=4)
+    run = PLANNERS["megatron-balanced"](request(TWO, fixed_sizes=fixed))
+    assert run.num_gpus == 4 and run.schedule == "interleaved-1f1b"
+    assert set(run.plan.units["vision"].ranks) < set(run.plan.units["llm"].ranks) == set(range(4))
+
+
+def test_flops_ratio_divides_gpus_by_flops():
+    run = PLANNERS["flops-ratio"](request(TWO, num_gpus=16))
+    assert len(run.plan.units["llm"].ranks) > len(run.plan.units["vision"].ranks)
+
+
+def test_a_text_only_model_gets_all_gpus():
+    assert PLANNERS["megatron"](request(TEXT_ONLY)).num_gpus == 8
+
+
+def test_a_share_of_the_replicas_predicts_the_whole():
+    asked = request(THREE, num_gpus=16, global_batch_size=48, lengths=request(THREE).lengths[:1])
+    run = PLANNERS["megatron"](replace(asked, fixed_sizes={"llm": FixedSizes(data_parallel_size=4)}))
+    whole, share = predict_run(run, asked), predict_run(run, asked, max_actions=40)
+    assert (whole.replica_share, share.replica_share) == (1, 4)
+    assert share.iteration_seconds == pytest.approx(whole.iteration_seconds, rel=0.02)
+    assert share.mfu == pytest.approx(whole.mfu, rel=0.02)
+    assert share.peak_memory_bytes == whole.peak_memory_bytes
+
+
+def test_a_long_step_is_continued_from_a_shorter_one():
+    asked = request(TWO, global_batch_size=256, lengths=request(TWO).lengths[:1])
+    run = PLANNERS["disttrain"](replace(asked, fixed_sizes={"llm": FixedSizes(data_parallel_size=1)}))
+    whole, part = predict_run(run, asked), predict_run(run, asked, max_actions=200)
+    assert part.iteration_seconds == pytest.approx(whole.iteration_seconds, rel=0.01)
+    assert sum(part.bubble.values()) == pytest.approx(sum(whole.bubble.values()), abs=0.02)
+
+
+def test_a_request_that_contradicts_itself_is_refused():
+    with pytest.raises(PlanError, match="sizes are fixed for a unit 'audio'; the model's units are vision, llm"):
+        request(TWO, fixed_sizes={"audio": FixedSizes()})
+    with pytest.raises(PlanError, match="num_gpus must be at least 1, found 0"):
+        request(TWO, num_gpus=0)
+    with pytest.raises(PlanError, match="tensor parallel size 3 is fixed, but it must divide the 4 GPUs of a node"):
+        PLANNERS["disttrain"](request(TWO, fixed_sizes={"llm": FixedSizes(tensor_parallel_size=3)}))
+
+
+def test_units_that_cannot_share_a_grid_say_why():
+    odd = replace(TWO, units=(replace(TWO.units[0], transformer=replace(TWO.units[0].transformer, num_attention_heads=8)), LLM))
+    fixed = {"vision": FixedSizes(tensor_parallel_size=1), "llm": FixedSizes(tensor_parallel_size=2)}
+    with pytest.raises(PlanError, match=r"gives vision and llm one tensor parallel size, but they allow none together"):
+        PLANNERS["megatron"](request(odd, fixed_sizes=fixed))

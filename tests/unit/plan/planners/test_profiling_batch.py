@@ -1,0 +1,54 @@
+import numpy as np
+import pytest
+
+from multimodal.plan.planners.flops_ratio import proportional_gpus
+from multimodal.plan.planners.profiling_batch import LARGEST_BATCH, num_trials, sample_work, stable_batch_size
+from tests.unit.plan.planners.planning_cases import TWO, frozen, request
+
+
+def test_the_paper_s_trials():
+    assert num_trials(alpha=0.05, error=0.05) == 59
+
+
+def test_equal_samples_are_stable_at_once():
+    work = {"vision": np.full(10, 1.0), "llm": np.full(10, 3.0)}
+    assert stable_batch_size(work, num_gpus=8, data_parallel_size=2, first_size=4) == 4
+
+
+def test_varied_samples_need_larger_batches_and_the_batch_is_stable():
+    random = np.random.default_rng(3)
+    work = {"vision": random.exponential(1.0, 500), "llm": random.exponential(2.2, 500)}
+    size = stable_batch_size(work, num_gpus=16, data_parallel_size=1)
+    assert 8 < size < LARGEST_BATCH
+
+    def allocation() -> tuple[int, ...]:
+        rows = random.integers(0, 500, size)
+        means = {unit: float(seconds[rows].mean()) for unit, seconds in work.items()}
+        return tuple(proportional_gpus(means, fewest={"vision": 1, "llm": 1}, num_gpus=16).values())
+
+    draws = [allocation() for _ in range(200)]
+    most_common = max(set(draws), key=draws.count)
+    assert draws.count(most_common) >= 180, "a fresh batch disagrees with probability of at most about p_error"
+
+
+def test_proportions_on_a_border_end_at_the_largest_batch():
+    work = {"vision": np.array([0.999, 1.001] * 50), "llm": np.array([1.001, 0.999] * 50)}
+    assert stable_batch_size(work, num_gpus=3, data_parallel_size=1) == LARGEST_BATCH
+
+
+def test_proportional_gpus_respect_the_fewest_and_use_all():
+    assert proportional_gpus({"a": 1.0, "b": 9.0}, fewest={"a": 2, "b": 1}, num_gpus=10) == {"a": 2, "b": 8}
+    assert proportional_gpus({"a": 1.0, "b": 1.0, "c": 2.0}, fewest=dict.fromkeys("abc", 1), num_gpus=9) == {
+        "a": 2,
+        "b": 2,
+        "c": 5,
+    }
+
+
+def test_work_per_sample_follows_lengths_and_freezing():
+    asked, asked_frozen = request(TWO), request(frozen(TWO, "vision"))
+    full, forward_only = sample_work(asked)["vision"], sample_work(asked_frozen)["vision"]
+    tokens = asked.sample_loads["vision"][:, 0]
+    assert full[tokens == 0] == pytest.approx(0.0)
+    assert np.corrcoef(tokens, full)[0, 1] > 0.99
+    assert (forward_only[tokens > 0] < 0.5 * full[tokens > 0]).all()
