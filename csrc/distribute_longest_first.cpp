@@ -14,6 +14,8 @@ namespace {
 
 using Integer = std::int64_t;
 
+constexpr Integer kToleranceDivisor = 10000;
+
 class Distribution {
   public:
     Distribution(View<Integer> workloads, Integer num_ranks) : workloads_(workloads), loads_(num_ranks, 0), blocks_(num_ranks) {}
@@ -44,9 +46,10 @@ class Distribution {
         const Integer num_ranks = static_cast<Integer>(loads_.size());
         const Integer total = std::accumulate(loads_.begin(), loads_.end(), Integer{0});
         const Integer least = total / num_ranks + (total % num_ranks != 0);
+        const Integer enough = least + least / kToleranceDivisor;
         while (max_exchanges-- > 0) {
             const Integer from = std::max_element(loads_.begin(), loads_.end()) - loads_.begin();
-            if (loads_[from] <= least || !exchange_from(from)) return;
+            if (loads_[from] <= enough || !exchange_from(from)) return;
         }
     }
 
