@@ -1,8 +1,8 @@
 """Claim: planning takes DistTrain's Algorithm 1 at most 50 ms on its four clusters, exactly, and `braid` 60 s on 3,072 GPUs.
 
-DistTrain reports 133, 441, 641 and 922 ms on 112, 324, 648 and 1,296 GPUs (global batch 1,920, the 72B model), with a convex
 DistTrain reports 133, 441, 641 and 922 ms on 112, 324, 648 and 1,296 GPUs (global batch 1,920, the 72B model), with a
 convex solver for each parallelism. Here the problem is solved in closed form, which bounds the search for whole numbers of GPUs.
+
 - `disttrain`: processor milliseconds of the whole planner, the best of `--repeats`.
 - its objective against an exhaustive search over every tp, dp and pp of all three units: row by row of the LLM and encoder, all
   rows of the generator at once. On more than 112 GPUs that is too much, and the encoder's and generator's rows are first thinned

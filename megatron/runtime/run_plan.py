@@ -3,9 +3,8 @@
 from megatron.runtime.configuration import RunConfig
 from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated
-from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan, validate_plan
+from multimodal.values.plan import Plan, read_plan
 
 
 def build_plan(config: RunConfig, graph: ModelGraph, world_size: int) -> Plan:
@@ -16,12 +15,7 @@ def build_plan(config: RunConfig, graph: ModelGraph, world_size: int) -> Plan:
     """
     parallelism = config.parallelism
     if parallelism.plan is not None:
-        plan = Plan.from_file(parallelism.plan)
-        try:
-            validate_plan(plan, graph=graph, world_size=world_size)
-        except PlanError as problem:
-            raise PlanError(f"{parallelism.plan}: {problem}") from None
-        return plan
+        return read_plan(parallelism.plan, graph=graph, world_size=world_size)
     is_alone = world_size == 1 and all(
         sizes.ranks_per_replica == 1 and sizes.data_parallel_size in (None, 1) for sizes in parallelism.units.values()
     )

@@ -14,7 +14,14 @@ class ModelError(BraidError):
 
 
 class PlanError(BraidError):
-    """A plan does not fit the model, the ranks, or itself."""
+    """A plan does not fit the model, the ranks, or itself.
+
+    place: keys and indices that lead through the plan's plain form to what is wrong, for whoever knows the file's lines.
+    """
+
+    def __init__(self, message: str, *, place: tuple[str | int, ...] = ()) -> None:
+        super().__init__(message)
+        self.place = place
 
 
 class AssignmentError(BraidError):

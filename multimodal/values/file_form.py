@@ -1,6 +1,7 @@
 """The file form that all values share: YAML or JSON, told apart by the file's suffix."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,3 +36,24 @@ def write_mapping(path: str | Path, value: dict[str, Any], *, has_short_lists: b
     else:
         style: dict[str, Any] = {"default_flow_style": None, "width": 130} if has_short_lists else {}
         path.write_text(yaml.safe_dump(value, sort_keys=False, **style))
+
+
+def line_of(path: str | Path, place: Sequence[str | int]) -> int:
+    """Return the line, counted from 1, on which something stands in a YAML or JSON file that can be parsed.
+
+    place: keys and indices that lead to it; where the file lacks the last of them, the line of what should hold it.
+    """
+    node: yaml.Node | None = yaml.compose(Path(path).read_text(), Loader=yaml.SafeLoader)
+    line = 1
+    for step in place:
+        if isinstance(node, yaml.MappingNode):
+            entry = next(((key, value) for key, value in node.value if key.value == str(step)), None)
+            if entry is None:
+                break
+            line, node = entry[0].start_mark.line + 1, entry[1]
+        elif isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
+            node = node.value[step]
+            line = node.start_mark.line + 1
+        else:
+            break
+    return line

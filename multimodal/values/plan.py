@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from multimodal.values.errors import PlanError
-from multimodal.values.file_form import read_mapping, write_mapping
+from multimodal.values.file_form import line_of, read_mapping, write_mapping
 from multimodal.values.model_graph import LayerKind, ModelGraph
 
 
@@ -139,11 +139,12 @@ class Plan:
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Plan":
-        """Read a YAML or JSON plan file."""
+        """Read a YAML or JSON plan file; a PlanError names the line."""
+        value = read_mapping(path, error=PlanError)
         try:
-            return cls.from_dict(read_mapping(path, error=PlanError))
+            return cls.from_dict(value)
         except PlanError as problem:
-            raise problem if str(problem).startswith(str(path)) else PlanError(f"{path}: {problem}") from None
+            raise _at_line(path, problem) from None
 
     def to_file(self, path: str | Path) -> None:
         """Write a YAML or JSON plan file."""
@@ -170,34 +171,57 @@ def _unit_plan_from_dict(name: str, entry: Any) -> UnitPlan:
     where = f"plan: unit '{name}'"
     known = {"tensor_parallel_size", "context_parallel_size", "replicas"}
     if not isinstance(entry, Mapping) or set(entry) - known or not entry.get("replicas"):
-        raise PlanError(f"{where}: expected the keys {', '.join(sorted(known))} with at least one replica")
+        raise PlanError(f"{where}: expected the keys {', '.join(sorted(known))} with at least one replica", place=("units", name))
+    place: tuple[str | int, ...] = ("units", name)
+    replicas = []
     try:
-        replicas = tuple(
-            Replica(
-                tuple(
-                    Stage(tuple(map(int, stage["ranks"])), tuple((int(first), int(last)) for first, last in stage["layers"]))
-                    for stage in replica["stages"]
-                )
-            )
-            for replica in entry["replicas"]
-        )
+        for replica_index, replica in enumerate(entry["replicas"]):
+            place = ("units", name, "replicas", replica_index)
+            stages = []
+            for stage_index, stage in enumerate(replica["stages"]):
+                place = ("units", name, "replicas", replica_index, "stages", stage_index)
+                ranges = tuple((int(first), int(last)) for first, last in stage["layers"])
+                stages.append(Stage(tuple(map(int, stage["ranks"])), ranges))
+            replicas.append(Replica(tuple(stages)))
+        place = ("units", name)
         sizes = int(entry.get("tensor_parallel_size", 1)), int(entry.get("context_parallel_size", 1))
     except (KeyError, TypeError, ValueError) as problem:
         raise PlanError(
             f"{where}: every replica needs 'stages', each with 'ranks' (integers) and 'layers' ([first, last] pairs); "
-            f"found a malformed entry ({problem})"
+            f"found a malformed entry ({problem})",
+            place=place,
         ) from problem
-    return UnitPlan(replicas, *sizes)
+    return UnitPlan(tuple(replicas), *sizes)
+
+
+def read_plan(path: str | Path, *, graph: ModelGraph, world_size: int | None = None) -> Plan:
+    """Read a plan file, edited by hand perhaps, and check it; a PlanError names the line.
+
+    world_size: number of processes; None: as many as the plan uses.
+    """
+    plan = Plan.from_file(path)
+    try:
+        validate_plan(plan, graph=graph, world_size=plan.num_ranks if world_size is None else world_size)
+    except PlanError as problem:
+        raise _at_line(path, problem) from None
+    return plan
+
+
+def _at_line(path: str | Path, problem: PlanError) -> PlanError:
+    return PlanError(f"{path}, line {line_of(path, problem.place)}: {problem}", place=problem.place)
 
 
 def validate_plan(plan: Plan, *, graph: ModelGraph, world_size: int) -> None:
     """Check that a plan fits the model and the ranks; raises PlanError with the place and the fix."""
     if missing := [name for name in graph.unit_names if name not in plan.units]:
-        raise PlanError(f"the plan says nothing of unit '{missing[0]}'; the model's units are {', '.join(graph.unit_names)}")
+        raise PlanError(
+            f"the plan says nothing of unit '{missing[0]}'; the model's units are {', '.join(graph.unit_names)}", place=("units",)
+        )
     if unknown := [name for name in plan.units if name not in graph.unit_names]:
         raise PlanError(
             f"the plan is for a unit '{unknown[0]}' that the model lacks (its units are {', '.join(graph.unit_names)}); "
-            "use the plan that belongs to this model"
+            "use the plan that belongs to this model",
+            place=("units", unknown[0]),
         )
     for name in graph.unit_names:
         _validate_unit(plan.units[name], graph=graph, name=name)
@@ -208,8 +232,29 @@ def validate_plan(plan: Plan, *, graph: ModelGraph, world_size: int) -> None:
         problem = f"ranks {beyond} do not exist" if beyond else f"ranks {idle} have nothing to do"
         raise PlanError(
             f"the plan uses {len(used)} ranks but the run has {world_size}: {problem}; "
-            f"launch {len(used)} processes or change the plan"
+            f"launch {len(used)} processes or change the plan",
+            place=_place_of_rank(plan, beyond[0]) if beyond else ("units",),
         )
+
+
+def _place_of_rank(plan: Plan, rank: int) -> tuple[str | int, ...]:
+    return next(
+        ("units", name, "replicas", replica_index, "stages", stage_index)
+        for name, unit in plan.units.items()
+        for replica_index, replica in enumerate(unit.replicas)
+        for stage_index, stage in enumerate(replica.stages)
+        if rank in stage.ranks
+    )
+
+
+def _place_of_repeated_rank(name: str, unit: UnitPlan) -> tuple[str | int, ...]:
+    seen: set[int] = set()
+    for replica_index, replica in enumerate(unit.replicas):
+        for stage_index, stage in enumerate(replica.stages):
+            if seen & set(stage.ranks) or len(set(stage.ranks)) < len(stage.ranks):
+                return ("units", name, "replicas", replica_index, "stages", stage_index)
+            seen |= set(stage.ranks)
+    return ("units", name)
 
 
 def _validate_unit(unit: UnitPlan, *, graph: ModelGraph, name: str) -> None:
@@ -224,34 +269,48 @@ def _validate_unit(unit: UnitPlan, *, graph: ModelGraph, name: str) -> None:
         if size % unit.tensor_parallel_size:
             raise PlanError(
                 f"unit '{name}': {what} {size} is not divisible by tensor parallel size {unit.tensor_parallel_size}; "
-                f"choose a --{name}-tensor-model-parallel-size that divides it"
+                f"choose a --{name}-tensor-model-parallel-size that divides it",
+                place=("units", name, "tensor_parallel_size"),
             )
     if unit.context_parallel_size != 1:
-        raise PlanError(f"unit '{name}': context parallel size {unit.context_parallel_size} is not available yet; set it to 1")
+        raise PlanError(
+            f"unit '{name}': context parallel size {unit.context_parallel_size} is not available yet; set it to 1",
+            place=("units", name, "context_parallel_size"),
+        )
     if len(set(unit.ranks)) != len(unit.ranks):
-        raise PlanError(f"unit '{name}': a rank appears in two of its stages; each rank may hold one stage of a unit")
+        raise PlanError(
+            f"unit '{name}': a rank appears in two of its stages; each rank may hold one stage of a unit",
+            place=_place_of_repeated_rank(name, unit),
+        )
     for replica_index, replica in enumerate(unit.replicas):
         where = f"unit '{name}', replica {replica_index}"
+        place = ("units", name, "replicas", replica_index)
         for stage_index, stage in enumerate(replica.stages):
             if len(stage.ranks) != group_size:
                 raise PlanError(
                     f"{where}, stage {stage_index}: tp {unit.tensor_parallel_size} x cp {unit.context_parallel_size} needs "
-                    f"{group_size} ranks, found {len(stage.ranks)} {list(stage.ranks)}"
+                    f"{group_size} ranks, found {len(stage.ranks)} {list(stage.ranks)}",
+                    place=(*place, "stages", stage_index),
                 )
             if list(stage.ranks) != sorted(set(stage.ranks)):
-                raise PlanError(f"{where}, stage {stage_index}: ranks {list(stage.ranks)} must be listed in ascending order")
+                raise PlanError(
+                    f"{where}, stage {stage_index}: ranks {list(stage.ranks)} must be listed in ascending order",
+                    place=(*place, "stages", stage_index),
+                )
         covered = [layer for stage in replica.virtual_stages for layer in stage.layers]
         if covered != list(range(num_layers)) or any(not stage.layers for stage in replica.virtual_stages):
             ranges = [list(pair) for stage in replica.stages for pair in stage.layer_ranges]
             raise PlanError(
                 f"{where}: its layer ranges {ranges} must cover layers 0 to {num_layers - 1} once each "
-                f"({graph.unit(name).layers[0]}, {shape.num_layers} transformer layers, {graph.unit(name).layers[-1]})"
+                f"({graph.unit(name).layers[0]}, {shape.num_layers} transformer layers, {graph.unit(name).layers[-1]})",
+                place=place,
             )
-    if any(
-        [stage.layer_ranges for stage in replica.stages] != [stage.layer_ranges for stage in unit.replicas[0].stages]
-        for replica in unit.replicas
-    ):
-        raise PlanError(f"unit '{name}': replicas with different stages are not available yet; give all the same layer ranges")
+    ranges_of = [[stage.layer_ranges for stage in replica.stages] for replica in unit.replicas]
+    if different := [index for index, each in enumerate(ranges_of) if each != ranges_of[0]]:
+        raise PlanError(
+            f"unit '{name}': replicas with different stages are not available yet; give all the same layer ranges",
+            place=("units", name, "replicas", different[0]),
+        )
 
 
 def split_layers(layers: tuple[LayerKind, ...], *, num_stages: int) -> tuple[tuple[int, int], ...]:

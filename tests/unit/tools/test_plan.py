@@ -1,0 +1,95 @@
+import json
+
+import pytest
+import yaml
+
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import read_plan
+from tests.sanity.repository import ROOT
+from tools.plan import main
+from tools.simulate import main as simulate_main
+
+SHAPE = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "ffn_hidden_size": 1024}
+MODEL = {"units": {"vision": {"role": "encoder", **SHAPE}, "llm": {"role": "backbone", **SHAPE, "vocab_size": 1024}}}
+LENGTHS = "sample_id,image_sizes,text_tokens_gpt2\na,56x56;84x56,12\nb,,40\nc,112x112,7\nd,168x112,90\n"
+KEYS = (
+    "planner",
+    "iteration_seconds",
+    "ideal_seconds",
+    "mfu",
+    "num_gpus_used",
+    "tokens_per_second_per_gpu",
+    "peak_memory_bytes",
+    "units",
+    "planning_seconds",
+)
+
+
+@pytest.fixture
+def flags(tmp_path):
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump(MODEL, sort_keys=False))
+    (tmp_path / "lengths.csv").write_text(LENGTHS)
+    cluster = str(ROOT / "examples" / "clusters" / "a40.yaml")
+    return ["--model", str(tmp_path / "model.yaml"), "--cluster", cluster, "--num-gpus", "4", "--global-batch-size", "8"]
+
+
+def plan(capsys, *flags):
+    assert main(flags) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def test_json_has_the_keys_and_the_plan_file_runs_in_the_simulator(flags, tmp_path, capsys):
+    data = ["--lengths", str(tmp_path / "lengths.csv")]
+    output = tmp_path / "plan.yaml"
+    answer = json.loads(plan(capsys, *flags, *data, "--planner", "disttrain", "--output", str(output), "--json"))
+    assert tuple(answer)[: len(KEYS)] == KEYS and answer["planner"] == "disttrain"
+    assert set(answer["units"]["llm"]) == {"dp", "tp", "cp", "pp", "virtual_stages", "gpus"}
+    found = read_plan(output, graph=ModelGraph.from_file(tmp_path / "model.yaml"), world_size=answer["num_gpus_used"])
+    assert found.units["llm"].data_parallel_size == answer["units"]["llm"]["dp"]
+    comment = next(line for line in output.read_text().splitlines() if "tools/simulate.py" in line)
+    simulated = comment.split("tools/simulate.py --plan plan.yaml ")[1].split()
+    assert simulate_main(["--plan", str(output), *simulated, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["iteration_seconds"] == pytest.approx(answer["iteration_seconds"])
+    assert report["peak_memory_bytes"] == answer["peak_memory_bytes"]
+
+
+def test_comparison_lists_every_planner_and_draws(flags, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    data = ["--uniform-lengths", "vision=64,llm=128", "--planner", "disttrain", "--compare", "megatron,entrain"]
+    picture = tmp_path / "plans.png"
+    text = plan(capsys, *flags, *data, "--picture", str(picture))
+    assert all(name in text for name in ("megatron", "entrain", "disttrain")) and picture.stat().st_size > 1000
+    answer = json.loads(plan(capsys, *flags, *data, "--json"))
+    assert set(answer["compare"]) == {"megatron", "entrain", "disttrain"}
+
+
+def test_freezing_and_fixed_sizes_reach_the_planner(flags, capsys):
+    data = ["--uniform-lengths", "vision=64,llm=128", "--planner", "cornstarch", "--json"]
+    free = json.loads(plan(capsys, *flags, *data))
+    frozen = json.loads(plan(capsys, *flags, *data, "--freeze", "vision", "--freeze", "vision", "llm", "--fix", "llm:pp=2,dp=1"))
+    assert frozen["units"]["llm"]["pp"] == 2 and frozen["units"]["llm"]["dp"] == 1
+    assert frozen["peak_memory_bytes"] != free["peak_memory_bytes"]
+
+
+def test_preferring_per_gpu_never_uses_more_per_token(flags, capsys):
+    data = ["--uniform-lengths", "vision=64,llm=128", "--planner", "disttrain", "--json"]
+    time_first, per_gpu = (json.loads(plan(capsys, *flags, *data, *more)) for more in ([], ["--prefer", "per-gpu"]))
+    assert per_gpu["tokens_per_second_per_gpu"] >= time_first["tokens_per_second_per_gpu"]
+    assert per_gpu["num_gpus_used"] <= time_first["num_gpus_used"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "exactly one of --lengths and --uniform-lengths"),
+        (["--uniform-lengths", "vision=64,llm=128", "--freeze", "audio"], "cannot freeze 'audio'"),
+        (["--uniform-lengths", "vision=64,llm=128", "--fix", "llm:xx=1"], "expected UNIT:tp=N"),
+        (["--uniform-lengths", "vision=64,llm=128", "--compare", "best"], "there is no planner 'best'"),
+        (["--uniform-lengths", "vision=64,llm=128", "--memory-headroom", "1.5"], "memory headroom must be a share"),
+    ],
+)
+def test_wrong_input_ends_with_one_line(flags, capsys, more, message):
+    assert main([*flags, *more]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

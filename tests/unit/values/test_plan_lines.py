@@ -1,0 +1,56 @@
+import re
+
+import pytest
+
+from multimodal.plan.planners.disttrain import plan_disttrain
+from multimodal.plan.planners.plan_file import write_plan_file
+from multimodal.plan.planners.simulate_run import predict_run
+from multimodal.values.errors import PlanError
+from multimodal.values.plan import read_plan
+from tests.unit.plan.planners.planning_cases import TWO, request
+
+
+@pytest.fixture
+def plan_file(tmp_path):
+    asked = request(TWO)
+    run = plan_disttrain(asked)
+    path = tmp_path / "plan.yaml"
+    write_plan_file(path, run, predict_run(run, asked), made_for={"model": "two"})
+    assert read_plan(path, graph=TWO) == run.plan
+    return path
+
+
+def edit(path, pattern, replacement):
+    """Replace the first match and return the line it was on."""
+    lines = path.read_text().splitlines()
+    index = next(index for index, line in enumerate(lines) if re.search(pattern, line) and not line.startswith("#"))
+    lines[index] = re.sub(pattern, replacement, lines[index])
+    path.write_text("\n".join(lines))
+    return index + 1
+
+
+@pytest.mark.parametrize(
+    ("pattern", "replacement", "message"),
+    [
+        (r"layers: \[\[0, ", "layers: [[1, ", "must cover layers 0 to"),
+        (r"ranks: \[\d+", "ranks: [99", r"ranks \[99\] do not exist|ascending order|needs"),
+        (r"layers: .*}", "}", "malformed entry"),
+        (r"context_parallel_size: 1", "context_parallel_size: 2", "not available yet"),
+        (r"tensor_parallel_size: \d", "tensor_parallel_size: 3", "is not divisible by tensor parallel size 3"),
+    ],
+)
+def test_an_edited_plan_is_refused_with_its_line(plan_file, pattern, replacement, message):
+    line = edit(plan_file, pattern, replacement)
+    with pytest.raises(PlanError, match=message) as caught:
+        read_plan(plan_file, graph=TWO, world_size=8)
+    found = int(re.search(r"plan\.yaml, line (\d+):", str(caught.value))[1])
+    assert abs(found - line) <= 1, f"line {line} was edited, {caught.value}"
+
+
+def test_a_missing_unit_points_to_the_units(plan_file):
+    text = plan_file.read_text()
+    plan_file.write_text(text[: text.index("  llm:")])
+    with pytest.raises(PlanError, match=r"line \d+: the plan says nothing of unit 'llm'") as caught:
+        read_plan(plan_file, graph=TWO)
+    line = int(re.search(r"line (\d+)", str(caught.value))[1])
+    assert plan_file.read_text().splitlines()[line - 1] == "units:"
