@@ -17,6 +17,8 @@ from megatron.runtime.step import Step
 from multimodal.attention.packed_attention import PackedAttention
 from multimodal.model.generator_projector import GeneratorProjector
 from multimodal.model.language_head import LanguageHead
+from multimodal.model.stage_input import PackedInput
+from multimodal.model.unit_stage import UnitStage
 from multimodal.model.weight_gradient_queue import LinearWeightGradient
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.schedule import Place
@@ -31,7 +33,7 @@ def planted(name: str) -> Error:
 
 
 def _run_with(name: str, case: GradientCase) -> RankGradients:
-    with {**PLANTED_ERRORS, **ERRORS_IN_CUT_BACKWARDS, **ERRORS_OF_GENERATORS}[name]():
+    with {**PLANTED_ERRORS, **ERRORS_IN_CUT_BACKWARDS, **ERRORS_OF_GENERATORS, **ERRORS_OF_MASKS}[name]():
         return run_step(build_runtime(case), plan_case(case))
 
 
@@ -232,6 +234,30 @@ def _generator_divided_by_target_tokens(run: Any, action: Any, loss: torch.Tenso
     num_values: int = run.step.num_generated_values[action.unit]
     return num_values / float(run.step.num_target_tokens)
 
+
+@contextmanager
+def _inputs_changed(change: Callable[[UnitStage, PackedInput], PackedInput]) -> Iterator[None]:
+    """What a stage derives its attention mask from."""
+    original = UnitStage._position_inputs
+
+    with patch.object(UnitStage, "_position_inputs", lambda stage, batch: original(stage, change(stage, batch))):
+        yield
+
+
+def _items_forgotten_behind_the_first_stage(stage: UnitStage, batch: PackedInput) -> PackedInput:
+    return batch if stage.is_first else replace(batch, items=())
+
+
+def _items_a_token_late(stage: UnitStage, batch: PackedInput) -> PackedInput:
+    return replace(
+        batch, items=tuple(item._replace(start=item.start + 1, num_tokens=item.num_tokens - 1) for item in batch.items)
+    )
+
+
+ERRORS_OF_MASKS: Mapping[str, Callable[[], Any]] = {
+    "a later stage forgets where items are": lambda: _inputs_changed(_items_forgotten_behind_the_first_stage),
+    "an item's first token counts as text": lambda: _inputs_changed(_items_a_token_late),
+}
 
 ERRORS_OF_GENERATORS: Mapping[str, Callable[[], Any]] = {
     "an image is made for another one's words": _conditions_of_other_images,

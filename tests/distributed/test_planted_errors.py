@@ -4,14 +4,21 @@ from dataclasses import replace
 
 import pytest
 
+from multimodal.attention.bitfield import MaskMode
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
+from multimodal.values.plan import Plan, Replica
 from multimodal.values.schedule_form import form_of
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.gradient_comparison import MismatchError, assert_matches
-from tests.distributed.planted_errors import ERRORS_IN_CUT_BACKWARDS, ERRORS_OF_GENERATORS, PLANTED_ERRORS, planted
+from tests.distributed.planted_errors import (
+    ERRORS_IN_CUT_BACKWARDS,
+    ERRORS_OF_GENERATORS,
+    ERRORS_OF_MASKS,
+    PLANTED_ERRORS,
+    planted,
+)
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.schedule_rewrites import CutMicrobatches, SplitStages
@@ -129,3 +136,28 @@ def test_the_generator_case_without_an_error_passes(ranks: RankPool, generator_c
 def test_a_planted_error_with_a_generator_is_seen(ranks: RankPool, generator_case: GradientCase, error: str) -> None:
     with pytest.raises(MismatchError, match=r"^(loss|gradient of) .* (instead of|is off by) "):
         assert_matches(generator_case, ranks, run=planted(error))
+
+
+@pytest.fixture(scope="module")
+def mask_case(case: GradientCase) -> GradientCase:
+    """Items attend in both directions; the LLM has a third layer, for in its last one no target depends on how items attend."""
+    backbone = case.graph.backbone
+    llm = replace(backbone, transformer=replace(backbone.transformer, num_layers=3))
+    units = tuple(llm if unit.name == llm.name else unit for unit in case.graph.units)
+    layers = ((0, 2),), ((2, 5),)
+    replicas = tuple(
+        Replica(tuple(replace(stage, layer_ranges=ranges) for stage, ranges in zip(replica.stages, layers, strict=True)))
+        for replica in case.plan.units[llm.name].replicas
+    )
+    plan = Plan({**case.plan.units, llm.name: replace(case.plan.units[llm.name], replicas=replicas)})
+    return replace(case, graph=replace(case.graph, units=units), plan=plan, attention_mask=MaskMode.EMBEDDED)
+
+
+def test_the_mask_case_without_an_error_passes(ranks: RankPool, mask_case: GradientCase) -> None:
+    assert_matches(mask_case, ranks)
+
+
+@pytest.mark.parametrize("error", ERRORS_OF_MASKS)
+def test_a_planted_error_in_a_mask_is_seen(ranks: RankPool, mask_case: GradientCase, error: str) -> None:
+    with pytest.raises(MismatchError, match=r"^(loss|gradient of) .* (instead of|is off by) "):
+        assert_matches(mask_case, ranks, run=planted(error))
