@@ -57,6 +57,12 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         "a ByteTokenizer needs no file; add --tokenizer-type HuggingFaceTokenizer or leave it out",
     ),
     IgnoredFlag(
+        "balance_granularity",
+        ("balance",),
+        lambda c: c.training.balance not in ("orchmllm", "auto"),
+        "only --balance orchmllm and auto place an encoder's items by themselves; choose one or leave it out",
+    ),
+    IgnoredFlag(
         "cluster",
         ("balance",),
         lambda c: c.training.balance != "auto",
