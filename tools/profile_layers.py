@@ -43,7 +43,7 @@ from multimodal.values.model_graph import LayerKind, ModelGraph, Unit
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 SECONDS_PER_SIZE = 0.2
-"""Small sizes are repeated until then: the shortest of many runs is the one that nothing disturbed."""
+"""Small sizes are repeated until then: the median of many runs is not disturbed by a few."""
 DEFAULT_SIZES = "64,256,1024,4096"
 
 
@@ -76,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=DTYPES, help="what layers compute in (float32 on CPU, bfloat16 on GPU)")
     parser.add_argument("--fit", choices=("quadratic", "interpolate"), default="quadratic", help="form of the curves (quadratic)")
     parser.add_argument(
-        "--repetitions", type=int, default=5, metavar="N", help="least number of runs per size, of which the shortest counts (5)"
+        "--repetitions", type=int, default=5, metavar="N", help="least number of runs per size, whose median counts (5)"
     )
     parser.add_argument("--vocab-size", type=int, metavar="N", help="padded vocabulary (the model file's, else 50304)")
     parser.add_argument("--transformer-impl", choices=("local", "transformer_engine"), default="local", help="layers (local)")

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from megatron.runtime.layer_inputs import LayerInput, synthetic_input
 from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.model.initialization import initialize_parameters
 from multimodal.model.language_head import HeadOutput
+from multimodal.model.rotary import rotary_frequencies
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.unit_stage import UnitStage
 from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
@@ -20,7 +22,7 @@ from multimodal.values.model_graph import LayerKind, ModelGraph
 
 
 class LayerTimes(NamedTuple):
-    """Seconds of one layer's computations at one size, each the shortest of all repetitions: the one that was disturbed least."""
+    """Seconds of one layer's computations at one size, each the median of all repetitions."""
 
     forward: float
     input_gradient: float
@@ -70,7 +72,7 @@ def time_layer(
     while len(times[sizes[0]]) < num_repetitions or time.perf_counter() < end:
         for size, run in runs.items():
             times[size].append(run.once())
-    return {size: LayerTimes(*map(min, zip(*turns, strict=True))) for size, turns in times.items()}
+    return {size: LayerTimes(*map(median, zip(*turns, strict=True))) for size, turns in times.items()}
 
 
 class _LayerRun:
@@ -81,8 +83,22 @@ class _LayerRun:
         self._attend = _core_attention(stage, num_tokens=num_tokens)
 
     def once(self) -> LayerTimes:
-        """Run forward, input gradient, weight gradient and core attention."""
-        return LayerTimes(*_run_once(self._stage, self._given), _seconds_of(self._attend) if self._attend else 0.0)
+        """Run forward, input gradient, weight gradient and core attention.
+
+        A stage computes its rotary angles once for all of its layers, so their time is taken off this one layer's.
+        """
+        forward, input_gradient, weight_gradient = _run_once(self._stage, self._given)
+        own = max(0.0, forward - _seconds_of(self._compute_angles))
+        return LayerTimes(own, input_gradient, weight_gradient, _seconds_of(self._attend) if self._attend else 0.0)
+
+    def _compute_angles(self) -> None:
+        shape = self._stage.unit.transformer
+        rotary_frequencies(
+            self._given.batch.positions,
+            head_channels=shape.head_channels,
+            base=shape.rotary_base,
+            dtype=self._stage.options.precision.rotary_dtype,
+        )
 
 
 def _run_once(stage: UnitStage, given: LayerInput) -> tuple[float, float, float]:

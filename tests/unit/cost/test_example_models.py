@@ -25,6 +25,11 @@ TOTALS = {
     "orchmllm-10b": (10e9, 0.01),
     "orchmllm-18b": (18e9, 0.02),
     "orchmllm-84b": (84e9, 0.01),
+    "oobleck-bert-large": (340e6, 0.02),  # without learned positions, as all of these
+    "oobleck-gpt-2-medium": (345e6, 0.03),  # the vocabulary is padded
+    "oobleck-gpt-3-medium": (350e6, 0.02),
+    "oobleck-gpt-3-2.7b": (2.65e9, 0.005),
+    "oobleck-gpt-3-6.7b": (6.65e9, 0.005),
     "entrain-llama-1b": (668_683_520 + 1_235_814_400, 0.005),
     "entrain-llama-3b": (668_683_520 + 3_212_749_824, 0.005),
 }
@@ -47,6 +52,8 @@ UNITS = {
     ("cornstarch-vlm-s", "vision"): (1.01e9, 0.06),  # EVA ViT-g/14; a projector of 55 M
     ("cornstarch-vlm-m", "vision"): (7.53e9, 0.05),  # EVA-CLIP 8B's vision tower; a projector of 0.3 B
     ("cornstarch-vlm-l", "vision"): (17.5e9, 0.04),  # EVA-CLIP 18B's; a projector of 0.5 B
+    ("cornstarch-thesis-vlm-1b", "llm"): (1_235_814_400, 0.0),
+    ("cornstarch-thesis-vlm-32b", "llm"): (32.5e9, 0.002),  # Qwen2.5 32B's, with Llama 3's vocabulary
     ("cornstarch-alm-s", "audio"): (1.4e9, 0.05),
     ("cornstarch-alm-m", "audio"): (7e9, 0.035),
     ("cornstarch-alm-l", "audio"): (15e9, 0.025),
