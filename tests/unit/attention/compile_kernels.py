@@ -1,0 +1,78 @@
+"""Compile every attention kernel for a GPU that need not be there; prints a JSON object per kernel. See test_triton_compiles.py.
+
+The interpreter forgives what the compiler does not: a variable of two types, a tile that fits no shared memory.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from multimodal.attention.triton_backward import join_gradients_kernel, key_value_gradient_kernel, query_gradient_kernel
+from multimodal.attention.triton_forward import forward_kernel, join_outputs_kernel
+from multimodal.attention.triton_options import TileSizes, choose_options
+
+FLOAT32_BUFFERS = ("log_sums", "deltas", "partial", "partial_output", "partial_log_sums", "partial_key", "partial_value")
+INT32_BUFFERS = ("query_ids", "key_ids", "blocks", "items", "counter", "joins")
+INT64_BUFFERS = ("query_bits", "key_bits")
+INPUTS = ("query", "key", "value", "output", "output_gradient", "gradient", "query_gradient", "key_gradient", "value_gradient")
+
+
+def type_of(name: str) -> str:
+    """Triton's type of a kernel's argument, by its name."""
+    types = dict.fromkeys(FLOAT32_BUFFERS, "*fp32") | dict.fromkeys(INT32_BUFFERS, "*i32") | dict.fromkeys(INT64_BUFFERS, "*i64")
+    types |= dict.fromkeys(INPUTS, "*bf16") | dict.fromkeys(("scale", "scale_log2"), "fp32")
+    return "constexpr" if name.isupper() else types.get(name, "i32")
+
+
+def compile_kernel(kernel: Any, tiles: TileSizes, channels: int) -> dict[str, Any]:
+    """Compile for sm_90 as bfloat16 inputs with four query heads per key head need it."""
+    constants = {
+        "HEADS_PER_GROUP": 4,
+        "CHANNELS": channels,
+        "PADDED_CHANNELS": 1 << (channels - 1).bit_length(),
+        "BLOCK": 128,
+        "TILE_ROWS": tiles.rows,
+        "TILE_COLUMNS": tiles.columns,
+        "DOT_TYPE": tl.bfloat16,
+        "IS_DYNAMIC": True,
+    }
+    names = kernel.arg_names
+    types = {name: type_of(name) for name in names}
+    aligned = [index for index, name in enumerate(names) if types[name].startswith("*") or name.endswith("stride")]
+    source = ASTSource(
+        fn=kernel,
+        signature=types,
+        constexprs={(names.index(name),): value for name, value in constants.items() if name in names},
+        attrs={(index,): [["tt.divisibility", 16]] for index in aligned},
+    )
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    compiled = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return {
+        "kernel": kernel.__name__,
+        "shared_bytes": compiled.metadata.shared,
+        "has_matrix_instructions": "wgmma.mma_async" in compiled.asm["ptx"],
+    }
+
+
+def main() -> None:
+    """Compile for a head size."""
+    channels = int(sys.argv[1])
+    options = choose_options(channels, dtype=torch.bfloat16, block_size=128)
+    join = TileSizes(64, 64, 4, 1)
+    for kernel, tiles in (
+        (forward_kernel, options.forward),
+        (query_gradient_kernel, options.query_gradient),
+        (key_value_gradient_kernel, options.key_value_gradient),
+        (join_outputs_kernel, join),
+        (join_gradients_kernel, join),
+    ):
+        print(json.dumps(compile_kernel(kernel, tiles, channels)))
+
+
+if __name__ == "__main__":
+    main()
