@@ -42,6 +42,8 @@ RANKING_SHARE = 0.15
 """Of `max_actions`: how large a simulation may be that only ranks."""
 RECOMPUTES: tuple[Recompute | None, ...] = (None, "full")
 """Planners that find nothing that fits recompute whole layers."""
+OTHERS_SHARE = 0.4
+"""Of the time budget, after which no further plan of another planner is simulated."""
 NUM_FINALISTS = 4
 NUM_REPORTED = 5
 
@@ -107,15 +109,23 @@ class _Search:
         return self.deadline - time.perf_counter()
 
     def rank_others(self) -> None:
-        """Simulate the plans of all other planners; what they cannot plan they leave out."""
+        """Simulate the other planners' plans, shortest expected step first, for at most a part of the time.
+
+        What they cannot plan they leave out; those that find nothing that fits may recompute whole layers.
+        """
+        planned = []
         for planner in OTHER_PLANNERS.values():
             for recompute in (self.request.recompute,) if self.request.recompute else RECOMPUTES:
                 try:
-                    run = planner(replace(self.request, recompute=recompute))
+                    planned.append(planner(replace(self.request, recompute=recompute)))
+                    break
                 except PlanError:
                     continue
-                if self.try_run(run):
-                    break
+        deadline = self.deadline - (1 - OTHERS_SHARE) * self.request.time_budget_seconds
+        for run in sorted(planned, key=lambda each: each.objective_seconds):
+            if self.ranked and time.perf_counter() > deadline:
+                return
+            self.try_run(run)
 
     def rank_layouts(self) -> None:
         """Simulate the best layouts until half of the time is gone."""

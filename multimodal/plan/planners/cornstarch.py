@@ -10,7 +10,7 @@ from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.partition_layers import partition_unit, range_seconds
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.shared_grid import shared_data_parallel_sizes
+from multimodal.plan.planners.shared_grid import largest_fitting, shared_data_parallel_sizes
 from multimodal.plan.planners.unit_layout import UnitLayout
 from multimodal.values.model_graph import Unit
 
@@ -47,7 +47,8 @@ def _candidates(request: PlanningRequest, times: PlanningTimes) -> Iterator[Cand
                 for unit in graph.units
                 if unit is not backbone
             }
-            for data in data_sizes:
+            replica = llm.num_ranks + sum(layout.num_ranks for layout in others.values())
+            for data in largest_fitting(data_sizes, gpus_per_replica=replica, num_gpus=request.num_gpus):
                 layouts = {
                     name: UnitLayout(each.tensor_parallel_size, data, each.stages)
                     for name, each in {**others, backbone.name: llm}.items()

@@ -10,7 +10,11 @@ from multimodal.plan.planners.megatron import even_layout
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.shared_grid import shared_data_parallel_sizes, shared_tensor_parallel_sizes
+from multimodal.plan.planners.shared_grid import (
+    largest_fitting,
+    shared_data_parallel_sizes,
+    shared_tensor_parallel_sizes,
+)
 
 MOST_EXTRA_STAGES = 8
 
@@ -31,15 +35,14 @@ def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
     graph, size = request.graph, request.default_micro_batch_size
     encoders = tuple(unit.name for unit in graph.encoders)
     rest = [unit for unit in graph.units if unit.name not in encoders]
+    data_sizes = shared_data_parallel_sizes(request, graph.unit_names, micro_batch_size=size)
     for encoder_stages in _encoder_stages(request, encoders):
         for encoder_tensor in shared_tensor_parallel_sizes(request, encoders) if encoders else (1,):
             for tensor in shared_tensor_parallel_sizes(request, [unit.name for unit in rest]):
-                for data in shared_data_parallel_sizes(request, graph.unit_names, micro_batch_size=size):
-                    taken = data * encoder_tensor * encoder_stages * bool(encoders)
-                    for pipeline in request.pipeline_parallel_sizes(graph.backbone.name):
-                        num_stages = pipeline + len(rest) - 1
-                        if taken + data * tensor * num_stages > request.num_gpus:
-                            continue
+                for pipeline in request.pipeline_parallel_sizes(graph.backbone.name):
+                    taken = encoder_tensor * encoder_stages * bool(encoders)
+                    replica = taken + tensor * (pipeline + len(rest) - 1)
+                    for data in largest_fitting(data_sizes, gpus_per_replica=replica, num_gpus=request.num_gpus):
                         layouts = {
                             unit.name: even_layout(unit, encoder_tensor, data, encoder_stages)
                             if unit.name in encoders

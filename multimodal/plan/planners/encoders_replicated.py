@@ -11,7 +11,7 @@ from multimodal.plan.planners.megatron import even_layout
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.shared_grid import shared_tensor_parallel_sizes
+from multimodal.plan.planners.shared_grid import largest_fitting, shared_tensor_parallel_sizes
 from multimodal.values.errors import PlanError
 
 
@@ -36,10 +36,10 @@ def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
     encoders = tuple(unit.name for unit in graph.encoders)
     backbone = graph.backbone.name
     for tensor in shared_tensor_parallel_sizes(request, (*encoders, backbone)):
-        for data in request.data_parallel_sizes(backbone, micro_batch_size=size):
-            for pipeline in request.pipeline_parallel_sizes(backbone):
-                if tensor * data * pipeline > request.num_gpus:
-                    break
+        for pipeline in request.pipeline_parallel_sizes(backbone):
+            data_sizes = request.data_parallel_sizes(backbone, micro_batch_size=size)
+            replica = tensor * (pipeline + len(graph.generators))
+            for data in largest_fitting(data_sizes, gpus_per_replica=replica, num_gpus=request.num_gpus):
                 layouts = {
                     unit.name: even_layout(unit, tensor, data, pipeline if unit.name == backbone else 1) for unit in graph.units
                 }

@@ -9,7 +9,11 @@ from multimodal.plan.planners.layer_times import PlanningTimes
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.shared_grid import shared_data_parallel_sizes, shared_tensor_parallel_sizes
+from multimodal.plan.planners.shared_grid import (
+    largest_fitting,
+    shared_data_parallel_sizes,
+    shared_tensor_parallel_sizes,
+)
 from multimodal.plan.planners.unit_layout import UnitLayout, deal_ranges
 from multimodal.values.model_graph import Unit
 from multimodal.values.plan import split_layers
@@ -39,11 +43,9 @@ def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
         for tensor in shared_tensor_parallel_sizes(request, names):
             for pipeline in request.pipeline_parallel_sizes(backbone):
                 stages = {unit.name: _num_stages(request, unit, backbone, pipeline, extra) for unit in graph.units}
-                for data in data_sizes:
-                    if tensor * data * sum(stages.values()) <= request.num_gpus:
-                        yield Candidate(
-                            {unit.name: even_layout(unit, tensor, data, stages[unit.name]) for unit in graph.units}, size
-                        )
+                replica = tensor * sum(stages.values())
+                for data in largest_fitting(data_sizes, gpus_per_replica=replica, num_gpus=request.num_gpus):
+                    yield Candidate({unit.name: even_layout(unit, tensor, data, stages[unit.name]) for unit in graph.units}, size)
 
 
 def _num_stages(request: PlanningRequest, unit: Unit, backbone: str, pipeline: int, extra: int) -> int:

@@ -11,7 +11,11 @@ from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.partition_layers import Range, partition_layers, unit_pieces
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.shared_grid import shared_data_parallel_sizes, shared_tensor_parallel_sizes
+from multimodal.plan.planners.shared_grid import (
+    largest_fitting,
+    shared_data_parallel_sizes,
+    shared_tensor_parallel_sizes,
+)
 from multimodal.plan.planners.step_estimate import reduction_seconds
 from multimodal.plan.planners.unit_layout import UnitLayout, lay_out_grid
 
@@ -91,9 +95,8 @@ def list_grids(request: PlanningRequest, times: PlanningTimes) -> Iterator[Grid]
                 if num_stages * virtual_stages > len(pieces) or (num_stages == 1 and virtual_stages > 1):
                     continue
                 grid = build_grid(pieces, num_stages=num_stages, virtual_stages=virtual_stages, tensor=tensor)
-                for data in data_sizes:
-                    if num_stages * tensor * data > request.num_gpus:
-                        break
+                replica = num_stages * tensor
+                for data in largest_fitting(data_sizes, gpus_per_replica=replica, num_gpus=request.num_gpus):
                     yield grid.with_replicas(data)
 
 

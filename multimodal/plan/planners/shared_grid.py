@@ -43,3 +43,11 @@ def micro_batch_sizes(request: PlanningRequest, choices: Sequence[int]) -> Itera
         yield request.micro_batch_size
         return
     yield from (size for size in choices if size == 1 or request.global_batch_size % size == 0)
+
+
+def largest_fitting(sizes: Sequence[int], *, gpus_per_replica: int, num_gpus: int, count: int = 2) -> Sequence[int]:
+    """Return the largest data parallel sizes that fit, in ascending order: fewer replicas only make every stage busier.
+
+    Two, since the largest may lose a little where gradients are reduced over more of them.
+    """
+    return [size for size in sizes if size * gpus_per_replica <= num_gpus][-count:]

@@ -8,6 +8,7 @@ from itertools import cycle, islice
 
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
+from multimodal.cost.memory import layer_static_bytes
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_costs import ComputeCost, StepCosts, TransferCost
@@ -76,9 +77,24 @@ class ShareCosts:
         return self.share.activation_bytes(place)
 
     def static_bytes(self, lane: int) -> int:
-        """Bytes of weights, gradients and optimizer state, which depend on the number of all replicas."""
-        first_rank = self.share.plan.lanes[lane][0]
-        return self.whole.static_bytes(self.whole.plan.lane_of_rank[first_rank])
+        """Bytes of weights, gradients and optimizer state; the latter is shared by all replicas, not by those of the share."""
+        share = self.share
+        return round(share.static_bytes(lane) - sum(map(self._excess_bytes, share.stages.of_rank[share.plan.lanes[lane][0]])))
+
+    def _excess_bytes(self, stage: tuple[str, int, int]) -> float:
+        units = (self.share.plan.units[stage[0]], self.whole.plan.units[stage[0]])
+        num_weights = self.share.stages.num_weights(stage, trained_only=True)
+        of_share, of_whole = (
+            layer_static_bytes(
+                num_weights,
+                is_trained=True,
+                data_parallel_size=unit.data_parallel_size,
+                zero_stage=self.share.options.zero_stage,
+                bytes_per_element=self.share.cluster.bytes_per_element,
+            )
+            for unit in units
+        )
+        return (of_share - of_whole) / units[0].tensor_parallel_size
 
 
 def predict_run(
@@ -95,7 +111,7 @@ def predict_run(
     Raises ScheduleError or AssignmentError where the run is impossible.
     """
     share = choose_share(run, request, max_actions=max_actions)
-    plan = keep_replicas(run.plan, share)
+    plan = keep_replicas(run.plan, share) or run.plan
     simulate = partial(_simulate, run, request, plan, is_checked=is_checked)
     parts = [
         (batch[::share], _num_samples(run, plan, len(batch[::share]), max_actions))
@@ -185,25 +201,36 @@ def _num_samples(run: PlannedRun, plan: Plan, num_samples: int, max_actions: int
 def choose_share(run: PlannedRun, request: PlanningRequest, *, max_actions: int | None) -> int:
     """Return the smallest common divisor of all data parallel sizes and the batch that brings the computations down enough."""
     common = math.gcd(request.global_batch_size, *(unit.data_parallel_size for unit in run.plan.units.values()))
-    if max_actions is None or common == 1:
-        return 1
     num_actions = _num_actions(run, run.plan, request.global_batch_size)
-    shares = [share for share in range(1, common + 1) if common % share == 0]
+    if max_actions is None or common == 1 or num_actions <= max_actions:
+        return 1
+    shares = [share for share in range(1, common + 1) if common % share == 0 and keep_replicas(run.plan, share) is not None]
     return next((share for share in shares if num_actions / share <= max_actions), shares[-1])
 
 
-def keep_replicas(plan: Plan, share: int) -> Plan:
-    """Keep the first of every `share` replicas of each unit, on the ranks that they have."""
+def keep_replicas(plan: Plan, share: int) -> Plan | None:
+    """Keep one of every `share` replicas of each unit, on the ranks that they have.
+
+    Of the unit with fewest replicas the first ones; of units that share ranks with kept ones those that lie on kept ranks. None
+    where that is not one of every `share`, because replicas of different units overlap in part.
+    """
     if share == 1:
         return plan
-    return Plan(
-        {
-            name: UnitPlan(
-                unit.replicas[: unit.data_parallel_size // share], unit.tensor_parallel_size, unit.context_parallel_size
-            )
-            for name, unit in plan.units.items()
-        }
-    )
+    units: dict[str, UnitPlan] = {}
+    kept_ranks: set[int] = set()
+    dropped_ranks: set[int] = set()
+    for name, unit in sorted(plan.units.items(), key=lambda entry: entry[1].data_parallel_size):
+        count = unit.data_parallel_size // share
+        is_shared = not (kept_ranks | dropped_ranks).isdisjoint(unit.ranks)
+        kept = [each for each in unit.replicas if kept_ranks.issuperset(each.ranks)] if is_shared else list(unit.replicas[:count])
+        if is_shared and not kept_ranks.isdisjoint(set(unit.ranks).difference(*(each.ranks for each in kept))):
+            return None
+        if len(kept) != count:
+            return None
+        units[name] = UnitPlan(tuple(kept), unit.tensor_parallel_size, unit.context_parallel_size)
+        kept_ranks.update(units[name].ranks)
+        dropped_ranks.update(set(unit.ranks) - set(units[name].ranks))
+    return Plan({name: units[name] for name in plan.units})
 
 
 def global_batches(request: PlanningRequest, num_batches: int) -> Iterator[tuple[SampleLengths, ...]]:

@@ -142,7 +142,7 @@ def test_a_plan_on_the_command_line_sets_sizes_of_the_file_aside(parse: Parse, t
     with_plan = parse(f"--plan {tmp_path / 'plan.yaml'}", file={"vision-dp": 7, "llm-tp": 2})
     assert with_plan.parallelism.units["llm"] == UnitSizes()
     assert "vision.data_parallel_size" not in with_plan.given
-    with pytest.raises(PlanError, match=r"plan\.yaml: the plan uses 2 ranks but the run has 3"):
+    with pytest.raises(PlanError, match=r"plan\.yaml, line \d+: the plan uses 2 ranks but the run has 3"):
         parse(f"--plan {tmp_path / 'plan.yaml'}", world_size=3)
 
 
