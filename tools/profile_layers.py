@@ -2,6 +2,7 @@
 
 python tools/profile_layers.py --model M.yaml --output costs.yaml [--unit U ...] [--tp 1,2] [--sizes 64,256,1024,4096]
                                [--dtype float32|bfloat16] [--fit quadratic|interpolate] [--repetitions N] [--vocab-size N]
+                               [--picture OUT.png] [--json]
 
 Every kind of layer of every unit runs for real, one layer at a time: its forward, its input gradient and its weight gradient are
 timed apart. Quadratics in tokens are fitted to the sizes given and held against sizes in between that the fit has not seen. One
@@ -33,6 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.runtime import platform
 from megatron.runtime.profiler import LayerTimes, build_layer, time_layer
+from multimodal.cost.draw_curves import MeasuredLayer, draw_curves
 from multimodal.cost.fit_quadratic import FitError, fit_error, fit_quadratic
 from multimodal.cost.interpolated import Interpolated
 from multimodal.cost.layer_curves import Curve, LayerCurves
@@ -48,9 +50,12 @@ DEFAULT_SIZES = "64,256,1024,4096"
 
 
 class Row(NamedTuple):
-    """What one layer's curves miss at sizes that they were not fitted to."""
+    """One layer: what was measured, and what its curves miss at sizes that they were not fitted to."""
 
     key: ProfileKey
+    curves: LayerCurves
+    seconds: dict[str, dict[int, float]]
+    """Name of a curve -> size -> seconds."""
     errors: dict[str, FitError]
 
 
@@ -80,6 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--vocab-size", type=int, metavar="N", help="padded vocabulary (the model file's, else 50304)")
     parser.add_argument("--transformer-impl", choices=("local", "transformer_engine"), default="local", help="layers (local)")
+    parser.add_argument("--picture", type=Path, metavar="OUT.png", help="curves and measurements of all transformer layers")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     return parser
 
@@ -97,15 +103,15 @@ def _run(given: argparse.Namespace) -> None:
     is_cuda = platform.device().type == "cuda"
     dtype = given.dtype or ("bfloat16" if is_cuda else "float32")
     options = BuildOptions(Precision(DTYPES[dtype]), transformer_impl=given.transformer_impl)
-    curves: dict[ProfileKey, LayerCurves] = {}
     rows: list[Row] = []
     console = Console(stderr=True)
     for key, tensor_parallel_size in _layers(graph, given):
         console.print(f"timing {key[0]}, {key[1]}, tp {tensor_parallel_size}", highlight=False)
-        curves[key], errors = _profile(graph, key, options, given)
-        rows.append(Row(key, errors))
+        rows.append(_profile(graph, key, options, given))
     name = torch.cuda.get_device_name() if is_cuda else "CPU"
-    LayerProfile(name, dtype, curves).to_file(given.output)
+    LayerProfile(name, dtype, {row.key: row.curves for row in rows}).to_file(given.output)
+    if given.picture is not None:
+        _draw(rows, given)
     _report(rows, given)
 
 
@@ -139,10 +145,8 @@ def _layers(graph: ModelGraph, given: argparse.Namespace) -> Iterator[tuple[Prof
                     yield (unit.name, kind, size, 1), size
 
 
-def _profile(
-    graph: ModelGraph, key: ProfileKey, options: BuildOptions, given: argparse.Namespace
-) -> tuple[LayerCurves, dict[str, FitError]]:
-    """Curves of one layer, and their errors at held-out sizes."""
+def _profile(graph: ModelGraph, key: ProfileKey, options: BuildOptions, given: argparse.Namespace) -> Row:
+    """Time and fit one layer, and hold it against sizes in between."""
     unit, kind, size, _ = key
     vocab_size = given.vocab_size or graph.backbone.vocab_size or 50304
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)  # type: ignore[no-untyped-call]
@@ -155,12 +159,21 @@ def _profile(
         dist.destroy_process_group()
     curves: dict[str, Curve] = {}
     errors: dict[str, FitError] = {}
-    for name in LayerTimes._fields:
+    seconds = {name: {size: getattr(one, name) for size, one in times.items()} for name in LayerTimes._fields}
+    for name, measured in seconds.items():
         is_linear = kind is not LayerKind.TRANSFORMER or name == "weight_gradient"
-        seconds = {size: getattr(one, name) for size, one in times.items()}
-        curves[name] = _fit([seconds[size] for size in given.sizes], given, is_linear=is_linear)
-        errors[name] = fit_error(curves[name], between, [seconds[size] for size in between])
-    return LayerCurves(**curves), errors
+        curves[name] = _fit([measured[size] for size in given.sizes], given, is_linear=is_linear)
+        errors[name] = fit_error(curves[name], between, [measured[size] for size in between])
+    return Row(key, LayerCurves(**curves), seconds, errors)
+
+
+def _draw(rows: Sequence[Row], given: argparse.Namespace) -> None:
+    layers = [
+        MeasuredLayer(f"{row.key[0]}, {row.key[1]}, tp {row.key[2]}", row.curves, given.sizes, row.seconds)
+        for row in rows
+        if row.key[1] is LayerKind.TRANSFORMER
+    ]
+    draw_curves(layers, given.picture)
 
 
 def _groups() -> ProcessGroupCollection:

@@ -53,7 +53,9 @@ def test_points_pass_through_what_was_measured(model: str, tmp_path: Path, capsy
     monkeypatch.setattr("tools.profile_layers.SECONDS_PER_SIZE", 0.0)
     output = tmp_path / "costs.json"
     flags = ["--model", model, "--unit", "llm", "--output", str(output), "--sizes", "8,16,32", "--repetitions", "1"]
-    assert main([*flags, "--fit", "interpolate"]) == 0
+    picture = tmp_path / "curves.png"
+    assert main([*flags, "--fit", "interpolate", "--picture", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
     assert "mean (worst) error at held-out sizes" in capsys.readouterr().out
     curve = LayerProfile.from_file(output).curves["llm", LayerKind.TRANSFORMER, 1, 1].forward
     points = json.loads(output.read_text())["units"]["llm"]["transformer"][0]["forward"]
