@@ -52,3 +52,13 @@ def test_uniform_lengths_count_encoder_outputs_among_the_backbones_tokens():
     (sample,) = uniform_lengths(GRAPH, tokens={"vision": 64, "painter": 100, "llm": 30}, num_samples=1)
     assert sample.items == (ItemLengths("vision", 64, 16), ItemLengths("painter", 100, 0))
     assert (sample.num_tokens, sample.num_text_tokens) == (30, 14)
+
+
+def test_an_encoder_says_how_long_audio_is(tmp_path):
+    path = tmp_path / "lengths.csv"
+    path.write_text(HEADER + "x,,10,20,5,3,red\n")
+    ear = {"role": "encoder", **SHAPE, "audio": {"tokens_per_second": 20, "merge_factor": 4}}
+    graph = ModelGraph.from_dict({"units": {"ear": ear, "llm": {"role": "backbone", **SHAPE}}})
+    (sample,) = read_length_table(path, graph=graph)
+    assert sample.items == (ItemLengths("ear", 60, 15),)
+    assert uniform_lengths(graph, tokens={"ear": 10, "llm": 8}, num_samples=1)[0].items == (ItemLengths("ear", 10, 3),)
