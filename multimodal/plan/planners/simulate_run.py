@@ -204,32 +204,39 @@ def choose_share(run: PlannedRun, request: PlanningRequest, *, max_actions: int 
     num_actions = _num_actions(run, run.plan, request.global_batch_size)
     if max_actions is None or common == 1 or num_actions <= max_actions:
         return 1
-    shares = [share for share in range(1, common + 1) if common % share == 0 and keep_replicas(run.plan, share) is not None]
+    divisors = (share for share in range(1, common + 1) if common % share == 0)
+    shares = [share for share in divisors if keep_replicas(run.plan, share) is not None]
     return next((share for share in shares if num_actions / share <= max_actions), shares[-1])
 
 
 def keep_replicas(plan: Plan, share: int) -> Plan | None:
     """Keep one of every `share` replicas of each unit, on the ranks that they have.
 
-    Of the unit with fewest replicas the first ones; of units that share ranks with kept ones those that lie on kept ranks. None
-    where that is not one of every `share`, because replicas of different units overlap in part.
+    Of one unit the first replicas are kept, and of units that share ranks with it those that lie on kept ranks. None where that is
+    not one of every `share`, whichever unit comes first, because replicas of different units overlap in part.
     """
     if share == 1:
         return plan
+    by_size = sorted(plan.units, key=lambda name: plan.units[name].data_parallel_size)
+    attempts = (_keep(plan, share, (first, *(name for name in by_size if name != first))) for first in by_size)
+    return next((kept for kept in attempts if kept is not None), None)
+
+
+def _keep(plan: Plan, share: int, order: Sequence[str]) -> Plan | None:
     units: dict[str, UnitPlan] = {}
     kept_ranks: set[int] = set()
     dropped_ranks: set[int] = set()
-    for name, unit in sorted(plan.units.items(), key=lambda entry: entry[1].data_parallel_size):
+    for name in order:
+        unit = plan.units[name]
         count = unit.data_parallel_size // share
         is_shared = not (kept_ranks | dropped_ranks).isdisjoint(unit.ranks)
-        kept = [each for each in unit.replicas if kept_ranks.issuperset(each.ranks)] if is_shared else list(unit.replicas[:count])
-        if is_shared and not kept_ranks.isdisjoint(set(unit.ranks).difference(*(each.ranks for each in kept))):
-            return None
-        if len(kept) != count:
-            return None
+        kept = [each for each in unit.replicas if kept_ranks.issuperset(each.ranks)] if is_shared else unit.replicas[:count]
         units[name] = UnitPlan(tuple(kept), unit.tensor_parallel_size, unit.context_parallel_size)
+        left_out = set(unit.ranks).difference(units[name].ranks)
+        if len(kept) != count or not kept_ranks.isdisjoint(left_out):
+            return None
         kept_ranks.update(units[name].ranks)
-        dropped_ranks.update(set(unit.ranks) - set(units[name].ranks))
+        dropped_ranks.update(left_out)
     return Plan({name: units[name] for name in plan.units})
 
 

@@ -1,0 +1,52 @@
+import pytest
+
+from multimodal.plan.planners.candidate import Candidate
+from multimodal.plan.planners.megatron import even_layout
+from multimodal.plan.planners.simulate_run import keep_replicas, predict_run
+from multimodal.values.plan import Plan
+from tests.unit.plan.planners.planning_cases import LLM, TWO, VISION, request
+
+
+def colocated(*, encoder_tensor: int, encoder_data: int, tensor: int, data: int, pipeline: int) -> Candidate:
+    layouts = {
+        "vision": even_layout(VISION, encoder_tensor, encoder_data, 1),
+        "llm": even_layout(LLM, tensor, data, pipeline),
+    }
+    return Candidate(layouts, groups=(("vision", "llm"),))
+
+
+def ranks(plan: Plan, unit: str) -> set[int]:
+    return set(plan.units[unit].ranks)
+
+
+def test_units_that_share_ranks_keep_the_same_ones():
+    plan = colocated(encoder_tensor=1, encoder_data=16, tensor=2, data=4, pipeline=2).build_plan(TWO)
+    share = keep_replicas(plan, 2)
+    assert share is not None
+    assert ranks(share, "vision") == ranks(share, "llm") == {0, 1, 2, 3, 8, 9, 10, 11}
+    assert [share.units[unit].data_parallel_size for unit in ("vision", "llm")] == [8, 2]
+
+
+def test_replicas_that_overlap_in_part_have_no_share():
+    plan = colocated(encoder_tensor=4, encoder_data=4, tensor=1, data=8, pipeline=2).build_plan(TWO)
+    assert keep_replicas(plan, 4) is None
+    assert keep_replicas(plan, 2) is not None
+
+
+def test_a_share_of_a_colocated_plan_predicts_the_whole():
+    asked = request(TWO, num_gpus=16, global_batch_size=64, lengths=request(TWO).lengths[:1])
+    candidate = colocated(encoder_tensor=1, encoder_data=16, tensor=2, data=4, pipeline=2)
+    run = candidate.to_run(asked, planner="test", seconds=0.0, started=0.0)
+    whole, share = predict_run(run, asked), predict_run(run, asked, max_actions=100)
+    assert share.replica_share == 4
+    assert share.iteration_seconds == pytest.approx(whole.iteration_seconds, rel=0.06)
+    assert share.peak_memory_bytes == pytest.approx(whole.peak_memory_bytes, rel=0.01)
+
+
+def test_predictions_average_consecutive_batches():
+    asked = request(TWO, global_batch_size=16)
+    run = colocated(encoder_tensor=1, encoder_data=8, tensor=1, data=4, pipeline=2).to_run(
+        asked, planner="test", seconds=0.0, started=0.0
+    )
+    one, three = (predict_run(run, asked, num_batches=count).iteration_seconds for count in (1, 3))
+    assert one != three and 0.5 < one / three < 2
