@@ -212,8 +212,8 @@ def choose_share(run: PlannedRun, request: PlanningRequest, *, max_actions: int 
 def keep_replicas(plan: Plan, share: int) -> Plan | None:
     """Keep one of every `share` replicas of each unit, on the ranks that they have.
 
-    Of one unit the first replicas are kept, and of units that share ranks with it those that lie on kept ranks. None where that is
-    not one of every `share`, whichever unit comes first, because replicas of different units overlap in part.
+    Of one unit the first replicas are kept, and of units that share ranks with it those on kept ranks. None where that is not one
+    of every `share`, whichever unit comes first, because replicas of different units overlap in part.
     """
     if share == 1:
         return plan
