@@ -54,7 +54,7 @@ def attend_by_triton(
     if query.device.type == "cpu" and not triton.knobs.runtime.interpret:
         raise ConfigError("--attention-backend triton needs a CUDA device; choose --attention-backend blocks on a CPU")
     scale = 1 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale
-    chosen = options or choose_options(query.shape[-1], dtype=query.dtype, block_size=mask.block_size)
+    chosen = options or _choose_options(query, block_size=mask.block_size)
     query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))
     mixed: Tensor = _TritonAttention.apply(query, key, value, mask, scale, chosen)
     return mixed
@@ -215,6 +215,14 @@ def _grid(
     num_programs = min(num_tickets, _num_multiprocessors(device) * options.programs_per_multiprocessor)
     sizes = {"TILE_ROWS": tiles.rows, "TILE_COLUMNS": tiles.columns, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     return (num_programs if is_dynamic else num_tickets), {"IS_DYNAMIC": is_dynamic, **sizes}
+
+
+def _choose_options(query: Tensor, *, block_size: int) -> KernelOptions:
+    channels, dtype = query.shape[-1], query.dtype
+    if query.device.type != "cuda":
+        return choose_options(channels, dtype=dtype, block_size=block_size)
+    shared = torch.cuda.get_device_properties(query.device).shared_memory_per_block_optin
+    return choose_options(channels, dtype=dtype, block_size=block_size, shared_memory_bytes=shared)
 
 
 def _num_multiprocessors(device: torch.device) -> int:

@@ -7,6 +7,9 @@ import torch
 from multimodal.values.errors import ConfigError
 
 MAX_CHANNELS = 256
+HOPPER_SHARED_MEMORY_BYTES = 227 * 1024
+LARGE_TILES_BYTES = 130 * 1024
+"""What the largest tiles below need; GPUs of compute capability 8.6 and 8.9 have 99 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +35,12 @@ class KernelOptions:
     """Size of the persistent grid; more than fit at once would only queue."""
 
 
-def choose_options(channels: int, *, dtype: torch.dtype, block_size: int) -> KernelOptions:
+def choose_options(
+    channels: int, *, dtype: torch.dtype, block_size: int, shared_memory_bytes: int = HOPPER_SHARED_MEMORY_BYTES
+) -> KernelOptions:
     """Pick tiles by head size: near those of FlexAttention on Hopper GPUs; compiled for sm_90 they spill few registers or none.
 
+    shared_memory_bytes: what a program of the GPU may use.
     Raises ConfigError for a head size beyond 256, or a block size that is no power of two of at least 16.
     """
     if channels > MAX_CHANNELS:
@@ -46,7 +52,10 @@ def choose_options(channels: int, *, dtype: torch.dtype, block_size: int) -> Ker
         raise ConfigError(f"--attention-backend triton: a block of {block_size} tokens is no power of two of at least 16")
     is_half = dtype in (torch.float16, torch.bfloat16)
     if not is_half:
-        tiles = (TileSizes(32, 32, 4, 1),) * 3
+        side = 32 if channels <= 128 else 16
+        tiles = (TileSizes(side, side, 4, 1),) * 3
+    elif shared_memory_bytes < LARGE_TILES_BYTES:
+        tiles = TileSizes(64, 32, 4, 2), TileSizes(64, 32, 4, 1), TileSizes(32, 32, 4, 1)
     elif channels <= 64:
         tiles = TileSizes(128, 128, 8, 3), TileSizes(128, 64, 8, 3), TileSizes(128, 64, 8, 3)
     elif channels <= 128:

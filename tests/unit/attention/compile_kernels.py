@@ -29,8 +29,8 @@ def type_of(name: str) -> str:
     return "constexpr" if name.isupper() else types.get(name, "i32")
 
 
-def compile_kernel(kernel: Any, tiles: TileSizes, channels: int) -> dict[str, Any]:
-    """Compile for sm_90 as bfloat16 inputs with four query heads per key head need it."""
+def compile_kernel(kernel: Any, tiles: TileSizes, *, channels: int, capability: int) -> dict[str, Any]:
+    """Compile for a compute capability as bfloat16 inputs with four query heads per key head need it."""
     constants = {
         "HEADS_PER_GROUP": 4,
         "CHANNELS": channels,
@@ -51,7 +51,7 @@ def compile_kernel(kernel: Any, tiles: TileSizes, channels: int) -> dict[str, An
         attrs={(index,): [["tt.divisibility", 16]] for index in aligned},
     )
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    compiled = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return {
         "kernel": kernel.__name__,
         "shared_bytes": compiled.metadata.shared,
@@ -60,9 +60,9 @@ def compile_kernel(kernel: Any, tiles: TileSizes, channels: int) -> dict[str, An
 
 
 def main() -> None:
-    """Compile for a head size."""
-    channels = int(sys.argv[1])
-    options = choose_options(channels, dtype=torch.bfloat16, block_size=128)
+    """Compile for a head size, a compute capability and its shared memory."""
+    channels, capability, shared_memory_bytes = map(int, sys.argv[1:])
+    options = choose_options(channels, dtype=torch.bfloat16, block_size=128, shared_memory_bytes=shared_memory_bytes)
     join = TileSizes(64, 64, 4, 1)
     for kernel, tiles in (
         (forward_kernel, options.forward),
@@ -71,7 +71,7 @@ def main() -> None:
         (join_outputs_kernel, join),
         (join_gradients_kernel, join),
     ):
-        print(json.dumps(compile_kernel(kernel, tiles, channels)))
+        print(json.dumps(compile_kernel(kernel, tiles, channels=channels, capability=capability)))
 
 
 if __name__ == "__main__":

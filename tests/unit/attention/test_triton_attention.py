@@ -86,9 +86,10 @@ def test_empty_blocks_are_never_visited() -> None:
 
 @pytest.mark.parametrize("channels", [64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_chosen_tiles_divide_the_block(channels: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("shared_memory_bytes", [99 * 1024, 227 * 1024])
+def test_chosen_tiles_divide_the_block(channels: int, dtype: torch.dtype, shared_memory_bytes: int) -> None:
     for block_size in (16, 64, 128):
-        chosen = choose_options(channels, dtype=dtype, block_size=block_size)
+        chosen = choose_options(channels, dtype=dtype, block_size=block_size, shared_memory_bytes=shared_memory_bytes)
         for tiles in (chosen.forward, chosen.query_gradient, chosen.key_value_gradient):
             assert block_size % tiles.rows == block_size % tiles.columns == 0 and min(tiles.rows, tiles.columns) >= 16
 
