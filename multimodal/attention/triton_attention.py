@@ -221,7 +221,8 @@ def _choose_options(query: Tensor, *, block_size: int) -> KernelOptions:
     channels, dtype = query.shape[-1], query.dtype
     if query.device.type != "cuda":
         return choose_options(channels, dtype=dtype, block_size=block_size)
-    shared = torch.cuda.get_device_properties(query.device).shared_memory_per_block_optin
+    index = torch.cuda.current_device() if query.device.index is None else query.device.index
+    shared = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
     return choose_options(channels, dtype=dtype, block_size=block_size, shared_memory_bytes=shared)
 
 
