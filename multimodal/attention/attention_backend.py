@@ -13,7 +13,7 @@ from multimodal.attention.packed_mask import MaskRule
 from multimodal.values.errors import ConfigError
 
 AUTO = "auto"
-"""`sequences` where it can evaluate the mask, else `blocks`."""
+"""`sequences` where it can evaluate the mask and has whole sequences, else `blocks`."""
 SEQUENCES = "sequences"
 """Torch's scaled dot product attention, one packed sequence at a time; knows no items, so `causal` masks and encoders only."""
 
@@ -42,11 +42,19 @@ _FUNCTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
 BACKEND_NAMES = (AUTO, SEQUENCES, *_FUNCTIONS)
 
 
-def choose_backend(name: str, *, rule: MaskRule) -> str:
-    """Resolve `auto`; raises ConfigError when `sequences` cannot evaluate the mask."""
+def choose_backend(name: str, *, rule: MaskRule, is_shared: bool = False) -> str:
+    """Resolve `auto`; raises ConfigError when `sequences` cannot evaluate the mask.
+
+    is_shared: whether a sequence's tokens are spread over ranks (context parallelism).
+    """
     needs_items = rule.is_causal and rule.mode is not MaskMode.CAUSAL
     if name == AUTO:
-        return "blocks" if needs_items else SEQUENCES
+        return "blocks" if needs_items or is_shared else SEQUENCES
+    if name == SEQUENCES and is_shared:
+        raise ConfigError(
+            "--attention-backend sequences needs whole sequences, which context parallelism spreads over ranks; choose "
+            "--attention-backend blocks"
+        )
     if name == SEQUENCES and needs_items:
         raise ConfigError(
             f"--attention-backend sequences cannot evaluate --attention-mask {rule.mode}; choose --attention-backend blocks"

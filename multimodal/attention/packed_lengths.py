@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from multimodal.attention.attention_mask import AttentionMask
+from multimodal.attention.own_share import OwnShare
 from multimodal.attention.packed_mask import ItemSpan, MaskRule, build_packed_mask
 
 
@@ -20,6 +21,8 @@ class PackedLengths(PackedSeqParams):
     lengths: tuple[int, ...] = ()
     items: tuple[ItemSpan, ...] = ()
     """Inside the sequences, in any order; an LLM's only."""
+    share: OwnShare | None = None
+    """Where the tokens are spread over ranks: those of this rank. `lengths` and `items` are of all."""
     _masks: dict[MaskRule, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
 
     def mask(self, rule: MaskRule) -> AttentionMask:
@@ -28,5 +31,9 @@ class PackedLengths(PackedSeqParams):
         Raises DataError when the mode does not fit the items: `prefix` with items behind text.
         """
         if rule not in self._masks:
-            self._masks[rule] = AttentionMask(build_packed_mask(self.lengths, items=self.items, rule=rule))
+            tokens = build_packed_mask(self.lengths, items=self.items, rule=rule)
+            if self.share is None:
+                self._masks[rule] = AttentionMask(tokens)
+            else:
+                self._masks[rule] = AttentionMask(tokens, self.share.shares.block_size, self.share.blocks)
         return self._masks[rule]

@@ -88,7 +88,8 @@ class DigitsSource:
             for rows, columns in (self._grid(picture) for picture in sample.pictures)
         )
         num_text_tokens = len(conversation.token_ids) - sum(item.num_output_tokens for item in items)
-        return SampleLengths(index, items, num_text_tokens, conversation.num_target_tokens)
+        starts = tuple(start for _, start, _ in conversation.item_starts)
+        return SampleLengths(index, items, num_text_tokens, conversation.num_target_tokens, starts)
 
     def text(self, index: int) -> SampleText:
         """Tokens, labels and picture positions of one sample."""

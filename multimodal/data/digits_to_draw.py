@@ -73,7 +73,8 @@ class DigitsToDrawSource:
         """Lengths of one sample; `sample_id` is its index."""
         conversation, (rows, columns) = self._conversation(index), self.item_grid(index, 0)
         items = (ItemLengths(self._unit, rows * columns, 0),)
-        return SampleLengths(index, items, len(conversation.token_ids), conversation.num_target_tokens)
+        starts = tuple(start for _, start, _ in conversation.item_starts)
+        return SampleLengths(index, items, len(conversation.token_ids), conversation.num_target_tokens, starts)
 
     def text(self, index: int) -> SampleText:
         """Tokens, labels and where the image belongs, of one sample."""

@@ -1,6 +1,7 @@
 """Several data sets as one that takes their samples in turn."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
 from multimodal.values.sample_lengths import SampleLengths
@@ -21,7 +22,7 @@ class InterleavedSource:
         """Lengths of one sample; `sample_id` is its index here."""
         source, position = self._at(index)
         found = source.lengths(position)
-        return SampleLengths(index, found.items, found.num_text_tokens, found.num_target_tokens)
+        return replace(found, sample_id=index)
 
     def text(self, index: int) -> SampleText:
         """Tokens, labels and item positions of one sample."""

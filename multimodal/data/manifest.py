@@ -99,6 +99,7 @@ class ManifestSource:
             ),
             num_text_tokens=len(conversation.token_ids) - sum(outputs),
             num_target_tokens=conversation.num_target_tokens,
+            item_starts=tuple(start for _, start, _ in conversation.item_starts),
         )
 
     def text(self, index: int) -> SampleText:

@@ -1,6 +1,7 @@
 """A data set cut into training, validation and test samples, in Megatron's `--split` notation."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -58,7 +59,7 @@ class SourceSubset:
     def lengths(self, index: int) -> SampleLengths:
         """Lengths of one sample; `sample_id` is its index in this subset."""
         found = self._source.lengths(self._at(index))
-        return SampleLengths(index, found.items, found.num_text_tokens, found.num_target_tokens)
+        return replace(found, sample_id=index)
 
     def text(self, index: int) -> SampleText:
         """Tokens, labels and item positions of one sample."""

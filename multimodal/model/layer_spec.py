@@ -20,22 +20,25 @@ MLP_SUBMODULES = MLPSubmodules(linear_fc1=DeferrableColumnParallelLinear, linear
 
 
 def transformer_layer_spec(
-    *, implementation: str, rule: MaskRule, recompute: str | None, attention_backend: str = AUTO
+    *, implementation: str, rule: MaskRule, recompute: str | None, attention_backend: str = AUTO, is_shared: bool = False
 ) -> ModuleSpec:
     """Spec of one transformer layer.
 
-    rule: how tokens attend; attention_backend: who computes that (`attention_backend.py`).
+    rule: how tokens attend; attention_backend: who computes that (`attention_backend.py`); is_shared: whether the tokens of a
+    sequence are spread over ranks.
     Raises ConfigError when Transformer Engine or a backend is asked for but not installed, or cannot evaluate the mask.
     """
     spec = _local_spec() if implementation == "local" else _transformer_engine_spec()
     self_attention = spec.submodules.self_attention
     self_attention.params = {"attn_mask_type": AttnMaskType.causal if rule.is_causal else AttnMaskType.no_mask}
-    self_attention.submodules.core_attention = _core_attention(attention_backend, rule, recomputes=recompute == "selective")
+    self_attention.submodules.core_attention = _core_attention(
+        attention_backend, rule, recomputes=recompute == "selective", is_shared=is_shared
+    )
     return spec
 
 
-def _core_attention(backend: str, rule: MaskRule, *, recomputes: bool) -> ModuleSpec | type:
-    chosen = choose_backend(backend, rule=rule)
+def _core_attention(backend: str, rule: MaskRule, *, recomputes: bool, is_shared: bool) -> ModuleSpec | type:
+    chosen = choose_backend(backend, rule=rule, is_shared=is_shared)
     if chosen == SEQUENCES:
         return RecomputedPackedAttention if recomputes else PackedAttention
     return ModuleSpec(module=MaskedAttention, params={"rule": rule, "backend": chosen, "recompute": recomputes})

@@ -5,12 +5,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from multimodal.attention.own_share import OwnShare
 from multimodal.attention.packed_mask import ItemSpan
 
 
 @dataclass(frozen=True)
 class PackedInput:
-    """One packed microbatch as a unit's stages see it; all tensors on the stage's device."""
+    """One packed microbatch as a unit's stages see it; all tensors on the stage's device.
+
+    With context parallelism, `lengths` and `items` are of the whole microbatch, from which the mask is derived, and everything
+    else is of the tokens in `share` (see `share_input`).
+    """
 
     lengths: tuple[int, ...]
     """Tokens of each packed sequence."""
@@ -32,11 +37,13 @@ class PackedInput:
     """[num_generated_items]: rows whose hidden states generators are given; the LLM's last stage, where there are any."""
     condition_rows: Tensor | None = None
     """[num_tokens]: which of the rows that the LLM hands over each patch is made from; a generator's first stage."""
+    share: OwnShare | None = None
+    """Which tokens this rank holds; None for all."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sequences."""
-        return sum(self.lengths)
+        """Tokens that this rank holds."""
+        return sum(self.lengths) if self.share is None else self.share.num_tokens
 
 
 def padded_num_tokens(num_tokens: int, *, multiple: int) -> int:

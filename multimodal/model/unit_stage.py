@@ -82,10 +82,14 @@ class UnitStage(MegatronModule):
         return weight
 
     def num_rows(self, num_tokens: int) -> int:
-        """Rows of this rank's share of hidden states between transformer layers."""
-        if not self.config.sequence_parallel:
-            return num_tokens
-        return padded_num_tokens(num_tokens, multiple=self.groups.tp.size()) // self.groups.tp.size()
+        """Rows of this rank's hidden states between transformer layers, of `num_tokens` that its tensor parallel group holds."""
+        rows = self._num_padded_rows(num_tokens)
+        return rows // self.groups.tp.size() if self.config.sequence_parallel else rows
+
+    def _num_padded_rows(self, num_tokens: int) -> int:
+        """Where sequences are spread over ranks, one that holds nothing computes one row: layers cannot do without."""
+        rows = num_tokens if self.groups.cp.size() == 1 else max(1, num_tokens)
+        return padded_num_tokens(rows, multiple=self.groups.tp.size()) if self.config.sequence_parallel else rows
 
     def forward(self, hidden: Tensor | None, batch: PackedInput, item_embeddings: Tensor | None = None) -> Tensor | HeadOutput:
         """Run the stage.
@@ -157,10 +161,9 @@ class UnitStage(MegatronModule):
         return run(hidden)
 
     def _share_tokens(self, hidden: Tensor, batch: PackedInput) -> Tensor:
+        padded = pad_rows(hidden, self._num_padded_rows(batch.num_tokens))
         if not self.config.sequence_parallel:
-            return hidden
-        size = self.groups.tp.size()
-        padded = pad_rows(hidden, padded_num_tokens(batch.num_tokens, multiple=size))
+            return padded
         shared: Tensor = scatter_to_sequence_parallel_region(padded, group=self.groups.tp)
         return shared
 
@@ -172,11 +175,10 @@ class UnitStage(MegatronModule):
             dtype=self.options.precision.rotary_dtype,
         )
         lengths = batch.lengths
-        if self.config.sequence_parallel:
-            num_rows = padded_num_tokens(batch.num_tokens, multiple=self.groups.tp.size())
-            padding = num_rows - batch.num_tokens
-            frequencies, lengths = pad_rows(frequencies, num_rows), (*lengths, padding) if padding else lengths
-        return frequencies, PackedLengths(lengths=lengths, items=batch.items)
+        num_rows = self._num_padded_rows(batch.num_tokens)
+        if batch.share is None and num_rows > batch.num_tokens:
+            lengths = (*lengths, num_rows - batch.num_tokens)
+        return pad_rows(frequencies, num_rows), PackedLengths(lengths=lengths, items=batch.items, share=batch.share)
 
     def _build_layer(self, index: int) -> Module:
         kind = self.unit.layers[index]
@@ -187,6 +189,7 @@ class UnitStage(MegatronModule):
                 rule=self.mask_rule,
                 recompute=self.options.recompute,
                 attention_backend=self.options.attention_backend,
+                is_shared=groups.cp.size() > 1,
             )
             layer: Module = build_module(spec, config=config, layer_number=index, pg_collection=groups)
             return layer

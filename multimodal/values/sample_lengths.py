@@ -1,7 +1,8 @@
 """How long a sample is, in tokens, known from metadata before any pixel is decoded."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 
@@ -25,6 +26,16 @@ class SampleLengths:
     num_text_tokens: int
     num_target_tokens: int
     """Text tokens that count in the loss."""
+    item_starts: tuple[int, ...] | None = field(default=None, compare=False)
+    """Where each item begins among the sample's tokens in the LLM (of what a generator makes: the token whose hidden state it is
+    given). None where nobody knows, as in tables of lengths; then all items are taken to stand before the text."""
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """`item_starts`, or what is taken for them."""
+        if self.item_starts is not None:
+            return self.item_starts
+        return tuple(accumulate((item.num_output_tokens for item in self.items), initial=0))[: len(self.items)]
 
     @property
     def num_tokens(self) -> int:

@@ -35,26 +35,29 @@ class RandomSource:
 
     def lengths(self, index: int) -> SampleLengths:
         shape = self.shapes[index]
-        items = []
+        items, starts = [], []
+        cursor, rest = 1, shape.num_text_tokens - 1
         for item, (unit, rows, columns) in enumerate(shape.items):
             grid = self.item_grid(index, item)
             is_input = self.graph.unit(unit).role is Role.ENCODER
-            items.append(ItemLengths(unit, grid[0] * grid[1], rows * columns if is_input else 0))
-        return SampleLengths(index, tuple(items), shape.num_text_tokens, shape.num_target_tokens)
+            num_outputs = rows * columns if is_input else 0
+            items.append(ItemLengths(unit, grid[0] * grid[1], num_outputs))
+            # A generator is given the hidden state of the token before.
+            starts.append(cursor if is_input else cursor - 1)
+            cursor += num_outputs
+            if rest > 1 and item < len(shape.items) - 1:  # some text between items
+                cursor, rest = cursor + 1, rest - 1
+        return SampleLengths(index, tuple(items), shape.num_text_tokens, shape.num_target_tokens, tuple(starts))
 
     def text(self, index: int) -> SampleText:
         lengths, generator = self.lengths(index), np.random.default_rng((self.seed, index))
         is_target = np.zeros(lengths.num_tokens, dtype=bool)
-        starts, cursor, rest = [], 1, lengths.num_text_tokens - 1
-        free = [0]
-        for item, entry in enumerate(lengths.items):
-            # A generator is given the hidden state of the token before.
-            starts.append((item, cursor if entry.num_output_tokens else cursor - 1, entry.num_output_tokens))
-            cursor += entry.num_output_tokens
-            if rest > 1 and item < len(lengths.items) - 1:  # some text between items
-                free.append(cursor)
-                cursor, rest = cursor + 1, rest - 1
-        free.extend(range(cursor, lengths.num_tokens))
+        is_text = np.ones(lengths.num_tokens, dtype=bool)
+        starts = []
+        for item, (entry, start) in enumerate(zip(lengths.items, lengths.starts, strict=True)):
+            starts.append((item, start, entry.num_output_tokens))
+            is_text[start : start + entry.num_output_tokens] = False
+        free = np.flatnonzero(is_text)
         is_target[generator.choice(free, size=lengths.num_target_tokens, replace=False)] = True
         tokens = generator.integers(0, self.vocab_size, size=(2, lengths.num_tokens))
         return SampleText(tokens[0], tokens[1], is_target, tuple(starts))
