@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 
+from multimodal.schedule.builders.interleaved_chain import chain_actions, chain_of_replica
 from multimodal.schedule.builders.microbatch_span import microbatch_spans
 from multimodal.schedule.builders.one_f_one_b import forward_floors
 from multimodal.schedule.builders.unit_order import Step, chunk_stages, num_chunks, ordered_actions
@@ -24,8 +25,12 @@ def build_interleaved_1f1b(graph: ModelGraph, plan: Plan, assignment: Assignment
     multiple of P, groups are at least P and as even as can be (torch.distributed.pipelining's, where those are equal).
 
     Where other units consume the unit's output, forwards keep their order and backwards theirs, and the limit in flight decides
-    between the two. Units without such chunks run 1F1B.
+    between the two. Units without such chunks run 1F1B. Where all units lie on one grid whose lanes hold the whole chain of their
+    layers in turn (Megatron-LM balanced), the chain runs Megatron's order as if it were one unit.
     """
+    existing = frozenset(compute_actions(graph, plan, assignment, forward_only=forward_only))
+    if orders := list(_chain_orders(graph, plan, assignment, existing)):
+        return list_schedule(graph, plan, assignment, policy=Policy(orders=orders), forward_only=forward_only)
     interleaved = {unit: is_interleaved(plan.units[unit]) for unit in graph.unit_names}
     depths = {
         unit: _depth(plan.units[unit], max(map(len, assignment.units[unit])))
@@ -39,7 +44,6 @@ def build_interleaved_1f1b(graph: ModelGraph, plan: Plan, assignment: Assignment
     groups: dict[StageKey, StageKey] = {}
     for unit in (unit for unit in interleaved if interleaved[unit]):
         _limit_stages(unit, graph, plan, assignment, spans, limits, groups)
-    existing = frozenset(compute_actions(graph, plan, assignment, forward_only=forward_only))
     orders = [
         order
         for unit in interleaved
@@ -144,6 +148,26 @@ def _orders(
             wanted = [steps] if is_exact else [[step for step in steps if step.kind is kind] for kind in _KINDS]
             for order in wanted:
                 yield ordered_actions(order, unit, name=name, replica=replica, stage_index=stage_index, existing=existing)
+
+
+def _chain_orders(
+    graph: ModelGraph, plan: Plan, assignment: Assignment, existing: frozenset[Action]
+) -> Iterator[tuple[Action, ...]]:
+    """The order of every lane where all units form one interleaved chain of several units; else nothing."""
+    sizes = {plan.units[unit].data_parallel_size for unit in graph.unit_names}
+    if len(graph.units) == 1 or len(sizes) > 1:
+        return
+    chains = [chain_of_replica(graph, plan, assignment, replica) for replica in range(sizes.pop())]
+    if any(chain is None for chain in chains):
+        return
+    for replica, positions in enumerate(chain for chain in chains if chain is not None):
+        num_lanes = len({plan.lanes_of_stage(unit, replica, stage) for position in positions for unit, stage in position})
+        shape = {"num_stages": num_lanes, "chunks": len(positions) // num_lanes}
+        num_microbatches = assignment.num_microbatches(graph.backbone.name, replica)
+        for lane in range(num_lanes):
+            steps = interleaved_order(lane, **shape, num_microbatches=num_microbatches)
+            actions = chain_actions(steps, positions, replica=replica, lane=lane, num_lanes=num_lanes)
+            yield tuple(action for action in actions if action in existing)
 
 
 _KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD)

@@ -1,0 +1,57 @@
+"""Interleaved 1F1B of several units that stand in one another's way: one chain of virtual stages on one grid of lanes."""
+
+from collections.abc import Iterator
+
+from multimodal.schedule.builders.unit_order import Step
+from multimodal.values.assignment import Assignment
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+from multimodal.values.schedule import Action, ActionKind
+
+Position = tuple[tuple[str, int], ...]
+"""The (unit, virtual stage) pairs that a lane runs one after another as one chunk: several where one unit ends in it."""
+
+
+def chain_of_replica(graph: ModelGraph, plan: Plan, assignment: Assignment, replica: int) -> tuple[Position, ...] | None:
+    """Return the virtual stages of all units as one chain, if lanes hold them in turn as Megatron deals model chunks; else None.
+
+    Position c P + s of the chain is chunk c of lane s of P lanes (Optimus, Appendix B). All units must lie on these lanes
+    together, have the same microbatches in this replica, and more than one chunk in each lane.
+    """
+    places = [
+        (name, stage.index, lanes)
+        for name in graph.unit_names
+        for stage in plan.units[name].replicas[replica].virtual_stages
+        for lanes in [plan.lanes_of_stage(name, replica, stage.index)]
+    ]
+    lanes_in_turn: list[int] = []
+    positions: list[list[tuple[str, int]]] = []
+    for unit, stage, lanes in places:
+        if len(lanes) > 1:
+            return None
+        if not positions or lanes[0] != lanes_in_turn[-1]:
+            positions.append([])
+            lanes_in_turn.append(lanes[0])
+        positions[-1].append((unit, stage))
+    num_lanes = len(set(lanes_in_turn))
+    is_dealt = lanes_in_turn == lanes_in_turn[:num_lanes] * (len(positions) // num_lanes)
+    if not is_dealt or len(positions) == num_lanes or num_lanes == 1 or not _is_coupled(graph, assignment, replica):
+        return None
+    return tuple(tuple(position) for position in positions)
+
+
+def chain_actions(
+    steps: list[Step], positions: tuple[Position, ...], *, replica: int, lane: int, num_lanes: int
+) -> Iterator[Action]:
+    """Yield the actions of one lane's steps; lane: its number in the chain's order."""
+    for step in steps:
+        position = positions[step.chunk * num_lanes + lane]
+        for unit, stage in position if step.kind is ActionKind.FORWARD else reversed(position):
+            yield Action(step.kind, unit, replica, stage, step.microbatch)
+
+
+def _is_coupled(graph: ModelGraph, assignment: Assignment, replica: int) -> bool:
+    """Whether microbatch k of every unit needs microbatch k of the others, and nothing else."""
+    counts = {assignment.num_microbatches(unit, replica) for unit in graph.unit_names}
+    routes = (route for group in assignment.routes(graph).from_source.values() for route in group)
+    return len(counts) == 1 and all(route.source[1:] == route.target[1:] for route in routes)
