@@ -1,8 +1,9 @@
 """Braid: searches the union of all layouts with the real lengths, and lets the simulator decide."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from multimodal.balance import BALANCERS
 from multimodal.cost.layer_costs import Recompute
@@ -38,12 +39,14 @@ SCHEDULES = ("zb-h1", "1f1b", "eager-1f1b", "dip")
 """Tried on the best layouts besides the schedule that they come with."""
 BALANCES = tuple(name for name in ("orchmllm", "disttrain", "entrain", "none") if name in BALANCERS)
 """Tried on the best layouts; all are what --balance auto chooses from."""
-RANKING_SHARE = 0.15
+RANKING_SHARE = 0.1
 """Of `max_actions`: how large a simulation may be that only ranks."""
 RECOMPUTES: tuple[Recompute | None, ...] = (None, "full")
 """Planners that find nothing that fits recompute whole layers."""
 OTHERS_SHARE = 0.4
 """Of the time budget, after which no further plan of another planner is simulated."""
+HOPELESS = 1.6
+"""A plan whose planner expects so many times the best expected step is not simulated."""
 NUM_FINALISTS = 4
 NUM_REPORTED = 5
 
@@ -123,8 +126,11 @@ class _Search:
                     continue
         deadline = self.deadline - (1 - OTHERS_SHARE) * self.request.time_budget_seconds
         for run in sorted(planned, key=lambda each: each.objective_seconds):
-            if self.ranked and time.perf_counter() > deadline:
+            is_hopeless = run.objective_seconds > HOPELESS * planned_best(planned)
+            if self.ranked and (is_hopeless or time.perf_counter() > deadline):
                 return
+            if self.lengths_vary and run.balance == "none":
+                self.try_run(replace(run, balance=BALANCES[0]))
             self.try_run(run)
 
     def rank_layouts(self) -> None:
@@ -149,9 +155,13 @@ class _Search:
                     self.try_run(run)
 
     def _balances(self, run: PlannedRun) -> Iterator[PlannedRun]:
-        if all((loads == loads[0]).all() for loads in self.request.sample_loads.values()):
-            return  # All samples are alike.
-        yield from (replace(run, balance=name) for name in BALANCES if name != run.balance)
+        if self.lengths_vary:
+            yield from (replace(run, balance=name) for name in BALANCES if name != run.balance)
+
+    @cached_property
+    def lengths_vary(self) -> bool:
+        """Whether there is anything to balance."""
+        return any((loads != loads[0]).any() for loads in self.request.sample_loads.values())
 
     def _schedules(self, run: PlannedRun) -> Iterator[PlannedRun]:
         names = ("interleaved-1f1b", "zb-h1") if has_virtual_stages(run) else SCHEDULES
@@ -212,6 +222,11 @@ class _Search:
         top = sorted(self.final, key=lambda each: each.key)[:NUM_REPORTED]
         counted = f"{self.num_estimated} layouts estimated, {len(self.seen)} runs simulated"
         return (counted, *(describe(each) for each in top))
+
+
+def planned_best(planned: Sequence[PlannedRun]) -> float:
+    """Return the shortest step that any planner expects of its own plan."""
+    return min(run.objective_seconds for run in planned)
 
 
 def has_virtual_stages(run: PlannedRun) -> bool:

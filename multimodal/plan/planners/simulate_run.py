@@ -25,6 +25,9 @@ from multimodal.values.plan import Plan, UnitPlan
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.schedule import Action, Place, Schedule
 
+FILLING = 3
+"""The larger of two simulated batches fills all pipelines so many times, the smaller one half as often."""
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -187,13 +190,15 @@ def _num_actions(run: PlannedRun, plan: Plan, num_samples: int) -> int:
 
 
 def _num_samples(run: PlannedRun, plan: Plan, num_samples: int, max_actions: int | None) -> int:
-    """Return how many samples to simulate: all, or enough to fill the pipelines twice over in the smaller part."""
+    """Return how many samples to simulate: all, or enough to fill the pipelines in both parts."""
     if max_actions is None or _num_actions(run, plan, num_samples) <= max_actions:
         return num_samples
     # Both parts give every replica of every unit equally many microbatches.
     even = 2 * run.micro_batch_size * math.lcm(*(unit.data_parallel_size for unit in plan.units.values()))
     in_flight = sum(len(unit.replicas[0].stages) * unit.data_parallel_size for unit in plan.units.values())
-    wanted = max(4 * run.micro_batch_size * in_flight, int(num_samples * max_actions / _num_actions(run, plan, num_samples)))
+    wanted = max(
+        FILLING * run.micro_batch_size * in_flight, int(num_samples * max_actions / _num_actions(run, plan, num_samples))
+    )
     rounded = -(-wanted // even) * even
     return rounded if rounded < 0.8 * num_samples else num_samples
 
