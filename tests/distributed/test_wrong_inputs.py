@@ -294,5 +294,6 @@ def test_all_ranks_end_with_a_message_that_names_the_fix(wrong: WrongInput, outc
 
 def test_the_run_that_is_made_wrong_works(tmp_path: Path) -> None:
     write_working_files(tmp_path)
-    launched = launch([item for pair in working_flags(tmp_path).items() for item in pair], num_ranks=NUM_RANKS)
+    flags = [item for pair in working_flags(tmp_path).items() for item in pair]
+    launched = launch(flags, num_ranks=NUM_RANKS, is_new_program=True)
     assert launched.exit_codes == (0,) * NUM_RANKS, launched.output

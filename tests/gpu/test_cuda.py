@@ -27,7 +27,7 @@ RUN = (
 
 def losses(log: Path, *flags: object, environment: dict[str, str] | None = None) -> list[float]:
     """Run one process and return the losses that it logged."""
-    launched = launch([*RUN, "--log-json", log, *flags], num_ranks=1, environment=environment)
+    launched = launch([*RUN, "--log-json", log, *flags], num_ranks=1, environment=environment, is_new_program=True)
     assert launched.exit_codes == (0,), launched.output
     return [json.loads(line)["loss"] for line in log.read_text().splitlines()]
 

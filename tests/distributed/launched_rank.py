@@ -1,0 +1,24 @@
+"""One rank of a launched run, in a process that was forked after everything slow to import was imported."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+# What pretrain_mllm.py imports when it runs; a rank that is forked from here need not wait for it.
+import megatron.runtime.distributed_setup
+import megatron.runtime.resumption
+import megatron.runtime.run
+import megatron.runtime.training  # noqa: F401
+import pretrain_mllm
+
+
+def run_rank(flags: Sequence[str], environment: Mapping[str, str], folder: str, output: str) -> None:
+    """Run pretrain_mllm.py in `folder` with these flags; `output`: file that gets what it prints."""
+    os.environ.update(environment)
+    os.chdir(folder)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(file, stream.fileno())
+    sys.argv = ["pretrain_mllm.py", *flags]
+    pretrain_mllm.main(list(flags))
