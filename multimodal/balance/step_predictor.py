@@ -7,6 +7,7 @@ from functools import cached_property
 
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.model_costs import ModelCosts
+from multimodal.cost.run_options import DEFAULT_OPTIONS, RunOptions
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import Builder
 from multimodal.schedule.passes import Pass
@@ -32,10 +33,11 @@ class StepPredictor:
     passes: Sequence[Pass]
     cluster: Cluster
     vocab_size: int
+    options: RunOptions = DEFAULT_OPTIONS
 
     def predict(self, assignment: Assignment, lengths: Sequence[SampleLengths]) -> "StepPrediction":
         """Predict a step of these samples."""
-        costs = ModelCosts(self.graph, self.plan, assignment, lengths, self.cluster, self.vocab_size)
+        costs = ModelCosts(self.graph, self.plan, assignment, lengths, self.cluster, self.vocab_size, self.options)
         return StepPrediction(self.builder, self.passes, costs)
 
 
