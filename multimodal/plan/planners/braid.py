@@ -43,6 +43,8 @@ RANKING_SHARE = 0.1
 """Of `max_actions`: how large a simulation may be that only ranks."""
 RECOMPUTES: tuple[Recompute | None, ...] = (None, "full")
 """Planners that find nothing that fits recompute whole layers."""
+MEMORY_SCALES = (1.0, 0.85, 0.7)
+"""Shares of the memory that estimates may fill, the next one where nothing fits when it is simulated."""
 OTHERS_SHARE = 0.4
 """Of the time budget, after which no further plan of another planner is simulated."""
 HOPELESS = 1.6
@@ -82,9 +84,13 @@ def plan_braid(request: PlanningRequest) -> PlannedRun:
     Raises PlanError when nothing fits.
     """
     started = time.perf_counter()
-    search = _Search(request, deadline=started + request.time_budget_seconds)
-    search.rank_others()
-    search.rank_layouts()
+    for scale in MEMORY_SCALES:
+        scaled = request.with_memory_scale(scale * request.memory_scale)
+        search = _Search(scaled, deadline=started + request.time_budget_seconds)
+        search.rank_others()
+        search.rank_layouts()
+        if search.ranked:
+            break
     search.vary_best()
     best = search.choose()
     return replace(
