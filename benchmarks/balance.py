@@ -7,7 +7,8 @@ by default from `shared/data/lengths` beside the checkout, and where that is abs
 Every section is a function from the drawn batches to a table; `--sections` picks. Peers run beside: the loader's order, and the
 algorithms as OrchMLLM publishes them, in Python and, where its Alg. 1 exists so in Braid, in C++. `ms` is the processor time of
 one batch, all units one after another, the best of `--repeats` (one for Python peers); `wall ms` the median by the clock, which
-on a busy machine also counts waiting for a core.
+on a busy machine also counts waiting for a core. `volume left` is what node-wise rearrangement leaves of what the worst rank
+sends to other nodes (`benchmarks/node_rearrangement.py` holds it against the linear program's bound).
 
 Run `python benchmarks/balance.py [--json] [--lengths DIR] [--replicas 64 256] [--sections NAME] [--repeats N] [--seed N]`.
 """
@@ -35,9 +36,11 @@ from published_post_balancing import (
 )
 from rich.console import Console
 from rich.table import Table
+from scipy.sparse import csr_matrix
 
 from multimodal.balance.longest_first_partition import partition_longest_first
 from multimodal.balance.post_balance import post_balance_array, post_balance_lower_bound
+from multimodal.balance.rearrange_nodes import rearrange_nodes
 from multimodal.balance.unit_cost import CostForm, UnitCost
 from multimodal.data.length_table import read_length_table
 from multimodal.values.model_graph import AudioInput, ImageInput, ModelGraph, Role, Transformer, Unit
@@ -45,6 +48,7 @@ from multimodal.values.model_graph import AudioInput, ImageInput, ModelGraph, Ro
 Lengths = NDArray[np.int64]
 
 SAMPLES_PER_REPLICA = 60
+RANKS_PER_NODE = 8
 NUM_REPLICAS = (64, 256, 1024, 2560)
 CLAIMED_IMBALANCE, CLAIMED_MILLISECONDS = 1.005, 5.0
 DEFAULT_LENGTHS = Path(__file__).parents[2] / "shared" / "data" / "lengths"
@@ -79,6 +83,10 @@ class Row:
     """Most that a unit used."""
     milliseconds: float
     wall_milliseconds: float
+    volume_left: float | None
+    """Tokens that the rank with most of them sends to other nodes, after node-wise rearrangement over before; the worst unit's."""
+    node_milliseconds: float | None
+    """Node-wise rearrangement of all units took."""
 
 
 Place = Callable[[Lengths, int, UnitCost], NDArray[np.int32]]
@@ -179,6 +187,7 @@ def _measure(drawn: Drawn, cost: UnitCost | Mapping[str, UnitCost], method: str,
         over_bound.append(each.max() / post_balance_lower_bound(lengths, num_bins=drawn.num_replicas, cost=costs[name]))
         over_mean.append(each.max() / each.mean())
     fits = num_batches <= drawn.num_replicas
+    volume_left, node_milliseconds = _rearrange(drawn, found) if fits else (None, None)
     return Row(
         next(iter(costs.values())).form.value,
         method,
@@ -188,7 +197,21 @@ def _measure(drawn: Drawn, cost: UnitCost | Mapping[str, UnitCost], method: str,
         num_batches,
         1e3 * min(processor),
         1e3 * statistics.median(wall),
+        volume_left,
+        node_milliseconds,
     )
+
+
+def _rearrange(drawn: Drawn, found: Mapping[str, NDArray[np.int32]]) -> tuple[float, float]:
+    """Permute the batches of all units over nodes, when replica i loaded the i-th share of the samples."""
+    left, start = [], time.process_time()
+    for name, bins in found.items():
+        sources = _in_order(drawn.lengths[name], drawn.num_replicas, UnitCost())
+        shape = (drawn.num_replicas, drawn.num_replicas)
+        arranged = rearrange_nodes(csr_matrix((drawn.lengths[name], (sources, bins)), shape=shape), ranks_per_node=RANKS_PER_NODE)
+        before = int(arranged.bytes_before.max())
+        left.append(int(arranged.bytes_after.max()) / before if before else 0.0)
+    return max(left), 1e3 * (time.process_time() - start)
 
 
 def batch_costs(lengths: Lengths, bins: NDArray[np.int32], num_batches: int, cost: UnitCost) -> NDArray[np.float64]:
@@ -227,12 +250,12 @@ def _to_bins(batches: Sequence[Sequence[int]], num_items: int) -> NDArray[np.int
 
 def show(title: str, rows: Sequence[Row], console: Console) -> None:
     """Print one section."""
-    table = Table("form", "method", "replicas", "max/bound", "max/mean", "ms", "wall ms", title=title)
+    table = Table("form", "method", "replicas", "max/bound", "max/mean", "ms", "wall ms", "volume left", "node ms", title=title)
     for row in rows:
         ratios = [f"{row.num_batches} batches" if ratio is None else f"{ratio:.4f}" for ratio in (row.over_bound, row.over_mean)]
-        table.add_row(
-            row.form, row.method, str(row.num_replicas), *ratios, f"{row.milliseconds:.2f}", f"{row.wall_milliseconds:.2f}"
-        )
+        times = [f"{row.milliseconds:.2f}", f"{row.wall_milliseconds:.2f}"]
+        nodes = ["" if value is None else f"{value:.3f}" for value in (row.volume_left, row.node_milliseconds)]
+        table.add_row(row.form, row.method, str(row.num_replicas), *ratios, *times, *nodes)
     console.print(table)
 
 
