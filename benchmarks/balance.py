@@ -84,7 +84,7 @@ class Row:
     milliseconds: float
     wall_milliseconds: float
     volume_left: float | None
-    """Tokens that the rank with most of them sends to other nodes, after node-wise rearrangement over before; the worst unit's."""
+    """What the rank that sends most sends to other nodes, after node-wise rearrangement over before; the worst unit's."""
     node_milliseconds: float | None
     """Node-wise rearrangement of all units took."""
 
