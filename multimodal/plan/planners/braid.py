@@ -53,8 +53,8 @@ NUM_FINALISTS = 4
 NUM_REPORTED = 5
 
 
-CLOSE = 1.05
-"""Plans of other planners that rank within this factor of the best are finalists."""
+CLOSE = 1.25
+"""Plans of other planners that rank within this factor of the best are finalists, even if the time is over."""
 
 
 @dataclass(frozen=True)
@@ -199,9 +199,8 @@ class _Search:
         ranked = self.best(len(self.ranked))
         others = [each for each in ranked if each.run.planner != "braid"]
         closest = ranked[0].prediction.iteration_seconds * CLOSE if ranked else 0.0
-        must = [*ranked[:1], *(each for each in others[:1] if each is not ranked[0] and each.key[0] <= closest)]
+        must = [*ranked[:1], *(each for each in others if each is not ranked[0] and each.key[0] <= closest)]
         rest = [each for each in ranked[:NUM_FINALISTS] if each not in must]
-        rest += [each for each in others[1:] if each not in rest and each not in must and each.key[0] <= closest]
         slowest = 0.0
         for each in (*must, *rest):
             if self.final and each not in must and self.time_left() < slowest:

@@ -156,7 +156,10 @@ def _of_batch(lengths: Sequence[SampleLengths], part: int, simulate: Callable[[S
     larger, smaller = (
         _measure([lengths[len(lengths) * index // count] for index in range(count)], simulate) for count in (part, part // 2)
     )
-    weight = (len(lengths) - part) / (part - part // 2)
+    # By work rather than by samples: with lengths that vary, no part is as heavy as its number of samples says.
+    work = larger.peak_seconds * _num_tokens(lengths) / larger.num_tokens if larger.num_tokens else 0.0
+    step = larger.peak_seconds - smaller.peak_seconds
+    weight = (work - larger.peak_seconds) / step if step > 0 else (len(lengths) - part) / (part - part // 2)
 
     def continued(large: float, small: float) -> float:
         return max(0.0, large + weight * (large - small))
