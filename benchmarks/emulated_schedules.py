@@ -47,7 +47,7 @@ from multimodal.values.schedule import Action, ActionKind, Place
 
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
 NUM_MICROBATCHES = 8
-"""With so many the six predictions lie at least 2.6 % apart, which is more than a measurement is off; with 12, two lie 0.7 % apart."""
+"""With 8 the six predictions lie at least 2.6 % apart, more than a measurement is off; with 12, two lie 0.7 % apart."""
 UNEVEN = (1.0, 2.0, 0.5)
 """Relative times of a unit's layers, in turn."""
 
