@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from multimodal.balance.balance_options import BalanceOptions, Predictor
 from multimodal.balance.batch_work import BatchWork
-from multimodal.balance.disttrain import balance_disttrain, follow_llm, reorder_llm
+from multimodal.balance.disttrain import balance_disttrain, reorder_llm
 from multimodal.balance.entrain import balance_entrain
 from multimodal.balance.in_order import balance_in_order
-from multimodal.balance.post_balancing import balance_every_unit, place_every_unit
+from multimodal.balance.post_balancing import balance_every_unit, follow_llm, place_every_unit
 from multimodal.balance.validate_inputs import validate_inputs
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
