@@ -99,7 +99,7 @@ def assemble(
         plan=plan,
         rank=rank,
         stages=stages,
-        groups={name: member.groups.tp for name, member in memberships.items()},
+        groups={name: member.groups for name, member in memberships.items()},
         broker=Broker(rank=rank, channel=channel, device=device, dtype=options.precision.params_dtype),
         device=device,
         reduce_gradients=lambda unit, stage: gradients[unit].start_reduction(stage),

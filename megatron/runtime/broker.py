@@ -2,19 +2,23 @@
 
 DistTrain 4.1 bridges units by brokers, gcd(DP, DP) many; here every tensor parallel rank is a broker of its own share. Between
 units the rows are the same on all tensor parallel ranks of a stage, so rank i of the source sends only what overlaps with its
-1/tp of the rows, and the target's ranks gather their shares. Between stages of one unit, where tensor parallel ranks may hold
-different rows (sequence parallelism), each passes on what it has.
+1/tp of the rows, and the target's ranks gather their shares. Where a unit spreads tokens over context parallel ranks, each of
+these gives and takes rows of its own (`row_shares.py`), and the same holds for its tensor parallel ranks. Between stages of one
+unit, where all ranks may hold different rows, each passes on what it has.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.runtime.message_channel import MessageChannel
 from megatron.runtime.receive_watch import ReceiveWatch
+from megatron.runtime.row_shares import RowShares
 from multimodal.values.schedule import Place
 
 
@@ -35,13 +39,29 @@ class Link:
     source_ranks: tuple[int, ...]
     target_ranks: tuple[int, ...]
     shape: tuple[int, ...]
-    """Rows first."""
+    """Rows first: of a message between units all that travel, else those of this rank."""
     is_replicated: bool
-    """Whether every source rank holds the same rows and every target rank needs them all; else rank i passes its own on to i."""
+    """Whether tensor parallel ranks hold the same rows and need the same (between units); else rank i passes its own on to i."""
+    rows: RowShares | None = None
+    """Who gives and takes which, where a unit at either end spreads tokens over context parallel ranks; None: all give all."""
+
+    @property
+    def source_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Tensor parallel groups of the source, by context parallel rank."""
+        return _groups(self.source_ranks, 1 if self.rows is None else len(self.rows.given))
+
+    @property
+    def target_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Tensor parallel groups of the target, by context parallel rank."""
+        return _groups(self.target_ranks, 1 if self.rows is None else len(self.rows.taken))
+
+    def num_received(self, target: int) -> int:
+        """Rows that come to a context parallel rank of the target."""
+        return self.shape[0] if self.rows is None else self.rows.num_received(target)
 
 
 class Piece(NamedTuple):
-    """Rows that travel from one rank to another."""
+    """Rows that travel from one rank to another, counted in what the target's context parallel rank receives."""
 
     source_rank: int
     target_rank: int
@@ -61,15 +81,58 @@ def pieces_of(link: Link) -> tuple[Piece, ...]:
     if not link.is_replicated:
         pairs = zip(link.source_ranks, link.target_ranks, strict=True)
         return tuple(Piece(source, target, 0, num_rows) for source, target in pairs)
-    found = []
-    for i, source in enumerate(link.source_ranks):
-        sent = share_of_rows(num_rows, num_shares=len(link.source_ranks), index=i)
-        for j, target in enumerate(link.target_ranks):
-            wanted = share_of_rows(num_rows, num_shares=len(link.target_ranks), index=j)
-            first, last = max(sent.start, wanted.start), min(sent.stop, wanted.stop)
-            if first < last:
-                found.append(Piece(source, target, first, last))
-    return tuple(found)
+    return tuple(
+        piece
+        for source_index, sources in enumerate(link.source_groups)
+        for i, source in enumerate(sources)
+        for target_index, targets in enumerate(link.target_groups)
+        for piece in _pieces_from(link, source_index, i, source, target_index, targets)
+    )
+
+
+def _pieces_from(
+    link: Link, source_index: int, i: int, source: int, target_index: int, targets: tuple[int, ...]
+) -> Iterator[Piece]:
+    """What the i-th tensor parallel rank of one context parallel rank sends to the tensor parallel ranks of another."""
+    start, size = 0, link.shape[0]
+    if link.rows is not None:
+        start, size = link.rows.first_row(source_index, target_index), len(link.rows.common[target_index][source_index])
+    sent = share_of_rows(size, num_shares=len(link.source_ranks) // len(link.source_groups), index=i)
+    for j, target in enumerate(targets):
+        wanted = share_of_rows(link.num_received(target_index), num_shares=len(targets), index=j)
+        first, last = max(start + sent.start, wanted.start), min(start + sent.stop, wanted.stop)
+        if first < last:
+            yield Piece(source, target, first, last)
+
+
+def _payload_of(piece: Piece, link: Link, payload: Tensor) -> Tensor:
+    """The rows of a piece in what its source rank gives."""
+    if link.rows is None:
+        return payload[piece.first_row : piece.last_row]
+    source, target = _index_of(piece.source_rank, link.source_groups), _index_of(piece.target_rank, link.target_groups)
+    start = link.rows.first_row(source, target)
+    positions = link.rows.positions_given(source, target)[piece.first_row - start : piece.last_row - start]
+    return payload.index_select(0, torch.from_numpy(positions).to(payload.device))
+
+
+def _groups(ranks: tuple[int, ...], count: int) -> tuple[tuple[int, ...], ...]:
+    size = len(ranks) // count
+    return tuple(ranks[index * size : (index + 1) * size] for index in range(count))
+
+
+def _index_of(rank: int, groups: tuple[tuple[int, ...], ...]) -> int:
+    return next(index for index, ranks in enumerate(groups) if rank in ranks)
+
+
+def _in_order(received: Tensor, rows: RowShares | None, target: int) -> Tensor:
+    """Put received rows where they belong, and add up what came from several ranks."""
+    if rows is None:
+        return received
+    num_taken, positions = len(rows.taken[target]), rows.positions_taken(target)
+    if len(positions) == num_taken and (np.diff(positions) > 0).all():
+        return received
+    taken = received.new_zeros(num_taken, *received.shape[1:])
+    return taken.index_add_(0, torch.from_numpy(positions).to(received.device), received)
 
 
 @dataclass
@@ -90,11 +153,11 @@ class Broker:
         self._kept: dict[MessageKey, list[tuple[Piece, Tensor]]] = {}
 
     def send(self, key: MessageKey, link: Link, payload: Tensor) -> None:
-        """Start sending this rank's pieces of `payload` (`link.shape`); pieces for this rank itself are kept."""
+        """Start sending this rank's pieces of `payload`, all rows that it gives; pieces for this rank itself are kept."""
         for piece in pieces_of(link):
             if piece.source_rank != self._rank:
                 continue
-            rows = payload[piece.first_row : piece.last_row]
+            rows = _payload_of(piece, link, payload) if link.is_replicated else payload
             if piece.target_rank == self._rank:
                 self._kept.setdefault(key, []).append((piece, rows))
             else:
@@ -105,9 +168,11 @@ class Broker:
         num_rows, width = link.shape[0], link.shape[1:]
         first_row, size = 0, num_rows
         if link.is_replicated:
-            index = link.target_ranks.index(self._rank)
-            first_row = share_of_rows(num_rows, num_shares=len(link.target_ranks), index=index).start
-            size = -(-num_rows // len(link.target_ranks))
+            target = _index_of(self._rank, link.target_groups)
+            group = link.target_groups[target]
+            num_rows = link.num_received(target)
+            first_row = share_of_rows(num_rows, num_shares=len(group), index=group.index(self._rank)).start
+            size = -(-num_rows // len(group))
         buffer = torch.zeros((size, *width), device=self._device, dtype=self._dtype)
         waiting = [
             self._channel.post_receive(buffer[piece.first_row - first_row : piece.last_row - first_row], source=piece.source_rank)
@@ -137,13 +202,16 @@ class Broker:
         return incoming.buffer
 
     def complete(self, key: MessageKey, group: dist.ProcessGroup) -> Tensor:
-        """The whole received tensor (`link.shape`): gathers the shares of the target's tensor parallel ranks where needed."""
+        """All rows that this rank takes, in the route's order; group: its tensor parallel peers, with whom it gathers shares."""
         incoming = self._incoming.pop(key)
-        if not incoming.link.is_replicated or group.size() == 1:
-            return incoming.buffer
-        gathered = incoming.buffer.new_empty((incoming.buffer.shape[0] * group.size(), *incoming.buffer.shape[1:]))
-        dist.all_gather_into_tensor(gathered, incoming.buffer, group=group)
-        return gathered[: incoming.link.shape[0]]
+        link, received = incoming.link, incoming.buffer
+        if not link.is_replicated:
+            return received
+        target = _index_of(self._rank, link.target_groups)
+        if group.size() > 1 and len(received):
+            received = received.new_empty((len(received) * group.size(), *received.shape[1:]))
+            dist.all_gather_into_tensor(received, incoming.buffer, group=group)
+        return _in_order(received[: link.num_received(target)], link.rows, target)
 
     def finish(self) -> None:
         """Wait until everything sent has left; a step ends with nothing under way."""

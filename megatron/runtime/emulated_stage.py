@@ -27,8 +27,10 @@ class EmulatedInput(PackedInput):
 
     place: MicrobatchPlace | None = None
     num_output_rows: int = 0
-    """Rows that leave the unit's last stage; 0 where only a loss does."""
-    share: float = 1.0
+    """Rows that leave the unit's last stage on this rank."""
+    hands_on: bool = False
+    """Whether anything leaves it; else it gives only a loss."""
+    fraction: float = 1.0
     """Of its microbatch's tokens, where that runs in sample subsets."""
 
 
@@ -57,18 +59,20 @@ class EmulatedStage(UnitStage):
         """Wait; the same shapes in and out as a real stage."""
         assert isinstance(batch, EmulatedInput) and batch.place is not None
         weight = next(iter(self.parameters()))
-        rows = (batch.num_output_rows or 1) if self.is_last else self.num_rows(batch.num_tokens)
+        rows = self.num_rows(batch.num_tokens)
+        if self.is_last:
+            rows = batch.num_output_rows if batch.hands_on else 1
         width = self.output_size if self.is_last else self.config.hidden_size
         shape = (rows, width) if self.is_last else (rows, 1, width)
         place = Place(batch.place.unit, batch.place.replica, self._stage_index, batch.place.microbatch)
 
         def seconds(kind: ActionKind) -> float:
-            return batch.share * self._seconds(Action(kind, *place))
+            return batch.fraction * self._seconds(Action(kind, *place))
 
         output: Tensor = _TimedWait.apply(weight, hidden, item_embeddings, seconds, shape)  # type: ignore[no-untyped-call]
         if self.unit.layers[self.layer_range.stop - 1] == "head":
             is_correct = None if self.training or self.unit.role is Role.GENERATOR else torch.zeros(0, dtype=torch.bool)
-            return HeadOutput(output.sum(), is_correct, conditions=output if batch.num_output_rows else None)
+            return HeadOutput(output.sum(), is_correct, conditions=output if batch.hands_on else None)
         return output
 
     def _build_layer(self, index: int) -> Module:

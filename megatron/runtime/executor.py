@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.runtime.action_handlers import HANDLERS
 from megatron.runtime.broker import Broker
@@ -11,6 +12,7 @@ from megatron.runtime.running_step import RunningStep, StartCollective
 from megatron.runtime.step import Step, StepResult
 from megatron.runtime.step_clock import StepClock
 from multimodal.model.unit_stage import UnitStage
+from multimodal.schedule.dependencies import must_travel
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -23,7 +25,7 @@ RECEIVE_AHEAD = 8
 class Executor:
     """Holds what outlives a step: this rank's stages, the broker, the clock.
 
-    stages: (unit, virtual stage) -> module; groups: unit -> this rank's tensor parallel group there; reduce_gradients,
+    stages: (unit, virtual stage) -> module; groups: unit -> this rank's groups there (tp, cp and tp_cp); reduce_gradients,
     gather_parameters: start these for a stage and return what waits for them.
     """
 
@@ -34,7 +36,7 @@ class Executor:
         plan: Plan,
         rank: int,
         stages: Mapping[tuple[str, int], UnitStage],
-        groups: Mapping[str, dist.ProcessGroup],
+        groups: Mapping[str, ProcessGroupCollection],
         broker: Broker,
         device: torch.device,
         reduce_gradients: StartCollective,
@@ -98,7 +100,22 @@ class Executor:
 
     def tensor_parallel_group(self, unit: str) -> dist.ProcessGroup:
         """This rank's tensor parallel group in a unit."""
-        return self._groups[unit]
+        group: dist.ProcessGroup = self._groups[unit].tp
+        return group
+
+    def stage_group(self, unit: str) -> dist.ProcessGroup:
+        """All ranks of this rank's stage of a unit: its tensor and context parallel peers."""
+        group: dist.ProcessGroup = self._groups[unit].tp_cp
+        return group
+
+    def context_parallel_rank(self, unit: str) -> int:
+        """Which share of the tokens this rank holds in a unit."""
+        rank: int = self._groups[unit].cp.rank()
+        return rank
+
+    def must_travel(self, source: Place, target: Place) -> bool:
+        """Whether what is computed at `source` comes to `target` by messages."""
+        return must_travel(source, target, self.plan)
 
     def _check_implementation(self, step: Step) -> None:
         if step.form.split and any(stage.options.transformer_impl != "local" for stage in self.stages.values()):
@@ -107,20 +124,26 @@ class Executor:
                 "cannot do; use --transformer-impl local, or a --schedule with whole backwards"
             )
 
+    def _count_correct(self, running: RunningStep) -> tuple[int, dict[int, bool]]:
+        """(target tokens of this rank that greedy decoding gets right; sample id -> whether it gets all of them right)."""
+        step, num_correct = running.step, 0
+        atoms = (atom for place, _ in running.correct for atom in step.assignment.atoms(place))
+        flags = {atom.sample_id: True for atom in atoms if step.lengths[atom.sample_id].num_target_tokens}
+        for place, is_correct in running.correct:
+            found = is_correct.tolist()
+            num_correct += sum(found)
+            for sample_id, flag in zip(step.target_samples[place], found, strict=True):
+                flags[sample_id] = flags[sample_id] and flag
+        return num_correct, _all_correct(flags, self._groups[self.graph.backbone.name].cp, self.device)
+
     def _result(self, running: RunningStep, memory_before: int) -> StepResult:
         loss_sums = {
             unit: float(torch.stack(found).double().sum())
             for unit, found in running.loss_sums.items()
-            if self._groups[unit].rank() == 0
+            if self._groups[unit].tp.rank() == 0
         }
         backbone = self.graph.backbone.name
-        num_correct = 0
-        correct_samples: dict[int, bool] = {}
-        for place, is_correct in running.correct if backbone in loss_sums else ():
-            flags = is_correct.tolist()
-            num_correct += sum(flags)
-            for sample_id, flag in zip(running.step.target_samples[place], flags, strict=True):
-                correct_samples[sample_id] = correct_samples.get(sample_id, True) and flag
+        num_correct, correct_samples = self._count_correct(running) if backbone in loss_sums else (0, {})
         return StepResult(
             loss_sum=loss_sums.get(backbone, 0.0),
             generator_loss_sums={unit: loss_sum for unit, loss_sum in loss_sums.items() if unit != backbone},
@@ -129,6 +152,15 @@ class Executor:
             events=self.clock.events(),
             peak_activation_bytes=_cuda_memory_peak() - memory_before if torch.cuda.is_available() else running.store.peak_bytes,
         )
+
+
+def _all_correct(flags: Mapping[int, bool], group: dist.ProcessGroup, device: torch.device) -> dict[int, bool]:
+    """What is correct on all ranks that share a sample; told by the first of them."""
+    if not flags or group.size() == 1:
+        return dict(flags)
+    whole = torch.tensor(list(flags.values()), dtype=torch.uint8, device=device)
+    dist.all_reduce(whole, op=dist.ReduceOp.MIN, group=group)
+    return dict(zip(flags, map(bool, whole.tolist()), strict=True)) if group.rank() == 0 else {}
 
 
 def _start_counting_cuda_memory() -> int:

@@ -2,14 +2,14 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.runtime.activation_store import SavedTensors, size_of
-from megatron.runtime.message_flow import collect_inputs, microbatch_of, publish_outputs
+from megatron.runtime.message_flow import collect_inputs, publish_outputs
+from megatron.runtime.running_step import RunningStep, microbatch_of
 from megatron.runtime.step_inputs import move_input
 from multimodal.model.language_head import HeadOutput
 from multimodal.model.stage_input import PackedInput
@@ -17,9 +17,6 @@ from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightG
 from multimodal.values.assignment import Route
 from multimodal.values.backward_need import has_trainable_output, stage_backward_need
 from multimodal.values.schedule import Action, ActionKind
-
-if TYPE_CHECKING:
-    from megatron.runtime.running_step import RunningStep
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class OpenSubset:
     """Where the backward leaves weight gradients; None where it is not split."""
 
 
-def run_forward(run: "RunningStep", action: Action) -> None:
+def run_forward(run: RunningStep, action: Action) -> None:
     """Collect what the stage needs, run it, hand on what it gives, and keep what the backwards need."""
     need = stage_backward_need(run.step.graph, run.executor.plan, action.unit, action.replica, action.stage)
     has_backward = run.is_training and need.has_backward
@@ -59,7 +56,7 @@ def run_forward(run: "RunningStep", action: Action) -> None:
 
 
 def _run_subset(
-    run: "RunningStep",
+    run: RunningStep,
     action: Action,
     batch: PackedInput,
     hidden: Tensor | None,
@@ -93,7 +90,7 @@ def _run_subset(
     return None if given is None else given.detach()
 
 
-def _split_rows(run: "RunningStep", action: Action, hidden: Tensor | None, batches: list[PackedInput]) -> list[Tensor | None]:
+def _split_rows(run: RunningStep, action: Action, hidden: Tensor | None, batches: list[PackedInput]) -> list[Tensor | None]:
     """Each sample subset's hidden states, as leaves of graphs of their own."""
     if hidden is None or len(batches) == 1:
         return [hidden] * len(batches)
@@ -101,7 +98,7 @@ def _split_rows(run: "RunningStep", action: Action, hidden: Tensor | None, batch
     return [rows.detach() for rows in hidden.split(sizes)]
 
 
-def _record_loss(run: "RunningStep", action: Action, output: HeadOutput) -> Tensor:
+def _record_loss(run: RunningStep, action: Action, output: HeadOutput) -> Tensor:
     """The microbatch's share of the global loss: LLM tokens and a generator's values count by their own global numbers."""
     run.loss_sums.setdefault(action.unit, []).append(output.loss_sum.detach())
     if output.is_correct is not None:

@@ -39,6 +39,7 @@ class UnitGradients:
     def start_reduction(self, stage_index: int) -> Callable[[], None]:
         """Sum one stage's gradients over tensor parallel ranks where each saw its own tokens only, then start over replicas.
 
+        So far as gradients go, context parallel ranks are replicas, too: they hold the same parameters and saw other tokens.
         Returns what waits for it. Every rank must start the reductions of a group in one order.
         """
         group = self.membership.groups.tp
@@ -116,8 +117,8 @@ def _main_gradient(parameter: Tensor) -> Tensor:
 def global_gradient_norm(optimizers: Sequence[tuple[MegatronOptimizer, bool]], *, device: torch.device) -> float:
     """L2 norm of all gradients of all units; every parameter of the model counts once.
 
-    optimizers: (optimizer with prepared gradients, whether this rank's gradients are to be counted): the replicas of an unsharded
-    optimizer hold the same gradients, so only the first counts.
+    optimizers: (optimizer with prepared gradients, whether this rank's gradients are to be counted): replicas and context
+    parallel ranks hold the same gradients where the optimizer is unsharded, so only the first counts.
     """
     square = torch.zeros(1, dtype=torch.float64, device=device)
     for optimizer, counts in optimizers:

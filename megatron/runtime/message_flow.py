@@ -1,19 +1,15 @@
 """What flows into and out of a computation: activations forward, gradients back, wherever the other end runs."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from megatron.runtime.broker import MessageKey
+from megatron.runtime.running_step import RunningStep, microbatch_of
 from multimodal.values.assignment import MicrobatchPlace, Route
 from multimodal.values.schedule import Action, Place
 
-if TYPE_CHECKING:
-    from megatron.runtime.running_step import RunningStep
 
-
-def collect_inputs(run: "RunningStep", action: Action) -> tuple[Tensor | None, tuple[tuple[Route, Tensor], ...]]:
+def collect_inputs(run: RunningStep, action: Action) -> tuple[Tensor | None, tuple[tuple[Route, Tensor], ...]]:
     """What a forward needs: hidden states of the stage before, or upstream outputs by route at a unit's first stage."""
     place = action.place
     if action.stage > 0:
@@ -22,7 +18,7 @@ def collect_inputs(run: "RunningStep", action: Action) -> tuple[Tensor | None, t
     return None, tuple((route, run.collect(MessageKey("forward", last_place(run, route.source), place))) for route in routes)
 
 
-def publish_outputs(run: "RunningStep", action: Action, outputs: list[Tensor]) -> None:
+def publish_outputs(run: RunningStep, action: Action, outputs: list[Tensor]) -> None:
     """Hand on a forward's outputs (one per sample subset): to the next stage in one piece, or to each consumer what it needs."""
     place = action.place
     if not run.stage(place).is_last:
@@ -31,11 +27,11 @@ def publish_outputs(run: "RunningStep", action: Action, outputs: list[Tensor]) -
         return
     for route in run.step.routes.from_source.get(microbatch_of(place), ()):
         output = outputs[run.step.part_of(route)]
-        rows = run.step.source_rows(route).to(output.device)
+        rows = run.output_rows(route).to(output.device)
         run.publish(MessageKey("forward", place, _first_place(route.target)), output.index_select(0, rows))
 
 
-def collect_output_gradient(run: "RunningStep", action: Action, shape: torch.Size) -> Tensor:
+def collect_output_gradient(run: RunningStep, action: Action, shape: torch.Size) -> Tensor:
     """The gradient of what a forward handed on (of one sample subset: `action.part`)."""
     place = action.place
     if not run.stage(place).is_last:
@@ -46,13 +42,13 @@ def collect_output_gradient(run: "RunningStep", action: Action, shape: torch.Siz
             continue
         found = run.collect(MessageKey("backward", _first_place(route.target), place))
         gradient = found.new_zeros(shape) if gradient is None else gradient
-        gradient.index_add_(0, run.step.source_rows(route).to(found.device), found)
+        gradient.index_add_(0, run.output_rows(route).to(found.device), found)
     assert gradient is not None, f"{place} feeds nobody"
     return gradient
 
 
 def publish_input_gradients(
-    run: "RunningStep", action: Action, hidden: Tensor | None, items: tuple[tuple[Route, Tensor], ...]
+    run: RunningStep, action: Action, hidden: Tensor | None, items: tuple[tuple[Route, Tensor], ...]
 ) -> None:
     """Hand back the gradients of what a forward collected."""
     if hidden is not None and hidden.requires_grad:
@@ -63,12 +59,7 @@ def publish_input_gradients(
             run.publish(MessageKey("backward", action.place, last_place(run, route.source)), _gradient_of(tensor))
 
 
-def microbatch_of(place: Place) -> MicrobatchPlace:
-    """The microbatch, whatever the stage."""
-    return MicrobatchPlace(place.unit, place.replica, place.microbatch)
-
-
-def last_place(run: "RunningStep", source: MicrobatchPlace) -> Place:
+def last_place(run: RunningStep, source: MicrobatchPlace) -> Place:
     """A microbatch in its unit's last stage."""
     last = run.executor.plan.units[source.unit].num_virtual_stages - 1
     return Place(source.unit, source.replica, last, source.microbatch)

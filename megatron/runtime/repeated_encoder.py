@@ -1,22 +1,18 @@
 """What an encoder's copy does when every stage of the LLM has one: another replica's work, for nothing."""
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 from megatron.runtime.activation_store import SavedTensors
-from megatron.runtime.message_flow import microbatch_of
+from megatron.runtime.running_step import RunningStep, microbatch_of
 from megatron.runtime.step_inputs import move_input
 from multimodal.values.backward_need import stage_backward_need
 from multimodal.values.schedule import Action, ActionKind
 
-if TYPE_CHECKING:
-    from megatron.runtime.running_step import RunningStep
 
-
-def repeat_forward(run: "RunningStep", action: Action) -> None:
+def repeat_forward(run: RunningStep, action: Action) -> None:
     """Encode what another replica encodes, too, and drop the result; keep what the backward needs where there is one."""
     need = stage_backward_need(run.step.graph, run.executor.plan, action.unit, action.replica, action.stage)
     has_backward = run.is_training and need.has_backward
@@ -31,7 +27,7 @@ def repeat_forward(run: "RunningStep", action: Action) -> None:
         run.store.put(("repeated", action.place, action.work), kept, size_bytes=saved.size_bytes if saved else 0)
 
 
-def repeat_backward(run: "RunningStep", action: Action) -> None:
+def repeat_backward(run: RunningStep, action: Action) -> None:
     """The backward of what nobody took: it begins with zero, so it adds nothing to any gradient."""
     output, shape, dtype = run.store.take(("repeated", action.place, action.work))
     with run.executor.clock.span(action):

@@ -13,7 +13,7 @@ from megatron.runtime.activation_store import ActivationStore, size_of
 from megatron.runtime.broker import Link, MessageKey
 from megatron.runtime.step import Step
 from multimodal.model.unit_stage import UnitStage
-from multimodal.values.assignment import MicrobatchPlace
+from multimodal.values.assignment import MicrobatchPlace, Route
 from multimodal.values.backward_need import stage_backward_need
 from multimodal.values.model_graph import Role
 from multimodal.values.schedule import Action, ActionKind, Place
@@ -58,8 +58,7 @@ class RunningStep:
 
     def collect(self, key: MessageKey) -> Tensor:
         """Take a tensor that another action published here, or that a message brings; waits for it, running fillers first."""
-        source_ranks, target_ranks = self.executor.ranks_of(key.source), self.executor.ranks_of(key.target)
-        if source_ranks == target_ranks:
+        if not self.executor.must_travel(key.source, key.target):
             tensor: Tensor = self.store.take(key)
             return tensor
         while self.fillers and not self._is_filling and not self._is_there(key):
@@ -105,25 +104,29 @@ class RunningStep:
     def link(self, key: MessageKey) -> Link:
         """Ranks and shape of a message."""
         upstream, downstream = (key.source, key.target) if key.direction == "forward" else (key.target, key.source)
-        return Link(
-            self.executor.ranks_of(key.source),
-            self.executor.ranks_of(key.target),
-            self._message_shape(upstream, downstream, key.part),
-            is_replicated=upstream.unit != downstream.unit,
-        )
-
-    def _message_shape(self, upstream: Place, downstream: Place, part: int) -> tuple[int, ...]:
-        microbatch = MicrobatchPlace(downstream.unit, downstream.replica, downstream.microbatch)
+        ranks = self.executor.ranks_of(key.source), self.executor.ranks_of(key.target)
+        if upstream.unit == downstream.unit:
+            return Link(*ranks, self._hidden_shape(downstream, key.part), is_replicated=False)
+        source, target = microbatch_of(upstream), microbatch_of(downstream)
+        (route,) = (route for route in self.step.routes.from_source[source] if route.target == target)
         # An encoder's projector speaks the LLM's language; a generator translates what the LLM says itself.
         is_encoder = self.step.graph.unit(upstream.unit).role is Role.ENCODER
         hidden_size = self.step.graph.unit(downstream.unit if is_encoder else upstream.unit).transformer.hidden_size
-        if upstream.unit == downstream.unit:
-            num_rows = map(self.executor.any_stage(upstream.unit).num_rows, self.step.num_tokens_of_subsets(microbatch))
-            rows = sum(num for index, num in enumerate(num_rows) if part in (-1, index))
-            return (rows, 1, self.step.graph.unit(upstream.unit).transformer.hidden_size)
-        source = MicrobatchPlace(upstream.unit, upstream.replica, upstream.microbatch)
-        (route,) = (route for route in self.step.routes.from_source[source] if route.target == microbatch)
-        return (self.step.num_rows_of_route(route), hidden_size)
+        rows = self.step.placement.row_shares(route)
+        rows = rows.reversed() if rows is not None and key.direction == "backward" else rows
+        return Link(*ranks, (self.step.num_rows_of_route(route), hidden_size), is_replicated=True, rows=rows)
+
+    def output_rows(self, route: Route) -> Tensor:
+        """[num_rows]: where the rows that this rank gives to a route lie in what it computes of the sample subset."""
+        return self.step.placement.output_rows(route, rank=self.executor.context_parallel_rank(route.source.unit))
+
+    def _hidden_shape(self, place: Place, part: int) -> tuple[int, ...]:
+        """Hidden states of this rank's tokens, of one sample subset or all."""
+        rank = self.executor.context_parallel_rank(place.unit)
+        num_tokens = self.step.placement.num_tokens(microbatch_of(place), rank=rank)
+        num_rows = map(self.executor.any_stage(place.unit).num_rows, num_tokens)
+        rows = sum(num for index, num in enumerate(num_rows) if part in (-1, index))
+        return (rows, 1, self.step.graph.unit(place.unit).transformer.hidden_size)
 
     def _run_filler(self) -> None:
         self._is_filling = True
@@ -131,11 +134,16 @@ class RunningStep:
         self._is_filling = False
 
     def _is_there(self, key: MessageKey) -> bool:
-        """Whether a message has come; what tensor parallel ranks do together, they must also decide together."""
+        """Whether a message has come; what the ranks of a stage do together, they must also decide together."""
         is_there = self.executor.broker.is_there(key)
-        group = self.executor.tensor_parallel_group(key.target.unit)
+        group = self.executor.stage_group(key.target.unit)
         if group.size() == 1 or all(filler.kind is ActionKind.WEIGHT_GRADIENT for filler in self.fillers):
             return is_there  # Weight gradients make no collective calls.
         answer = torch.tensor([int(is_there)], device=self.executor.device)
         dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)
         return bool(answer.item())
+
+
+def microbatch_of(place: Place) -> MicrobatchPlace:
+    """The microbatch, whatever the stage."""
+    return MicrobatchPlace(place.unit, place.replica, place.microbatch)

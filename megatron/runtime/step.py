@@ -1,15 +1,17 @@
 """One step as the executor takes it, and as it gives it back."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.runtime.balance_report import BalanceReport
+from megatron.runtime.context_sharing import BY_WORKLOAD, ContextSharing
 from megatron.runtime.sample_subsets import sample_subsets
+from megatron.runtime.token_placement import TokenPlacement
 from multimodal.model.stage_input import PackedInput
 from multimodal.values.assignment import Assignment, Atom, Microbatch, MicrobatchPlace, Route, Routes
 from multimodal.values.model_graph import ModelGraph, Role
@@ -40,6 +42,22 @@ class Step:
     """Of the assignment; ranks compare it before they run the step."""
     balance: BalanceReport = field(default_factory=BalanceReport)
     """What balancing did."""
+    context_parallel_sizes: Mapping[str, int] = field(default_factory=dict)
+    """Unit -> ranks that its microbatches' tokens are spread over; 1 where nothing is said."""
+    sharing: ContextSharing = BY_WORKLOAD
+    """How they are."""
+
+    @cached_property
+    def placement(self) -> TokenPlacement:
+        """Where every token is."""
+        sizes = {name: self.context_parallel_sizes.get(name, 1) for name in self.graph.unit_names}
+        return TokenPlacement(self, sizes=sizes, sharing=self.sharing)
+
+    def changed(self, **changes: Any) -> "Step":
+        """The same step with other inputs or reports; keeps what was worked out of `placement`."""
+        other = replace(self, **changes)
+        other.__dict__["placement"] = self.placement
+        return other
 
     @cached_property
     def num_target_tokens(self) -> int:
@@ -109,21 +127,22 @@ class Step:
 
     def num_rows_of_route(self, route: Route) -> int:
         """Rows that travel along a route."""
-        return sum(piece.num_rows for piece in self._pieces_of(route))
+        return sum(piece.num_rows for piece in self.pieces_of(route))
 
     def source_rows(self, route: Route) -> Tensor:
         """[num_rows]: where the route's rows lie in the output of the sample subset that it takes them from."""
         starts, total = {}, 0
         for atom in self.subsets(route.source)[self.part_of(route)]:
-            for piece in self._output_of(route.source.unit, atom):
+            for piece in self.output_of(route.source.unit, atom):
                 starts[piece] = total
                 total += piece.num_rows
-        return torch.cat([torch.arange(starts[piece], starts[piece] + piece.num_rows) for piece in self._pieces_of(route)])
+        return torch.cat([torch.arange(starts[piece], starts[piece] + piece.num_rows) for piece in self.pieces_of(route)])
 
-    def _pieces_of(self, route: Route) -> list["OutputPiece"]:
-        return [piece for atom in route.atoms for piece in self._output_of(route.source.unit, atom, route.target.unit)]
+    def pieces_of(self, route: Route) -> list["OutputPiece"]:
+        """What travels along a route, in order."""
+        return [piece for atom in route.atoms for piece in self.output_of(route.source.unit, atom, route.target.unit)]
 
-    def _output_of(self, unit: str, atom: Atom, target: str | None = None) -> tuple["OutputPiece", ...]:
+    def output_of(self, unit: str, atom: Atom, target: str | None = None) -> tuple["OutputPiece", ...]:
         """What an atom gives in its unit, in order; target: only what this unit consumes.
 
         An encoder's item gives its tokens. The LLM gives one row, its hidden state, for each item that a generator makes of the
@@ -155,7 +174,7 @@ class StepResult:
     """What one rank knows after a step; sums over ranks are the caller's."""
 
     loss_sum: float
-    """Sum of the target tokens' losses on this rank's microbatches (tensor parallel rank 0 of the last stage only)."""
+    """Sum of the target tokens' losses on this rank's microbatches and tokens (tensor parallel rank 0 of the last stage only)."""
     generator_loss_sums: Mapping[str, float]
     """The same of each generator: sum of the squared errors of all values."""
     num_correct_tokens: int

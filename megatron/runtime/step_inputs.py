@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from megatron.runtime.sample_subsets import sample_subsets
+from megatron.runtime.token_placement import WHOLE, TokenPlacement
 from multimodal.attention.packed_mask import ItemSpan
 from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
 from multimodal.data.sample_source import SampleSource
+from multimodal.model.share_input import share_input
 from multimodal.model.stage_input import PackedInput
 from multimodal.schedule.repeated_work import repeated_places
 from multimodal.values.assignment import Assignment, Atom, Microbatch, MicrobatchPlace, Routes
@@ -38,14 +40,22 @@ def load_inputs(
     routes: Routes,
     source_index: Mapping[int, int],
     form: ScheduleForm = PLAIN,
+    placement: TokenPlacement | None = None,
 ) -> LoadedInputs:
     """Load and pack every microbatch that passes through this rank, pixels only where they are needed.
 
     That is an encoder's first stage, which takes them, and a generator's last one, which is to make them. A copy of an encoder
     that repeats other replicas' microbatches takes those, too, whole.
-    source_index: sample id -> index in `source`; form: which microbatches run in sample subsets, each packed by itself.
-    Raises DataError when an item cannot be decoded.
+    source_index: sample id -> index in `source`; form: which microbatches run in sample subsets, each packed by itself;
+    placement: which tokens each rank holds where a unit spreads them over ranks: all its ranks read the whole, and keep theirs.
+    Raises DataError when an item cannot be decoded, or a sample's lengths do not say where its items begin.
     """
+
+    def own(packed: PackedInput, place: MicrobatchPlace, part: int = WHOLE) -> PackedInput:
+        context_rank = plan.units[place.unit].context_parallel_rank(rank)
+        share = placement.own_share(place, part=part, rank=context_rank) if placement else None
+        return packed if share is None else share_input(packed, share)
+
     inputs: dict[MicrobatchPlace, PackedInput] = {}
     subset_inputs: dict[MicrobatchPlace, tuple[PackedInput, ...]] = {}
     target_samples: dict[MicrobatchPlace, tuple[int, ...]] = {}
@@ -59,21 +69,30 @@ def load_inputs(
                 place = MicrobatchPlace(name, replica_index, microbatch)
                 if unit.role is Role.ENCODER:
                     subsets = sample_subsets(place, form=form, graph=graph, assignment=assignment)
-                    packed = tuple(_encoder_input(source, unit, atoms, source_index, with_pixels=is_first) for atoms in subsets)
+                    packed = tuple(
+                        own(_encoder_input(source, unit, atoms, source_index, with_pixels=is_first), place, part)
+                        for part, atoms in (enumerate(subsets) if place in form.num_parts else ((WHOLE, subsets[0]),))
+                    )
                     if place in form.num_parts:
                         subset_inputs[place] = packed
                     else:
                         (inputs[place],) = packed
                 elif unit.role is Role.GENERATOR:
                     is_last = rank in replica.virtual_stages[-1].ranks
-                    inputs[place] = _generator_input(source, unit, place, assignment, routes, source_index, with_pixels=is_last)
+                    whole = _generator_input(source, unit, place, assignment, routes, source_index, with_pixels=is_last)
+                    inputs[place] = own(whole, place)
                 else:
-                    inputs[place], target_samples[place] = _language_input(source, graph, place, assignment, routes, source_index)
+                    if placement:
+                        placement.check_starts(place, source=source, source_index=source_index)
+                    whole, samples = _language_input(source, graph, place, assignment, routes, source_index)
+                    inputs[place] = own(whole, place)
+                    target_samples[place] = _held(samples, whole, inputs[place])
             if form.repeats_encoders and unit.role is Role.ENCODER:
                 for original in repeated_places(name, replica_index, graph=graph, plan=plan, assignment=assignment):
                     place = MicrobatchPlace(name, original.replica, original.microbatch)
                     atoms = assignment.atoms(place)
-                    inputs[place] = _encoder_input(source, unit, atoms, source_index, with_pixels=True)
+                    packed = _encoder_input(source, unit, atoms, source_index, with_pixels=True)
+                    inputs[place] = own(packed, place)
     return LoadedInputs(inputs, target_samples, subset_inputs)
 
 
@@ -87,6 +106,14 @@ def move_input(packed: PackedInput, device: torch.device) -> PackedInput:
         if isinstance(value := getattr(packed, field.name), torch.Tensor)
     }
     return dataclasses.replace(packed, **moved)
+
+
+def _held(samples: tuple[int, ...], whole: PackedInput, own: PackedInput) -> tuple[int, ...]:
+    """The samples of the targets that this rank holds."""
+    if own.share is None or whole.target_rows is None:
+        return samples
+    is_held = own.share.local_rows(whole.target_rows)[0].tolist()
+    return tuple(sample for sample, held in zip(samples, is_held, strict=True) if held)
 
 
 def _encoder_input(

@@ -12,6 +12,7 @@ import torch
 
 from megatron.runtime.agreement import assignment_digest
 from megatron.runtime.balance_report import report_balance
+from megatron.runtime.context_sharing import BY_WORKLOAD, ContextSharing
 from megatron.runtime.emulated_inputs import with_emulated_inputs
 from megatron.runtime.sample_exchange import SampleExchange
 from megatron.runtime.step import Step
@@ -73,9 +74,10 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         options: BalanceOptions,
         exchange: SampleExchange | None = None,
         is_emulated: bool = False,
+        sharing: ContextSharing = BY_WORKLOAD,
     ) -> None:
         """exchange: decode first, then send samples where they are needed; is_emulated: load no data (`with_emulated_inputs`)."""
-        self._is_emulated, self._exchange = is_emulated, exchange
+        self._is_emulated, self._exchange, self._sharing = is_emulated, exchange, sharing
         self._source, self._batches, self._schedules, self._rank = source, batches, schedules, rank
         self._balancer, self._options = balancer, options
 
@@ -103,8 +105,9 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
             rank=self._rank,
             source_index=source_index,
             is_emulated=self._is_emulated,
+            sharing=self._sharing,
         )
-        return replace(planned, balance=balance)
+        return planned.changed(balance=balance)
 
 
 def plan_step(
@@ -116,10 +119,11 @@ def plan_step(
     rank: int,
     source_index: Mapping[int, int],
     is_emulated: bool = False,
+    sharing: ContextSharing = BY_WORKLOAD,
 ) -> Step:
     """The step of a given assignment, with this rank's inputs; raises AssignmentError, ScheduleError or DataError.
 
-    is_emulated: with sizes alone instead of inputs.
+    is_emulated: with sizes alone instead of inputs; sharing: how tokens are spread, the same on every rank.
     """
     graph, plan = schedules.graph, schedules.plan
     validate_assignment(assignment, graph=graph, plan=plan, lengths=lengths)
@@ -134,6 +138,8 @@ def plan_step(
         lengths={sample.sample_id: sample for sample in lengths},
         inputs={},
         digest=assignment_digest(assignment),
+        context_parallel_sizes={name: unit.context_parallel_size for name, unit in plan.units.items()},
+        sharing=sharing,
     )
     if is_emulated:
         return with_emulated_inputs(step, plan=plan, rank=rank)
@@ -146,8 +152,10 @@ def plan_step(
         routes=routes,
         source_index=source_index,
         form=form_of(schedule),
+        placement=step.placement,
     )
-    return replace(step, inputs=loaded.inputs, target_samples=loaded.target_samples, subset_inputs=loaded.subset_inputs)
+    step.placement.work_out_routes(plan, rank=rank)
+    return step.changed(inputs=loaded.inputs, target_samples=loaded.target_samples, subset_inputs=loaded.subset_inputs)
 
 
 def _shape_of(assignment: Assignment, graph: ModelGraph) -> _Shape:

@@ -149,7 +149,7 @@ class Trainer:
 
     def _counts_in_norm(self, unit: str) -> bool:
         optimizer = self.optimizers[unit]
-        return optimizer.config.use_distributed_optimizer or self.runtime.memberships[unit].groups.dp.rank() == 0
+        return optimizer.config.use_distributed_optimizer or self.runtime.memberships[unit].groups.dp_cp.rank() == 0
 
     def _report(
         self, step: Step, result: StepResult, *, seconds: tuple[float, float], norm: float, learning_rate: float

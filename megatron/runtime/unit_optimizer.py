@@ -40,8 +40,8 @@ def build_unit_optimizer(gradients: UnitGradients, *, config: OptimizerConfig) -
         _init_state,
         model_chunks=chunks,
         per_model_buffers={index: chunk.buffers for index, chunk in enumerate(chunks)},
-        data_parallel_group=process_groups.dp,
-        data_parallel_group_gloo=process_groups.dp,
+        data_parallel_group=process_groups.dp_cp,
+        data_parallel_group_gloo=process_groups.dp_cp,
         data_parallel_group_idx=process_groups.tp.rank(),
         distributed_optimizer_instance_id=0,
     )

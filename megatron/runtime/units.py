@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from multimodal.values.plan import Plan
+from multimodal.values.plan import Plan, Stage, UnitPlan
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,11 @@ class Membership:
     unit: str
     replica_index: int
     stage_index: int
+    context_parallel_rank: int
     tensor_parallel_rank: int
     groups: ProcessGroupCollection
-    """tp, cp, dp and what megatron-core asks for beside; pp is this rank alone, as the plan numbers layers and stages."""
+    """tp, cp, tp_cp (the whole stage), dp (replicas), dp_cp (whoever holds the same parameters: replicas and context parallel
+    ranks) and what megatron-core asks for beside; pp is this rank alone, as the plan numbers layers and stages."""
     embedding_group: dist.ProcessGroup | None
     """First and last stage of this rank's pipeline, when it is one of the two."""
 
@@ -62,16 +64,22 @@ def _membership(plan: Plan, name: str, replica_index: int, stage_index: int, *, 
     unit = plan.units[name]
     stage = unit.replicas[replica_index].stages[stage_index]
     position = stage.ranks.index(rank)
-    alone, tensor, data = book[(rank,)], book[stage.ranks], book[_data_parallel_ranks(plan, name, stage_index, position)]
+    context_rank, tensor_rank = divmod(position, unit.tensor_parallel_size)
+    alone, data = book[(rank,)], book[_data_parallel_ranks(plan, name, stage_index, position)]
+    tensor, context = (book[peers] for peers in _peers(unit, stage, position))
+    holders = book[_holders_of_parameters(plan, name, stage_index, tensor_rank)]
     ends = _embedding_ranks(plan, name, replica_index, position)
     embedding = book[ends] if rank in ends else None
     groups = ProcessGroupCollection(
-        **dict.fromkeys(("tp", "tp_cp", "mp"), tensor),
-        **dict.fromkeys(("dp", "dp_cp", "intra_dp_cp", "intra_dist_opt"), data),
-        **dict.fromkeys(("cp", "pp", "ep", "expt_dp", "intra_expt_dp", "expt_tp", "tp_ep", "tp_ep_pp"), alone),
+        **dict.fromkeys(("tp", "mp"), tensor),
+        cp=context,
+        tp_cp=book[stage.ranks],
+        dp=data,
+        **dict.fromkeys(("dp_cp", "intra_dp_cp", "intra_dist_opt"), holders),
+        **dict.fromkeys(("pp", "ep", "expt_dp", "intra_expt_dp", "expt_tp", "tp_ep", "tp_ep_pp"), alone),
         embd=embedding,
     )
-    return Membership(name, replica_index, stage_index, position, groups, embedding)
+    return Membership(name, replica_index, stage_index, context_rank, tensor_rank, groups, embedding)
 
 
 def _all_rank_sets(plan: Plan) -> Iterable[tuple[int, ...]]:
@@ -81,8 +89,23 @@ def _all_rank_sets(plan: Plan) -> Iterable[tuple[int, ...]]:
                 yield stage.ranks
                 for position, rank in enumerate(stage.ranks):
                     yield (rank,)
+                    yield from _peers(unit, stage, position)
+                    yield _holders_of_parameters(plan, name, stage_index, position % unit.tensor_parallel_size)
                     yield _data_parallel_ranks(plan, name, stage_index, position)
                     yield _embedding_ranks(plan, name, replica_index, position)
+
+
+def _peers(unit: UnitPlan, stage: Stage, position: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tensor and the context parallel group of a rank of a stage."""
+    groups = unit.tensor_parallel_groups(stage)
+    context_rank, tensor_rank = divmod(position, unit.tensor_parallel_size)
+    return groups[context_rank], tuple(group[tensor_rank] for group in groups)
+
+
+def _holders_of_parameters(plan: Plan, name: str, stage_index: int, tensor_rank: int) -> tuple[int, ...]:
+    unit = plan.units[name]
+    stages = (replica.stages[stage_index] for replica in unit.replicas)
+    return tuple(sorted(group[tensor_rank] for stage in stages for group in unit.tensor_parallel_groups(stage)))
 
 
 def _data_parallel_ranks(plan: Plan, name: str, stage_index: int, position: int) -> tuple[int, ...]:

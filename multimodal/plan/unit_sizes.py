@@ -15,7 +15,7 @@ class UnitSizes:
     pipeline_parallel_size: int = 1
     """Pipeline stages that the unit's layers are cut into."""
     context_parallel_size: int = 1
-    """Ranks that share every sequence; only 1 is available yet."""
+    """Ranks that share the tokens of every microbatch (context parallelism)."""
     data_parallel_size: int | None = None
     """Replicas of the unit. May be left out for one unit, and then follows from the number of processes."""
 

@@ -62,7 +62,18 @@ def needs_message(producer: Action, consumer: Action, plan: Plan) -> bool:
     """Whether what `producer` computes must travel to another rank group before `consumer` can use it."""
     if producer.kind not in _SEND_OF or consumer.kind not in _SEND_OF or producer[1:4] == consumer[1:4]:
         return False
-    return plan.virtual_stage(*producer[1:4]).ranks != plan.virtual_stage(*consumer[1:4]).ranks
+    return must_travel(producer.place, consumer.place, plan)
+
+
+def must_travel(source: Place, target: Place, plan: Plan) -> bool:
+    """Whether ranks at `target` lack what those at `source` compute: they are others, or hold other tokens of a microbatch.
+
+    The latter where one of two units on the same ranks spreads tokens over context parallel ranks.
+    """
+    if plan.virtual_stage(*source[:3]).ranks != plan.virtual_stage(*target[:3]).ranks:
+        return True
+    sizes = plan.units[source.unit].context_parallel_size, plan.units[target.unit].context_parallel_size
+    return source.unit != target.unit and sizes != (1, 1)
 
 
 def message(producer: Action, consumer: Action) -> tuple[Action, Action]:

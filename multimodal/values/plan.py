@@ -70,6 +70,16 @@ class UnitPlan:
         """Layer ranges that a microbatch passes through (the same for every replica)."""
         return len(self.replicas[0].virtual_stages)
 
+    def tensor_parallel_groups(self, stage: Stage) -> tuple[tuple[int, ...], ...]:
+        """The ranks of one of its stages, by context parallel rank."""
+        size = self.tensor_parallel_size
+        return tuple(stage.ranks[first : first + size] for first in range(0, len(stage.ranks), size))
+
+    def context_parallel_rank(self, rank: int) -> int:
+        """Which share of the tokens a rank of this unit holds."""
+        stage = next(stage for replica in self.replicas for stage in replica.stages if rank in stage.ranks)
+        return stage.ranks.index(rank) // self.tensor_parallel_size
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """All ranks of this unit, replica by replica."""
@@ -262,6 +272,12 @@ def _validate_unit(unit: UnitPlan, *, graph: ModelGraph, name: str) -> None:
     group_size = unit.tensor_parallel_size * unit.context_parallel_size
     shape = graph.unit(name).transformer
     for what, size in (
+        ("tensor_parallel_size", unit.tensor_parallel_size),
+        ("context_parallel_size", unit.context_parallel_size),
+    ):
+        if size < 1:
+            raise PlanError(f"unit '{name}': {what} is {size}; set it to at least 1", place=("units", name, what))
+    for what, size in (
         ("num_attention_heads", shape.num_attention_heads),
         ("num_query_groups", shape.query_groups),
         ("ffn_hidden_size", shape.ffn_hidden_size),
@@ -272,11 +288,6 @@ def _validate_unit(unit: UnitPlan, *, graph: ModelGraph, name: str) -> None:
                 f"choose a --{name}-tensor-model-parallel-size that divides it",
                 place=("units", name, "tensor_parallel_size"),
             )
-    if unit.context_parallel_size != 1:
-        raise PlanError(
-            f"unit '{name}': context parallel size {unit.context_parallel_size} is not available yet; set it to 1",
-            place=("units", name, "context_parallel_size"),
-        )
     if len(set(unit.ranks)) != len(unit.ranks):
         raise PlanError(
             f"unit '{name}': a rank appears in two of its stages; each rank may hold one stage of a unit",

@@ -96,7 +96,7 @@ def _build_optimizer(runtime: RankRuntime) -> MegatronOptimizer:
 
 def _update(runtime: RankRuntime, optimizer: MegatronOptimizer) -> None:
     optimizer.prepare_grads()
-    counts = runtime.memberships["llm"].groups.dp.rank() == 0
+    counts = runtime.memberships["llm"].groups.dp_cp.rank() == 0
     norm = global_gradient_norm([(optimizer, counts)], device=torch.device("cpu"))
     clip_gradients(optimizer.get_parameters(), norm=norm, max_norm=CLIP_GRAD)
     optimizer.step_with_ready_grads()

@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 
 from megatron.runtime.assembly import RankRuntime, assemble
+from megatron.runtime.context_sharing import ContextSharing
 from megatron.runtime.sample_exchange import SampleExchange
 from megatron.runtime.step import Step
 from megatron.runtime.step_planner import ScheduleCache, plan_step
 from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.packed_mask import ItemSpan
+from multimodal.balance.distribute_tokens import TokenDistribution
 from multimodal.data.packing import pack_encoder_microbatch
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.parameter_sharding import ParameterSharding, full_shape, sharding_of, take_shard
@@ -51,12 +53,16 @@ class GradientCase:
     attention_mask: MaskMode = MaskMode.CAUSAL
     attention_backend: str = "auto"
     """The reference's is always the dense one."""
+    distribution: TokenDistribution = TokenDistribution.LPT
+    """Of tokens over context parallel ranks."""
+    block_size: int = 4
+    """Tokens that stay together there."""
 
     def __repr__(self) -> str:
         shapes = [(shape.items, shape.num_text_tokens, shape.num_target_tokens) for shape in self.source.shapes]
         lines = [
             f"{self.builder}, passes={self.passes}, sequence_parallel={self.sequence_parallel}, recompute={self.recompute}",
-            f"attention: {self.attention_mask}, by {self.attention_backend}",
+            f"attention: {self.attention_mask}, by {self.attention_backend}; {self.distribution}, blocks of {self.block_size}",
             f"samples (items, text, targets): {shapes}",
             *(line for unit in self.graph.units for line in self._lines_of_unit(unit)),
         ]
@@ -73,7 +79,7 @@ class GradientCase:
         frozen = f"module {unit.freeze_module}, projector {unit.freeze_projector}"
         return [
             f"{unit.name}: {unit.transformer}, frozen: {frozen}, tied: {not unit.untie_embeddings_and_output_weights}",
-            f"  tp {plan.tensor_parallel_size}, replicas -> stages (ranks, layers): {stages}",
+            f"  tp {plan.tensor_parallel_size}, cp {plan.context_parallel_size}, replicas -> stages (ranks, layers): {stages}",
             f"  replicas -> microbatches: {groups}",
         ]
 
@@ -135,6 +141,7 @@ def plan_case(case: GradientCase, assignment: Assignment | None = None) -> Step:
         schedules=ScheduleCache(case.graph, case.plan, BUILDERS[case.builder], case.passes),
         rank=dist.get_rank(),
         source_index=source_index,
+        sharing=ContextSharing(case.distribution, case.block_size, case.attention_mask),
     )
 
 

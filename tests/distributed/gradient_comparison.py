@@ -33,13 +33,14 @@ def assert_matches(case: GradientCase, ranks: RankPool, *, run: Callable[[Gradie
     for unit_name, unit in case.plan.units.items():
         for replica_index, replica in enumerate(unit.replicas):
             for stage in replica.stages:
-                where = f"replica {replica_index}, ranks {stage.ranks}"
-                seen |= _compare_stage([found[rank] for rank in stage.ranks], expected, unit_name, where)
+                for group in unit.tensor_parallel_groups(stage):
+                    where = f"replica {replica_index}, ranks {group} of {stage.ranks}"
+                    seen |= _compare_shards([found[rank] for rank in group], expected, unit_name, where)
     if seen != set(expected.gradients):
         raise MismatchError(f"gradients are missing: {sorted(set(expected.gradients) - seen)[:3]}")
 
 
-def _compare_stage(shards: Sequence[RankGradients], expected: RankGradients, unit: str, where: str) -> set[tuple[str, str]]:
+def _compare_shards(shards: Sequence[RankGradients], expected: RankGradients, unit: str, where: str) -> set[tuple[str, str]]:
     keys = {key for key in shards[0].gradients if key[0] == unit}
     for key in sorted(keys):
         reference, sharding = expected.gradients[key], shards[0].shardings[key]

@@ -35,10 +35,11 @@ class FakeBroker:
 
 def running_step(log: list[Any], *, num_questions: int) -> RunningStep:
     executor: Any = SimpleNamespace(
-        ranks_of=lambda place: (place.stage,),
+        must_travel=lambda source, target: source.stage != target.stage,
         broker=FakeBroker(log, num_questions),
         clock=StepClock(lane=0),
         tensor_parallel_group=lambda unit: SimpleNamespace(size=lambda: 1),
+        stage_group=lambda unit: SimpleNamespace(size=lambda: 1),
         device=torch.device("cpu"),
     )
     step: Any = SimpleNamespace()

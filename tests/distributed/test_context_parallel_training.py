@@ -1,0 +1,96 @@
+"""A step whose microbatches are spread over context parallel ranks: loss and gradients of one process."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+
+from multimodal.attention.bitfield import MaskMode
+from multimodal.balance.distribute_tokens import TokenDistribution
+from multimodal.values.assignment import Assignment
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from tests.distributed.gradient_case import GradientCase
+from tests.distributed.gradient_comparison import assert_matches
+from tests.distributed.random_source import RandomSource, SampleShape
+from tests.distributed.rank_pool import RankPool
+
+SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 16, "init_method_std": 0.3}
+IMAGE = {"patch_size": 2, "in_channels": 1, "merge_size": 2}
+MAX_RANKS = 8
+SAMPLES = (
+    SampleShape((("vision", 1, 2), ("vision", 2, 2), ("painter", 1, 3)), 9, 4),
+    SampleShape((("vision", 2, 3),), 12, 5),
+    SampleShape((("painter", 2, 2),), 5, 2),
+    SampleShape((("vision", 1, 1),), 7, 3),
+)
+GRAPH = ModelGraph.from_dict(
+    {
+        "units": {
+            "vision": {"role": "encoder", "image": IMAGE, **SHAPE},
+            "llm": {"role": "backbone", **SHAPE},
+            "painter": {"role": "generator", "image": {**IMAGE, "merge_size": 1}, **SHAPE},
+        }
+    }
+)
+ASSIGNMENT = Assignment.from_dict(
+    {
+        "vision": [[[(0, 0), (1, 0)], [(3, 0), (0, 1)]]],
+        "llm": [[[(0, -1), (1, -1)], [(2, -1), (3, -1)]]],
+        "painter": [[[(2, -1), (0, -1)]]],
+    }
+)
+
+
+def unit_plan(first: int, *, cp: int = 1, tp: int = 1, pp: int = 1) -> UnitPlan:
+    """One replica on consecutive ranks."""
+    cuts = {1: ((0, 4),), 2: ((0, 2), (2, 4))}[pp]
+    size = cp * tp
+    stages = (Stage(tuple(range(first + i * size, first + (i + 1) * size)), (cut,)) for i, cut in enumerate(cuts))
+    return UnitPlan((Replica(tuple(stages)),), tp, cp)
+
+
+def build_case(**units: UnitPlan) -> GradientCase:
+    """Two encoder microbatches, two packed microbatches of the LLM, one of the generator."""
+    plan = Plan({"vision": unit_plan(0), "painter": unit_plan(0), **units})
+    return GradientCase(
+        GRAPH, plan, ASSIGNMENT, RandomSource(GRAPH, SAMPLES, 12), attention_mask=MaskMode.EMBEDDED, attention_backend="blocks"
+    )
+
+
+@pytest.mark.parametrize(
+    ("cp", "tp", "pp"), [sizes for sizes in itertools.product((1, 2, 4), (1, 2), (1, 2)) if math.prod(sizes) <= MAX_RANKS]
+)
+def test_the_llm_on_any_grid(ranks: RankPool, cp: int, tp: int, pp: int) -> None:
+    case = build_case(llm=unit_plan(0, cp=cp, tp=tp, pp=pp))
+    assert_matches(replace(case, sequence_parallel=tp > 1, builder="zb-h1" if pp > 1 else "1f1b"), ranks)
+
+
+@pytest.mark.parametrize("distribution", TokenDistribution)
+def test_every_distribution(ranks: RankPool, distribution: TokenDistribution) -> None:
+    assert_matches(replace(build_case(llm=unit_plan(0, cp=3)), distribution=distribution), ranks)
+
+
+@pytest.mark.parametrize("block_size", [4, 16, 128])
+def test_blocks_of_any_size_even_if_some_ranks_hold_nothing(ranks: RankPool, block_size: int) -> None:
+    plans = {"vision": unit_plan(0, cp=4), "llm": unit_plan(0, cp=4), "painter": unit_plan(0, cp=4)}
+    assert_matches(replace(build_case(**plans), block_size=block_size), ranks)
+
+
+UNITS = {
+    "encoder": {"vision": unit_plan(0, cp=2), "llm": unit_plan(2)},
+    "encoder with tp, apart": {"vision": unit_plan(0, cp=2, tp=2), "llm": unit_plan(4, cp=2, tp=2)},
+    "encoder and LLM cross": {"vision": unit_plan(0, cp=1, tp=2), "llm": unit_plan(0, cp=2)},
+    "LLM and encoder cross": {"vision": unit_plan(0, cp=2), "llm": unit_plan(0, tp=2)},
+    "encoder in stages": {"vision": unit_plan(0, cp=2, pp=2), "llm": unit_plan(1, cp=3)},
+    "generator": {"llm": unit_plan(0), "painter": unit_plan(1, cp=2)},
+    "generator and LLM": {"llm": unit_plan(0, cp=2, tp=2), "painter": unit_plan(2, cp=3)},
+    "generator with tp": {"llm": unit_plan(0, cp=4), "painter": unit_plan(0, cp=2, tp=2)},
+}
+
+
+@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_every_unit_before_and_behind_every_other(ranks: RankPool, units: str, sequence_parallel: bool) -> None:
+    assert_matches(replace(build_case(**UNITS[units]), sequence_parallel=sequence_parallel), ranks)
