@@ -1,9 +1,8 @@
 """Braid: searches the union of all layouts with the real lengths, and lets the simulator decide."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from multimodal.balance import BALANCERS
 from multimodal.cost.layer_costs import Recompute
@@ -53,6 +52,8 @@ NUM_FINALISTS = 4
 NUM_REPORTED = 5
 
 
+MOST_SURE = 3
+"""So many of the other planners' runs are finalists in any case."""
 CLOSE = 1.25
 """Plans of other planners that rank within this factor of the best are finalists, even if the time is over."""
 
@@ -120,24 +121,42 @@ class _Search:
     def rank_others(self) -> None:
         """Simulate the other planners' plans, shortest expected step first, for at most a part of the time.
 
-        What they cannot plan they leave out; those that find nothing that fits may recompute whole layers.
+        A planner whose plan does not fit when it is simulated plans again, counting on less memory, and at last with whole layers
+        computed again; what it cannot plan it leaves out.
         """
         planned = []
         for planner in OTHER_PLANNERS.values():
-            for recompute in (self.request.recompute,) if self.request.recompute else RECOMPUTES:
-                try:
-                    planned.append(planner(replace(self.request, recompute=recompute)))
-                    break
-                except PlanError:
-                    continue
+            forms = self._forms()
+            run = self._next_plan(planner, forms)
+            if run is not None:
+                planned.append((run, planner, forms))
+        best = min((run.objective_seconds for run, _, _ in planned), default=0.0)
         deadline = self.deadline - (1 - OTHERS_SHARE) * self.request.time_budget_seconds
-        for run in sorted(planned, key=lambda each: each.objective_seconds):
-            is_hopeless = run.objective_seconds > HOPELESS * planned_best(planned)
-            if self.ranked and (is_hopeless or time.perf_counter() > deadline):
+        for first, planner, forms in sorted(planned, key=lambda entry: entry[0].objective_seconds):
+            if self.ranked and (first.objective_seconds > HOPELESS * best or time.perf_counter() > deadline):
                 return
-            if self.lengths_vary and run.balance == "none":
-                self.try_run(replace(run, balance=BALANCES[0]))
-            self.try_run(run)
+            candidate: PlannedRun | None = first
+            while candidate is not None and not self._try_balanced(candidate):
+                candidate = self._next_plan(planner, forms)
+
+    def _forms(self) -> Iterator[PlanningRequest]:
+        """Yield the request with ever less memory to count on, then with recomputation."""
+        for recompute in (self.request.recompute,) if self.request.recompute else RECOMPUTES:
+            for scale in MEMORY_SCALES:
+                yield replace(self.request, recompute=recompute, memory_scale=scale * self.request.memory_scale)
+
+    def _next_plan(self, planner: Callable[[PlanningRequest], PlannedRun], forms: Iterator[PlanningRequest]) -> PlannedRun | None:
+        for form in forms:
+            try:
+                return planner(form)
+            except PlanError:
+                continue
+        return None
+
+    def _try_balanced(self, run: PlannedRun) -> bool:
+        """Simulate a plan as it is and, where its planner does not balance, balanced; say whether either fits."""
+        is_balanced = self.request.lengths_vary and run.balance == "none" and self.try_run(replace(run, balance=BALANCES[0]))
+        return self.try_run(run) or is_balanced
 
     def rank_layouts(self) -> None:
         """Simulate the best layouts until half of the time is gone."""
@@ -161,13 +180,8 @@ class _Search:
                     self.try_run(run)
 
     def _balances(self, run: PlannedRun) -> Iterator[PlannedRun]:
-        if self.lengths_vary:
+        if self.request.lengths_vary:
             yield from (replace(run, balance=name) for name in BALANCES if name != run.balance)
-
-    @cached_property
-    def lengths_vary(self) -> bool:
-        """Whether there is anything to balance."""
-        return any((loads != loads[0]).any() for loads in self.request.sample_loads.values())
 
     def _schedules(self, run: PlannedRun) -> Iterator[PlannedRun]:
         names = ("interleaved-1f1b", "zb-h1") if has_virtual_stages(run) else SCHEDULES
@@ -199,7 +213,8 @@ class _Search:
         ranked = self.best(len(self.ranked))
         others = [each for each in ranked if each.run.planner != "braid"]
         closest = ranked[0].prediction.iteration_seconds * CLOSE if ranked else 0.0
-        must = [*ranked[:1], *(each for each in others if each is not ranked[0] and each.key[0] <= closest)]
+        close = [each for index, each in enumerate(others) if index < MOST_SURE or each.key[0] <= closest]
+        must = [*ranked[:1], *(each for each in close if each is not ranked[0])]
         rest = [each for each in ranked[:NUM_FINALISTS] if each not in must]
         slowest = 0.0
         for each in (*must, *rest):
@@ -227,11 +242,6 @@ class _Search:
         top = sorted(self.final, key=lambda each: each.key)[:NUM_REPORTED]
         counted = f"{self.num_estimated} layouts estimated, {len(self.seen)} runs simulated"
         return (counted, *(describe(each) for each in top))
-
-
-def planned_best(planned: Sequence[PlannedRun]) -> float:
-    """Return the shortest step that any planner expects of its own plan."""
-    return min(run.objective_seconds for run in planned)
 
 
 def has_virtual_stages(run: PlannedRun) -> bool:

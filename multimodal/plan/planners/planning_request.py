@@ -124,6 +124,11 @@ class PlanningRequest:
         }
 
     @cached_property
+    def lengths_vary(self) -> bool:
+        """Whether samples differ, so that there is something to balance."""
+        return any(bool((loads != loads[0]).any()) for loads in self.sample_loads.values())
+
+    @cached_property
     def mean_loads(self) -> Mapping[str, tuple[float, float, float]]:
         """Unit -> the mean load of a sample."""
         return {name: tuple(loads.mean(axis=0).tolist()) for name, loads in self.sample_loads.items()}

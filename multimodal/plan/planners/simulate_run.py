@@ -25,6 +25,8 @@ from multimodal.values.plan import Plan, UnitPlan
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.schedule import Action, Place, Schedule
 
+KEPT_REPLICAS = 4
+"""Where lengths vary, so many replicas of every unit at least are simulated: the heaviest decides."""
 FILLING = 3
 """The larger of two simulated batches fills all pipelines so many times, the smaller one half as often."""
 
@@ -212,7 +214,9 @@ def choose_share(run: PlannedRun, request: PlanningRequest, *, max_actions: int 
     num_actions = _num_actions(run, run.plan, request.global_batch_size)
     if max_actions is None or common == 1 or num_actions <= max_actions:
         return 1
-    divisors = (share for share in range(1, common + 1) if common % share == 0)
+    fewest = min(unit.data_parallel_size for unit in run.plan.units.values())
+    most = max(1, fewest // KEPT_REPLICAS) if request.lengths_vary else common
+    divisors = (share for share in range(1, min(common, most) + 1) if common % share == 0)
     shares = [share for share in divisors if keep_replicas(run.plan, share) is not None]
     return next((share for share in shares if num_actions / share <= max_actions), shares[-1])
 
