@@ -52,6 +52,10 @@ class ParallelismConfig:
     """Sizes of every unit of the model."""
     sequence_parallel: bool = False
     """Shard norms and dropout over the tensor parallel ranks; needs a unit with tensor parallel size above 1."""
+    context_parallel_distribution: Literal["lpt", "zigzag", "ring", "random"] = "lpt"
+    """How blocks of a microbatch's tokens are dealt to context parallel ranks: by work, or as schemes for causal masks do."""
+    context_parallel_block_size: int = field(default=128, metadata=AT_LEAST_ONE)
+    """Tokens of such a block; a multiple of the patches that an encoder with context parallelism merges into one token."""
     colocate_units: bool = False
     """All units share all ranks, each with dp = processes / (tp x cp x pp). Chosen by itself when there is one process."""
     plan: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "FILE.yaml"})

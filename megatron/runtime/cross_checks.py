@@ -9,7 +9,7 @@ from megatron.runtime.field_flags import field_flags
 from megatron.runtime.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLINGS
 from multimodal.values.backward_need import unit_is_trainable
 from multimodal.values.errors import ConfigError, ModelError
-from multimodal.values.model_graph import ModelGraph
+from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
 
 
@@ -243,10 +243,6 @@ def check_config(config: RunConfig, *, graph: ModelGraph) -> None:
             value = getattr(getattr(config, name), flag.name)
             if flag.bounds() and value is not None and not flag.allows(value):
                 raise ConfigError(f"{flag.flag} must be {flag.bounds()}, found {value}")
-    for unit, sizes in config.parallelism.units.items():
-        if sizes.context_parallel_size != 1:
-            flag_name = shown_flag(f"{unit}.context_parallel_size")
-            raise ConfigError(f"{flag_name} {sizes.context_parallel_size} is not available yet; leave it at 1")
     for rule in RULES:
         if rule.is_broken(config):
             raise ConfigError(rule.message.format(c=config))
@@ -266,12 +262,35 @@ def check_plan(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> None:
             "--sequence-parallel would be ignored: every unit's tensor parallel size is 1; raise one (such as "
             "--tensor-model-parallel-size 2) or leave it out"
         )
+    _check_context_parallelism(config, graph=graph, plan=plan)
     num_replicas = plan.units[graph.backbone.name].data_parallel_size
     if config.training.global_batch_size < num_replicas:
         raise ConfigError(
             f"--global-batch-size {config.training.global_batch_size} leaves some of the {num_replicas} replicas of unit "
             f"'{graph.backbone.name}' without a sample; raise it to at least {num_replicas}, or lower --{LLM}-data-parallel-size"
         )
+
+
+def _check_context_parallelism(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> None:
+    spread = [graph.unit(name) for name, unit in plan.units.items() if unit.context_parallel_size > 1]
+    for name in ("context_parallel_distribution", "context_parallel_block_size"):
+        if name in config.given and not spread:
+            raise ConfigError(
+                f"{shown_flag(name)} would be ignored: every unit's context parallel size is 1; raise one (such as "
+                "--context-parallel-size 2) or leave it out"
+            )
+    if spread and config.model.attention_backend == "sequences":
+        raise ConfigError(
+            f"--attention-backend sequences needs whole sequences, which unit '{spread[0].name}' spreads over "
+            f"{plan.units[spread[0].name].context_parallel_size} ranks; use --attention-backend blocks"
+        )
+    block_size = config.parallelism.context_parallel_block_size
+    for unit in spread:
+        if unit.role is Role.ENCODER and block_size % unit.merge_factor:
+            raise ConfigError(
+                f"--context-parallel-block-size {block_size} would cut what unit '{unit.name}' merges, "
+                f"{unit.merge_factor} patches at a time; choose a multiple of {unit.merge_factor}"
+            )
 
 
 def shown_flag(name: str) -> str:

@@ -128,6 +128,7 @@ def emulated_step(run: EmulatedRun, *, rank: int) -> Step:
         routes=run.assignment.routes(run.graph),
         lengths={sample.sample_id: sample for sample in _lengths(run)},
         inputs={},
+        context_parallel_sizes={name: unit.context_parallel_size for name, unit in run.plan.units.items()},
     )
     return with_emulated_inputs(step, plan=run.plan, rank=rank)
 

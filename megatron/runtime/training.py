@@ -10,6 +10,7 @@ from megatron.runtime import platform
 from megatron.runtime.agreement import check_agreement
 from megatron.runtime.checkpoint import find_newest_checkpoint
 from megatron.runtime.configuration import RunConfig
+from megatron.runtime.context_sharing import ContextSharing
 from megatron.runtime.data_sets import DIGITS
 from megatron.runtime.emulation_table import EmulationTable
 from megatron.runtime.prediction import build_predictor
@@ -22,8 +23,10 @@ from megatron.runtime.step_planner import ScheduleCache, StepPlanner
 from megatron.runtime.step_thread import load_steps_in_thread
 from megatron.runtime.timeline_gathering import gather_timeline
 from megatron.runtime.trainer import EvaluationReport
+from multimodal.attention.bitfield import MaskMode
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions, Granularity
+from multimodal.balance.distribute_tokens import TokenDistribution
 from multimodal.data.blank_images import BlankImages
 from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
@@ -154,6 +157,11 @@ def _planner(run: Run, source: SampleSource, *, seed: int, shuffle: bool, forwar
         options=_balance_options(run),
         exchange=run.exchanges[forward_only] if run.exchanges else None,
         is_emulated=run.emulation is not None,
+        sharing=ContextSharing(
+            TokenDistribution(run.config.parallelism.context_parallel_distribution),
+            run.config.parallelism.context_parallel_block_size,
+            MaskMode(run.config.model.attention_mask),
+        ),
     )
 
 

@@ -173,7 +173,12 @@ WRONG_INPUTS = [
     WrongInput("a rank is left over", flags_only("--vision-tp", 2), ("launch",)),
     WrongInput("heads not divisible by tp", flags_only("--llm-tp", 3), ("--llm-tensor-model-parallel-size",), num_ranks=4),
     WrongInput("more stages than layers", flags_only("--llm-pp", 5), ("stages", "1 to 2"), num_ranks=6),
-    WrongInput("context parallelism", flags_only("--llm-cp", 2), ("context-parallel", "1")),
+    WrongInput(
+        "context parallelism of a backend that cannot",
+        flags_only("--llm-cp", 2, "--attention-backend", "sequences"),
+        ("--attention-backend blocks",),
+        num_ranks=3,
+    ),
     WrongInput(
         "plan for another model",
         plan_file({"audio": [([0], [[0, 3]])], "llm": [([1], [[0, 4]])]}),

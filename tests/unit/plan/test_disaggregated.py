@@ -118,10 +118,11 @@ def test_an_unknown_unit() -> None:
         plan_disaggregated(TWO, sizes={"audio": UnitSizes()}, world_size=2)
 
 
-def test_context_parallelism_is_shown_and_refused() -> None:
+def test_context_parallel_ranks_stand_between_tensor_parallel_groups() -> None:
     assert str(UnitSizes(2, 1, 2, 1)) == "tp 2 x cp 2 x pp 1 x dp 1"
-    with pytest.raises(PlanError, match="context parallel size 2 is not available yet"):
-        plan_disaggregated(TEXT_ONLY, sizes={"llm": UnitSizes(context_parallel_size=2)}, world_size=2)
+    llm = plan_disaggregated(TEXT_ONLY, sizes={"llm": UnitSizes(2, 1, 2)}, world_size=8).units["llm"]
+    assert [llm.tensor_parallel_groups(replica.stages[0]) for replica in llm.replicas] == [((0, 1), (2, 3)), ((4, 5), (6, 7))]
+    assert [llm.context_parallel_rank(rank) for rank in range(8)] == [0, 0, 1, 1] * 2
 
 
 @pytest.mark.parametrize("position", range(4))

@@ -130,8 +130,6 @@ def test_sequence_parallelism_needs_one_unit_with_tensor_parallelism(parse: Pars
         ("--data-path m.jsonl --split 1,1,1,1", "--split '1,1,1,1' must be"),
         ("--data-path m.jsonl --eval-iters 2 --split 9,0,1", "--eval-iters 2 needs validation samples"),
         ("--data-path m.jsonl --eval-iters 2 --split 9", "--eval-iters 2 needs validation samples"),
-        ("--context-parallel-size 2", "--language-context-parallel-size 2 is not available yet"),
-        ("--vision-cp 2", "--vision-context-parallel-size 2 is not available yet"),
         ("--plan p.yaml", "--vision-data-parallel-size and --plan exclude each other: a plan already has every unit's sizes"),
         (
             "--freeze vison",
@@ -173,6 +171,28 @@ def test_attention_backends_must_fit_mask_device_and_precision(parse: Parse, mon
     with pytest.raises(ConfigError, match="triton has no float64"):
         parse("--attention-backend triton --dtype float64")
     assert parse("--attention-backend triton --attention-mask embedded --bf16").model.attention_mask == "embedded"
+
+
+def test_context_parallelism_needs_ranks_to_share_blocks(parse: Parse) -> None:
+    for line in ("--context-parallel-distribution ring", "--context-parallel-block-size 64"):
+        with pytest.raises(ConfigError, match=f"{line.split()[0]} would be ignored: every unit's context parallel size is 1"):
+            parse(line)
+    flags = "--context-parallel-size 2 --vision-cp 2 --context-parallel-distribution ring --context-parallel-block-size 64"
+    found = parse(flags, world_size=4)
+    assert found.parallelism.units["language"].context_parallel_size == 2
+    assert found.parallelism.context_parallel_distribution == "ring"
+
+
+def test_context_parallelism_needs_a_backend_and_whole_windows(tmp_path: Path, parse: Parse) -> None:
+    with pytest.raises(ConfigError, match="whole sequences, which unit 'language' spreads over 2 ranks; use --attention-backend"):
+        parse("--llm-cp 2 --attention-backend sequences", world_size=3)
+    image = {"image": {"patch_size": 4, "in_channels": 1, "merge_size": 3}}
+    model = yaml.safe_dump({"units": {**UNITS, "vision": {**UNITS["vision"], **image}}}, sort_keys=False)
+    (tmp_path / "merging.yaml").write_text(model)
+    flags = ["--model", str(tmp_path / "merging.yaml"), *(part for pair in BASE.items() for part in pair), "--vision-cp", "2"]
+    with pytest.raises(ConfigError, match="128 would cut what unit 'vision' merges, 9 patches at a time; choose a multiple"):
+        parse_arguments(flags, environ={"WORLD_SIZE": "3"})
+    assert parse_arguments([*flags, "--context-parallel-block-size", "144"], environ={"WORLD_SIZE": "3"}).parallelism.units
 
 
 def test_a_mask_for_items_needs_an_encoder(tmp_path: Path) -> None:
