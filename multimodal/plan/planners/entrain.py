@@ -17,7 +17,13 @@ from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.partition_layers import partition_unit
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.profiling_batch import num_trials, replica_allocation, sample_work, stable_batch_size
+from multimodal.plan.planners.profiling_batch import (
+    gpu_block,
+    num_trials,
+    replica_allocation,
+    sample_work,
+    stable_batch_size,
+)
 from multimodal.plan.planners.shared_grid import shared_data_parallel_sizes
 from multimodal.plan.planners.step_estimate import unit_stage_seconds
 from multimodal.plan.planners.unit_layout import UnitLayout
@@ -36,14 +42,14 @@ def plan_entrain(request: PlanningRequest) -> PlannedRun:
     """
     started = time.perf_counter()
     times, memory = PlanningTimes(request), MemoryEstimate(request)
-    work = sample_work(request)
+    work, block = sample_work(request), gpu_block(request)
     best: tuple[float, int] | None = None
     chosen: Candidate | None = None
     batch_size = 0
     for data in shared_data_parallel_sizes(request, request.graph.unit_names, micro_batch_size=request.default_micro_batch_size):
-        if request.num_gpus // data < len(request.graph.units):
+        if request.num_gpus // data // block < len(request.graph.units):
             continue
-        size = stable_batch_size(work, num_gpus=request.num_gpus, data_parallel_size=data)
+        size = stable_batch_size(work, num_gpus=request.num_gpus, data_parallel_size=data, block=block)
         for candidate in _candidates(request, times, _proportions(work, size), data):
             rank = (iteration_seconds(request, times, candidate), candidate.num_gpus)
             if (best is None or rank < best) and fits(request, memory, candidate):
@@ -65,7 +71,7 @@ def _candidates(
     request: PlanningRequest, times: PlanningTimes, proportions: Mapping[str, float], data: int
 ) -> Iterator[Candidate]:
     graph = request.graph
-    gpus = replica_allocation(proportions, num_gpus=request.num_gpus, data_parallel_size=data)
+    gpus = replica_allocation(proportions, num_gpus=request.num_gpus, data_parallel_size=data, block=gpu_block(request))
     layouts = [list(_factorisations(request, times, unit, gpus[unit.name], data)) for unit in graph.units]
     for choice in itertools.product(*layouts):
         yield Candidate(dict(zip(graph.unit_names, choice, strict=True)), request.default_micro_batch_size)

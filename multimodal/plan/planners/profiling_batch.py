@@ -44,9 +44,18 @@ def num_trials(*, alpha: float = 0.05, error: float = 0.05) -> int:
     return math.ceil(math.log(alpha) / math.log(1 - error))
 
 
-def replica_allocation(work: Mapping[str, float], *, num_gpus: int, data_parallel_size: int) -> dict[str, int]:
-    """Divide a replica's GPUs over units in proportion to their work, at least one each (Entrain's ProportionalAllocation)."""
-    return proportional_gpus(dict(work), fewest=dict.fromkeys(work, 1), num_gpus=num_gpus // data_parallel_size)
+def gpu_block(request: PlanningRequest) -> int:
+    """Return what every unit's number of GPUs must be a multiple of: 1, or what fixed tensor parallel sizes ask for."""
+    return math.lcm(*(math.gcd(*request.tensor_parallel_sizes(unit)) for unit in request.graph.unit_names))
+
+
+def replica_allocation(work: Mapping[str, float], *, num_gpus: int, data_parallel_size: int, block: int = 1) -> dict[str, int]:
+    """Divide a replica's GPUs over units in proportion to their work, at least one block each (Entrain's ProportionalAllocation).
+
+    block: GPUs are handed out by so many, so that none are lost to sizes that a unit's tensor parallelism does not allow.
+    """
+    blocks = proportional_gpus(dict(work), fewest=dict.fromkeys(work, 1), num_gpus=num_gpus // data_parallel_size // block)
+    return {unit: block * count for unit, count in blocks.items()}
 
 
 def stable_batch_size(
@@ -54,6 +63,7 @@ def stable_batch_size(
     *,
     num_gpus: int,
     data_parallel_size: int,
+    block: int = 1,
     first_size: int = 8,
     alpha: float = 0.05,
     error: float = 0.05,
@@ -61,7 +71,8 @@ def stable_batch_size(
 ) -> int:
     """Return b_min: random batches of so many samples keep giving the same allocation (Entrain, Alg. 2).
 
-    work: unit -> seconds of each sample of a pool, from which batches are drawn with replacement. Doubles the size from
+    work: unit -> seconds of each sample of a pool, from which batches are drawn with replacement; block: as for
+    `replica_allocation`. Doubles the size from
     `first_size` until k trials agree with a reference draw. Terminates by the law of large numbers unless the proportions lie on
     a border, where it stops at `LARGEST_BATCH`. O(k x b_min) per size.
     """
@@ -73,7 +84,7 @@ def stable_batch_size(
     def draw(size: int) -> dict[str, int]:
         rows = random.integers(0, columns.shape[1], size)
         means = dict(zip(names, columns[:, rows].mean(axis=1).tolist(), strict=True))
-        return replica_allocation(means, num_gpus=num_gpus, data_parallel_size=data_parallel_size)
+        return replica_allocation(means, num_gpus=num_gpus, data_parallel_size=data_parallel_size, block=block)
 
     size = first_size
     while size < LARGEST_BATCH:

@@ -1,8 +1,19 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from multimodal.plan.planners.entrain import plan_entrain
 from multimodal.plan.planners.flops_ratio import proportional_gpus
-from multimodal.plan.planners.profiling_batch import LARGEST_BATCH, num_trials, sample_work, stable_batch_size
+from multimodal.plan.planners.planning_request import FixedSizes
+from multimodal.plan.planners.profiling_batch import (
+    LARGEST_BATCH,
+    gpu_block,
+    num_trials,
+    replica_allocation,
+    sample_work,
+    stable_batch_size,
+)
 from tests.unit.plan.planners.planning_cases import TWO, frozen, request
 
 
@@ -52,3 +63,25 @@ def test_work_per_sample_follows_lengths_and_freezing():
     assert full[tokens == 0] == pytest.approx(0.0)
     assert np.corrcoef(tokens, full)[0, 1] > 0.99
     assert (forward_only[tokens > 0] < 0.5 * full[tokens > 0]).all()
+
+
+@pytest.mark.parametrize("share", [0.1, 0.35, 0.65, 0.9])
+def test_gpus_are_handed_out_in_blocks_and_none_is_lost(share):
+    found = replica_allocation({"vision": share, "llm": 1 - share}, num_gpus=64, data_parallel_size=4, block=2)
+    assert sum(found.values()) == 16
+    assert all(count >= 2 and count % 2 == 0 for count in found.values())
+
+
+def test_fixed_tensor_parallel_sizes_set_the_block():
+    assert gpu_block(request()) == 1
+    fixed = {"vision": FixedSizes(tensor_parallel_size=2), "llm": FixedSizes(tensor_parallel_size=2)}
+    assert gpu_block(request(fixed_sizes=fixed)) == 2
+    assert gpu_block(request(fixed_sizes={"llm": FixedSizes(tensor_parallel_size=4)})) == 4
+
+
+@pytest.mark.parametrize("num_text_tokens", [50, 300, 2000])
+def test_entrain_uses_all_gpus_when_tensor_parallelism_is_fixed(num_text_tokens):
+    fixed = {unit: FixedSizes(tensor_parallel_size=2, data_parallel_size=1) for unit in ("vision", "llm")}
+    samples = tuple(replace(sample, num_text_tokens=num_text_tokens) for sample in request(TWO).lengths)
+    run = plan_entrain(request(TWO, fixed_sizes=fixed, lengths=samples))
+    assert run.num_gpus == 8
