@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from multimodal.attention.bitfield import MaskMode
+from multimodal.balance.distribute_tokens import TokenDistribution
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import Pass
 from multimodal.schedule.passes.fill import fill
@@ -41,6 +42,8 @@ def gradient_cases(draw: st.DrawFn) -> GradientCase:
         passes=draw(passes()),
         attention_mask=draw(st.sampled_from([MaskMode.CAUSAL, MaskMode.EMBEDDED])),
         attention_backend=draw(st.sampled_from(["auto", "blocks"])),
+        distribution=draw(st.sampled_from(list(TokenDistribution))),
+        block_size=draw(st.sampled_from([4, 8, 128])),
     )
 
 
@@ -143,7 +146,9 @@ def plans_with_copies(draw: st.DrawFn, graph: ModelGraph) -> Plan:
     for unit in graph.encoders:
         whole = ((0, len(unit.layers)),)
         replicas = tuple(Replica((Stage(ranks, whole),)) for ranks in draw(st.permutations(stages)))
-        units[unit.name] = UnitPlan(replicas, units[graph.backbone.name].tensor_parallel_size)
+        llm = units[graph.backbone.name]
+        sizes = llm.tensor_parallel_size, llm.context_parallel_size
+        units[unit.name] = UnitPlan(replicas, *(draw(st.permutations(sizes)) if max(sizes) <= 2 else sizes))
     for unit in graph.generators:
         units[unit.name] = draw(unit_plans(unit, draw(st.permutations(range(MAX_RANKS))), MAX_RANKS))
     return _renumber({name: units[name] for name in graph.unit_names})
@@ -164,14 +169,16 @@ def replicated_cases(draw: st.DrawFn) -> GradientCase:
 
 @st.composite
 def unit_plans(draw: st.DrawFn, unit: Unit, ranks: Sequence[int], budget: int) -> UnitPlan:
-    """TP 1-2, PP 1-3, DP 1-3 within `budget` ranks, from the front of `ranks`; layers cut anywhere, and into virtual stages."""
-    grid = itertools.product((1, 2, 3), (1, 2, 3), (1, 2))
-    sizes = [(dp, pp, tp) for dp, pp, tp in grid if dp * pp * tp <= budget and pp <= len(unit.layers)]
-    dp, pp, tp = draw(st.sampled_from(sizes))
+    """TP 1-2, CP 1-4, PP 1-3, DP 1-3 within `budget` ranks, from the front of `ranks`; layers cut anywhere, and into virtual
+    stages."""
+    grid = itertools.product((1, 2, 3), (1, 2, 3), (1, 2), draw(st.sampled_from([(1,), (1, 2, 3, 4)])))
+    sizes = [(dp, pp, tp, cp) for dp, pp, tp, cp in grid if dp * pp * tp * cp <= budget and pp <= len(unit.layers)]
+    dp, pp, tp, cp = draw(st.sampled_from(sizes))
     ranges = draw(layer_ranges(len(unit.layers), pp))
-    taken = [tuple(sorted(ranks[index * tp : (index + 1) * tp])) for index in range(dp * pp)]
+    size = tp * cp
+    taken = [tuple(sorted(ranks[index * size : (index + 1) * size])) for index in range(dp * pp)]
     replicas = [Replica(tuple(Stage(taken[replica * pp + stage], ranges[stage]) for stage in range(pp))) for replica in range(dp)]
-    return UnitPlan(tuple(replicas), tp)
+    return UnitPlan(tuple(replicas), tp, cp)
 
 
 @st.composite
@@ -254,6 +261,6 @@ def _renumber(units: dict[str, UnitPlan]) -> Plan:
 
     def moved(unit: UnitPlan) -> UnitPlan:
         replicas = tuple(Replica(tuple(map(renumbered, replica.stages))) for replica in unit.replicas)
-        return UnitPlan(replicas, unit.tensor_parallel_size)
+        return UnitPlan(replicas, unit.tensor_parallel_size, unit.context_parallel_size)
 
     return Plan({name: moved(unit) for name, unit in units.items()})

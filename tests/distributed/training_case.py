@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron.runtime.assembly import assemble
 from megatron.runtime.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
+from megatron.runtime.context_sharing import ContextSharing
 from megatron.runtime.gradients import clip_gradients, global_gradient_norm
 from megatron.runtime.loss_sums import LossSums
 from megatron.runtime.step_planner import ScheduleCache, plan_step
@@ -80,10 +81,10 @@ def build_graph(
     return ModelGraph((vision, llm, painter), (("vision", "llm"), ("llm", "painter")))
 
 
-def build_plan(graph: ModelGraph, *, colocated: bool = False, **units: tuple[int, int, int]) -> Plan:
-    """units: (tp, pp, dp) of each; what is said of units that the graph does not have is left out."""
+def build_plan(graph: ModelGraph, *, colocated: bool = False, **units: tuple[int, ...]) -> Plan:
+    """units: (tp, pp, dp) or (tp, pp, dp, cp) of each; what is said of units that the graph does not have is left out."""
     given = [(name, units[name]) for name in graph.unit_names]
-    sizes = {name: UnitSizes(tp, pp, data_parallel_size=dp) for name, (tp, pp, dp) in given}
+    sizes = {name: UnitSizes(tp, pp, *cp, data_parallel_size=dp) for name, (tp, pp, dp, *cp) in given}
     counts = [size.num_ranks or 0 for size in sizes.values()]
     if colocated:
         return plan_colocated(graph, sizes=sizes, world_size=max(counts))
@@ -140,6 +141,7 @@ class Training:
             schedules=self.schedules,
             rank=self.rank,
             source_index={index: index for index in range(len(source))},
+            sharing=ContextSharing(block_size=4),
         )
         if not step.form.gathers_parameters:
             self.runtime.complete_parameters()
@@ -155,7 +157,9 @@ class Training:
         for optimizer in self.optimizers.values():
             optimizer.prepare_grads()
         is_sharded = self.case.dtype != torch.float64
-        counted = [(o, is_sharded or self.runtime.memberships[unit].replica_index == 0) for unit, o in self.optimizers.items()]
+        counted = [
+            (o, is_sharded or self.runtime.memberships[unit].groups.dp_cp.rank() == 0) for unit, o in self.optimizers.items()
+        ]
         norm = global_gradient_norm(counted, device=torch.device("cpu"))
         for unit, optimizer in self.optimizers.items():
             clip_gradients(optimizer.get_parameters(), norm=norm, max_norm=1.0)
@@ -253,8 +257,9 @@ def join_parameters(plan: Plan, shards: list[RankParameters]) -> dict[tuple[str,
             for stage in replica.stages:
                 for unit_of_parameter, label in shards[stage.ranks[0]]:
                     if unit_of_parameter == unit_name:
-                        parts = [shards[rank][unit_name, label] for rank in stage.ranks]
-                        joined = join_shards([torch.from_numpy(values) for _, values in parts], parts[0][0]).numpy()
                         key = unit_name, label.removesuffix(" (copy)")
-                        assert np.array_equal(whole.setdefault(key, joined), joined), f"{key} differs between replicas"
+                        for group in unit.tensor_parallel_groups(stage):
+                            parts = [shards[rank][unit_name, label] for rank in group]
+                            joined = join_shards([torch.from_numpy(values) for _, values in parts], parts[0][0]).numpy()
+                            assert np.array_equal(whole.setdefault(key, joined), joined), f"{key} differs between replicas"
     return whole
