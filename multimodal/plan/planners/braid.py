@@ -1,11 +1,11 @@
 """Braid: searches the union of all layouts with the real lengths, and lets the simulator decide."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from multimodal.balance import BALANCERS
-from multimodal.cost.layer_costs import Recompute
 from multimodal.plan.planners.cornstarch import plan_cornstarch, plan_cornstarch_unaware
 from multimodal.plan.planners.disttrain import plan_disttrain
 from multimodal.plan.planners.encoders_colocated import plan_encoders_colocated
@@ -16,6 +16,7 @@ from multimodal.plan.planners.infeasible import infeasible
 from multimodal.plan.planners.layout_search import best_layouts
 from multimodal.plan.planners.megatron import plan_megatron
 from multimodal.plan.planners.megatron_balanced import plan_megatron_balanced
+from multimodal.plan.planners.plan_run import plan_run
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.simulate_run import Prediction, predict_run
@@ -40,22 +41,14 @@ BALANCES = tuple(name for name in ("orchmllm", "disttrain", "entrain", "none") i
 """Tried on the best layouts; all are what --balance auto chooses from."""
 RANKING_SHARE = 0.1
 """Of `max_actions`: how large a simulation may be that only ranks."""
-RECOMPUTES: tuple[Recompute | None, ...] = (None, "full")
-"""Planners that find nothing that fits recompute whole layers."""
 MEMORY_SCALES = (1.0, 0.85, 0.7)
 """Shares of the memory that estimates may fill, the next one where nothing fits when it is simulated."""
-OTHERS_SHARE = 0.4
-"""Of the time budget, after which no further plan of another planner is simulated."""
+OTHERS_SHARE = 0.5
+"""Of the time budget, after which no further plan of another planner is judged."""
 HOPELESS = 1.6
-"""A plan whose planner expects so many times the best expected step is not simulated."""
+"""A plan whose planner expects so many times the best expected step is left out."""
 NUM_FINALISTS = 4
 NUM_REPORTED = 5
-
-
-MOST_SURE = 3
-"""So many of the other planners' runs are finalists in any case."""
-CLOSE = 1.25
-"""Plans of other planners that rank within this factor of the best are finalists, even if the time is over."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +67,12 @@ class Ranked:
 def plan_braid(request: PlanningRequest) -> PlannedRun:
     """Plan by search: enumerate layouts in closed form, prune by memory and by a lower bound, rank by simulation.
 
-    1. Every other planner's plan, and the best layouts of `best_layouts` (disaggregated, colocated, virtual stages, microbatch
-       sizes), in the order of their estimated time.
-    2. Each is simulated on a part of the batch: zero-bubble or, with virtual stages, interleaved schedules.
+    1. The other planners' plans are judged as `tools/plan.py` judges every plan, in the order of their expected times: so this
+       planner is not behind any that it had time to judge.
+    2. The best layouts of `best_layouts` (disaggregated, colocated, virtual stages, microbatch sizes) are simulated on a part of
+       the batch, with zero-bubble or, where stages are virtual, interleaved schedules.
     3. On the best ones, other schedules and balancers are tried.
-    4. Finalists are simulated as `tools/plan.py` simulates every planner's plan, over `request.num_batches` batches, the best
-       other planner's plan among them: so this planner is never behind them.
+    4. The best are judged as in 1.
 
     The search ends with `request.time_budget_seconds`, step 4 included as far as it can be foreseen.
     Raises PlanError when nothing fits.
@@ -90,7 +83,7 @@ def plan_braid(request: PlanningRequest) -> PlannedRun:
         search = _Search(scaled, deadline=started + request.time_budget_seconds)
         search.rank_others()
         search.rank_layouts()
-        if search.ranked:
+        if search.ranked or search.final:
             break
     search.vary_best()
     best = search.choose()
@@ -119,44 +112,33 @@ class _Search:
         return self.deadline - time.perf_counter()
 
     def rank_others(self) -> None:
-        """Simulate the other planners' plans, shortest expected step first, for at most a part of the time.
+        """Judge the other planners' plans as they are judged in the end, shortest expected step first, for a part of the time.
 
-        A planner whose plan does not fit when it is simulated plans again, counting on less memory, and at last with whole layers
-        computed again; what it cannot plan it leaves out.
+        Each plans with less memory, and at last with recomputation, while its plan does not fit (`plan_run`). What a planner
+        cannot plan it leaves out. Their plans, and balanced ones where they do not balance, are ranked as starts of the search, too.
         """
-        planned = []
+        planned: list[tuple[float, int, Callable[[PlanningRequest], PlannedRun]]] = []
         for planner in OTHER_PLANNERS.values():
-            forms = self._forms()
-            run = self._next_plan(planner, forms)
-            if run is not None:
-                planned.append((run, planner, forms))
-        best = min((run.objective_seconds for run, _, _ in planned), default=0.0)
-        deadline = self.deadline - (1 - OTHERS_SHARE) * self.request.time_budget_seconds
-        for first, planner, forms in sorted(planned, key=lambda entry: entry[0].objective_seconds):
-            if self.ranked and (first.objective_seconds > HOPELESS * best or time.perf_counter() > deadline):
-                return
-            candidate: PlannedRun | None = first
-            while candidate is not None and not self._try_balanced(candidate):
-                candidate = self._next_plan(planner, forms)
-
-    def _forms(self) -> Iterator[PlanningRequest]:
-        """Yield the request with ever less memory to count on, then with recomputation."""
-        for recompute in (self.request.recompute,) if self.request.recompute else RECOMPUTES:
-            for scale in MEMORY_SCALES:
-                yield replace(self.request, recompute=recompute, memory_scale=scale * self.request.memory_scale)
-
-    def _next_plan(self, planner: Callable[[PlanningRequest], PlannedRun], forms: Iterator[PlanningRequest]) -> PlannedRun | None:
-        for form in forms:
             try:
-                return planner(form)
+                planned.append((planner(self.request).objective_seconds, len(planned), planner))
             except PlanError:
+                planned.append((math.inf, len(planned), planner))
+        best = min((seconds for seconds, _, _ in planned), default=0.0)
+        deadline = self.deadline - (1 - OTHERS_SHARE) * self.request.time_budget_seconds
+        for seconds, _, planner in sorted(planned, key=lambda entry: entry[:2]):
+            is_hopeless = seconds > HOPELESS * best and seconds < math.inf
+            if self.final and (is_hopeless or time.perf_counter() > deadline):
                 continue
-        return None
-
-    def _try_balanced(self, run: PlannedRun) -> bool:
-        """Simulate a plan as it is and, where its planner does not balance, balanced; say whether either fits."""
-        is_balanced = self.request.lengths_vary and run.balance == "none" and self.try_run(replace(run, balance=BALANCES[0]))
-        return self.try_run(run) or is_balanced
+            try:
+                judged = Ranked(
+                    *plan_run(planner, self.request, max_actions=self.request.max_actions, num_batches=self.request.num_batches)
+                )
+            except BraidError:
+                continue
+            self.final.append(judged)
+            self.try_run(judged.run)
+            if self.request.lengths_vary and judged.run.balance == "none":
+                self.try_run(replace(judged.run, balance=BALANCES[0]))
 
     def rank_layouts(self) -> None:
         """Simulate the best layouts until half of the time is gone."""
@@ -189,7 +171,7 @@ class _Search:
 
     def try_run(self, run: PlannedRun) -> bool:
         """Simulate a part of the batch; say whether it fits the memory. A schedule that a layout does not allow does not."""
-        key = repr((run.plan.units, run.schedule, run.passes, run.balance, run.micro_batch_size, run.recompute))
+        key = _key(run)
         if key in self.seen:
             return True
         self.seen.add(key)
@@ -209,16 +191,16 @@ class _Search:
         return sorted(self.ranked, key=lambda each: each.key)[:count]
 
     def choose(self) -> Ranked:
-        """Simulate finalists as every planner's plan is judged in the end, and return the best one that fits."""
-        ranked = self.best(len(self.ranked))
-        others = [each for each in ranked if each.run.planner != "braid"]
-        closest = ranked[0].prediction.iteration_seconds * CLOSE if ranked else 0.0
-        close = [each for index, each in enumerate(others) if index < MOST_SURE or each.key[0] <= closest]
-        must = [*ranked[:1], *(each for each in close if each is not ranked[0])]
-        rest = [each for each in ranked[:NUM_FINALISTS] if each not in must]
+        """Judge the best of the search as every planner's plan is judged in the end, and return the best plan of all that fit.
+
+        At least one is judged, and more while one more can be expected to be done in time, or none has fitted.
+        """
+        judged = {_key(each.run) for each in self.final}
         slowest = 0.0
-        for each in (*must, *rest):
-            if self.final and each not in must and self.time_left() < slowest:
+        for each in self.best(len(self.ranked)):
+            if _key(each.run) in judged:
+                continue
+            if slowest and self.final and self.time_left() < slowest:
                 break
             began = time.perf_counter()
             self._judge(each)
@@ -242,6 +224,10 @@ class _Search:
         top = sorted(self.final, key=lambda each: each.key)[:NUM_REPORTED]
         counted = f"{self.num_estimated} layouts estimated, {len(self.seen)} runs simulated"
         return (counted, *(describe(each) for each in top))
+
+
+def _key(run: PlannedRun) -> str:
+    return repr((run.plan.units, run.schedule, run.passes, run.balance, run.micro_batch_size, run.recompute))
 
 
 def has_virtual_stages(run: PlannedRun) -> bool:
