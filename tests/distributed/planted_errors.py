@@ -2,18 +2,21 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 
-from megatron.runtime import action_handlers, forward_action, gradients, message_flow, step_planner
+from megatron.runtime import action_handlers, forward_action, gradients, message_flow, step_inputs, step_planner
 from megatron.runtime.activation_store import ActivationStore
 from megatron.runtime.assembly import RankRuntime
 from megatron.runtime.gradients import UnitGradients
+from megatron.runtime.row_shares import RowShares
 from megatron.runtime.step import Step
+from multimodal.attention import context_parallel
 from multimodal.attention.packed_attention import PackedAttention
 from multimodal.model.generator_projector import GeneratorProjector
 from multimodal.model.language_head import LanguageHead
@@ -33,7 +36,14 @@ def planted(name: str) -> Error:
 
 
 def _run_with(name: str, case: GradientCase) -> RankGradients:
-    with {**PLANTED_ERRORS, **ERRORS_IN_CUT_BACKWARDS, **ERRORS_OF_GENERATORS, **ERRORS_OF_MASKS}[name]():
+    errors = {
+        **PLANTED_ERRORS,
+        **ERRORS_IN_CUT_BACKWARDS,
+        **ERRORS_OF_GENERATORS,
+        **ERRORS_OF_MASKS,
+        **ERRORS_OF_CONTEXT_PARALLELISM,
+    }
+    with errors[name]():
         return run_step(build_runtime(case), plan_case(case))
 
 
@@ -253,6 +263,67 @@ def _items_a_token_late(stage: UnitStage, batch: PackedInput) -> PackedInput:
         batch, items=tuple(item._replace(start=item.start + 1, num_tokens=item.num_tokens - 1) for item in batch.items)
     )
 
+
+@contextmanager
+def _positions_counted_in_the_share() -> Iterator[None]:
+    """Rotary angles as if a rank's tokens were a sequence of their own."""
+    original = step_inputs.share_input
+
+    def shared(batch: PackedInput, share: Any) -> PackedInput:
+        found = original(batch, share)
+        return replace(found, positions=batch.positions[: len(found.positions)])
+
+    with patch.object(step_inputs, "share_input", shared):
+        yield
+
+
+@contextmanager
+def _gradients_summed_over_replicas_alone() -> Iterator[None]:
+    original = gradients._wrap
+
+    def wrapped(stage: UnitStage, *, membership: Any, is_sharded: bool) -> Any:
+        groups = copy(membership.groups)
+        groups.dp_cp = groups.intra_dp_cp = groups.dp
+        return original(stage, membership=replace(membership, groups=groups), is_sharded=is_sharded)
+
+    with patch.object(gradients, "_wrap", wrapped):
+        yield
+
+
+@contextmanager
+def _key_gradients_not_sent_home() -> Iterator[None]:
+    """Each rank keeps what its own queries give its keys and values, and forgets what they give to others'."""
+
+    def kept(own: torch.Tensor, padded: torch.Tensor, *, group: Any, async_op: bool) -> Any:
+        own.copy_(padded.chunk(group.size())[group.rank()])
+        return Mock()
+
+    with patch.object(context_parallel.dist, "reduce_scatter_tensor", kept):
+        yield
+
+
+@contextmanager
+def _last_gradient_counts() -> Iterator[None]:
+    """Where several ranks give gradients of one row, one of them overwrites the others."""
+    with patch.object(torch.Tensor, "index_add_", torch.Tensor.index_copy_):
+        yield
+
+
+def _loss_of_first_context_parallel_rank(run: Any, action: Any, loss: torch.Tensor) -> float:
+    return float(run.executor.context_parallel_rank(action.unit) == 0)
+
+
+ERRORS_OF_CONTEXT_PARALLELISM: Mapping[str, Callable[[], Any]] = {
+    "positions are counted in a rank's own share": _positions_counted_in_the_share,
+    "gradients are not summed over context parallel ranks": _gradients_summed_over_replicas_alone,
+    "gradients of keys and values do not come home": _key_gradients_not_sent_home,
+    "a row's gradients from several ranks do not add up": _last_gradient_counts,
+    "targets count on one rank alone": lambda: _loss(_loss_of_first_context_parallel_rank),
+    "encoder outputs go to other tokens of the rank": lambda: patch.object(
+        RowShares, "positions_given", lambda rows, *ends: _POSITIONS_GIVEN(rows, *ends)[::-1].copy()
+    ),
+}
+_POSITIONS_GIVEN = RowShares.positions_given
 
 ERRORS_OF_MASKS: Mapping[str, Callable[[], Any]] = {
     "a later stage forgets where items are": lambda: _inputs_changed(_items_forgotten_behind_the_first_stage),

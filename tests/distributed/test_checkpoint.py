@@ -28,6 +28,9 @@ DEEP = {"vision": (1, 2, 1), "llm": (1, 3, 2)}
 DRAWING_WIDE = {"vision": (1, 1, 1), "llm": (2, 1, 2), "painter": (2, 1, 1)}
 DRAWING_DEEP = {"vision": (1, 1, 1), "llm": (1, 2, 1), "painter": (1, 2, 2)}
 COLOCATED = {"vision": (2, 1, 2), "llm": (1, 2, 2), "colocated": True}
+SPREAD = {"vision": (1, 1, 2, 1), "llm": (1, 2, 1, 3)}
+SPREAD_WIDE = {"vision": (2, 1, 1, 2), "llm": (2, 1, 1, 2)}
+"""With context parallelism."""
 OVERLAPPING = {"vision": (1, 1, 3), "llm": (1, 3, 1), "colocated": True}
 
 
@@ -36,7 +39,7 @@ def case_of(graph: Any, sizes: dict[str, Any], **options: Any) -> TrainingCase:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("sizes", [DEEP, COLOCATED], ids=["deep", "colocated"])
+@pytest.mark.parametrize("sizes", [DEEP, COLOCATED, SPREAD], ids=["deep", "colocated", "spread"])
 def test_the_same_plan_resumes_bit_for_bit(ranks: RankPool, tmp_path: Path, sizes: dict[str, Any], dtype: torch.dtype) -> None:
     case = case_of(TIED, sizes, dtype=dtype)
     expected: list[RankReport] = run(ranks, train_and_save, case, tmp_path, 3, 3)
@@ -55,6 +58,8 @@ OTHER_PLANS = {
     "three replicas beside three stages": (GRAPH, OVERLAPPING, WIDE),
     "one rank to eight": (GRAPH, ONE_RANK, DEEP),
     "eight ranks to one": (TIED, DEEP, ONE_RANK),
+    "tied: context parallel to tensor parallel": (TIED, SPREAD, WIDE),
+    "pipelines to context and tensor parallel": (GRAPH, DEEP, SPREAD_WIDE),
     "frozen encoder": (build_graph(frozen=("vision",)), WIDE, DEEP),
     "only the projector is trained": (build_graph(frozen=("vision", "llm")), DEEP, WIDE),
     "generator: tensor parallel to pipelines": (DRAWING, DRAWING_WIDE, DRAWING_DEEP),
@@ -68,7 +73,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2}
     [
         *((name, torch.float64) for name in OTHER_PLANS),
         *((name, torch.float32) for name in ("tied: pipelines to tensor parallel", "own ranks to shared ranks")),
-        *((name, torch.float32) for name in OTHER_PLANS if name.startswith("generator")),
+        *((name, torch.float32) for name in OTHER_PLANS if name.startswith("generator") or name.startswith("tied: context")),
         *((name, torch.bfloat16) for name in ("tied: tensor parallel to pipelines", "three replicas beside three stages")),
     ],
     ids=str,

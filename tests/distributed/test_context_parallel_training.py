@@ -22,7 +22,7 @@ MAX_RANKS = 8
 SAMPLES = (
     SampleShape((("vision", 1, 2), ("vision", 2, 2), ("painter", 1, 3)), 9, 4),
     SampleShape((("vision", 2, 3),), 12, 5),
-    SampleShape((("painter", 2, 2),), 5, 2),
+    SampleShape((("painter", 2, 3),), 5, 2),
     SampleShape((("vision", 1, 1),), 7, 3),
 )
 GRAPH = ModelGraph.from_dict(

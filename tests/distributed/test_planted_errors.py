@@ -14,6 +14,7 @@ from tests.distributed.gradient_case import GradientCase
 from tests.distributed.gradient_comparison import MismatchError, assert_matches
 from tests.distributed.planted_errors import (
     ERRORS_IN_CUT_BACKWARDS,
+    ERRORS_OF_CONTEXT_PARALLELISM,
     ERRORS_OF_GENERATORS,
     ERRORS_OF_MASKS,
     PLANTED_ERRORS,
@@ -22,6 +23,7 @@ from tests.distributed.planted_errors import (
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.schedule_rewrites import CutMicrobatches, SplitStages
+from tests.distributed.test_context_parallel_training import build_case, unit_plan
 
 SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 16, "init_method_std": 0.3}
 SEED = 5
@@ -136,6 +138,22 @@ def test_the_generator_case_without_an_error_passes(ranks: RankPool, generator_c
 def test_a_planted_error_with_a_generator_is_seen(ranks: RankPool, generator_case: GradientCase, error: str) -> None:
     with pytest.raises(MismatchError, match=r"^(loss|gradient of) .* (instead of|is off by) "):
         assert_matches(generator_case, ranks, run=planted(error))
+
+
+@pytest.fixture(scope="module")
+def spread_case() -> GradientCase:
+    """All three units with context parallelism; the LLM in two stages."""
+    return build_case(vision=unit_plan(0, cp=2), llm=unit_plan(2, cp=2, pp=2), painter=unit_plan(0, cp=2))
+
+
+def test_the_spread_case_without_an_error_passes(ranks: RankPool, spread_case: GradientCase) -> None:
+    assert_matches(spread_case, ranks)
+
+
+@pytest.mark.parametrize("error", ERRORS_OF_CONTEXT_PARALLELISM)
+def test_a_planted_error_in_context_parallelism_is_seen(ranks: RankPool, spread_case: GradientCase, error: str) -> None:
+    with pytest.raises(MismatchError, match=r"^(loss|gradient of) .* (instead of|is off by) "):
+        assert_matches(spread_case, ranks, run=planted(error))
 
 
 @pytest.fixture(scope="module")
