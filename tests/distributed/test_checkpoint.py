@@ -73,7 +73,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2}
     [
         *((name, torch.float64) for name in OTHER_PLANS),
         *((name, torch.float32) for name in ("tied: pipelines to tensor parallel", "own ranks to shared ranks")),
-        *((name, torch.float32) for name in OTHER_PLANS if name.startswith("generator") or name.startswith("tied: context")),
+        *((name, torch.float32) for name in OTHER_PLANS if name.startswith(("generator", "tied: context"))),
         *((name, torch.bfloat16) for name in ("tied: tensor parallel to pipelines", "three replicas beside three stages")),
     ],
     ids=str,
