@@ -74,13 +74,14 @@ def plan_braid(request: PlanningRequest) -> PlannedRun:
     3. On the best ones, other schedules and balancers are tried.
     4. The best are judged as in 1.
 
-    The search ends with `request.time_budget_seconds`, step 4 included as far as it can be foreseen.
+    The search ends with `request.time_budget_seconds` of processor time, so that a busy machine finds the same plan later; step 4
+    is included as far as it can be foreseen.
     Raises PlanError when nothing fits.
     """
-    started = time.perf_counter()
+    started, clock = time.perf_counter(), time.process_time()
     for scale in MEMORY_SCALES:
         scaled = request.with_memory_scale(scale * request.memory_scale)
-        search = _Search(scaled, deadline=started + request.time_budget_seconds)
+        search = _Search(scaled, deadline=clock + request.time_budget_seconds)
         search.rank_others()
         search.rank_layouts()
         if search.ranked or search.final:
@@ -109,10 +110,10 @@ class _Search:
 
     def time_left(self) -> float:
         """Seconds until the search should end."""
-        return self.deadline - time.perf_counter()
+        return self.deadline - time.process_time()
 
     def rank_others(self) -> None:
-        """Judge the other planners' plans as they are judged in the end, shortest expected step first, for a part of the time.
+        """Judge the other planners' plans as in the end, shortest expected step first, for a part of the time.
 
         Each plans with less memory, and at last with recomputation, while its plan does not fit (`plan_run`). What a planner
         cannot plan it leaves out. Their plans, and balanced ones where they do not balance, are ranked as starts of the search, too.
@@ -127,7 +128,7 @@ class _Search:
         deadline = self.deadline - (1 - OTHERS_SHARE) * self.request.time_budget_seconds
         for seconds, _, planner in sorted(planned, key=lambda entry: entry[:2]):
             is_hopeless = seconds > HOPELESS * best and seconds < math.inf
-            if self.final and (is_hopeless or time.perf_counter() > deadline):
+            if self.final and (is_hopeless or time.process_time() > deadline):
                 continue
             try:
                 judged = Ranked(
@@ -145,7 +146,7 @@ class _Search:
         deadline = self.deadline - 0.4 * self.request.time_budget_seconds
         for layout in best_layouts(self.request, deadline=self.deadline - 0.75 * self.request.time_budget_seconds):
             self.num_estimated += 1
-            if time.perf_counter() > deadline:
+            if time.process_time() > deadline:
                 return
             run = replace(layout, balance=BALANCES[0])
             if has_virtual_stages(run) or not self.try_run(replace(run, schedule="zb-h1")):
@@ -202,9 +203,9 @@ class _Search:
                 continue
             if slowest and self.final and self.time_left() < slowest:
                 break
-            began = time.perf_counter()
+            began = time.process_time()
             self._judge(each)
-            slowest = max(slowest, time.perf_counter() - began)
+            slowest = max(slowest, time.process_time() - began)
         if not self.final:
             raise infeasible(self.request, planner="braid")
         return min(self.final, key=lambda each: each.key)

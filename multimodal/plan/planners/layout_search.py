@@ -38,12 +38,12 @@ def best_layouts(request: PlanningRequest, *, deadline: float = math.inf) -> Ite
 
     A kind is a placement (ranks of its own for each unit, all ranks for all units, or one chain over a grid), a number of virtual
     stages of the LLM, a microbatch size, and whether whole layers are computed again in their backward.
-    deadline: of `time.perf_counter()`, after which no further microbatch size is looked at.
+    deadline: of `time.process_time()`, after which no further microbatch size is looked at.
     """
     kinds: list[list[PlannedRun]] = []
     best = math.inf
     for recompute, size in _forms(request):
-        if kinds and time.perf_counter() > deadline:
+        if kinds and time.process_time() > deadline:
             break
         found = [kind for kind in _kinds(replace(request, micro_batch_size=size, recompute=recompute)) if kind]
         kinds += found

@@ -58,7 +58,7 @@ class PlanningRequest:
     memory_scale: float = 1.0
     """Planners count on this share of what is left: below 1 after a plan's simulated peak was above their estimate."""
     time_budget_seconds: float = 30.0
-    """How long a planner that searches by simulation may take."""
+    """Processor seconds that a planner that searches by simulation may take."""
     num_batches: int = 1
     """Global batches that such a planner simulates a finalist on."""
     max_actions: int = 8_000
