@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from multimodal.balance.distribute_tokens import TokenDistribution
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from tests.distributed.corpus_source import CORPUS, read_documents
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.random_source import RandomSource, SampleShape
@@ -94,3 +96,25 @@ UNITS = {
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_every_unit_before_and_behind_every_other(ranks: RankPool, units: str, sequence_parallel: bool) -> None:
     assert_matches(replace(build_case(**UNITS[units]), sequence_parallel=sequence_parallel), ranks)
+
+
+DOCUMENT_UNITS = {
+    "vision": {**SHAPE, "role": "encoder", "image": {"patch_size": 14, "merge_size": 2, "in_channels": 3, "max_pixels": 50176}},
+    "llm": {**SHAPE, "role": "backbone", "num_query_groups": 2},
+}
+
+
+@pytest.mark.skipif(not CORPUS.is_dir(), reason="the corpus of real documents is not beside the repository")
+@pytest.mark.parametrize("mode", [MaskMode.CAUSAL, MaskMode.EMBEDDED])
+def test_packed_batches_of_real_documents(ranks: RankPool, tmp_path: Path, mode: MaskMode) -> None:
+    """Documents with 0 to 3 images, whole and cut, packed into microbatches of two; blocks of 128 tokens as in a run."""
+    graph = ModelGraph.from_dict({"units": DOCUMENT_UNITS})
+    source = read_documents(tmp_path, graph=graph, image_counts=(1, 3, 2, 0), seq_length=1024)
+    items = [(sample, item) for sample in range(len(source)) for item in range(len(source.lengths(sample).items))]
+    assignment = Assignment.from_dict(
+        {"vision": [[items[::2]], [items[1::2]]], "llm": [[[(1, -1), (0, -1)], [(2, -1), (3, -1)]]]}
+    )
+    vision = UnitPlan((unit_plan(0, cp=2).replicas[0], unit_plan(2, cp=2).replicas[0]), 1, 2)
+    plan = Plan({"vision": vision, "llm": unit_plan(0, cp=2, tp=2, pp=2)})
+    case = GradientCase(graph, plan, assignment, source, attention_mask=mode, sequence_parallel=True, block_size=128)  # type: ignore[arg-type]
+    assert_matches(case, ranks)
