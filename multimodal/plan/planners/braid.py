@@ -44,7 +44,9 @@ RANKING_SHARE = 0.1
 MEMORY_SCALES = (1.0, 0.85, 0.7)
 """Shares of the memory that estimates may fill, the next one where nothing fits when it is simulated."""
 OTHERS_SHARE = 0.5
-"""Of the time budget, after which no further plan of another planner is judged."""
+"""Of the time budget, after which only promising plans of other planners are judged."""
+PROMISING = 1.3
+"""A plan whose planner expects at most so many times the best expected step is judged in any case."""
 HOPELESS = 1.6
 """A plan whose planner expects so many times the best expected step is left out."""
 NUM_FINALISTS = 4
@@ -113,10 +115,10 @@ class _Search:
         return self.deadline - time.process_time()
 
     def rank_others(self) -> None:
-        """Judge the other planners' plans as in the end, shortest expected step first, for a part of the time.
+        """Judge the other planners' plans as in the end, shortest expected step first.
 
         Each plans with less memory, and at last with recomputation, while its plan does not fit (`plan_run`). What a planner
-        cannot plan it leaves out. Their plans, and balanced ones where they do not balance, are ranked as starts of the search, too.
+        cannot plan it leaves out. Their plans, and balanced ones where they do not balance, are ranked as starts of the search.
         """
         planned: list[tuple[float, int, Callable[[PlanningRequest], PlannedRun]]] = []
         for planner in OTHER_PLANNERS.values():
@@ -127,8 +129,8 @@ class _Search:
         best = min((seconds for seconds, _, _ in planned), default=0.0)
         deadline = self.deadline - (1 - OTHERS_SHARE) * self.request.time_budget_seconds
         for seconds, _, planner in sorted(planned, key=lambda entry: entry[:2]):
-            is_hopeless = seconds > HOPELESS * best and seconds < math.inf
-            if self.final and (is_hopeless or time.process_time() > deadline):
+            is_late = time.process_time() > deadline and seconds > PROMISING * best
+            if self.final and (is_late or HOPELESS * best < seconds < math.inf):
                 continue
             try:
                 judged = Ranked(
