@@ -1,0 +1,90 @@
+"""Cornstarch, Table 3: frozen-aware against frozen-unaware pipeline stages, VLM-M and VLM-L on 24 A40, TP 2, 24 microbatches.
+
+Encoder and LLM are frozen, projectors trained, activations computed again. The table's stage counts are not stated, but its times
+are those of whole numbers of stages with equal totals: VLM-M's encoder takes 3 x 75.04 = 225 or 5 x 45.90 = 230 ms and its LLM
+8 x 28.15 = 225 or 5 x 45.26 = 226 ms; VLM-L's encoder 5 x 101.02 = 505 or 7 x 70.42 = 493 ms and its LLM 6 x 34.67 = 208 or
+3 x 67.03 = 201 ms. The LLM has 2,200 tokens (1k of text and a merged image of 1280 x 720); those inside the encoder are not stated,
+and 2,080 make VLM-M's encoder as long as its LLM. The A40 is calibrated on VLM-M's LLM: 225 ms for one forward.
+"""
+
+from collections.abc import Iterator
+
+from benchmarks.published_setups.planned import Setup, read_cluster, read_model
+from benchmarks.published_setups.rows import Row, single
+from multimodal.cost.calibrate_compute import calibrate_compute
+from multimodal.cost.cluster import Cluster
+from multimodal.cost.layer_costs import LayerCosts
+from multimodal.cost.layer_flops import sample_load
+from multimodal.plan.planners.planning_request import FixedSizes
+from multimodal.values.backward_need import layers_backward_need
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+
+NUM_GPUS, NUM_MICROBATCHES, TENSOR_PARALLEL_SIZE = 24, 24, 2
+VISION_TOKENS, LLM_TOKENS = 2080, 2200
+RATIOS = {"m": 1.38, "l": 1.54}
+STAGES = {"m": ((5, 5), (3, 8)), "l": ((7, 3), (5, 6))}
+"""Model -> stages of encoder and LLM, frozen-unaware and frozen-aware."""
+LLM_FORWARD_MS = 225.2
+"""8 stages of 28.15 ms."""
+LLM_BACKWARD_OVER_FORWARD = 51.30 / 28.15
+ENCODER_MS = (7 * 70.42, 5 * 101.02)
+"""VLM-L's whole encoder, forward, by either row."""
+
+
+def rows() -> Iterator[Row]:
+    """Calibrate on the medium LLM's forward; predict its backward, the encoders, and what knowing of freezing gains."""
+    medium, source = read_model("cornstarch-vlm-m"), "Table 3"
+    cluster = calibrate_compute(
+        read_cluster("a40"),
+        predict_seconds=lambda each: unit_seconds(medium, each, "llm")[0],
+        measured_seconds=1e-3 * LLM_FORWARD_MS,
+    )
+    forward, backward = unit_seconds(medium, cluster, "llm")
+    yield Row("Cornstarch", "VLM-M, LLM forward", single(LLM_FORWARD_MS), 1e3 * forward, source, "ms", is_calibrated=True)
+    yield Row("Cornstarch", "VLM-M, LLM backward / forward", single(LLM_BACKWARD_OVER_FORWARD), backward / forward, source)
+    encoder = unit_seconds(read_model("cornstarch-vlm-l"), cluster, "vision")[0]
+    yield Row("Cornstarch", "VLM-L, encoder forward", ENCODER_MS, 1e3 * encoder, source, "ms")
+    for size, ratio in RATIOS.items():
+        graph = read_model(f"cornstarch-vlm-{size}")
+        name = f"VLM-{size.upper()}"
+        yield Row(
+            "Cornstarch",
+            f"{name}, aware over unaware, table's stages",
+            single(ratio),
+            _gain(graph, cluster, STAGES[size]),
+            source,
+        )
+        yield Row("Cornstarch", f"{name}, aware over unaware, planned", single(ratio), _gain(graph, cluster), source)
+
+
+def _gain(graph: ModelGraph, cluster: Cluster, stages: tuple[tuple[int, int], tuple[int, int]] | None = None) -> float:
+    """Seconds of the frozen-unaware plan over those of the frozen-aware one."""
+    planners = ("cornstarch-unaware", "cornstarch")
+    setups = [_setup(planner, graph, stages[index] if stages else (None, None)) for index, planner in enumerate(planners)]
+    unaware, aware = (setup.simulate(cluster).iteration_seconds for setup in setups)
+    return unaware / aware
+
+
+def unit_seconds(graph: ModelGraph, cluster: Cluster, unit: str) -> tuple[float, float]:
+    """Return seconds of one microbatch through all layers of a unit: forward, backward."""
+    costs = LayerCosts(graph, cluster, graph.backbone.vocab_size or 0)
+    described = graph.unit(unit)
+    load = sample_load(described, _sample(graph))
+    forward = backward = 0.0
+    for index, kind in enumerate(described.layers):
+        layer = costs.seconds(unit, kind, load, tensor_parallel_size=TENSOR_PARALLEL_SIZE, recompute="full")
+        forward += layer.forward
+        backward += layer.backward(kind, layers_backward_need(graph, unit, range(index, index + 1)))
+    return forward, backward
+
+
+def _setup(planner: str, graph: ModelGraph, stages: tuple[int | None, int | None]) -> Setup:
+    sizes = {unit: FixedSizes(TENSOR_PARALLEL_SIZE, count, 1) for unit, count in zip(("vision", "llm"), stages, strict=True)}
+    return Setup(planner, graph, (_sample(graph),), NUM_GPUS, NUM_MICROBATCHES, sizes, recompute="full")
+
+
+def _sample(graph: ModelGraph) -> SampleLengths:
+    num_outputs = -(-VISION_TOKENS // graph.unit("vision").merge_factor)
+    num_text = LLM_TOKENS - num_outputs
+    return SampleLengths(0, (ItemLengths("vision", VISION_TOKENS, num_outputs),), num_text, num_text)

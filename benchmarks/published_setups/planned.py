@@ -1,0 +1,84 @@
+"""Plans and simulates one step of a published set-up."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from multimodal.cost.calibrate_compute import calibrate_compute
+from multimodal.cost.cluster import Cluster
+from multimodal.cost.layer_costs import Recompute
+from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
+from multimodal.plan.planners.simulate_run import Prediction, predict_run
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.sample_lengths import SampleLengths
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MAX_ACTIONS = 8_000
+"""Beyond so many computations a share of the replicas is simulated, or two smaller batches (see `predict_run`)."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a paper ran: model, data, sizes, and the planner that stands for its system."""
+
+    planner: str
+    graph: ModelGraph
+    lengths: Sequence[SampleLengths]
+    num_gpus: int
+    global_batch_size: int
+    fixed_sizes: Mapping[str, FixedSizes]
+    micro_batch_size: int = 1
+    passes: tuple[str, ...] = ("gather-parameters",)
+    """Parameters are gathered at the start of every step, as Megatron's distributed optimizer does."""
+    balance: str | None = None
+    """In place of the planner's."""
+    recompute: Recompute | None = None
+    num_batches: int = 1
+
+    def request(self, cluster: Cluster) -> PlanningRequest:
+        """Ask for a plan on a cluster."""
+        return PlanningRequest(
+            self.graph,
+            cluster,
+            self.num_gpus,
+            self.global_batch_size,
+            tuple(self.lengths),
+            micro_batch_size=self.micro_batch_size,
+            vocab_size=self.graph.backbone.vocab_size or 50304,
+            fixed_sizes=self.fixed_sizes,
+            recompute=self.recompute,
+        )
+
+    def plan(self, cluster: Cluster) -> PlannedRun:
+        """Plan; raises PlanError."""
+        run = PLANNERS[self.planner](self.request(cluster))
+        return replace(run, passes=self.passes, balance=self.balance or run.balance)
+
+    def predict(self, run: PlannedRun, cluster: Cluster) -> Prediction:
+        """Simulate a plan."""
+        return predict_run(run, self.request(cluster), max_actions=MAX_ACTIONS, num_batches=self.num_batches)
+
+    def simulate(self, cluster: Cluster) -> Prediction:
+        """Plan and simulate on the same cluster."""
+        return self.predict(self.plan(cluster), cluster)
+
+    def calibrate(self, cluster: Cluster, *, measured_seconds: float) -> Cluster:
+        """Return the cluster on which the plan, made on the cluster as it is, takes what was measured."""
+        run = self.plan(cluster)
+        return calibrate_compute(
+            cluster,
+            predict_seconds=lambda each: self.predict(run, each).iteration_seconds,
+            measured_seconds=measured_seconds,
+        )
+
+
+def read_model(name: str) -> ModelGraph:
+    """Read a model file."""
+    return ModelGraph.from_file(EXAMPLES / "models" / f"{name}.yaml")
+
+
+def read_cluster(name: str) -> Cluster:
+    """Read a cluster file."""
+    return Cluster.from_file(EXAMPLES / "clusters" / f"{name}.yaml")

@@ -1,0 +1,49 @@
+"""What one line of the comparison holds: a published figure, what is simulated for it, and how far apart they are."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published figure."""
+
+    paper: str
+    what: str
+    published: tuple[float, float]
+    """From, to; the same twice for a single figure."""
+    simulated: float
+    source: str
+    """Where the figure stands."""
+    unit: str = "x"
+    is_calibrated: bool = False
+    """Whether the paper's cluster was calibrated on this figure; then the row says nothing."""
+    is_bound: bool = False
+    """Whether the figure is an "up to": a simulated one inside it agrees."""
+
+    @property
+    def error(self) -> float:
+        """Signed distance to the nearest end of the published range, relative to that end; 0 inside."""
+        low, high = self.published
+        nearest = min(max(self.simulated, low), high)
+        return self.simulated / nearest - 1
+
+    def to_dict(self) -> Mapping[str, Any]:
+        """Plain form."""
+        return {
+            "paper": self.paper,
+            "what": self.what,
+            "published": list(self.published),
+            "simulated": self.simulated,
+            "unit": self.unit,
+            "error": self.error,
+            "is_calibrated": self.is_calibrated,
+            "is_bound": self.is_bound,
+            "source": self.source,
+        }
+
+
+def single(value: float) -> tuple[float, float]:
+    """Return a figure as a range."""
+    return value, value
