@@ -3,11 +3,12 @@
 What the paper states: sizes, image sizes, mini-batches, and a ZeRO-3 group of 256 GPUs (2,560 in all; the groups are alike, and
 one is computed). Its data is its own. It names captions, questions about images and transcribed speech; here every sample comes
 from one of six real data sets of these kinds, drawn with equal probability, so that a sample has images or audio, as its "modality
-composition incoherence" describes. The samples are shorter than the paper's must be, so its MFU (41.6 %) cannot be compared, and
-`h100.yaml` is used as it is.
+composition incoherence" describes. These samples are shorter than the paper's must be, so its MFU (41.6 %) cannot be compared,
+and `h100.yaml` is used as it is.
 
 Under ZeRO-3 all ranks meet in every layer's gathering, so each unit's forward and each unit's backward takes as long as the
-busiest rank computes; the gathering itself is taken to be hidden, as the paper's is. Nothing is padded, audio neither.
+busiest rank computes; the gathering itself is taken to be hidden, as the paper's is. Audio is padded to the longest clip of its
+mini-batch, images and texts are packed, as in the paper; the balanced run balances padded audio.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from benchmarks.published_setups.planned import read_cluster, read_model
 from benchmarks.published_setups.rows import Row, single
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.unit_cost import CostForm, UnitCost
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.plan.colocated import plan_colocated
@@ -52,7 +54,11 @@ class OrchmllmStep:
         self.graph = read_model(f"orchmllm-{name}")
         self.plan = plan_colocated(self.graph, sizes={}, world_size=GROUP_SIZE)
         self.lengths = mixed_samples(self.graph, folder, count=GROUP_SIZE * mini_batch_size)
-        self.options = BalanceOptions(num_microbatches=1, vocab_size=self.graph.backbone.vocab_size or 152064)
+        self.options = BalanceOptions(
+            num_microbatches=1,
+            vocab_size=self.graph.backbone.vocab_size or 152064,
+            unit_costs={"audio": UnitCost(CostForm.PADDED)},
+        )
         self.assignments: dict[str, Assignment] = {}
 
     def costs(self, balance: str, cluster: Cluster) -> ModelCosts:
@@ -64,7 +70,7 @@ class OrchmllmStep:
             self.graph,
             self.plan,
             self.assignments[balance],
-            self.lengths,
+            pad_items(self.lengths, self.assignments[balance], unit="audio"),
             cluster,
             self.options.vocab_size,
         )
@@ -80,6 +86,18 @@ class OrchmllmStep:
             for unit, replicas in self.assignments[balance].units.items()
             for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
         )
+
+
+def pad_items(lengths: Sequence[SampleLengths], assignment: Assignment, *, unit: str) -> tuple[SampleLengths, ...]:
+    """Lengthen a unit's items to the longest of their microbatch; what leaves the encoder stays as it is."""
+    by_sample = {sample.sample_id: sample for sample in lengths}
+    for microbatch in (microbatch for replica in assignment.units[unit] for microbatch in replica):
+        longest = max(by_sample[atom.sample_id].items[atom.item_index].num_tokens for atom in microbatch)
+        for atom in microbatch:
+            items = list(by_sample[atom.sample_id].items)
+            items[atom.item_index] = items[atom.item_index]._replace(num_tokens=longest)
+            by_sample[atom.sample_id] = replace(by_sample[atom.sample_id], items=tuple(items))
+    return tuple(by_sample.values())
 
 
 def mixed_samples(graph: ModelGraph, folder: Path, *, count: int, seed: int = 0) -> tuple[SampleLengths, ...]:

@@ -1,0 +1,90 @@
+"""Claim: simulation predicts the papers' published training figures within 10 %, calibrated on one point per paper.
+
+Every paper's set-up is planned and simulated as the paper describes it; what it leaves open is stated in the files of
+`benchmarks/published_setups`, one for each paper. The cluster's computing speed is set once per paper on the row marked
+"calibrated" (Entrain and OrchMLLM publish nothing that could be, and use the cluster files as they are). The error is the distance
+to the published figure, or to the nearer end of a published range. See docs/published.md for what disagrees, and why.
+
+Run `python benchmarks/published_training.py [--json] [--only PAPER] [--lengths DIR]`; a minute or two in all. Entrain and OrchMLLM
+need a folder of lengths files.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.published_setups import cornstarch, disttrain, entrain, optimus, orchmllm
+from benchmarks.published_setups.length_files import is_complete
+from benchmarks.published_setups.rows import Row
+
+LENGTHS = ROOT.parent / "shared" / "data" / "lengths"
+AIM = 0.10
+PAPERS = ("optimus", "disttrain", "cornstarch", "entrain", "orchmllm")
+
+
+def paper_rows(folder: Path) -> Mapping[str, Callable[[], Iterator[Row]]]:
+    """Paper -> what computes its rows; those without data are left out."""
+    found: dict[str, Callable[[], Iterator[Row]]] = {
+        "optimus": optimus.rows,
+        "disttrain": disttrain.rows,
+        "cornstarch": cornstarch.rows,
+    }
+    if is_complete(folder):
+        found |= {"entrain": lambda: entrain.rows(folder), "orchmllm": lambda: orchmllm.rows(folder)}
+    return found
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    """Print a row per published figure."""
+    table = Table("paper", "figure", "published", "simulated", "error", "source", box=None)
+    for row in rows:
+        error = "calibrated" if row.is_calibrated else f"{row.error:+.1%}"
+        style = "dim" if row.is_calibrated else "red" if abs(row.error) > AIM else "green"
+        table.add_row(row.paper, row.what, _published(row), _number(row.simulated, row.unit), error, row.source, style=style)
+    Console(width=150, highlight=False).print(table)
+
+
+def _published(row: Row) -> str:
+    low, high = row.published
+    if row.is_bound:
+        return f"up to {_number(high, row.unit)}"
+    return _number(low, row.unit) if low == high else f"{_number(low, row.unit)} to {_number(high, row.unit)}"
+
+
+def _number(value: float, unit: str) -> str:
+    return f"{value:.1%}" if unit == "share" else f"{value:.4g} {unit}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Predict and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--only", choices=PAPERS, help="one paper")
+    parser.add_argument("--lengths", type=Path, default=LENGTHS, metavar="DIR", help="folder of lengths files")
+    given = parser.parse_args(argv)
+    papers = {name: rows for name, rows in paper_rows(given.lengths).items() if given.only in (None, name)}
+    rows = [row for of_paper in papers.values() for row in of_paper()]
+    compared = [row for row in rows if not row.is_calibrated]
+    num_within = sum(abs(row.error) <= AIM for row in compared)
+    left_out = [name for name in PAPERS if name not in papers and given.only in (None, name)]
+    if given.json:
+        found = {"rows": [row.to_dict() for row in rows], "compared": len(compared), "within_aim": num_within, "aim": AIM}
+        print(json.dumps({**found, "left_out": left_out}))
+        return 0
+    print_table(rows)
+    print(f"{num_within} of {len(compared)} compared figures within {AIM:.0%}")
+    for name in left_out:
+        print(f"{name}: left out, since {given.lengths} lacks lengths files; give another folder with --lengths")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
