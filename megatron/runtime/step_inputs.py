@@ -91,8 +91,8 @@ def load_inputs(
                 for original in repeated_places(name, replica_index, graph=graph, plan=plan, assignment=assignment):
                     place = MicrobatchPlace(name, original.replica, original.microbatch)
                     atoms = assignment.atoms(place)
-                    packed = _encoder_input(source, unit, atoms, source_index, with_pixels=True)
-                    inputs[place] = own(packed, place)
+                    repeated = _encoder_input(source, unit, atoms, source_index, with_pixels=True)
+                    inputs[place] = own(repeated, place)
     return LoadedInputs(inputs, target_samples, subset_inputs)
 
 

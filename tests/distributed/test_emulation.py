@@ -12,6 +12,7 @@ from multimodal.cost.table_model import build_table_model
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import passes_named
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.schedule import ACTION_TABLE, Action, Resource
 from multimodal.values.timeline import Timeline
 from tests.distributed.rank_pool import RankPool
@@ -54,6 +55,25 @@ def test_every_computation_takes_its_seconds_on_its_lane(
     assert Counter((event.lane, event.action) for event in computed) == expected
     for event in computed:
         assert event.end_seconds - event.start_seconds >= run.costs.compute(event.action).seconds
+
+
+def test_context_parallel_ranks_are_emulated_together(ranks: RankPool) -> None:
+    """Encoder stages of two ranks before LLM stages of three: rows are cut as in a real run, and computations take their time."""
+    table = CostTable.from_dict({**TABLE, "units": {**TABLE["units"], "painter": GENERATOR}})
+    graph, plan, assignment = build_table_model(table)
+    spread = Plan({name: _spread(unit, size) for (name, unit), size in zip(plan.units.items(), (2, 3, 2), strict=True)})
+    lowered = build_schedule(BUILDERS["1f1b"], graph, spread, assignment)
+    run = EmulatedRun(graph, spread, assignment, lowered, TableCosts(table), num_iterations=1, num_tokens=300)
+    ((timeline,), *_) = ranks.run(_emulate, run, world_size=spread.num_ranks)
+    expected = {action for lane in lowered.lanes for action in lane.actions if _is_computation(action)}
+    assert {event.action for event in timeline.events if _is_computation(event.action)} == expected
+
+
+def _spread(unit: UnitPlan, size: int) -> UnitPlan:
+    """All units on the same ranks, `size` to a stage."""
+    stages = [stage.layer_ranges for stage in unit.replicas[0].stages]
+    moved = (Stage(tuple(range(size * index, size * (index + 1))), ranges) for index, ranges in enumerate(stages))
+    return UnitPlan((Replica(tuple(moved)),), context_parallel_size=size)
 
 
 def _is_computation(action: Action) -> bool:

@@ -23,7 +23,7 @@ from tests.distributed.planted_errors import (
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.schedule_rewrites import CutMicrobatches, SplitStages
-from tests.distributed.test_context_parallel_training import build_case, unit_plan
+from tests.distributed.spread_case import build_case, unit_plan
 
 SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 16, "init_method_std": 0.3}
 SEED = 5
