@@ -285,6 +285,11 @@ def _check_context_parallelism(config: RunConfig, *, graph: ModelGraph, plan: Pl
             f"{plan.units[spread[0].name].context_parallel_size} ranks; use --attention-backend blocks"
         )
     block_size = config.parallelism.context_parallel_block_size
+    if spread and config.model.attention_backend == "triton" and (block_size < 16 or block_size & (block_size - 1)):
+        raise ConfigError(
+            f"--context-parallel-block-size {block_size} is no size for --attention-backend triton; choose a power of two of at "
+            "least 16"
+        )
     for unit in spread:
         if unit.role is Role.ENCODER and block_size % unit.merge_factor:
             raise ConfigError(

@@ -123,7 +123,7 @@ def build_runtime(case: GradientCase) -> RankRuntime:
     return runtime
 
 
-def plan_case(case: GradientCase, assignment: Assignment | None = None) -> Step:
+def plan_case(case: GradientCase, assignment: Assignment | None = None, *, forward_only: bool = False) -> Step:
     """The step of a case on this rank; of another assignment of the same samples, if given."""
     assignment = assignment or case.assignment
     source: SampleSource = case.source
@@ -138,7 +138,7 @@ def plan_case(case: GradientCase, assignment: Assignment | None = None) -> Step:
         source,
         lengths=lengths,
         assignment=assignment,
-        schedules=ScheduleCache(case.graph, case.plan, BUILDERS[case.builder], case.passes),
+        schedules=ScheduleCache(case.graph, case.plan, BUILDERS[case.builder], case.passes, forward_only),
         rank=dist.get_rank(),
         source_index=source_index,
         sharing=ContextSharing(case.distribution, case.block_size, case.attention_mask),

@@ -13,12 +13,13 @@ from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, UnitPlan
 from tests.distributed.corpus_source import CORPUS, read_documents
-from tests.distributed.gradient_case import GradientCase
+from tests.distributed.gradient_case import GradientCase, build_runtime, plan_case
 from tests.distributed.gradient_comparison import assert_matches
+from tests.distributed.random_source import RandomSource
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.spread_case import SHAPE, build_case, unit_plan
+from tests.distributed.spread_case import GRAPH, SAMPLES, SHAPE, build_case, unit_plan
 
-MAX_RANKS = 8
+MAX_RANKS, SEED = 8, 0
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,30 @@ UNITS = {
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_every_unit_before_and_behind_every_other(ranks: RankPool, units: str, sequence_parallel: bool) -> None:
     assert_matches(replace(build_case(**UNITS[units]), sequence_parallel=sequence_parallel), ranks)
+
+
+def test_samples_that_are_decoded_first_say_where_their_items_are(ranks: RankPool) -> None:
+    """Each rank decodes a share of the batch, and hears from the others where items begin."""
+    assert_matches(replace(build_case(**UNITS["generator and LLM"]), exchanges_samples=True), ranks)
+
+
+def evaluate_on_rank(case: GradientCase) -> tuple[int, dict[int, bool]]:
+    """What this rank says of a forward in which greedy decoding is compared with the targets."""
+    step = plan_case(case, forward_only=True)
+    result = build_runtime(case).executor.execute(step, is_training=False)
+    return result.num_correct_tokens, dict(result.correct_samples)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_answer_is_right_if_all_ranks_that_share_it_say_so(ranks: RankPool, tp: int) -> None:
+    two_words = RandomSource(GRAPH, SAMPLES, vocab_size=2, seed=SEED)
+    alone, spread = (replace(build_case(llm=llm), source=two_words) for llm in (unit_plan(0), unit_plan(0, cp=4, tp=tp)))
+    ((num_correct, right_answers),) = ranks.run(evaluate_on_rank, alone, world_size=1)
+    assert set(right_answers.values()) == {True, False}, "choose another seed"
+    found = ranks.run(evaluate_on_rank, spread, world_size=4 * tp)
+    assert sum(count for count, _ in found) == num_correct
+    said = [item for _, samples in found for item in samples.items()]
+    assert len(said) == len(dict(said)) and dict(said) == right_answers
 
 
 DOCUMENT_UNITS = {

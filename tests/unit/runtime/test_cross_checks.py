@@ -183,7 +183,9 @@ def test_context_parallelism_needs_ranks_to_share_blocks(parse: Parse) -> None:
     assert found.parallelism.context_parallel_distribution == "ring"
 
 
-def test_context_parallelism_needs_a_backend_and_whole_windows(tmp_path: Path, parse: Parse) -> None:
+def test_context_parallelism_needs_a_backend_and_whole_windows(
+    tmp_path: Path, parse: Parse, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="whole sequences, which unit 'language' spreads over 2 ranks; use --attention-backend"):
         parse("--llm-cp 2 --attention-backend sequences", world_size=3)
     image = {"image": {"patch_size": 4, "in_channels": 1, "merge_size": 3}}
@@ -192,6 +194,10 @@ def test_context_parallelism_needs_a_backend_and_whole_windows(tmp_path: Path, p
     flags = ["--model", str(tmp_path / "merging.yaml"), *(part for pair in BASE.items() for part in pair), "--vision-cp", "2"]
     with pytest.raises(ConfigError, match="128 would cut what unit 'vision' merges, 9 patches at a time; choose a multiple"):
         parse_arguments(flags, environ={"WORLD_SIZE": "3"})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match="block-size 48 is no size for --attention-backend triton; choose a power of two"):
+        parse("--llm-cp 2 --attention-backend triton --context-parallel-block-size 48", world_size=3)
     assert parse_arguments([*flags, "--context-parallel-block-size", "144"], environ={"WORLD_SIZE": "3"}).parallelism.units
 
 
