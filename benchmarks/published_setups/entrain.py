@@ -1,8 +1,8 @@
 """Entrain: Qwen2.5-VL's encoder with Llama 1B and 3B on 64 A40, TP 2, DP 4, microbatch 4, batch 512; against DistTrain and DIP.
 
 No absolute figure is published, so `a40.yaml` is used as it is. The paper's four data sets are not public as lengths; four real
-ones stand for them. Entrain runs eager 1F1B with split backwards (4.5.3), DistTrain 1F1B, and DIP its own schedule with both units
-on all ranks.
+ones stand for them. Entrain runs eager 1F1B with split backwards (4.5.3), DistTrain 1F1B, and DIP its own schedule with both
+units on all ranks.
 """
 
 from collections.abc import Iterator

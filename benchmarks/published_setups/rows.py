@@ -17,10 +17,16 @@ class Row:
     source: str
     """Where the figure stands."""
     unit: str = "x"
-    is_calibrated: bool = False
-    """Whether the paper's cluster was calibrated on this figure; then the row says nothing."""
+    calibrated_speed: float | None = None
+    """Where the paper's cluster was calibrated on this figure, its speed of computing over the cluster file's; the row itself
+    then says nothing."""
     is_bound: bool = False
     """Whether the figure is an "up to": a simulated one inside it agrees."""
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the paper's cluster was calibrated on this figure."""
+        return self.calibrated_speed is not None
 
     @property
     def error(self) -> float:
@@ -38,7 +44,7 @@ class Row:
             "simulated": self.simulated,
             "unit": self.unit,
             "error": self.error,
-            "is_calibrated": self.is_calibrated,
+            "calibrated_speed": self.calibrated_speed,
             "is_bound": self.is_bound,
             "source": self.source,
         }
