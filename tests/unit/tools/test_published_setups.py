@@ -1,0 +1,68 @@
+"""The comparison with published figures: its errors, its set-ups, and what it says without data."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.published_setups import cornstarch, disttrain, optimus
+from benchmarks.published_setups.orchmllm import pad_items
+from benchmarks.published_setups.planned import Setup, read_cluster, read_model
+from benchmarks.published_setups.rows import Row, single
+from benchmarks.published_training import main
+from multimodal.plan.planners.planning_request import FixedSizes
+from multimodal.values.assignment import Assignment, Atom
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+
+
+@pytest.mark.parametrize(("simulated", "error"), [(1.26, -0.1), (1.4, 0.0), (1.6, 0.0), (1.9, 0.0), (2.09, 0.1)])
+def test_the_error_is_the_distance_to_the_nearer_end(simulated: float, error: float) -> None:
+    assert Row("paper", "gain", (1.4, 1.9), simulated, "abstract").error == pytest.approx(error)
+
+
+def test_a_single_figure_has_no_width() -> None:
+    row = Row("paper", "step", single(10.0), 9.0, "table", "s", calibrated_speed=0.5)
+    assert row.error == pytest.approx(-0.1)
+    assert row.is_calibrated
+    assert row.to_dict()["published"] == [10.0, 10.0]
+
+
+def test_calibration_meets_the_measured_step_with_the_plan_that_was_made() -> None:
+    graph = read_model("cornstarch-vlm-s")
+    sizes = {unit: FixedSizes(2, 2, 1) for unit in graph.unit_names}
+    sample = SampleLengths(0, (ItemLengths("vision", 1024, 256),), 512, 512)
+    setup = Setup("megatron", graph, (sample,), 8, 8, sizes)
+    given = read_cluster("a40")
+    target = 1.7 * setup.simulate(given).iteration_seconds
+    cluster = setup.calibrate(given, measured_seconds=target)
+    assert setup.predict(setup.plan(given), cluster).iteration_seconds == pytest.approx(target, rel=1e-4)
+    assert 1 / 2.5 < cluster.efficiency / given.efficiency < 1 / 1.7, "links are as they were, so computing slows by more"
+
+
+def test_the_stated_stages_fill_the_stated_gpus() -> None:
+    graph = read_model("vit-22b-gpt-175b")
+    for setup in (optimus._megatron(graph, data_parallel_size=24), optimus._balanced(graph, data_parallel_size=24)):
+        run = setup.plan(read_cluster("h100"))
+        assert run.num_gpus == 1536
+        assert len(run.plan.lanes) == 24 * 8
+    assert all(encoder + llm <= 12 for pair in cornstarch.STAGES.values() for encoder, llm in pair)
+    for model in (disttrain.LARGE, *disttrain.SMALL):
+        assert disttrain._sample(model).num_tokens == 8192
+
+
+def test_items_are_padded_to_the_longest_of_their_microbatch() -> None:
+    lengths = tuple(
+        SampleLengths(index, (ItemLengths("vision", 5, 5), ItemLengths("audio", count, 2)), 9, 9)
+        for index, count in enumerate((10, 30, 20))
+    )
+    audio = (((Atom(0, 1), Atom(1, 1)),), ((Atom(2, 1),),))
+    padded = pad_items(lengths, Assignment({"audio": audio}), unit="audio")
+    assert [sample.items[1] for sample in padded] == [("audio", 30, 2), ("audio", 30, 2), ("audio", 20, 2)]
+    assert all(sample.items[0] == ("vision", 5, 5) for sample in padded)
+
+
+def test_papers_without_data_are_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--only", "entrain", "--lengths", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["left_out"] == ["entrain"]
+    assert main(["--only", "entrain", "--lengths", str(tmp_path)]) == 0
+    assert "give another folder with --lengths" in capsys.readouterr().out
