@@ -1,5 +1,6 @@
 """Long-lived rank processes that all distributed tests share, so that torch is imported once."""
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -86,6 +87,7 @@ def _receive(pipe: Any, deadline: float) -> tuple[str, Any]:
 def _serve(pipe: Any, rank: int) -> None:
     torch.set_num_threads(1)
     platform.install()
+    gc.freeze()  # what is there now stays; collecting what a run leaves behind is quick
     while True:
         function, args, world_size, store = pipe.recv()
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
@@ -97,4 +99,5 @@ def _serve(pipe: Any, rank: int) -> None:
                 dist.destroy_process_group()
         except Exception:
             answer = "error", traceback.format_exc()
+        gc.collect()  # process groups have threads, and live in cycles
         pipe.send(answer)
