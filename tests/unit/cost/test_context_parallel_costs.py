@@ -1,0 +1,108 @@
+"""What context parallelism changes in the costs of a step: shares of computations, messages, gradients and memory."""
+
+from dataclasses import replace
+
+import pytest
+
+from multimodal.cost.cluster import Cluster
+from multimodal.cost.communication import collective_seconds
+from multimodal.cost.layer_flops import UnitLoad
+from multimodal.cost.memory import default_zero_stage, layer_activation_bytes, layer_static_bytes
+from multimodal.cost.model_costs import ModelCosts
+from multimodal.cost.run_options import RunOptions
+from multimodal.plan.unit_grid import build_unit_plan
+from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.values.assignment import Assignment, Atom
+from multimodal.values.backward_need import BackwardNeed
+from multimodal.values.model_graph import LayerKind, ModelGraph
+from multimodal.values.plan import Plan
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.schedule import Action, ActionKind, Place
+
+LINKS = {
+    "intra_node": {"bandwidth_gbytes_per_second": 100.0, "latency_us": 2.0},
+    "inter_node": {"bandwidth_gbytes_per_second": 10.0, "latency_us": 5.0, "nics_per_node": 2},
+}
+CLUSTER = Cluster.from_dict({"gpus_per_node": 16, "peak_tflops": 100.0, "memory_gb": 80, "efficiency": 0.5, **LINKS})
+SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256, "activation": "gelu"}
+GRAPH = ModelGraph.from_dict({"units": {"vision": {"role": "encoder", **SHAPE}, "llm": {"role": "backbone", **SHAPE}}})
+LENGTHS = [SampleLengths(sample, (ItemLengths("vision", 4000, 1000),), 2000, 1500) for sample in range(2)]
+ASSIGNMENT = Assignment({"vision": (((Atom(0, 0),), (Atom(1, 0),)),), "llm": (((Atom(0),), (Atom(1),)),)})
+NUM_TOKENS = 3000
+LAYER_WEIGHTS = 12 * 64 * 64
+
+
+def costs_of(*, vision_first: int = 0, vision: UnitSizes | None = None, **sizes: int) -> ModelCosts:
+    """The LLM on the ranks from 0, two stages unless said otherwise; the encoder from `vision_first`."""
+    llm = UnitSizes(**{"pipeline_parallel_size": 2, "data_parallel_size": 1, **sizes})
+    units = {"vision": (vision or UnitSizes(data_parallel_size=1), vision_first or llm.num_ranks), "llm": (llm, 0)}
+    plan = Plan({name: build_unit_plan(GRAPH.unit(name), sizes=size, first_rank=first) for name, (size, first) in units.items()})
+    return ModelCosts(GRAPH, plan, ASSIGNMENT, LENGTHS, CLUSTER, vocab_size=512)
+
+
+ALONE, SPREAD, BOTH = costs_of(), costs_of(context_parallel_size=4), costs_of(context_parallel_size=4, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(("costs", "num_ranks"), [(SPREAD, 4), (BOTH, 8)])
+def test_computations_are_divided_over_all_ranks_of_a_stage(costs, num_ranks):
+    forward = Action(ActionKind.FORWARD, "llm", 0, 0, 0)
+    alone, shared = ALONE.compute(forward), costs.compute(forward)
+    assert shared.seconds - shared.tensor_parallel_seconds == pytest.approx(alone.seconds / num_ranks)
+    weight = Action(ActionKind.WEIGHT_GRADIENT, "llm", 0, 0, 0)
+    assert costs.compute(weight).seconds == pytest.approx(ALONE.compute(weight).seconds / num_ranks)
+
+
+def test_a_forward_waits_for_the_first_keys_and_values():
+    forward = SPREAD.compute(Action(ActionKind.FORWARD, "llm", 0, 0, 0))
+    head = collective_seconds(NUM_TOKENS * 2 * 16 * 2, ranks=range(4), cluster=CLUSTER)
+    attention = 4 * 64 * NUM_TOKENS**2 * 0.5 / 4 / 50e12
+    assert forward.tensor_parallel_seconds == pytest.approx(head + max(0.0, 4 * head - attention) * 3 / 4)
+
+
+def test_every_rank_sends_its_share_of_a_message():
+    send = Action(ActionKind.SEND_FORWARD, "llm", 0, 0, 0, Place("llm", 0, 1, 0))
+    alone, shared, both = (costs.transfer(send).occupied_seconds for costs in (ALONE, SPREAD, BOTH))
+    assert alone == pytest.approx(NUM_TOKENS * 64 * 2 / 100e9)
+    assert shared == pytest.approx(alone / 4) and both == pytest.approx(alone / 8)
+
+
+def test_rows_change_hands_where_units_on_the_same_ranks_spread_tokens():
+    costs = costs_of(pipeline_parallel_size=1, context_parallel_size=4, vision=UnitSizes(1, 1, 2, 2))
+    plan = Plan({**costs.plan.units, "vision": build_unit_plan(GRAPH.unit("vision"), sizes=UnitSizes(1, 1, 4, 1), first_rank=0)})
+    send = Action(ActionKind.SEND_FORWARD, "vision", 0, 0, 0, Place("llm", 0, 0, 0))
+    cost = replace(costs, plan=plan).transfer(send)
+    assert cost.latency_seconds == pytest.approx(2e-6)
+    assert cost.occupied_seconds == pytest.approx(1000 * 64 * 2 / 4 * 3 / 4 / 100e9), "of a quarter, a quarter stays"
+
+
+def test_gradients_are_reduced_over_context_parallel_ranks_and_optimizer_state_is_shared_by_them():
+    reduce = Action(ActionKind.REDUCE_GRADIENTS, "llm", 0, 0)
+    assert ALONE.collective_seconds(reduce) == 0.0
+    num_weights = LAYER_WEIGHTS + 512 * 64
+    assert SPREAD.collective_seconds(reduce) == pytest.approx(
+        collective_seconds(4 * num_weights, ranks=range(4), cluster=CLUSTER)
+    )
+    gathered = 2 * 2 * 16 * NUM_TOKENS * 2
+    lane = SPREAD.plan.lane_of_rank[0]
+    assert SPREAD.static_bytes(lane) - SPREAD.memory.broker_bytes(0) == num_weights * (2 + 4 + 12 / 4) + gathered
+
+
+def test_activations_and_messages_are_divided():
+    place = Place("llm", 0, 1, 0)
+    kept = layer_activation_bytes(
+        GRAPH.unit("llm"), LayerKind.TRANSFORMER, UnitLoad(NUM_TOKENS, NUM_TOKENS**2, 0), need=BackwardNeed.FULL, vocab_size=512
+    )
+    head = ALONE.activation_bytes(place) - kept
+    assert head > 0 and SPREAD.activation_bytes(place) == pytest.approx((kept + head) / 4)
+    first = Place("llm", 0, 0, 0)
+    assert SPREAD.activation_bytes(first) == pytest.approx(ALONE.activation_bytes(first) / 4), "encoders' rows, too"
+    spread = costs_of(context_parallel_size=4, vision=UnitSizes(1, 1, 2, 1))
+    assert spread.memory.broker_bytes(8) == pytest.approx(SPREAD.memory.broker_bytes(8) / 2), "gradients of what an encoder gave"
+
+
+def test_float64_shares_nothing_and_is_wide_throughout():
+    assert [default_zero_stage(size) for size in (2, 4, 8)] == [1, 1, 0]
+    assert layer_static_bytes(100, is_trained=True, data_parallel_size=2, zero_stage=0, bytes_per_element=8) == 100 * 32
+    double = replace(SPREAD, cluster=replace(CLUSTER, dtype="float64"), options=RunOptions(zero_stage=0))
+    reduce = Action(ActionKind.REDUCE_GRADIENTS, "llm", 0, 0)
+    assert double.collective_seconds(reduce) == 2 * SPREAD.collective_seconds(reduce)
