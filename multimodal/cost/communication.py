@@ -16,12 +16,27 @@ def collective_seconds(num_bytes: float, *, ranks: Sequence[int], cluster: Clust
     num_ranks = len(ranks)
     if num_ranks < 2:
         return 0.0
-    latency_us, bandwidth = cluster.intra_node.latency_us, cluster.intra_node.bandwidth_gbytes_per_second
-    if not cluster.is_one_node(ranks):
-        network = cluster.inter_node
-        latency_us = network.latency_us
-        bandwidth = min(bandwidth, network.bandwidth_gbytes_per_second * network.nics_per_node / cluster.gpus_per_node)
+    latency_us, bandwidth = _link_of_one(ranks, cluster)
     return (num_ranks - 1) * (latency_us * 1e-6 + num_bytes / num_ranks / (bandwidth * 1e9))
+
+
+def exchange_cost(num_bytes: float, *, ranks: Sequence[int], cluster: Cluster) -> TransferCost:
+    """Return what it costs that rows change hands inside a group, as between two units that spread tokens over the same ranks.
+
+    num_bytes: of all rows. Every rank gives and takes 1/n of them, and of those it gives, 1/n stay where they are.
+    """
+    num_ranks = len(ranks)
+    latency_us, bandwidth = _link_of_one(ranks, cluster)
+    return TransferCost(latency_us * 1e-6, num_bytes * (num_ranks - 1) / num_ranks**2 / (bandwidth * 1e9))
+
+
+def _link_of_one(ranks: Sequence[int], cluster: Cluster) -> tuple[float, float]:
+    """Latency in us and bandwidth in 10^9 bytes/s of one rank, where all of its node do the same at the same time."""
+    inside, network = cluster.intra_node, cluster.inter_node
+    if cluster.is_one_node(ranks):
+        return inside.latency_us, inside.bandwidth_gbytes_per_second
+    share = network.bandwidth_gbytes_per_second * network.nics_per_node / cluster.gpus_per_node
+    return network.latency_us, min(inside.bandwidth_gbytes_per_second, share)
 
 
 def message_cost(num_bytes: float, *, source_ranks: Sequence[int], target_ranks: Sequence[int], cluster: Cluster) -> TransferCost:

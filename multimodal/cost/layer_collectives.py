@@ -1,6 +1,7 @@
-"""Collectives inside a transformer layer, during which its ranks compute nothing."""
+"""Collectives inside a transformer layer: what they take, and in how much of that its ranks compute nothing."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.communication import collective_seconds
@@ -11,20 +12,59 @@ _PER_PASS = 4
 """A transformer layer all-gathers and reduce-scatters its activations twice per pass (sequence parallelism)."""
 
 
-def layer_waiting(unit: Unit, kind: LayerKind, *, tensor_parallel_size: int, ranks: Sequence[int], cluster: Cluster) -> Quadratic:
-    """Return the seconds of collectives in one pass (a forward, or the way back) of one layer, over all tokens of a load.
+class LayerCollectives(NamedTuple):
+    """Of one layer, in one pass (a forward, or the way back), over all tokens of a load."""
+
+    tensor: Quadratic = Quadratic()
+    """Over tensor parallel ranks; nothing hides them."""
+    context: Quadratic = Quadratic()
+    """Gathering the keys and values of all heads over context parallel ranks, or sending their gradients home."""
+    num_steps: int = 1
+    """Groups of heads that are gathered one after another; one group is attended to while the next one comes."""
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether context parallel ranks share the tokens."""
+        return self.context != Quadratic()
+
+    def exposed_gathering(self, num_tokens: int, num_squared: int, *, attention_seconds: float) -> float:
+        """Seconds that a forward waits for keys and values: for the first group, and where gathering outlasts attention."""
+        gathering = self.context.at(num_tokens, num_squared)
+        return self._beside(gathering, attention_seconds) + gathering / self.num_steps
+
+    def exposed_way_back(self, num_tokens: int, num_squared: int, *, attention_seconds: float) -> float:
+        """Seconds that a backward waits: it gathers again, repeats attention, and sends gradients home.
+
+        It waits for the first group to come and for the gradients of the last one to go; in between, both run beside attention's
+        forward and backward, which takes two forwards. attention_seconds: of a forward.
+        """
+        gathering = self.context.at(num_tokens, num_squared)
+        return self._beside(2 * gathering, 3 * attention_seconds) + 2 * gathering / self.num_steps
+
+    def _beside(self, moving: float, computing: float) -> float:
+        return max(0.0, moving - computing) * (self.num_steps - 1) / self.num_steps
+
+
+def layer_collectives(
+    unit: Unit, kind: LayerKind, *, tensor_parallel_size: int, ranks: Sequence[int], cluster: Cluster
+) -> LayerCollectives:
+    """Return the collectives of one layer.
 
     ranks: of the stage; the tensor parallel rank is the faster index. Tensor parallel ranks exchange their context parallel
-    rank's hidden states; context parallel ranks gather keys and values (and reduce their gradients on the way back).
+    rank's hidden states; context parallel ranks gather keys and values, one key head at a time, and reduce their gradients.
     """
     if kind is not LayerKind.TRANSFORMER:
-        return Quadratic()
+        return LayerCollectives()
     shape, size = unit.transformer, cluster.bytes_per_element
     tensor_group, context_group = ranks[:tensor_parallel_size], ranks[::tensor_parallel_size]
     hidden_bytes = size * shape.hidden_size / len(context_group)
-    key_value_bytes = size * 2 * shape.query_groups * shape.head_channels / tensor_parallel_size
-    tensor = _collective(hidden_bytes, ranks=tensor_group, cluster=cluster).times(_PER_PASS)
-    return tensor.plus(_collective(key_value_bytes, ranks=context_group, cluster=cluster))
+    num_steps = shape.query_groups // tensor_parallel_size
+    group_bytes = size * 2 * shape.head_channels
+    return LayerCollectives(
+        _collective(hidden_bytes, ranks=tensor_group, cluster=cluster).times(_PER_PASS),
+        _collective(group_bytes, ranks=context_group, cluster=cluster).times(num_steps),
+        num_steps,
+    )
 
 
 def _collective(bytes_per_token: float, *, ranks: Sequence[int], cluster: Cluster) -> Quadratic:

@@ -6,12 +6,11 @@ from typing import Literal, NamedTuple
 
 from multimodal.cost.analytic_curves import analytic_curves
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.layer_collectives import layer_waiting
+from multimodal.cost.layer_collectives import LayerCollectives, layer_collectives
 from multimodal.cost.layer_curves import Curve, LayerCurves, counted_tokens, leaves_unit
 from multimodal.cost.layer_flops import UnitLoad
 from multimodal.cost.layer_profile import LayerProfile
 from multimodal.cost.layer_seconds import NO_SECONDS, LayerSeconds
-from multimodal.cost.quadratic import Quadratic
 from multimodal.values.model_graph import LayerKind, ModelGraph
 
 Recompute = Literal["selective", "full"]
@@ -64,10 +63,8 @@ class LayerCosts:
         forward = prepared.curves.forward.at(num_tokens, num_squared)
         input_gradient = prepared.curves.input_gradient.at(num_tokens, num_squared)
         weight_gradient = prepared.curves.weight_gradient.at(num_tokens, num_squared)
-        if prepared.repeated is not None:
-            input_gradient += prepared.repeated.at(num_tokens, num_squared)
-        waiting = prepared.waiting.at(load.num_tokens, load.num_squared)
-        waiting_back = prepared.num_passes * waiting
+        input_gradient += sum(curve.at(num_tokens, num_squared) for curve in prepared.repeated)
+        waiting, waiting_back = prepared.waiting(load)
         return LayerSeconds(forward + waiting, input_gradient + waiting_back, weight_gradient, waiting, waiting_back)
 
     def curves(self, unit: str, kind: LayerKind, *, tensor_parallel_size: int, context_parallel_size: int) -> LayerCurves:
@@ -98,17 +95,19 @@ class LayerCosts:
         described = self.graph.unit(unit)
         curves = self.curves(unit, kind, tensor_parallel_size=tensor_parallel_size, context_parallel_size=context_parallel_size)
         neighbours = range(tensor_parallel_size * context_parallel_size)
-        waiting = layer_waiting(
+        collectives = layer_collectives(
             described,
             kind,
             tensor_parallel_size=tensor_parallel_size,
             ranks=neighbours if ranks is None else ranks,
             cluster=self.cluster,
         )
-        is_repeated = recompute is not None and kind is LayerKind.TRANSFORMER
-        repeated = (curves.forward if recompute == "full" else curves.attention) if is_repeated else None
-        num_passes = 2 if is_repeated and recompute == "full" else 1
-        prepared = _Prepared(curves, repeated, waiting, num_passes, leaves_unit(described.role, kind))
+        repeated: list[Curve] = []
+        if recompute is not None and kind is LayerKind.TRANSFORMER:
+            repeated.append(curves.forward if recompute == "full" else curves.attention)
+        if collectives.is_spread:
+            repeated.append(curves.attention)
+        prepared = _Prepared(curves, tuple(repeated), collectives, recompute, leaves_unit(described.role, kind))
         self._prepared[unit, kind, tensor_parallel_size, context_parallel_size, recompute, ranks] = prepared
         return prepared
 
@@ -125,10 +124,20 @@ class _Prepared(NamedTuple):
     """What the seconds of a layer follow from, whatever the load."""
 
     curves: LayerCurves
-    repeated: Curve | None
-    """What the backward computes again."""
-    waiting: Quadratic
-    """For collectives, in each pass."""
-    num_passes: int
-    """Passes with collectives of an input gradient: a recomputed forward is one more."""
+    repeated: tuple[Curve, ...]
+    """What the backward computes again: as recomputation asks, and attention once more where its keys are gathered anew."""
+    collectives: LayerCollectives
+    recompute: Recompute | None
     at_exit: bool
+
+    def waiting(self, load: UnitLoad) -> tuple[float, float]:
+        """Seconds of waiting for collectives in a forward, and in an input gradient with what it computes again."""
+        num_tokens, num_squared, _ = load
+        tensor = self.collectives.tensor.at(num_tokens, num_squared)
+        if not self.collectives.is_spread:
+            return tensor, tensor * (2 if self.recompute == "full" else 1)
+        attention = self.curves.attention.at(num_tokens, num_squared)
+        gathering = self.collectives.exposed_gathering(num_tokens, num_squared, attention_seconds=attention)
+        way_back = self.collectives.exposed_way_back(num_tokens, num_squared, attention_seconds=attention) + tensor
+        again = {None: 0.0, "selective": gathering, "full": tensor + gathering}[self.recompute]
+        return tensor + gathering, way_back + again

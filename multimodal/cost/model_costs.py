@@ -6,7 +6,7 @@ from functools import cached_property
 
 from multimodal.cost.assigned_loads import AssignedLoads
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.communication import collective_seconds, message_cost
+from multimodal.cost.communication import collective_seconds, exchange_cost, message_cost
 from multimodal.cost.flops import step_flops
 from multimodal.cost.layer_costs import LayerCosts
 from multimodal.cost.layer_flops import UnitLoad
@@ -135,13 +135,13 @@ class ModelCosts:
         return {}
 
     def _link(self, source: StageKey, target: StageKey) -> TransferCost:
-        """What one byte between two stages costs."""
+        """What one byte between two stages costs; a message inside one group of ranks is rows that change hands."""
         if (source, target) not in self._links:
-            self._links[source, target] = message_cost(
-                1.0,
-                source_ranks=self.plan.virtual_stage(*source).ranks,
-                target_ranks=self.plan.virtual_stage(*target).ranks,
-                cluster=self.cluster,
+            ranks, others = (self.plan.virtual_stage(*stage).ranks for stage in (source, target))
+            self._links[source, target] = (
+                exchange_cost(1.0, ranks=ranks, cluster=self.cluster)
+                if set(ranks) == set(others)
+                else message_cost(1.0, source_ranks=ranks, target_ranks=others, cluster=self.cluster)
             )
         return self._links[source, target]
 

@@ -16,6 +16,8 @@ from multimodal.values.schedule import Place
 
 OPEN_ACTIVATIONS, OPEN_GRADIENTS = 1, 4
 """Messages that are there at a time: the runtime posts receives eight actions ahead, and keeps a result until it is sent."""
+GATHERED_GROUPS = 2
+"""Groups of heads whose keys and values context parallel ranks hold of all tokens at a time (multimodal/attention)."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,8 @@ class StepMemory:
             return 0.0
         hidden_bytes = self.bytes_per_element * self.layers.graph.unit(place.unit).transformer.hidden_size
         if place.stage == 0:
-            return float(
-                hidden_bytes * self.loads.num_received_rows(MicrobatchPlace(place.unit, place.replica, place.microbatch))
-            )
+            num_rows = self.loads.num_received_rows(MicrobatchPlace(place.unit, place.replica, place.microbatch))
+            return hidden_bytes * num_rows / self.layers.plan.units[place.unit].context_parallel_size
         if self.bytes_per_element >= 4 or self.options.transformer_impl == "transformer_engine":
             return 0.0  # the first norm keeps the very same tensor
         sizes = self.layers.plan.units[place.unit]
@@ -85,7 +86,8 @@ class StepMemory:
         num_ranks = sizes.context_parallel_size * (sizes.tensor_parallel_size if self.options.sequence_parallel else 1)
         inside = mean.num_tokens * self.layers.graph.unit(unit).transformer.hidden_size / num_ranks
         is_last = index == sizes.num_virtual_stages - 1
-        outputs = sum(mean.num_outputs * self.layers.graph.unit(name).transformer.hidden_size for name in self._targets(unit))
+        widths = sum(self.layers.graph.unit(name).transformer.hidden_size for name in self._targets(unit))
+        outputs = mean.num_outputs * widths / sizes.context_parallel_size
         activations = inside if index else 0.0
         gradients = outputs if is_last else inside
         return self.bytes_per_element * (OPEN_ACTIVATIONS * activations + OPEN_GRADIENTS * gradients)
@@ -112,8 +114,13 @@ class StepMemory:
         return total / sizes.tensor_parallel_size
 
     def _working_bytes(self, stage: StageKey) -> float:
-        """What is there while one layer runs: what it recomputes, and two layers' gathered weights where replicas share them."""
+        """What is there while one layer runs: what it recomputes, and what it gathers.
+
+        The latter are two layers' weights where replicas share them, and the keys and values of two groups of heads (the one in
+        use and the next one) of a whole microbatch where ranks share its tokens.
+        """
         counts, unit = self.layers.counts(stage), stage[0]
+        sizes = self.layers.plan.units[unit]
         working = 0.0
         if self.options.recompute == "full":
             largest = self.loads.largest(unit, stage[1])
@@ -121,5 +128,10 @@ class StepMemory:
             working = max((self._layer_bytes(unit, LayerKind.TRANSFORMER, need, largest, None) for need in bodies), default=0.0)
         if self.options.zero_stage >= 3:
             weights = max(self.layers.layer_weights(unit, layer) for layer, _ in counts)
-            working += 2 * weights * self.bytes_per_element / self.layers.plan.units[unit].tensor_parallel_size
+            working += 2 * weights * self.bytes_per_element / sizes.tensor_parallel_size
+        if sizes.context_parallel_size > 1:
+            shape = self.layers.graph.unit(unit).transformer
+            num_groups = min(GATHERED_GROUPS, shape.query_groups // sizes.tensor_parallel_size)
+            num_tokens = self.loads.largest(unit, stage[1]).num_tokens
+            working += num_groups * 2 * shape.head_channels * num_tokens * self.bytes_per_element
         return working

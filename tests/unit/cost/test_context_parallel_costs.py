@@ -32,10 +32,10 @@ NUM_TOKENS = 3000
 LAYER_WEIGHTS = 12 * 64 * 64
 
 
-def costs_of(*, vision_first: int = 0, vision: UnitSizes | None = None, **sizes: int) -> ModelCosts:
-    """The LLM on the ranks from 0, two stages unless said otherwise; the encoder from `vision_first`."""
+def costs_of(*, vision: UnitSizes | None = None, **sizes: int) -> ModelCosts:
+    """The LLM on the ranks from 0, two stages unless said otherwise, and the encoder behind it."""
     llm = UnitSizes(**{"pipeline_parallel_size": 2, "data_parallel_size": 1, **sizes})
-    units = {"vision": (vision or UnitSizes(data_parallel_size=1), vision_first or llm.num_ranks), "llm": (llm, 0)}
+    units = {"vision": (vision or UnitSizes(data_parallel_size=1), llm.num_ranks), "llm": (llm, 0)}
     plan = Plan({name: build_unit_plan(GRAPH.unit(name), sizes=size, first_rank=first) for name, (size, first) in units.items()})
     return ModelCosts(GRAPH, plan, ASSIGNMENT, LENGTHS, CLUSTER, vocab_size=512)
 
@@ -67,7 +67,7 @@ def test_every_rank_sends_its_share_of_a_message():
 
 
 def test_rows_change_hands_where_units_on_the_same_ranks_spread_tokens():
-    costs = costs_of(pipeline_parallel_size=1, context_parallel_size=4, vision=UnitSizes(1, 1, 2, 2))
+    costs = costs_of(pipeline_parallel_size=1, context_parallel_size=4)
     plan = Plan({**costs.plan.units, "vision": build_unit_plan(GRAPH.unit("vision"), sizes=UnitSizes(1, 1, 4, 1), first_rank=0)})
     send = Action(ActionKind.SEND_FORWARD, "vision", 0, 0, 0, Place("llm", 0, 0, 0))
     cost = replace(costs, plan=plan).transfer(send)

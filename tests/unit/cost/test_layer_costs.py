@@ -77,10 +77,34 @@ def test_recomputation_belongs_to_the_input_gradient() -> None:
 def test_context_parallel_ranks_share_tokens_and_gather_keys_and_values() -> None:
     found = PLAIN.seconds("llm", LAYER, LOAD, tensor_parallel_size=2, context_parallel_size=2, ranks=(0, 1, 2, 3))
     hidden = collective_seconds(100 / 2 * 64 * 2, ranks=(0, 1), cluster=CLUSTER)
-    keys_and_values = collective_seconds(100 * 2 * 64 * 2 / 2, ranks=(0, 2), cluster=CLUSTER)
-    assert found.forward_waiting == pytest.approx(4 * hidden + keys_and_values)
+    # two of the four heads, one after the other; attention is shared by all ranks and hides what comes meanwhile
+    head = collective_seconds(100 * 2 * 16 * 2, ranks=(0, 2), cluster=CLUSTER)
+    attention = flops("llm", LAYER, LOAD)[1] / 4 / 50e12
+    exposed = head + (2 * head - attention) / 2
+    assert 0 < attention < 2 * head and found.forward_waiting == pytest.approx(4 * hidden + exposed)
     alone = PLAIN.seconds("llm", LAYER, LOAD)
     assert found.weight_gradient == pytest.approx(alone.weight_gradient / 4)
+    assert found.forward - found.forward_waiting == pytest.approx((alone.forward - alone.forward_waiting) / 4)
+
+
+def test_a_backward_over_context_parallel_ranks_gathers_again_and_repeats_attention() -> None:
+    plain, selective, full = (
+        PLAIN.seconds("llm", LAYER, LOAD, context_parallel_size=4, recompute=r) for r in (None, "selective", "full")
+    )
+    linear, attention = (part / 4 / 50e12 for part in flops("llm", LAYER, LOAD))
+    head = collective_seconds(100 * 2 * 16 * 2, ranks=range(4), cluster=CLUSTER)
+    assert plain.input_gradient_waiting == pytest.approx(2 * head + (8 * head - 3 * attention) * 3 / 4)
+    assert plain.input_gradient - plain.input_gradient_waiting == pytest.approx(linear + 3 * attention)
+    assert selective.input_gradient == pytest.approx(plain.input_gradient + attention + plain.forward_waiting)
+    assert full.input_gradient == pytest.approx(plain.input_gradient + plain.forward)
+
+
+def test_attention_of_long_sequences_hides_all_gathering_but_the_ends() -> None:
+    load = item_load(400_000, 0)
+    found = PLAIN.seconds("llm", LAYER, load, context_parallel_size=4)
+    head = collective_seconds(400_000 * 2 * 16 * 2, ranks=range(4), cluster=CLUSTER)
+    assert found.forward_waiting == pytest.approx(head)
+    assert found.input_gradient_waiting == pytest.approx(2 * head)
 
 
 def test_collectives_take_longer_across_nodes() -> None:
