@@ -35,7 +35,7 @@ def rows(folder: Path) -> Iterator[Row]:
         for name in IMAGES:
             setup = _setup(model, name, folder)
             run = setup.plan(cluster)
-            eager = replace(run, schedule="eager-1f1b", passes=(*run.passes, "split-backward", "fill"))
+            eager = replace(run, schedule="eager-1f1b", passes=(*run.passes, "split-backward"))
             entrain = setup.predict(eager, cluster).iteration_seconds
             baselines = {"DistTrain": _disttrain_seconds(setup, cluster), "DIP": _dip_seconds(setup, cluster)}
             for baseline, seconds in baselines.items():
@@ -45,9 +45,8 @@ def rows(folder: Path) -> Iterator[Row]:
                 )
             batches.append(_profiling_batch(setup, cluster))
     yield Row("Entrain", "largest gain over either", single(UP_TO), max(gains), "abstract")
-    yield Row(
-        "Entrain", "largest of the profiling batches", (8, LARGEST_PROFILING_BATCH), max(batches), "C.5", "samples", is_bound=True
-    )
+    limits = (1, LARGEST_PROFILING_BATCH)
+    yield Row("Entrain", "largest of the minimum profiling batches", limits, max(batches), "C.5", "samples")
 
 
 def _setup(model: str, name: str, folder: Path) -> Setup:
