@@ -1,6 +1,8 @@
 """Every rank works out alike which tokens each holds, takes and gives, from lengths alone."""
 
+import pickle
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from megatron.runtime.context_sharing import ContextSharing
 from megatron.runtime.step import Step
 from megatron.runtime.step_planner import ScheduleCache, plan_step
+from megatron.runtime.token_placement import WHOLE
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.errors import DataError
@@ -64,3 +67,14 @@ def test_lengths_must_say_where_items_begin() -> None:
         DataError, match=r"sample 0: its lengths have its items begin at tokens \[0, 2, 6\], its text at \[1, 4, "
     ):
         plan_on(0, knows_starts=False)
+
+
+def test_what_a_loader_worker_worked_out_comes_along() -> None:
+    step = pickle.loads(pickle.dumps(plan_on(1)))
+    route = step.routes.to_target[FIRST][0]
+    known = step.placement.row_shares(route)
+    assert known is step.placement.row_shares(route)
+    with patch("megatron.runtime.token_placement.share_tokens", side_effect=AssertionError("dealt again")):
+        assert step.placement.own_share(FIRST, part=WHOLE, rank=2).num_tokens == step.num_tokens_of(FIRST) - sum(
+            step.placement.own_share(FIRST, part=WHOLE, rank=rank).num_tokens for rank in (0, 1)
+        )
