@@ -106,8 +106,9 @@ def describe_run(run: Run) -> str:
     for name, unit in run.plan.units.items():
         ranks = sorted(unit.ranks)
         frozen = ", frozen" if run.graph.unit(name).freeze_module else ""
+        context = f"cp {unit.context_parallel_size} x " if unit.context_parallel_size > 1 else ""
         lines.append(
-            f"{name}: dp {unit.data_parallel_size} x pp {len(unit.replicas[0].stages)} x tp {unit.tensor_parallel_size} "
+            f"{name}: dp {unit.data_parallel_size} x pp {len(unit.replicas[0].stages)} x {context}tp {unit.tensor_parallel_size} "
             f"on rank{'s' * (len(ranks) > 1)} {'-'.join(map(str, dict.fromkeys((ranks[0], ranks[-1]))))}{frozen}"
         )
     samples = f"{len(run.data.train)} training samples, {run.config.training.global_batch_size} a step"

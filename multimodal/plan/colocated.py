@@ -36,10 +36,10 @@ def _spread(name: str, *, sizes: UnitSizes, world_size: int) -> UnitSizes:
     where = f"unit '{name}' ({sizes}), colocated on {world_size} rank{'s' * (world_size != 1)}"
     if world_size % replica:
         raise PlanError(
-            f"{where}: a replica takes {replica} ranks, which does not divide {world_size}; change its tp or pp, or launch "
+            f"{where}: a replica takes {replica} ranks, which does not divide {world_size}; change its tp, cp or pp, or launch "
             f"{replica * max(1, world_size // replica)} or {replica * (world_size // replica + 1)} processes"
             if world_size > replica
-            else f"{where}: a replica takes {replica} ranks; launch {replica} processes or lower its tp or pp"
+            else f"{where}: a replica takes {replica} ranks; launch {replica} processes or lower its tp, cp or pp"
         )
     if sizes.data_parallel_size not in (None, world_size // replica):
         raise PlanError(
