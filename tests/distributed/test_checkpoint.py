@@ -1,5 +1,6 @@
 """Checkpoints: exact under the same plan, independent of the plan, and no failure harms what is saved."""
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,11 @@ def case_of(graph: Any, sizes: dict[str, Any], **options: Any) -> TrainingCase:
     return TrainingCase(graph, build_plan(graph, **sizes), **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("sizes", [DEEP, COLOCATED, SPREAD], ids=["deep", "colocated", "spread"])
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [*itertools.product((DEEP, COLOCATED), (torch.float32, torch.bfloat16, torch.float64)), (SPREAD, torch.bfloat16)],
+    ids=str,
+)
 def test_the_same_plan_resumes_bit_for_bit(ranks: RankPool, tmp_path: Path, sizes: dict[str, Any], dtype: torch.dtype) -> None:
     case = case_of(TIED, sizes, dtype=dtype)
     expected: list[RankReport] = run(ranks, train_and_save, case, tmp_path, 3, 3)
@@ -71,9 +75,10 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, torch.float64) for name in OTHER_PLANS),
+        *((name, torch.float64) for name in OTHER_PLANS if not name.startswith("tied: context")),
         *((name, torch.float32) for name in ("tied: pipelines to tensor parallel", "own ranks to shared ranks")),
-        *((name, torch.float32) for name in OTHER_PLANS if name.startswith(("generator", "tied: context"))),
+        *((name, torch.float32) for name in OTHER_PLANS if name.startswith("generator")),
+        ("tied: context parallel to tensor parallel", torch.float32),
         *((name, torch.bfloat16) for name in ("tied: tensor parallel to pipelines", "three replicas beside three stages")),
     ],
     ids=str,
