@@ -9,13 +9,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, get_args
 
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from multimodal.cost.activation_memory import Implementation
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layer_profile import LayerProfile
 from multimodal.data.length_table import read_length_table
@@ -35,6 +36,7 @@ from multimodal.values.plan import UnitPlan
 DEFAULT_VOCAB_SIZE = 50304
 SIZE_NAMES = {
     "tp": "tensor_parallel_size",
+    "cp": "context_parallel_size",
     "pp": "pipeline_parallel_size",
     "dp": "data_parallel_size",
     "v": "virtual_stages",
@@ -79,10 +81,18 @@ def build_parser() -> Parser:
     how.add_argument("--planner", choices=PLANNERS, default="braid", help="Finds the plan (braid).")
     how.add_argument("--compare", type=_names, default=(), metavar="P1,P2,...", help="Show these planners' plans beside it.")
     how.add_argument(
-        "--fix", type=_fixed, nargs="+", default=[], metavar="UNIT:tp=2,pp=4", help="Sizes that a unit must have: tp, pp, dp, v."
+        "--fix",
+        type=_fixed,
+        nargs="+",
+        default=[],
+        metavar="UNIT:tp=2,pp=4",
+        help="Sizes that a unit must have: tp, cp, pp, dp, v.",
     )
     how.add_argument("--prefer", choices=("time", "per-gpu"), default="time", help="Shortest step, or most tokens/s per GPU.")
     how.add_argument("--recompute-granularity", choices=("selective", "full"), help="Recompute this (only where nothing fits).")
+    how.add_argument(
+        "--transformer-impl", choices=get_args(Implementation), help="Whose layers run (the fused ones where they can)."
+    )
     how.add_argument("--memory-headroom", type=float, default=0.1, metavar="SHARE", help="Of a GPU's memory, kept free (0.1).")
     how.add_argument("--time-budget", type=float, default=30.0, metavar="SECONDS", help="For planners that simulate (30).")
     how.add_argument(
@@ -119,7 +129,7 @@ def _fixed(text: str) -> tuple[str, FixedSizes]:
     unit, separator, sizes = text.partition(":")
     pairs = [entry.partition("=") for entry in sizes.split(",")]
     if not unit or not separator or any(name not in SIZE_NAMES for name, _, _ in pairs):
-        raise argparse.ArgumentTypeError(f"expected UNIT:tp=N,pp=N,dp=N,v=N with some of the four, found '{text}'")
+        raise argparse.ArgumentTypeError(f"expected UNIT:tp=N,cp=N,pp=N,dp=N,v=N with some of the five, found '{text}'")
     return unit, FixedSizes(**{SIZE_NAMES[name]: _count(number) for name, _, number in pairs})
 
 
@@ -142,6 +152,7 @@ def build_request(flags: argparse.Namespace) -> PlanningRequest:
         vocab_size=flags.vocab_size or graph.backbone.vocab_size or DEFAULT_VOCAB_SIZE,
         fixed_sizes=dict(flags.fix),
         recompute=flags.recompute_granularity,
+        transformer_impl=flags.transformer_impl,
         profile=LayerProfile.from_file(flags.layer_costs) if flags.layer_costs else None,
         memory_headroom=flags.memory_headroom,
         time_budget_seconds=flags.time_budget,
@@ -194,6 +205,7 @@ def report(planned: Planned) -> dict[str, Any]:
         "balance": run.balance,
         "micro_batch_size": run.micro_batch_size,
         "recompute_granularity": run.recompute,
+        "transformer_impl": run.transformer_impl,
         "objective_seconds": run.objective_seconds,
         "replica_share": prediction.replica_share,
         "notes": list(run.notes),
@@ -221,13 +233,13 @@ def print_plan(planned: Planned, request: PlanningRequest) -> None:
         f"{run.planner}: {run.num_gpus} of {request.num_gpus} GPUs, planned in {_time(run.planning_seconds)}\n"
         f"iteration {_time(prediction.iteration_seconds)} (ideal {_time(prediction.ideal_seconds)}), MFU {prediction.mfu:.1%}, "
         f"{prediction.tokens_per_second_per_gpu:.5g} tokens/s per GPU\n"
-        f"peak memory {prediction.peak_memory_bytes / 1e9:.2f} GB of {request.cluster.memory_gb:g} GB\n{run.flags}"
+        f"peak memory {prediction.peak_memory_bytes / 1e9:.2f} GB of {request.cluster.memory_gb:g} GB\n{run.training_flags}"
     )
-    units = Table("unit", "tp", "pp", "virtual", "dp", "GPUs", "transformer layers per stage", box=None)
+    units = Table("unit", "tp", "cp", "pp", "virtual", "dp", "GPUs", "transformer layers per stage", box=None)
     for name, unit in run.plan.units.items():
         sizes = unit_sizes(unit)
         layers = ", ".join(str(sum(end - first for first, end in stage.layer_ranges)) for stage in unit.replicas[0].stages)
-        units.add_row(name, *(str(sizes[key]) for key in ("tp", "pp", "virtual_stages", "dp", "gpus")), layers)
+        units.add_row(name, *(str(sizes[key]) for key in ("tp", "cp", "pp", "virtual_stages", "dp", "gpus")), layers)
     console.print(units)
     bubbles = Table("idle", "share of GPU time", box=None)
     for kind, share in prediction.bubble.items():
@@ -241,14 +253,14 @@ def print_comparison(compared: Mapping[str, Planned | str]) -> None:
     """Print all planners' plans in one table; what could not plan says why below it."""
     console = Console(width=140, highlight=False)
     best = min((each.prediction.iteration_seconds for each in compared.values() if isinstance(each, Planned)), default=0.0)
-    table = Table("planner", "step", "of best", "ideal/step", "MFU", "GPUs", "GB", "planned in", "units: tp x pp x dp")
+    table = Table("planner", "step", "of best", "ideal/step", "MFU", "GPUs", "GB", "planned in", "units: tp x cp x pp x dp")
     for name, each in compared.items():
         if isinstance(each, str):
             table.add_row(name, *("-",) * 7, "no plan")
             continue
         run, found = each
         units = ", ".join(
-            f"{unit} {plan.tensor_parallel_size}x{len(plan.replicas[0].stages)}x{plan.data_parallel_size}"
+            f"{unit} " + "x".join(str(unit_sizes(plan)[key]) for key in ("tp", "cp", "pp", "dp"))
             for unit, plan in run.plan.units.items()
         )
         table.add_row(

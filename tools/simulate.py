@@ -24,7 +24,7 @@ from multimodal.cost.activation_memory import Implementation
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
 from multimodal.cost.layer_profile import LayerProfile
-from multimodal.cost.memory import ZERO_STAGES
+from multimodal.cost.memory import ZERO_STAGES, default_zero_stage
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.replicated_table import replicate_encoders
 from multimodal.cost.run_options import RunOptions
@@ -44,7 +44,7 @@ from multimodal.schedule.simulation_report import report_simulations
 from multimodal.values.assignment import Assignment, validate_assignment
 from multimodal.values.errors import BraidError, ConfigError
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan, validate_plan
+from multimodal.values.plan import Plan, read_plan
 from multimodal.values.sample_lengths import SampleLengths
 
 DEFAULT_MICROBATCHES = 8
@@ -105,7 +105,10 @@ def build_parser() -> Parser:
     )
     data.add_argument("--recompute-granularity", choices=("selective", "full"), help="What backwards compute again (nothing).")
     data.add_argument(
-        "--zero-stage", type=int, choices=ZERO_STAGES, help="What replicas share: optimizer state is 1, all is 3 (1)."
+        "--zero-stage",
+        type=int,
+        choices=ZERO_STAGES,
+        help="What replicas share: optimizer state is 1, all is 3 (1; 0 in float64).",
     )
     data.add_argument("--transformer-impl", choices=get_args(Implementation), help="Whose activations (transformer_engine).")
     when = parser.add_argument_group("the schedule")
@@ -155,8 +158,8 @@ def build_steps(flags: argparse.Namespace) -> Iterator[Step]:
             table, model = replicate_encoders(table)
         yield Step(*model, TableCosts(table))
         return
-    graph, cluster, plan = ModelGraph.from_file(flags.model), Cluster.from_file(flags.cluster), Plan.from_file(flags.plan)
-    validate_plan(plan, graph=graph, world_size=plan.num_ranks)
+    graph, cluster = ModelGraph.from_file(flags.model), Cluster.from_file(flags.cluster)
+    plan = read_plan(flags.plan, graph=graph)
     vocab_size = flags.vocab_size or graph.backbone.vocab_size or 50304
     profile = LayerProfile.from_file(flags.layer_costs) if flags.layer_costs else None
     for lengths in global_batches(flags, graph, plan):
@@ -168,13 +171,13 @@ def build_steps(flags: argparse.Namespace) -> Iterator[Step]:
         )
         assignment = BALANCERS[flags.balance or "none"](lengths, graph=graph, plan=plan, options=options)
         validate_assignment(assignment, graph=graph, plan=plan, lengths=lengths)
-        costs = ModelCosts(graph, plan, assignment, lengths, cluster, vocab_size, run_options(flags), profile)
+        costs = ModelCosts(graph, plan, assignment, lengths, cluster, vocab_size, run_options(flags, cluster), profile)
         yield Step(graph, plan, assignment, costs)
 
 
-def run_options(flags: argparse.Namespace) -> RunOptions:
-    """How the run computes and keeps things; raises ConfigError."""
-    zero_stage = 1 if flags.zero_stage is None else flags.zero_stage
+def run_options(flags: argparse.Namespace, cluster: Cluster) -> RunOptions:
+    """How the run computes and keeps things."""
+    zero_stage = default_zero_stage(cluster.bytes_per_element) if flags.zero_stage is None else flags.zero_stage
     return RunOptions(flags.recompute_granularity, zero_stage, transformer_impl=flags.transformer_impl or "transformer_engine")
 
 

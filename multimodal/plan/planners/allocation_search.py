@@ -1,4 +1,4 @@
-"""DistTrain, Alg. 1: the best whole number of GPUs for each unit, exactly, over every tp and dp."""
+"""DistTrain, Alg. 1: the best whole number of GPUs for each unit, exactly, over every tp, cp and dp."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -91,12 +91,12 @@ def objective_seconds(
 
 
 def search_allocation(problem: AllocationProblem) -> AllocationChoice:
-    """Return the best choice of (tp, dp, pp) for all units; its objective equals that of exhaustive search.
+    """Return the best choice of (tp, cp, dp, pp) for all units; its objective equals that of exhaustive search.
 
-    For every (tp, dp) of the LLM, the relaxed problem (any fraction of a GPU, the best tp and the shortest warm-up of every other
-    unit) is solved in closed form (`solve_allocation`) and bounds the objective from below. Parallelisms are rounded in the order
-    of that bound until it reaches the best objective found. Rounding is exact: every pp of the LLM, again in the order of its
-    bound, against every choice for the other units that no other choice beats in GPUs, seconds and memory.
+    For every (tp, cp, dp) of the LLM, the relaxed problem (any fraction of a GPU, the best tp and cp and the shortest warm-up of
+    every other unit) is solved in closed form (`solve_allocation`) and bounds the objective from below. Parallelisms are rounded
+    in the order of that bound until it reaches the best objective found. Rounding is exact: every pp of the LLM, again in the
+    order of its bound, against every choice for the other units that no other choice beats in GPUs, seconds and memory.
     Raises PlanError when nothing fits. O(parallelisms + looked at x choices).
     """
     if not len(problem.llm) or any(not len(options) for options in problem.others.values()):
@@ -118,7 +118,7 @@ def search_allocation(problem: AllocationProblem) -> AllocationChoice:
 
 
 def rank_allocations(problem: AllocationProblem, *, slack: float) -> list[AllocationChoice]:
-    """Return, per (tp, dp, pp) of the LLM, the best choice for the others; those within `slack` times the best, best first."""
+    """Return, per parallelism of the LLM, the best choice for the others; those within `slack` times the best, best first."""
     if not len(problem.llm) or any(not len(options) for options in problem.others.values()):
         return []
     fronts = [_front_of(options, is_encoder=name in problem.upstream) for name, options in problem.others.items()]
@@ -154,11 +154,12 @@ def _unbeaten(front: _Front) -> Integers:
 
 
 def _parallelism_bounds(problem: AllocationProblem, fronts: Sequence[_Front]) -> list[tuple[float, Integers]]:
-    """Per (tp, dp) of the LLM a lower bound of the objective, and the LLM's rows; in ascending order."""
+    """Per (tp, cp, dp) of the LLM a lower bound of the objective, and the LLM's rows; in ascending order."""
     llm = problem.llm
     bounds = []
-    for key in np.unique(llm.tensor * (1 << 32) + llm.data).tolist():
-        rows = np.flatnonzero(llm.tensor * (1 << 32) + llm.data == key)
+    keys = (llm.tensor * (1 << 12) + llm.context) * (1 << 32) + llm.data
+    for key in np.unique(keys).tolist():
+        rows = np.flatnonzero(keys == key)
         # Even perfectly even stages take the LLM as many GPU-seconds as its most even pp.
         own = float((llm.gpus[rows] * llm.stage_seconds[rows]).min())
         chain = float(llm.chain_seconds[rows].min())

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from multimodal.balance import BALANCERS
@@ -18,7 +18,7 @@ from multimodal.plan.planners.megatron import plan_megatron
 from multimodal.plan.planners.megatron_balanced import plan_megatron_balanced
 from multimodal.plan.planners.plan_run import plan_run
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.planning_request import LARGEST_CONTEXT_PARALLEL, PlanningRequest
 from multimodal.plan.planners.simulate_run import Prediction, predict_run
 from multimodal.values.errors import BraidError, PlanError
 from multimodal.values.plan import UnitPlan
@@ -71,8 +71,9 @@ def plan_braid(request: PlanningRequest) -> PlannedRun:
 
     1. The other planners' plans are judged as `tools/plan.py` judges every plan, in the order of their expected times: so this
        planner is not behind any that it had time to judge.
-    2. The best layouts of `best_layouts` (disaggregated, colocated, virtual stages, microbatch sizes) are simulated on a part of
-       the batch, with zero-bubble or, where stages are virtual, interleaved schedules.
+    2. The best layouts of `best_layouts` (disaggregated, colocated, virtual stages, microbatch sizes, and context parallel sizes
+       where sequences are long) are simulated on a part of the batch, with zero-bubble or, where stages are virtual, interleaved
+       schedules.
     3. On the best ones, other schedules and balancers are tried.
     4. The best are judged as in 1.
 
@@ -103,7 +104,8 @@ class _Search:
     """What has been simulated so far."""
 
     def __init__(self, request: PlanningRequest, *, deadline: float) -> None:
-        self.request = request
+        self.others_request = request
+        self.request = replace(request, most_context_parallel=max(request.most_context_parallel, LARGEST_CONTEXT_PARALLEL))
         self.deadline = deadline
         self.ranked: list[Ranked] = []
         self.final: list[Ranked] = []
@@ -123,7 +125,7 @@ class _Search:
         planned: list[tuple[float, int, Callable[[PlanningRequest], PlannedRun]]] = []
         for planner in OTHER_PLANNERS.values():
             try:
-                planned.append((planner(self.request).objective_seconds, len(planned), planner))
+                planned.append((planner(self.others_request).objective_seconds, len(planned), planner))
             except PlanError:
                 planned.append((math.inf, len(planned), planner))
         best = min((seconds for seconds, _, _ in planned), default=0.0)
@@ -134,7 +136,12 @@ class _Search:
                 continue
             try:
                 judged = Ranked(
-                    *plan_run(planner, self.request, max_actions=self.request.max_actions, num_batches=self.request.num_batches)
+                    *plan_run(
+                        planner,
+                        self.others_request,
+                        max_actions=self.request.max_actions,
+                        num_batches=self.request.num_batches,
+                    )
                 )
             except BraidError:
                 continue
@@ -151,7 +158,8 @@ class _Search:
             if time.process_time() > deadline:
                 return
             run = replace(layout, balance=BALANCES[0])
-            if has_virtual_stages(run) or not self.try_run(replace(run, schedule="zb-h1")):
+            split = () if has_virtual_stages(run) else self._scheduled(run, ("zb-h1",))
+            if not any(self.try_run(each) for each in split):
                 self.try_run(run)
 
     def vary_best(self) -> None:
@@ -170,7 +178,12 @@ class _Search:
 
     def _schedules(self, run: PlannedRun) -> Iterator[PlannedRun]:
         names = ("interleaved-1f1b", "zb-h1") if has_virtual_stages(run) else SCHEDULES
-        yield from (replace(run, schedule=name) for name in names if name != run.schedule)
+        yield from self._scheduled(run, [name for name in names if name != run.schedule])
+
+    def _scheduled(self, run: PlannedRun, names: Sequence[str]) -> Iterator[PlannedRun]:
+        """Give a run other schedules, and the implementation that can run them."""
+        for name in filter(self.request.allows, names):
+            yield replace(run, schedule=name, transformer_impl=self.request.implementation(name))
 
     def try_run(self, run: PlannedRun) -> bool:
         """Simulate a part of the batch; say whether it fits the memory. A schedule that a layout does not allow does not."""
@@ -230,7 +243,8 @@ class _Search:
 
 
 def _key(run: PlannedRun) -> str:
-    return repr((run.plan.units, run.schedule, run.passes, run.balance, run.micro_batch_size, run.recompute))
+    how = run.schedule, run.passes, run.balance, run.micro_batch_size, run.recompute, run.transformer_impl
+    return repr((run.plan.units, *how))
 
 
 def has_virtual_stages(run: PlannedRun) -> bool:
@@ -253,7 +267,8 @@ def describe(ranked: Ranked) -> str:
 
 
 def describe_sizes(unit: UnitPlan) -> str:
-    """Sizes as error messages show them: `tp 2 x pp 4 x dp 3`."""
+    """Sizes as error messages show them: `tp 2 x pp 4 x dp 3`; cp where it is not 1."""
     stages = len(unit.replicas[0].stages)
     virtual = f" (v {unit.num_virtual_stages / stages:g})" if unit.num_virtual_stages > stages else ""
-    return f"tp {unit.tensor_parallel_size} x pp {stages}{virtual} x dp {unit.data_parallel_size}"
+    context = f"cp {unit.context_parallel_size} x " if unit.context_parallel_size > 1 else ""
+    return f"tp {unit.tensor_parallel_size} x {context}pp {stages}{virtual} x dp {unit.data_parallel_size}"

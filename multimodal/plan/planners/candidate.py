@@ -56,6 +56,7 @@ class Candidate:
             planner,
             self.build_plan(request.graph),
             schedule=schedule or self.schedule,
+            transformer_impl=request.implementation(schedule or self.schedule),
             balance=balance,
             micro_batch_size=self.micro_batch_size,
             recompute=request.recompute,

@@ -2,9 +2,12 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 
 from multimodal.plan.planners.candidate import Candidate
 from multimodal.plan.planners.choose import choose_candidate
+from multimodal.plan.planners.infeasible import infeasible
 from multimodal.plan.planners.layer_times import PlanningTimes
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.partition_layers import partition_unit, range_seconds
@@ -37,11 +40,11 @@ def _candidates(request: PlanningRequest, times: PlanningTimes) -> Iterator[Cand
     graph, size = request.graph, request.default_micro_batch_size
     backbone = graph.backbone
     data_sizes = shared_data_parallel_sizes(request, graph.unit_names, micro_batch_size=size)
-    for tensor in request.tensor_parallel_sizes(backbone.name):
+    for tensor, context in _stage_sizes(request, backbone):
         for num_stages in request.pipeline_parallel_sizes(backbone.name):
-            if tensor * num_stages > request.num_gpus:
+            if tensor * context * num_stages > request.num_gpus:
                 break
-            llm, target_seconds = partition_module(times, backbone, tensor=tensor, num_stages=num_stages)
+            llm, target_seconds = partition_module(times, backbone, tensor=tensor, context=context, num_stages=num_stages)
             others = {
                 unit.name: match_stage_seconds(request, times, unit, target_seconds=target_seconds)
                 for unit in graph.units
@@ -49,34 +52,43 @@ def _candidates(request: PlanningRequest, times: PlanningTimes) -> Iterator[Cand
             }
             replica = llm.num_ranks + sum(layout.num_ranks for layout in others.values())
             for data in largest_fitting(data_sizes, gpus_per_replica=replica, num_gpus=request.num_gpus):
-                layouts = {
-                    name: UnitLayout(each.tensor_parallel_size, data, each.stages)
-                    for name, each in {**others, backbone.name: llm}.items()
-                }
+                layouts = {name: replace(each, data_parallel_size=data) for name, each in {**others, backbone.name: llm}.items()}
                 yield Candidate({name: layouts[name] for name in graph.unit_names}, size)
 
 
-def partition_module(times: PlanningTimes, unit: Unit, *, tensor: int, num_stages: int) -> tuple[UnitLayout, float]:
+def _stage_sizes(request: PlanningRequest, unit: Unit) -> Iterator[tuple[int, int]]:
+    """Every tp and cp of a unit."""
+    context_sizes = request.context_parallel_sizes(unit.name, micro_batch_size=request.default_micro_batch_size)
+    return product(request.tensor_parallel_sizes(unit.name), context_sizes)
+
+
+def partition_module(times: PlanningTimes, unit: Unit, *, tensor: int, context: int, num_stages: int) -> tuple[UnitLayout, float]:
     """Partition one unit by the time of one forward and one backward; return it and its slowest stage's seconds."""
-    total = times.of_unit(unit.name, tensor_parallel_size=tensor, num_samples=times.request.default_micro_batch_size).total
+    total = times.of_unit(
+        unit.name,
+        tensor_parallel_size=tensor,
+        num_samples=times.request.default_micro_batch_size,
+        context_parallel_size=context,
+    ).total
     ranges = partition_unit(unit, total, num_stages=num_stages)
-    return UnitLayout(tensor, 1, tuple((each,) for each in ranges)), max(range_seconds(total, ranges))
+    return UnitLayout(tensor, 1, tuple((each,) for each in ranges), context), max(range_seconds(total, ranges))
 
 
 def match_stage_seconds(request: PlanningRequest, times: PlanningTimes, unit: Unit, *, target_seconds: float) -> UnitLayout:
     """Return the unit's parallelism with fewest GPUs whose slowest stage takes at most `target_seconds`; else the fastest one."""
     best: tuple[bool, float, float] | None = None
     chosen: UnitLayout | None = None
-    for tensor in request.tensor_parallel_sizes(unit.name):
+    for tensor, context in _stage_sizes(request, unit):
         for num_stages in request.pipeline_parallel_sizes(unit.name):
-            if tensor * num_stages > request.num_gpus:
+            if tensor * context * num_stages > request.num_gpus:
                 break
-            layout, seconds = partition_module(times, unit, tensor=tensor, num_stages=num_stages)
+            layout, seconds = partition_module(times, unit, tensor=tensor, context=context, num_stages=num_stages)
             is_late = seconds > target_seconds * (1 + 1e-9)
             rank = (is_late, seconds if is_late else layout.num_ranks, seconds)
             if best is None or rank < best:
                 best, chosen = rank, layout
             if not is_late:
                 break
-    assert chosen is not None, "every unit has at least tp 1 and pp 1"
+    if chosen is None:
+        raise infeasible(request, planner="cornstarch")
     return chosen

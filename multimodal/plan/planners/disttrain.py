@@ -81,4 +81,5 @@ def _can_interleave(request: PlanningRequest, llm: UnitOptions, virtual_stages: 
 def _layout(unit: Unit, options: UnitOptions, row: int, *, virtual_stages: int = 1) -> UnitLayout:
     num_stages = int(options.pipeline[row])
     ranges = split_layers(unit.layers, num_stages=num_stages * virtual_stages)
-    return UnitLayout(int(options.tensor[row]), int(options.data[row]), deal_ranges(ranges, num_stages=num_stages))
+    stages = deal_ranges(ranges, num_stages=num_stages)
+    return UnitLayout(int(options.tensor[row]), int(options.data[row]), stages, int(options.context[row]))

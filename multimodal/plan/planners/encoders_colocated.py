@@ -1,7 +1,8 @@
 """Encoders-colocated: all encoders fused into the same stages, one after another, in front of the LLM's (Cornstarch 2)."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import product
 
 from multimodal.plan.planners.candidate import Candidate
 from multimodal.plan.planners.choose import choose_candidate
@@ -12,6 +13,7 @@ from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.shared_grid import (
     largest_fitting,
+    shared_context_parallel_sizes,
     shared_data_parallel_sizes,
     shared_tensor_parallel_sizes,
 )
@@ -22,7 +24,8 @@ MOST_EXTRA_STAGES = 8
 def plan_encoders_colocated(request: PlanningRequest) -> PlannedRun:
     """Plan one pipeline whose first stages hold a part of every encoder, and whose others hold the LLM, then generators.
 
-    All units have the same dp, the encoders the same tp and pp. Raises PlanError when nothing fits.
+    All units have the same dp, the encoders the same tp, cp and pp, the others the same tp and cp.
+    Raises PlanError when nothing fits.
     """
     started = time.perf_counter()
     times, memory = PlanningTimes(request), MemoryEstimate(request)
@@ -36,20 +39,28 @@ def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
     encoders = tuple(unit.name for unit in graph.encoders)
     rest = [unit for unit in graph.units if unit.name not in encoders]
     data_sizes = shared_data_parallel_sizes(request, graph.unit_names, micro_batch_size=size)
-    for encoder_stages in _encoder_stages(request, encoders):
-        for encoder_tensor in shared_tensor_parallel_sizes(request, encoders) if encoders else (1,):
-            for tensor in shared_tensor_parallel_sizes(request, [unit.name for unit in rest]):
-                for pipeline in request.pipeline_parallel_sizes(graph.backbone.name):
-                    taken = encoder_tensor * encoder_stages * bool(encoders)
-                    replica = taken + tensor * (pipeline + len(rest) - 1)
-                    for data in largest_fitting(data_sizes, gpus_per_replica=replica, num_gpus=request.num_gpus):
-                        layouts = {
-                            unit.name: even_layout(unit, encoder_tensor, data, encoder_stages)
-                            if unit.name in encoders
-                            else even_layout(unit, tensor, data, pipeline if unit.name == graph.backbone.name else 1)
-                            for unit in graph.units
-                        }
-                        yield Candidate(layouts, size, (encoders,) if encoders else ())
+    encoder_sizes = _stage_sizes(request, encoders, size) if encoders else [(1, 1)]
+    rest_sizes = _stage_sizes(request, [unit.name for unit in rest], size)
+    for encoder_stages, (encoder_tensor, encoder_context), (tensor, context) in product(
+        _encoder_stages(request, encoders), encoder_sizes, rest_sizes
+    ):
+        for pipeline in request.pipeline_parallel_sizes(graph.backbone.name):
+            taken = encoder_tensor * encoder_context * encoder_stages * bool(encoders)
+            replica = taken + tensor * context * (pipeline + len(rest) - 1)
+            for data in largest_fitting(data_sizes, gpus_per_replica=replica, num_gpus=request.num_gpus):
+                layouts = {
+                    unit.name: even_layout(unit, encoder_tensor, data, encoder_stages, context=encoder_context)
+                    if unit.name in encoders
+                    else even_layout(unit, tensor, data, pipeline if unit.name == graph.backbone.name else 1, context=context)
+                    for unit in graph.units
+                }
+                yield Candidate(layouts, size, (encoders,) if encoders else ())
+
+
+def _stage_sizes(request: PlanningRequest, units: Sequence[str], micro_batch_size: int) -> list[tuple[int, int]]:
+    """Every tp and cp that units may share."""
+    context_sizes = shared_context_parallel_sizes(request, units, micro_batch_size=micro_batch_size)
+    return list(product(shared_tensor_parallel_sizes(request, units), context_sizes))
 
 
 def _encoder_stages(request: PlanningRequest, encoders: tuple[str, ...]) -> list[int]:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 from multimodal.plan.planners.candidate import Candidate
 from multimodal.plan.planners.choose import choose_candidate
@@ -11,12 +12,12 @@ from multimodal.plan.planners.megatron import even_layout
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.shared_grid import largest_fitting, shared_tensor_parallel_sizes
+from multimodal.plan.planners.shared_grid import largest_fitting, shared_context_parallel_sizes, shared_tensor_parallel_sizes
 from multimodal.values.errors import PlanError
 
 
 def plan_encoders_replicated(request: PlanningRequest) -> PlannedRun:
-    """Plan the LLM alone, and give every one of its stages a replica of each encoder with the same tp.
+    """Plan the LLM alone, and give every one of its stages a replica of each encoder with the same tp and cp.
 
     An encoder then has dp x pp of the LLM replicas of one stage each, and every stage runs it for every microbatch: what the
     copies beside other stages than the first compute is repeated work. Generators get ranks of their own behind the LLM.
@@ -35,13 +36,16 @@ def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
     graph, size = request.graph, request.default_micro_batch_size
     encoders = tuple(unit.name for unit in graph.encoders)
     backbone = graph.backbone.name
-    for tensor in shared_tensor_parallel_sizes(request, (*encoders, backbone)):
+    data_sizes = request.data_parallel_sizes(backbone, micro_batch_size=size)
+    together = (*encoders, backbone)
+    context_sizes = shared_context_parallel_sizes(request, together, micro_batch_size=size)
+    for tensor, context in product(shared_tensor_parallel_sizes(request, together), context_sizes):
         for pipeline in request.pipeline_parallel_sizes(backbone):
-            data_sizes = request.data_parallel_sizes(backbone, micro_batch_size=size)
-            replica = tensor * (pipeline + len(graph.generators))
+            replica = tensor * context * (pipeline + len(graph.generators))
             for data in largest_fitting(data_sizes, gpus_per_replica=replica, num_gpus=request.num_gpus):
                 layouts = {
-                    unit.name: even_layout(unit, tensor, data, pipeline if unit.name == backbone else 1) for unit in graph.units
+                    unit.name: even_layout(unit, tensor, data, pipeline if unit.name == backbone else 1, context=context)
+                    for unit in graph.units
                 }
                 yield Candidate(layouts, size, ((*encoders, backbone),) if encoders else ())
 
@@ -57,5 +61,8 @@ def _replicate(request: PlanningRequest, candidate: Candidate) -> Candidate:
                 f"encoders-replicated gives '{unit.name}' pp 1 and dp {count}, one replica per stage of the LLM, but other sizes "
                 "are fixed; unfix them or choose another planner"
             )
-    encoders = {unit.name: even_layout(unit, llm.tensor_parallel_size, count, 1) for unit in graph.encoders}
+    encoders = {
+        unit.name: even_layout(unit, llm.tensor_parallel_size, count, 1, context=llm.context_parallel_size)
+        for unit in graph.encoders
+    }
     return replace(candidate, layouts={**candidate.layouts, **encoders})

@@ -36,8 +36,8 @@ BALANCE = "entrain" if "entrain" in BALANCERS else "orchmllm"
 def plan_entrain(request: PlanningRequest) -> PlannedRun:
     """Plan as Entrain does: one dp for all units, a replica's GPUs divided in proportion to the units' work.
 
-    For each dp, b_min samples are drawn for the proportions (Alg. 2); every tp x pp of each unit's GPUs is partitioned by dynamic
-    programming and the combination with the least T = sum of tau + (K - 1) beta_max + resharding is taken (Alg. 3).
+    For each dp, b_min samples are drawn for the proportions (Alg. 2); every tp x cp x pp of each unit's GPUs is partitioned by
+    dynamic programming and the combination with the least T = sum of tau + (K - 1) beta_max + resharding is taken (Alg. 3).
     Raises PlanError when nothing fits.
     """
     started = time.perf_counter()
@@ -78,20 +78,21 @@ def _candidates(
 
 
 def _factorisations(request: PlanningRequest, times: PlanningTimes, unit: Unit, gpus: int, data: int) -> Iterator[UnitLayout]:
-    """Every tp x pp of a replica's GPUs; where a number has none (too few layers), of the next smaller one that has."""
-    allowed = set(request.pipeline_parallel_sizes(unit.name))
+    """Every tp x cp x pp of a replica's GPUs; where a number has none (too few layers), of the next smaller one that has."""
+    allowed, size = set(request.pipeline_parallel_sizes(unit.name)), request.default_micro_batch_size
+    context_sizes = request.context_parallel_sizes(unit.name, micro_batch_size=size)
     for count in range(gpus, 0, -1):
         sizes = [
-            (tensor, count // tensor)
-            for tensor in request.tensor_parallel_sizes(unit.name)
-            if count % tensor == 0 and count // tensor in allowed
+            (tensor, context, count // (tensor * context))
+            for tensor, context in itertools.product(request.tensor_parallel_sizes(unit.name), context_sizes)
+            if count % (tensor * context) == 0 and count // (tensor * context) in allowed
         ]
         if sizes:
             break
-    for tensor, num_stages in sizes:
-        total = times.of_unit(unit.name, tensor_parallel_size=tensor, num_samples=request.default_micro_batch_size).total
+    for tensor, context, num_stages in sizes:
+        total = times.of_unit(unit.name, tensor_parallel_size=tensor, num_samples=size, context_parallel_size=context).total
         ranges = partition_unit(unit, total, num_stages=num_stages)
-        yield UnitLayout(tensor, data, tuple((each,) for each in ranges))
+        yield UnitLayout(tensor, data, tuple((each,) for each in ranges), context)
 
 
 def iteration_seconds(request: PlanningRequest, times: PlanningTimes, candidate: Candidate) -> float:
@@ -104,13 +105,14 @@ def iteration_seconds(request: PlanningRequest, times: PlanningTimes, candidate:
 
 
 def reshard_seconds(request: PlanningRequest, candidate: Candidate) -> float:
-    """Seconds per microbatch in which activations and their gradients change hands between units of different tp."""
+    """Seconds per microbatch in which activations and their gradients change hands between units of different tp or cp."""
     graph, cluster = request.graph, request.cluster
     total = 0.0
     for source, target in graph.edges:
-        here, there = (candidate.layouts[unit].tensor_parallel_size for unit in (source, target))
-        if here == there:
+        layouts = [candidate.layouts[unit] for unit in (source, target)]
+        if len({(layout.tensor_parallel_size, layout.context_parallel_size) for layout in layouts}) == 1:
             continue
+        here, there = (layout.ranks_per_stage for layout in layouts)
         unit = graph.unit(source)
         load = request.load(source, candidate.micro_batch_size)
         is_encoder = unit.role is Role.ENCODER

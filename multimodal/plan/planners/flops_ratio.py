@@ -65,7 +65,8 @@ def _lay_out(
                     return None
                 fewest = {**fewest, unit.name: int(enough.min())}
                 break
-            layout = even_layout(unit, int(chosen.tensor[row]), int(chosen.data[row]), int(chosen.pipeline[row]))
+            sizes = (int(column[row]) for column in (chosen.tensor, chosen.data, chosen.pipeline))
+            layout = even_layout(unit, *sizes, context=int(chosen.context[row]))
             layouts[unit.name] = layout
             if unit.role is not Role.ENCODER:
                 in_flight += layout.pipeline_parallel_size * layout.data_parallel_size

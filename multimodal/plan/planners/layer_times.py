@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.unit_layout import UnitLayout
 from multimodal.values.backward_need import layers_backward_need
 
 
@@ -27,16 +28,25 @@ class PlanningTimes:
     request: PlanningRequest
     is_frozen_aware: bool = True
     """False: every backward is taken to cost twice its forward (Cornstarch's baseline, 4.2)."""
-    _known: dict[tuple[str, int, float], LayerTimes] = field(default_factory=dict, repr=False)
+    _known: dict[tuple[str, int, float, int], LayerTimes] = field(default_factory=dict, repr=False)
 
-    def of_unit(self, unit: str, *, tensor_parallel_size: int, num_samples: float) -> LayerTimes:
-        """Return the seconds of each layer over `num_samples` average samples on `tensor_parallel_size` ranks of one node."""
-        key = unit, tensor_parallel_size, num_samples
+    def of_unit(self, unit: str, *, tensor_parallel_size: int, num_samples: float, context_parallel_size: int = 1) -> LayerTimes:
+        """Return the seconds of each layer over `num_samples` average samples on a stage's ranks from a node's first on."""
+        key = unit, tensor_parallel_size, num_samples, context_parallel_size
         if key not in self._known:
             self._known[key] = self._compute(*key)
         return self._known[key]
 
-    def _compute(self, unit: str, tensor_parallel_size: int, num_samples: float) -> LayerTimes:
+    def of_layout(self, unit: str, layout: UnitLayout, *, num_samples: float) -> LayerTimes:
+        """Return the seconds of each layer under a layout's tp and cp."""
+        return self.of_unit(
+            unit,
+            tensor_parallel_size=layout.tensor_parallel_size,
+            num_samples=num_samples,
+            context_parallel_size=layout.context_parallel_size,
+        )
+
+    def _compute(self, unit: str, tensor_parallel_size: int, num_samples: float, context_parallel_size: int) -> LayerTimes:
         request = self.request
         described = request.graph.unit(unit)
         load = request.load(unit, num_samples)
@@ -47,7 +57,12 @@ class PlanningTimes:
             need = layers_backward_need(request.graph, unit, range(index, index + 1)) if kind not in kinds else None
             if need is not None:
                 one = request.layer_costs.seconds(
-                    unit, kind, load, tensor_parallel_size=tensor_parallel_size, recompute=request.recompute
+                    unit,
+                    kind,
+                    load,
+                    tensor_parallel_size=tensor_parallel_size,
+                    context_parallel_size=context_parallel_size,
+                    recompute=request.recompute,
                 )
                 kinds[kind] = (one.forward, one.backward(kind, need) if self.is_frozen_aware else 2 * one.forward)
             forward.append(kinds[kind][0])

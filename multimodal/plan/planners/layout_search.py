@@ -133,7 +133,12 @@ def _colocated(
         if llm.stage_seconds[row] * problem.num_microbatches / llm.data[row] > SLACK * best:
             continue
         own = even_layout(
-            backbone, int(llm.tensor[row]), int(llm.data[row]), int(llm.pipeline[row]), virtual_stages=problem.virtual_stages
+            backbone,
+            int(llm.tensor[row]),
+            int(llm.data[row]),
+            int(llm.pipeline[row]),
+            virtual_stages=problem.virtual_stages,
+            context=int(llm.context[row]),
         )
         for layouts in product(*(_spread(request, unit, count) for unit in others)):
             chosen = {**{unit.name: layout for unit, layout in zip(others, layouts, strict=True)}, backbone.name: own}
@@ -148,13 +153,14 @@ def _colocated(
 
 
 def _spread(request: PlanningRequest, unit: Unit, num_gpus: int) -> Iterator[UnitLayout]:
-    """Replicas of one stage over all ranks, for every tensor parallel size; fixed sizes are kept."""
+    """Replicas of one stage over all ranks, for every tensor and context parallel size; fixed sizes are kept."""
     fixed = request.fixed(unit.name)
     stages = fixed.pipeline_parallel_size or 1
-    for tensor in request.tensor_parallel_sizes(unit.name):
-        data, rest = divmod(num_gpus, tensor * stages)
+    context_sizes = request.context_parallel_sizes(unit.name, micro_batch_size=request.default_micro_batch_size)
+    for tensor, context in product(request.tensor_parallel_sizes(unit.name), context_sizes):
+        data, rest = divmod(num_gpus, tensor * context * stages)
         if data and not rest and fixed.data_parallel_size in (None, data):
-            yield even_layout(unit, tensor, data, stages)
+            yield even_layout(unit, tensor, data, stages, context=context)
 
 
 def balance_layers(request: PlanningRequest, times: PlanningTimes, candidate: Candidate) -> Candidate:
@@ -162,10 +168,8 @@ def balance_layers(request: PlanningRequest, times: PlanningTimes, candidate: Ca
     layouts = {}
     for name, layout in candidate.layouts.items():
         unit = request.graph.unit(name)
-        total = times.of_unit(
-            name, tensor_parallel_size=layout.tensor_parallel_size, num_samples=candidate.micro_batch_size
-        ).total
+        total = times.of_layout(name, layout, num_samples=candidate.micro_batch_size).total
         ranges = partition_unit(unit, total, num_stages=layout.pipeline_parallel_size * layout.virtual_stages)
         stages = deal_ranges(ranges, num_stages=layout.pipeline_parallel_size)
-        layouts[name] = UnitLayout(layout.tensor_parallel_size, layout.data_parallel_size, stages)
+        layouts[name] = replace(layout, stages=stages)
     return replace(candidate, layouts=layouts)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from multimodal.plan.planners.candidate import Candidate, samples_in_flight
 from multimodal.plan.planners.infeasible import infeasible
@@ -13,6 +14,7 @@ from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.shared_grid import (
     largest_fitting,
+    shared_context_parallel_sizes,
     shared_data_parallel_sizes,
     shared_tensor_parallel_sizes,
 )
@@ -46,7 +48,7 @@ def plan_megatron_balanced(request: PlanningRequest) -> PlannedRun:
 
     The layers of all units, in the graph's order, are one chain, which F(l, m) = min_j max(F(j, m - 1), t_{j+1} + ... + t_l) cuts
     into pp x V virtual stages; stage s runs virtual stages s, s + pp, ... The paper leaves several encoders out; here they stand
-    one after another in the chain. tp, pp, V and dp are those with the shortest expected step.
+    one after another in the chain. tp, cp, pp, V and dp are those with the shortest expected step.
     Raises PlanError when nothing fits.
     """
     started = time.perf_counter()
@@ -64,12 +66,14 @@ def plan_megatron_balanced(request: PlanningRequest) -> PlannedRun:
 
 def build_run(request: PlanningRequest, grid: Grid, *, planner: str, seconds: float, started: float) -> PlannedRun:
     """Deal ranks to a grid."""
+    schedule = "interleaved-1f1b" if grid.virtual_stages > 1 else "1f1b"
     return PlannedRun(
         planner,
         lay_out_grid(request.graph, grid.held, num_stages=grid.num_stages, layout=grid.layouts[request.graph.backbone.name]),
-        schedule="interleaved-1f1b" if grid.virtual_stages > 1 else "1f1b",
+        schedule=schedule,
         micro_batch_size=request.default_micro_batch_size,
         recompute=request.recompute,
+        transformer_impl=request.implementation(schedule),
         objective_seconds=seconds,
         planning_seconds=time.perf_counter() - started,
     )
@@ -77,25 +81,26 @@ def build_run(request: PlanningRequest, grid: Grid, *, planner: str, seconds: fl
 
 def _num_gpus(grid: Grid) -> int:
     layout = next(iter(grid.layouts.values()))
-    return grid.num_stages * layout.tensor_parallel_size * layout.data_parallel_size
+    return grid.num_stages * layout.ranks_per_stage * layout.data_parallel_size
 
 
 def list_grids(request: PlanningRequest, times: PlanningTimes) -> Iterator[Grid]:
-    """Yield the grid of every tp, dp, pp and V."""
+    """Yield the grid of every tp, cp, dp, pp and V."""
     names, size = request.graph.unit_names, request.default_micro_batch_size
     backbone = request.fixed(request.graph.backbone.name)
     chunks = (backbone.virtual_stages,) if backbone.virtual_stages else VIRTUAL_STAGES
-    for tensor in shared_tensor_parallel_sizes(request, names):
-        pieces = chain_pieces(request, times, tensor=tensor, num_samples=size)
-        most_stages = min(len(pieces), request.num_gpus // tensor)
+    data_sizes = shared_data_parallel_sizes(request, names, micro_batch_size=size)
+    context_sizes = shared_context_parallel_sizes(request, names, micro_batch_size=size)
+    for tensor, context in product(shared_tensor_parallel_sizes(request, names), context_sizes):
+        pieces = chain_pieces(request, times, tensor=tensor, context=context, num_samples=size)
+        most_stages = min(len(pieces), request.num_gpus // (tensor * context))
         stages = (backbone.pipeline_parallel_size,) if backbone.pipeline_parallel_size else range(1, most_stages + 1)
-        data_sizes = shared_data_parallel_sizes(request, names, micro_batch_size=size)
         for num_stages in stages:
             for virtual_stages in chunks:
                 if num_stages * virtual_stages > len(pieces) or (num_stages == 1 and virtual_stages > 1):
                     continue
-                grid = build_grid(pieces, num_stages=num_stages, virtual_stages=virtual_stages, tensor=tensor)
-                replica = num_stages * tensor
+                grid = build_grid(pieces, num_stages=num_stages, virtual_stages=virtual_stages, tensor=tensor, context=context)
+                replica = num_stages * tensor * context
                 for data in largest_fitting(data_sizes, gpus_per_replica=replica, num_gpus=request.num_gpus):
                     yield grid.with_replicas(data)
 
@@ -104,16 +109,20 @@ Piece = tuple[str, Range, float]
 """A unit, one of its smallest layer ranges, and its seconds per microbatch."""
 
 
-def chain_pieces(request: PlanningRequest, times: PlanningTimes, *, tensor: int, num_samples: int) -> tuple[Piece, ...]:
+def chain_pieces(
+    request: PlanningRequest, times: PlanningTimes, *, tensor: int, context: int, num_samples: int
+) -> tuple[Piece, ...]:
     """List the layers of all units as one chain."""
     found = []
     for unit in request.graph.units:
-        total = times.of_unit(unit.name, tensor_parallel_size=tensor, num_samples=num_samples).total
+        total = times.of_unit(
+            unit.name, tensor_parallel_size=tensor, num_samples=num_samples, context_parallel_size=context
+        ).total
         found += [(unit.name, piece, sum(total[piece[0] : piece[1]])) for piece in unit_pieces(unit)]
     return tuple(found)
 
 
-def build_grid(pieces: Sequence[Piece], *, num_stages: int, virtual_stages: int, tensor: int) -> Grid:
+def build_grid(pieces: Sequence[Piece], *, num_stages: int, virtual_stages: int, tensor: int, context: int) -> Grid:
     """Cut the chain into virtual stages and deal them to the grid's stages in turn; one replica."""
     cuts = partition_layers([seconds for _, _, seconds in pieces], num_stages=num_stages * virtual_stages)
     held: dict[str, dict[int, list[Range]]] = {}
@@ -128,7 +137,7 @@ def build_grid(pieces: Sequence[Piece], *, num_stages: int, virtual_stages: int,
             else:
                 ranges.append((start, stop))
     frozen = {unit: {stage: tuple(ranges) for stage, ranges in stages.items()} for unit, stages in held.items()}
-    layouts = {unit: UnitLayout(tensor, 1, tuple(stages.values())) for unit, stages in frozen.items()}
+    layouts = {unit: UnitLayout(tensor, 1, tuple(stages.values()), context) for unit, stages in frozen.items()}
     return Grid(num_stages, frozen, layouts, tuple(stage_seconds), virtual_stages)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from multimodal.cost.activation_memory import layer_activation_bytes
+from multimodal.cost.activation_memory import Kept, kept_bytes
 from multimodal.cost.layer_flops import UnitLoad, layer_weights
 from multimodal.cost.memory import layer_static_bytes
 from multimodal.plan.planners.partition_layers import Range
@@ -25,16 +25,22 @@ class LayerMemory(NamedTuple):
 
     num_weights: int
     is_trained: bool
-    activation_bytes: float
-    """Kept for the backward of one average sample."""
+    kept: Kept
+    """For the backward of one average sample."""
     bytes_per_element: int
+    zero_stage: int
+
+    def activation_bytes(self, tensor_parallel_size: int) -> float:
+        """Kept for the backward of one average sample, before context parallelism divides it."""
+        return self.kept.all_ranks(tensor_parallel_size=tensor_parallel_size, sequence_parallel=True)
 
     def static_bytes(self, data_parallel_size: int) -> float:
-        """Weights, gradients and optimizer state."""
+        """Weights, gradients and optimizer state; data_parallel_size: ranks that hold the same weights."""
         return layer_static_bytes(
             self.num_weights,
             is_trained=self.is_trained,
             data_parallel_size=data_parallel_size,
+            zero_stage=self.zero_stage,
             bytes_per_element=self.bytes_per_element,
         )
 
@@ -52,23 +58,28 @@ class MemoryEstimate:
     _layers: dict[tuple[str, LayerKind], LayerMemory] = field(default_factory=dict, repr=False)
 
     def static_bytes(self, unit: str, ranges: Sequence[Range], *, tensor_parallel_size: int, data_parallel_size: int) -> float:
-        """Weights, gradients and optimizer state of the layers in `ranges`, per rank."""
+        """Weights, gradients and optimizer state of the layers in `ranges`, per rank.
+
+        data_parallel_size: ranks that hold the same weights, context parallel ones included.
+        """
         total = sum(count * self.layer(unit, kind).static_bytes(data_parallel_size) for kind, count in self._count(unit, ranges))
         return total / tensor_parallel_size
 
     def activation_bytes(self, unit: str, ranges: Sequence[Range], *, tensor_parallel_size: int, num_samples: float) -> float:
-        """Activations of `num_samples` samples in the layers in `ranges`, per rank."""
+        """Activations of `num_samples` samples in the layers in `ranges`, per rank, before context parallelism divides them."""
         if num_samples <= 0:
             return 0.0
-        per_sample = sum(count * self.layer(unit, kind).activation_bytes for kind, count in self._count(unit, ranges))
+        kinds = self._count(unit, ranges)
+        per_sample = sum(count * self.layer(unit, kind).activation_bytes(tensor_parallel_size) for kind, count in kinds)
         return per_sample * float(self.heavy_samples(unit, num_samples)) / tensor_parallel_size
 
     def stage_bytes(self, unit: str, layout: UnitLayout, stage_index: int, *, num_samples: float) -> float:
         """Static bytes of one stage and the activations of `num_samples` samples in it, per rank."""
         ranges = layout.stages[stage_index]
         size = layout.tensor_parallel_size
-        static = self.static_bytes(unit, ranges, tensor_parallel_size=size, data_parallel_size=layout.data_parallel_size)
-        return static + self.activation_bytes(unit, ranges, tensor_parallel_size=size, num_samples=num_samples)
+        static = self.static_bytes(unit, ranges, tensor_parallel_size=size, data_parallel_size=layout.weight_copies)
+        activations = self.activation_bytes(unit, ranges, tensor_parallel_size=size, num_samples=num_samples)
+        return static + activations / layout.context_parallel_size
 
     @cached_property
     def _spreads(self) -> dict[str, tuple[float, float]]:
@@ -111,15 +122,19 @@ class MemoryEstimate:
             self._layers[unit, kind] = LayerMemory(
                 layer_weights(request.graph, described, kind, vocab_size=request.vocab_size),
                 need.trains_weights,
-                layer_activation_bytes(
+                kept_bytes(
                     described,
                     kind,
                     load,
                     need=need,
                     vocab_size=request.vocab_size,
                     bytes_per_element=request.cluster.bytes_per_element,
+                    implementation=request.implementation("1f1b"),
                     recompute=request.recompute,
-                ),
+                )
+                if need.has_backward
+                else Kept(0.0, 0.0),
                 request.cluster.bytes_per_element,
+                request.zero_stage,
             )
         return self._layers[unit, kind]

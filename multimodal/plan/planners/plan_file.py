@@ -18,7 +18,7 @@ def write_plan_file(
     """
     lines = [
         f"# A plan by the planner '{run.planner}'; run it with",
-        f"#   pretrain_mllm.py --plan {Path(path).name} {run.flags}",
+        f"#   pretrain_mllm.py --plan {Path(path).name} {run.training_flags}",
     ]
     if simulate_flags:
         lines.append(f"# and predict it again with\n#   tools/simulate.py --plan {Path(path).name} {simulate_flags}")
@@ -28,10 +28,11 @@ def write_plan_file(
         lines += ["#", "# The search:", *(f"#   {note}" for note in run.notes)]
     lines += [
         "#",
-        "# To edit: every replica of a unit lists its pipeline stages; `ranks` (ascending) share a stage's layers by tensor",
-        "# parallelism, `layers` are half-open ranges of the unit's layer list, which also counts what stands before the first",
-        "# and after the last transformer layer (patch or token embedding; projector or head). All ranks from 0 on must be used,",
-        "# and all replicas of a unit must have the same ranges.",
+        "# To edit: every replica of a unit lists its pipeline stages; `ranks` (ascending, tensor x context parallel size)",
+        "# share a stage: neighbours its layers by tensor parallelism, groups of neighbours its tokens by context parallelism.",
+        "# `layers` are half-open ranges of the unit's layer list, which also counts what stands before the first and after the",
+        "# last transformer layer (patch or token embedding; projector or head). All ranks from 0 on must be used, and all",
+        "# replicas of a unit must have the same ranges.",
         *plan_lines(run.plan),
     ]
     Path(path).write_text("\n".join(lines) + "\n")

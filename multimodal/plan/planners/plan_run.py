@@ -1,17 +1,20 @@
 """Runs a planner until its plan's simulated peak of memory fits, and returns the plan with what it will reach."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 
 from multimodal.cost.layer_costs import Recompute
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.planning_request import BLOCK_SIZE, LARGEST_CONTEXT_PARALLEL, PlanningRequest
 from multimodal.plan.planners.simulate_run import Prediction, predict_run
 from multimodal.values.errors import PlanError
 from multimodal.values.plan import validate_plan
 
 MOST_ROUNDS = 5
 RECOMPUTES: tuple[Recompute | None, ...] = (None, "full")
+FALLBACK_SHARE_TOKENS = 8 * BLOCK_SIZE
+"""Where nothing fits, context parallel ranks may get as few tokens."""
 MARGIN = 0.98
 """Aim a little below the limit in the next round."""
 
@@ -22,19 +25,32 @@ def plan_run(
     """Plan, simulate, and plan again with less memory to count on while the simulated peak does not fit.
 
     Planners estimate activations in closed form; real batches and schedules can need more. Where nothing fits, whole layers are
-    computed again in their backward, unless the request says what is. max_actions, num_batches: as for `predict_run`.
+    computed again in their backward, unless the request says what is; and where that is not enough, context parallelism is
+    allowed, also to planners that do not look at it else. max_actions, num_batches: as for `predict_run`.
     Raises PlanError, saying what would fit, when nothing does.
     """
     problem: PlanError | None = None
-    for recompute in (request.recompute,) if request.recompute else RECOMPUTES:
+    for attempt in _attempts(request):
         try:
-            return _plan_in_memory(
-                planner, replace(request, recompute=recompute), max_actions=max_actions, num_batches=num_batches
-            )
+            return _plan_in_memory(planner, attempt, max_actions=max_actions, num_batches=num_batches)
         except PlanError as found:
             problem = problem or found
     assert problem is not None
     raise problem
+
+
+def _attempts(request: PlanningRequest) -> Iterator[PlanningRequest]:
+    """Yield the request with what may be given up for memory, the least first."""
+    recomputes = (request.recompute,) if request.recompute else RECOMPUTES
+    spread = replace(request, most_context_parallel=LARGEST_CONTEXT_PARALLEL, least_share_tokens=FALLBACK_SHARE_TOKENS)
+    requests = (request, spread) if _context_sizes(spread) != _context_sizes(request) else (request,)
+    for given, recompute in product(requests, recomputes):
+        yield replace(given, recompute=recompute)
+
+
+def _context_sizes(request: PlanningRequest) -> list[tuple[int, ...]]:
+    size = request.default_micro_batch_size
+    return [request.context_parallel_sizes(unit, micro_batch_size=size) for unit in request.graph.unit_names]
 
 
 def _plan_in_memory(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from multimodal.cost.activation_memory import Implementation
 from multimodal.cost.layer_costs import Recompute
 from multimodal.values.plan import Plan
 
@@ -22,6 +23,8 @@ class PlannedRun:
     """Samples per LLM microbatch."""
     recompute: Recompute | None = None
     """None, `selective` or `full`: `--recompute-granularity`."""
+    transformer_impl: Implementation = "transformer_engine"
+    """Whose layers run: activations differ."""
     objective_seconds: float = field(default=0.0, compare=False)
     """What the planner itself expects of a step, by its own formula."""
     planning_seconds: float = field(default=0.0, compare=False)
@@ -40,6 +43,13 @@ class PlannedRun:
         if self.passes:
             flags.append(f"--schedule-passes {','.join(self.passes)}")
         flags += [f"--balance {self.balance}", f"--micro-batch-size {self.micro_batch_size}"]
+        flags.append(f"--transformer-impl {self.transformer_impl}")
         if self.recompute:
             flags.append(f"--recompute-granularity {self.recompute}")
         return " ".join(flags)
+
+    @property
+    def training_flags(self) -> str:
+        """The flags of pretrain_mllm.py: predictions count on sequence parallelism wherever there is tensor parallelism."""
+        is_divided = any(unit.tensor_parallel_size > 1 for unit in self.plan.units.values())
+        return f"{self.flags} --sequence-parallel" if is_divided else self.flags

@@ -7,16 +7,28 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from multimodal.cost.activation_memory import Implementation
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layer_costs import LayerCosts, Recompute
 from multimodal.cost.layer_flops import UnitLoad, sample_load
 from multimodal.cost.layer_profile import LayerProfile
+from multimodal.cost.memory import default_zero_stage
+from multimodal.cost.run_options import RunOptions
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.sample_lengths import SampleLengths
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 """What a planner may choose from where the person leaves the microbatch size open."""
+CONTEXT_PARALLEL_SIZES = (1, 2, 4, 8)
+"""What a planner may choose from where sequences are long."""
+BLOCK_SIZE = 128
+"""Tokens that context parallel ranks are dealt at a time, by default."""
+LARGEST_CONTEXT_PARALLEL = CONTEXT_PARALLEL_SIZES[-1]
+LEAST_SHARE_TOKENS = 32 * BLOCK_SIZE
+"""Sequences are long where each context parallel rank gets so many tokens: about what a layer's products need to be efficient."""
+SPLIT_SCHEDULES = ("zb-h1", "zb-v")
+"""Schedules that split backwards, which only the `local` implementation can do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +40,7 @@ class FixedSizes:
     data_parallel_size: int | None = None
     virtual_stages: int | None = None
     """Layer ranges per pipeline stage."""
+    context_parallel_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,12 @@ class PlanningRequest:
     """What transformer layers compute again in their backward."""
     profile: LayerProfile | None = None
     """Measured costs of layers, in place of what the cluster's description gives."""
+    transformer_impl: Implementation | None = None
+    """Whose layers run; None: Transformer Engine's where that can be (see `implementation`)."""
+    most_context_parallel: int = 1
+    """The largest context parallel size that a planner may choose."""
+    least_share_tokens: int = LEAST_SHARE_TOKENS
+    """Tokens that each context parallel rank must get of the largest microbatch, or sample, for a size to be looked at."""
     memory_headroom: float = 0.1
     """Share of a GPU's memory that stays free: fragmentation, workspaces, communication buffers."""
     memory_scale: float = 1.0
@@ -105,6 +124,25 @@ class PlanningRequest:
         """Seconds of single layers."""
         return LayerCosts(self.graph, self.cluster, self.vocab_size, self.profile)
 
+    @property
+    def zero_stage(self) -> int:
+        """What replicas share: optimizer state, and in float64 nothing."""
+        return default_zero_stage(self.cluster.bytes_per_element)
+
+    def implementation(self, schedule: str) -> Implementation:
+        """Whose layers run a schedule: Transformer Engine computes in bfloat16 here, and does not split backwards."""
+        if self.transformer_impl is not None:
+            return self.transformer_impl
+        return "local" if schedule in SPLIT_SCHEDULES or self.cluster.dtype != "bfloat16" else "transformer_engine"
+
+    def allows(self, schedule: str) -> bool:
+        """Whether the implementation that a person has decided on can run a schedule."""
+        return self.implementation(schedule) == "local" or schedule not in SPLIT_SCHEDULES
+
+    def run_options(self, *, recompute: Recompute | None, transformer_impl: Implementation) -> RunOptions:
+        """How such a run computes and keeps things."""
+        return RunOptions(recompute, self.zero_stage, transformer_impl=transformer_impl)
+
     def fixed(self, unit: str) -> FixedSizes:
         """What is decided of a unit."""
         return self.fixed_sizes.get(unit, FixedSizes())
@@ -132,6 +170,11 @@ class PlanningRequest:
     def mean_loads(self) -> Mapping[str, tuple[float, float, float]]:
         """Unit -> the mean load of a sample."""
         return {name: tuple(loads.mean(axis=0).tolist()) for name, loads in self.sample_loads.items()}
+
+    @cached_property
+    def largest_tokens(self) -> Mapping[str, int]:
+        """Unit -> tokens of the longest sample."""
+        return {name: int(loads[:, 0].max()) for name, loads in self.sample_loads.items()}
 
     def load(self, unit: str, num_samples: float) -> UnitLoad:
         """Return what so many average samples ask of a unit."""
@@ -163,6 +206,22 @@ class PlanningRequest:
         if fixed is not None and not 1 <= fixed <= most:
             raise PlanError(f"unit '{unit}': {most} transformer layers cannot be cut into {fixed} pipeline stages")
         return (fixed,) if fixed is not None else tuple(range(1, min(most, self.num_gpus) + 1))
+
+    def context_parallel_sizes(self, unit: str, *, micro_batch_size: int) -> tuple[int, ...]:
+        """The fixed size; else 1, and those up to `most_context_parallel` whose ranks get `least_share_tokens` of a large load.
+
+        A large load is a microbatch of average samples or the longest sample. An encoder has 1 where blocks would cut
+        what it merges.
+        """
+        fixed = self.fixed(unit).context_parallel_size
+        if fixed is not None:
+            return (fixed,)
+        largest = max(micro_batch_size * self.mean_loads[unit][0], self.largest_tokens[unit])
+        most = min(self.most_context_parallel, self.num_gpus, int(largest / self.least_share_tokens))
+        described = self.graph.unit(unit)
+        if described.role is Role.ENCODER and BLOCK_SIZE % described.merge_factor:
+            most = 1
+        return tuple(size for size in CONTEXT_PARALLEL_SIZES if size <= max(1, most))
 
     def data_parallel_sizes(self, unit: str, *, micro_batch_size: int) -> tuple[int, ...]:
         """Divisors of the number of microbatches, so that replicas get equally many, or the fixed one."""

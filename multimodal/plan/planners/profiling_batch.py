@@ -45,8 +45,13 @@ def num_trials(*, alpha: float = 0.05, error: float = 0.05) -> int:
 
 
 def gpu_block(request: PlanningRequest) -> int:
-    """Return what every unit's number of GPUs must be a multiple of: 1, or what fixed tensor parallel sizes ask for."""
-    return math.lcm(*(math.gcd(*request.tensor_parallel_sizes(unit)) for unit in request.graph.unit_names))
+    """Return what every unit's number of GPUs must be a multiple of: 1, or what fixed tp and cp ask for."""
+    size = request.default_micro_batch_size
+    sizes = (
+        (request.tensor_parallel_sizes(unit), request.context_parallel_sizes(unit, micro_batch_size=size))
+        for unit in request.graph.unit_names
+    )
+    return math.lcm(*(math.gcd(*tensor) * math.gcd(*context) for tensor, context in sizes))
 
 
 def replica_allocation(work: Mapping[str, float], *, num_gpus: int, data_parallel_size: int, block: int = 1) -> dict[str, int]:

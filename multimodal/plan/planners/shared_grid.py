@@ -26,6 +26,18 @@ def shared_data_parallel_sizes(request: PlanningRequest, units: Sequence[str], *
     )
 
 
+def shared_context_parallel_sizes(request: PlanningRequest, units: Sequence[str], *, micro_batch_size: int) -> tuple[int, ...]:
+    """Return the context parallel sizes of units that share one: the fixed one, else all that suit any of them.
+
+    Raises PlanError when several are fixed.
+    """
+    fixed = [unit for unit in units if request.fixed(unit).context_parallel_size is not None]
+    sizes = {unit: request.context_parallel_sizes(unit, micro_batch_size=micro_batch_size) for unit in fixed or units}
+    if fixed:
+        return _shared(list(sizes.values()), units=fixed, what="context parallel size", flag="context-parallel-size")
+    return tuple(sorted(set.union(*map(set, sizes.values()))))
+
+
 def _shared(sizes: Sequence[Iterable[int]], *, units: Sequence[str], what: str, flag: str) -> tuple[int, ...]:
     common = sorted(set.intersection(*map(set, sizes)))
     if not common:

@@ -10,7 +10,6 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.cost.memory import layer_static_bytes
 from multimodal.cost.model_costs import ModelCosts
-from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_costs import ComputeCost, StepCosts, TransferCost
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
@@ -93,7 +92,7 @@ class ShareCosts:
             layer_static_bytes(
                 num_weights,
                 is_trained=True,
-                data_parallel_size=unit.data_parallel_size,
+                data_parallel_size=unit.data_parallel_size * unit.context_parallel_size,
                 zero_stage=self.share.options.zero_stage,
                 bytes_per_element=self.share.cluster.bytes_per_element,
             )
@@ -294,7 +293,7 @@ def _step_costs(
     run: PlannedRun, request: PlanningRequest, plan: Plan, assignment: Assignment, lengths: Sequence[SampleLengths]
 ) -> StepCosts:
     def costs_of(each: Plan) -> ModelCosts:
-        options = RunOptions(recompute=run.recompute)
+        options = request.run_options(recompute=run.recompute, transformer_impl=run.transformer_impl)
         return ModelCosts(request.graph, each, assignment, lengths, request.cluster, request.vocab_size, options, request.profile)
 
     if plan is run.plan:

@@ -16,7 +16,7 @@ def unit_stage_seconds(times: PlanningTimes, candidate: Candidate) -> Mapping[st
     """Unit -> seconds of each of its stages per microbatch, forward and backward."""
     return {
         unit: stage_times(
-            times.of_unit(unit, tensor_parallel_size=layout.tensor_parallel_size, num_samples=candidate.micro_batch_size),
+            times.of_layout(unit, layout, num_samples=candidate.micro_batch_size),
             layout.stages,
         )
         for unit, layout in candidate.layouts.items()
@@ -54,8 +54,8 @@ def estimate_seconds(request: PlanningRequest, times: PlanningTimes, candidate: 
 
 
 def reduction_seconds(request: PlanningRequest, unit: str, layout: UnitLayout) -> float:
-    """Seconds in which the heaviest stage's gradients are reduced over the unit's replicas."""
-    if layout.data_parallel_size == 1:
+    """Seconds in which the heaviest stage's gradients are reduced over the unit's replicas and context parallel shares."""
+    if layout.weight_copies == 1:
         return 0.0
     described = request.graph.unit(unit)
     needs = {kind: described.layers.index(kind) for kind in described.layers}
@@ -71,6 +71,6 @@ def reduction_seconds(request: PlanningRequest, unit: str, layout: UnitLayout) -
     size = layout.tensor_parallel_size
     return collective_seconds(
         GRADIENT_BYTES * heaviest / size,
-        ranks=range(0, layout.data_parallel_size * size, size),
+        ranks=range(0, layout.weight_copies * size, size),
         cluster=request.cluster,
     )

@@ -1,4 +1,4 @@
-"""Every parallelism (tp, dp, pp) that one unit may have, as arrays: GPUs, seconds, and the memory's limits."""
+"""Every parallelism (tp, cp, dp, pp) that one unit may have, as arrays: GPUs, seconds, and the memory's limits."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,6 +23,7 @@ class UnitOptions:
     """Columns of equal length, one row per parallelism; seconds are of one microbatch, forward and backward."""
 
     tensor: Integers
+    context: Integers
     data: Integers
     pipeline: Integers
     gpus: Integers
@@ -47,14 +48,16 @@ def list_options(
     """List the parallelisms of a unit that fit `max_gpus` and, with nothing downstream in flight, the memory.
 
     Data parallel sizes divide the number of microbatches. The first stage (an embedding, the most layers, P microbatches in
-    flight under 1F1B) and the last one (projector or head) decide about memory. O(tp x dp x pp).
+    flight under 1F1B) and the last one (projector or head) decide about memory. O(tp x cp x dp x pp).
     """
     data = request.data_parallel_sizes(unit, micro_batch_size=micro_batch_size)
     pipeline = request.pipeline_parallel_sizes(unit)
     grid = _Grid(*(axis.ravel() for axis in np.meshgrid(np.array(data), np.array(pipeline), indexing="ij")))
     columns = [
-        _of_tensor_size(request, times, memory, unit, micro_batch_size, tensor, grid)
+        _of_stage_size(request, times, memory, unit, micro_batch_size, _StageSize(tensor, context), grid)
         for tensor in request.tensor_parallel_sizes(unit)
+        for context in request.context_parallel_sizes(unit, micro_batch_size=micro_batch_size)
+        if tensor * context <= max_gpus or context == 1
     ]
     merged = UnitOptions(
         *(np.concatenate([getattr(part, name) for part in columns]) for name in UnitOptions.__dataclass_fields__)
@@ -69,6 +72,13 @@ class _Grid(NamedTuple):
     pipeline: Integers
 
 
+class _StageSize(NamedTuple):
+    """How ranks share a stage."""
+
+    tensor: int
+    context: int
+
+
 class _Stage(NamedTuple):
     """One of a unit's two ends: how many transformer layers it holds, and which other layers stand there."""
 
@@ -78,16 +88,18 @@ class _Stage(NamedTuple):
     """Microbatches of its own under 1F1B."""
 
 
-def _of_tensor_size(
+def _of_stage_size(
     request: PlanningRequest,
     times: PlanningTimes,
     memory: MemoryEstimate,
     unit: str,
     micro_batch_size: int,
-    tensor: int,
+    size: _StageSize,
     grid: _Grid,
 ) -> UnitOptions:
-    seconds = times.of_unit(unit, tensor_parallel_size=tensor, num_samples=micro_batch_size).total
+    seconds = times.of_unit(
+        unit, tensor_parallel_size=size.tensor, num_samples=micro_batch_size, context_parallel_size=size.context
+    ).total
     num_layers = len(seconds) - 2
     most, least = -(-num_layers // grid.pipeline), num_layers // grid.pipeline
     first, last = seconds[0] + most * seconds[1], seconds[-1] + least * seconds[1]
@@ -96,15 +108,16 @@ def _of_tensor_size(
     allowed = np.full(len(slowest), _UNLIMITED)
     one = np.ones_like(grid.pipeline)
     for stage in (_Stage((kinds[0],), most, grid.pipeline), _Stage((kinds[-1],), least, one)):
-        allowed = np.minimum(allowed, _in_flight_downstream(request, memory, unit, micro_batch_size, tensor, grid, stage))
+        allowed = np.minimum(allowed, _in_flight_downstream(request, memory, unit, micro_batch_size, size, grid, stage))
     both = _Stage((kinds[0], kinds[-1]), most, one)
-    alone = _in_flight_downstream(request, memory, unit, micro_batch_size, tensor, grid, both)
+    alone = _in_flight_downstream(request, memory, unit, micro_batch_size, size, grid, both)
     allowed = np.where(grid.pipeline == 1, alone, allowed)
     return UnitOptions(
-        tensor * one,
+        size.tensor * one,
+        size.context * one,
         grid.data,
         grid.pipeline,
-        tensor * grid.data * grid.pipeline,
+        size.tensor * size.context * grid.data * grid.pipeline,
         slowest,
         np.full(len(slowest), sum(seconds)),
         np.where(allowed >= 0, allowed, -1.0),
@@ -116,7 +129,7 @@ def _in_flight_downstream(
     memory: MemoryEstimate,
     unit: str,
     micro_batch_size: int,
-    tensor: int,
+    size: _StageSize,
     grid: _Grid,
     stage: _Stage,
 ) -> Floats:
@@ -126,14 +139,15 @@ def _in_flight_downstream(
     """
     outer = [memory.layer(unit, kind) for kind in stage.layers]
     body = memory.layer(unit, LayerKind.TRANSFORMER)
-    sizes, position = np.unique(grid.data, return_inverse=True)
+    copies, position = np.unique(grid.data * size.context, return_inverse=True)
 
     def static_bytes(layer: LayerMemory) -> Floats:
-        return np.array([layer.static_bytes(size) for size in sizes.tolist()])[position]
+        return np.array([layer.static_bytes(count) for count in copies.tolist()])[position]
 
     static = stage.num_body * static_bytes(body) + sum(map(static_bytes, outer))
-    per_sample = stage.num_body * body.activation_bytes + sum(layer.activation_bytes for layer in outer)
-    room = request.planned_memory_bytes * tensor - static
+    outer_bytes = sum(layer.activation_bytes(size.tensor) for layer in outer)
+    per_sample = (stage.num_body * body.activation_bytes(size.tensor) + outer_bytes) / size.context
+    room = request.planned_memory_bytes * size.tensor - static
     kept = np.where(per_sample > 0, per_sample, 1.0)
     capacity = np.where(per_sample > 0, memory.samples_within(unit, np.maximum(room, 0.0) / kept), _UNLIMITED)
     in_step = request.num_microbatches(micro_batch_size) / grid.data
