@@ -1,5 +1,6 @@
 """One rank of a launched run, in a process that was forked after everything slow to import was imported."""
 
+import multiprocessing
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ import pretrain_mllm
 
 def run_rank(flags: Sequence[str], environment: Mapping[str, str], folder: str, output: str) -> None:
     """Run pretrain_mllm.py in `folder` with these flags; `output`: file that gets what it prints."""
+    multiprocessing.set_start_method("fork", force=True)  # loader workers start as they do in a program of their own
     os.environ.update(environment)
     os.chdir(folder)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
