@@ -99,7 +99,7 @@ def _in_flight_downstream(graph: ModelGraph, layouts: Mapping[str, UnitLayout], 
 
 
 def peak_bytes(request: PlanningRequest, memory: MemoryEstimate, candidate: Candidate) -> Mapping[str, float]:
-    """Unit -> most bytes that a rank of it needs for it."""
+    """Unit -> most bytes that a rank of it needs for it, besides those that one layer works with."""
     return {
         unit: max(
             memory.stage_bytes(unit, layout, stage, num_samples=samples_in_flight(request, candidate, unit, stage))
@@ -112,4 +112,13 @@ def peak_bytes(request: PlanningRequest, memory: MemoryEstimate, candidate: Cand
 def fits(request: PlanningRequest, memory: MemoryEstimate, candidate: Candidate) -> bool:
     """Whether the estimated peak is within the memory to count on."""
     peaks = peak_bytes(request, memory, candidate)
-    return all(sum(peaks[unit] for unit in group) <= request.planned_memory_bytes for group in candidate.all_groups)
+    working = {
+        unit: memory.working_bytes(
+            unit, tensor_parallel_size=layout.tensor_parallel_size, context_parallel_size=layout.context_parallel_size
+        )
+        for unit, layout in candidate.layouts.items()
+    }
+    return all(
+        sum(peaks[unit] for unit in group) + max(working[unit] for unit in group) <= request.planned_memory_bytes
+        for group in candidate.all_groups
+    )

@@ -154,8 +154,14 @@ def grid_fits(request: PlanningRequest, memory: MemoryEstimate, grid: Grid) -> b
     """Whether the units' estimated bytes fit together in every stage of the grid."""
     candidate = Candidate(grid.layouts, request.default_micro_batch_size)
     total = [0.0] * grid.num_stages
+    working = [0.0] * grid.num_stages
     for unit, stages in grid.held.items():
         for index, stage in enumerate(stages):
             samples = samples_in_flight(request, candidate, unit, index)
-            total[stage] += memory.stage_bytes(unit, grid.layouts[unit], index, num_samples=samples)
-    return max(total) <= request.planned_memory_bytes
+            layout = grid.layouts[unit]
+            total[stage] += memory.stage_bytes(unit, layout, index, num_samples=samples)
+            alone = memory.working_bytes(
+                unit, tensor_parallel_size=layout.tensor_parallel_size, context_parallel_size=layout.context_parallel_size
+            )
+            working[stage] = max(working[stage], alone)
+    return max(map(sum, zip(total, working, strict=True))) <= request.planned_memory_bytes

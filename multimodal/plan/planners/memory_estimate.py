@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from multimodal.cost.activation_memory import Kept, kept_bytes
 from multimodal.cost.layer_flops import UnitLoad, layer_weights
 from multimodal.cost.memory import layer_static_bytes
+from multimodal.cost.step_memory import GATHERED_GROUPS
 from multimodal.plan.planners.partition_layers import Range
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.unit_layout import UnitLayout
@@ -55,7 +56,7 @@ class MemoryEstimate:
 
     request: PlanningRequest
     _counts: dict[tuple[str, tuple[Range, ...]], tuple[tuple[LayerKind, int], ...]] = field(default_factory=dict, repr=False)
-    _layers: dict[tuple[str, LayerKind], LayerMemory] = field(default_factory=dict, repr=False)
+    _layers: dict[tuple[str, LayerKind, bool], LayerMemory] = field(default_factory=dict, repr=False)
 
     def static_bytes(self, unit: str, ranges: Sequence[Range], *, tensor_parallel_size: int, data_parallel_size: int) -> float:
         """Weights, gradients and optimizer state of the layers in `ranges`, per rank.
@@ -80,6 +81,23 @@ class MemoryEstimate:
         static = self.static_bytes(unit, ranges, tensor_parallel_size=size, data_parallel_size=layout.weight_copies)
         activations = self.activation_bytes(unit, ranges, tensor_parallel_size=size, num_samples=num_samples)
         return static + activations / layout.context_parallel_size
+
+    def working_bytes(self, unit: str, *, tensor_parallel_size: int, context_parallel_size: int) -> float:
+        """What is there while one layer of the unit runs, per rank: what it computes again, and what context parallelism gathers.
+
+        As `StepMemory` counts it; of units that share ranks, one works at a time.
+        """
+        request, shape = self.request, self.request.graph.unit(unit).transformer
+        samples = float(self.heavy_samples(unit, request.default_micro_batch_size))
+        working = 0.0
+        if request.recompute == "full":
+            whole = self.layer(unit, LayerKind.TRANSFORMER, is_recomputed=False).activation_bytes(tensor_parallel_size)
+            working = samples * whole / (tensor_parallel_size * context_parallel_size)
+        if context_parallel_size > 1:
+            num_groups = min(GATHERED_GROUPS, shape.query_groups // tensor_parallel_size)
+            per_token = num_groups * 2 * shape.head_channels * request.cluster.bytes_per_element
+            working += samples * request.mean_loads[unit][0] * per_token
+        return working
 
     @cached_property
     def _spreads(self) -> dict[str, tuple[float, float]]:
@@ -112,14 +130,15 @@ class MemoryEstimate:
             self._counts[key] = tuple(Counter(kinds).items())
         return self._counts[key]
 
-    def layer(self, unit: str, kind: LayerKind) -> LayerMemory:
-        """Return what one layer of this kind needs."""
-        if (unit, kind) not in self._layers:
+    def layer(self, unit: str, kind: LayerKind, *, is_recomputed: bool = True) -> LayerMemory:
+        """Return what one layer of this kind needs; is_recomputed: whether as much is computed again as the request says."""
+        key = unit, kind, is_recomputed
+        if key not in self._layers:
             request, described = self.request, self.request.graph.unit(unit)
             index = described.layers.index(kind)
             need = layers_backward_need(request.graph, unit, range(index, index + 1))
             load = UnitLoad(*(math.ceil(each) for each in request.mean_loads[unit]))
-            self._layers[unit, kind] = LayerMemory(
+            self._layers[key] = LayerMemory(
                 layer_weights(request.graph, described, kind, vocab_size=request.vocab_size),
                 need.trains_weights,
                 kept_bytes(
@@ -130,11 +149,11 @@ class MemoryEstimate:
                     vocab_size=request.vocab_size,
                     bytes_per_element=request.cluster.bytes_per_element,
                     implementation=request.implementation("1f1b"),
-                    recompute=request.recompute,
+                    recompute=request.recompute if is_recomputed else None,
                 )
                 if need.has_backward
                 else Kept(0.0, 0.0),
                 request.cluster.bytes_per_element,
                 request.zero_stage,
             )
-        return self._layers[unit, kind]
+        return self._layers[key]

@@ -135,7 +135,7 @@ def _in_flight_downstream(
 ) -> Floats:
     """Return how many microbatches units downstream may keep in flight for a stage to fit; -1 where it does not by itself.
 
-    Solves static + activations(own + downstream / dp microbatches) <= memory for the downstream microbatches.
+    Solves static + working + activations(own + downstream / dp microbatches) <= memory for the downstream microbatches.
     """
     outer = [memory.layer(unit, kind) for kind in stage.layers]
     body = memory.layer(unit, LayerKind.TRANSFORMER)
@@ -147,7 +147,8 @@ def _in_flight_downstream(
     static = stage.num_body * static_bytes(body) + sum(map(static_bytes, outer))
     outer_bytes = sum(layer.activation_bytes(size.tensor) for layer in outer)
     per_sample = (stage.num_body * body.activation_bytes(size.tensor) + outer_bytes) / size.context
-    room = request.planned_memory_bytes * size.tensor - static
+    working = memory.working_bytes(unit, tensor_parallel_size=size.tensor, context_parallel_size=size.context)
+    room = (request.planned_memory_bytes - working) * size.tensor - static
     kept = np.where(per_sample > 0, per_sample, 1.0)
     capacity = np.where(per_sample > 0, memory.samples_within(unit, np.maximum(room, 0.0) / kept), _UNLIMITED)
     in_step = request.num_microbatches(micro_batch_size) / grid.data

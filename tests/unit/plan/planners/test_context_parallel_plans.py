@@ -1,0 +1,183 @@
+"""Context parallelism in plans: fixed, searched where sequences are long, and where nothing fits without."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners.allocation_search import search_allocation
+from multimodal.plan.planners.candidate import Candidate
+from multimodal.plan.planners.disttrain import build_problem
+from multimodal.plan.planners.layer_times import PlanningTimes
+from multimodal.plan.planners.megatron import even_layout
+from multimodal.plan.planners.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.plan_run import plan_run
+from multimodal.plan.planners.planning_request import FixedSizes
+from multimodal.plan.planners.simulate_run import predict_run
+from multimodal.plan.planners.step_estimate import estimate_seconds, reduction_seconds
+from multimodal.plan.planners.unit_layout import UnitLayout, lay_out_units
+from multimodal.values.errors import PlanError
+from multimodal.values.plan import validate_plan
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from tests.unit.plan.planners.planning_cases import CLUSTER, GRAPHS, LLM, TEXT_ONLY, THREE, TWO, VISION, request, with_memory
+from tests.unit.plan.planners.test_disttrain import exhaustive_seconds
+
+FIXED = {"llm": FixedSizes(context_parallel_size=2)}
+DOCUMENT = SampleLengths(0, (ItemLengths("vision", 4096, 1024),), 64 * 1024, 1000)
+
+
+def long_request(**changes):
+    """Few documents of 65 thousand tokens."""
+    return request(TWO, **{"lengths": (DOCUMENT,), "global_batch_size": 2, "num_gpus": 32, "time_budget_seconds": 2.0, **changes})
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("name", PLANNERS)
+def test_every_planner_keeps_a_fixed_context_parallel_size(name, graph):
+    asked = request(GRAPHS[graph], num_gpus=16, fixed_sizes=FIXED)
+    run, prediction = plan_run(PLANNERS[name], asked, max_actions=asked.max_actions)
+    validate_plan(run.plan, graph=asked.graph, world_size=run.num_gpus)
+    llm = run.plan.units["llm"]
+    assert llm.context_parallel_size == 2 and run.num_gpus <= 16
+    assert 0 < prediction.ideal_seconds <= prediction.iteration_seconds * (1 + 1e-9)
+    for replica in llm.replicas:
+        for stage in replica.stages:
+            assert len(stage.ranks) == 2 * llm.tensor_parallel_size
+            assert all(CLUSTER.is_one_node(group) for group in llm.tensor_parallel_groups(stage))
+
+
+def test_planners_that_share_a_grid_share_its_context_parallel_size():
+    for name in ("megatron", "megatron-balanced", "encoders-replicated"):
+        run = PLANNERS[name](request(TWO, fixed_sizes=FIXED))
+        assert {unit.context_parallel_size for unit in run.plan.units.values()} == {2}, name
+    contradiction = {**FIXED, "vision": FixedSizes(context_parallel_size=4)}
+    with pytest.raises(PlanError, match="gives vision and llm one context parallel size, but they allow none together"):
+        PLANNERS["megatron"](request(TWO, fixed_sizes=contradiction))
+
+
+def test_sizes_are_open_only_where_every_rank_gets_a_long_share():
+    asked = long_request(most_context_parallel=8)
+    assert asked.context_parallel_sizes("llm", micro_batch_size=1) == (1, 2, 4, 8)
+    assert asked.context_parallel_sizes("vision", micro_batch_size=1) == (1,), "4,096 tokens"
+    assert asked.context_parallel_sizes("vision", micro_batch_size=4) == (1, 2, 4)
+    assert replace(asked, num_gpus=4).context_parallel_sizes("llm", micro_batch_size=1) == (1, 2, 4)
+    assert long_request().context_parallel_sizes("llm", micro_batch_size=1) == (1,), "planners of papers look at none"
+    assert long_request(fixed_sizes=FIXED).context_parallel_sizes("llm", micro_batch_size=1) == (2,)
+    short = replace(asked, lengths=request(TWO).lengths)
+    assert short.context_parallel_sizes("llm", micro_batch_size=1) == (1,)
+
+
+def test_an_encoder_whose_merged_patches_blocks_would_cut_is_not_spread():
+    odd = replace(TWO, units=(replace(VISION, image=replace(VISION.image, merge_size=3)), LLM))
+    lengths = (SampleLengths(0, (ItemLengths("vision", 90_000, 10_000),), 10, 10),)
+    asked = request(odd, lengths=lengths, most_context_parallel=8)
+    assert odd.unit("vision").merge_factor == 9
+    assert asked.context_parallel_sizes("vision", micro_batch_size=1) == (1,)
+    assert asked.context_parallel_sizes("llm", micro_batch_size=1) == (1, 2)
+
+
+def test_ranks_of_a_stage_are_neighbours_and_tensor_parallel_groups_stay_in_a_node():
+    layouts = {"vision": UnitLayout(4, 1, (((0, 8),),)), "llm": UnitLayout(2, 1, (((0, 5),), ((5, 10),)), 4)}
+    plan = lay_out_units(TWO, layouts, groups=(("vision",), ("llm",)))
+    assert [stage.ranks for stage in plan.units["llm"].replicas[0].stages] == [tuple(range(8)), tuple(range(8, 16))]
+    assert plan.units["vision"].ranks == (16, 17, 18, 19)
+    odd = {**layouts, "llm": replace(layouts["llm"], context_parallel_size=3)}
+    assert lay_out_units(TWO, odd, groups=(("llm",), ("vision",))).units["vision"].ranks == (0, 1, 2, 3), "6 is no multiple of 4"
+
+
+def test_braid_spreads_long_documents_where_there_are_few_of_them():
+    asked = long_request()
+    run, prediction = plan_run(PLANNERS["braid"], asked, max_actions=asked.max_actions)
+    assert run.plan.units["llm"].context_parallel_size > 1
+    other = plan_run(PLANNERS["megatron-balanced"], asked, max_actions=asked.max_actions)[1]
+    assert prediction.iteration_seconds < 0.5 * other.iteration_seconds
+    assert any("cp 4" in note for note in run.notes)
+
+
+def test_braid_leaves_short_samples_whole():
+    run = PLANNERS["braid"](request(TWO))
+    assert {unit.context_parallel_size for unit in run.plan.units.values()} == {1}
+
+
+def test_context_parallelism_is_the_last_resort_of_planners_that_do_not_look_at_it():
+    sizes = FixedSizes(tensor_parallel_size=1, pipeline_parallel_size=1)
+    asked = with_memory(long_request(fixed_sizes={"llm": sizes, "vision": sizes}), 6.0)
+    with pytest.raises(PlanError, match="no plan on 32 GPUs fits"):
+        PLANNERS["disttrain"](replace(asked, recompute="full"))
+    run, prediction = plan_run(PLANNERS["disttrain"], asked, max_actions=asked.max_actions)
+    assert run.plan.units["llm"].context_parallel_size > 1
+    assert prediction.peak_memory_bytes <= asked.memory_bytes
+
+
+@pytest.mark.parametrize("graph", ["two", "three"])
+def test_the_objective_is_that_of_exhaustive_search(graph):
+    base = request(GRAPHS[graph], num_gpus=8, global_batch_size=4)
+    problem = build_problem(with_memory(replace(base, most_context_parallel=8, least_share_tokens=64), 1.5))
+    assert len(set(problem.llm.context.tolist())) > 1
+    assert search_allocation(problem).seconds == pytest.approx(exhaustive_seconds(problem), rel=1e-12)
+
+
+def candidate_of(*, context: int, data: int = 1, tensor: int = 2, pipeline: int = 2) -> Candidate:
+    return Candidate({"llm": even_layout(LLM, tensor, data, pipeline, context=context)})
+
+
+@pytest.mark.parametrize("context", [1, 2, 4, 8])
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_estimated_and_simulated_memory_agree(context, implementation, recompute):
+    document = SampleLengths(0, (), 32 * 1024, 1000)
+    asked = request(TEXT_ONLY, lengths=(document,), global_batch_size=4, num_gpus=64)
+    asked = replace(asked, transformer_impl=implementation, recompute=recompute)
+    candidate = candidate_of(context=context, data=2)
+    found = predict_run(candidate.to_run(asked, planner="test", seconds=0.0, started=0.0), asked).peak_memory_bytes
+    memory = MemoryEstimate(asked)
+    estimated = max(memory.stage_bytes("llm", candidate.layouts["llm"], stage, num_samples=2 - stage) for stage in (0, 1))
+    estimated += memory.working_bytes("llm", tensor_parallel_size=2, context_parallel_size=context)
+    assert estimated == pytest.approx(found, rel=0.1)
+
+
+def test_estimated_and_simulated_time_agree():
+    document = SampleLengths(0, (), 32 * 1024, 1000)
+    asked = request(TEXT_ONLY, lengths=(document,), global_batch_size=8, num_gpus=64)
+    seconds = {}
+    for context in (1, 4):
+        candidate = candidate_of(context=context)
+        run = candidate.to_run(asked, planner="test", seconds=0.0, started=0.0)
+        seconds[context] = predict_run(run, asked).iteration_seconds
+        assert estimate_seconds(asked, PlanningTimes(asked), candidate) == pytest.approx(seconds[context], rel=0.03)
+    assert seconds[4] < 0.35 * seconds[1]
+
+
+def test_gradients_are_reduced_over_shares_of_tokens_too():
+    asked = request(TEXT_ONLY)
+    spread, replicated, alone = (candidate_of(context=c, data=d).layouts["llm"] for c, d in ((4, 1), (1, 4), (1, 1)))
+    assert reduction_seconds(asked, "llm", alone) == 0.0
+    assert reduction_seconds(asked, "llm", spread) == reduction_seconds(asked, "llm", replicated) > 0
+
+
+def test_a_share_of_the_replicas_has_the_memory_of_the_whole():
+    document = SampleLengths(0, (), 8 * 1024, 1000)
+    asked = request(TEXT_ONLY, lengths=(document,), global_batch_size=32, num_gpus=64)
+    run = candidate_of(context=2, data=8, tensor=1).to_run(asked, planner="test", seconds=0.0, started=0.0)
+    whole, share = predict_run(run, asked), predict_run(run, asked, max_actions=20)
+    assert share.replica_share == 8
+    assert share.peak_memory_bytes == pytest.approx(whole.peak_memory_bytes, abs=1)
+    assert share.iteration_seconds == pytest.approx(whole.iteration_seconds, rel=0.02)
+
+
+def test_units_of_other_context_parallel_sizes_share_ranks():
+    layouts = {
+        "vision": even_layout(VISION, 2, 2, 1, context=2),
+        "llm": even_layout(LLM, 2, 1, 1, context=4),
+    }
+    asked = long_request(num_gpus=8)
+    run = Candidate(layouts, groups=(("vision", "llm"),)).to_run(asked, planner="test", seconds=0.0, started=0.0)
+    assert set(run.plan.units["vision"].ranks) == set(run.plan.units["llm"].ranks) == set(range(8))
+    assert math.isfinite(predict_run(run, asked).iteration_seconds)
+
+
+def test_generators_may_be_spread():
+    fixed = {**FIXED, "generator": FixedSizes(context_parallel_size=2), "vision": FixedSizes(context_parallel_size=1)}
+    run = PLANNERS["disttrain"](request(THREE, num_gpus=16, fixed_sizes=fixed))
+    assert [run.plan.units[unit].context_parallel_size for unit in THREE.unit_names] == [1, 2, 2]

@@ -1,0 +1,83 @@
+"""What plans count on must be what training runs: whose layers, and what replicas share."""
+
+from dataclasses import replace
+
+import pytest
+
+from multimodal.balance import BALANCERS
+from multimodal.balance.balance_options import BalanceOptions
+from multimodal.cost.memory import layer_static_bytes
+from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners.candidate import Candidate
+from multimodal.plan.planners.megatron import even_layout
+from multimodal.plan.planners.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.planning_request import SPLIT_SCHEDULES
+from multimodal.plan.planners.simulate_run import predict_run
+from multimodal.plan.planners.unit_layout import UnitLayout
+from multimodal.schedule.builders import BUILDERS
+from multimodal.values.model_graph import LayerKind
+from multimodal.values.schedule import ActionKind
+from tests.unit.plan.planners.planning_cases import CLUSTER, LLM, TEXT_ONLY, request
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_the_schedules_that_split_backwards_are_known(name):
+    ranges = ((0, 3), (7, 10)), ((3, 5), (5, 7))
+    stages = ranges if name == "zb-v" else tuple((each,) for each in ((0, 5), (5, 10)))
+    plan = Candidate({"llm": UnitLayout(1, 1, stages)}).build_plan(TEXT_ONLY)
+    lengths = request(TEXT_ONLY).lengths[:4]
+    assignment = BALANCERS["none"](lengths, graph=TEXT_ONLY, plan=plan, options=BalanceOptions(vocab_size=4096))
+    schedule = BUILDERS[name](TEXT_ONLY, plan, assignment)
+    kinds = {action.kind for lane in schedule.lanes for action in lane.actions}
+    assert (ActionKind.WEIGHT_GRADIENT in kinds) == (name in SPLIT_SCHEDULES)
+
+
+def test_fused_layers_are_counted_on_only_where_they_can_run():
+    asked = request(TEXT_ONLY)
+    assert asked.implementation("1f1b") == "transformer_engine" and asked.implementation("zb-h1") == "local"
+    wide = replace(asked, cluster=replace(CLUSTER, dtype="float32"))
+    assert wide.implementation("1f1b") == "local"
+    fused = replace(asked, transformer_impl="transformer_engine")
+    assert fused.allows("1f1b") and not fused.allows("zb-h1") and asked.allows("zb-h1")
+
+
+def test_braid_tries_no_schedule_that_the_wanted_layers_cannot_run():
+    run = PLANNERS["braid"](request(TEXT_ONLY, transformer_impl="transformer_engine"))
+    assert run.schedule not in SPLIT_SCHEDULES and "--transformer-impl transformer_engine" in run.flags
+    assert not any("zb-h1" in note for note in run.notes)
+
+
+def test_the_implementation_decides_what_is_kept():
+    peaks = {}
+    for implementation in ("local", "transformer_engine"):
+        asked = request(TEXT_ONLY, transformer_impl=implementation)
+        run = Candidate({"llm": even_layout(LLM, 1, 1, 1)}).to_run(asked, planner="test", seconds=0.0, started=0.0)
+        assert run.transformer_impl == implementation and f"--transformer-impl {implementation}" in run.flags
+        kept = MemoryEstimate(asked).layer("llm", LayerKind.TRANSFORMER).activation_bytes(1)
+        peaks[implementation] = predict_run(run, asked).peak_memory_bytes, kept
+    assert all(local > fused for local, fused in zip(*(peaks[name] for name in ("local", "transformer_engine")), strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "size", "zero_stage"), [("bfloat16", 2, 1), ("float32", 4, 1), ("float64", 8, 0)])
+def test_the_optimizer_is_shared_as_training_shares_it(dtype, size, zero_stage):
+    asked = request(TEXT_ONLY)
+    asked = replace(asked, cluster=replace(CLUSTER, dtype=dtype))
+    assert asked.zero_stage == zero_stage
+    layer = MemoryEstimate(asked).layer("llm", LayerKind.TRANSFORMER)
+    expected = layer_static_bytes(
+        layer.num_weights, is_trained=True, data_parallel_size=4, zero_stage=zero_stage, bytes_per_element=size
+    )
+    assert layer.static_bytes(4) == expected
+    run = Candidate({"llm": even_layout(LLM, 1, 4, 1)}).to_run(asked, planner="test", seconds=0.0, started=0.0)
+    memory = MemoryEstimate(asked)
+    estimated = memory.stage_bytes("llm", even_layout(LLM, 1, 4, 1), 0, num_samples=1)
+    assert predict_run(run, asked).peak_memory_bytes == pytest.approx(estimated, rel=0.1)
+
+
+def test_training_needs_sequence_parallelism_wherever_there_is_tensor_parallelism():
+    asked = request(TEXT_ONLY)
+    flags = [
+        Candidate({"llm": even_layout(LLM, tensor, 1, 1)}).to_run(asked, planner="test", seconds=0.0, started=0.0).training_flags
+        for tensor in (1, 2)
+    ]
+    assert ["--sequence-parallel" in each for each in flags] == [False, True]
