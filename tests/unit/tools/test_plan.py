@@ -54,6 +54,33 @@ def test_json_has_the_keys_and_the_plan_file_runs_in_the_simulator(flags, tmp_pa
     assert report["peak_memory_bytes"] == answer["peak_memory_bytes"]
 
 
+def test_a_context_parallel_plan_is_written_and_simulated_alike(flags, tmp_path, capsys):
+    data = ["--uniform-lengths", "vision=64,llm=2048", "--planner", "disttrain", "--fix", "llm:cp=2,tp=1"]
+    output = tmp_path / "plan.yaml"
+    answer = json.loads(plan(capsys, *flags, *data, "--output", str(output), "--json"))
+    assert answer["units"]["llm"]["cp"] == 2 and answer["units"]["vision"]["cp"] == 1
+    sizes = answer["units"]["llm"]
+    assert sizes["gpus"] == 2 * sizes["dp"] * sizes["pp"]
+    llm = read_plan(output, graph=ModelGraph.from_file(tmp_path / "model.yaml")).units["llm"]
+    assert llm.context_parallel_size == 2 and {len(stage.ranks) for stage in llm.replicas[0].stages} == {2}
+    comment = next(line for line in output.read_text().splitlines() if "tools/simulate.py" in line)
+    simulated = comment.split("tools/simulate.py --plan plan.yaml ")[1].split()
+    assert simulate_main(["--plan", str(output), *simulated, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["iteration_seconds"] == pytest.approx(answer["iteration_seconds"])
+    assert report["peak_memory_bytes"] == answer["peak_memory_bytes"]
+    table = plan(capsys, *flags, *data, "--compare", "megatron")
+    assert "tp x cp x pp x dp" in table and "llm 1x2x" in table
+
+
+def test_whose_layers_run_is_a_choice_that_the_plan_keeps(flags, tmp_path, capsys):
+    data = ["--uniform-lengths", "vision=64,llm=2048", "--planner", "megatron", "--output", str(tmp_path / "plan.yaml"), "--json"]
+    fused, local = (json.loads(plan(capsys, *flags, *data, *more)) for more in ([], ["--transformer-impl", "local"]))
+    assert (fused["transformer_impl"], local["transformer_impl"]) == ("transformer_engine", "local")
+    assert local["peak_memory_bytes"] > fused["peak_memory_bytes"]
+    assert "--transformer-impl local" in (tmp_path / "plan.yaml").read_text()
+
+
 def test_comparison_lists_every_planner_and_draws(flags, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     data = ["--uniform-lengths", "vision=64,llm=128", "--planner", "disttrain", "--compare", "megatron,entrain"]

@@ -133,3 +133,42 @@ def test_wrong_input_ends_with_one_line(flags, capsys, more, message):
     assert message in shown.err
     assert shown.err.count("\n") == 1
     assert shown.out == ""
+
+
+def test_a_plan_that_does_not_fit_is_refused_with_its_line(flags, tmp_path, capsys):
+    path = tmp_path / "plan.yaml"
+    lines = path.read_text().splitlines()
+    (number,) = (index for index, line in enumerate(lines) if "llm:" in line)
+    path.write_text("\n".join([*lines[: number + 1], "    context_parallel_size: 2", *lines[number + 1 :]]) + "\n")
+    assert main([*flags, "--uniform-lengths", "vision=64,llm=128"]) == 2
+    error = capsys.readouterr().err
+    assert "tp 1 x cp 2 needs 2 ranks, found 1 [2]" in error and error.count("\n") == 1
+    shown = int(error.split("plan.yaml, line ")[1].split(":")[0])
+    assert "ranks" in "\n".join(path.read_text().splitlines()[shown - 1 : shown + 1])
+
+
+def test_context_parallel_ranks_share_the_work_of_a_stage(flags, tmp_path, capsys):
+    units = {**PLAN["units"], "llm": {"replicas": [{"stages": [{"ranks": [2, 3], "layers": [[0, 6]]}]}]}}
+    spread, divided = ({**units["llm"], f"{kind}_parallel_size": 2} for kind in ("context", "tensor"))
+    reports = []
+    for llm in (spread, divided):
+        (tmp_path / "plan.yaml").write_text(yaml.safe_dump({"units": {**units, "llm": llm}}, sort_keys=False))
+        reports.append(simulate(capsys, *flags, "--uniform-lengths", "vision=64,llm=4096", "--json"))
+    context, tensor = reports
+    assert context["num_lanes"] == tensor["num_lanes"] == 3
+    # weights are whole on both ranks, activations are divided alike
+    lanes = [report["lanes"][2] for report in reports]
+    assert lanes[0]["peak_activation_bytes"] == pytest.approx(lanes[1]["peak_activation_bytes"], rel=0.05)
+    static = [lane["peak_memory_bytes"] - lane["peak_activation_bytes"] for lane in lanes]
+    assert static[0] > static[1]
+
+
+def test_float64_shares_no_optimizer_state(flags, tmp_path, capsys):
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text((ROOT / "examples" / "clusters" / "cpu.yaml").read_text().replace("dtype: float32", "dtype: float64"))
+    data = ["--uniform-lengths", "vision=64,llm=128", "--cluster", str(cluster), "--json"]
+    default, whole, shared = (
+        simulate(capsys, *flags, *data, *more)["lanes"][0]["peak_memory_bytes"]
+        for more in ([], ["--zero-stage", "0"], ["--zero-stage", "1"])
+    )
+    assert default == whole > shared
