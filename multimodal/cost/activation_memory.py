@@ -52,10 +52,12 @@ def layer_activation_bytes(
     bytes_per_element: int = 2,
     implementation: Implementation = "transformer_engine",
     recompute: Recompute | None = None,
+    is_spread: bool = False,
 ) -> float:
     """Return the bytes that a layer keeps for its backward, all tensor parallel ranks together; 0 where it has no backward.
 
-    load: of one microbatch, divided by the context parallel size; vocab_size: padded; bytes_per_element: of activations.
+    load: of one microbatch, divided by the context parallel size; vocab_size: padded; bytes_per_element: of activations;
+    is_spread: whether context parallel ranks share the tokens.
     """
     if not need.has_backward:
         return 0.0
@@ -68,6 +70,7 @@ def layer_activation_bytes(
         bytes_per_element=bytes_per_element,
         implementation=implementation,
         recompute=recompute,
+        is_spread=is_spread,
     )
     return kept.all_ranks(tensor_parallel_size=tensor_parallel_size, sequence_parallel=sequence_parallel)
 
@@ -82,13 +85,17 @@ def kept_bytes(
     bytes_per_element: int,
     implementation: Implementation,
     recompute: Recompute | None,
+    is_spread: bool = False,
 ) -> Kept:
-    """Count one layer with a backward; where its own weights have gradients, their inputs are kept, too."""
+    """Count one layer with a backward; where its own weights have gradients, their inputs are kept, too.
+
+    is_spread: attention that gathers keys and values keeps its inputs and repeats itself in the backward, as `selective` does.
+    """
     shape, size, trains = unit.transformer, bytes_per_element, need.trains_weights
     if kind is LayerKind.TRANSFORMER:
         if recompute == "full":
             return Kept(float(size * load.num_tokens * shape.hidden_size), 0.0)
-        is_selective = recompute == "selective"
+        is_selective = is_spread or recompute == "selective"
         per_token = _local_layer if implementation == "local" else _fused_layer
         whole, split = per_token(shape, trains=trains, size=size, is_selective=is_selective)
         return Kept(load.num_tokens * whole, load.num_tokens * split)

@@ -61,6 +61,7 @@ class StepMemory:
             bytes_per_element=self.bytes_per_element,
             implementation=self.options.transformer_impl,
             recompute=recompute,
+            is_spread=sizes.context_parallel_size > 1,
         )
         return total / (sizes.tensor_parallel_size * sizes.context_parallel_size)
 

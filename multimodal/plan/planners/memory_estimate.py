@@ -27,13 +27,16 @@ class LayerMemory(NamedTuple):
     num_weights: int
     is_trained: bool
     kept: Kept
-    """For the backward of one average sample."""
+    """For the backward of one average sample, where no context parallel ranks share its tokens."""
+    kept_spread: Kept
+    """The same over all ranks that do."""
     bytes_per_element: int
     zero_stage: int
 
-    def activation_bytes(self, tensor_parallel_size: int) -> float:
-        """Kept for the backward of one average sample, before context parallelism divides it."""
-        return self.kept.all_ranks(tensor_parallel_size=tensor_parallel_size, sequence_parallel=True)
+    def activation_bytes(self, tensor_parallel_size: int, context_parallel_size: int) -> float:
+        """Kept for the backward of one average sample, of one context parallel rank."""
+        kept = self.kept_spread if context_parallel_size > 1 else self.kept
+        return kept.all_ranks(tensor_parallel_size=tensor_parallel_size, sequence_parallel=True) / context_parallel_size
 
     def static_bytes(self, data_parallel_size: int) -> float:
         """Weights, gradients and optimizer state; data_parallel_size: ranks that hold the same weights."""
@@ -66,21 +69,21 @@ class MemoryEstimate:
         total = sum(count * self.layer(unit, kind).static_bytes(data_parallel_size) for kind, count in self._count(unit, ranges))
         return total / tensor_parallel_size
 
-    def activation_bytes(self, unit: str, ranges: Sequence[Range], *, tensor_parallel_size: int, num_samples: float) -> float:
-        """Activations of `num_samples` samples in the layers in `ranges`, per rank, before context parallelism divides them."""
+    def activation_bytes(self, unit: str, layout: UnitLayout, stage_index: int, *, num_samples: float) -> float:
+        """Activations of `num_samples` samples in one stage, per rank."""
         if num_samples <= 0:
             return 0.0
-        kinds = self._count(unit, ranges)
-        per_sample = sum(count * self.layer(unit, kind).activation_bytes(tensor_parallel_size) for kind, count in kinds)
-        return per_sample * float(self.heavy_samples(unit, num_samples)) / tensor_parallel_size
+        sizes = layout.tensor_parallel_size, layout.context_parallel_size
+        kinds = self._count(unit, layout.stages[stage_index])
+        per_sample = sum(count * self.layer(unit, kind).activation_bytes(*sizes) for kind, count in kinds)
+        return per_sample * float(self.heavy_samples(unit, num_samples)) / layout.tensor_parallel_size
 
     def stage_bytes(self, unit: str, layout: UnitLayout, stage_index: int, *, num_samples: float) -> float:
         """Static bytes of one stage and the activations of `num_samples` samples in it, per rank."""
         ranges = layout.stages[stage_index]
         size = layout.tensor_parallel_size
         static = self.static_bytes(unit, ranges, tensor_parallel_size=size, data_parallel_size=layout.weight_copies)
-        activations = self.activation_bytes(unit, ranges, tensor_parallel_size=size, num_samples=num_samples)
-        return static + activations / layout.context_parallel_size
+        return static + self.activation_bytes(unit, layout, stage_index, num_samples=num_samples)
 
     def working_bytes(self, unit: str, *, tensor_parallel_size: int, context_parallel_size: int) -> float:
         """What is there while one layer of the unit runs, per rank: what it computes again, and what context parallelism gathers.
@@ -91,8 +94,8 @@ class MemoryEstimate:
         samples = float(self.heavy_samples(unit, request.default_micro_batch_size))
         working = 0.0
         if request.recompute == "full":
-            whole = self.layer(unit, LayerKind.TRANSFORMER, is_recomputed=False).activation_bytes(tensor_parallel_size)
-            working = samples * whole / (tensor_parallel_size * context_parallel_size)
+            layer = self.layer(unit, LayerKind.TRANSFORMER, is_recomputed=False)
+            working = samples * layer.activation_bytes(tensor_parallel_size, context_parallel_size) / tensor_parallel_size
         if context_parallel_size > 1:
             num_groups = min(GATHERED_GROUPS, shape.query_groups // tensor_parallel_size)
             per_token = num_groups * 2 * shape.head_channels * request.cluster.bytes_per_element
@@ -138,10 +141,11 @@ class MemoryEstimate:
             index = described.layers.index(kind)
             need = layers_backward_need(request.graph, unit, range(index, index + 1))
             load = UnitLoad(*(math.ceil(each) for each in request.mean_loads[unit]))
-            self._layers[key] = LayerMemory(
-                layer_weights(request.graph, described, kind, vocab_size=request.vocab_size),
-                need.trains_weights,
-                kept_bytes(
+
+            def kept(*, is_spread: bool) -> Kept:
+                if not need.has_backward:
+                    return Kept(0.0, 0.0)
+                return kept_bytes(
                     described,
                     kind,
                     load,
@@ -150,9 +154,14 @@ class MemoryEstimate:
                     bytes_per_element=request.cluster.bytes_per_element,
                     implementation=request.implementation("1f1b"),
                     recompute=request.recompute if is_recomputed else None,
+                    is_spread=is_spread,
                 )
-                if need.has_backward
-                else Kept(0.0, 0.0),
+
+            self._layers[key] = LayerMemory(
+                layer_weights(request.graph, described, kind, vocab_size=request.vocab_size),
+                need.trains_weights,
+                kept(is_spread=False),
+                kept(is_spread=True),
                 request.cluster.bytes_per_element,
                 request.zero_stage,
             )

@@ -210,14 +210,19 @@ class PlanningRequest:
     def context_parallel_sizes(self, unit: str, *, micro_batch_size: int) -> tuple[int, ...]:
         """The fixed size; else 1, and those up to `most_context_parallel` whose ranks get `least_share_tokens` of a large load.
 
-        A large load is a microbatch of average samples or the longest sample. An encoder has 1 where blocks would cut
-        what it merges.
+        A large load is a microbatch of average samples or the longest sample; of the former, every rank must get a block, since
+        short samples take turns with long ones. An encoder has 1 where blocks would cut what it merges.
         """
         fixed = self.fixed(unit).context_parallel_size
         if fixed is not None:
             return (fixed,)
-        largest = max(micro_batch_size * self.mean_loads[unit][0], self.largest_tokens[unit])
-        most = min(self.most_context_parallel, self.num_gpus, int(largest / self.least_share_tokens))
+        average = micro_batch_size * self.mean_loads[unit][0]
+        most = min(
+            self.most_context_parallel,
+            self.num_gpus,
+            int(max(average, self.largest_tokens[unit]) / self.least_share_tokens),
+            int(average / BLOCK_SIZE),
+        )
         described = self.graph.unit(unit)
         if described.role is Role.ENCODER and BLOCK_SIZE % described.merge_factor:
             most = 1

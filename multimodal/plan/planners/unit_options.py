@@ -145,8 +145,7 @@ def _in_flight_downstream(
         return np.array([layer.static_bytes(count) for count in copies.tolist()])[position]
 
     static = stage.num_body * static_bytes(body) + sum(map(static_bytes, outer))
-    outer_bytes = sum(layer.activation_bytes(size.tensor) for layer in outer)
-    per_sample = (stage.num_body * body.activation_bytes(size.tensor) + outer_bytes) / size.context
+    per_sample = stage.num_body * body.activation_bytes(*size) + sum(layer.activation_bytes(*size) for layer in outer)
     working = memory.working_bytes(unit, tensor_parallel_size=size.tensor, context_parallel_size=size.context)
     room = (request.planned_memory_bytes - working) * size.tensor - static
     kept = np.where(per_sample > 0, per_sample, 1.0)

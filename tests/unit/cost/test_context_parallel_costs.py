@@ -87,13 +87,25 @@ def test_gradients_are_reduced_over_context_parallel_ranks_and_optimizer_state_i
     assert SPREAD.static_bytes(lane) - SPREAD.memory.broker_bytes(0) == num_weights * (2 + 4 + 12 / 4) + gathered
 
 
+def layer_bytes(**options) -> float:
+    load = UnitLoad(NUM_TOKENS, NUM_TOKENS**2, 0)
+    llm = GRAPH.unit("llm")
+    return layer_activation_bytes(llm, LayerKind.TRANSFORMER, load, need=BackwardNeed.FULL, vocab_size=512, **options)
+
+
+def test_attention_that_gathers_keeps_its_inputs_only():
+    plain, selective, spread = (
+        layer_bytes(implementation="local", **options) for options in ({}, {"recompute": "selective"}, {"is_spread": True})
+    )
+    assert spread == selective < plain
+    assert layer_bytes(recompute="full", is_spread=True) == layer_bytes(recompute="full")
+
+
 def test_activations_and_messages_are_divided():
     place = Place("llm", 0, 1, 0)
-    kept = layer_activation_bytes(
-        GRAPH.unit("llm"), LayerKind.TRANSFORMER, UnitLoad(NUM_TOKENS, NUM_TOKENS**2, 0), need=BackwardNeed.FULL, vocab_size=512
-    )
+    kept = layer_bytes()
     head = ALONE.activation_bytes(place) - kept
-    assert head > 0 and SPREAD.activation_bytes(place) == pytest.approx((kept + head) / 4)
+    assert head > 0 and SPREAD.activation_bytes(place) == pytest.approx((layer_bytes(is_spread=True) + head) / 4)
     first = Place("llm", 0, 0, 0)
     assert SPREAD.activation_bytes(first) == pytest.approx(ALONE.activation_bytes(first) / 4), "encoders' rows, too"
     spread = costs_of(context_parallel_size=4, vision=UnitSizes(1, 1, 2, 1))

@@ -64,6 +64,8 @@ def test_sizes_are_open_only_where_every_rank_gets_a_long_share():
     assert replace(asked, num_gpus=4).context_parallel_sizes("llm", micro_batch_size=1) == (1, 2, 4)
     assert long_request().context_parallel_sizes("llm", micro_batch_size=1) == (1,), "planners of papers look at none"
     assert long_request(fixed_sizes=FIXED).context_parallel_sizes("llm", micro_batch_size=1) == (2,)
+    rare = replace(asked, lengths=(DOCUMENT, *(SampleLengths(index, (), 40, 10) for index in range(1, 300))))
+    assert rare.context_parallel_sizes("llm", micro_batch_size=1) == (1, 2), "259 tokens on average: two blocks"
     short = replace(asked, lengths=request(TWO).lengths)
     assert short.context_parallel_sizes("llm", micro_batch_size=1) == (1,)
 

@@ -53,7 +53,7 @@ def test_the_implementation_decides_what_is_kept():
         asked = request(TEXT_ONLY, transformer_impl=implementation)
         run = Candidate({"llm": even_layout(LLM, 1, 1, 1)}).to_run(asked, planner="test", seconds=0.0, started=0.0)
         assert run.transformer_impl == implementation and f"--transformer-impl {implementation}" in run.flags
-        kept = MemoryEstimate(asked).layer("llm", LayerKind.TRANSFORMER).activation_bytes(1)
+        kept = MemoryEstimate(asked).layer("llm", LayerKind.TRANSFORMER).activation_bytes(1, 1)
         peaks[implementation] = predict_run(run, asked).peak_memory_bytes, kept
     assert all(local > fused for local, fused in zip(*(peaks[name] for name in ("local", "transformer_engine")), strict=True))
 
