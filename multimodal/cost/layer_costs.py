@@ -103,10 +103,10 @@ class LayerCosts:
             cluster=self.cluster,
         )
         repeated: list[Curve] = []
-        if recompute is not None and kind is LayerKind.TRANSFORMER:
-            repeated.append(curves.forward if recompute == "full" else curves.attention)
-        if collectives.is_spread:
-            repeated.append(curves.attention)
+        if recompute == "full" and kind is LayerKind.TRANSFORMER:
+            repeated.append(curves.forward)
+        if collectives.is_spread or (recompute == "selective" and kind is LayerKind.TRANSFORMER):
+            repeated.append(curves.attention)  # once: gathered attention repeats itself, selective or not
         prepared = _Prepared(curves, tuple(repeated), collectives, recompute, leaves_unit(described.role, kind))
         self._prepared[unit, kind, tensor_parallel_size, context_parallel_size, recompute, ranks] = prepared
         return prepared
@@ -125,7 +125,7 @@ class _Prepared(NamedTuple):
 
     curves: LayerCurves
     repeated: tuple[Curve, ...]
-    """What the backward computes again: as recomputation asks, and attention once more where its keys are gathered anew."""
+    """What the backward computes again: as recomputation asks, and attention where its keys are gathered anew."""
     collectives: LayerCollectives
     recompute: Recompute | None
     at_exit: bool
@@ -139,5 +139,4 @@ class _Prepared(NamedTuple):
         attention = self.curves.attention.at(num_tokens, num_squared)
         gathering = self.collectives.exposed_gathering(num_tokens, num_squared, attention_seconds=attention)
         way_back = self.collectives.exposed_way_back(num_tokens, num_squared, attention_seconds=attention) + tensor
-        again = {None: 0.0, "selective": gathering, "full": tensor + gathering}[self.recompute]
-        return tensor + gathering, way_back + again
+        return tensor + gathering, way_back + (tensor + gathering if self.recompute == "full" else 0.0)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from megatron.runtime import platform
 from megatron.runtime.activation_store import SavedTensors
 from megatron.runtime.layer_inputs import synthetic_input
 from megatron.runtime.profiler import build_layer
+from multimodal.attention.own_share import OwnShare
+from multimodal.attention.token_shares import TokenShares
 from multimodal.cost.activation_memory import layer_activation_bytes
 from multimodal.cost.layer_flops import UnitLoad
 from multimodal.cost.parameters import layer_parameters, unit_parameters
@@ -62,11 +65,12 @@ def graph_of(shape: str) -> ModelGraph:
     )
 
 
-def groups(size: int) -> ProcessGroupCollection:
-    alone = dist.new_group([0])
-    tensor = dist.group.WORLD if size == 2 else alone
-    names = ("cp", "pp", "ep", "expt_tp", "tp_ep")
-    return ProcessGroupCollection(**dict.fromkeys(("tp", "tp_cp"), tensor), **dict.fromkeys(names, alone))
+def groups(size: int, *, context: int = 1) -> ProcessGroupCollection:
+    alone, both = dist.new_group([0]), dist.group.WORLD
+    of_size = {1: alone, 2: both}
+    names = ("pp", "ep", "expt_tp", "tp_ep")
+    shared = {"tp": of_size[size], "cp": of_size[context], "tp_cp": of_size[max(size, context)]}
+    return ProcessGroupCollection(**shared, **dict.fromkeys(names, alone))
 
 
 def saved_bytes(stage: UnitStage, *inputs: Any) -> int:
@@ -136,6 +140,31 @@ def test_tensor_parallel_ranks_share_what_is_predicted(shape: str, sequence_para
         implementation="local",
     )
     assert predicted / 2 == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_context_parallel_ranks_share_what_is_predicted(shape: str, dtype: Any, recompute: Any) -> None:
+    graph, num_tokens = graph_of(shape), 512
+    options = BuildOptions(Precision(dtype), recompute=recompute)
+    stage = build_layer(graph, "llm", LayerKind.TRANSFORMER, groups=groups(1, context=2), options=options, vocab_size=VOCABULARY)
+    blocks = np.array([0, 1, 1, 0], dtype=np.int32)
+    share = OwnShare(TokenShares(blocks, 2, num_tokens, num_tokens // 4), 0)
+    hidden = torch.randn(num_tokens // 2, 1, 64, dtype=dtype).requires_grad_()
+    batch = PackedInput((300, 212), torch.from_numpy(share.positions), share=share)
+    predicted = layer_activation_bytes(
+        graph.unit("llm"),
+        LayerKind.TRANSFORMER,
+        UnitLoad(num_tokens, 0, num_tokens),
+        need=BackwardNeed.FULL,
+        vocab_size=VOCABULARY,
+        bytes_per_element=dtype.itemsize,
+        implementation="local",
+        recompute=recompute,
+        is_spread=True,
+    )
+    assert predicted / 2 == pytest.approx(saved_bytes(stage, hidden, batch, None), rel=0.05)
 
 
 @pytest.mark.parametrize("recompute", [None, "selective", "full"])
