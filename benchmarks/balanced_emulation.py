@@ -37,6 +37,7 @@ from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.schedule_cache import ScheduleCache
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
@@ -53,7 +54,7 @@ def emulate_batch(lengths: Sequence[SampleLengths], cluster: Cluster) -> dict[st
     plan = plan_disaggregated(graph, sizes=SIZES, world_size=8)
     found = {}
     for name in ("none", "auto"):
-        predictor = StepPredictor(graph, plan, BUILDERS[SCHEDULE], (), cluster, VOCAB_SIZE)
+        predictor = StepPredictor(ScheduleCache(graph, plan, BUILDERS[SCHEDULE]), cluster, VOCAB_SIZE)
         options = BalanceOptions(num_microbatches=NUM_MICROBATCHES, vocab_size=VOCAB_SIZE, predictor=predictor)
         assignment = BALANCERS[name](lengths, graph=graph, plan=plan, options=options)
         schedule = build_schedule(BUILDERS[SCHEDULE], graph, plan, assignment)
@@ -74,7 +75,7 @@ def slow_cluster(lengths: Sequence[SampleLengths]) -> Cluster:
     plan = plan_disaggregated(graph, sizes=SIZES, world_size=8)
     options = BalanceOptions(num_microbatches=NUM_MICROBATCHES, vocab_size=VOCAB_SIZE)
     assignment = BALANCERS["none"](lengths, graph=graph, plan=plan, options=options)
-    predictor = StepPredictor(graph, plan, BUILDERS[SCHEDULE], (), cluster, VOCAB_SIZE)
+    predictor = StepPredictor(ScheduleCache(graph, plan, BUILDERS[SCHEDULE]), cluster, VOCAB_SIZE)
     return replace(cluster, peak_tflops=cluster.peak_tflops * predictor.predict(assignment, lengths).seconds / TARGET_SECONDS)
 
 

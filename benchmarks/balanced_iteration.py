@@ -35,6 +35,7 @@ from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import passes_named
+from multimodal.schedule.schedule_cache import ScheduleCache
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
@@ -84,7 +85,8 @@ def measure(samples: Sequence[SampleLengths], *, schedule: str, passes: str, num
     graph = ModelGraph.from_dict({"units": MODEL})
     plan = plan_disaggregated(graph, sizes=SIZES, world_size=8 * NUM_REPLICAS)
     cluster = Cluster.from_file(ROOT / "examples" / "clusters" / "h100.yaml")
-    predictor = StepPredictor(graph, plan, BUILDERS[schedule], passes_named(passes), cluster, VOCAB_SIZE)
+    schedules = ScheduleCache(graph, plan, BUILDERS[schedule], passes_named(passes))
+    predictor = StepPredictor(schedules, cluster, VOCAB_SIZE)
     options = BalanceOptions(num_microbatches=NUM_MICROBATCHES, vocab_size=VOCAB_SIZE, predictor=predictor)
     batches = list(draw_length_batches(samples, batch_size=GLOBAL_BATCH_SIZE, num_batches=num_batches, seed=0))
     found = {}

@@ -12,10 +12,7 @@ from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster, Network, NodeLink
 from multimodal.cost.hardware import peak_tflops
 from multimodal.cost.run_options import RunOptions
-from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.passes import passes_named
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
+from multimodal.schedule.schedule_cache import ScheduleCache
 
 _GLOO = NodeLink(1.5, 60.0), Network(1.0, 100.0, 1)
 _NVLINK = NodeLink(450.0, 3.0), Network(50.0, 8.0, 1)
@@ -24,17 +21,17 @@ _CPU_TFLOPS = 0.118
 _UNKNOWN_DEVICE_TFLOPS = 500.0
 
 
-def build_predictor(config: RunConfig, graph: ModelGraph, plan: Plan, *, vocab_size: int) -> StepPredictor:
-    """Predict steps as the flags' schedule would run them on --cluster; raises ConfigError when that cannot be read."""
+def build_predictor(config: RunConfig, schedules: ScheduleCache, *, vocab_size: int) -> StepPredictor:
+    """Predict steps as `schedules` would run them on --cluster; raises ConfigError when that cannot be read."""
     training = config.training
     cluster = Cluster.from_file(training.cluster) if training.cluster else assumed_cluster()
-    passes = passes_named(training.schedule_passes)
     options = RunOptions(
         recompute=training.recompute_granularity,
+        zero_stage=0 if training.dtype == "float64" else 1,
         sequence_parallel=config.parallelism.sequence_parallel,
         transformer_impl=config.model.transformer_impl,
     )
-    return StepPredictor(graph, plan, BUILDERS[training.schedule], passes, cluster, vocab_size, options)
+    return StepPredictor(schedules, cluster, vocab_size, options)
 
 
 def assumed_cluster() -> Cluster:

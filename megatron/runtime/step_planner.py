@@ -6,7 +6,7 @@ step it runs in loader workers, ahead of training and off its critical path.
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
@@ -22,42 +22,10 @@ from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.generator_samples import drop_idle_samples
 from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
-from multimodal.schedule.build_schedule import build_schedule
-from multimodal.schedule.builders import Builder
-from multimodal.schedule.passes import Pass
+from multimodal.schedule.schedule_cache import ScheduleCache
 from multimodal.values.assignment import Assignment, validate_assignment
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.schedule import Schedule
 from multimodal.values.schedule_form import form_of
-
-_Shape = tuple[object, ...]
-
-
-@dataclass
-class ScheduleCache:
-    """Lowered, validated schedules by the shape of the assignment: counts and routes, not sample ids."""
-
-    graph: ModelGraph
-    plan: Plan
-    builder: Builder
-    passes: Sequence[Pass] = ()
-    """Applied one after another to what the builder emits; forward-only schedules, in which there is nothing to cut, stay."""
-    forward_only: bool = False
-    capacity: int = 64
-    _schedules: dict[_Shape, Schedule] = field(default_factory=dict)
-
-    def schedule(self, assignment: Assignment) -> Schedule:
-        """Build, lower and validate, or find what was built for the same shape; raises ScheduleError."""
-        shape = _shape_of(assignment, self.graph)
-        if shape not in self._schedules:
-            if len(self._schedules) >= self.capacity:
-                self._schedules.pop(next(iter(self._schedules)))
-            self._schedules[shape] = build_schedule(
-                self.builder, self.graph, self.plan, assignment, passes=self.passes, forward_only=self.forward_only
-            )
-        return self._schedules[shape]
 
 
 class StepPlanner(torch.utils.data.Dataset[Step]):
@@ -156,10 +124,3 @@ def plan_step(
     )
     step.placement.work_out_routes(plan, rank=rank)
     return step.changed(inputs=loaded.inputs, target_samples=loaded.target_samples, subset_inputs=loaded.subset_inputs)
-
-
-def _shape_of(assignment: Assignment, graph: ModelGraph) -> _Shape:
-    counts = tuple((unit, tuple(len(replica) for replica in replicas)) for unit, replicas in assignment.units.items())
-    routes = assignment.routes(graph).from_source
-    pairs = tuple(sorted((route.source, route.target) for found in routes.values() for route in found))
-    return (counts, pairs)

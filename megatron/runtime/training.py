@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron.runtime import platform
 from megatron.runtime.agreement import check_agreement
@@ -19,7 +20,7 @@ from megatron.runtime.resumption import save
 from megatron.runtime.run import Run
 from megatron.runtime.step import Step
 from megatron.runtime.step_loader import load_steps
-from megatron.runtime.step_planner import ScheduleCache, StepPlanner
+from megatron.runtime.step_planner import StepPlanner
 from megatron.runtime.step_thread import load_steps_in_thread
 from megatron.runtime.timeline_gathering import gather_timeline
 from megatron.runtime.trainer import EvaluationReport
@@ -32,6 +33,7 @@ from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import passes_named
+from multimodal.schedule.schedule_cache import ScheduleCache
 from multimodal.values.timeline import TimelineEvent
 
 
@@ -148,14 +150,16 @@ def _train_planner(run: Run) -> StepPlanner:
 
 def _planner(run: Run, source: SampleSource, *, seed: int, shuffle: bool, forward_only: bool) -> StepPlanner:
     training = run.config.training
-    passes = passes_named(training.schedule_passes)
+    build_cache = partial(ScheduleCache, run.graph, run.plan, BUILDERS[training.schedule], passes_named(training.schedule_passes))
+    schedules = build_cache(forward_only=forward_only)
+    trained = build_cache() if forward_only else schedules  # batches are balanced alike whatever they are for
     return StepPlanner(
         source,
         batches=GlobalBatches(len(source), training.global_batch_size, seed, shuffle=shuffle),
-        schedules=ScheduleCache(run.graph, run.plan, BUILDERS[training.schedule], passes=passes, forward_only=forward_only),
+        schedules=schedules,
         balancer=BALANCERS[training.balance],
         rank=run.world.rank,
-        options=_balance_options(run),
+        options=_balance_options(run, trained),
         exchange=run.exchanges[forward_only] if run.exchanges else None,
         is_emulated=run.emulation is not None,
         sharing=ContextSharing(
@@ -166,7 +170,7 @@ def _planner(run: Run, source: SampleSource, *, seed: int, shuffle: bool, forwar
     )
 
 
-def _balance_options(run: Run) -> BalanceOptions:
+def _balance_options(run: Run, schedules: ScheduleCache) -> BalanceOptions:
     training = run.config.training
     return BalanceOptions(
         micro_batch_size=training.micro_batch_size,
@@ -174,7 +178,7 @@ def _balance_options(run: Run) -> BalanceOptions:
         granularity=Granularity(training.balance_granularity),
         ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "8")),
         vocab_size=run.vocab_size,
-        predictor=build_predictor(run.config, run.graph, run.plan, vocab_size=run.vocab_size),
+        predictor=build_predictor(run.config, schedules, vocab_size=run.vocab_size),
     )
 
 

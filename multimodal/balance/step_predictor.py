@@ -8,14 +8,10 @@ from functools import cached_property
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import DEFAULT_OPTIONS, RunOptions
-from multimodal.schedule.build_schedule import build_schedule
-from multimodal.schedule.builders import Builder
-from multimodal.schedule.passes import Pass
-from multimodal.schedule.simulate import simulate_schedule
+from multimodal.schedule.schedule_cache import ScheduleCache
+from multimodal.schedule.simulate import simulate_seconds
 from multimodal.values.assignment import Assignment
 from multimodal.values.backward_need import stage_backward_need
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.schedule import Action, ActionKind
 
@@ -27,26 +23,23 @@ MOST_SIMULATED_COMPUTATIONS = 20_000
 class StepPredictor:
     """Predicts steps of one plan under one schedule; deterministic, as all ranks must choose alike."""
 
-    graph: ModelGraph
-    plan: Plan
-    builder: Builder
-    passes: Sequence[Pass]
+    schedules: ScheduleCache
     cluster: Cluster
     vocab_size: int
     options: RunOptions = DEFAULT_OPTIONS
 
     def predict(self, assignment: Assignment, lengths: Sequence[SampleLengths]) -> "StepPrediction":
         """Predict a step of these samples."""
-        costs = ModelCosts(self.graph, self.plan, assignment, lengths, self.cluster, self.vocab_size, self.options)
-        return StepPrediction(self.builder, self.passes, costs)
+        graph, plan = self.schedules.graph, self.schedules.plan
+        costs = ModelCosts(graph, plan, assignment, lengths, self.cluster, self.vocab_size, self.options)
+        return StepPrediction(self.schedules, costs)
 
 
 @dataclass(frozen=True)
 class StepPrediction:
     """One step, predicted as far as it is asked for."""
 
-    builder: Builder
-    passes: Sequence[Pass]
+    schedules: ScheduleCache
     costs: ModelCosts
 
     @cached_property
@@ -54,9 +47,7 @@ class StepPrediction:
         """Seconds of the step: simulated, or where that would take long, the least it can take. Raises ScheduleError."""
         if self._num_computations > MOST_SIMULATED_COMPUTATIONS:
             return self.least_seconds
-        graph, plan, assignment = self.costs.graph, self.costs.plan, self.costs.assignment
-        schedule = build_schedule(self.builder, graph, plan, assignment, passes=self.passes, validates=False)
-        return simulate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, costs=self.costs).iteration_seconds
+        return simulate_seconds(self.schedules.structure(self.costs.assignment), self.costs)
 
     @cached_property
     def least_seconds(self) -> float:

@@ -20,17 +20,15 @@ def build_schedule(
     *,
     passes: Sequence[Pass] = (),
     forward_only: bool = False,
-    validates: bool = True,
 ) -> Schedule:
     """Return a lowered, validated schedule; the one way there for the run, the simulator and the emulator.
 
     passes: applied one after another to what the builder emits; a forward-only schedule, in which there is nothing to cut, stays
-    as it is. validates: leave it out only where many schedules are tried and none of them is run. Raises ScheduleError.
+    as it is. Raises ScheduleError.
     """
     schedule = builder(graph, plan, assignment, forward_only=forward_only)
     for rewrite in () if forward_only else passes:
         schedule = rewrite(schedule, graph=graph, plan=plan, assignment=assignment)
     schedule = insert_communication(schedule, graph=graph, plan=plan, assignment=assignment)
-    if validates:
-        validate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, lowered=True, forward_only=forward_only)
+    validate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, lowered=True, forward_only=forward_only)
     return schedule

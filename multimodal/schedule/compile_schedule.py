@@ -53,9 +53,30 @@ def compile_schedule(
 ) -> CompiledSchedule:
     """Turn a valid schedule into arrays.
 
-    Of lanes that are alike up to their replica (`lane_components`), dependencies are asked once; durations are asked for every
-    action. Raises ScheduleError when an action needs one that the schedule lacks, ConfigError when a duration is negative or
-    not finite. O(actions + dependencies).
+    Durations are asked for every action. Raises ScheduleError when an action needs one that the schedule lacks, ConfigError when
+    a duration is negative or not finite. O(actions + dependencies).
+    """
+    return compile_structure(schedule, graph=graph, plan=plan, assignment=assignment, lowered=lowered).with_costs(costs)
+
+
+@dataclass(frozen=True)
+class CompiledStructure:
+    """A schedule without durations: the same for all assignments of one shape (`shape_of`)."""
+
+    schedule: Schedule
+    parts: "Sequence[_Part]"
+
+    def with_costs(self, costs: StepCosts) -> CompiledSchedule:
+        """Ask for every action's duration; raises ConfigError when one is negative or not finite. O(actions)."""
+        return _Assembly(self.schedule, self.parts, costs).compiled()
+
+
+def compile_structure(
+    schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment, lowered: bool = True
+) -> CompiledStructure:
+    """Find what waits for what; of lanes that are alike up to their replica (`lane_components`), dependencies are asked once.
+
+    Raises ScheduleError when an action needs one that the schedule lacks. O(actions + dependencies).
     """
     components = lane_components(schedule, graph=graph, plan=plan, assignment=assignment)
     structures: list[tuple[LaneComponent, ScheduleStructure]] = []
@@ -67,7 +88,7 @@ def compile_schedule(
             structure = build_structure(component, graph=graph, plan=plan, assignment=assignment, lowered=lowered)
             structures.append((component, structure))
         parts.append(_Part(component, structure))
-    return _Assembly(schedule, parts, costs).compiled()
+    return CompiledStructure(schedule, parts)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import numpy as np
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.activation_peak import peak_activation_bytes
 from multimodal.schedule.bubbles import bubble_fractions
-from multimodal.schedule.compile_schedule import CompiledSchedule, compile_schedule
+from multimodal.schedule.compile_schedule import CompiledSchedule, CompiledStructure, compile_schedule
 from multimodal.schedule.event_arrays import EventTimes
 from multimodal.schedule.place_grid import show_places
 from multimodal.schedule.simulate_events import simulate_events
@@ -30,10 +30,9 @@ def simulate_schedule(
     negative or not finite. O((actions + dependencies) log lanes).
     """
     compiled = compile_schedule(schedule, graph=graph, plan=plan, assignment=assignment, costs=costs)
-    times = simulate_events(compiled.arrays)
-    check_finished(compiled, times)
+    times = _run(compiled)
     arrays = compiled.arrays
-    iteration_seconds = float(np.max(times.end_seconds + arrays.latency_seconds, initial=0.0))
+    iteration_seconds = _iteration_seconds(compiled, times)
     work = np.where(compiled.place_of_node >= 0, arrays.seconds, 0.0)[arrays.lane_nodes]
     waits = compiled.tensor_parallel_seconds[arrays.lane_nodes]
     busy_seconds = np.bincount(compiled.lane_of_entry, work - waits, arrays.num_lanes)
@@ -51,6 +50,25 @@ def simulate_schedule(
         compiled=compiled,
         times=times,
     )
+
+
+def simulate_seconds(structure: CompiledStructure, costs: StepCosts) -> float:
+    """Return `simulate_schedule`'s iteration time alone, for a structure that is simulated under one set of costs after another.
+
+    Raises what `simulate_schedule` raises.
+    """
+    compiled = structure.with_costs(costs)
+    return _iteration_seconds(compiled, _run(compiled))
+
+
+def _run(compiled: CompiledSchedule) -> EventTimes:
+    times = simulate_events(compiled.arrays)
+    check_finished(compiled, times)
+    return times
+
+
+def _iteration_seconds(compiled: CompiledSchedule, times: EventTimes) -> float:
+    return float(np.max(times.end_seconds + compiled.arrays.latency_seconds, initial=0.0))
 
 
 def check_finished(compiled: CompiledSchedule, times: EventTimes) -> None:

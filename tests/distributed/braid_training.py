@@ -7,12 +7,13 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron.runtime.assembly import RankRuntime, assemble
 from megatron.runtime.gradients import clip_gradients, global_gradient_norm
-from megatron.runtime.step_planner import ScheduleCache, plan_step
+from megatron.runtime.step_planner import plan_step
 from megatron.runtime.unit_optimizer import build_optimizer_config, build_unit_optimizer
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.schedule_cache import ScheduleCache
 from multimodal.values.plan import Plan
 from tests.distributed.gradient_case import SEED, single_rank_plan
 from tests.distributed.rank_pool import TIMEOUT

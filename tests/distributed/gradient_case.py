@@ -13,7 +13,7 @@ from megatron.runtime.assembly import RankRuntime, assemble
 from megatron.runtime.context_sharing import ContextSharing
 from megatron.runtime.sample_exchange import SampleExchange
 from megatron.runtime.step import Step
-from megatron.runtime.step_planner import ScheduleCache, plan_step
+from megatron.runtime.step_planner import plan_step
 from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.packed_mask import ItemSpan
 from multimodal.balance.distribute_tokens import TokenDistribution
@@ -25,6 +25,7 @@ from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import Pass
+from multimodal.schedule.schedule_cache import ScheduleCache
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan

@@ -9,6 +9,7 @@ from multimodal.balance.balance_options import BalanceOptions, Granularity
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster, Network, NodeLink
 from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.schedule_cache import ScheduleCache
 from multimodal.values.assignment import validate_assignment
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.gradient_comparison import assert_matches
@@ -24,7 +25,7 @@ def balanced_case(name: str, model: str, *, granularity: Granularity = Granulari
     case = build_case("1f1b", MODELS[model])
     graph, plan = case.graph, case.plan
     lengths = [case.source.lengths(index) for index in range(len(case.source))]
-    predictor = StepPredictor(graph, plan, BUILDERS["1f1b"], (), CLUSTER, case.source.vocab_size)
+    predictor = StepPredictor(ScheduleCache(graph, plan, BUILDERS["1f1b"]), CLUSTER, case.source.vocab_size)
     options = BalanceOptions(granularity=granularity, ranks_per_node=4, predictor=predictor, vocab_size=case.source.vocab_size)
     assignment = BALANCERS[name](lengths, graph=graph, plan=plan, options=options)
     validate_assignment(assignment, graph=graph, plan=plan, lengths=lengths)

@@ -15,7 +15,7 @@ from megatron.runtime.checkpoint import LoadedCheckpoint, load_checkpoint, save_
 from megatron.runtime.context_sharing import ContextSharing
 from megatron.runtime.gradients import clip_gradients, global_gradient_norm
 from megatron.runtime.loss_sums import LossSums
-from megatron.runtime.step_planner import ScheduleCache, plan_step
+from megatron.runtime.step_planner import plan_step
 from megatron.runtime.unit_optimizer import build_optimizer_config, build_unit_optimizer
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.in_order import balance_in_order
@@ -26,6 +26,7 @@ from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import Pass
+from multimodal.schedule.schedule_cache import ScheduleCache
 from multimodal.values.model_graph import ImageInput, ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan
 from tests.distributed.random_source import RandomSource, SampleShape

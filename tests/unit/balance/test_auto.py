@@ -9,6 +9,7 @@ from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster, Network, NodeLink
 from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.schedule_cache import ScheduleCache
 from multimodal.values.assignment import validate_assignment
 
 CLUSTER = Cluster(8, 100.0, 80.0, NodeLink(100.0, 1.0), Network(10.0, 5.0, 8))
@@ -20,8 +21,8 @@ def draw_batch(build_sample, seed, *, size=24):
     return [build_sample(index, random.randint(5, 400), *items[index]) for index in range(size)]
 
 
-def predictor(graph, plan, **changes):
-    return StepPredictor(graph, plan, BUILDERS["1f1b"], (), CLUSTER, 128, **changes)
+def predictor(graph, plan):
+    return StepPredictor(ScheduleCache(graph, plan, BUILDERS["1f1b"]), CLUSTER, 128)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -9,9 +9,10 @@ import pytest
 
 from megatron.runtime.context_sharing import ContextSharing
 from megatron.runtime.step import Step
-from megatron.runtime.step_planner import ScheduleCache, plan_step
+from megatron.runtime.step_planner import plan_step
 from megatron.runtime.token_placement import WHOLE
 from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.schedule_cache import ScheduleCache
 from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.errors import DataError
 from multimodal.values.plan import Plan
