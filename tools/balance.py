@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -25,6 +25,7 @@ from multimodal.data.length_table import read_length_table
 from multimodal.values.errors import BraidError, ConfigError
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from tools.flag_types import Parser, count, counts_by_unit, values_by_unit
 
 TOKEN_BYTES = 4
 """Of a token id, before the LLM takes it."""
@@ -34,28 +35,20 @@ SHAPE = {"num_layers": 1, "hidden_size": 128, "num_attention_heads": 1, "ffn_hid
 """Where no model is given, only the units' names and the images' patches matter."""
 
 
-class Parser(argparse.ArgumentParser):
-    """Raises ConfigError instead of printing its usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise."""
-        raise ConfigError(message)
-
-
 def build_parser() -> Parser:
     """Return the parser of all flags."""
     parser = Parser(prog="balance.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     data = parser.add_argument_group("the data")
     data.add_argument("--lengths", type=Path, required=True, metavar="L.csv.gz", help="Lengths of real samples.")
-    data.add_argument("--global-batch-size", type=_count, required=True, metavar="N", help="Samples in a batch.")
-    data.add_argument("--num-batches", type=_count, default=8, metavar="N", help="Batches to balance (8).")
+    data.add_argument("--global-batch-size", type=count, required=True, metavar="N", help="Samples in a batch.")
+    data.add_argument("--num-batches", type=count, default=8, metavar="N", help="Batches to balance (8).")
     data.add_argument("--seed", type=_seed, default=0, metavar="S", help="Of the order in which samples are drawn (0).")
     layout = parser.add_argument_group("who takes it")
     layout.add_argument("--units", type=_names, metavar="A,B", help="Encoders and the LLM, which is the last one.")
     layout.add_argument("--model", type=Path, metavar="M.yaml", help="A model in place of --units: its FLOPs are the costs.")
-    layout.add_argument("--replicas", type=_counts, required=True, metavar="UNIT=N,...", help="Replicas of every unit.")
-    layout.add_argument("--microbatches", type=_count, required=True, metavar="N", help="Microbatches of an LLM replica.")
-    layout.add_argument("--gpus-per-node", type=_count, default=8, metavar="N", help="Replicas that share a node (8).")
+    layout.add_argument("--replicas", type=counts_by_unit, required=True, metavar="UNIT=N,...", help="Replicas of every unit.")
+    layout.add_argument("--microbatches", type=count, required=True, metavar="N", help="Microbatches of an LLM replica.")
+    layout.add_argument("--gpus-per-node", type=count, default=8, metavar="N", help="Replicas that share a node (8).")
     how = parser.add_argument_group("how")
     how.add_argument("--balance", required=True, choices=BALANCERS, help="The balancer.")
     how.add_argument("--balance-granularity", choices=[*Granularity], default="item", help="What an encoder moves as one (item).")
@@ -68,12 +61,6 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, found '{text}'")
-    return int(text)
 
 
 def _seed(text: str) -> int:
@@ -89,19 +76,8 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _pairs(text: str) -> dict[str, str]:
-    pairs = [entry.partition("=") for entry in text.split(",")]
-    if not all(name and value for name, _, value in pairs):
-        raise argparse.ArgumentTypeError(f"expected UNIT=VALUE,UNIT=VALUE, found '{text}'")
-    return {name: value for name, _, value in pairs}
-
-
-def _counts(text: str) -> dict[str, int]:
-    return {name: _count(number) for name, number in _pairs(text).items()}
-
-
 def _costs(text: str) -> dict[str, UnitCost]:
-    return {name: _cost(value) for name, value in _pairs(text).items()}
+    return {name: _cost(value) for name, value in values_by_unit(text).items()}
 
 
 def _cost(text: str) -> UnitCost:

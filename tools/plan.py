@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, get_args
+from typing import Any, NamedTuple, get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -32,6 +32,7 @@ from multimodal.plan.planners.simulate_run import Prediction
 from multimodal.values.errors import BraidError, ConfigError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import UnitPlan
+from tools.flag_types import Parser, count, counts_by_unit
 
 DEFAULT_VOCAB_SIZE = 50304
 SIZE_NAMES = {
@@ -41,14 +42,6 @@ SIZE_NAMES = {
     "dp": "data_parallel_size",
     "v": "virtual_stages",
 }
-
-
-class Parser(argparse.ArgumentParser):
-    """Raises ConfigError instead of printing its usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise."""
-        raise ConfigError(message)
 
 
 class Planned(NamedTuple):
@@ -67,16 +60,16 @@ def build_parser() -> Parser:
     what.add_argument("--freeze-projector", nargs="+", default=[], metavar="UNIT", help="Units whose projector is not trained.")
     what.add_argument("--cluster", type=Path, required=True, metavar="C.yaml", help="GPUs and links; see examples/clusters.")
     what.add_argument("--layer-costs", type=Path, metavar="COSTS.yaml", help="Measured layers, from tools/profile_layers.py.")
-    what.add_argument("--num-gpus", type=_count, required=True, metavar="N", help="The most GPUs that the plan may use.")
-    what.add_argument("--vocab-size", type=_count, metavar="N", help="Padded vocabulary of the LLM (the model file's, or 50304).")
+    what.add_argument("--num-gpus", type=count, required=True, metavar="N", help="The most GPUs that the plan may use.")
+    what.add_argument("--vocab-size", type=count, metavar="N", help="Padded vocabulary of the LLM (the model file's, or 50304).")
     data = parser.add_argument_group("the data")
-    data.add_argument("--global-batch-size", type=_count, required=True, metavar="B", help="Samples per step.")
-    data.add_argument("--micro-batch-size", type=_count, metavar="N", help="Samples per LLM microbatch (1; braid searches).")
+    data.add_argument("--global-batch-size", type=count, required=True, metavar="B", help="Samples per step.")
+    data.add_argument("--micro-batch-size", type=count, metavar="N", help="Samples per LLM microbatch (1; braid searches).")
     data.add_argument("--lengths", type=Path, metavar="L.csv.gz", help="Lengths of real samples, taken in the file's order.")
-    data.add_argument("--uniform-lengths", type=_tokens, metavar="UNIT=TOKENS,...", help="The same lengths for all samples.")
     data.add_argument(
-        "--num-iterations", type=_count, default=1, metavar="N", help="Global batches that predictions average (1)."
+        "--uniform-lengths", type=counts_by_unit, metavar="UNIT=TOKENS,...", help="One length for all samples."
     )
+    data.add_argument("--num-iterations", type=count, default=1, metavar="N", help="Global batches that predictions average (1).")
     how = parser.add_argument_group("how to plan")
     how.add_argument("--planner", choices=PLANNERS, default="braid", help="Finds the plan (braid).")
     how.add_argument("--compare", type=_names, default=(), metavar="P1,P2,...", help="Show these planners' plans beside it.")
@@ -105,19 +98,6 @@ def build_parser() -> Parser:
     return parser
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, found '{text}'")
-    return int(text)
-
-
-def _tokens(text: str) -> dict[str, int]:
-    pairs = [entry.partition("=") for entry in text.split(",")]
-    if not all(name and separator for name, separator, _ in pairs):
-        raise argparse.ArgumentTypeError(f"expected UNIT=NUMBER,UNIT=NUMBER, found '{text}'")
-    return {name: _count(number) for name, _, number in pairs}
-
-
 def _names(text: str) -> tuple[str, ...]:
     names = tuple(name for name in text.split(",") if name)
     if unknown := [name for name in names if name not in PLANNERS and name != "all"]:
@@ -130,7 +110,7 @@ def _fixed(text: str) -> tuple[str, FixedSizes]:
     pairs = [entry.partition("=") for entry in sizes.split(",")]
     if not unit or not separator or any(name not in SIZE_NAMES for name, _, _ in pairs):
         raise argparse.ArgumentTypeError(f"expected UNIT:tp=N,cp=N,pp=N,dp=N,v=N with some of the five, found '{text}'")
-    return unit, FixedSizes(**{SIZE_NAMES[name]: _count(number) for name, _, number in pairs})
+    return unit, FixedSizes(**{SIZE_NAMES[name]: count(number) for name, _, number in pairs})
 
 
 def build_request(flags: argparse.Namespace) -> PlanningRequest:

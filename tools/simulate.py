@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, get_args
+from typing import Any, NamedTuple, get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -46,6 +46,7 @@ from multimodal.values.errors import BraidError, ConfigError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, read_plan
 from multimodal.values.sample_lengths import SampleLengths
+from tools.flag_types import Parser, count, counts_by_unit
 
 DEFAULT_MICROBATCHES = 8
 """Per replica of the LLM, where no global batch size is given."""
@@ -75,14 +76,6 @@ class Step(NamedTuple):
     costs: StepCosts
 
 
-class Parser(argparse.ArgumentParser):
-    """Raises ConfigError instead of printing its usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise."""
-        raise ConfigError(message)
-
-
 def build_parser() -> Parser:
     """Return the parser of all flags; those that --costs would ignore default to None."""
     parser = Parser(prog="simulate.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
@@ -94,14 +87,18 @@ def build_parser() -> Parser:
     what.add_argument("--costs", type=Path, metavar="COSTS.yaml", help="Seconds per stage instead of model, cluster and plan.")
     data = parser.add_argument_group("the data")
     data.add_argument("--lengths", type=Path, metavar="L.csv.gz", help="Lengths of real samples, taken in the file's order.")
-    data.add_argument("--uniform-lengths", type=_tokens, metavar="UNIT=TOKENS,...", help="The same lengths for all samples.")
-    data.add_argument("--num-iterations", type=_count, metavar="N", help="Consecutive global batches to simulate (1).")
-    data.add_argument("--global-batch-size", type=_count, metavar="N", help="Samples per step (8 microbatches per LLM replica).")
-    data.add_argument("--micro-batch-size", type=_count, metavar="N", help="Samples per LLM microbatch (1).")
-    data.add_argument("--encoder-micro-batch-sizes", type=_tokens, metavar="UNIT=ITEMS,...", help="Items per encoder microbatch.")
+    data.add_argument(
+        "--uniform-lengths", type=counts_by_unit, metavar="UNIT=TOKENS,...", help="One length for all samples."
+    )
+    data.add_argument("--num-iterations", type=count, metavar="N", help="Consecutive global batches to simulate (1).")
+    data.add_argument("--global-batch-size", type=count, metavar="N", help="Samples per step (8 microbatches per LLM replica).")
+    data.add_argument("--micro-batch-size", type=count, metavar="N", help="Samples per LLM microbatch (1).")
+    data.add_argument(
+        "--encoder-micro-batch-sizes", type=counts_by_unit, metavar="UNIT=ITEMS,...", help="Items per encoder microbatch."
+    )
     data.add_argument("--balance", choices=BALANCERS, help="Places samples and items (none).")
     data.add_argument(
-        "--vocab-size", type=_count, metavar="N", help="Padded vocabulary of the LLM (the model file's, else 50304)."
+        "--vocab-size", type=count, metavar="N", help="Padded vocabulary of the LLM (the model file's, else 50304)."
     )
     data.add_argument("--recompute-granularity", choices=("selective", "full"), help="What backwards compute again (nothing).")
     data.add_argument(
@@ -119,19 +116,6 @@ def build_parser() -> Parser:
     output.add_argument("--trace", type=Path, metavar="OUT.json", help="First step for ui.perfetto.dev and tools/trace.py.")
     output.add_argument("--picture", type=Path, metavar="OUT.png", help="First step as a picture.")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, found '{text}'")
-    return int(text)
-
-
-def _tokens(text: str) -> dict[str, int]:
-    pairs = [entry.partition("=") for entry in text.split(",")]
-    if not all(name and separator for name, separator, _ in pairs):
-        raise argparse.ArgumentTypeError(f"expected UNIT=NUMBER,UNIT=NUMBER, found '{text}'")
-    return {name: _count(number) for name, _, number in pairs}
 
 
 def check_flags(flags: argparse.Namespace) -> None:

@@ -3,13 +3,11 @@
 python tools/trace.py diff A.json B.json [--picture OUT.png] [--json]
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -19,16 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from multimodal.schedule.chrome_trace import read_timeline
 from multimodal.schedule.draw_comparison import draw_comparison
 from multimodal.schedule.timeline_difference import IDLE, Share, TimelineDifference, compare_timelines
-from multimodal.values.errors import BraidError, ConfigError
+from multimodal.values.errors import BraidError
 from multimodal.values.schedule import ACTION_TABLE, ActionKind
-
-
-class Parser(argparse.ArgumentParser):
-    """Raises ConfigError instead of printing its usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise."""
-        raise ConfigError(message)
+from tools.flag_types import Parser
 
 
 def build_parser() -> Parser:
