@@ -12,6 +12,9 @@ from multimodal.cost.quadratic import Quadratic
 from multimodal.values.model_graph import LayerKind, ModelGraph, Unit
 
 _ONE_TOKEN = UnitLoad(1, 1, 1)
+ATTENTION_BACKWARD = 2.5
+"""Flash attention's backward over its forward: five products instead of two, since scores are not kept but computed again
+(Dao et al., FlashAttention, section 3)."""
 
 
 def analytic_curves(
@@ -19,15 +22,15 @@ def analytic_curves(
 ) -> LayerCurves:
     """Return the curves of one layer on one of the `num_ranks` (tensor x context parallel) ranks that share it.
 
-    Input and weight gradients repeat the forward's products with weights once each; attention's backward takes twice its forward
-    and belongs to the input gradient, as does the elementwise work, which moves twice the forward's bytes. vocab_size: padded.
+    Input and weight gradients repeat the forward's products with weights once each; attention's backward belongs to the input
+    gradient, as does that of the elementwise work (`layer_traffic_bytes`). vocab_size: padded.
     """
     products = _products(graph, unit, kind, num_ranks=num_ranks, cluster=cluster, vocab_size=vocab_size)
     attention = _attention(graph, unit, kind, num_ranks=num_ranks, cluster=cluster)
-    moving = _elementwise(unit, kind, num_ranks=num_ranks, cluster=cluster, vocab_size=vocab_size)
+    moving, moving_back = _elementwise(unit, kind, num_ranks=num_ranks, cluster=cluster, vocab_size=vocab_size)
     return LayerCurves(
         forward=products.plus(attention, moving),
-        input_gradient=products.plus(attention.times(2), moving.times(2)),
+        input_gradient=products.plus(attention.times(ATTENTION_BACKWARD), moving_back),
         weight_gradient=products,
         attention=attention,
     )
@@ -47,8 +50,12 @@ def _attention(graph: ModelGraph, unit: Unit, kind: LayerKind, *, num_ranks: int
     return Quadratic(cluster.half_efficiency_gflop * 1e9 / speed, 0.0, flops / num_ranks / speed)
 
 
-def _elementwise(unit: Unit, kind: LayerKind, *, num_ranks: int, cluster: Cluster, vocab_size: int) -> Quadratic:
+def _elementwise(
+    unit: Unit, kind: LayerKind, *, num_ranks: int, cluster: Cluster, vocab_size: int
+) -> tuple[Quadratic, Quadratic]:
+    """Forward and backward."""
     if cluster.memory_bandwidth_gbytes_per_second is None:
-        return Quadratic()
-    num_bytes = layer_traffic_bytes(unit, kind, vocab_size=vocab_size, bytes_per_element=cluster.bytes_per_element)
-    return Quadratic(linear=num_bytes / num_ranks / (cluster.memory_bandwidth_gbytes_per_second * 1e9))
+        return Quadratic(), Quadratic()
+    traffic = layer_traffic_bytes(unit, kind, vocab_size=vocab_size, bytes_per_element=cluster.bytes_per_element)
+    bytes_per_second = num_ranks * cluster.memory_bandwidth_gbytes_per_second * 1e9
+    return Quadratic(linear=traffic.forward / bytes_per_second), Quadratic(linear=traffic.input_gradient / bytes_per_second)

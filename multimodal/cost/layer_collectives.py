@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from multimodal.cost.analytic_curves import ATTENTION_BACKWARD
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.communication import collective_seconds
 from multimodal.cost.quadratic import Quadratic
@@ -36,10 +37,11 @@ class LayerCollectives(NamedTuple):
         """Seconds that a backward waits: it gathers again, repeats attention, and sends gradients home.
 
         It waits for the first group to come and for the gradients of the last one to go; in between, both run beside attention's
-        forward and backward, which takes two forwards. attention_seconds: of a forward.
+        forward and backward. attention_seconds: of a forward.
         """
         gathering = self.context.at(num_tokens, num_squared)
-        return self._beside(2 * gathering, 3 * attention_seconds) + 2 * gathering / self.num_steps
+        computing = (1 + ATTENTION_BACKWARD) * attention_seconds
+        return self._beside(2 * gathering, computing) + 2 * gathering / self.num_steps
 
     def _beside(self, moving: float, computing: float) -> float:
         return max(0.0, moving - computing) * (self.num_steps - 1) / self.num_steps
