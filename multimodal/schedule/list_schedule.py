@@ -42,6 +42,8 @@ class Policy:
     """Whether forwards inside their limits are more urgent than backwards (tight limits, strictly in turns)."""
     urgent: frozenset[Action] = frozenset()
     """Actions that, once ready, go before all others."""
+    rank: Callable[[Action], tuple[int, ...]] | None = None
+    """Of equally urgent actions, those of lower rank go first."""
 
 
 def list_schedule(
@@ -75,10 +77,11 @@ class _ListScheduler:
         self.policy = policy
         self.form = split_form(graph, plan, assignment) if policy.splits_backwards else PLAIN
         position = {unit: index for index, unit in enumerate(graph.unit_names)}
+        rank = policy.rank or (lambda action: ())
         everything = compute_actions(graph, plan, assignment, forward_only=forward_only, form=self.form)
         self.actions = sorted(
             (action for action in everything if action.kind is not ActionKind.REDUCE_GRADIENTS),
-            key=lambda a: (self._urgency(a), -position[a.unit], a.microbatch, -a.stage, a.replica),
+            key=lambda a: (self._urgency(a), rank(a), -position[a.unit], a.microbatch, -a.stage, a.replica),
         )
         stages: dict[StageKey, tuple[int, ...]] = {}
         costs: dict[tuple[ActionKind, StageKey], int] = {}
