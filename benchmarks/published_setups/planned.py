@@ -2,11 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from multimodal.cost.calibrate_compute import calibrate_compute
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.layer_costs import Recompute
+from multimodal.cost.layer_costs import LayerCosts, Recompute
+from multimodal.cost.layer_execution import DEFAULT_EXECUTION, LayerExecution
+from multimodal.cost.run_options import RunOptions
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
@@ -17,6 +21,22 @@ from multimodal.values.sample_lengths import SampleLengths
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MAX_ACTIONS = 8_000
 """Beyond so many computations a share of the replicas is simulated, or two smaller batches (see `predict_run`)."""
+
+
+@dataclass(frozen=True)
+class PaperRequest(PlanningRequest):
+    """A request whose layers run as in a paper's system."""
+
+    execution: LayerExecution = DEFAULT_EXECUTION
+
+    @cached_property
+    def layer_costs(self) -> LayerCosts:
+        """Seconds of single layers."""
+        return replace(super().layer_costs, execution=self.execution)
+
+    def run_options(self, **options: Any) -> RunOptions:
+        """How such a run computes and keeps things."""
+        return replace(super().run_options(**options), execution=self.execution)
 
 
 @dataclass(frozen=True)
@@ -35,11 +55,13 @@ class Setup:
     balance: str | None = None
     """In place of the planner's."""
     recompute: Recompute | None = None
+    execution: LayerExecution = DEFAULT_EXECUTION
+    """What the system does in its layers."""
     num_batches: int = 1
 
-    def request(self, cluster: Cluster) -> PlanningRequest:
+    def request(self, cluster: Cluster) -> "PaperRequest":
         """Ask for a plan on a cluster."""
-        return PlanningRequest(
+        return PaperRequest(
             self.graph,
             cluster,
             self.num_gpus,
@@ -49,6 +71,7 @@ class Setup:
             vocab_size=self.graph.backbone.vocab_size or 50304,
             fixed_sizes=self.fixed_sizes,
             recompute=self.recompute,
+            execution=self.execution,
         )
 
     def plan(self, cluster: Cluster) -> PlannedRun:

@@ -17,7 +17,7 @@ class LayerCollectives(NamedTuple):
     """Of one layer, in one pass (a forward, or the way back), over all tokens of a load."""
 
     tensor: Quadratic = Quadratic()
-    """Over tensor parallel ranks; nothing hides them."""
+    """Over tensor parallel ranks."""
     context: Quadratic = Quadratic()
     """Gathering the keys and values of all heads over context parallel ranks, or sending their gradients home."""
     num_steps: int = 1
@@ -28,10 +28,19 @@ class LayerCollectives(NamedTuple):
         """Whether context parallel ranks share the tokens."""
         return self.context != Quadratic()
 
+    def exposed_tensor(self, num_tokens: int, num_squared: int, *, products_seconds: float, num_parts: int) -> float:
+        """Seconds that a pass waits for tensor parallel collectives cut into parts, as are the products beside them.
+
+        The first part is waited for, and what outlasts the products; with one part, everything. products_seconds: of the matrix
+        products of the pass.
+        """
+        moving = self.tensor.at(num_tokens, num_squared)
+        return _beside(moving, products_seconds, num_parts) + moving / num_parts
+
     def exposed_gathering(self, num_tokens: int, num_squared: int, *, attention_seconds: float) -> float:
         """Seconds that a forward waits for keys and values: for the first group, and where gathering outlasts attention."""
         gathering = self.context.at(num_tokens, num_squared)
-        return self._beside(gathering, attention_seconds) + gathering / self.num_steps
+        return _beside(gathering, attention_seconds, self.num_steps) + gathering / self.num_steps
 
     def exposed_way_back(self, num_tokens: int, num_squared: int, *, attention_seconds: float) -> float:
         """Seconds that a backward waits: it gathers again, repeats attention, and sends gradients home.
@@ -41,10 +50,12 @@ class LayerCollectives(NamedTuple):
         """
         gathering = self.context.at(num_tokens, num_squared)
         computing = (1 + ATTENTION_BACKWARD) * attention_seconds
-        return self._beside(2 * gathering, computing) + 2 * gathering / self.num_steps
+        return _beside(2 * gathering, computing, self.num_steps) + 2 * gathering / self.num_steps
 
-    def _beside(self, moving: float, computing: float) -> float:
-        return max(0.0, moving - computing) * (self.num_steps - 1) / self.num_steps
+
+def _beside(moving: float, computing: float, num_parts: int) -> float:
+    """Seconds by which all parts but one outlast the computing that runs beside them."""
+    return max(0.0, moving - computing) * (num_parts - 1) / num_parts
 
 
 def layer_collectives(

@@ -8,6 +8,7 @@ from multimodal.cost.analytic_curves import analytic_curves
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layer_collectives import LayerCollectives, layer_collectives
 from multimodal.cost.layer_curves import Curve, LayerCurves, counted_tokens, leaves_unit
+from multimodal.cost.layer_execution import DEFAULT_EXECUTION, LayerExecution
 from multimodal.cost.layer_flops import UnitLoad
 from multimodal.cost.layer_profile import LayerProfile
 from multimodal.cost.layer_seconds import NO_SECONDS, LayerSeconds
@@ -34,6 +35,8 @@ class LayerCosts:
     """Padded."""
     profile: LayerProfile | None = None
     """Measured curves; layers that it does not list are computed from the cluster's description."""
+    execution: LayerExecution = DEFAULT_EXECUTION
+    """How the layers run."""
 
     def __post_init__(self) -> None:
         if self.profile is not None:
@@ -107,7 +110,8 @@ class LayerCosts:
             repeated.append(curves.forward)
         if collectives.is_spread or (recompute == "selective" and kind is LayerKind.TRANSFORMER):
             repeated.append(curves.attention)  # once: gathered attention repeats itself, selective or not
-        prepared = _Prepared(curves, tuple(repeated), collectives, recompute, leaves_unit(described.role, kind))
+        at_exit = leaves_unit(described.role, kind)
+        prepared = _Prepared(curves, tuple(repeated), collectives, recompute, at_exit, self.execution)
         self._prepared[unit, kind, tensor_parallel_size, context_parallel_size, recompute, ranks] = prepared
         return prepared
 
@@ -129,14 +133,21 @@ class _Prepared(NamedTuple):
     collectives: LayerCollectives
     recompute: Recompute | None
     at_exit: bool
+    execution: LayerExecution
 
     def waiting(self, load: UnitLoad) -> tuple[float, float]:
         """Seconds of waiting for collectives in a forward, and in an input gradient with what it computes again."""
         num_tokens, num_squared, _ = load
-        tensor = self.collectives.tensor.at(num_tokens, num_squared)
+        tensor = self.collectives.exposed_tensor(
+            num_tokens,
+            num_squared,
+            products_seconds=self.curves.weight_gradient.at(num_tokens, num_squared),
+            num_parts=self.execution.num_overlapped_parts,
+        )
+        again = tensor * self.execution.repeated_collectives if self.recompute == "full" else 0.0
         if not self.collectives.is_spread:
-            return tensor, tensor * (2 if self.recompute == "full" else 1)
+            return tensor, tensor + again
         attention = self.curves.attention.at(num_tokens, num_squared)
         gathering = self.collectives.exposed_gathering(num_tokens, num_squared, attention_seconds=attention)
         way_back = self.collectives.exposed_way_back(num_tokens, num_squared, attention_seconds=attention) + tensor
-        return tensor + gathering, way_back + (tensor + gathering if self.recompute == "full" else 0.0)
+        return tensor + gathering, way_back + (again + gathering if self.recompute == "full" else 0.0)

@@ -29,7 +29,7 @@ from multimodal.values.schedule import REPEATED_KINDS, Action, ActionKind, Place
 class ModelCosts:
     """`StepCosts` of one global batch on a cluster.
 
-    A computation takes its layers' seconds (`LayerCosts`), with the collectives inside them, which nothing hides. A message is
+    A computation takes its layers' seconds (`LayerCosts`), with what is waited for of the collectives inside them. A message is
     `num_tokens x hidden_size` elements. Replicas reduce fp32 gradients and gather the parameters of trained layers (ZeRO-1);
     where they share the weights themselves (ZeRO-3), every stage gathers them in every pass, while the layer before computes.
     """
@@ -49,7 +49,7 @@ class ModelCosts:
     @cached_property
     def layer_costs(self) -> LayerCosts:
         """Seconds of single layers."""
-        return LayerCosts(self.graph, self.cluster, self.vocab_size, self.profile)
+        return LayerCosts(self.graph, self.cluster, self.vocab_size, self.profile, self.options.execution)
 
     @cached_property
     def loads(self) -> AssignedLoads:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from multimodal.cost.activation_memory import Implementation
 from multimodal.cost.layer_costs import Recompute
+from multimodal.cost.layer_execution import DEFAULT_EXECUTION, LayerExecution
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,8 @@ class RunOptions:
     sequence_parallel: bool = True
     transformer_impl: Implementation = "transformer_engine"
     """Which layers' activations are counted."""
+    execution: LayerExecution = DEFAULT_EXECUTION
+    """What published systems do in a layer; not among the flags."""
 
 
 DEFAULT_OPTIONS = RunOptions()

@@ -1,0 +1,38 @@
+"""What published systems do in a layer: collectives beside products, and less of a forward repeated."""
+
+from dataclasses import replace
+
+import pytest
+
+from multimodal.cost.layer_collectives import LayerCollectives
+from multimodal.cost.layer_execution import LayerExecution
+from multimodal.cost.quadratic import Quadratic
+from tests.unit.cost.test_layer_costs import LAYER, LOAD, PLAIN
+
+
+def test_all_but_one_part_of_a_collective_runs_beside_the_products():
+    collectives = LayerCollectives(tensor=Quadratic(0.0, 0.08))  # 8 s for 100 tokens
+
+    def waiting(products: float, num_parts: int) -> float:
+        return collectives.exposed_tensor(100, 10_000, products_seconds=products, num_parts=num_parts)
+
+    assert waiting(20.0, 1) == pytest.approx(8.0)
+    assert waiting(20.0, 4) == pytest.approx(2.0), "one of four parts"
+    assert waiting(4.0, 4) == pytest.approx(2.0 + 4.0 * 3 / 4), "products are too short for the other three"
+    assert waiting(0.0, 4) == pytest.approx(8.0)
+
+
+def test_overlap_shortens_waiting_and_nothing_else():
+    overlapped = replace(PLAIN, execution=LayerExecution(num_overlapped_parts=4))
+    plain, found = (costs.seconds("llm", LAYER, LOAD, tensor_parallel_size=2, recompute="full") for costs in (PLAIN, overlapped))
+    assert found.forward_waiting < plain.forward_waiting
+    assert found.forward - found.forward_waiting == pytest.approx(plain.forward - plain.forward_waiting)
+    assert found.input_gradient_waiting == pytest.approx(2 * found.forward_waiting)
+    assert found.weight_gradient == plain.weight_gradient
+
+
+def test_recomputation_that_ends_early_leaves_the_last_all_reduce_out():
+    early = replace(PLAIN, execution=LayerExecution(repeated_collectives=0.5))
+    for recompute, passes in ((None, 1.0), ("full", 1.5)):
+        found = early.seconds("llm", LAYER, LOAD, tensor_parallel_size=2, recompute=recompute)
+        assert found.input_gradient_waiting == pytest.approx(passes * found.forward_waiting)
