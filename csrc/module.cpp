@@ -11,7 +11,10 @@
 #include "block_summary.h"
 #include "distribute_longest_first.h"
 #include "entrain_assignment.h"
+#include "execute_lanes.h"
+#include "list_schedule.h"
 #include "longest_first_partition.h"
+#include "lower_lanes.h"
 #include "post_balance.h"
 #include "rearrange_nodes.h"
 #include "reorder_microbatches.h"
@@ -49,6 +52,49 @@ py::tuple simulate_events(const Array<std::int64_t>& lane_starts, const Array<st
         times = braid::simulate_events(arrays);
     }
     return py::make_tuple(to_array(times.start_seconds), to_array(times.end_seconds), to_array(times.positions));
+}
+
+py::tuple execute_lanes(const Array<std::int64_t>& lane_starts, const Array<std::int64_t>& lane_actions,
+                        const Array<std::uint8_t>& resources, const Array<std::int64_t>& stages,
+                        const Array<std::int64_t>& stage_starts, const Array<std::int64_t>& stage_lanes,
+                        const Array<std::int64_t>& need_starts, const Array<std::int64_t>& needs,
+                        const Array<std::int64_t>& collectives, const Array<std::int64_t>& member_starts,
+                        const Array<std::int64_t>& members, const Array<double>& durations) {
+    const braid::NumberedLanes lanes{view(lane_starts),  view(lane_actions), view(resources), view(stages),
+                                     view(stage_starts), view(stage_lanes),  view(need_starts), view(needs),
+                                     view(collectives),  view(member_starts), view(members),   view(durations)};
+    braid::LaneEvents events;
+    {
+        py::gil_scoped_release release;
+        events = braid::execute_lanes(lanes);
+    }
+    return py::make_tuple(to_array(events.actions), to_array(events.lanes), to_array(events.start_seconds),
+                          to_array(events.end_seconds), to_array(events.positions), to_array(events.is_done));
+}
+
+std::vector<std::vector<std::int64_t>> list_schedule(
+    const Array<std::int64_t>& lane_starts, const Array<std::int64_t>& lanes, const Array<std::int64_t>& costs,
+    const Array<std::int64_t>& microbatches, const Array<std::int64_t>& groups, const Array<std::uint8_t>& flags,
+    const Array<std::int64_t>& follower_starts, const Array<std::int64_t>& followers, const Array<std::int64_t>& release_starts,
+    const Array<std::int64_t>& releases, const Array<std::int64_t>& phases, const Array<std::int64_t>& forward_limits,
+    const Array<std::int64_t>& storage_limits, const Array<std::int64_t>& forward_floors, std::int64_t num_lanes) {
+    const braid::ListedActions actions{view(lane_starts),    view(lanes),          view(costs),          view(microbatches),
+                                       view(groups),         view(flags),          view(follower_starts), view(followers),
+                                       view(release_starts), view(releases),       view(phases),         view(forward_limits),
+                                       view(storage_limits), view(forward_floors), num_lanes};
+    py::gil_scoped_release release;
+    return braid::list_schedule(actions);
+}
+
+std::vector<std::vector<std::int64_t>> lower_lanes(const Array<std::int64_t>& lane_starts,
+                                                   const Array<std::int64_t>& lane_actions,
+                                                   const Array<std::int64_t>& producers, const Array<std::int64_t>& consumers,
+                                                   const Array<std::int64_t>& source_starts,
+                                                   const Array<std::int64_t>& source_lanes, std::int64_t num_actions) {
+    const braid::LanesToLower lanes{view(lane_starts), view(lane_actions),  view(producers), view(consumers),
+                                    view(source_starts), view(source_lanes), num_actions};
+    py::gil_scoped_release release;
+    return braid::lower_lanes(lanes);
 }
 
 braid::BlockStrips summarize_mask_blocks(const Array<std::int64_t>& starts, const Array<std::int64_t>& bits,
@@ -174,6 +220,15 @@ PYBIND11_MODULE(_kernels, module) {
     module.def("simulate_events", &simulate_events, py::arg("lane_starts"), py::arg("lane_nodes"), py::arg("lane_fillers"),
                py::arg("kinds"), py::arg("need_starts"), py::arg("needs"), py::arg("receiver_starts"), py::arg("receivers"),
                py::arg("seconds"), py::arg("latency_seconds"), py::arg("links"), py::kw_only(), py::arg("num_links"));
+    module.def("execute_lanes", &execute_lanes, py::kw_only(), py::arg("lane_starts"), py::arg("lane_actions"),
+               py::arg("resources"), py::arg("stages"), py::arg("stage_starts"), py::arg("stage_lanes"), py::arg("need_starts"),
+               py::arg("needs"), py::arg("collectives"), py::arg("member_starts"), py::arg("members"), py::arg("durations"));
+    module.def("list_schedule", &list_schedule, py::kw_only(), py::arg("lane_starts"), py::arg("lanes"), py::arg("costs"),
+               py::arg("microbatches"), py::arg("groups"), py::arg("flags"), py::arg("follower_starts"), py::arg("followers"),
+               py::arg("release_starts"), py::arg("releases"), py::arg("phases"), py::arg("forward_limits"),
+               py::arg("storage_limits"), py::arg("forward_floors"), py::arg("num_lanes"));
+    module.def("lower_lanes", &lower_lanes, py::kw_only(), py::arg("lane_starts"), py::arg("lane_actions"), py::arg("producers"),
+               py::arg("consumers"), py::arg("source_starts"), py::arg("source_lanes"), py::arg("num_actions"));
     module.def("find_mask_runs", &find_mask_runs, py::arg("bits"), py::arg("sample_ids"), py::arg("item_ids"));
     module.def("list_mask_blocks", &list_mask_blocks, py::arg("starts"), py::arg("bits"), py::arg("sample_ids"),
                py::arg("item_ids"), py::arg("query_block_size"), py::arg("key_block_size"));

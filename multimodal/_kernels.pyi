@@ -28,6 +28,51 @@ def simulate_events(
     *,
     num_links: int,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]: ...
+def execute_lanes(
+    *,
+    lane_starts: NDArray[np.int64],
+    lane_actions: NDArray[np.int64],
+    resources: NDArray[np.uint8],
+    stages: NDArray[np.int64],
+    stage_starts: NDArray[np.int64],
+    stage_lanes: NDArray[np.int64],
+    need_starts: NDArray[np.int64],
+    needs: NDArray[np.int64],
+    collectives: NDArray[np.int64],
+    member_starts: NDArray[np.int64],
+    members: NDArray[np.int64],
+    durations: NDArray[np.float64],
+) -> tuple[
+    NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArray[np.float64], NDArray[np.int64], NDArray[np.uint8]
+]: ...
+def list_schedule(
+    *,
+    lane_starts: NDArray[np.int64],
+    lanes: NDArray[np.int64],
+    costs: NDArray[np.int64],
+    microbatches: NDArray[np.int64],
+    groups: NDArray[np.int64],
+    flags: NDArray[np.uint8],
+    follower_starts: NDArray[np.int64],
+    followers: NDArray[np.int64],
+    release_starts: NDArray[np.int64],
+    releases: NDArray[np.int64],
+    phases: NDArray[np.int64],
+    forward_limits: NDArray[np.int64],
+    storage_limits: NDArray[np.int64],
+    forward_floors: NDArray[np.int64],
+    num_lanes: int,
+) -> list[list[int]]: ...
+def lower_lanes(
+    *,
+    lane_starts: NDArray[np.int64],
+    lane_actions: NDArray[np.int64],
+    producers: NDArray[np.int64],
+    consumers: NDArray[np.int64],
+    source_starts: NDArray[np.int64],
+    source_lanes: NDArray[np.int64],
+    num_actions: int,
+) -> list[list[int]]: ...
 def find_mask_runs(bits: NDArray[np.int64], sample_ids: NDArray[np.int32], item_ids: NDArray[np.int32]) -> NDArray[np.int64]: ...
 def list_mask_blocks(
     starts: NDArray[np.int64],

@@ -4,35 +4,23 @@ Unlike in the simulator, a lane waits in a collective for all others and runs fi
 finishes here finishes however long its actions take. Passes measure and order actions by this clock.
 """
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from multimodal.schedule.dependencies import dependencies
-from multimodal.schedule.unit_cost import unit_cost
+import numpy as np
+
+from multimodal.schedule.event_arrays import Floats
+from multimodal.schedule.execution import Execution
+from multimodal.schedule.lane_execution_reference import execute_lanes_reference
+from multimodal.schedule.numbered_lanes import NumberedLanes, number_lanes
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import ACTION_TABLE, Action, Resource, Schedule
-from multimodal.values.schedule_form import form_of
-from multimodal.values.timeline import TimelineEvent
+from multimodal.values.schedule import Action, Schedule
 
-
-@dataclass(frozen=True)
-class Execution:
-    """What ran, and where the lanes stand."""
-
-    events: tuple[TimelineEvent, ...]
-    """Computations and collectives, by start; nothing of zero length."""
-    positions: tuple[int, ...]
-    """Per lane the index of the first action that could not run; the number of its actions when all did."""
-    done: frozenset[Action]
-    """All actions that are complete."""
-
-    def stuck(self, schedule: Schedule) -> dict[int, int]:
-        """Position of every lane that did not come to its end; empty when the schedule finished."""
-        lengths = [len(lane.actions) for lane in schedule.lanes]
-        return {lane: position for lane, position in enumerate(self.positions) if position < lengths[lane]}
+try:
+    from multimodal import _kernels
+except ImportError:
+    _kernels = None  # type: ignore[assignment]
 
 
 def execute_lanes(
@@ -48,159 +36,60 @@ def execute_lanes(
 
     A computation starts when all its lanes have come to it and its dependencies are complete. A reduction also waits for the
     other replicas, and its lane for it. A send never blocks; a receive is only posted, and completes with its send. Lanes that
-    wait for each other in a circle stop: see `Execution.stuck`. Durations are unit costs unless given. O(actions + dependencies).
+    wait for each other in a circle stop: see `Execution.stuck`. Durations are unit costs unless given; messages have none.
+
+    Runs as a C++ kernel where that is built and every action stands in lanes of its stage, once in each; with the same result.
+    O(actions + dependencies).
     """
-    run = _Run(schedule, graph, plan, assignment, lowered, duration or _unit_costs(graph, plan))
-    run.advance_all()
+    numbered = None
+    if _kernels is not None and hasattr(_kernels, "execute_lanes"):
+        numbered = number_lanes(schedule, graph=graph, plan=plan, assignment=assignment, lowered=lowered)
+    if numbered is None or not numbered.is_regular:
+        return execute_lanes_reference(
+            schedule, graph=graph, plan=plan, assignment=assignment, lowered=lowered, duration=duration
+        )
+    return _execute(numbered, duration)
+
+
+def _execute(lanes: NumberedLanes, duration: Callable[[Action], float] | None) -> Execution:
+    table = lanes.table
+    starts, needs = table.lowered_needs if lanes.lowered else (table.need_starts, table.needs)
+    num_actions = len(starts) - 1
+    stage_starts, stage_lanes = table.lane_rows
+    collectives, member_starts, members = table.collective_rows
+    actions, on_lanes, start_seconds, end_seconds, positions, is_done = _kernels.execute_lanes(
+        lane_starts=lanes.lane_starts,
+        lane_actions=lanes.lane_actions,
+        resources=table.resources[:num_actions],
+        stages=table.stage_numbers[:num_actions],
+        stage_starts=stage_starts,
+        stage_lanes=stage_lanes,
+        need_starts=starts,
+        needs=needs,
+        collectives=collectives[:num_actions],
+        member_starts=member_starts,
+        members=members,
+        durations=_durations(lanes, num_actions, duration),
+    )
+    order = np.lexsort((end_seconds, on_lanes, start_seconds))
     return Execution(
-        tuple(sorted(run.events, key=lambda event: (event.start_seconds, event.lane, event.end_seconds))),
-        tuple(run.positions),
-        frozenset(run.done),
+        table.actions if lanes.lowered else table.computed,
+        actions[order],
+        on_lanes[order],
+        start_seconds[order],
+        end_seconds[order],
+        tuple(positions.tolist()),
+        np.flatnonzero(is_done),
     )
 
 
-def _unit_costs(graph: ModelGraph, plan: Plan) -> Callable[[Action], float]:
-    """Unit costs, each worked out once: they are the same for all microbatches of a stage."""
-    known: dict[tuple[object, ...], float] = {}
-
-    def duration(action: Action) -> float:
-        key = action[:4]
-        if key not in known:
-            known[key] = unit_cost(action, graph, plan)
-        return known[key]
-
-    return duration
-
-
-class _Run:
-    """The state of one execution. Times do not depend on the order in which lanes are visited."""
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        graph: ModelGraph,
-        plan: Plan,
-        assignment: Assignment,
-        lowered: bool,
-        duration: Callable[[Action], float],
-    ) -> None:
-        self.lanes = [lane.actions for lane in schedule.lanes]
-        self.graph, self.plan, self.assignment, self.lowered = graph, plan, assignment, lowered
-        self.duration = duration
-        self.form = form_of(schedule)
-        self.positions = [0] * len(self.lanes)
-        self.free_at = [0.0] * len(self.lanes)
-        self.needs: dict[Action, tuple[Action, ...]] = {}
-        self.lanes_of_stage: dict[tuple[str, int, int], tuple[int, ...]] = {}
-        self.done: dict[Action, float] = {}
-        self.passed_at: dict[Action, dict[int, float]] = {}
-        self.waiters: dict[Action, set[int]] = {}
-        self.events: list[TimelineEvent] = []
-        self.queue = deque(range(len(self.lanes)))
-
-    def advance_all(self) -> None:
-        while self.queue:
-            lane = self.queue.popleft()
-            while self.positions[lane] < len(self.lanes[lane]) and self._advance(lane):
-                pass
-
-    def _advance(self, lane: int) -> bool:
-        action = self.lanes[lane][self.positions[lane]]
-        resource = ACTION_TABLE[action.kind].resource
-        if resource is Resource.SEND:
-            return self._send(action, lane)
-        if resource is Resource.RECEIVE:
-            return self._post(action, lane)
-        return self._compute(action)
-
-    def _needs(self, action: Action) -> tuple[Action, ...]:
-        if action not in self.needs:
-            self.needs[action] = dependencies(
-                action, self.graph, self.plan, self.assignment, lowered=self.lowered, form=self.form
-            )
-        return self.needs[action]
-
-    def _send(self, action: Action, lane: int) -> bool:
-        if not self._is_met(action, (lane,)):
-            return False
-        self._pass(action, lane)
-        return True
-
-    def _post(self, action: Action, lane: int) -> bool:
-        (send,) = self._needs(action)
-        self._pass(action, lane)
-        if send not in self.done:
-            self.waiters.setdefault(send, set()).add(lane)
-        return True
-
-    def _pass(self, action: Action, lane: int) -> None:
-        """Go past a message; it is complete when all lanes of its stage have passed it."""
-        self.positions[lane] += 1
-        passed_at = self.passed_at.setdefault(action, {})
-        passed_at[lane] = self.free_at[lane]
-        if len(passed_at) == len(self._lanes_of(action)) and ACTION_TABLE[action.kind].resource is Resource.SEND:
-            self._complete(action, max(passed_at.values()))
-
-    def _receive_done_at(self, receive: Action) -> float | None:
-        """When a receive completes: posted in all lanes of its stage, and sent."""
-        (send,) = self._needs(receive)
-        if len(self.passed_at.get(receive, ())) < len(self._lanes_of(receive)):
-            return None
-        return self.done.get(send)
-
-    def _compute(self, action: Action) -> bool:
-        together = self._together(action)
-        lanes = tuple(dict.fromkeys(lane for each in together for lane in self._lanes_of(each)))
-        at_head = {self._head(lane) for lane in lanes}
-        if not at_head <= set(together) or not all(self._is_met(each, lanes) for each in together):
-            return False
-        needs_done_at = [self._done_at(need) for each in together for need in self._needs(each)]
-        start = max([*needs_done_at, *(self.free_at[lane] for lane in lanes)])
-        for each in together:
-            self._occupy(each, start)
-        self.queue.extend(lanes)
-        return True
-
-    def _together(self, action: Action) -> tuple[Action, ...]:
-        if ACTION_TABLE[action.kind].resource is not Resource.COLLECTIVE:
-            return (action,)
-        return tuple(action._replace(replica=replica) for replica in range(self.plan.units[action.unit].data_parallel_size))
-
-    def _occupy(self, action: Action, start: float) -> None:
-        end = start + self.duration(action)
-        for lane in self._lanes_of(action):
-            if end > start:
-                self.events.append(TimelineEvent(action, lane, start, end))
-            self.positions[lane] += 1
-            self.free_at[lane] = end
-        self._complete(action, end)
-
-    def _is_met(self, action: Action, lanes: tuple[int, ...]) -> bool:
-        """Whether all dependencies are complete; if not, wake `lanes` when the missing one is."""
-        for need in self._needs(action):
-            is_receive = ACTION_TABLE[need.kind].resource is Resource.RECEIVE
-            if (self._receive_done_at(need) if is_receive else self.done.get(need)) is None:
-                awaited = self._needs(need)[0] if is_receive else need
-                self.waiters.setdefault(awaited, set()).update(lanes)
-                return False
-        return True
-
-    def _done_at(self, action: Action) -> float:
-        is_receive = ACTION_TABLE[action.kind].resource is Resource.RECEIVE
-        done_at = self._receive_done_at(action) if is_receive else self.done[action]
-        assert done_at is not None, f"{action} is not complete"
-        return done_at
-
-    def _complete(self, action: Action, time: float) -> None:
-        self.done[action] = time
-        self.queue.extend(sorted(self.waiters.pop(action, ())))
-
-    def _head(self, lane: int) -> Action | None:
-        actions = self.lanes[lane]
-        return actions[self.positions[lane]] if self.positions[lane] < len(actions) else None
-
-    def _lanes_of(self, action: Action) -> tuple[int, ...]:
-        stage = action.unit, action.replica, action.stage
-        if stage not in self.lanes_of_stage:
-            self.lanes_of_stage[stage] = self.plan.lanes_of_stage(*stage)
-        return self.lanes_of_stage[stage]
+def _durations(lanes: NumberedLanes, num_actions: int, duration: Callable[[Action], float] | None) -> Floats:
+    """Seconds of every action that stands in a lane; 0 for messages."""
+    table = lanes.table
+    seconds = np.zeros(num_actions)
+    if duration is None:
+        seconds[: table.num_computed] = table.unit_costs
+        return seconds
+    for number in np.unique(lanes.lane_actions[lanes.lane_actions < table.num_computed]).tolist():
+        seconds[number] = duration(table.computed[number])
+    return seconds

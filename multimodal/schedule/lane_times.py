@@ -35,7 +35,7 @@ def duration_of(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment
     execution = execute_lanes(schedule, graph=graph, plan=plan, assignment=assignment, lowered=False)
     if execution.stuck(schedule):
         return None
-    return max((event.end_seconds for event in execution.events), default=0.0)
+    return execution.duration_seconds
 
 
 def sort_lanes(schedule: Schedule, key: Callable[[Action], float], added: Mapping[int, list[Action]] | None = None) -> Schedule:

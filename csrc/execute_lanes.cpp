@@ -1,0 +1,194 @@
+#include "execute_lanes.h"
+
+#include <algorithm>
+#include <deque>
+#include <utility>
+
+namespace braid {
+namespace {
+
+constexpr std::uint8_t kSend = 1, kReceive = 2;
+
+class Execution {
+   public:
+    explicit Execution(const NumberedLanes& lanes)
+        : in_(lanes),
+          num_lanes_(lanes.lane_starts.size - 1),
+          num_actions_(lanes.resources.size),
+          positions_(num_lanes_),
+          free_at_(num_lanes_, 0.0),
+          done_at_(num_actions_, 0.0),
+          num_passed_(num_actions_, 0),
+          passed_at_(num_actions_, 0.0),
+          waiters_(num_actions_),
+          mark_(num_lanes_, -1) {
+        events_.is_done.assign(num_actions_, 0);
+        for (std::int64_t lane = 0; lane < num_lanes_; ++lane) positions_[lane] = lanes.lane_starts[lane];
+    }
+
+    LaneEvents run() {
+        for (std::int64_t lane = 0; lane < num_lanes_; ++lane) queue_.push_back(lane);
+        while (!queue_.empty()) {
+            const std::int64_t lane = queue_.front();
+            queue_.pop_front();
+            while (head(lane) >= 0 && advance(lane)) {
+            }
+        }
+        for (std::int64_t lane = 0; lane < num_lanes_; ++lane)
+            events_.positions.push_back(positions_[lane] - in_.lane_starts[lane]);
+        return std::move(events_);
+    }
+
+   private:
+    // The action that a lane has come to; -1 at its end.
+    std::int64_t head(std::int64_t lane) const {
+        return positions_[lane] < in_.lane_starts[lane + 1] ? in_.lane_actions[positions_[lane]] : -1;
+    }
+
+    bool advance(std::int64_t lane) {
+        const std::int64_t action = head(lane);
+        if (in_.resources[action] == kSend) return send(action, lane);
+        if (in_.resources[action] == kReceive) return post(action, lane);
+        return compute(action);
+    }
+
+    bool send(std::int64_t action, std::int64_t lane) {
+        own_lane_.assign(1, lane);
+        if (!is_met(action, own_lane_)) return false;
+        pass(action, lane);
+        return true;
+    }
+
+    bool post(std::int64_t action, std::int64_t lane) {
+        const std::int64_t sent = in_.needs[in_.need_starts[action]];
+        pass(action, lane);
+        if (!events_.is_done[sent]) waiters_[sent].push_back(lane);
+        return true;
+    }
+
+    std::int64_t num_lanes_of(std::int64_t action) const {
+        return in_.stage_starts[in_.stages[action] + 1] - in_.stage_starts[in_.stages[action]];
+    }
+
+    // Goes past a message; it is complete when all lanes of its stage have passed it.
+    void pass(std::int64_t action, std::int64_t lane) {
+        ++positions_[lane];
+        passed_at_[action] = std::max(passed_at_[action], free_at_[lane]);
+        if (++num_passed_[action] == num_lanes_of(action) && in_.resources[action] == kSend)
+            complete(action, passed_at_[action]);
+    }
+
+    // When a need was met: a receive when it is posted in all lanes of its stage, and sent.
+    bool has_ended(std::int64_t need, double& time) const {
+        std::int64_t awaited = need;
+        if (in_.resources[need] == kReceive) {
+            if (num_passed_[need] < num_lanes_of(need)) return false;
+            awaited = in_.needs[in_.need_starts[need]];
+        }
+        time = done_at_[awaited];
+        return events_.is_done[awaited] != 0;
+    }
+
+    bool is_met(std::int64_t action, const std::vector<std::int64_t>& lanes) {
+        for (std::int64_t index = in_.need_starts[action]; index < in_.need_starts[action + 1]; ++index) {
+            const std::int64_t need = in_.needs[index];
+            double time;
+            if (has_ended(need, time)) continue;
+            const std::int64_t awaited = in_.resources[need] == kReceive ? in_.needs[in_.need_starts[need]] : need;
+            waiters_[awaited].insert(waiters_[awaited].end(), lanes.begin(), lanes.end());
+            return false;
+        }
+        return true;
+    }
+
+    // What runs together with an action: itself or, of a collective, all replicas' actions.
+    void gather_together(std::int64_t action) {
+        together_.clear();
+        const std::int64_t collective = in_.collectives[action];
+        if (collective < 0) {
+            together_.push_back(action);
+        } else {
+            for (std::int64_t index = in_.member_starts[collective]; index < in_.member_starts[collective + 1]; ++index)
+                together_.push_back(in_.members[index]);
+        }
+        lanes_.clear();
+        ++round_;
+        for (const std::int64_t each : together_) {
+            const std::int64_t stage = in_.stages[each];
+            for (std::int64_t index = in_.stage_starts[stage]; index < in_.stage_starts[stage + 1]; ++index) {
+                const std::int64_t lane = in_.stage_lanes[index];
+                if (mark_[lane] == round_) continue;
+                mark_[lane] = round_;
+                lanes_.push_back(lane);
+            }
+        }
+    }
+
+    bool compute(std::int64_t action) {
+        gather_together(action);
+        for (const std::int64_t lane : lanes_) {
+            const std::int64_t other = head(lane);
+            const bool is_together =
+                other == action || (other >= 0 && in_.collectives[action] >= 0 && in_.collectives[other] == in_.collectives[action]);
+            if (!is_together) return false;
+        }
+        for (const std::int64_t each : together_)
+            if (!is_met(each, lanes_)) return false;
+        double start = 0.0;
+        for (const std::int64_t each : together_)
+            for (std::int64_t index = in_.need_starts[each]; index < in_.need_starts[each + 1]; ++index) {
+                double time = 0.0;
+                has_ended(in_.needs[index], time);
+                start = std::max(start, time);
+            }
+        for (const std::int64_t lane : lanes_) start = std::max(start, free_at_[lane]);
+        for (const std::int64_t each : together_) occupy(each, start);
+        queue_.insert(queue_.end(), lanes_.begin(), lanes_.end());
+        return true;
+    }
+
+    void occupy(std::int64_t action, double start) {
+        const double end = start + in_.durations[action];
+        const std::int64_t stage = in_.stages[action];
+        for (std::int64_t index = in_.stage_starts[stage]; index < in_.stage_starts[stage + 1]; ++index) {
+            const std::int64_t lane = in_.stage_lanes[index];
+            if (end > start) {
+                events_.actions.push_back(action);
+                events_.lanes.push_back(lane);
+                events_.start_seconds.push_back(start);
+                events_.end_seconds.push_back(end);
+            }
+            ++positions_[lane];
+            free_at_[lane] = end;
+        }
+        complete(action, end);
+    }
+
+    void complete(std::int64_t action, double time) {
+        done_at_[action] = time;
+        events_.is_done[action] = 1;
+        std::vector<std::int64_t> woken = std::move(waiters_[action]);
+        waiters_[action].clear();
+        std::sort(woken.begin(), woken.end());
+        queue_.insert(queue_.end(), woken.begin(), std::unique(woken.begin(), woken.end()));
+    }
+
+    const NumberedLanes& in_;
+    const std::int64_t num_lanes_, num_actions_;
+    std::vector<std::int64_t> positions_;
+    std::vector<double> free_at_, done_at_;
+    std::vector<std::int64_t> num_passed_;
+    std::vector<double> passed_at_;
+    std::vector<std::vector<std::int64_t>> waiters_;
+    std::vector<std::int64_t> mark_;
+    std::int64_t round_ = 0;
+    std::vector<std::int64_t> own_lane_, together_, lanes_;
+    std::deque<std::int64_t> queue_;
+    LaneEvents events_;
+};
+
+}  // namespace
+
+LaneEvents execute_lanes(const NumberedLanes& lanes) { return Execution(lanes).run(); }
+
+}  // namespace braid

@@ -1,0 +1,248 @@
+#include "list_schedule.h"
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <queue>
+#include <set>
+#include <utility>
+
+namespace braid {
+namespace {
+
+using Number = std::int64_t;
+template <typename Value>
+using SmallestFirst = std::priority_queue<Value, std::vector<Value>, std::greater<Value>>;
+using Waiting = std::set<std::pair<Number, Number>>;  // (microbatch, action): who is let in when nothing else is left to do.
+
+class Scheduler {
+   public:
+    explicit Scheduler(const ListedActions& actions)
+        : in_(actions),
+          num_actions_(actions.costs.size),
+          num_unmet_(num_actions_, 0),
+          num_holds_(num_actions_, 0),
+          ready_(actions.num_lanes),
+          is_free_(actions.num_lanes, 1),
+          is_touched_(actions.num_lanes, 0),
+          order_(actions.num_lanes),
+          in_flight_(actions.forward_limits.size, 0),
+          stored_(actions.forward_limits.size, 0),
+          begun_(actions.forward_limits.size, 0),
+          to_begin_(actions.forward_limits.size, 0),
+          parked_(actions.forward_limits.size),
+          early_(actions.forward_limits.size) {
+        for (Number index = 0; index < in_.followers.size; ++index) ++num_unmet_[in_.followers[index]];
+        for (Number index = 0; index < in_.releases.size; ++index) ++num_holds_[in_.releases[index]];
+        for (Number index = 0; index < num_actions_; ++index) to_begin_[in_.groups[index]] += gives_back(index);
+        if (in_.phases.size > 0) hold_phases();
+    }
+
+    std::vector<std::vector<Number>> run() {
+        for (Number index = 0; index < num_actions_; ++index)
+            if (num_unmet_[index] == 0) initial_.push_back(index);
+        for (const Number index : initial_) make_ready(index);
+        while (true) {
+            start_ready();
+            if (!running_.empty()) {
+                finish_next();
+            } else if (!all_early_.empty()) {
+                let_back(all_early_.begin()->second);
+            } else if (!all_parked_.empty()) {
+                admit(all_parked_.begin()->second);
+            } else {
+                return std::move(order_);
+            }
+        }
+    }
+
+   private:
+    bool has(Number index, std::uint8_t flag) const { return (in_.flags[index] & flag) != 0; }
+    bool gives_back(Number index) const { return has(index, kIsForward) && has(index, kHasGradient); }
+
+    template <typename Visit>
+    void for_lanes(Number index, Visit visit) const {
+        for (Number at = in_.lane_starts[index]; at < in_.lane_starts[index + 1]; ++at) visit(in_.lanes[at]);
+    }
+
+    // Makes every action wait, once per lane of its, for that lane's earlier phases.
+    void hold_phases() {
+        num_left_.resize(in_.num_lanes);
+        held_.resize(in_.num_lanes);
+        for (Number index = 0; index < num_actions_; ++index)
+            for_lanes(index, [&](Number lane) { ++num_left_[lane][in_.phases[index]]; });
+        for (Number index = 0; index < num_actions_; ++index)
+            for_lanes(index, [&](Number lane) {
+                if (in_.phases[index] <= num_left_[lane].begin()->first) return;
+                held_[lane][in_.phases[index]].push_back(index);
+                ++num_unmet_[index];
+            });
+    }
+
+    void make_ready(Number index) {
+        const Number group = in_.groups[index];
+        if (has(index, kIsForward)) {
+            if (is_full(group)) {
+                parked_[group].insert(index);
+                all_parked_.insert({in_.microbatches[index], index});
+                return;
+            }
+            take_off(group);
+        } else if (has(index, kIsGradient)) {
+            early_[group].insert(index);
+            all_early_.insert({in_.microbatches[index], index});
+            let_back_on_time(group);
+            return;
+        }
+        enqueue(index);
+    }
+
+    // Releases the backwards for which enough microbatches are in flight, or no forward is left to wait for.
+    void let_back_on_time(Number group) {
+        while (!early_[group].empty() && (begun_[group] >= in_.forward_floors[group] || to_begin_[group] == 0))
+            let_back(*early_[group].begin());
+    }
+
+    void let_back(Number index) {
+        early_[in_.groups[index]].erase(index);
+        all_early_.erase({in_.microbatches[index], index});
+        --begun_[in_.groups[index]];
+        enqueue(index);
+    }
+
+    bool is_full(Number group) const {
+        const Number limit = in_.forward_limits[group], storage = in_.storage_limits[group];
+        return (limit >= 0 && in_flight_[group] >= limit) || (storage >= 0 && stored_[group] >= storage);
+    }
+
+    void take_off(Number group) {
+        ++in_flight_[group];
+        ++stored_[group];
+    }
+
+    void admit(Number index) {
+        parked_[in_.groups[index]].erase(index);
+        all_parked_.erase({in_.microbatches[index], index});
+        take_off(in_.groups[index]);
+        enqueue(index);
+    }
+
+    void touch(Number lane) {
+        if (is_touched_[lane]) return;
+        is_touched_[lane] = 1;
+        touched_.push_back(lane);
+    }
+
+    void enqueue(Number index) {
+        for_lanes(index, [&](Number lane) {
+            ready_[lane].push(index);
+            touch(lane);
+        });
+    }
+
+    void start_ready() {
+        std::vector<Number> lanes = touched_;
+        std::sort(lanes.begin(), lanes.end());
+        for (const Number lane : lanes) {
+            if (!is_free_[lane] || ready_[lane].empty()) continue;
+            const Number index = ready_[lane].top();
+            bool is_first = true;
+            for_lanes(index, [&](Number other) { is_first = is_first && is_free_[other] && ready_[other].top() == index; });
+            if (is_first) start(index);
+        }
+        for (const Number lane : touched_) is_touched_[lane] = 0;
+        touched_.clear();
+    }
+
+    void start(Number index) {
+        for_lanes(index, [&](Number lane) {
+            ready_[lane].pop();
+            is_free_[lane] = 0;
+            order_[lane].push_back(index);
+        });
+        if (gives_back(index)) {
+            ++begun_[in_.groups[index]];
+            --to_begin_[in_.groups[index]];
+            let_back_on_time(in_.groups[index]);
+        }
+        running_.push({now_ + in_.costs[index], index});
+    }
+
+    // Advances the clock to the next completion and finishes everything that completes then.
+    void finish_next() {
+        now_ = running_.top().first;
+        while (!running_.empty() && running_.top().first == now_) {
+            const Number index = running_.top().second;
+            running_.pop();
+            finish(index);
+        }
+    }
+
+    void finish(Number index) {
+        for_lanes(index, [&](Number lane) {
+            is_free_[lane] = 1;
+            touch(lane);
+        });
+        end_flights(index);
+        for (Number at = in_.follower_starts[index]; at < in_.follower_starts[index + 1]; ++at) meet(in_.followers[at]);
+        if (in_.phases.size > 0) end_phases(index);
+    }
+
+    // Takes note of what is no longer in flight or stored after an action, which may admit forwards.
+    void end_flights(Number index) {
+        landed_.clear();
+        if (has(index, kIsForward) && num_holds_[index] == 0) landed_.push_back(index);
+        for (Number at = in_.release_starts[index]; at < in_.release_starts[index + 1]; ++at)
+            if (--num_holds_[in_.releases[at]] == 0) landed_.push_back(in_.releases[at]);
+        freed_.clear();
+        for (const Number forward : landed_) {
+            const Number group = in_.groups[forward];
+            --in_flight_[group];
+            if (!has(forward, kHasWeightGradient)) --stored_[group];
+            if (std::find(freed_.begin(), freed_.end(), group) == freed_.end()) freed_.push_back(group);
+        }
+        const Number own = in_.groups[index];
+        if (has(index, kIsWeightGradient)) --stored_[own];
+        if (std::find(freed_.begin(), freed_.end(), own) == freed_.end()) freed_.push_back(own);
+        for (const Number group : freed_)
+            while (!parked_[group].empty() && !is_full(group)) admit(*parked_[group].begin());
+    }
+
+    void end_phases(Number index) {
+        for_lanes(index, [&](Number lane) {
+            std::map<Number, Number>& left = num_left_[lane];
+            if (--left[in_.phases[index]] > 0) return;
+            left.erase(in_.phases[index]);
+            if (left.empty()) return;
+            const auto found = held_[lane].find(left.begin()->first);
+            if (found == held_[lane].end()) return;
+            const std::vector<Number> held = std::move(found->second);
+            held_[lane].erase(found);
+            for (const Number each : held) meet(each);
+        });
+    }
+
+    void meet(Number index) {
+        if (--num_unmet_[index] == 0) make_ready(index);
+    }
+
+    const ListedActions& in_;
+    const Number num_actions_;
+    Number now_ = 0;
+    std::vector<Number> num_unmet_, num_holds_, initial_, touched_, landed_, freed_;
+    std::vector<SmallestFirst<Number>> ready_;
+    std::vector<std::uint8_t> is_free_, is_touched_;
+    std::vector<std::vector<Number>> order_;
+    SmallestFirst<std::pair<Number, Number>> running_;
+    std::vector<Number> in_flight_, stored_, begun_, to_begin_;
+    std::vector<std::set<Number>> parked_, early_;
+    Waiting all_parked_, all_early_;
+    std::vector<std::map<Number, Number>> num_left_;
+    std::vector<std::map<Number, std::vector<Number>>> held_;
+};
+
+}  // namespace
+
+std::vector<std::vector<std::int64_t>> list_schedule(const ListedActions& actions) { return Scheduler(actions).run(); }
+
+}  // namespace braid

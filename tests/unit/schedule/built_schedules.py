@@ -1,0 +1,57 @@
+"""Strategies for schedules of every builder and pass, and for broken ones."""
+
+from hypothesis import strategies as st
+
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes import PASSES
+from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.values.schedule import Lane, Schedule
+from tests.unit.schedule.schedule_cases import Case, builders_for, cases
+
+
+@st.composite
+def rewritten_schedules(draw: st.DrawFn) -> tuple[Case, Schedule]:
+    """A random case and a compute-dialect schedule for it, of any builder, with any passes."""
+    case = draw(cases())
+    builder = draw(st.sampled_from(builders_for(case)))
+    passes = draw(st.lists(st.sampled_from(sorted(PASSES)), unique=True, max_size=3))
+    graph, plan, assignment = case
+    schedule = BUILDERS[builder](*case)
+    for name in passes if builder != "encoders-replicated" else ():
+        schedule = PASSES[name](schedule, graph=graph, plan=plan, assignment=assignment)
+    return case, schedule
+
+
+@st.composite
+def built_schedules(draw: st.DrawFn) -> tuple[Case, Schedule, bool]:
+    """A random case, a schedule for it in either dialect, and whether it is lowered."""
+    case, schedule = draw(rewritten_schedules())
+    graph, plan, assignment = case
+    lowered = draw(st.booleans())
+    if lowered:
+        schedule = insert_communication(schedule, graph=graph, plan=plan, assignment=assignment)
+    return case, schedule, lowered
+
+
+@st.composite
+def broken_schedules(draw: st.DrawFn) -> tuple[Case, Schedule, bool]:
+    """As `built_schedules`, but actions of a lane change places, are missing, stand twice, or in another lane."""
+    case, schedule, lowered = draw(built_schedules())
+    lanes = [list(lane.actions) for lane in schedule.lanes]
+    for _ in range(draw(st.integers(1, 3))):
+        lane = draw(st.sampled_from([index for index, actions in enumerate(lanes) if actions] or [0]))
+        actions = lanes[lane]
+        if not actions:
+            continue
+        first, second = (draw(st.integers(0, len(actions) - 1)) for _ in range(2))
+        match draw(st.sampled_from(["swap", "swap", "swap", "drop", "repeat", "move"])):
+            case "swap":
+                actions[first], actions[second] = actions[second], actions[first]
+            case "drop":
+                actions.pop(first)
+            case "repeat":
+                actions.insert(second, actions[first])
+            case "move":
+                lanes[draw(st.integers(0, len(lanes) - 1))].append(actions.pop(first))
+    kept = zip(schedule.lanes, lanes, strict=True)
+    return case, Schedule(tuple(Lane(lane.ranks, tuple(actions), lane.fillers) for lane, actions in kept)), lowered
