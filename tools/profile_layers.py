@@ -1,13 +1,13 @@
 """Times a model's layers on the device at hand and writes what simulate.py and plan.py take as --layer-costs.
 
 python tools/profile_layers.py --model M.yaml --output costs.yaml [--unit U ...] [--tp 1,2] [--sizes 64,256,1024,4096]
-                               [--dtype float32|bfloat16] [--fit quadratic|interpolate] [--repetitions N] [--vocab-size N]
-                               [--picture OUT.png] [--json]
+                               [--sequences 1,8] [--dtype float32|bfloat16] [--fit quadratic|interpolate] [--repetitions N]
+                               [--vocab-size N] [--picture OUT.png] [--json]
 
 Every kind of layer of every unit runs for real, one layer at a time: its forward, its input gradient and its weight gradient are
-timed apart. Quadratics in tokens are fitted to the sizes given and held against sizes in between that the fit has not seen. One
-device is enough for any tensor parallel size: a layer's share is timed with collectives that send nothing, and their time is
-taken from the cluster file later.
+timed apart. Quadratics in tokens, linear in the number of sequences that these are packed in, are fitted to the sizes given and
+held against sizes in between that the fit has not seen. One device is enough for any tensor parallel size: a layer's share is
+timed with collectives that send nothing, and their time is taken from the cluster file later.
 """
 
 import argparse
@@ -39,6 +39,7 @@ from multimodal.cost.fit_quadratic import FitError, fit_error, fit_quadratic
 from multimodal.cost.interpolated import Interpolated
 from multimodal.cost.layer_curves import Curve, LayerCurves
 from multimodal.cost.layer_profile import LayerProfile, ProfileKey
+from multimodal.cost.packed_size import PackedSize
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.values.errors import BraidError, ConfigError
 from multimodal.values.model_graph import LayerKind, ModelGraph, Unit
@@ -47,6 +48,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 SECONDS_PER_SIZE = 0.2
 """Small sizes are repeated until then: the median of many runs is not disturbed by a few."""
 DEFAULT_SIZES = "64,256,1024,4096"
+DEFAULT_SEQUENCES = "1,8"
+SHORTEST = 4
+"""Tokens of the shortest sequences that are packed."""
+
+
+_REPLICAS = ("dp", "dp_cp", "intra_dp_cp", "intra_dist_opt", "expt_dp", "intra_expt_dp")
+_ALONE = (*_REPLICAS, "cp", "pp", "ep", "expt_tp", "tp_ep", "tp_ep_pp")
+"""Process groups in which a profiled layer has no peers."""
 
 
 class Row(NamedTuple):
@@ -54,7 +63,8 @@ class Row(NamedTuple):
 
     key: ProfileKey
     curves: LayerCurves
-    seconds: dict[str, dict[int, float]]
+    fitted: Sequence[PackedSize]
+    seconds: dict[str, dict[PackedSize, float]]
     """Name of a curve -> size -> seconds."""
     errors: dict[str, FitError]
 
@@ -78,6 +88,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--unit", action="append", metavar="U", help="only this unit; may be given again (all)")
     parser.add_argument("--tp", type=_counts, default=(1,), metavar="1,2", help="tensor parallel sizes (1)")
     parser.add_argument("--sizes", type=_counts, default=_counts(DEFAULT_SIZES), metavar="N,N", help=f"tokens ({DEFAULT_SIZES})")
+    parser.add_argument(
+        "--sequences",
+        type=_counts,
+        default=_counts(DEFAULT_SEQUENCES),
+        metavar="N,N",
+        help=f"how many sequences the tokens of a transformer layer are packed in ({DEFAULT_SEQUENCES})",
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="what layers compute in (float32 on CPU, bfloat16 on GPU)")
     parser.add_argument("--fit", choices=("quadratic", "interpolate"), default="quadratic", help="form of the curves (quadratic)")
     parser.add_argument(
@@ -148,12 +165,13 @@ def _layers(graph: ModelGraph, given: argparse.Namespace) -> Iterator[tuple[Prof
 def _profile(graph: ModelGraph, key: ProfileKey, options: BuildOptions, given: argparse.Namespace) -> Row:
     """Time and fit one layer, and hold it against sizes in between."""
     unit, kind, size, _ = key
+    sequences = given.sequences if kind is LayerKind.TRANSFORMER and given.fit == "quadratic" else (1,)
+    fitted, held_out = packed_sizes(given.sizes, sequences), sizes_between(given.sizes, sequences)
     vocab_size = given.vocab_size or graph.backbone.vocab_size or 50304
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)  # type: ignore[no-untyped-call]
     try:
         stage = build_layer(graph, unit, kind, groups=_groups(), options=options, vocab_size=-(-vocab_size // size) * size)
-        between = tuple(round(math.sqrt(low * high)) for low, high in pairwise(given.sizes))
-        sizes = (*given.sizes, *between)
+        sizes = (*fitted, *held_out)
         times = time_layer(stage, sizes=sizes, num_repetitions=given.repetitions, min_seconds=SECONDS_PER_SIZE * len(sizes))
     finally:
         dist.destroy_process_group()
@@ -162,14 +180,32 @@ def _profile(graph: ModelGraph, key: ProfileKey, options: BuildOptions, given: a
     seconds = {name: {size: getattr(one, name) for size, one in times.items()} for name in LayerTimes._fields}
     for name, measured in seconds.items():
         is_linear = kind is not LayerKind.TRANSFORMER or name == "weight_gradient"
-        curves[name] = _fit([measured[size] for size in given.sizes], given, is_linear=is_linear)
-        errors[name] = fit_error(curves[name], between, [measured[size] for size in between])
-    return Row(key, LayerCurves(**curves), seconds, errors)
+        curves[name] = _fit(fitted, [measured[size] for size in fitted], given, is_linear=is_linear)
+        errors[name] = fit_error(curves[name], held_out, [measured[size] for size in held_out])
+    return Row(key, LayerCurves(**curves), fitted, seconds, errors)
+
+
+def packed_sizes(sizes: Sequence[int], sequences: Sequence[int]) -> tuple[PackedSize, ...]:
+    """Return all numbers of tokens in all numbers of sequences that leave these `SHORTEST` or more; rounded to equal lengths."""
+    return tuple(
+        dict.fromkeys(
+            PackedSize(count * round(size / count), count)
+            for size in sizes
+            for count in sequences
+            if count == 1 or size >= SHORTEST * count
+        )
+    )
+
+
+def sizes_between(sizes: Sequence[int], sequences: Sequence[int]) -> tuple[PackedSize, ...]:
+    """Return the geometric means of neighbours, of tokens as well as of sequences: what a fit to the others is held against."""
+    counts = [round(math.sqrt(low * high)) for low, high in pairwise(sequences)]
+    return packed_sizes([round(math.sqrt(low * high)) for low, high in pairwise(sizes)], (sequences[0], *counts))
 
 
 def _draw(rows: Sequence[Row], given: argparse.Namespace) -> None:
     layers = [
-        MeasuredLayer(f"{row.key[0]}, {row.key[1]}, tp {row.key[2]}", row.curves, given.sizes, row.seconds)
+        MeasuredLayer(f"{row.key[0]}, {row.key[1]}, tp {row.key[2]}", row.curves, row.fitted, row.seconds)
         for row in rows
         if row.key[1] is LayerKind.TRANSFORMER
     ]
@@ -178,15 +214,13 @@ def _draw(rows: Sequence[Row], given: argparse.Namespace) -> None:
 
 def _groups() -> ProcessGroupCollection:
     everyone, alone = dist.group.WORLD, dist.new_group([0])
-    return ProcessGroupCollection(
-        **dict.fromkeys(("tp", "tp_cp", "mp"), everyone), **dict.fromkeys(("cp", "pp", "ep", "expt_tp", "tp_ep"), alone)
-    )
+    return ProcessGroupCollection(**dict.fromkeys(("tp", "tp_cp", "mp"), everyone), **dict.fromkeys(_ALONE, alone), embd=None)
 
 
-def _fit(seconds: list[float], given: argparse.Namespace, *, is_linear: bool) -> Curve:
+def _fit(sizes: Sequence[PackedSize], seconds: list[float], given: argparse.Namespace, *, is_linear: bool) -> Curve:
     if given.fit == "interpolate":
-        return Interpolated(tuple(map(float, given.sizes)), tuple(seconds))
-    return fit_quadratic(given.sizes, seconds, is_linear=is_linear)
+        return Interpolated(tuple(float(size.num_tokens) for size in sizes), tuple(seconds))
+    return fit_quadratic(sizes, seconds, is_linear=is_linear)
 
 
 def _report(rows: Sequence[Row], given: argparse.Namespace) -> None:

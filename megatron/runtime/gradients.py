@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
@@ -25,7 +26,7 @@ class UnitGradients:
         self.stages = stages
         self.is_sharded = is_sharded
         self.wrapped = {
-            index: _wrap(stage, membership=membership, is_sharded=is_sharded)
+            index: wrap_in_gradient_buffers(stage, groups=membership.groups, is_sharded=is_sharded)
             for index, stage in stages.items()
             if any(parameter.requires_grad for parameter in stage.parameters())
         }
@@ -96,13 +97,14 @@ class UnitGradients:
             gradient.copy_(total)
 
 
-def _wrap(stage: UnitStage, *, membership: Membership, is_sharded: bool) -> DistributedDataParallel:
+def wrap_in_gradient_buffers(stage: UnitStage, *, groups: ProcessGroupCollection, is_sharded: bool) -> DistributedDataParallel:
+    """Let a stage's backwards add to gradient buffers, which replicas reduce; is_sharded: as for `UnitGradients`."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=stage.options.precision.params_dtype == torch.bfloat16,
         overlap_grad_reduce=False,
         use_distributed_optimizer=is_sharded,
     )
-    return DistributedDataParallel(stage.config, config, stage, pg_collection=membership.groups)
+    return DistributedDataParallel(stage.config, config, stage, pg_collection=groups)
 
 
 def _nothing() -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -10,8 +11,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron.runtime import platform
+from megatron.runtime.activation_store import SavedTensors
+from megatron.runtime.gradients import wrap_in_gradient_buffers
 from megatron.runtime.layer_inputs import LayerInput, synthetic_input
 from multimodal.attention.packed_lengths import PackedLengths
+from multimodal.cost.packed_size import PackedSize
 from multimodal.model.initialization import initialize_parameters
 from multimodal.model.language_head import HeadOutput
 from multimodal.model.rotary import rotary_frequencies
@@ -57,18 +61,19 @@ def build_layer(
 
 
 def time_layer(
-    stage: UnitStage, *, sizes: Sequence[int], num_repetitions: int, min_seconds: float = 0.0
-) -> Mapping[int, LayerTimes]:
-    """Time a stage of one layer on one sequence of each size, in counted tokens (see `synthetic_input`).
+    stage: UnitStage, *, sizes: Sequence[PackedSize], num_repetitions: int, min_seconds: float = 0.0
+) -> Mapping[PackedSize, LayerTimes]:
+    """Time a stage of one layer on inputs of each size, in counted tokens (see `synthetic_input`).
 
     All sizes take turns, so that a machine that is slow for a while is slow for all of them; num_repetitions turns, and more
-    until `min_seconds` have passed.
+    until `min_seconds` have passed. Gradients go to buffers, as in training.
     """
-    runs = {size: _LayerRun(stage, num_tokens=size) for size in dict.fromkeys(sizes)}
+    wrap_in_gradient_buffers(stage, groups=stage.groups, is_sharded=False)
+    runs = {size: _LayerRun(stage, size) for size in dict.fromkeys(sizes)}
     for run in runs.values():
         run.once()  # not measured: allocations, gradient buffers, choices of kernels
     end = time.perf_counter() + min_seconds
-    times: dict[int, list[LayerTimes]] = {size: [] for size in runs}
+    times: dict[PackedSize, list[LayerTimes]] = {size: [] for size in runs}
     while len(times[sizes[0]]) < num_repetitions or time.perf_counter() < end:
         for size, run in runs.items():
             times[size].append(run.once())
@@ -78,9 +83,9 @@ def time_layer(
 class _LayerRun:
     """One layer on one input."""
 
-    def __init__(self, stage: UnitStage, *, num_tokens: int) -> None:
-        self._stage, self._given = stage, synthetic_input(stage, num_tokens=num_tokens)
-        self._attend = _core_attention(stage, num_tokens=num_tokens)
+    def __init__(self, stage: UnitStage, size: PackedSize) -> None:
+        self._stage, self._given = stage, synthetic_input(stage, **size._asdict())
+        self._attend = _core_attention(stage, size)
 
     def once(self) -> LayerTimes:
         """Run forward, input gradient, weight gradient and core attention.
@@ -104,9 +109,10 @@ class _LayerRun:
 def _run_once(stage: UnitStage, given: LayerInput) -> tuple[float, float, float]:
     queue = WeightGradientQueue()
     outputs: list[Tensor] = []
+    storages = frozenset(parameter.untyped_storage().data_ptr() for parameter in stage.parameters())
 
     def forward() -> None:
-        with DeferWeightGradients(queue):
+        with SavedTensors(storages) if platform.device().type == "cpu" else nullcontext(), DeferWeightGradients(queue):
             output = stage(*given)
         outputs.append(output.loss_sum if isinstance(output, HeadOutput) else output)
 
@@ -120,20 +126,23 @@ def _run_once(stage: UnitStage, given: LayerInput) -> tuple[float, float, float]
     return forward_seconds, backward_seconds, queue_seconds
 
 
-def _core_attention(stage: UnitStage, *, num_tokens: int) -> Callable[[], None] | None:
+def _core_attention(stage: UnitStage, size: PackedSize) -> Callable[[], None] | None:
     """What runs a transformer layer's core attention alone, as often as its forward does."""
     (index,) = stage.layer_range
     if stage.unit.layers[index] is not LayerKind.TRANSFORMER:
         return None
-    shape, size = stage.unit.transformer, stage.groups.tp.size()
+    shape, num_shares = stage.unit.transformer, stage.groups.tp.size()
     device, dtype = torch.cuda.current_device(), stage.options.precision.params_dtype
     heads = (shape.num_attention_heads, shape.query_groups, shape.query_groups)
-    inputs = [torch.randn(num_tokens, 1, number // size, shape.head_channels, device=device, dtype=dtype) for number in heads]
+    lengths = (size.num_tokens // size.num_sequences,) * size.num_sequences
+    inputs = [
+        torch.randn(size.num_tokens, 1, number // num_shares, shape.head_channels, device=device, dtype=dtype) for number in heads
+    ]
     attention: Any = stage.layers[str(index)].self_attention.core_attention  # type: ignore[union-attr]
 
     def attend() -> None:
         with torch.no_grad():
-            attention(*inputs, None, packed_seq_params=PackedLengths(lengths=(num_tokens,)))
+            attention(*inputs, None, packed_seq_params=PackedLengths(lengths=lengths))
 
     return attend
 

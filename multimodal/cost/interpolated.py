@@ -10,7 +10,7 @@ class Interpolated(NamedTuple):
     tokens: tuple[float, ...]
     seconds: tuple[float, ...]
 
-    def at(self, num_tokens: float, num_squared: float) -> float:
+    def at(self, num_tokens: float, num_squared: float, num_sequences: float = 1) -> float:
         """Evaluate; several packed sequences cost as much as equal ones of their mean length (weighted by tokens), one by one."""
         if not num_tokens:
             return 0.0

@@ -62,11 +62,12 @@ class LayerCosts:
             return NO_SECONDS
         key = unit, kind, tensor_parallel_size, context_parallel_size, recompute, ranks
         prepared = self._prepared.get(key) or self._prepare(*key)
-        num_tokens, num_squared = counted_tokens(load, at_exit=prepared.at_exit)
-        forward = prepared.curves.forward.at(num_tokens, num_squared)
-        input_gradient = prepared.curves.input_gradient.at(num_tokens, num_squared)
-        weight_gradient = prepared.curves.weight_gradient.at(num_tokens, num_squared)
-        input_gradient += sum(curve.at(num_tokens, num_squared) for curve in prepared.repeated)
+        counted = counted_tokens(load, at_exit=prepared.at_exit)
+        forward = prepared.curves.forward.at(*counted)
+        input_gradient = prepared.curves.input_gradient.at(*counted)
+        weight_gradient = prepared.curves.weight_gradient.at(*counted)
+        for curve in prepared.repeated:
+            input_gradient += curve.at(*counted)
         waiting, waiting_back = prepared.waiting(load)
         return LayerSeconds(forward + waiting, input_gradient + waiting_back, weight_gradient, waiting, waiting_back)
 
@@ -137,7 +138,7 @@ class _Prepared(NamedTuple):
 
     def waiting(self, load: UnitLoad) -> tuple[float, float]:
         """Seconds of waiting for collectives in a forward, and in an input gradient with what it computes again."""
-        num_tokens, num_squared, _ = load
+        num_tokens, num_squared, _, num_sequences = load
         tensor = self.collectives.exposed_tensor(
             num_tokens,
             num_squared,
@@ -147,7 +148,7 @@ class _Prepared(NamedTuple):
         again = tensor * self.execution.repeated_collectives if self.recompute == "full" else 0.0
         if not self.collectives.is_spread:
             return tensor, tensor + again
-        attention = self.curves.attention.at(num_tokens, num_squared)
+        attention = self.curves.attention.at(num_tokens, num_squared, num_sequences)
         gathering = self.collectives.exposed_gathering(num_tokens, num_squared, attention_seconds=attention)
         way_back = self.collectives.exposed_way_back(num_tokens, num_squared, attention_seconds=attention) + tensor
         return tensor + gathering, way_back + (again + gathering if self.recompute == "full" else 0.0)

@@ -8,7 +8,7 @@ from multimodal.cost.quadratic import Quadratic
 from multimodal.values.model_graph import LayerKind, Role
 
 Curve = Quadratic | Interpolated
-"""Answers `at(num_tokens, num_squared)`: seconds of packed tokens whose sequences' squared lengths add up to `num_squared`."""
+"""Answers `at(num_tokens, num_squared, num_sequences)`: seconds of packed sequences, given the sum of their squared lengths."""
 
 
 class LayerCurves(NamedTuple):
@@ -30,6 +30,7 @@ def leaves_unit(role: Role, kind: LayerKind) -> bool:
     return kind is LayerKind.HEAD or (kind is LayerKind.PROJECTOR and role is Role.ENCODER)
 
 
-def counted_tokens(load: UnitLoad, *, at_exit: bool) -> tuple[int, int]:
-    """Tokens and sum of squares that a layer's cost depends on; at_exit: see `leaves_unit`."""
-    return (load.num_outputs, load.num_outputs * load.num_outputs) if at_exit else (load.num_tokens, load.num_squared)
+def counted_tokens(load: UnitLoad, *, at_exit: bool) -> tuple[int, int, int]:
+    """Tokens, sum of squares and sequences that a layer's cost depends on; at_exit: see `leaves_unit`."""
+    num_tokens, num_squared, num_outputs, num_sequences = load
+    return (num_outputs, num_outputs * num_outputs, num_sequences) if at_exit else (num_tokens, num_squared, num_sequences)

@@ -20,6 +20,8 @@ class UnitLoad(NamedTuple):
     """Sum of squares of the lengths of its sequences."""
     num_outputs: int = 0
     """Tokens that leave: of the projector for an encoder, target tokens for the LLM, all tokens for a generator."""
+    num_sequences: int = 0
+    """Sequences that attend apart: samples, or items of an encoder or a generator. No FLOPs, but some calls for each."""
 
 
 class LayerFlops(NamedTuple):
@@ -33,7 +35,7 @@ class LayerFlops(NamedTuple):
 
 def item_load(num_tokens: int, num_output_tokens: int) -> UnitLoad:
     """Return the load of one sequence inside a unit."""
-    return UnitLoad(num_tokens, num_tokens * num_tokens, num_output_tokens)
+    return UnitLoad(num_tokens, num_tokens * num_tokens, num_output_tokens, 1 if num_tokens else 0)
 
 
 def sample_load(unit: Unit, sample: SampleLengths) -> UnitLoad:

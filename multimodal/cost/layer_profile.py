@@ -6,7 +6,7 @@ units:
   llm:
     transformer:
       - tensor_parallel_size: 2
-        forward: [2.1e-05, 1.3e-07, 4.0e-12]                      # c0 + c1 x tokens + c2 x squares
+        forward: [2.1e-05, 1.3e-07, 4.0e-12, 3.2e-06]             # c0 + c1 x tokens + c2 x squares + c3 x sequences
         input_gradient: {tokens: [64, 1024], seconds: [1.0e-04, 4.1e-04]}   # or points, interpolated linearly
         weight_gradient: [...]
         attention: [...]                                           # core attention, a part of forward

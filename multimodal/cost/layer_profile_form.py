@@ -1,4 +1,4 @@
-"""The plain form of a layer's curves: three coefficients, or points."""
+"""The plain form of a layer's curves: four coefficients, or points."""
 
 import math
 from collections.abc import Mapping
@@ -39,9 +39,9 @@ def _curve_from_plain(value: Any, *, where: str) -> Curve:
         if len(tokens) != len(seconds) or len(tokens) < 2 or any(a >= b for a, b in pairwise(tokens)):
             raise ConfigError(f"{where}: expected at least two points with ascending tokens, and as many seconds as tokens")
         return Interpolated(tokens, seconds)
-    if isinstance(value, list) and len(value) == 3:
+    if isinstance(value, list) and len(value) in (3, 4):  # three where every sequence was measured alone
         return Quadratic(*_numbers(value, where=where))
-    raise ConfigError(f"{where}: expected [c0, c1, c2] or {{tokens: [...], seconds: [...]}}, found {value!r}")
+    raise ConfigError(f"{where}: expected [c0, c1, c2, c3] or {{tokens: [...], seconds: [...]}}, found {value!r}")
 
 
 def _numbers(value: Any, *, where: str) -> tuple[float, ...]:

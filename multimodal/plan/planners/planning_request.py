@@ -153,11 +153,10 @@ class PlanningRequest:
 
     @cached_property
     def sample_loads(self) -> Mapping[str, NDArray[np.float64]]:
-        """Unit -> [num_samples, 3]: tokens, squared lengths and outputs of each sample."""
+        """Unit -> [num_samples, 4]: what each sample asks of it, as `UnitLoad`."""
+        width = len(UnitLoad._fields)
         return {
-            unit.name: np.array([sample_load(unit, sample) or UnitLoad() for sample in self.lengths], dtype=np.float64).reshape(
-                -1, 3
-            )
+            unit.name: np.array([sample_load(unit, sample) for sample in self.lengths], dtype=np.float64).reshape(-1, width)
             for unit in self.graph.units
         }
 
@@ -167,7 +166,7 @@ class PlanningRequest:
         return any(bool((loads != loads[0]).any()) for loads in self.sample_loads.values())
 
     @cached_property
-    def mean_loads(self) -> Mapping[str, tuple[float, float, float]]:
+    def mean_loads(self) -> Mapping[str, tuple[float, ...]]:
         """Unit -> the mean load of a sample."""
         return {name: tuple(loads.mean(axis=0).tolist()) for name, loads in self.sample_loads.items()}
 

@@ -1,5 +1,6 @@
 """The costs file: its forms, its errors, and the fits that fill it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,39 +12,54 @@ from multimodal.cost.fit_quadratic import FitError, fit_error, fit_quadratic
 from multimodal.cost.interpolated import Interpolated
 from multimodal.cost.layer_curves import LayerCurves
 from multimodal.cost.layer_profile import LayerProfile
+from multimodal.cost.packed_size import PackedSize
 from multimodal.cost.quadratic import Quadratic
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import LayerKind
 
-SIZES = (64, 256, 1024, 4096, 16384)
+SIZES = tuple(PackedSize(tokens) for tokens in (64, 256, 1024, 4096, 16384))
+PACKED = (*SIZES, *(PackedSize(size.num_tokens, 8) for size in SIZES), PackedSize(1024, 64))
 POINTS = Interpolated((64.0, 256.0), (1.0, 2.0))
 COEFFICIENTS = st.floats(0.0, 10.0)
 
 
-@given(constant=COEFFICIENTS, linear=COEFFICIENTS, quadratic=COEFFICIENTS)
-def test_an_exact_quadratic_is_found(constant: float, linear: float, quadratic: float) -> None:
-    true = Quadratic(constant + 0.1, linear * 1e-2, quadratic * 1e-5)
-    fitted = fit_quadratic(SIZES, [true.at(size, size**2) for size in SIZES])
-    between = [size * 2 for size in SIZES]
-    assert fit_error(fitted, between, [true.at(size, size**2) for size in between]).worst < 1e-6
+def seconds_of(curve: Quadratic, sizes: Sequence[PackedSize]) -> list[float]:
+    return [curve.at(size.num_tokens, size.num_squared, size.num_sequences) for size in sizes]
+
+
+@given(constant=COEFFICIENTS, linear=COEFFICIENTS, quadratic=COEFFICIENTS, sequence=COEFFICIENTS)
+def test_an_exact_quadratic_is_found(constant: float, linear: float, quadratic: float, sequence: float) -> None:
+    true = Quadratic(constant + 0.1, linear * 1e-2, quadratic * 1e-5, sequence)
+    for fitted_to in (SIZES, PACKED):
+        between = [PackedSize(2 * size.num_tokens, size.num_sequences) for size in fitted_to]
+        fitted = fit_quadratic(fitted_to, seconds_of(true, fitted_to))
+        assert fit_error(fitted, between, seconds_of(true, between)).worst < 1e-6
+
+
+def test_what_a_sequence_costs_is_told_apart_from_the_constant_only_where_their_numbers_differ() -> None:
+    true = Quadratic(1.0, 1e-3, 1e-6, 0.25)
+    assert fit_quadratic(PACKED, seconds_of(true, PACKED)) == pytest.approx(true)
+    alone = fit_quadratic(SIZES, seconds_of(true, SIZES))
+    assert alone == pytest.approx((1.25, 1e-3, 1e-6, 0.0))
+    assert fit_quadratic(PACKED, seconds_of(true, PACKED), is_linear=True).sequence == 0.0
 
 
 def test_noise_does_not_make_coefficients_negative() -> None:
     noise = np.random.default_rng(1).uniform(0.9, 1.1, len(SIZES))
-    fitted = fit_quadratic(SIZES, [size * 1e-3 * factor for size, factor in zip(SIZES, noise, strict=True)])
+    fitted = fit_quadratic(SIZES, [size.num_tokens * 1e-3 * factor for size, factor in zip(SIZES, noise, strict=True)])
     assert min(fitted) >= 0
-    assert fit_error(fitted, SIZES, [size * 1e-3 for size in SIZES]).worst < 0.1
+    assert fit_error(fitted, SIZES, [size.num_tokens * 1e-3 for size in SIZES]).worst < 0.1
 
 
 def test_small_sizes_count_as_much_as_large_ones() -> None:
     # a constant that matters at the smallest size alone: least squares of absolute errors would lose it in 1 % of the largest
-    seconds = [1e-4 + 1e-6 * size for size in SIZES]
+    seconds = [1e-4 + 1e-6 * size.num_tokens for size in SIZES]
     seconds[-1] *= 1.01
     assert fit_quadratic(SIZES, seconds).at(64, 64**2) == pytest.approx(seconds[0], rel=0.02)
 
 
 def test_work_that_does_not_depend_on_the_cut_has_no_square() -> None:
-    assert fit_quadratic(SIZES, [size**2 for size in SIZES], is_linear=True).quadratic == 0.0
+    assert fit_quadratic(SIZES, [size.num_squared for size in SIZES], is_linear=True).quadratic == 0.0
     assert fit_quadratic(SIZES, [0.0] * len(SIZES)) == Quadratic()
     assert fit_error(Quadratic(), SIZES, [0.0] * len(SIZES)) == FitError(0.0, 0.0)
 
@@ -69,12 +85,18 @@ def test_a_falling_first_line_does_not_end_below_zero() -> None:
 
 @pytest.mark.parametrize("name", ["costs.yaml", "costs.json"])
 def test_a_profile_is_read_back_as_written(tmp_path: Path, name: str) -> None:
-    curves = LayerCurves(Quadratic(1e-5, 2e-7, 3e-12), POINTS, Quadratic(0.0, 1.0), Quadratic())
+    curves = LayerCurves(Quadratic(1e-5, 2e-7, 3e-12, 4e-6), POINTS, Quadratic(0.0, 1.0), Quadratic())
     profile = LayerProfile(
         "CPU", "float32", {("llm", LayerKind.TRANSFORMER, 2, 1): curves, ("llm", LayerKind.HEAD, 1, 1): curves}
     )
     profile.to_file(tmp_path / name)
     assert LayerProfile.from_file(tmp_path / name) == profile
+
+
+def test_files_without_sequences_are_read_as_before() -> None:
+    entry = {"forward": [1, 2, 3], "input_gradient": [0, 0, 0], "weight_gradient": [0, 0, 0, 5]}
+    curves = LayerProfile.from_dict({"units": {"llm": {"head": [entry]}}}).curves["llm", LayerKind.HEAD, 1, 1]
+    assert curves.forward == Quadratic(1.0, 2.0, 3.0, 0.0) and curves.weight_gradient.sequence == 5.0
 
 
 ENTRY = {"forward": [1, 2, 3], "input_gradient": [0, 0, 0], "weight_gradient": [0, 0, 0]}
@@ -88,7 +110,7 @@ ENTRY = {"forward": [1, 2, 3], "input_gradient": [0, 0, 0], "weight_gradient": [
         ({"llm": {"attention": [ENTRY]}}, "unit 'llm', attention: is no kind of layer"),
         ({"llm": {"head": ENTRY}}, "expected a list with one mapping"),
         ({"llm": {"head": [{"forward": [1, 2, 3]}]}}, "head, entry 0: 'input_gradient' is missing"),
-        ({"llm": {"head": [{**ENTRY, "forward": [1, 2]}]}}, r"entry 0, forward: expected \[c0, c1, c2\] or"),
+        ({"llm": {"head": [{**ENTRY, "forward": [1, 2]}]}}, r"entry 0, forward: expected \[c0, c1, c2, c3\] or"),
         ({"llm": {"head": [{**ENTRY, "forward": [1, 2, -3]}]}}, "expected numbers of at least 0, found -3"),
         ({"llm": {"head": [{**ENTRY, "forward": {"tokens": [2, 1], "seconds": [1, 2]}}]}}, "ascending tokens"),
         ({"llm": {"head": [{**ENTRY, "backward": [1, 2, 3]}]}}, "unknown key 'backward'"),
