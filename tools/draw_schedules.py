@@ -36,6 +36,7 @@ class Figure(NamedTuple):
 
 FIGURES = {
     "gpipe": Figure("GPipe: all forwards, then all backwards"),
+    "breadth-first": Figure("Breadth-first: all microbatches through one layer range before the next", llm_stages=INTERLEAVED),
     "1f1b": Figure("1F1B: one forward, one backward"),
     "eager-1f1b": Figure("Eager 1F1B: forwards run ahead as far as memory allows"),
     "interleaved-1f1b": Figure("Interleaved 1F1B: two layer ranges per LLM stage", llm_stages=INTERLEAVED),

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Protocol
 
+from multimodal.schedule.builders.breadth_first import build_breadth_first
 from multimodal.schedule.builders.dip import build_dip
 from multimodal.schedule.builders.eager_1f1b import build_eager_1f1b
 from multimodal.schedule.builders.encoders_colocated import build_encoders_colocated
@@ -27,6 +28,7 @@ class Builder(Protocol):
 
 BUILDERS: Mapping[str, Builder] = {
     "gpipe": build_gpipe,
+    "breadth-first": build_breadth_first,
     "1f1b": build_one_f_one_b,
     "eager-1f1b": build_eager_1f1b,
     "interleaved-1f1b": build_interleaved_1f1b,

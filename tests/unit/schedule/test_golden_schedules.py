@@ -18,6 +18,7 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "schedule"
 
 SHOWN = {
     "gpipe": tuple(golden_cases()),
+    "breadth-first": ("interleaved_llm", "v_shaped_llm", "encoder_copies", "two_encoders"),
     "1f1b": tuple(golden_cases()),
     "eager-1f1b": ("one_unit", "encoder_dp2_llm_pp2"),
     "interleaved-1f1b": ("interleaved_llm",),

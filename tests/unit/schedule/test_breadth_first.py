@@ -1,0 +1,206 @@
+"""Breadth-first: round by round, as fast as interleaved 1F1B, with late gradients early."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+from hypothesis import given, settings
+
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.builders.breadth_first import build_breadth_first
+from multimodal.schedule.lane_execution import execute_lanes
+from multimodal.values.assignment import Assignment, Atom
+from multimodal.values.model_graph import ModelGraph, Role, Unit
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
+from multimodal.values.schedule import Action, ActionKind, Lane
+from multimodal.values.timeline import TimelineEvent
+from tests.unit.schedule.schedule_cases import SHAPE, Case, build_case, build_graph, cases, deal
+
+FORWARD_SECONDS, BACKWARD_SECONDS = 0.7, 1.9
+COMPUTED = (ActionKind.FORWARD, ActionKind.BACKWARD)
+Ranks = Sequence[Sequence[int]]
+"""Per replica the rank of every stage."""
+
+
+def one_unit(num_stages: int, num_microbatches: int, **layout: int) -> Case:
+    return build_case(build_graph(), {"llm": (1, num_stages, 1)}, {"llm": deal(num_microbatches, 1)}, layouts={"llm": layout})
+
+
+def on_ranks(ranks: Mapping[str, Ranks], *, chunks: Mapping[str, int], num_microbatches: int, frozen: Sequence[str] = ()) -> Case:
+    """Units on any ranks; one sample, one item of each encoder and one drawing per microbatch, dealt round robin."""
+    graph = build_graph(*(unit for unit in ranks if unit not in ("llm", "painter")), frozen=frozen)
+    if "painter" in ranks:
+        painter = Unit("painter", Role.GENERATOR, SHAPE)
+        graph = ModelGraph((*graph.units, painter), (*graph.edges, ("llm", "painter")))
+    units, groupings = {}, {}
+    for index, name in enumerate(graph.unit_names):
+        replicas = ranks[name]
+        pieces = split_layers(graph.unit(name).layers, num_stages=len(replicas[0]) * chunks.get(name, 1))
+        units[name] = UnitPlan(
+            tuple(
+                Replica(tuple(Stage((rank,), pieces[stage :: len(replica)]) for stage, rank in enumerate(replica)))
+                for replica in replicas
+            )
+        )
+        item = index if graph.unit(name).role is Role.ENCODER else -1
+        groupings[name] = tuple(
+            tuple((Atom(sample, item),) for sample in range(replica, num_microbatches, len(replicas)))
+            for replica in range(len(replicas))
+        )
+    return Case(graph, Plan(units), Assignment(groupings))
+
+
+def seconds(action: Action) -> float:
+    return {ActionKind.FORWARD: FORWARD_SECONDS, ActionKind.BACKWARD: BACKWARD_SECONDS}.get(action.kind, 0.0)
+
+
+def run(case: Case, builder: str, duration: Callable[[Action], float] = seconds) -> list[TimelineEvent]:
+    graph, plan, assignment = case
+    execution = execute_lanes(
+        BUILDERS[builder](*case), graph=graph, plan=plan, assignment=assignment, lowered=False, duration=duration
+    )
+    return [event for event in execution.events if event.action.kind in COMPUTED]
+
+
+def total(events: Sequence[TimelineEvent]) -> float:
+    return max(event.end_seconds for event in events)
+
+
+def computed(lane: Lane) -> list[tuple[str, str, int, int]]:
+    return [
+        (action.kind.value, action.unit, action.stage, action.microbatch) for action in lane.actions if action.microbatch >= 0
+    ]
+
+
+@pytest.mark.parametrize(("num_stages", "chunks"), [(1, 3), (2, 2), (2, 4), (3, 2), (4, 2)])
+def test_the_bubble_is_that_of_interleaved_1f1b(num_stages: int, chunks: int) -> None:
+    for num_microbatches in range(num_stages, 3 * num_stages + 2):
+        events = run(one_unit(num_stages, num_microbatches, chunks=chunks), "breadth-first")
+        slots = chunks * num_microbatches + num_stages - 1
+        assert total(events) == pytest.approx(slots * (FORWARD_SECONDS + BACKWARD_SECONDS), abs=1e-9)
+
+
+@pytest.mark.parametrize(("num_stages", "chunks", "num_microbatches"), [(1, 2, 3), (2, 3, 4), (4, 2, 5)])
+def test_order_of_torch(num_stages: int, chunks: int, num_microbatches: int) -> None:
+    """torch takes the microbatches of a range's backwards from the last to the first."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    table = object.__new__(schedules.ScheduleLoopedBFS)
+    vars(table).update(pp_group_size=num_stages, _stages=[None] * chunks, _n_microbatches=num_microbatches)
+    lanes = build_breadth_first(*one_unit(num_stages, num_microbatches, chunks=chunks)).lanes
+    for rank, lane in enumerate(lanes):
+        operations = [operation for operation in table._calculate_single_rank_operations(rank) if operation]
+        found = [(kind, stage, microbatch) for kind, _, stage, microbatch in computed(lane)]
+        assert found == [
+            (each.computation_type.value[0], each.stage_index, each.microbatch_index)
+            if each.computation_type.value == "F"
+            else ("B", each.stage_index, num_microbatches - 1 - each.microbatch_index)
+            for each in operations
+        ]
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 3), (3, 2), (4, 9)])
+def test_one_range_per_stage_is_gpipe(num_stages: int, num_microbatches: int) -> None:
+    case = one_unit(num_stages, num_microbatches)
+    assert build_breadth_first(*case) == BUILDERS["gpipe"](*case)
+
+
+def test_gradients_of_every_range_but_the_first_are_complete_early() -> None:
+    num_stages, chunks, num_microbatches = 2, 4, 6
+    case = one_unit(num_stages, num_microbatches, chunks=chunks)
+
+    def seconds_left(builder: str) -> list[float]:
+        """Per virtual stage of the first lane: how long before the end of the step its last backward ends."""
+        events = [event for event in run(case, builder) if event.action.kind is ActionKind.BACKWARD and event.lane == 0]
+        last = [max(event.end_seconds for event in events if event.action.stage == c * num_stages) for c in range(chunks)]
+        return [total(events) - each for each in last]
+
+    assert seconds_left("breadth-first") == pytest.approx([c * num_microbatches * BACKWARD_SECONDS for c in range(chunks)])
+    assert seconds_left("interleaved-1f1b") == pytest.approx([c * num_stages * BACKWARD_SECONDS for c in range(chunks)])
+
+
+def test_an_encoder_in_the_llms_first_lane_and_a_generator_in_its_last_share_its_rounds() -> None:
+    ranks = {"vision": [[0]], "llm": [[0, 1]], "painter": [[1]]}
+    first, last = build_breadth_first(*on_ranks(ranks, chunks={"llm": 2}, num_microbatches=2)).lanes
+    assert computed(first) == [
+        *[("F", unit, 0, microbatch) for microbatch in range(2) for unit in ("vision", "llm")],
+        *[("F", "llm", 2, 0), ("F", "llm", 2, 1), ("B", "llm", 2, 0), ("B", "llm", 2, 1)],
+        *[("B", unit, 0, microbatch) for microbatch in range(2) for unit in ("llm", "vision")],
+    ]
+    assert computed(last) == [
+        *[("F", "llm", 1, 0), ("F", "llm", 1, 1)],
+        *[("F", unit, stage, microbatch) for microbatch in range(2) for unit, stage in (("llm", 3), ("painter", 0))],
+        *[("B", unit, stage, microbatch) for microbatch in range(2) for unit, stage in (("painter", 0), ("llm", 3))],
+        *[("B", "llm", 1, 0), ("B", "llm", 1, 1)],
+    ]
+
+
+COLOCATED: Mapping[str, tuple[Mapping[str, Ranks], Mapping[str, int], float]] = {
+    "encoder stages beside the LLM's": ({"vision": [[0, 1, 2]], "llm": [[0, 1, 2]]}, {"llm": 2}, 1.0),
+    "virtual encoder stages": ({"vision": [[0, 1, 2]], "llm": [[0, 1, 2]]}, {"vision": 2, "llm": 2}, 1.0),
+    "two encoders": ({"vision": [[0, 1, 2]], "audio": [[0, 1, 2]], "llm": [[0, 1, 2]]}, {"llm": 2}, 1.0),
+    "encoders on different lanes": ({"vision": [[0, 1]], "audio": [[2]], "llm": [[0, 1, 2]]}, {"llm": 2}, 1.04),
+    "encoder, LLM and generator": (
+        {"vision": [[0, 1, 2]], "llm": [[0, 1, 2]], "painter": [[0, 1, 2]]},
+        {"llm": 2},
+        1.0,
+    ),
+    "copies of an encoder": ({"vision": [[0], [1], [2]], "llm": [[0, 1, 2]]}, {"llm": 2}, 1.1),
+    "copies of an encoder and a generator": (
+        {"vision": [[0], [1], [2]], "llm": [[0, 1, 2]], "painter": [[0], [1], [2]]},
+        {"llm": 2},
+        1.09,
+    ),
+    "encoder and generator on ranks of their own": ({"vision": [[3]], "llm": [[0, 1, 2]], "painter": [[4]]}, {"llm": 2}, 1.06),
+    "encoder in the first lane": ({"vision": [[0]], "llm": [[0, 1, 2]]}, {"llm": 2}, 1.09),
+    "encoder in the last lane": ({"vision": [[2]], "llm": [[0, 1, 2]]}, {"llm": 2}, 1.0),
+}
+"""Ranks, ranges per stage, and how far from the lower bound the schedule may be."""
+
+
+@pytest.mark.parametrize("name", COLOCATED)
+def test_lanes_of_several_units_come_close_to_the_lower_bound(name: str) -> None:
+    ranks, chunks, factor = COLOCATED[name]
+    case = on_ranks(ranks, chunks=chunks, num_microbatches=9)
+    events = run(case, "breadth-first", unit_seconds)
+    busiest = max(busy + fill for busy, fill in _busy_and_fill(case, events))
+    assert total(events) <= factor * busiest + 1e-9
+
+
+def unit_seconds(action: Action) -> float:
+    return {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0}.get(action.kind, 0.0)
+
+
+def _busy_and_fill(case: Case, events: Sequence[TimelineEvent]) -> list[tuple[float, float]]:
+    """Per lane its work, and what must lie before its first and behind its last action: one microbatch in each stage upstream."""
+    ahead: dict[tuple[str, int], int] = {}
+    for unit in case.graph.unit_names:
+        upstream = [ahead[of, case.plan.units[of].num_virtual_stages - 1] + 1 for of in case.graph.upstream(unit)]
+        ahead |= {(unit, stage): max(upstream, default=0) + stage for stage in range(case.plan.units[unit].num_virtual_stages)}
+    found = []
+    for lane in range(len(case.plan.lanes)):
+        of_lane = [event for event in events if event.lane == lane]
+        least = min(ahead[event.action.unit, event.action.stage] for event in of_lane)
+        found.append((sum(event.end_seconds - event.start_seconds for event in of_lane), 3.0 * least))
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases())
+def test_no_forward_follows_a_backward(case: Case) -> None:
+    for lane in build_breadth_first(*case).lanes:
+        kinds = [action.kind for action in lane.actions if action.kind in COMPUTED]
+        assert kinds == sorted(kinds, key=COMPUTED.index)
+
+
+def test_a_model_in_which_nothing_is_trained_has_forwards_alone() -> None:
+    graph = build_graph("vision", frozen=["vision", "llm"], frozen_projectors=["vision"])
+    groupings = {"vision": deal(3, 1), "llm": deal(3, 1)}
+    case = build_case(graph, {"vision": (1, 1, 1), "llm": (1, 2, 1)}, groupings, layouts={"llm": {"chunks": 2}})
+    actions = [action for lane in build_breadth_first(*case).lanes for action in lane.actions]
+    assert {action.kind for action in actions} == {ActionKind.FORWARD}
+
+
+def test_of_encoders_with_unequal_stages_all_microbatches_that_the_llm_takes_first_come_first() -> None:
+    ranks = {"vision": [[0, 1]], "audio": [[0]], "llm": [[2, 3]]}
+    shared = build_breadth_first(*on_ranks(ranks, chunks={"llm": 2}, num_microbatches=3)).lanes[0]
+    forwards = [microbatch for kind, _, _, microbatch in computed(shared) if kind == "F"]
+    assert forwards == [0, 0, 1, 1, 2, 2]
