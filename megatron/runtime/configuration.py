@@ -87,7 +87,16 @@ class TrainingConfig:
     )
     """Recompute in the backward instead of storing: the attention core (selective) or whole layers (full)."""
     schedule: Literal[
-        "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dip", "encoders-colocated", "encoders-replicated"
+        "gpipe",
+        "breadth-first",
+        "1f1b",
+        "eager-1f1b",
+        "interleaved-1f1b",
+        "zb-h1",
+        "zb-v",
+        "dip",
+        "encoders-colocated",
+        "encoders-replicated",
     ] = "1f1b"
     """Order of forwards and backwards on every rank."""
     schedule_passes: str = field(default="", metadata={"metavar": "A,B"})
