@@ -29,7 +29,7 @@ def _input_gradient(run: "RunningStep", action: Action) -> None:
 
 def _weight_gradient(run: "RunningStep", action: Action) -> None:
     queue: WeightGradientQueue = run.store.take(("weight gradients", action.place, action.part))
-    with run.executor.clock.span(action):
+    with run.executor.clock.span(action), run.gathering_weights(action):
         queue.compute()
 
 
@@ -38,7 +38,7 @@ def _propagate(run: "RunningStep", action: Action) -> WeightGradientQueue | None
     opened: OpenSubset = run.store.take(("open", action.place, action.part))
     gradient = None if opened.output_shape is None else collect_output_gradient(run, action, opened.output_shape)
     roots = [(root, each) for root, each in ((opened.loss, None), (opened.output, gradient)) if root is not None]
-    with run.executor.clock.span(action):
+    with run.executor.clock.span(action), run.gathering_weights(action):
         if roots:
             torch.autograd.backward(*zip(*roots, strict=True))  # type: ignore[arg-type]
     publish_input_gradients(run, action, opened.hidden, opened.items)

@@ -38,7 +38,10 @@ class ActivationStore:
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes that autograd keeps for the backward of what runs inside; storages of parameters do not count."""
+    """Counts the bytes that autograd keeps for the backward of what runs inside; storages of parameters do not count.
+
+    Storages go by identity (`storage_identity`): where weights are sharded, their memory comes and goes.
+    """
 
     def __init__(self, parameter_storages: frozenset[int]) -> None:
         self._seen = set(parameter_storages)
@@ -48,14 +51,20 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     def add(self, tensor: Tensor) -> None:
         """Count a tensor that is kept beside; a storage counts once."""
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
+        if (identity := storage_identity(tensor)) not in self._seen:
+            self._seen.add(identity)
             self.size_bytes += storage.nbytes()
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self.add(tensor)
         # Detached: a hook that returned an operation's own output would tie the graph into a reference cycle.
         return tensor if tensor.is_leaf else tensor.detach()
+
+
+def storage_identity(tensor: Tensor) -> int:
+    """What a tensor's storage is known by as long as it exists, whether it has memory or not."""
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
 
 
 def size_of(tensor: Tensor | None) -> int:

@@ -12,6 +12,7 @@ from megatron.runtime.emulated_stage import EmulatedStage, Seconds
 from megatron.runtime.executor import Executor
 from megatron.runtime.gradients import UnitGradients
 from megatron.runtime.message_channel import MessageChannel
+from megatron.runtime.sharded_unit import ShardedUnit
 from megatron.runtime.units import Membership, build_memberships
 from multimodal.model.initialization import initialize_parameters
 from multimodal.model.transformer_config import BuildOptions
@@ -27,7 +28,7 @@ class RankRuntime:
     memberships: Mapping[str, Membership]
     stages: Mapping[tuple[str, int], UnitStage]
     """(unit, virtual stage) -> module."""
-    gradients: Mapping[str, UnitGradients]
+    gradients: Mapping[str, UnitGradients | ShardedUnit]
     executor: Executor
 
     def zero_gradients(self) -> None:
@@ -57,10 +58,12 @@ def assemble(
     seed: int,
     timeout: timedelta,
     seconds: Seconds | None = None,
+    shards_weights: bool = False,
 ) -> RankRuntime:
     """Build this rank's part; torch.distributed must be initialised.
 
-    vocab_size: padded, divisible by the LLM's tensor parallel size; seconds: wait so long instead of computing (emulation).
+    vocab_size: padded, divisible by the LLM's tensor parallel size; seconds: wait so long instead of computing (emulation);
+    shards_weights: share weights and gradients, too, among the ranks that hold the same ones, not only optimizer state.
     Raises PlanError when plan, model and ranks do not fit.
     """
     validate_plan(plan, graph=graph, world_size=world_size)
@@ -82,14 +85,14 @@ def assemble(
                     continue
                 stages[name, stage.index] = UnitStage(**built)
                 initialize_parameters(stages[name, stage.index], seed=seed)
-    gradients = {
-        name: UnitGradients(
-            {index: module for (unit, index), module in stages.items() if unit == name},
-            membership=member,
-            is_sharded=options.precision.params_dtype != torch.float64,
-        )
-        for name, member in memberships.items()
-    }
+    gradients: dict[str, UnitGradients | ShardedUnit] = {}
+    for name, member in memberships.items():
+        own = {index: module for (unit, index), module in stages.items() if unit == name}
+        if shards_weights and member.groups.dp_cp.size() > 1:
+            gradients[name] = ShardedUnit(own, graph=graph, membership=member)
+        else:
+            is_sharded = options.precision.params_dtype != torch.float64
+            gradients[name] = UnitGradients(own, membership=member, is_sharded=is_sharded)
     device = platform.device()
     channel = MessageChannel(rank=rank, world_size=world_size, timeout=timeout)
     if device.type == "cuda":
@@ -104,6 +107,12 @@ def assemble(
         device=device,
         reduce_gradients=lambda unit, stage: gradients[unit].start_reduction(stage),
         gather_parameters=lambda unit, stage: gradients[unit].start_gathering(stage),
+        sharded={
+            (name, index): stage
+            for name, unit in gradients.items()
+            if isinstance(unit, ShardedUnit)
+            for index, stage in unit.sharded.items()
+        },
     )
     return RankRuntime(memberships, stages, gradients, executor)
 

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from megatron.runtime.assembly import RankRuntime
 from megatron.runtime.checkpoint_pieces import Piece, pieces_of_shard
+from megatron.runtime.sharded_layer import WeightPiece
+from megatron.runtime.sharded_optimizer import ShardedOptimizer
+from megatron.runtime.sharded_unit import ShardedUnit
 from multimodal.model.parameter_sharding import WHOLE, ParameterSharding, full_shape, sharding_of
 from multimodal.model.unit_stage import UnitStage
 
@@ -82,11 +85,19 @@ class _OptimizerPart(NamedTuple):
 
 
 def model_tensors(runtime: RankRuntime) -> list[HeldTensor]:
-    """All parameters of this rank's stages, frozen ones too; the pieces are views of them."""
-    return [
-        parameter.hold("model", parameter.value.detach().view(-1), range(parameter.value.numel()))
-        for parameter in _parameters(runtime)
-    ]
+    """All parameters of this rank's stages, frozen ones too; the pieces are views of them.
+
+    Of sharded weights only what this rank keeps.
+    """
+    sharded = {name: unit for name, unit in runtime.gradients.items() if isinstance(unit, ShardedUnit)}
+    pieces: dict[Tensor, WeightPiece] = {piece.parameter: piece for unit in sharded.values() for piece in unit.pieces}
+    held = []
+    for parameter in _parameters(runtime):
+        if parameter.unit not in sharded:
+            held.append(parameter.hold("model", parameter.value.detach().view(-1), range(parameter.value.numel())))
+        elif piece := pieces.get(parameter.value):
+            held.append(parameter.hold("model", piece.weight, piece.elements))
+    return held
 
 
 def optimizer_tensors(runtime: RankRuntime, optimizers: Mapping[str, MegatronOptimizer]) -> list[HeldTensor]:
@@ -145,6 +156,12 @@ def _optimizer_part(optimizer: MegatronOptimizer | None, parameter: Tensor) -> _
     if optimizer is None or not parameter.requires_grad:
         return None
     groups, states = optimizer.optimizer.param_groups, optimizer.optimizer.state
+    if isinstance(optimizer, ShardedOptimizer):
+        if parameter not in optimizer.stepped:  # other ranks keep all of it
+            return None
+        piece, main = optimizer.stepped[parameter]
+        group = next(group for group in groups if any(member is main for member in group["params"]))
+        return _OptimizerPart(main, piece.elements, group, states[main])
     if not isinstance(optimizer, DistributedOptimizer):
         group = next(group for group in groups if any(member is parameter for member in group["params"]))
         return _OptimizerPart(parameter, range(parameter.numel()), group, states[parameter])

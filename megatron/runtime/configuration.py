@@ -56,10 +56,17 @@ class ParallelismConfig:
     """How blocks of a microbatch's tokens are dealt to context parallel ranks: by work, or as schemes for causal masks do."""
     context_parallel_block_size: int = field(default=128, metadata=AT_LEAST_ONE)
     """Tokens of such a block; a multiple of the patches that an encoder with context parallelism merges into one token."""
+    data_parallel_sharding_strategy: Literal["optim", "optim_grads_params"] = "optim"
+    """What the ranks that hold the same weights share: optimizer state (ZeRO-1), or gradients and weights as well (ZeRO-3)."""
     colocate_units: bool = False
     """All units share all ranks, each with dp = processes / (tp x cp x pp). Chosen by itself when there is one process."""
     plan: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "FILE.yaml"})
     """A whole plan (unit, replicas, stages, ranks, layers) instead of the size flags."""
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether weights are shared, too (ZeRO-3)."""
+        return self.data_parallel_sharding_strategy == "optim_grads_params"
 
 
 @dataclass(frozen=True, kw_only=True)

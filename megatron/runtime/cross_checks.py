@@ -190,6 +190,21 @@ RULES: tuple[Rule, ...] = (
         "--attention-backend triton has no float64; use --attention-backend blocks for exact checks",
     ),
     Rule(
+        lambda c: c.parallelism.shards_weights and c.model.transformer_impl == "transformer_engine",
+        "--data-parallel-sharding-strategy optim_grads_params has been tried with --transformer-impl local alone; use that, or "
+        "--data-parallel-sharding-strategy optim",
+    ),
+    Rule(
+        lambda c: c.parallelism.shards_weights and c.training.emulate is not None,
+        "--emulate has no weights to gather, so --data-parallel-sharding-strategy optim_grads_params would show nothing; leave "
+        "one of them out",
+    ),
+    Rule(
+        lambda c: c.parallelism.shards_weights and "gather-parameters" in c.training.schedule_passes.split(","),
+        "--schedule-passes gather-parameters gathers a stage's weights once a step, but --data-parallel-sharding-strategy "
+        "optim_grads_params gathers them whenever a layer computes; leave one of them out",
+    ),
+    Rule(
         lambda c: any(name not in SCHEDULE_PASSES for name in c.training.schedule_passes.split(",") if name),
         "--schedule-passes {c.training.schedule_passes} must be names of passes with commas between them, of "
         + ", ".join(SCHEDULE_PASSES),
@@ -261,6 +276,13 @@ def check_plan(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> None:
         raise ConfigError(
             "--sequence-parallel would be ignored: every unit's tensor parallel size is 1; raise one (such as "
             "--tensor-model-parallel-size 2) or leave it out"
+        )
+    if config.parallelism.shards_weights and all(
+        unit.data_parallel_size == unit.context_parallel_size == 1 for unit in plan.units.values()
+    ):
+        raise ConfigError(
+            "--data-parallel-sharding-strategy optim_grads_params would be ignored: no two ranks hold the same weights; raise a "
+            f"unit's data parallel size (such as --{LLM}-data-parallel-size 2) or leave it out"
         )
     _check_context_parallelism(config, graph=graph, plan=plan)
     num_replicas = plan.units[graph.backbone.name].data_parallel_size

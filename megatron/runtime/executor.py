@@ -1,14 +1,17 @@
 """Runs a rank's lane of a schedule, action by action; decides nothing."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.runtime.action_handlers import HANDLERS
+from megatron.runtime.activation_store import storage_identity
 from megatron.runtime.broker import Broker
 from megatron.runtime.running_step import RunningStep, StartCollective
+from megatron.runtime.sharded_stage import ShardedStage
 from megatron.runtime.step import Step, StepResult
 from megatron.runtime.step_clock import StepClock
 from multimodal.model.unit_stage import UnitStage
@@ -26,7 +29,7 @@ class Executor:
     """Holds what outlives a step: this rank's stages, the broker, the clock.
 
     stages: (unit, virtual stage) -> module; groups: unit -> this rank's groups there (tp, cp and tp_cp); reduce_gradients,
-    gather_parameters: start these for a stage and return what waits for them.
+    gather_parameters: start these for a stage and return what waits for them; sharded: those of the stages whose weights are.
     """
 
     def __init__(
@@ -41,10 +44,11 @@ class Executor:
         device: torch.device,
         reduce_gradients: StartCollective,
         gather_parameters: StartCollective = lambda unit, stage: _nothing,
+        sharded: Mapping[tuple[str, int], ShardedStage] = MappingProxyType({}),
     ) -> None:
         self.graph, self.plan, self.rank, self.stages, self.device = graph, plan, rank, stages, device
         self.broker, self.reduce_gradients, self.gather_parameters = broker, reduce_gradients, gather_parameters
-        self.lane = plan.lane_of_rank[rank]
+        self.sharded, self.lane = sharded, plan.lane_of_rank[rank]
         self._shares_stages = any(
             len(plan.lanes_of_stage(name, index, stage.index)) > 1
             for name, unit in plan.units.items()
@@ -54,14 +58,15 @@ class Executor:
         )
         self.clock = StepClock(lane=self.lane)
         self.parameter_storages = frozenset(
-            parameter.untyped_storage().data_ptr() for stage in stages.values() for parameter in stage.parameters()
+            storage_identity(parameter) for stage in stages.values() for parameter in stage.parameters()
         )
         self._groups = groups
 
     def execute(self, step: Step, *, is_training: bool) -> StepResult:
         """Run this rank's lane of `step.schedule`; gradients accumulate in the stages' parameters.
 
-        A lane that runs a stage together with another lane runs fillers in their places, as both must keep one order.
+        A lane that runs a stage together with another lane, or shares weights with one, runs fillers in their places, as both
+        must keep one order.
         Raises ConfigError when the schedule splits backwards and Transformer Engine computes them.
         """
         self._check_implementation(step)
@@ -71,19 +76,21 @@ class Executor:
         memory_before = _start_counting_cuda_memory()
         self.clock.start_step()
         lane = step.schedule.lanes[self.lane]
-        fillers = frozenset() if self._shares_stages else lane.fillers
+        fillers = frozenset() if self._shares_stages or self.sharded else lane.fillers
         receives = [index for index, action in enumerate(lane.actions) if action.kind in _RECEIVES]
         num_posted = 0
         for index, action in enumerate(lane.actions):
             while num_posted < len(receives) and receives[num_posted] <= index + RECEIVE_AHEAD:
                 running.post_receive(lane.actions[receives[num_posted]])
                 num_posted += 1
+            self._join(step, index)
             if index in fillers:
                 running.fillers.append(action)
                 continue
             HANDLERS[action.kind](running, action)
             if ACTION_TABLE[action.kind].resource is Resource.COMPUTE:
                 running.run_fillers()
+        self._join(step, len(lane.actions))
         for action in tuple(running.collectives):
             running.finish_collective(action)
         self.broker.finish()
@@ -116,6 +123,13 @@ class Executor:
     def must_travel(self, source: Place, target: Place) -> bool:
         """Whether what is computed at `source` comes to `target` by messages."""
         return must_travel(source, target, self.plan)
+
+    def _join(self, step: Step, position: int) -> None:
+        """Take part in what replicas compute whose weights this rank shares; position: in the lane's actions."""
+        for join in step.joins[self.lane].get(position, ()) if step.joins else ():
+            for _ in range(join.num_passes):
+                with self.sharded[join.unit, join.stage].collectives(join.kind, is_joined=True):
+                    pass
 
     def _check_implementation(self, step: Step) -> None:
         if step.form.split and any(stage.options.transformer_impl != "local" for stage in self.stages.values()):

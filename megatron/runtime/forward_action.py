@@ -69,7 +69,7 @@ def _run_subset(
     counts_memory = has_backward and run.executor.device.type == "cpu"
     saved = SavedTensors(run.executor.parameter_storages) if counts_memory else None
     queue = WeightGradientQueue() if has_backward and action.place in run.step.form.split else None
-    with saved or nullcontext(), DeferWeightGradients(queue):
+    with run.gathering_weights(action), saved or nullcontext(), DeferWeightGradients(queue):
         output = run.stage(action.place)(hidden, batch, embeddings)
         loss = _record_loss(run, action, output) if isinstance(output, HeadOutput) else None
         given = output.conditions if isinstance(output, HeadOutput) else output

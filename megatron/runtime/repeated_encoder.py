@@ -20,7 +20,8 @@ def repeat_forward(run: RunningStep, action: Action) -> None:
     batch = move_input(run.step.inputs[microbatch_of(action.work)], run.executor.device)
     counts_memory = has_backward and run.executor.device.type == "cpu"
     saved = SavedTensors(run.executor.parameter_storages) if counts_memory else None
-    with run.executor.clock.span(action), torch.set_grad_enabled(has_backward), saved or nullcontext():
+    measured = run.executor.clock.span(action)
+    with measured, run.gathering_weights(action), torch.set_grad_enabled(has_backward), saved or nullcontext():
         output = run.stage(action.place)(None, batch, None)
     if has_backward:
         kept = get_gradient_edge(output), output.shape, output.dtype
@@ -30,5 +31,5 @@ def repeat_forward(run: RunningStep, action: Action) -> None:
 def repeat_backward(run: RunningStep, action: Action) -> None:
     """The backward of what nobody took: it begins with zero, so it adds nothing to any gradient."""
     output, shape, dtype = run.store.take(("repeated", action.place, action.work))
-    with run.executor.clock.span(action):
+    with run.executor.clock.span(action), run.gathering_weights(action):
         torch.autograd.backward((output,), (torch.zeros(shape, dtype=dtype, device=run.executor.device),))

@@ -85,6 +85,7 @@ def prepare_run(config: RunConfig, world: World) -> Run:
         seed=config.training.seed,
         timeout=timeout,
         seconds=emulation.seconds if emulation else None,
+        shards_weights=config.parallelism.shards_weights,
     )
     optimizers = _build_optimizers(config, runtime, dtype)
     scheduler = build_scheduler(config.optimizer, optimizers.values(), train_iters=config.training.train_iters)

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,11 @@ class RunningStep:
     def stage(self, place: Place) -> UnitStage:
         """The module of a virtual stage of this rank."""
         return self.executor.stages[(place.unit, place.stage)]
+
+    def gathering_weights(self, action: Action) -> AbstractContextManager[None]:
+        """What gathers weights and reduces gradients while an action computes, where the stage's weights are sharded."""
+        sharded = self.executor.sharded.get((action.unit, action.stage))
+        return nullcontext() if sharded is None else sharded.collectives(action.kind)
 
     def trains_weights(self, action: Action) -> bool:
         """Whether the stage of an action has weight gradients."""

@@ -13,6 +13,7 @@ from megatron.runtime.context_sharing import BY_WORKLOAD, ContextSharing
 from megatron.runtime.sample_subsets import sample_subsets
 from megatron.runtime.token_placement import TokenPlacement
 from multimodal.model.stage_input import PackedInput
+from multimodal.schedule.align_replicas import Joins
 from multimodal.values.assignment import Assignment, Atom, Microbatch, MicrobatchPlace, Route, Routes
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.sample_lengths import SampleLengths
@@ -38,6 +39,8 @@ class Step:
     """Sample id of every target token, per LLM microbatch of this rank."""
     subset_inputs: Mapping[MicrobatchPlace, tuple[PackedInput, ...]] = field(default_factory=dict)
     """Of microbatches that run in sample subsets, one per subset."""
+    joins: Joins = ()
+    """What each lane joins of other replicas' computations; empty where weights are not sharded."""
     digest: int = 0
     """Of the assignment; ranks compare it before they run the step."""
     balance: BalanceReport = field(default_factory=BalanceReport)

@@ -43,9 +43,11 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         exchange: SampleExchange | None = None,
         is_emulated: bool = False,
         sharing: ContextSharing = BY_WORKLOAD,
+        shards_weights: bool = False,
     ) -> None:
         """exchange: decode first, then send samples where they are needed; is_emulated: load no data (`with_emulated_inputs`)."""
         self._is_emulated, self._exchange, self._sharing = is_emulated, exchange, sharing
+        self._shards_weights = shards_weights
         self._source, self._batches, self._schedules, self._rank = source, batches, schedules, rank
         self._balancer, self._options = balancer, options
 
@@ -74,6 +76,7 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
             source_index=source_index,
             is_emulated=self._is_emulated,
             sharing=self._sharing,
+            shards_weights=self._shards_weights,
         )
         return planned.changed(balance=balance)
 
@@ -88,10 +91,12 @@ def plan_step(
     source_index: Mapping[int, int],
     is_emulated: bool = False,
     sharing: ContextSharing = BY_WORKLOAD,
+    shards_weights: bool = False,
 ) -> Step:
     """The step of a given assignment, with this rank's inputs; raises AssignmentError, ScheduleError or DataError.
 
-    is_emulated: with sizes alone instead of inputs; sharing: how tokens are spread, the same on every rank.
+    is_emulated: with sizes alone instead of inputs; sharing: how tokens are spread, the same on every rank; shards_weights:
+    whether replicas share their weights, and so have to compute together.
     """
     graph, plan = schedules.graph, schedules.plan
     validate_assignment(assignment, graph=graph, plan=plan, lengths=lengths)
@@ -108,6 +113,7 @@ def plan_step(
         digest=assignment_digest(assignment),
         context_parallel_sizes={name: unit.context_parallel_size for name, unit in plan.units.items()},
         sharing=sharing,
+        joins=schedules.joins(assignment) if shards_weights else (),
     )
     if is_emulated:
         return with_emulated_inputs(step, plan=plan, rank=rank)

@@ -162,6 +162,7 @@ def _planner(run: Run, source: SampleSource, *, seed: int, shuffle: bool, forwar
         options=_balance_options(run, trained),
         exchange=run.exchanges[forward_only] if run.exchanges else None,
         is_emulated=run.emulation is not None,
+        shards_weights=run.config.parallelism.shards_weights,
         sharing=ContextSharing(
             TokenDistribution(run.config.parallelism.context_parallel_distribution),
             run.config.parallelism.context_parallel_block_size,

@@ -24,7 +24,7 @@ class Membership:
     """tp, cp, tp_cp (the whole stage), dp (replicas), dp_cp (whoever holds the same parameters: replicas and context parallel
     ranks) and what megatron-core asks for beside; pp is this rank alone, as the plan numbers layers and stages."""
     embedding_group: dist.ProcessGroup | None
-    """First and last stage of this rank's pipeline, when it is one of the two."""
+    """This rank and its counterpart, who holds the same share of weights, when one is in the first stage and one in the last."""
 
 
 class GroupBook:
@@ -68,8 +68,8 @@ def _membership(plan: Plan, name: str, replica_index: int, stage_index: int, *, 
     alone, data = book[(rank,)], book[_data_parallel_ranks(plan, name, stage_index, position)]
     tensor, context = (book[peers] for peers in _peers(unit, stage, position))
     holders = book[_holders_of_parameters(plan, name, stage_index, tensor_rank)]
-    ends = _embedding_ranks(plan, name, replica_index, position)
-    embedding = book[ends] if rank in ends else None
+    ends = next((pair for pair in _embedding_ranks(plan, name, tensor_rank) if rank in pair), None)
+    embedding = book[ends] if ends else None
     groups = ProcessGroupCollection(
         **dict.fromkeys(("tp", "mp"), tensor),
         cp=context,
@@ -84,15 +84,16 @@ def _membership(plan: Plan, name: str, replica_index: int, stage_index: int, *, 
 
 def _all_rank_sets(plan: Plan) -> Iterable[tuple[int, ...]]:
     for name, unit in plan.units.items():
-        for replica_index, replica in enumerate(unit.replicas):
+        for replica in unit.replicas:
             for stage_index, stage in enumerate(replica.stages):
                 yield stage.ranks
+                for tensor_rank in range(unit.tensor_parallel_size):
+                    yield from _embedding_ranks(plan, name, tensor_rank)
                 for position, rank in enumerate(stage.ranks):
                     yield (rank,)
                     yield from _peers(unit, stage, position)
                     yield _holders_of_parameters(plan, name, stage_index, position % unit.tensor_parallel_size)
                     yield _data_parallel_ranks(plan, name, stage_index, position)
-                    yield _embedding_ranks(plan, name, replica_index, position)
 
 
 def _peers(unit: UnitPlan, stage: Stage, position: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -112,6 +113,8 @@ def _data_parallel_ranks(plan: Plan, name: str, stage_index: int, position: int)
     return tuple(sorted(replica.stages[stage_index].ranks[position] for replica in plan.units[name].replicas))
 
 
-def _embedding_ranks(plan: Plan, name: str, replica_index: int, position: int) -> tuple[int, ...]:
-    stages = plan.units[name].replicas[replica_index].virtual_stages
-    return tuple(sorted({stages[0].ranks[position], stages[-1].ranks[position]}))
+def _embedding_ranks(plan: Plan, name: str, tensor_rank: int) -> tuple[tuple[int, ...], ...]:
+    """Pairs of ranks that hold the same share of first and last stage: both in the order in which a group counts its ranks."""
+    stages = plan.units[name].replicas[0].virtual_stages
+    ends = (_holders_of_parameters(plan, name, stage.stage_index, tensor_rank) for stage in (stages[0], stages[-1]))
+    return tuple(tuple(sorted({first, last})) for first, last in zip(*ends, strict=True))

@@ -1,6 +1,7 @@
 """One virtual stage of a unit: the layers of one range, built for this rank alone."""
 
 from contextlib import nullcontext
+from typing import Protocol
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -28,6 +29,16 @@ from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import LayerKind, ModelGraph, Role, Unit
 
 
+class LayerGuard(Protocol):
+    """Who has to know when a layer computes: where its weights are not there all the time."""
+
+    def before(self, layer: int, hidden: Tensor | None) -> Tensor | None:
+        """Called before the layer with its input; returns what to compute with."""
+
+    def after(self, layer: int, output: Tensor | HeadOutput) -> Tensor | HeadOutput:
+        """Called after the layer with what it gave; returns what to hand on."""
+
+
 class UnitStage(MegatronModule):
     """Layers `layers` of a unit; parameter names carry the layer's index in the unit, whatever the plan.
 
@@ -50,6 +61,7 @@ class UnitStage(MegatronModule):
         self.unit, self.layer_range, self.groups, self.options = unit, layers, groups, options
         self.output_size = _output_size(graph, unit)
         self.condition_size = graph.backbone.transformer.hidden_size
+        self.guard: LayerGuard | None = None
         self.vocab_size = vocab_size
         self.mask_rule = mask_rule_of(unit, graph=graph, mode=options.attention_mask)
         self.shares_embedding = unit.role is Role.BACKBONE and not unit.untie_embeddings_and_output_weights
@@ -103,7 +115,11 @@ class UnitStage(MegatronModule):
         output: Tensor | HeadOutput | None = hidden
         position, lengths = self._position_inputs(batch)
         for index in self.layer_range:
+            if self.guard is not None:
+                output = self.guard.before(index, output)  # type: ignore[arg-type]
             output = self._run_layer(index, output, batch, item_embeddings, position, lengths)  # type: ignore[arg-type]
+            if self.guard is not None:
+                output = self.guard.after(index, output)
         assert output is not None
         return output
 

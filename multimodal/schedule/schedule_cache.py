@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from multimodal.schedule.align_replicas import Joins, align_replicas
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import Builder
 from multimodal.schedule.compile_schedule import CompiledStructure, compile_structure
@@ -28,6 +29,7 @@ class ScheduleCache:
     capacity: int = 64
     _schedules: dict[Shape, Schedule] = field(default_factory=dict)
     _structures: dict[Shape, CompiledStructure] = field(default_factory=dict)
+    _joins: dict[Shape, Joins] = field(default_factory=dict)
 
     def schedule(self, assignment: Assignment) -> Schedule:
         """Build, lower and validate, or find what was built for the same shape; raises ScheduleError."""
@@ -37,6 +39,7 @@ class ScheduleCache:
                 oldest = next(iter(self._schedules))
                 self._schedules.pop(oldest)
                 self._structures.pop(oldest, None)
+                self._joins.pop(oldest, None)
             self._schedules[shape] = build_schedule(
                 self.builder, self.graph, self.plan, assignment, passes=self.passes, forward_only=self.forward_only
             )
@@ -48,6 +51,13 @@ class ScheduleCache:
         if shape not in self._structures:
             self._structures[shape] = compile_structure(schedule, graph=self.graph, plan=self.plan, assignment=assignment)
         return self._structures[shape]
+
+    def joins(self, assignment: Assignment) -> Joins:
+        """What lanes join where replicas share their weights (`align_replicas`); raises ScheduleError."""
+        schedule, shape = self.schedule(assignment), shape_of(assignment, self.graph)
+        if shape not in self._joins:
+            self._joins[shape] = align_replicas(schedule, graph=self.graph, plan=self.plan, assignment=assignment)
+        return self._joins[shape]
 
 
 def shape_of(assignment: Assignment, graph: ModelGraph) -> Shape:

@@ -1,7 +1,8 @@
 """One global batch through Braid's runtime, and through one process sample by sample: losses and all gradients."""
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from megatron.runtime.assembly import RankRuntime, assemble
 from megatron.runtime.context_sharing import ContextSharing
 from megatron.runtime.sample_exchange import SampleExchange
+from megatron.runtime.sharded_layer import ShardedLayer
+from megatron.runtime.sharded_unit import ShardedUnit
 from megatron.runtime.step import Step
 from megatron.runtime.step_planner import plan_step
 from multimodal.attention.bitfield import MaskMode
@@ -58,11 +61,14 @@ class GradientCase:
     """Of tokens over context parallel ranks."""
     block_size: int = 4
     """Tokens that stay together there."""
+    shards_weights: bool = False
+    """Whether replicas share weights and gradients, too; the reference never does."""
 
     def __repr__(self) -> str:
         shapes = [(shape.items, shape.num_text_tokens, shape.num_target_tokens) for shape in self.source.shapes]
         lines = [
             f"{self.builder}, passes={self.passes}, sequence_parallel={self.sequence_parallel}, recompute={self.recompute}",
+            f"shards_weights={self.shards_weights}",
             f"attention: {self.attention_mask}, by {self.attention_backend}; {self.distribution}, blocks of {self.block_size}",
             f"samples (items, text, targets): {shapes}",
             *(line for unit in self.graph.units for line in self._lines_of_unit(unit)),
@@ -115,11 +121,13 @@ def build_runtime(case: GradientCase) -> RankRuntime:
         vocab_size=case.source.vocab_size,
         seed=SEED,
         timeout=TIMEOUT,
+        shards_weights=case.shards_weights,
     )
-    for (unit, _), stage in runtime.stages.items():
-        for name, parameter in stage.named_parameters():
-            if parameter.dim() == 1:
-                _randomize(parameter, f"{unit}.{name}", sharding_of(stage.unit, name), stage)
+    with whole_weights(runtime):
+        for (unit, _), stage in runtime.stages.items():
+            for name, parameter in stage.named_parameters():
+                if parameter.dim() == 1:
+                    _randomize(parameter, f"{unit}.{name}", sharding_of(stage.unit, name), stage)
     runtime.zero_gradients()
     return runtime
 
@@ -143,7 +151,22 @@ def plan_case(case: GradientCase, assignment: Assignment | None = None, *, forwa
         rank=dist.get_rank(),
         source_index=source_index,
         sharing=ContextSharing(case.distribution, case.block_size, case.attention_mask),
+        shards_weights=case.shards_weights,
     )
+
+
+def sharded_layers(runtime: RankRuntime) -> list[ShardedLayer]:
+    """Of all units of a rank, in one order on all ranks that share them."""
+    return [layer for unit in runtime.gradients.values() if isinstance(unit, ShardedUnit) for layer in unit.layers]
+
+
+@contextmanager
+def whole_weights(runtime: RankRuntime) -> Iterator[None]:
+    """Have all of a rank's weights inside, to read or to change."""
+    with ExitStack() as gathered:
+        for layer in sharded_layers(runtime):
+            gathered.enter_context(layer.whole())
+        yield
 
 
 def run_on_rank(case: GradientCase) -> RankGradients:
@@ -161,7 +184,9 @@ def run_step(runtime: RankRuntime, step: Step) -> RankGradients:
 def run_reference(case: GradientCase) -> RankGradients:
     """The same batch in one process, sample by sample, without executor, broker, plan or assignment."""
     plan = single_rank_plan(case.graph)
-    runtime = build_runtime(replace(case, plan=plan, sequence_parallel=False, recompute=None, attention_backend="dense"))
+    runtime = build_runtime(
+        replace(case, plan=plan, sequence_parallel=False, recompute=None, attention_backend="dense", shards_weights=False)
+    )
     stages = {unit: stage.train() for (unit, _), stage in runtime.stages.items()}
     divisors = _loss_divisors(case)
     loss_sums = dict.fromkeys(divisors, 0.0)
@@ -192,6 +217,12 @@ def single_rank_plan(graph: ModelGraph) -> Plan:
 
 def _report(runtime: RankRuntime, loss_sums: Mapping[str, float]) -> RankGradients:
     gradients, shardings = {}, {}
+    for layer in sharded_layers(runtime):
+        if layer.gradient_share is not None:
+            parts = [torch.empty_like(layer.gradient_share) for _ in range(layer.group.size())]
+            dist.all_gather(parts, layer.gradient_share, group=layer.group)
+            for parameter, gradient in zip(layer.parameters, layer.split(torch.cat(parts)), strict=True):
+                parameter.main_grad = gradient
     for (unit, _), stage in runtime.stages.items():
         for name, parameter in stage.named_parameters():
             if parameter.requires_grad:

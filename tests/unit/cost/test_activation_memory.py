@@ -12,7 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.runtime import platform
-from megatron.runtime.activation_store import SavedTensors
+from megatron.runtime.activation_store import SavedTensors, storage_identity
 from megatron.runtime.layer_inputs import synthetic_input
 from megatron.runtime.profiler import build_layer
 from multimodal.attention.own_share import OwnShare
@@ -74,7 +74,7 @@ def groups(size: int, *, context: int = 1) -> ProcessGroupCollection:
 
 
 def saved_bytes(stage: UnitStage, *inputs: Any) -> int:
-    parameters = frozenset(parameter.untyped_storage().data_ptr() for parameter in stage.parameters())
+    parameters = frozenset(map(storage_identity, stage.parameters()))
     saved = SavedTensors(parameters)
     with saved:
         keep = stage(*inputs)  # a freed tensor's storage would be taken for a new one's

@@ -1,0 +1,177 @@
+"""One layer whose weights and gradients are shared out over the ranks that hold the same ones (ZeRO-3).
+
+All parameters of the layer are views of one flat buffer. Each rank keeps an equal share of its elements for good; the buffer
+itself has memory only from gathering to release, so what autograd saved of the weights is valid again in the backward.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from multimodal.values.errors import ConfigError
+
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class WeightPiece(NamedTuple):
+    """What this rank keeps of one parameter."""
+
+    parameter: Parameter
+    elements: range
+    """Of the parameter's flat elements."""
+    weight: Tensor
+    """[len(elements)], a view of the layer's share."""
+    gradient: Tensor | None
+    """[len(elements)], a view of the layer's share of the gradient, float32 or wider; None where the layer is frozen."""
+
+
+class ShardedLayer:
+    """Parameters of one layer of this rank; its collectives are called on all ranks of `group` in one order.
+
+    module: newly initialised, afterwards without memory for its parameters until they are gathered; group: who holds the same
+    parameters (replicas and context parallel ranks); tensor_parallel_group: who holds the other parts of them.
+    """
+
+    def __init__(self, module: Module, *, group: dist.ProcessGroup, tensor_parallel_group: dist.ProcessGroup) -> None:
+        self.group, self._tensor_parallel_group = group, tensor_parallel_group
+        self.parameters = tuple(module.parameters())
+        (self._dtype,) = self._check_dtypes()
+        sizes = [parameter.numel() for parameter in self.parameters]
+        share_size = -(-sum(sizes) // group.size())
+        self._range = range(group.rank() * share_size, (group.rank() + 1) * share_size)
+        self._starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        self._flat = self.parameters[0].new_zeros(share_size * group.size(), requires_grad=False)
+        for parameter, view in zip(self.parameters, self.split(self._flat), strict=True):
+            view.copy_(parameter.detach())
+            parameter.data = view
+        self.share = self._flat[self._range.start : self._range.stop].clone()
+        """[share_size]: this rank's weights."""
+        self.gradient_share = self.share.new_zeros(share_size, dtype=_gradient_dtype(self._dtype)) if self.is_trained else None
+        """[share_size]: the sum over all microbatches of all ranks so far."""
+        self._num_users = 0
+        self._gathering: dist.Work | None = None
+        self._finish_reduction: Callable[[], None] | None = None
+        self._free()
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the layer has gradients."""
+        return any(parameter.requires_grad for parameter in self.parameters)
+
+    @property
+    def pieces(self) -> tuple[WeightPiece, ...]:
+        """What this rank keeps, parameter by parameter; parameters of which it keeps nothing are left out."""
+        found = []
+        for parameter, start in zip(self.parameters, self._starts, strict=True):
+            first, last = max(start, self._range.start), min(start + parameter.numel(), self._range.stop)
+            if first < last:
+                here = slice(first - self._range.start, last - self._range.start)
+                gradient = None if self.gradient_share is None else self.gradient_share[here]
+                found.append(WeightPiece(parameter, range(first - start, last - start), self.share[here], gradient))
+        return tuple(found)
+
+    def split(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """Views of a buffer of all elements, one shaped like each parameter."""
+        return tuple(
+            flat[start : start + parameter.numel()].view(parameter.shape)
+            for parameter, start in zip(self.parameters, self._starts, strict=True)
+        )
+
+    def start_gathering(self) -> None:
+        """Start bringing all shares together; every call is matched by one of `release`."""
+        self._num_users += 1
+        if self._num_users == 1:
+            self._flat.untyped_storage().resize_(self._flat.numel() * self._flat.element_size())
+            self._gathering = _all_gather(self._flat, self.share, group=self.group, async_op=True)
+
+    def finish_gathering(self) -> None:
+        """Wait until the parameters are there."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def release(self) -> None:
+        """Give the memory back, unless another user is left."""
+        self._num_users -= 1
+        if self._num_users == 0:
+            self.finish_gathering()
+            self._free()
+
+    def start_reduction(self, *, is_joined: bool) -> None:
+        """Start adding what backwards left in the parameters' `grad` to the shares of all ranks, and forget it there.
+
+        is_joined: this rank, and with it its tensor parallel group, has computed nothing and adds zero.
+        """
+        assert self.gradient_share is not None
+        self.finish_reduction()
+        whole = torch.zeros_like(self._flat, dtype=self.gradient_share.dtype, device=self.share.device)
+        if not is_joined:
+            self._take_gradients(whole)
+        found = torch.empty_like(self.gradient_share)
+        work = _reduce_scatter(found, whole, group=self.group, async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            self.gradient_share.add_(found)  # type: ignore[union-attr]
+
+        self._finish_reduction = finish
+
+    def finish_reduction(self) -> None:
+        """Wait for a reduction that is under way."""
+        if self._finish_reduction is not None:
+            self._finish_reduction()
+            self._finish_reduction = None
+
+    def check_reduced(self) -> None:
+        """A step ends with no gradient left behind, and no memory held."""
+        assert self._num_users == 0 and self._finish_reduction is None, "a pass through the layers was not finished"
+        assert all(parameter.grad is None for parameter in self.parameters), "a gradient came after its layer's reduction"
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Have the whole parameters inside, to read or to write them alike on all ranks; collective."""
+        self.start_gathering()
+        self.finish_gathering()
+        yield
+        self.share.copy_(self._flat[self._range.start : self._range.stop])
+        self.release()
+
+    @torch.no_grad()
+    def _take_gradients(self, whole: Tensor) -> None:
+        views = self.split(whole)
+        for parameter, view in zip(self.parameters, views, strict=True):
+            if parameter.grad is not None:
+                view.copy_(parameter.grad)
+                parameter.grad = None
+        if self._tensor_parallel_group.size() == 1:
+            return
+        partial = [
+            view for parameter, view in zip(self.parameters, views, strict=True) if getattr(parameter, "sequence_parallel", False)
+        ]
+        if partial:  # each tensor parallel rank saw its own tokens only
+            total = torch.cat([view.flatten() for view in partial])
+            dist.all_reduce(total, group=self._tensor_parallel_group)
+            for view, values in zip(partial, total.split([view.numel() for view in partial]), strict=True):
+                view.copy_(values.view(view.shape))
+
+    def _free(self) -> None:
+        self._flat.untyped_storage().resize_(0)
+
+    def _check_dtypes(self) -> set[torch.dtype]:
+        found = {parameter.dtype for parameter in self.parameters}
+        if len(found) != 1:
+            raise ConfigError(
+                f"a layer mixes parameters of {', '.join(sorted(map(str, found)))}, which cannot share one buffer; use "
+                "--data-parallel-sharding-strategy optim"
+            )
+        return found
+
+
+def _gradient_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
