@@ -1,5 +1,6 @@
 """A stage whose layers gather their weights when they compute, in forward and in backward, and release them afterwards."""
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -82,9 +83,12 @@ class ShardedStage:
     def _reached(self, layer: int) -> Callable[[Tensor], None]:
         """What follows a layer's gradient in a weight gradient, where layers come in the order of the backward."""
 
+        watcher = weakref.ref(self)  # a parameter's hook would keep alive, out of the garbage collector's sight, what it refers to
+
         def reached(parameter: Tensor) -> None:
-            if self._pass is not None and self._pass.kind is ActionKind.WEIGHT_GRADIENT:
-                self._pass.enter(layer)
+            current = watcher()
+            if current is not None and current._pass is not None and current._pass.kind is ActionKind.WEIGHT_GRADIENT:
+                current._pass.enter(layer)
 
         return reached
 

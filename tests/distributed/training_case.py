@@ -29,6 +29,7 @@ from multimodal.schedule.passes import Pass
 from multimodal.schedule.schedule_cache import ScheduleCache
 from multimodal.values.model_graph import ImageInput, ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan
+from tests.distributed.gradient_case import whole_weights
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import TIMEOUT, RankPool
 
@@ -102,6 +103,7 @@ class TrainingCase:
     sequence_parallel: bool = False
     seed: int = 3
     vocab_size: int = 36
+    shards_weights: bool = False
 
 
 class Training:
@@ -118,6 +120,7 @@ class Training:
             vocab_size=case.vocab_size,
             seed=case.seed,
             timeout=TIMEOUT,
+            shards_weights=case.shards_weights,
         )
         config = build_optimizer_config(
             lr=0.01, min_lr=0.0, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, clip_grad=1.0, dtype=case.dtype
@@ -143,6 +146,7 @@ class Training:
             rank=self.rank,
             source_index={index: index for index in range(len(source))},
             sharing=ContextSharing(block_size=4),
+            shards_weights=self.case.shards_weights,
         )
         if not step.form.gathers_parameters:
             self.runtime.complete_parameters()
@@ -157,9 +161,9 @@ class Training:
     def _update(self, *, gathers_later: bool) -> None:
         for optimizer in self.optimizers.values():
             optimizer.prepare_grads()
-        is_sharded = self.case.dtype != torch.float64
         counted = [
-            (o, is_sharded or self.runtime.memberships[unit].groups.dp_cp.rank() == 0) for unit, o in self.optimizers.items()
+            (o, o.config.use_distributed_optimizer or self.runtime.memberships[unit].groups.dp_cp.rank() == 0)
+            for unit, o in self.optimizers.items()
         ]
         norm = global_gradient_norm(counted, device=torch.device("cpu"))
         for unit, optimizer in self.optimizers.items():
@@ -196,12 +200,13 @@ class Training:
     def parameters(self) -> "RankParameters":
         """Copies of all parameters of this rank; the copy of tied embeddings on a last stage goes by a name of its own."""
         found = {}
-        for (unit, _), stage in self.runtime.stages.items():
-            for name, parameter in stage.named_parameters():
-                sharding = sharding_of(stage.unit, name)
-                label = f"{name} (copy)" if getattr(parameter, "shared", False) else name
-                wide = torch.promote_types(parameter.dtype, torch.float32)  # NumPy has no bfloat16
-                found[unit, label] = (sharding, parameter.detach().to(wide, copy=True).numpy())
+        with whole_weights(self.runtime):
+            for (unit, _), stage in self.runtime.stages.items():
+                for name, parameter in stage.named_parameters():
+                    sharding = sharding_of(stage.unit, name)
+                    label = f"{name} (copy)" if getattr(parameter, "shared", False) else name
+                    wide = torch.promote_types(parameter.dtype, torch.float32)  # NumPy has no bfloat16
+                    found[unit, label] = (sharding, parameter.detach().to(wide, copy=True).numpy())
         return found
 
 
