@@ -12,6 +12,7 @@ from multimodal.cost.layer_execution import DEFAULT_EXECUTION, LayerExecution
 from multimodal.cost.layer_flops import UnitLoad
 from multimodal.cost.layer_profile import LayerProfile
 from multimodal.cost.layer_seconds import NO_SECONDS, LayerSeconds
+from multimodal.cost.quadratic import Quadratic
 from multimodal.values.model_graph import LayerKind, ModelGraph
 
 Recompute = Literal["selective", "full"]
@@ -68,6 +69,7 @@ class LayerCosts:
         weight_gradient = prepared.curves.weight_gradient.at(*counted)
         for curve in prepared.repeated:
             input_gradient += curve.at(*counted)
+        forward, input_gradient = forward + prepared.cutting, input_gradient + prepared.cutting
         waiting, waiting_back = prepared.waiting(load)
         return LayerSeconds(forward + waiting, input_gradient + waiting_back, weight_gradient, waiting, waiting_back)
 
@@ -112,7 +114,9 @@ class LayerCosts:
         if collectives.is_spread or (recompute == "selective" and kind is LayerKind.TRANSFORMER):
             repeated.append(curves.attention)  # once: gathered attention repeats itself, selective or not
         at_exit = leaves_unit(described.role, kind)
-        prepared = _Prepared(curves, tuple(repeated), collectives, recompute, at_exit, self.execution)
+        is_cut = tensor_parallel_size > 1 and kind is LayerKind.TRANSFORMER
+        cutting = _constant(curves.weight_gradient) * (self.execution.num_overlapped_parts - 1) if is_cut else 0.0
+        prepared = _Prepared(curves, tuple(repeated), collectives, recompute, at_exit, self.execution, cutting)
         self._prepared[unit, kind, tensor_parallel_size, context_parallel_size, recompute, ranks] = prepared
         return prepared
 
@@ -135,6 +139,8 @@ class _Prepared(NamedTuple):
     recompute: Recompute | None
     at_exit: bool
     execution: LayerExecution
+    cutting: float
+    """Seconds that a pass loses because its products are cut into parts: each pays a small product's constant."""
 
     def waiting(self, load: UnitLoad) -> tuple[float, float]:
         """Seconds of waiting for collectives in a forward, and in an input gradient with what it computes again."""
@@ -152,3 +158,8 @@ class _Prepared(NamedTuple):
         gathering = self.collectives.exposed_gathering(num_tokens, num_squared, attention_seconds=attention)
         way_back = self.collectives.exposed_way_back(num_tokens, num_squared, attention_seconds=attention) + tensor
         return tensor + gathering, way_back + (again + gathering if self.recompute == "full" else 0.0)
+
+
+def _constant(curve: Curve) -> float:
+    """What a product costs however small; measured curves that are no quadratic do not tell."""
+    return curve.constant if isinstance(curve, Quadratic) else 0.0

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from multimodal.cost.layer_collectives import LayerCollectives
+from multimodal.cost.layer_costs import LayerCosts
 from multimodal.cost.layer_execution import LayerExecution
 from multimodal.cost.quadratic import Quadratic
-from tests.unit.cost.test_layer_costs import LAYER, LOAD, PLAIN
+from tests.unit.cost.test_layer_costs import CLUSTER, GRAPH, LAYER, LOAD, PLAIN
 
 
 def test_all_but_one_part_of_a_collective_runs_beside_the_products():
@@ -36,3 +37,16 @@ def test_recomputation_that_ends_early_leaves_the_last_all_reduce_out():
     for recompute, passes in ((None, 1.0), ("full", 1.5)):
         found = early.seconds("llm", LAYER, LOAD, tensor_parallel_size=2, recompute=recompute)
         assert found.input_gradient_waiting == pytest.approx(passes * found.forward_waiting)
+
+
+def test_products_cut_into_parts_pay_their_constant_for_each():
+    cluster = replace(CLUSTER, half_efficiency_gflop=0.5)
+    whole, cut = (
+        LayerCosts(GRAPH, cluster, 512, execution=LayerExecution(num_overlapped_parts=parts)).seconds(
+            "llm", LAYER, LOAD, tensor_parallel_size=2
+        )
+        for parts in (1, 4)
+    )
+    constants = 3 * 4 * 0.5e9 / 50e12
+    assert cut.forward - cut.forward_waiting == pytest.approx(whole.forward - whole.forward_waiting + constants)
+    assert cut.weight_gradient == whole.weight_gradient
