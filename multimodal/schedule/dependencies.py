@@ -17,6 +17,8 @@ _SEND_OF = {
     ActionKind.BACKWARD: ActionKind.SEND_BACKWARD,
     ActionKind.INPUT_GRADIENT: ActionKind.SEND_BACKWARD,
 }
+_new = tuple.__new__
+"""Makes named tuples of their fields five times as fast as their constructors: schedules have messages by the ten thousand."""
 _RECEIVE_OF = {
     ActionKind.FORWARD: ActionKind.RECEIVE_FORWARD,
     ActionKind.BACKWARD: ActionKind.RECEIVE_BACKWARD,
@@ -78,10 +80,17 @@ def must_travel(source: Place, target: Place, plan: Plan) -> bool:
 
 def message(producer: Action, consumer: Action) -> tuple[Action, Action]:
     """Return the send at the producer's place and the receive at the consumer's place that carry this dependency."""
+    kind, unit, replica, stage, microbatch, _, part = producer
+    other_kind, other_unit, other_replica, other_stage, other_microbatch, _, _ = consumer
     # Between units a subset is named by the microbatch at the other end, so only stages of one unit need to say which.
-    part = producer.part if producer.unit == consumer.unit else -1
-    send = Action(_SEND_OF[producer.kind], *producer.place, peer=consumer.place, part=part)
-    return send, Action(_RECEIVE_OF[producer.kind], *consumer.place, peer=producer.place, part=part)
+    if unit != other_unit:
+        part = -1
+    source = _new(Place, (unit, replica, stage, microbatch))
+    target = _new(Place, (other_unit, other_replica, other_stage, other_microbatch))
+    return (
+        _new(Action, (_SEND_OF[kind], unit, replica, stage, microbatch, target, part)),
+        _new(Action, (_RECEIVE_OF[other_kind], other_unit, other_replica, other_stage, other_microbatch, source, part)),
+    )
 
 
 def _forward_needs(action: Action, graph: ModelGraph, plan: Plan, assignment: Assignment, form: ScheduleForm) -> Iterator[Action]:

@@ -78,7 +78,7 @@ _FORMS: KeptByIdentity[Schedule, ScheduleForm] = KeptByIdentity()
 
 
 def _number(schedule: Schedule, table: StepTable, lowered: bool) -> NumberedLanes | None:
-    if len(schedule.lanes) != len(table.plan.lanes) or (lowered and len(table.numbers) != len(table.actions)):
+    if len(schedule.lanes) != len(table.plan.lanes) or (lowered and not table.has_distinct_messages):
         return None
     numbers = table.numbers if lowered else table.computed_numbers
     found = list(map(numbers.get, chain.from_iterable(lane.actions for lane in schedule.lanes)))

@@ -71,6 +71,15 @@ class StepTable:
         return _starts(list(map(len, rows))), _integers(list(chain.from_iterable(rows)))
 
     @cached_property
+    def places(self) -> Integers:
+        """[num_computed] a number of each action's place, which is the same for all that is done with one microbatch there."""
+        return self.computed_stages * (2 + int(self.microbatches.max(initial=0))) + 1 + self.microbatches
+
+    def lanes_of_actions(self, numbers: Integers) -> tuple[Integers, Integers]:
+        """Per action the lanes of its stage: starts, lanes."""
+        return take_rows(*self.lane_rows, self.stage_numbers[numbers])
+
+    @cached_property
     def need_owners(self) -> Integers:
         """Per entry of `needs` the action that needs it."""
         return np.repeat(np.arange(self.num_computed), np.diff(self.need_starts))
@@ -107,9 +116,14 @@ class StepTable:
 
     @cached_property
     def numbers(self) -> dict[Action, int]:
-        """Action of either dialect -> number. Shorter than `actions` where one message would stand for two dependencies."""
+        """Action of either dialect -> number."""
         messages = zip(self.actions[self.num_computed :], range(self.num_computed, len(self.actions)), strict=True)
         return self.computed_numbers | dict(messages)
+
+    @property
+    def has_distinct_messages(self) -> bool:
+        """Whether no two dependencies would be carried by one message."""
+        return len(self.numbers) == len(self.actions)
 
     @cached_property
     def lowered_needs(self) -> tuple[Integers, Integers]:
@@ -176,3 +190,11 @@ def _integers(values: Sequence[int]) -> Integers:
 
 def _starts(lengths: Sequence[int]) -> Integers:
     return np.concatenate(([0], np.cumsum(_integers(lengths))))
+
+
+def take_rows(starts: Integers, values: Integers, rows: Integers) -> tuple[Integers, Integers]:
+    """Of rows of variable length take some, in any order: starts, values."""
+    lengths = np.diff(starts)[rows]
+    new_starts = np.concatenate(([0], np.cumsum(lengths)))
+    offsets = np.repeat(starts[rows] - new_starts[:-1], lengths)
+    return new_starts, values[np.arange(new_starts[-1]) + offsets]

@@ -1,29 +1,25 @@
 """Lower a schedule: add the sends and receives that carry its dependencies between rank groups."""
 
-import heapq
-from collections import defaultdict
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Sequence
 
-from multimodal.schedule.dependencies import dependencies, message, needs_message
+import numpy as np
+
+from multimodal.schedule.event_arrays import Integers
+from multimodal.schedule.execution import Execution
 from multimodal.schedule.lane_execution import execute_lanes
+from multimodal.schedule.numbered_lanes import NumberedLanes, number_lanes
+from multimodal.schedule.passes.lower_lanes_reference import lower_lanes_reference
 from multimodal.schedule.place_grid import show_places
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import ACTION_TABLE, Action, Lane, Resource, Schedule
-from multimodal.values.schedule_form import form_of
 
-
-class _Message(NamedTuple):
-    """One dependency that travels. Messages sort by producer, then consumer, in the order of one execution."""
-
-    producer_number: int
-    consumer_number: int
-    send: Action
-    receive: Action
-    source_lanes: tuple[int, ...]
+try:
+    from multimodal import _kernels
+except ImportError:
+    _kernels = None  # type: ignore[assignment]
 
 
 def insert_communication(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
@@ -31,82 +27,65 @@ def insert_communication(schedule: Schedule, *, graph: ModelGraph, plan: Plan, a
 
     A send stands right after its producer, a receive before its consumer. Between two lanes messages match by order (NCCL), and
     two units may group the same data differently, so a lane may need messages in another order than they are sent. All actions
-    are therefore numbered by one execution of the schedule, and before each consumer stand the receives it needs together with
-    every earlier-numbered receive from the same lanes that is still pending. A receive only posts, so standing early costs
-    memory at most, never time. `forward_only` schedules need no flag.
+    are therefore numbered by one execution of the schedule under unit costs, and before each consumer stand the receives it
+    needs together with every earlier-numbered receive from the same lanes that is still pending. A receive only posts, so
+    standing early costs memory at most, never time. `forward_only` schedules need no flag.
 
+    Runs as a C++ kernel where that is built, with the same result.
     Raises ScheduleError when the schedule cannot finish. Complexity: O((actions + messages) log).
     """
-    numbers = _number_actions(schedule, graph=graph, plan=plan, assignment=assignment)
-    sends: dict[Action, list[_Message]] = defaultdict(list)
-    receives: dict[Action, list[_Message]] = defaultdict(list)
-    form = form_of(schedule)
-    for consumer, consumer_number in numbers.items():
-        for producer in dependencies(consumer, graph, plan, assignment, form=form):
-            if needs_message(producer, consumer, plan):
-                source_lanes = plan.lanes_of_stage(producer.unit, producer.replica, producer.stage)
-                found = _Message(numbers[producer], consumer_number, *message(producer, consumer), source_lanes)
-                sends[producer].append(found)
-                receives[consumer].append(found)
-    return Schedule(tuple(_lower_lane(lane, sends, receives) for lane in schedule.lanes))
-
-
-def _number_actions(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> dict[Action, int]:
-    """Give forwards and backwards numbers in the order in which they start under unit costs."""
-    execution = execute_lanes(
-        schedule,
-        graph=graph,
-        plan=plan,
-        assignment=assignment,
-        lowered=False,
-    )
+    execution = execute_lanes(schedule, graph=graph, plan=plan, assignment=assignment, lowered=False)
     if stuck := execution.stuck(schedule):
         raise ScheduleError(
             "the schedule cannot finish, so no communication can be inserted; validate it first\n"
             + show_places(schedule, marked=stuck)
         )
-    resources = ((event.action, ACTION_TABLE[event.action.kind].resource) for event in execution.events)
-    started = dict.fromkeys(action for action, resource in resources if resource is Resource.COMPUTE)
-    return {action: number for number, action in enumerate(started)}
+    numbered = None
+    if _kernels is not None and hasattr(_kernels, "lower_lanes"):
+        numbered = number_lanes(schedule, graph=graph, plan=plan, assignment=assignment, lowered=False)
+    if numbered is not None and numbered.is_regular and numbered.table.has_distinct_messages:
+        return _lower(schedule, numbered, execution)
+    started = [execution.actions[number] for number in _in_order_of_start(execution)]
+    numbers = {action: number for number, action in enumerate(started)}
+    return lower_lanes_reference(schedule, numbers, graph=graph, plan=plan, assignment=assignment)
 
 
-def _lower_lane(lane: Lane, sends: dict[Action, list[_Message]], receives: dict[Action, list[_Message]]) -> Lane:
-    pending = _PendingReceives(found for action in lane.actions for found in receives.get(action, ()))
-    actions: list[Action] = []
-    fillers: set[int] = set()
-    for position, action in enumerate(lane.actions):
-        actions += pending.take(receives.get(action, ()))
-        if position in lane.fillers:
-            fillers.add(len(actions))
-        actions.append(action)
-        actions += [found.send for found in sends.get(action, ())]
-    return Lane(lane.ranks, tuple(actions), frozenset(fillers))
+def _in_order_of_start(execution: Execution) -> list[int]:
+    """The computations that ran, by number."""
+    started, first = np.unique(execution.event_actions, return_index=True)
+    ordered = started[np.argsort(first)].tolist()
+    return [number for number in ordered if ACTION_TABLE[execution.actions[number].kind].resource is Resource.COMPUTE]
 
 
-class _PendingReceives:
-    """The receives that a lane has yet to post, as one queue per lane they come from."""
+def _lower(schedule: Schedule, numbered: NumberedLanes, execution: Execution) -> Schedule:
+    table = numbered.table
+    starts = np.full(table.num_computed, -1)
+    order = _in_order_of_start(execution)
+    starts[order] = np.arange(len(order))
+    producers, consumers = table.message_ends
+    found = np.flatnonzero(starts[consumers] >= 0)
+    found = found[np.lexsort((starts[consumers[found]], starts[producers[found]]))]
+    source_starts, source_lanes = table.lanes_of_actions(producers[found])
+    rows = _kernels.lower_lanes(
+        lane_starts=numbered.lane_starts,
+        lane_actions=numbered.lane_actions,
+        producers=producers[found],
+        consumers=consumers[found],
+        source_starts=source_starts,
+        source_lanes=source_lanes,
+        num_actions=table.num_computed,
+    )
+    codes = (np.array(row, np.int64) for row in rows)
+    lanes = zip(schedule.lanes, codes, strict=True)
+    return Schedule(tuple(_lowered_lane(lane, row, table.actions, table.num_computed, found) for lane, row in lanes))
 
-    def __init__(self, messages: Iterable[_Message]) -> None:
-        self.queues: dict[int, list[_Message]] = defaultdict(list)
-        for found in messages:
-            for lane in found.source_lanes:
-                self.queues[lane].append(found)
-        for queue in self.queues.values():
-            heapq.heapify(queue)
-        self.posted: set[_Message] = set()
 
-    def take(self, needed: Iterable[_Message]) -> list[Action]:
-        """Post `needed` and, transitively, all that must be posted before; returns the receives in sending order."""
-        taken: list[_Message] = []
-        wanted = [found for found in needed if found not in self.posted]
-        while wanted:
-            last = wanted.pop()
-            for lane in last.source_lanes:
-                queue = self.queues[lane]
-                while queue and queue[0] <= last:
-                    found = heapq.heappop(queue)
-                    if found not in self.posted:
-                        self.posted.add(found)
-                        taken.append(found)
-                        wanted.append(found)
-        return [found.receive for found in sorted(taken)]
+def _lowered_lane(lane: Lane, codes: Integers, actions: Sequence[Action], num_computed: int, messages: Integers) -> Lane:
+    """Turn the kernel's codes into actions: 3 a is computation a, 3 m + 1 and 3 m + 2 are message m's send and receive."""
+    indices, kinds = np.divmod(codes, 3)
+    numbers = np.where(kinds == 0, indices, num_computed - 1 + kinds)
+    carried = kinds > 0
+    numbers[carried] += 2 * messages[indices[carried]]
+    positions = np.flatnonzero(kinds == 0)
+    fillers = frozenset(int(positions[position]) for position in lane.fillers)
+    return Lane(lane.ranks, tuple(map(actions.__getitem__, numbers.tolist())), fillers)
