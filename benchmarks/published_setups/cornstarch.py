@@ -5,8 +5,8 @@ Cornstarch's own example of pipeline parallelism asks, over layers with two all-
 The table's stage counts are not stated, but its times are those of whole numbers of stages with equal totals: VLM-M's encoder
 takes 3 x 75.04 = 225 or 5 x 45.90 = 230 ms and its LLM 8 x 28.15 = 225 or 5 x 45.26 = 226 ms; VLM-L's encoder 5 x 101.02 = 505 or
 7 x 70.42 = 493 ms, its LLM 6 x 34.67 = 208 or 3 x 67.03 = 201 ms. The LLM has 2,200 tokens (1k of text and a merged image of
-1280 x 720); the encoder's are not stated, and 2,080 make VLM-M's encoder as long as its LLM. The A40 is calibrated on VLM-M's LLM:
-225 ms for one forward.
+1280 x 720); the encoder's are not stated, and 2,080 make VLM-M's encoder as long as its LLM. The A40 is calibrated on
+VLM-M's LLM: 225 ms for one forward.
 """
 
 from collections.abc import Iterator

@@ -7,8 +7,8 @@ with 1024 x 1024 pixels. So there is nothing to reorder, and what is compared is
 
 The encoder's microbatches are DP of the LLM over DP of the encoder sequences (4.2), a whole number, and so for the generator:
 Algorithm 1 is asked for all such sizes, and the answer with the least seconds by its own formula is simulated. Tensor parallel
-collectives run beside the products (StepCCL, section 6), cut into four parts. Whether Megatron-LM had StepCCL as well is not said;
-here it has, since DistTrain is built on it and the paper explains the difference by the allocation (7.3.1).
+collectives run beside the products (StepCCL, section 6), cut into four parts. Whether Megatron-LM had StepCCL as well is not
+said; here it has, since DistTrain is built on it and the paper explains the difference by the allocation (7.3.1).
 """
 
 import contextlib
