@@ -1,18 +1,21 @@
 """The one validator: every schedule passes through it, after the builder and after every pass."""
 
 from collections import defaultdict
+from collections.abc import Callable
 
 from multimodal.schedule.dependencies import dependencies
 from multimodal.schedule.expected_actions import expected_actions
 from multimodal.schedule.lane_execution import execute_lanes
+from multimodal.schedule.numbered_lanes import known_form, number_lanes
 from multimodal.schedule.place_grid import show_places
+from multimodal.schedule.surely_valid import is_surely_valid
 from multimodal.schedule.text import action_to_text
 from multimodal.values.assignment import Assignment, MicrobatchPlace
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import ACTION_TABLE, Action, Lane, Resource, Schedule
-from multimodal.values.schedule_form import ScheduleForm, form_of, parts_of
+from multimodal.values.schedule_form import ScheduleForm, parts_of
 
 
 def validate_schedule(
@@ -24,17 +27,41 @@ def validate_schedule(
     is missing; no lane has an action before one that it needs; between two lanes, receives are posted in the order of the
     sends; no lanes wait for each other in a circle (the schedule is executed symbolically).
 
-    Raises ScheduleError that names the action and shows its surroundings. O(actions + dependencies).
+    All of it is first looked at in numbers (`is_surely_valid`); action by action only where that finds something.
+
+    Raises ScheduleError that names the action and shows its surroundings. O((actions + dependencies) log actions).
     """
     _check_lanes(schedule, plan)
-    form = form_of(schedule)
-    _check_parts(schedule, form, graph, assignment)
+    form = known_form(schedule)
+    if form.num_parts:
+        _check_parts(schedule, form, graph, assignment)
+    numbered = number_lanes(schedule, graph=graph, plan=plan, assignment=assignment, lowered=lowered)
+    if numbered is not None and is_surely_valid(numbered, forward_only=forward_only):
+        _check_fillers(schedule, lambda action: dependencies(action, graph, plan, assignment, lowered=lowered, form=form))
+        execution = execute_lanes(schedule, graph=graph, plan=plan, assignment=assignment, lowered=lowered)
+        if not execution.stuck(schedule):
+            return
+    _check_actions_one_by_one(
+        schedule, graph=graph, plan=plan, assignment=assignment, lowered=lowered, forward_only=forward_only, form=form
+    )
+
+
+def _check_actions_one_by_one(
+    schedule: Schedule,
+    *,
+    graph: ModelGraph,
+    plan: Plan,
+    assignment: Assignment,
+    lowered: bool,
+    forward_only: bool,
+    form: ScheduleForm,
+) -> None:
     expected = expected_actions(graph, plan, assignment, lowered=lowered, forward_only=forward_only, form=form)
     positions = _check_actions(schedule, plan, frozenset(expected), dialect="lowered" if lowered else "compute")
     _check_missing(schedule, plan, expected, positions)
     needs = {action: dependencies(action, graph, plan, assignment, lowered=lowered, form=form) for action in expected}
     _check_order(schedule, needs, positions)
-    _check_fillers(schedule, needs)
+    _check_fillers(schedule, needs.__getitem__)
     if lowered:
         _check_message_order(schedule, plan, positions)
     _check_progress(schedule, graph=graph, plan=plan, assignment=assignment, lowered=lowered, needs=needs)
@@ -77,7 +104,7 @@ def _check_parts(schedule: Schedule, form: ScheduleForm, graph: ModelGraph, assi
                 raise _error(action, problem, schedule, {lane: position})
 
 
-def _check_fillers(schedule: Schedule, needs: dict[Action, tuple[Action, ...]]) -> None:
+def _check_fillers(schedule: Schedule, needs_of: Callable[[Action], tuple[Action, ...]]) -> None:
     """Check that every filler is a computation before a carrier that does not need it."""
     for lane, each in enumerate(schedule.lanes):
         for position in sorted(each.fillers):
@@ -87,7 +114,7 @@ def _check_fillers(schedule: Schedule, needs: dict[Action, tuple[Action, ...]]) 
             between = _up_to_carrier(each, position)
             if between is None:
                 raise _error(filler, "no carrier: a computation must follow it in its lane", schedule, {lane: position})
-            if needed := [action for action in between if filler in needs[action]]:
+            if needed := [action for action in between if filler in needs_of(action)]:
                 problem = f"it fills {action_to_text(between[-1])} but {action_to_text(needed[0])} needs it; run it by itself"
                 raise _error(filler, problem, schedule, {lane: position})
 
@@ -96,9 +123,7 @@ def _up_to_carrier(lane: Lane, position: int) -> tuple[Action, ...] | None:
     """What may run before a filler though it stands after it: everything up to its carrier; None where it has no carrier."""
     for index in range(position + 1, len(lane.actions)):
         if index not in lane.fillers and ACTION_TABLE[lane.actions[index].kind].resource is Resource.COMPUTE:
-            return tuple(
-                action for at, action in enumerate(lane.actions[: index + 1]) if at > position and at not in lane.fillers
-            )
+            return tuple(lane.actions[at] for at in range(position + 1, index + 1) if at not in lane.fillers)
     return None
 
 
