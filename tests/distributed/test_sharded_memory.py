@@ -1,0 +1,81 @@
+"""Bytes of weights, gradients and optimizer state that ranks hold between steps, against the memory model."""
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+
+from multimodal.cost.memory import layer_static_bytes
+from multimodal.cost.stage_layers import StageLayers
+from multimodal.values.model_graph import ModelGraph, Transformer
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.training_case import Training, TrainingCase, build_graph, build_plan, run
+
+SIZES = {"vision": (1, 1, 2), "llm": (2, 1, 3)}
+SPREAD = {"vision": (1, 1, 2, 2), "llm": (1, 2, 1, 2)}
+"""With context parallelism."""
+WIDE = Transformer(2, 64, 4, 192)
+TRAINED, FROZEN = (
+    replace(graph, units=(replace(graph.unit("vision"), transformer=WIDE), graph.unit("llm")))
+    for graph in (build_graph(frozen=frozen, hidden_size=64) for frozen in ((), ("llm",)))
+)
+"""Wide enough for norms and biases, which the model leaves out, to be few."""
+BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2}
+
+
+def held_bytes(case: TrainingCase) -> int:
+    """What a rank holds after a step more than before it built anything; runs on a rank."""
+    gc.collect()
+    before = {identity for identity, _ in _storages()}
+    training = Training(case)
+    training.train_step(0)
+    for optimizer in training.optimizers.values():
+        optimizer.zero_grad()
+    gc.collect()
+    return sum({identity: size for identity, size in _storages() if identity not in before}.values())
+
+
+def _storages() -> list[tuple[int, int]]:
+    """(identity, bytes) of the storages of all tensors, but for what is as small as a step count."""
+    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]
+    storages = [each.untyped_storage() for each in tensors]
+    return [(storage._cdata, storage.nbytes()) for storage in storages if storage.nbytes() > 16]
+
+
+def expected_bytes(case: TrainingCase, *, zero_stage: int) -> list[float]:
+    layers = StageLayers(case.graph, case.plan, case.vocab_size)
+    found = []
+    for rank in range(case.plan.num_ranks):
+        total = 0.0
+        for stage in layers.of_rank[rank]:
+            sizes = case.plan.units[stage[0]]
+            num_trained = layers.num_weights(stage, trained_only=True)
+            num_frozen = layers.num_weights(stage, trained_only=False) - num_trained
+            total += (
+                sum(
+                    layer_static_bytes(
+                        num_weights,
+                        is_trained=is_trained,
+                        data_parallel_size=sizes.data_parallel_size * sizes.context_parallel_size,
+                        zero_stage=zero_stage,
+                        bytes_per_element=BYTES[case.dtype],
+                    )
+                    for num_weights, is_trained in ((num_trained, True), (num_frozen, False))
+                )
+                / sizes.tensor_parallel_size
+            )
+        found.append(total)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("graph", [TRAINED, FROZEN], ids=["trained", "frozen"])
+@pytest.mark.parametrize("sizes", [SIZES, SPREAD], ids=["tensor parallel", "context parallel"])
+def test_ranks_hold_what_the_memory_model_says(ranks: RankPool, graph: ModelGraph, sizes, dtype: torch.dtype) -> None:
+    case = TrainingCase(graph, build_plan(graph, **sizes), dtype=dtype, vocab_size=512)
+    zero_stage = 0 if dtype == torch.float64 else 1
+    assert run(ranks, held_bytes, case) == pytest.approx(expected_bytes(case, zero_stage=zero_stage), rel=0.1)
+    shared = replace(case, shards_weights=True)
+    assert run(ranks, held_bytes, shared) == pytest.approx(expected_bytes(case, zero_stage=3), rel=0.1)
