@@ -69,10 +69,10 @@ class LayerPass:
         if self._position > 0:
             for layer in self._visits[self._position - 1].reduces:
                 self._layers[layer].finish_reduction()
-        for layer in visit.reduces:
-            self._layers[layer].start_reduction(is_joined=self._is_joined)
         for layer in visit.gathers:
             self._layers[layer].release()
+        for layer in visit.reduces:
+            self._layers[layer].start_reduction(is_joined=self._is_joined)
 
     def _start_gathering(self, position: int) -> None:
         for layer in self._visits[position].gathers if position < len(self._visits) else ():

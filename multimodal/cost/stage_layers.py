@@ -27,10 +27,13 @@ class StageLayers:
     def counts(self, stage: StageKey) -> LayerCounts:
         """How many layers of each kind and need a stage holds."""
         if stage not in self._counts:
-            unit = stage[0]
-            layers = self.plan.virtual_stage(*stage).layers
-            self._counts[stage] = Counter((self.graph.unit(unit).layers[layer], self._needs[unit][layer]) for layer in layers)
+            self._counts[stage] = Counter(self.in_order(stage))
         return self._counts[stage]
+
+    def in_order(self, stage: StageKey) -> list[tuple[LayerKind, BackwardNeed]]:
+        """Kind and need of every layer of a stage, first to last."""
+        layers, needs = self.graph.unit(stage[0]).layers, self._needs[stage[0]]
+        return [(layers[layer], needs[layer]) for layer in self.plan.virtual_stage(*stage).layers]
 
     def num_weights(self, stage: StageKey, *, trained_only: bool) -> int:
         """Weights of a stage, all tensor parallel ranks together."""
@@ -39,6 +42,12 @@ class StageLayers:
             for (layer, need), count in self.counts(stage).items()
             if need.trains_weights or not trained_only
         )
+
+    def trained_weights(self, stage: StageKey) -> tuple[int, ...]:
+        """Weights of every trained layer of a stage, upstream first; all tensor parallel ranks together."""
+        unit, layers = stage[0], self.graph.unit(stage[0]).layers
+        held = self.plan.virtual_stage(*stage).layers
+        return tuple(self.layer_weights(unit, layers[layer]) for layer in held if self._needs[unit][layer].trains_weights)
 
     def layer_weights(self, unit: str, layer: LayerKind) -> int:
         """Weights of one layer, all tensor parallel ranks together."""

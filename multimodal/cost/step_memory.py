@@ -6,7 +6,7 @@ from multimodal.cost.activation_memory import layer_activation_bytes
 from multimodal.cost.assigned_loads import AssignedLoads
 from multimodal.cost.layer_costs import Recompute
 from multimodal.cost.layer_flops import UnitLoad
-from multimodal.cost.memory import layer_static_bytes
+from multimodal.cost.memory import GRADIENT_BYTES, layer_static_bytes
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageKey, StageLayers
 from multimodal.values.assignment import MicrobatchPlace
@@ -47,6 +47,24 @@ class StepMemory:
     def broker_bytes(self, rank: int) -> int:
         """Bytes of messages that have been posted and not used, or made and not sent."""
         return round(max(map(self._message_bytes, self.layers.of_rank[rank])))
+
+    def gathered_bytes(self, stage: StageKey) -> float:
+        """What a rank has of a stage's weights and gradients beyond its share of them; 0 where replicas do not share weights.
+
+        At the end of a layer's backward: its weights and those that come next, its gradients, and those of the layer after it on
+        their way to who keeps them.
+        """
+        sizes = self.layers.plan.units[stage[0]]
+        if self.options.zero_stage < 3 or sizes.data_parallel_size * sizes.context_parallel_size == 1:
+            return 0.0
+        weights = [self.layers.layer_weights(stage[0], layer) for layer, _ in self.layers.in_order(stage)]
+        gradients = [size * need.trains_weights for size, (_, need) in zip(weights, self.layers.in_order(stage), strict=True)]
+        bytes_per_gradient = max(GRADIENT_BYTES, self.bytes_per_element)
+        peak = max(
+            self.bytes_per_element * (here + next_one + gradient) + bytes_per_gradient * gone
+            for here, next_one, gradient, gone in zip(weights, [0, *weights], gradients, [*gradients[1:], 0], strict=False)
+        )
+        return peak / sizes.tensor_parallel_size
 
     def _layer_bytes(self, unit: str, layer: LayerKind, need: BackwardNeed, load: UnitLoad, recompute: Recompute | None) -> float:
         sizes = self.layers.plan.units[unit]
@@ -117,8 +135,9 @@ class StepMemory:
     def _working_bytes(self, stage: StageKey) -> float:
         """What is there while one layer runs: what it recomputes, and what it gathers.
 
-        The latter are two layers' weights where replicas share them, and the keys and values of two groups of heads (the one in
-        use and the next one) of a whole microbatch where ranks share its tokens.
+        The latter are, where replicas share weights, those of two layers (the one in use and the next one), the gradients of one,
+        and those of another on their way to who keeps them; and the keys and values of two groups of heads (likewise) of a whole
+        microbatch where ranks share its tokens.
         """
         counts, unit = self.layers.counts(stage), stage[0]
         sizes = self.layers.plan.units[unit]
@@ -127,9 +146,7 @@ class StepMemory:
             largest = self.loads.largest(unit, stage[1])
             bodies = [need for layer, need in counts if layer is LayerKind.TRANSFORMER]
             working = max((self._layer_bytes(unit, LayerKind.TRANSFORMER, need, largest, None) for need in bodies), default=0.0)
-        if self.options.zero_stage >= 3:
-            weights = max(self.layers.layer_weights(unit, layer) for layer, _ in counts)
-            working += 2 * weights * self.bytes_per_element / sizes.tensor_parallel_size
+        working += self.gathered_bytes(stage)
         if sizes.context_parallel_size > 1:
             shape = self.layers.graph.unit(unit).transformer
             num_groups = min(GATHERED_GROUPS, shape.query_groups // sizes.tensor_parallel_size)

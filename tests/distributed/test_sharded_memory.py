@@ -2,12 +2,19 @@
 
 import gc
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from megatron.runtime.activation_store import storage_identity
+from megatron.runtime.sharded_layer import ShardedLayer
+from multimodal.cost.assigned_loads import AssignedLoads
 from multimodal.cost.memory import layer_static_bytes
+from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageLayers
+from multimodal.cost.step_memory import StepMemory
+from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph, Transformer
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.training_case import Training, TrainingCase, build_graph, build_plan, run
@@ -79,3 +86,56 @@ def test_ranks_hold_what_the_memory_model_says(ranks: RankPool, graph: ModelGrap
     assert run(ranks, held_bytes, case) == pytest.approx(expected_bytes(case, zero_stage=zero_stage), rel=0.1)
     shared = replace(case, shards_weights=True)
     assert run(ranks, held_bytes, shared) == pytest.approx(expected_bytes(case, zero_stage=3), rel=0.1)
+
+
+def gathered_bytes(case: TrainingCase) -> int:
+    """The most that a rank has of gathered weights and of gradients before they are shared, in a step; runs on a rank."""
+    training = Training(case)
+    parameters = [parameter for stage in training.runtime.stages.values() for parameter in stage.parameters()]
+    under_way: dict[ShardedLayer, int] = {}
+    found = [0]
+    start, finish, release = ShardedLayer.start_reduction, ShardedLayer.finish_reduction, ShardedLayer.release
+
+    def count() -> None:
+        weights = {storage_identity(each): each.untyped_storage().nbytes() for each in parameters}
+        gradients = (each.grad.nbytes for each in parameters if each.grad is not None)
+        found.append(sum(weights.values()) + sum(gradients) + sum(under_way.values()))
+
+    def started(layer: ShardedLayer, *, is_joined: bool) -> None:
+        start(layer, is_joined=is_joined)
+        assert layer.gradient_share is not None
+        under_way[layer] = layer.gradient_share.nbytes * layer.group.size()
+        count()
+
+    def finished(layer: ShardedLayer) -> None:
+        count()
+        finish(layer)
+        under_way.pop(layer, None)
+
+    def released(layer: ShardedLayer) -> None:
+        count()
+        release(layer)
+
+    with (
+        patch.object(ShardedLayer, "start_reduction", started),
+        patch.object(ShardedLayer, "finish_reduction", finished),
+        patch.object(ShardedLayer, "release", released),
+    ):
+        training.train_step(0)
+    return max(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_what_is_gathered_at_a_time_is_as_the_memory_model_says(ranks: RankPool, dtype: torch.dtype) -> None:
+    sizes = {"vision": (1, 1, 2), "llm": (1, 2, 2)}
+    case = TrainingCase(TRAINED, build_plan(TRAINED, **sizes), dtype=dtype, vocab_size=512, shards_weights=True)
+    measured = run(ranks, gathered_bytes, case)
+    assert measured == pytest.approx([working_bytes(case, rank) for rank in range(case.plan.num_ranks)], rel=0.1)
+
+
+def working_bytes(case: TrainingCase, rank: int) -> float:
+    """The memory model's estimate of it."""
+    layers = StageLayers(case.graph, case.plan, case.vocab_size)
+    loads = AssignedLoads(case.graph, Assignment(dict.fromkeys(case.graph.unit_names, ((),) * 2)), ())
+    memory = StepMemory(layers, loads, RunOptions(zero_stage=3), BYTES[case.dtype])
+    return max(map(memory.gathered_bytes, layers.of_rank[rank]))

@@ -132,7 +132,8 @@ def costs_with(**options):
 def test_replicas_share_more_the_higher_the_zero_stage():
     weights = 2 * (12 * 64 * 64) + 3 * 14 * 14 * 64 + 256 * (256 + 64)
     found = [costs_with(zero_stage=stage).static_bytes(0) - COSTS.memory.broker_bytes(0) for stage in ZERO_STAGES]
-    gathered = 2 * 2 * 256 * (256 + 64)  # two of the largest layer, the projector
+    layer, projector = 12 * 64 * 64, 256 * (256 + 64)
+    gathered = 2 * (layer + layer + layer) + 4 * projector  # a layer, the next one, its gradient; the projector's on its way
     assert found == [weights * 18, weights * 12, weights * 10, weights * 9 + gathered]
     assert layer_static_bytes(100, is_trained=True, data_parallel_size=2, zero_stage=0, bytes_per_element=4) == 100 * 16
     assert layer_static_bytes(100, is_trained=False, data_parallel_size=4) == 200
