@@ -17,6 +17,8 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -34,12 +36,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.runtime import platform
 from megatron.runtime.profiler import LayerTimes, build_layer, time_layer
+from megatron.runtime.step_profiler import time_runtime, time_update
 from multimodal.cost.draw_curves import MeasuredLayer, draw_curves
 from multimodal.cost.fit_quadratic import FitError, fit_error, fit_quadratic
 from multimodal.cost.interpolated import Interpolated
 from multimodal.cost.layer_curves import Curve, LayerCurves
 from multimodal.cost.layer_profile import LayerProfile, ProfileKey
 from multimodal.cost.packed_size import PackedSize
+from multimodal.cost.step_profile import StepProfile
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.values.errors import BraidError, ConfigError
 from multimodal.values.model_graph import LayerKind, ModelGraph, Unit
@@ -67,6 +71,8 @@ class Row(NamedTuple):
     seconds: dict[str, dict[PackedSize, float]]
     """Name of a curve -> size -> seconds."""
     errors: dict[str, FitError]
+    update: tuple[PackedSize, float]
+    """Weights, and the seconds of updating them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,10 +132,11 @@ def _run(given: argparse.Namespace) -> None:
         console.print(f"timing {key[0]}, {key[1]}, tp {tensor_parallel_size}", highlight=False)
         rows.append(_profile(graph, key, options, given))
     name = torch.cuda.get_device_name() if is_cuda else "CPU"
-    LayerProfile(name, dtype, {row.key: row.curves for row in rows}).to_file(given.output)
+    step = _profile_step(graph, rows, given)
+    LayerProfile(name, dtype, {row.key: row.curves for row in rows}, step).to_file(given.output)
     if given.picture is not None:
         _draw(rows, given)
-    _report(rows, given)
+    _report(rows, step, given)
 
 
 def _check(given: argparse.Namespace, graph: ModelGraph) -> None:
@@ -168,13 +175,12 @@ def _profile(graph: ModelGraph, key: ProfileKey, options: BuildOptions, given: a
     sequences = given.sequences if kind is LayerKind.TRANSFORMER and given.fit == "quadratic" else (1,)
     fitted, held_out = packed_sizes(given.sizes, sequences), sizes_between(given.sizes, sequences)
     vocab_size = given.vocab_size or graph.backbone.vocab_size or 50304
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)  # type: ignore[no-untyped-call]
-    try:
-        stage = build_layer(graph, unit, kind, groups=_groups(), options=options, vocab_size=-(-vocab_size // size) * size)
+    with _fake_ranks(size):
+        groups = _groups()
+        build = partial(build_layer, graph, unit, kind, groups=groups, options=options, vocab_size=-(-vocab_size // size) * size)
         sizes = (*fitted, *held_out)
-        times = time_layer(stage, sizes=sizes, num_repetitions=given.repetitions, min_seconds=SECONDS_PER_SIZE * len(sizes))
-    finally:
-        dist.destroy_process_group()
+        times = time_layer(build(), sizes=sizes, num_repetitions=given.repetitions, min_seconds=SECONDS_PER_SIZE * len(sizes))
+        update = time_update(build(), groups=groups, num_repetitions=given.repetitions)
     curves: dict[str, Curve] = {}
     errors: dict[str, FitError] = {}
     seconds = {name: {size: getattr(one, name) for size, one in times.items()} for name in LayerTimes._fields}
@@ -182,7 +188,26 @@ def _profile(graph: ModelGraph, key: ProfileKey, options: BuildOptions, given: a
         is_linear = kind is not LayerKind.TRANSFORMER or name == "weight_gradient"
         curves[name] = _fit(fitted, [measured[size] for size in fitted], given, is_linear=is_linear)
         errors[name] = fit_error(curves[name], held_out, [measured[size] for size in held_out])
-    return Row(key, LayerCurves(**curves), fitted, seconds, errors)
+    return Row(key, LayerCurves(**curves), fitted, seconds, errors, update)
+
+
+def _profile_step(graph: ModelGraph, rows: Sequence[Row], given: argparse.Namespace) -> StepProfile:
+    """Time what steps take beside their layers."""
+    with _fake_ranks(1):
+        seconds, computation_seconds = time_runtime(graph, num_repetitions=given.repetitions)
+    sizes, updates = zip(*(row.update for row in rows), strict=True)
+    update = fit_quadratic(sizes, updates, is_linear=True)
+    return StepProfile(seconds, computation_seconds, update.constant, update.linear)
+
+
+@contextmanager
+def _fake_ranks(count: int) -> Iterator[None]:
+    """Let this process be the first of so many ranks, whose collectives send nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def packed_sizes(sizes: Sequence[int], sequences: Sequence[int]) -> tuple[PackedSize, ...]:
@@ -223,7 +248,7 @@ def _fit(sizes: Sequence[PackedSize], seconds: list[float], given: argparse.Name
     return fit_quadratic(sizes, seconds, is_linear=is_linear)
 
 
-def _report(rows: Sequence[Row], given: argparse.Namespace) -> None:
+def _report(rows: Sequence[Row], step: StepProfile, given: argparse.Namespace) -> None:
     if given.json:
         layers = [
             {
@@ -234,7 +259,7 @@ def _report(rows: Sequence[Row], given: argparse.Namespace) -> None:
             }
             for row in rows
         ]
-        print(json.dumps({"output": str(given.output), "layers": layers}))
+        print(json.dumps({"output": str(given.output), "layers": layers, "step": step.to_dict()}))
         return
     names = LayerTimes._fields[:3]
     table = Table("unit", "layer", "tp", *names, title="mean (worst) error at held-out sizes", box=None)
@@ -243,6 +268,10 @@ def _report(rows: Sequence[Row], given: argparse.Namespace) -> None:
         table.add_row(row.key[0], str(row.key[1]), str(row.key[2]), *errors)
     console = Console(width=120, highlight=False)
     console.print(table)
+    console.print(
+        f"beside layers: {1e6 * step.computation_seconds:.0f} us per computation, {1e3 * step.seconds:.2f} ms per step; update: "
+        f"{1e3 * step.unit_update_seconds:.2f} ms per unit, {1e9 * step.weight_update_seconds:.2f} ns per weight"
+    )
     console.print(f"written to {given.output}")
 
 

@@ -24,6 +24,9 @@ from multimodal.model.unit_stage import UnitStage
 from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
 from multimodal.values.model_graph import LayerKind, ModelGraph
 
+_EVICTING = torch.zeros(4 * 2**20, dtype=torch.uint8)
+"""What replaces a core's own cache: more than it holds."""
+
 
 class LayerTimes(NamedTuple):
     """Seconds of one layer's computations at one size, each the median of all repetitions."""
@@ -66,7 +69,8 @@ def time_layer(
     """Time a stage of one layer on inputs of each size, in counted tokens (see `synthetic_input`).
 
     All sizes take turns, so that a machine that is slow for a while is slow for all of them; num_repetitions turns, and more
-    until `min_seconds` have passed. Gradients go to buffers, as in training.
+    until `min_seconds` have passed. As in training, gradients go to buffers, and a core comes to every call with its own cache
+    full of something else.
     """
     wrap_in_gradient_buffers(stage, groups=stage.groups, is_sharded=False)
     runs = {size: _LayerRun(stage, size) for size in dict.fromkeys(sizes)}
@@ -90,11 +94,13 @@ class _LayerRun:
     def once(self) -> LayerTimes:
         """Run forward, input gradient, weight gradient and core attention.
 
-        A stage computes its rotary angles once for all of its layers, so their time is taken off this one layer's.
+        A stage computes its rotary angles once for all of its layers, so their time counts with an embedding, which a unit's
+        first stage has, and is taken off any other layer's.
         """
         forward, input_gradient, weight_gradient = _run_once(self._stage, self._given)
-        own = max(0.0, forward - _seconds_of(self._compute_angles))
-        return LayerTimes(own, input_gradient, weight_gradient, _seconds_of(self._attend) if self._attend else 0.0)
+        if not self._stage.is_first:
+            forward = max(0.0, forward - seconds_of(self._compute_angles))
+        return LayerTimes(forward, input_gradient, weight_gradient, seconds_of(self._attend) if self._attend else 0.0)
 
     def _compute_angles(self) -> None:
         shape = self._stage.unit.transformer
@@ -116,10 +122,10 @@ def _run_once(stage: UnitStage, given: LayerInput) -> tuple[float, float, float]
             output = stage(*given)
         outputs.append(output.loss_sum if isinstance(output, HeadOutput) else output)
 
-    forward_seconds = _seconds_of(forward)
+    forward_seconds = _cold_seconds_of(forward)
     gradient = torch.ones_like(outputs[0])
-    backward_seconds = _seconds_of(lambda: torch.autograd.backward(outputs[0], gradient))
-    queue_seconds = _seconds_of(queue.compute)
+    backward_seconds = _cold_seconds_of(lambda: torch.autograd.backward(outputs[0], gradient))
+    queue_seconds = _cold_seconds_of(queue.compute)
     if given.differentiable is None:
         return forward_seconds, 0.0, backward_seconds + queue_seconds
     given.differentiable.grad = None
@@ -147,7 +153,14 @@ def _core_attention(stage: UnitStage, size: PackedSize) -> Callable[[], None] | 
     return attend
 
 
-def _seconds_of(run: Callable[[], None]) -> float:
+def _cold_seconds_of(run: Callable[[], None]) -> float:
+    if platform.device().type == "cpu":
+        _EVICTING.add_(1)
+    return seconds_of(run)
+
+
+def seconds_of(run: Callable[[], None]) -> float:
+    """Time a call: until the device has done all of it, or, where one core computes alone, that core's own time."""
     _synchronize()
     start = _clock()
     run()
@@ -156,7 +169,7 @@ def _seconds_of(run: Callable[[], None]) -> float:
 
 
 def _clock() -> float:
-    """Wall-clock time, or, where one core computes alone, its own time: what else the machine does then does not count."""
+    """What else the machine does counts for nothing where one core computes alone."""
     is_one_core = platform.device().type == "cpu" and torch.get_num_threads() == 1
     return time.process_time() if is_one_core else time.perf_counter()
 

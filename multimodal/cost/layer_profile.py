@@ -10,6 +10,7 @@ units:
         input_gradient: {tokens: [64, 1024], seconds: [1.0e-04, 4.1e-04]}   # or points, interpolated linearly
         weight_gradient: [...]
         attention: [...]                                           # core attention, a part of forward
+step: {computation_seconds: 1.9e-04, weight_update_seconds: 4.6e-09, ...}   # beside the layers; see StepProfile
 """
 
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from typing import Any
 
 from multimodal.cost.layer_curves import LayerCurves
 from multimodal.cost.layer_profile_form import curves_from_dict, curves_to_dict
+from multimodal.cost.step_profile import NOTHING_MEASURED, StepProfile
 from multimodal.values.errors import ConfigError
 from multimodal.values.file_form import read_mapping, write_mapping
 from multimodal.values.model_graph import LayerKind, ModelGraph
@@ -36,6 +38,8 @@ class LayerProfile:
     device: str
     dtype: str
     curves: Mapping[ProfileKey, LayerCurves]
+    step: StepProfile = NOTHING_MEASURED
+    """What steps take beside their layers."""
 
     def find(self, unit: str, kind: LayerKind, tensor_parallel_size: int, context_parallel_size: int) -> LayerCurves | None:
         """Return a layer's curves; where other sizes were profiled, the nearest, with its work shared by more or fewer ranks.
@@ -67,13 +71,13 @@ class LayerProfile:
         for (unit, kind, *sizes), curves in self.curves.items():
             entry = {**dict(zip(_SIZES, sizes, strict=True)), **curves_to_dict(curves)}
             units.setdefault(unit, {}).setdefault(str(kind), []).append(entry)
-        return {"device": self.device, "dtype": self.dtype, "units": units}
+        return {"device": self.device, "dtype": self.dtype, "units": units, "step": self.step.to_dict()}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "LayerProfile":
         """Build from the plain form; raises ConfigError naming the offending place."""
-        if unknown := [key for key in value if key not in ("device", "dtype", "units")]:
-            raise ConfigError(f"layer costs: unknown key '{unknown[0]}'; known keys are device, dtype, units")
+        if unknown := [key for key in value if key not in ("device", "dtype", "units", "step")]:
+            raise ConfigError(f"layer costs: unknown key '{unknown[0]}'; known keys are device, dtype, units, step")
         units = value.get("units")
         if not isinstance(units, Mapping) or not units:
             raise ConfigError("layer costs: 'units' must map each unit's name to its kinds of layer")
@@ -85,7 +89,8 @@ class LayerProfile:
                 if key in curves:
                     raise ConfigError(f"{where}: tp {sizes[0]}, cp {sizes[1]} is listed twice; leave one out")
                 curves[key] = curves_from_dict({name: part for name, part in entry.items() if name not in _SIZES}, where=where)
-        return cls(str(value.get("device", "")), str(value.get("dtype", "")), curves)
+        step = StepProfile.from_dict(value.get("step", {}))
+        return cls(str(value.get("device", "")), str(value.get("dtype", "")), curves, step)
 
     @classmethod
     def from_file(cls, path: str | Path) -> "LayerProfile":

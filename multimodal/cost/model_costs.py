@@ -17,6 +17,7 @@ from multimodal.cost.run_options import DEFAULT_OPTIONS, RunOptions
 from multimodal.cost.stage_layers import StageKey, StageLayers
 from multimodal.cost.step_costs import ComputeCost, TransferCost
 from multimodal.cost.step_memory import StepMemory
+from multimodal.cost.update_seconds import update_seconds
 from multimodal.values.assignment import Assignment, MicrobatchPlace
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.model_graph import LayerKind, ModelGraph, Role
@@ -100,6 +101,12 @@ class ModelCosts:
         stage = (action.unit, action.replica, action.stage)
         return num_passes * self._over_replicas(stage, bytes_per_weight, trained_only=True)
 
+    @cached_property
+    def update_seconds(self) -> float:
+        """From the end of the last backward and reduction to that of the step: the optimizer's, and a profile's other work."""
+        step = self.profile.step if self.profile is not None else None
+        return update_seconds(self.stages, options=self.options, cluster=self.cluster, profile=step)
+
     def activation_bytes(self, place: Place) -> int:
         """Bytes per rank that one microbatch keeps in one stage."""
         return self.memory.activation_bytes(place)
@@ -170,7 +177,11 @@ class ModelCosts:
             )
             cost = _cost_of(kind, one, layer, need)
             seconds, waiting = seconds + count * cost.seconds, waiting + count * cost.tensor_parallel_seconds
-        late = max(0.0, self._gathering_seconds(kind, (unit, replica, stage)) - seconds) if load.num_tokens else 0.0
+        if not load.num_tokens:
+            return ComputeCost(seconds, waiting)
+        if self.profile is not None and kind is not ActionKind.WEIGHT_GRADIENT:
+            seconds += self.profile.step.computation_seconds
+        late = max(0.0, self._gathering_seconds(kind, (unit, replica, stage)) - seconds)
         return ComputeCost(seconds + late, waiting + late)
 
     def _gathering_seconds(self, kind: ActionKind, stage: StageKey) -> float:

@@ -1,0 +1,52 @@
+"""How long a step goes on after its last backward: gradient norm, clipping and optimizer, for which all ranks wait."""
+
+from collections.abc import Collection
+
+from multimodal.cost.cluster import Cluster
+from multimodal.cost.memory import GRADIENT_BYTES, OPTIMIZER_BYTES
+from multimodal.cost.run_options import RunOptions
+from multimodal.cost.stage_layers import StageKey, StageLayers
+from multimodal.cost.step_profile import StepProfile
+
+
+def update_seconds(stages: StageLayers, *, options: RunOptions, cluster: Cluster, profile: StepProfile | None = None) -> float:
+    """Return the seconds of the slowest rank: measured ones where there is a profile, which knows what else a step takes, too.
+
+    Without one, the optimizer's bytes over the memory bandwidth; 0 where the cluster does not say it.
+    """
+    # Replicas of a stage are alike, so one rank of each kind is enough.
+    held = {tuple((unit, 0, stage) for unit, _, stage in keys) for keys in stages.of_rank.values()}
+    shares = [_updated_weights(stages, keys, options) for keys in held]
+    if profile is not None:
+        return profile.seconds + max(
+            profile.unit_update_seconds * sum(count > 0 for count in share.values())
+            + profile.weight_update_seconds * sum(share.values())
+            for share in shares
+        )
+    if cluster.memory_bandwidth_gbytes_per_second is None:
+        return 0.0
+    num_bytes = update_traffic_bytes(cluster.bytes_per_element) * max(sum(share.values()) for share in shares)
+    return num_bytes / (cluster.memory_bandwidth_gbytes_per_second * 1e9)
+
+
+def update_traffic_bytes(bytes_per_element: int) -> float:
+    """Return the bytes per weight that an update moves through memory.
+
+    The gradient is read for its norm, read and written by clipping, and read by Adam, which reads and writes its state. The
+    weight itself is written where an fp32 master is part of that state, else read as well.
+    """
+    gradient = max(GRADIENT_BYTES, bytes_per_element)
+    has_master = bytes_per_element < 4
+    state = OPTIMIZER_BYTES if has_master else 2 * bytes_per_element
+    return float(4 * gradient + 2 * state + bytes_per_element * (1 if has_master else 2))
+
+
+def _updated_weights(stages: StageLayers, keys: Collection[StageKey], options: RunOptions) -> dict[str, float]:
+    """Unit -> trained weights that a rank which holds these stages updates: a share, where replicas share the optimizer."""
+    found: dict[str, float] = {}
+    for unit, replica, stage in keys:
+        sizes = stages.plan.units[unit]
+        num_sharers = sizes.data_parallel_size * sizes.context_parallel_size if options.zero_stage else 1
+        num_weights = stages.num_weights((unit, replica, stage), trained_only=True)
+        found[unit] = found.get(unit, 0.0) + num_weights / sizes.tensor_parallel_size / num_sharers
+    return found
