@@ -10,14 +10,16 @@ from numpy.typing import ArrayLike
 
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.event_arrays import Bytes, EventArrays, Floats, Integers, NodeKind
-from multimodal.schedule.lane_components import LaneComponent, lane_components
+from multimodal.schedule.lane_components import LaneComponent, connected_lanes, lane_components
+from multimodal.schedule.numbered_lanes import number_lanes
+from multimodal.schedule.numbered_structure import number_structure
 from multimodal.schedule.schedule_structure import CollectiveKey, ScheduleStructure, build_structure
 from multimodal.schedule.text import action_to_text
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import Action, Schedule
+from multimodal.values.schedule import Action, Lane, Schedule
 
 
 @dataclass(frozen=True)
@@ -74,20 +76,36 @@ class CompiledStructure:
 def compile_structure(
     schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment, lowered: bool = True
 ) -> CompiledStructure:
-    """Find what waits for what; of lanes that are alike up to their replica (`lane_components`), dependencies are asked once.
+    """Find what waits for what, component by component (`connected_lanes`).
 
-    Raises ScheduleError when an action needs one that the schedule lacks. O(actions + dependencies).
+    Raises ScheduleError when an action needs one that the schedule lacks. O((actions + dependencies) log actions).
     """
-    components = lane_components(schedule, graph=graph, plan=plan, assignment=assignment)
+    numbered = number_lanes(schedule, graph=graph, plan=plan, assignment=assignment, lowered=lowered)
+    if numbered is None or not numbered.is_regular:
+        return _compile_by_actions(schedule, graph=graph, plan=plan, assignment=assignment, lowered=lowered)
+    parts = []
+    for lanes in connected_lanes(graph=graph, plan=plan, assignment=assignment):
+        own = tuple(schedule.lanes[lane] for lane in lanes)
+        structure = number_structure(numbered, lanes, own)
+        if structure is None:
+            return _compile_by_actions(schedule, graph=graph, plan=plan, assignment=assignment, lowered=lowered)
+        parts.append(_Part(lanes, own, structure))
+    return CompiledStructure(schedule, parts)
+
+
+def _compile_by_actions(
+    schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment, lowered: bool
+) -> CompiledStructure:
+    """Ask for dependencies action by action: of lanes that are alike up to their replica (`lane_components`), once."""
     structures: list[tuple[LaneComponent, ScheduleStructure]] = []
     parts = []
-    for component in components:
+    for component in lane_components(schedule, graph=graph, plan=plan, assignment=assignment):
         known = (structure for other, structure in structures if component.is_like(other))
         structure = next(known, None)
         if structure is None:
             structure = build_structure(component, graph=graph, plan=plan, assignment=assignment, lowered=lowered)
             structures.append((component, structure))
-        parts.append(_Part(component, structure))
+        parts.append(_Part(component.lanes, component.schedule.lanes, structure))
     return CompiledStructure(schedule, parts)
 
 
@@ -95,7 +113,9 @@ def compile_structure(
 class _Part:
     """One component and the structure that it has."""
 
-    component: LaneComponent
+    lanes: tuple[int, ...]
+    own: tuple[Lane, ...]
+    """The lanes themselves."""
     structure: ScheduleStructure
 
     @property
@@ -104,16 +124,14 @@ class _Part:
 
     def actions(self) -> tuple[Action, ...]:
         """Its nodes' actions."""
-        counts = np.bincount(self.structure.first_lanes, minlength=len(self.component.lanes))
+        counts = np.bincount(self.structure.first_lanes, minlength=len(self.lanes))
         rows = np.split(self.structure.first_positions, np.cumsum(counts)[:-1])
-        lanes = zip(self.component.schedule.lanes, rows, strict=True)
+        lanes = zip(self.own, rows, strict=True)
         return tuple(chain.from_iterable(map(lane.actions.__getitem__, row.tolist()) for lane, row in lanes))
 
     def collective_actions(self) -> Iterable[tuple[CollectiveKey, Action]]:
         """Every replica's collectives."""
-        for lane, codes, positions in zip(
-            self.component.schedule.lanes, self.structure.lane_codes, self.structure.lane_positions, strict=True
-        ):
+        for lane, codes, positions in zip(self.own, self.structure.lane_codes, self.structure.lane_positions, strict=True):
             for code, position in zip(codes[codes < 0].tolist(), positions[codes < 0].tolist(), strict=True):
                 yield self.structure.collectives[-1 - code], lane.actions[position]
 
@@ -138,7 +156,7 @@ class _Assembly:
         num_collective_needs, collective_needs = self._collective_needs()
         num_needs = _joined((*(part.structure.num_needs for part in parts), num_collective_needs))
         needs = [self._nodes(index, part.structure.needs) for index, part in enumerate(parts)]
-        lanes = [np.array(part.component.lanes) for part in parts]
+        lanes = [np.array(part.lanes) for part in parts]
         place_offsets = np.cumsum([0, *(len(part.structure.forward_of_place) for part in parts)])
         lane_nodes, lane_fillers, lane_positions = self._lane_entries()
         actions, seconds, tensor_parallel, latency, links = self._durations()
@@ -196,7 +214,7 @@ class _Assembly:
         fillers = [np.zeros(0, np.uint8)] * num_lanes
         positions = [np.zeros(0, np.int64)] * num_lanes
         for index, part in enumerate(self.parts):
-            for local, lane in enumerate(part.component.lanes):
+            for local, lane in enumerate(part.lanes):
                 nodes[lane] = self._nodes(index, part.structure.lane_codes[local])
                 fillers[lane] = part.structure.lane_fillers[local]
                 positions[lane] = part.structure.lane_positions[local]

@@ -42,23 +42,35 @@ class LaneComponent:
 
 def lane_components(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> tuple[LaneComponent, ...]:
     """Split a schedule's lanes into components, ordered by their first lane. O(stages x ranks + routes)."""
-    lanes_of = {
+    connected = connected_lanes(graph=graph, plan=plan, assignment=assignment)
+    component_of = {lane: index for index, lanes in enumerate(connected) for lane in lanes}
+    replicas: list[list[tuple[str, int]]] = [[] for _ in connected]
+    for replica, lanes in _lanes_of_replicas(graph, plan).items():
+        replicas[component_of[lanes[0]]].append(replica)
+    parts = zip(connected, replicas, strict=True)
+    return tuple(_component(schedule, lanes, members, graph, plan, assignment) for lanes, members in parts)
+
+
+def connected_lanes(*, graph: ModelGraph, plan: Plan, assignment: Assignment) -> tuple[tuple[int, ...], ...]:
+    """Return the lanes of every component, ordered by their first lane. O(stages x ranks + routes)."""
+    lanes_of = _lanes_of_replicas(graph, plan)
+    root = list(range(len(plan.lanes)))
+    for lanes in lanes_of.values():
+        _unite(root, lanes)
+    for source, target in {(route.source[:2], route.target[:2]) for route in _routes(graph, assignment)}:
+        _unite(root, (lanes_of[source][0], lanes_of[target][0]))
+    members: dict[int, list[int]] = {}
+    for lane in range(len(root)):
+        members.setdefault(_find(root, lane), []).append(lane)
+    return tuple(map(tuple, members.values()))
+
+
+def _lanes_of_replicas(graph: ModelGraph, plan: Plan) -> dict[tuple[str, int], tuple[int, ...]]:
+    return {
         (name, index): tuple(sorted({plan.lane_of_rank[rank] for rank in replica.ranks}))
         for name in graph.unit_names
         for index, replica in enumerate(plan.units[name].replicas)
     }
-    root = list(range(len(plan.lanes)))
-    for lanes in lanes_of.values():
-        _unite(root, lanes)
-    for route in _routes(graph, assignment):
-        _unite(root, (lanes_of[route.source[:2]][0], lanes_of[route.target[:2]][0]))
-    members: dict[int, list[int]] = {}
-    for lane in range(len(root)):
-        members.setdefault(_find(root, lane), []).append(lane)
-    replicas: dict[int, list[tuple[str, int]]] = {first: [] for first in members}
-    for replica, lanes in lanes_of.items():
-        replicas[_find(root, lanes[0])].append(replica)
-    return tuple(_component(schedule, tuple(lanes), replicas[first], graph, plan, assignment) for first, lanes in members.items())
 
 
 def _component(

@@ -16,8 +16,8 @@ from multimodal.values.plan import Plan
 from multimodal.values.schedule import ACTION_TABLE, REPEATED_KINDS, Action, ActionKind, Resource
 from multimodal.values.schedule_form import ScheduleForm, form_of
 
-CollectiveKey = tuple[ActionKind, str, int]
-"""(kind, unit, virtual stage): what all replicas take part in together."""
+CollectiveKey = tuple[ActionKind, str, int, int]
+"""(kind, unit, virtual stage, part): what all replicas take part in together."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class _Numbering:
             return
         if action not in self.codes:
             if resource is Resource.COLLECTIVE:
-                key = action.kind, action.unit, action.stage
+                key = action.kind, action.unit, action.stage, action.part
                 self.collectives.setdefault(key, []).append(action)
                 self.codes[action] = -1 - list(self.collectives).index(key)
             else:

@@ -16,7 +16,7 @@ from multimodal.schedule.unit_cost import unit_cost
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Resource, Schedule
+from multimodal.values.schedule import ACTION_TABLE, REPEATED_KINDS, Action, ActionKind, Resource, Schedule
 from multimodal.values.schedule_form import PLAIN, ScheduleForm
 
 StageKey = tuple[str, int, int]
@@ -75,6 +75,16 @@ class StepTable:
         """[num_computed] a number of each action's place, which is the same for all that is done with one microbatch there."""
         return self.computed_stages * (2 + int(self.microbatches.max(initial=0))) + 1 + self.microbatches
 
+    @cached_property
+    def work_places(self) -> Integers:
+        """[num_computed] as `places`, but repeated work has a place of its own for each original."""
+        places = self.places.copy()
+        originals: dict[tuple[object, ...], int] = {}
+        beyond = int(places.max(initial=0)) + 1
+        for number in np.flatnonzero(np.isin(self.computed_kinds, [KIND_NUMBERS[kind] for kind in REPEATED_KINDS])).tolist():
+            places[number] = beyond + originals.setdefault(self.computed[number][1:6], len(originals))
+        return places
+
     def lanes_of_actions(self, numbers: Integers) -> tuple[Integers, Integers]:
         """Per action the lanes of its stage: starts, lanes."""
         return take_rows(*self.lane_rows, self.stage_numbers[numbers])
@@ -120,9 +130,15 @@ class StepTable:
         messages = zip(self.actions[self.num_computed :], range(self.num_computed, len(self.actions)), strict=True)
         return self.computed_numbers | dict(messages)
 
-    @property
+    @cached_property
     def has_distinct_messages(self) -> bool:
         """Whether no two dependencies would be carried by one message."""
+        producers, consumers = self.message_ends
+        size = int(self.places.max(initial=0)) + 1
+        is_forward = self.computed_kinds[producers] == KIND_NUMBERS[ActionKind.FORWARD]
+        keys = (self.places[producers] * size + self.places[consumers]) * 2 + is_forward
+        if not self.form.num_parts:
+            return len(np.unique(keys)) == len(keys)
         return len(self.numbers) == len(self.actions)
 
     @cached_property
@@ -163,7 +179,7 @@ class StepTable:
         found = np.flatnonzero(_RESOURCE_OF_KIND[self.computed_kinds] == resource_number(Resource.COLLECTIVE))
         for number in found.tolist():
             action = self.computed[number]
-            collectives.setdefault((action.kind, action.unit, action.stage), []).append(number)
+            collectives.setdefault((action.kind, action.unit, action.stage, action.part), []).append(number)
         collective_of = np.full(self.num_computed + 2 * self.num_messages, -1)
         for index, members in enumerate(collectives.values()):
             collective_of[members] = index
