@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from multimodal.balance import BALANCERS
 from multimodal.cost.communication import message_cost
-from multimodal.plan.planners.candidate import Candidate, fits
+from multimodal.plan.planners.candidate import Candidate, fits, num_unit_microbatches, samples_in_flight
 from multimodal.plan.planners.infeasible import infeasible
 from multimodal.plan.planners.layer_times import PlanningTimes
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
@@ -31,6 +31,8 @@ from multimodal.values.model_graph import Role, Unit
 
 BALANCE = "entrain" if "entrain" in BALANCERS else "orchmllm"
 """Entrain's hierarchical assignment; its plans count on it."""
+EAGER_FACTOR = 2
+"""Microbatches in flight under eager 1F1B over those of 1F1B, as `build_eager_1f1b` has them."""
 
 
 def plan_entrain(request: PlanningRequest) -> PlannedRun:
@@ -38,7 +40,7 @@ def plan_entrain(request: PlanningRequest) -> PlannedRun:
 
     For each dp, b_min samples are drawn for the proportions (Alg. 2); every tp x cp x pp of each unit's GPUs is partitioned by
     dynamic programming and the combination with the least T = sum of tau + (K - 1) beta_max + resharding is taken (Alg. 3).
-    Raises PlanError when nothing fits.
+    Backwards are split, and forwards run ahead where memory allows it (4.5.3). Raises PlanError when nothing fits.
     """
     started = time.perf_counter()
     times, memory = PlanningTimes(request), MemoryEstimate(request)
@@ -56,8 +58,29 @@ def plan_entrain(request: PlanningRequest) -> PlannedRun:
                 best, chosen, batch_size = rank, candidate, size
     if best is None or chosen is None:
         raise infeasible(request, planner="entrain")
-    run = chosen.to_run(request, planner="entrain", seconds=best[0], started=started, balance=BALANCE)
-    return replace(run, notes=(f"minimum stable profiling batch: {batch_size} samples ({num_trials()} trials)",))
+    schedule = "eager-1f1b" if runs_ahead(request, memory, chosen) else "1f1b"
+    run = chosen.to_run(request, planner="entrain", seconds=best[0], started=started, balance=BALANCE, schedule=schedule)
+    notes = (f"minimum stable profiling batch: {batch_size} samples ({num_trials()} trials)",)
+    return replace(run, passes=(*run.passes, "split-backward"), notes=notes)
+
+
+def runs_ahead(request: PlanningRequest, memory: MemoryEstimate, candidate: Candidate) -> bool:
+    """Whether stages can keep as many microbatches as eager 1F1B has in flight; every unit has ranks of its own."""
+    return all(
+        _eager_bytes(request, memory, candidate, unit, stage) <= request.planned_memory_bytes
+        for unit, layout in candidate.layouts.items()
+        for stage in range(layout.pipeline_parallel_size)
+    )
+
+
+def _eager_bytes(request: PlanningRequest, memory: MemoryEstimate, candidate: Candidate, unit: str, stage: int) -> float:
+    layout = candidate.layouts[unit]
+    most = candidate.micro_batch_size * num_unit_microbatches(request, candidate, unit)
+    in_flight = min(most, EAGER_FACTOR * samples_in_flight(request, candidate, unit, stage))
+    working = memory.working_bytes(
+        unit, tensor_parallel_size=layout.tensor_parallel_size, context_parallel_size=layout.context_parallel_size
+    )
+    return memory.stage_bytes(unit, layout, stage, num_samples=in_flight) + working
 
 
 def _proportions(work: Mapping[str, NDArray[np.float64]], size: int) -> dict[str, float]:

@@ -14,7 +14,7 @@ from multimodal.plan.planners.profiling_batch import (
     sample_work,
     stable_batch_size,
 )
-from tests.unit.plan.planners.planning_cases import TWO, frozen, request
+from tests.unit.plan.planners.planning_cases import TWO, frozen, request, with_memory
 
 
 def test_the_paper_s_trials():
@@ -85,3 +85,18 @@ def test_entrain_uses_all_gpus_when_tensor_parallelism_is_fixed(num_text_tokens)
     samples = tuple(replace(sample, num_text_tokens=num_text_tokens) for sample in request(TWO).lengths)
     run = plan_entrain(request(TWO, fixed_sizes=fixed, lengths=samples))
     assert run.num_gpus == 8
+
+
+def test_entrain_splits_backwards_and_runs_ahead_where_memory_allows_it():
+    asked = request(TWO)
+    run = plan_entrain(asked)
+    assert (run.schedule, run.passes[-1]) == ("eager-1f1b", "split-backward")
+    sizes = {
+        unit: FixedSizes(each.tensor_parallel_size, len(each.replicas[0].stages), each.data_parallel_size)
+        for unit, each in run.plan.units.items()
+    }
+    for memory_gb in np.geomspace(asked.cluster.memory_gb, 1e-3, 200):  # the same plan with ever less memory
+        tight = plan_entrain(with_memory(request(TWO, fixed_sizes=sizes), memory_gb))
+        if tight.schedule == "1f1b":
+            break
+    assert tight.plan == run.plan and tight.passes == run.passes
