@@ -59,7 +59,9 @@ def _gather_parameters(run: "RunningStep", action: Action) -> None:
 
 
 def _reduce_gradients(run: "RunningStep", action: Action) -> None:
-    run.start_collective(action, run.executor.reduce_gradients)
+    """A whole reduction or, after the backward that did the other layers, the last part of one; before it, get ready for that."""
+    executor = run.executor
+    run.start_collective(action, executor.expect_last_backward if action.part == 0 else executor.reduce_gradients)
 
 
 HANDLERS: Mapping[ActionKind, Callable[["RunningStep", Action], None]] = {

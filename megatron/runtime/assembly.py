@@ -59,11 +59,13 @@ def assemble(
     timeout: timedelta,
     seconds: Seconds | None = None,
     shards_weights: bool = False,
+    reduces_by_layer: bool = False,
 ) -> RankRuntime:
     """Build this rank's part; torch.distributed must be initialised.
 
     vocab_size: padded, divisible by the LLM's tensor parallel size; seconds: wait so long instead of computing (emulation);
-    shards_weights: share weights and gradients, too, among the ranks that hold the same ones, not only optimizer state.
+    shards_weights: share weights and gradients, too, among the ranks that hold the same ones, not only optimizer state;
+    reduces_by_layer: have schedules (`reduce-by-layer`) that reduce gradients layer by layer.
     Raises PlanError when plan, model and ranks do not fit.
     """
     validate_plan(plan, graph=graph, world_size=world_size)
@@ -92,7 +94,7 @@ def assemble(
             gradients[name] = ShardedUnit(own, graph=graph, membership=member)
         else:
             is_sharded = options.precision.params_dtype != torch.float64
-            gradients[name] = UnitGradients(own, membership=member, is_sharded=is_sharded)
+            gradients[name] = UnitGradients(own, membership=member, is_sharded=is_sharded, reduces_by_layer=reduces_by_layer)
     device = platform.device()
     channel = MessageChannel(rank=rank, world_size=world_size, timeout=timeout)
     if device.type == "cuda":
@@ -107,6 +109,7 @@ def assemble(
         device=device,
         reduce_gradients=lambda unit, stage: gradients[unit].start_reduction(stage),
         gather_parameters=lambda unit, stage: gradients[unit].start_gathering(stage),
+        expect_last_backward=lambda unit, stage: gradients[unit].expect_last_backward(stage),
         sharded={
             (name, index): stage
             for name, unit in gradients.items()

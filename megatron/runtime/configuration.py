@@ -107,7 +107,7 @@ class TrainingConfig:
     ] = "1f1b"
     """Order of forwards and backwards on every rank."""
     schedule_passes: str = field(default="", metadata={"metavar": "A,B"})
-    """Rewrite that order, one after another: split-backward, defer-receives, delay-forward, fill, gather-parameters."""
+    """Rewrite it, one after another: split-backward, defer-receives, delay-forward, fill, gather-parameters, reduce-by-layer."""
     emulate: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "COSTS.yaml"})
     """Wait as long as this table says instead of computing, and hold the measured step against the simulated one."""
     balance: Literal["none", "sorted", "llm-only", "orchmllm", "disttrain", "entrain", "auto"] = "none"

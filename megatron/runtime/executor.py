@@ -29,7 +29,8 @@ class Executor:
     """Holds what outlives a step: this rank's stages, the broker, the clock.
 
     stages: (unit, virtual stage) -> module; groups: unit -> this rank's groups there (tp, cp and tp_cp); reduce_gradients,
-    gather_parameters: start these for a stage and return what waits for them; sharded: those of the stages whose weights are.
+    gather_parameters: start these for a stage and return what waits for them; expect_last_backward: let the stage's next backward
+    start reducing; sharded: those of the stages whose weights are.
     """
 
     def __init__(
@@ -44,10 +45,12 @@ class Executor:
         device: torch.device,
         reduce_gradients: StartCollective,
         gather_parameters: StartCollective = lambda unit, stage: _nothing,
+        expect_last_backward: StartCollective = lambda unit, stage: _nothing,
         sharded: Mapping[tuple[str, int], ShardedStage] = MappingProxyType({}),
     ) -> None:
         self.graph, self.plan, self.rank, self.stages, self.device = graph, plan, rank, stages, device
         self.broker, self.reduce_gradients, self.gather_parameters = broker, reduce_gradients, gather_parameters
+        self.expect_last_backward = expect_last_backward
         self.sharded, self.lane = sharded, plan.lane_of_rank[rank]
         self._shares_stages = any(
             len(plan.lanes_of_stage(name, index, stage.index)) > 1

@@ -11,8 +11,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
+from torch.nn import Parameter
 
 from megatron.runtime.overlapped_collectives import overlapping, start_gradient_reduction, start_parameter_gathering
+from megatron.runtime.reduction_by_layer import ReductionByLayer, wrap_with_layer_buckets
 from megatron.runtime.units import Membership
 from multimodal.model.unit_stage import UnitStage
 
@@ -20,17 +22,26 @@ from multimodal.model.unit_stage import UnitStage
 class UnitGradients:
     """Gradient buffers and reductions of this rank's stages of one unit."""
 
-    def __init__(self, stages: Mapping[int, UnitStage], *, membership: Membership, is_sharded: bool) -> None:
-        """stages: virtual stage -> module; is_sharded: reduce-scatter for a sharded optimizer (ZeRO-1), else all-reduce."""
+    def __init__(
+        self, stages: Mapping[int, UnitStage], *, membership: Membership, is_sharded: bool, reduces_by_layer: bool = False
+    ) -> None:
+        """stages: virtual stage -> module; is_sharded: reduce-scatter for a sharded optimizer (ZeRO-1), else all-reduce.
+
+        reduces_by_layer: keep a buffer of about the size of a layer for each collective, so that a reduction can begin in its
+        stage's last backward.
+        """
         self.membership = membership
         self.stages = stages
         self.is_sharded = is_sharded
         self.wrapped = {
-            index: wrap_in_gradient_buffers(stage, groups=membership.groups, is_sharded=is_sharded)
+            index: wrap_in_gradient_buffers(
+                stage, groups=membership.groups, is_sharded=is_sharded, reduces_by_layer=reduces_by_layer
+            )
             for index, stage in stages.items()
             if any(parameter.requires_grad for parameter in stage.parameters())
         }
         self._ungathered: set[int] = set()
+        self._by_layer: dict[int, ReductionByLayer] = {}
 
     def zero(self) -> None:
         """Forget the gradients of the last step."""
@@ -43,12 +54,25 @@ class UnitGradients:
         So far as gradients go, context parallel ranks are replicas, too: they hold the same parameters and saw other tokens.
         Returns what waits for it. Every rank must start the reductions of a group in one order.
         """
+        by_layer = self._by_layer.get(stage_index)
+        if by_layer is not None and by_layer.is_expecting:
+            return by_layer.complete()
+        self._sum_over_tensor_parallel(self.stages[stage_index].parameters())
+        return start_gradient_reduction(self.wrapped[stage_index])
+
+    def expect_last_backward(self, stage_index: int) -> Callable[[], None]:
+        """Let the next backward of a stage start its reduction, layer by layer; `start_reduction` then starts what is left."""
+        if stage_index not in self._by_layer:
+            self._by_layer[stage_index] = ReductionByLayer(self.wrapped[stage_index], prepare=self._sum_over_tensor_parallel)
+        self._by_layer[stage_index].expect_last_backward()
+        return _nothing
+
+    def _sum_over_tensor_parallel(self, parameters: Iterable[Parameter]) -> None:
         group = self.membership.groups.tp
         if group.size() > 1:
-            for parameter in self.stages[stage_index].parameters():
+            for parameter in parameters:
                 if parameter.requires_grad and getattr(parameter, "sequence_parallel", False):
                     dist.all_reduce(_main_gradient(parameter), group=group)
-        return start_gradient_reduction(self.wrapped[stage_index])
 
     @property
     def has_whole_parameters(self) -> bool:
@@ -97,13 +121,17 @@ class UnitGradients:
             gradient.copy_(total)
 
 
-def wrap_in_gradient_buffers(stage: UnitStage, *, groups: ProcessGroupCollection, is_sharded: bool) -> DistributedDataParallel:
-    """Let a stage's backwards add to gradient buffers, which replicas reduce; is_sharded: as for `UnitGradients`."""
+def wrap_in_gradient_buffers(
+    stage: UnitStage, *, groups: ProcessGroupCollection, is_sharded: bool, reduces_by_layer: bool = False
+) -> DistributedDataParallel:
+    """Let a stage's backwards add to gradient buffers, which replicas reduce; other arguments: as for `UnitGradients`."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=stage.options.precision.params_dtype == torch.bfloat16,
         overlap_grad_reduce=False,
         use_distributed_optimizer=is_sharded,
     )
+    if reduces_by_layer:
+        return wrap_with_layer_buckets(stage, config, groups=groups)
     return DistributedDataParallel(stage.config, config, stage, pg_collection=groups)
 
 

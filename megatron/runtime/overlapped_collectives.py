@@ -6,6 +6,7 @@ when, so they are on only while Megatron's own starting and finishing functions 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from megatron.core.distributed import DistributedDataParallel
 
@@ -14,12 +15,13 @@ def start_gradient_reduction(wrapped: DistributedDataParallel) -> Callable[[], N
     """Start summing gradients over replicas (reduce-scatter under a sharded optimizer); returns what waits for it."""
     with overlapping(wrapped, "overlap_grad_reduce"):
         wrapped.start_grad_sync()
+    return partial(finish_gradient_reduction, wrapped)
 
-    def finish() -> None:
-        with overlapping(wrapped, "overlap_grad_reduce"):
-            wrapped.finish_grad_sync()
 
-    return finish
+def finish_gradient_reduction(wrapped: DistributedDataParallel) -> None:
+    """Wait for what was started of it."""
+    with overlapping(wrapped, "overlap_grad_reduce"):
+        wrapped.finish_grad_sync()
 
 
 def start_parameter_gathering(wrapped: DistributedDataParallel) -> Callable[[], None]:

@@ -86,6 +86,7 @@ def prepare_run(config: RunConfig, world: World) -> Run:
         timeout=timeout,
         seconds=emulation.seconds if emulation else None,
         shards_weights=config.parallelism.shards_weights,
+        reduces_by_layer="reduce-by-layer" in config.training.schedule_passes.split(","),
     )
     optimizers = _build_optimizers(config, runtime, dtype)
     scheduler = build_scheduler(config.optimizer, optimizers.values(), train_iters=config.training.train_iters)

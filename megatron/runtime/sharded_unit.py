@@ -50,6 +50,10 @@ class ShardedUnit:
         """Nothing: gradients are reduced microbatch by microbatch."""
         return _nothing
 
+    def expect_last_backward(self, stage_index: int) -> Callable[[], None]:
+        """Nothing, likewise."""
+        return _nothing
+
     @contextmanager
     def gathering_later(self) -> Iterator[None]:
         """Nothing: weights are gathered layer by layer."""

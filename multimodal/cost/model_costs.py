@@ -99,7 +99,17 @@ class ModelCosts:
         bytes_per_weight = GRADIENT_BYTES if is_reduction else self.cluster.bytes_per_element
         num_passes = 1 if self.options.zero_stage else 2 if is_reduction else 0  # without sharing: one all-reduce
         stage = (action.unit, action.replica, action.stage)
-        return num_passes * self._over_replicas(stage, bytes_per_weight, trained_only=True)
+        seconds = num_passes * self._over_replicas(stage, bytes_per_weight, trained_only=True)
+        return seconds if action.part < 0 else self._reduction_part_seconds(action, seconds)
+
+    def _reduction_part_seconds(self, reduction: Action, whole_seconds: float) -> float:
+        """Of a reduction layer by layer: part 1 is the layer that the last backward passes last, part 0 is all others.
+
+        These are taken to begin with that backward, though they wait for its first layer: what that takes is left out.
+        """
+        weights = self.stages.trained_weights(reduction[1:4])
+        share = weights[0] / sum(weights)
+        return whole_seconds * (share if reduction.part == 1 else 1 - share)
 
     @cached_property
     def update_seconds(self) -> float:

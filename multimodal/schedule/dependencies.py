@@ -40,7 +40,7 @@ def dependencies(
     A forward needs the forward of the stage before it; at a unit's first stage, the last-stage forwards of every upstream
     microbatch that routes to it. A backward needs its own forward and the backward of the stage after it; at a unit's last
     stage, the first-stage backwards of every downstream microbatch that it routes to. Reducing a stage's gradients needs all
-    its backwards on that replica.
+    its backwards on that replica; where that is done by layer, the first part needs all but the last microbatch's.
 
     `form` says where the schedule cuts backwards. In a split backward the input gradient takes the backward's place, and the
     weight gradient needs it. Where a microbatch's backward is cut into sample subsets, a subset's backward needs the same subset
@@ -176,7 +176,10 @@ def _weight_needs(action: Action, graph: ModelGraph, plan: Plan, assignment: Ass
 
 
 def _reduce_needs(action: Action, graph: ModelGraph, plan: Plan, assignment: Assignment, form: ScheduleForm) -> Iterator[Action]:
-    for microbatch in range(assignment.num_microbatches(action.unit, action.replica)):
+    if action.part == 1:
+        yield action._replace(part=0)
+    num_microbatches = assignment.num_microbatches(action.unit, action.replica)
+    for microbatch in range(num_microbatches - (action.part == 0)):
         place = action.place._replace(microbatch=microbatch)
         for part in form.parts(MicrobatchPlace(action.unit, action.replica, microbatch)):
             yield Action(form.last_kind(place), *place, part=part)

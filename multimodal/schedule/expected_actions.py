@@ -37,7 +37,8 @@ def compute_actions(
                 if need.trains_weights and form.gathers_parameters:
                     found.append(Action(ActionKind.GATHER_PARAMETERS, unit, replica, stage))
                 if need.trains_weights:
-                    found.append(Action(ActionKind.REDUCE_GRADIENTS, unit, replica, stage))
+                    parts = form.reduction_parts(unit, stage)
+                    found += [Action(ActionKind.REDUCE_GRADIENTS, unit, replica, stage, part=part) for part in parts]
     return tuple(found)
 
 

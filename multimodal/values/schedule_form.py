@@ -10,7 +10,7 @@ from multimodal.values.schedule import ActionKind, Place, Schedule
 
 @dataclass(frozen=True)
 class ScheduleForm:
-    """How a schedule cuts its backwards, and whether it gathers parameters.
+    """How a schedule cuts its backwards and reductions, and whether it gathers parameters.
 
     Whoever asks for dependencies of a schedule's actions passes this along: the same microbatch may be run either way.
     """
@@ -24,6 +24,9 @@ class ScheduleForm:
     """Whether replicas gather a stage's updated parameters before its first forward (ZeRO-1)."""
     repeats_encoders: bool = False
     """Whether every stage of the LLM computes all encoder microbatches that it takes part in (encoders replicated)."""
+    reduced_by_layer: frozenset[tuple[str, int]] = frozenset()
+    """(unit, virtual stage) whose gradients are reduced in two parts: 0 layer by layer in the last microbatch's backward, 1 the
+    layer that is done last."""
 
     def parts(self, place: MicrobatchPlace) -> tuple[int, ...]:
         """The values of `Action.part` that this microbatch's backwards carry."""
@@ -38,6 +41,10 @@ class ScheduleForm:
         """The kind of the action after which a place's weight gradients are complete."""
         return ActionKind.WEIGHT_GRADIENT if place in self.split else ActionKind.BACKWARD
 
+    def reduction_parts(self, unit: str, stage: int) -> tuple[int, ...]:
+        """The values of `Action.part` that the reductions of a stage carry."""
+        return (0, 1) if (unit, stage) in self.reduced_by_layer else (-1,)
+
 
 PLAIN = ScheduleForm()
 """One backward per microbatch and stage; parameters are there."""
@@ -47,16 +54,19 @@ def form_of(schedule: Schedule) -> ScheduleForm:
     """Read a schedule's form from its actions; O(actions)."""
     split: set[Place] = set()
     num_parts: dict[MicrobatchPlace, int] = {}
+    by_layer: set[tuple[str, int]] = set()
     gathers = repeats = False
     for action in (action for lane in schedule.lanes for action in lane.actions):
         gathers |= action.kind is ActionKind.GATHER_PARAMETERS
         repeats |= action.kind is ActionKind.REPEATED_FORWARD
         if action.kind in (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT):
             split.add(action.place)
-        if action.part >= 0:
+        if action.part >= 0 and action.kind is ActionKind.REDUCE_GRADIENTS:
+            by_layer.add((action.unit, action.stage))
+        elif action.part >= 0:
             place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
             num_parts[place] = max(num_parts.get(place, 0), action.part + 1)
-    form = ScheduleForm(frozenset(split), num_parts, gathers, repeats)
+    form = ScheduleForm(frozenset(split), num_parts, gathers, repeats, frozenset(by_layer))
     return PLAIN if form == PLAIN else form
 
 

@@ -28,6 +28,7 @@ from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import Pass
+from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.schedule_cache import ScheduleCache
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph, Role, Unit
@@ -122,6 +123,7 @@ def build_runtime(case: GradientCase) -> RankRuntime:
         seed=SEED,
         timeout=TIMEOUT,
         shards_weights=case.shards_weights,
+        reduces_by_layer=reduce_by_layer in case.passes,
     )
     with whole_weights(runtime):
         for (unit, _), stage in runtime.stages.items():

@@ -26,6 +26,7 @@ from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import Pass
+from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.schedule_cache import ScheduleCache
 from multimodal.values.model_graph import ImageInput, ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan
@@ -121,6 +122,7 @@ class Training:
             seed=case.seed,
             timeout=TIMEOUT,
             shards_weights=case.shards_weights,
+            reduces_by_layer=reduce_by_layer in passes,
         )
         config = build_optimizer_config(
             lr=0.01, min_lr=0.0, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, clip_grad=1.0, dtype=case.dtype

@@ -7,6 +7,7 @@ from multimodal.schedule.passes.defer_receives import defer_receives
 from multimodal.schedule.passes.delay_forward import delay_forward
 from multimodal.schedule.passes.fill import fill
 from multimodal.schedule.passes.gather_parameters import gather_parameters
+from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ConfigError
@@ -28,6 +29,7 @@ PASSES: Mapping[str, Pass] = {
     "delay-forward": delay_forward,
     "fill": fill,
     "gather-parameters": gather_parameters,
+    "reduce-by-layer": reduce_by_layer,
 }
 """Every pass that can be chosen by name. `reorder` needs an order, so a balancer calls it; lowering is always the last one."""
 

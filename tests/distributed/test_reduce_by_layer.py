@@ -1,0 +1,143 @@
+"""Gradients reduced while the last backward runs: as exact as afterwards, and really begun before that backward ends."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.runtime.reduction_by_layer import ReductionByLayer
+from multimodal.schedule.passes.gather_parameters import gather_parameters
+from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
+from multimodal.values.assignment import Assignment
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from tests.distributed.gradient_case import GradientCase, RankGradients, build_runtime, plan_case, run_on_rank, run_step
+from tests.distributed.gradient_comparison import assert_matches
+from tests.distributed.random_source import RandomSource, SampleShape
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.training_case import RankReport, Training, TrainingCase, build_graph, build_plan, join_parameters, run
+
+SHAPE = {"num_attention_heads": 2, "ffn_hidden_size": 16, "init_method_std": 0.3}
+GRAPH = ModelGraph.from_dict(
+    {
+        "units": {
+            "vision": {
+                "role": "encoder",
+                "image": {"patch_size": 2, "in_channels": 1, "merge_size": 1},
+                "num_layers": 2,
+                "hidden_size": 16,
+                **SHAPE,
+            },
+            "llm": {"role": "backbone", "num_layers": 6, "hidden_size": 16, **SHAPE},
+        }
+    }
+)
+SAMPLES = (
+    SampleShape((("vision", 1, 2),), 5, 3),
+    SampleShape((("vision", 2, 2),), 4, 1),
+    SampleShape((("vision", 1, 1), ("vision", 2, 1)), 6, 2),
+    SampleShape((), 3, 2),
+    SampleShape((("vision", 1, 2),), 4, 0),
+    SampleShape((), 5, 2),
+)
+RANGES = {1: ([(0, 8)],), 2: ([(0, 4)], [(4, 8)]), 4: ([(0, 2), (4, 6)], [(2, 4), (6, 8)])}
+"""Virtual stages of the LLM -> the layer ranges of its physical ones."""
+
+
+def build_case(builder: str, *, num_stages: int, tp: int = 1, **options: Any) -> GradientCase:
+    """An encoder of one replica, an LLM of three: one has 3 microbatches, one 2, one none, though all reduce together."""
+    ranges = RANGES[num_stages]
+    ranks = iter(range(1 + 3 * len(ranges) * tp))
+    replicas = [Replica(tuple(Stage(tuple(next(ranks) for _ in range(tp)), tuple(each)) for each in ranges)) for _ in range(3)]
+    plan = Plan({"vision": UnitPlan((Replica((Stage((next(ranks),), ((0, 4),)),)),)), "llm": UnitPlan(tuple(replicas), tp)})
+    source = RandomSource(GRAPH, SAMPLES, 12)
+    items = [[[sample, item] for item in range(len(SAMPLES[sample].items))] for sample in range(len(SAMPLES))]
+    assignment = {
+        "vision": [[items[0] + items[1], items[2], items[4]]],
+        "llm": [[[[0, -1], [1, -1]], [[3, -1]], [[4, -1]]], [[[2, -1]], [[5, -1]]], []],
+    }
+    case = GradientCase(GRAPH, plan, Assignment.from_dict(assignment), source, builder=builder, passes=(reduce_by_layer,))
+    return replace(case, **options)
+
+
+@pytest.mark.parametrize(
+    ("builder", "num_stages", "options"),
+    [
+        ("1f1b", 1, {}),
+        ("1f1b", 2, {}),
+        ("1f1b", 2, {"recompute": "full"}),
+        ("1f1b", 1, {"tp": 2, "sequence_parallel": True}),
+        ("interleaved-1f1b", 4, {}),
+        ("breadth-first", 4, {}),
+        ("zb-h1", 2, {}),
+    ],
+)
+def test_it_is_exact(ranks: RankPool, builder: str, num_stages: int, options: dict[str, Any]) -> None:
+    assert_matches(build_case(builder, num_stages=num_stages, **options), ranks)
+
+
+def run_counting(case: GradientCase) -> tuple[RankGradients, list[tuple[int, int]]]:
+    """A step, and per reduction that was cut the buckets that were started before its last part, and all."""
+    counts = []
+    complete = ReductionByLayer.complete
+
+    def counting(reduction: ReductionByLayer) -> Any:
+        counts.append((reduction.num_started, reduction.num_buckets))
+        return complete(reduction)
+
+    with patch.object(ReductionByLayer, "complete", counting):
+        return run_step(build_runtime(case), plan_case(case)), counts
+
+
+def test_all_but_what_the_backward_does_not_reach_is_started_before_it_ends(ranks: RankPool) -> None:
+    case = build_case("1f1b", num_stages=2)
+    found = ranks.run(run_counting, case, world_size=case.plan.num_ranks)
+    for rank, (_, counts) in enumerate(found):
+        is_idle = rank in case.plan.units["llm"].replicas[2].ranks
+        assert len(counts) == 1
+        for num_started, num_buckets in counts:
+            assert num_buckets >= 3
+            assert num_started == (0 if is_idle else num_buckets)
+
+
+def test_a_stage_whose_weight_gradients_come_apart_keeps_its_reduction_whole(ranks: RankPool) -> None:
+    case = build_case("zb-h1", num_stages=2)
+    found = ranks.run(run_counting, case, world_size=case.plan.num_ranks)
+    assert [counts for _, counts in found] == [[]] * case.plan.num_ranks
+
+
+def test_gradients_of_a_whole_reduction_are_the_same_to_rounding(ranks: RankPool) -> None:
+    case = build_case("breadth-first", num_stages=4)
+    by_layer = ranks.run(run_on_rank, case, world_size=case.plan.num_ranks)
+    whole = ranks.run(run_on_rank, replace(case, passes=()), world_size=case.plan.num_ranks)
+    for one, other in zip(by_layer, whole, strict=True):
+        assert one.gradients.keys() == other.gradients.keys()
+        assert all(np.allclose(one.gradients[key], other.gradients[key], rtol=1e-12, atol=1e-14) for key in one.gradients)
+
+
+def train(case: TrainingCase, folder: Path, passes: tuple[Any, ...]) -> RankReport:
+    training = Training(case, passes=passes)
+    losses = [training.train_step(number) for number in range(3)]
+    training.runtime.complete_parameters()
+    training.save(folder, step=3)
+    at_checkpoint = training.parameters()
+    losses.append(training.train_step(3))
+    training.runtime.complete_parameters()
+    return RankReport(losses, at_checkpoint, training.parameters())
+
+
+@pytest.mark.parametrize("passes", [(reduce_by_layer,), (gather_parameters, reduce_by_layer)])
+def test_training_with_a_sharded_optimizer_is_the_same(ranks: RankPool, tmp_path: Path, passes: tuple[Any, ...]) -> None:
+    graph = build_graph(tied=True)
+    case = TrainingCase(graph, build_plan(graph, vision=(1, 1, 2), llm=(1, 2, 2)), dtype=torch.float32)
+    whole = run(ranks, train, case, tmp_path / "whole", ())
+    by_layer = run(ranks, train, case, tmp_path / "layer", passes)
+    assert np.allclose([report.losses for report in by_layer], [report.losses for report in whole], rtol=1e-5)
+    expected = join_parameters(case.plan, [report.parameters_at_end for report in whole])
+    found = join_parameters(case.plan, [report.parameters_at_end for report in by_layer])
+    assert expected.keys() == found.keys()
+    assert all(np.allclose(expected[key], found[key], rtol=1e-3, atol=1e-5) for key in expected)
