@@ -219,8 +219,11 @@ def run(argv: Sequence[str]) -> None:
     check_flags(flags)
     passes = passes_named(flags.schedule_passes)
     names = [name for name in flags.schedule_passes.split(",") if name]
-    simulations = [simulate_step(step, builder=flags.schedule, passes=passes) for step in build_steps(flags)]
-    report = {"schedule": " + ".join([flags.schedule, *names]), **report_simulations(simulations)}
+    steps = list(build_steps(flags))
+    simulations = [simulate_step(step, builder=flags.schedule, passes=passes) for step in steps]
+    costs = steps[0].costs
+    after = costs.update_seconds if isinstance(costs, ModelCosts) else 0.0
+    report = {"schedule": " + ".join([flags.schedule, *names]), **report_simulations(simulations, update_seconds=after)}
     if flags.trace is not None:
         write_chrome_trace(simulations[0].timeline, flags.trace)
     if flags.picture is not None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from multimodal.cost.layer_curves import LayerCurves
 from multimodal.cost.layer_profile_form import curves_from_dict, curves_to_dict
-from multimodal.cost.step_profile import NOTHING_MEASURED, StepProfile
+from multimodal.cost.step_profile import StepProfile
 from multimodal.values.errors import ConfigError
 from multimodal.values.file_form import read_mapping, write_mapping
 from multimodal.values.model_graph import LayerKind, ModelGraph
@@ -38,8 +38,8 @@ class LayerProfile:
     device: str
     dtype: str
     curves: Mapping[ProfileKey, LayerCurves]
-    step: StepProfile = NOTHING_MEASURED
-    """What steps take beside their layers."""
+    step: StepProfile | None = None
+    """What steps take beside their layers; None: nothing but what the cluster's description says."""
 
     def find(self, unit: str, kind: LayerKind, tensor_parallel_size: int, context_parallel_size: int) -> LayerCurves | None:
         """Return a layer's curves; where other sizes were profiled, the nearest, with its work shared by more or fewer ranks.
@@ -71,7 +71,8 @@ class LayerProfile:
         for (unit, kind, *sizes), curves in self.curves.items():
             entry = {**dict(zip(_SIZES, sizes, strict=True)), **curves_to_dict(curves)}
             units.setdefault(unit, {}).setdefault(str(kind), []).append(entry)
-        return {"device": self.device, "dtype": self.dtype, "units": units, "step": self.step.to_dict()}
+        plain = {"device": self.device, "dtype": self.dtype, "units": units}
+        return plain if self.step is None else {**plain, "step": self.step.to_dict()}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "LayerProfile":
@@ -89,7 +90,7 @@ class LayerProfile:
                 if key in curves:
                     raise ConfigError(f"{where}: tp {sizes[0]}, cp {sizes[1]} is listed twice; leave one out")
                 curves[key] = curves_from_dict({name: part for name, part in entry.items() if name not in _SIZES}, where=where)
-        step = StepProfile.from_dict(value.get("step", {}))
+        step = StepProfile.from_dict(value["step"]) if "step" in value else None
         return cls(str(value.get("device", "")), str(value.get("dtype", "")), curves, step)
 
     @classmethod

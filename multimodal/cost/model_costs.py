@@ -189,7 +189,7 @@ class ModelCosts:
             seconds, waiting = seconds + count * cost.seconds, waiting + count * cost.tensor_parallel_seconds
         if not load.num_tokens:
             return ComputeCost(seconds, waiting)
-        if self.profile is not None and kind is not ActionKind.WEIGHT_GRADIENT:
+        if self.profile is not None and self.profile.step is not None and kind is not ActionKind.WEIGHT_GRADIENT:
             seconds += self.profile.step.computation_seconds
         late = max(0.0, self._gathering_seconds(kind, (unit, replica, stage)) - seconds)
         return ComputeCost(seconds + late, waiting + late)

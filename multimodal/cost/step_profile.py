@@ -38,7 +38,3 @@ class StepProfile:
             if not is_number or not math.isfinite(number) or number < 0:
                 raise ConfigError(f"layer costs, step, {name}: expected a number of at least 0, found {number!r}")
         return cls(**{name: float(number) for name, number in value.items()})
-
-
-NOTHING_MEASURED = StepProfile()
-"""Steps that take no time beside their layers."""

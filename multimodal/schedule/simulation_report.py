@@ -6,23 +6,30 @@ from typing import Any
 from multimodal.schedule.simulation import Simulation
 
 
-def report_simulations(simulations: Sequence[Simulation]) -> dict[str, Any]:
+def report_simulations(simulations: Sequence[Simulation], *, update_seconds: float = 0.0) -> dict[str, Any]:
     """Sum simulations of consecutive steps of one plan up; times in seconds, memory in bytes, bubbles in fractions of lane time.
 
     Times are means over the steps, MFU and bubbles means weighted by the steps' times, peaks and counts maxima. `lanes` and
-    `stages` describe the first step; `stages` has each virtual stage's computation, microbatch by microbatch.
+    `stages` describe the first step; `stages` has each virtual stage's computation, microbatch by microbatch. update_seconds: of
+    every step, after what is simulated; they are part of its time, neither busy nor a bubble.
     """
+    whole = sum(each.iteration_seconds + update_seconds for each in simulations)
+
+    def over_time(value: Callable[[Simulation], float]) -> float:
+        return sum(value(each) * each.iteration_seconds for each in simulations) / whole if whole else 0.0
+
     first = simulations[0]
     return {
-        "iteration_seconds": _mean(simulations, lambda each: each.iteration_seconds),
+        "iteration_seconds": whole / len(simulations),
+        "update_seconds": update_seconds,
         "ideal_seconds": _mean(simulations, lambda each: each.ideal_seconds),
-        "mfu": _mean_over_time(simulations, lambda each: each.mfu),
-        "bubble": {kind: _mean_over_time(simulations, _bubble_of(kind)) for kind in first.bubble},
-        "busy_fraction": _mean_over_time(simulations, lambda each: each.busy_fraction),
+        "mfu": over_time(lambda each: each.mfu),
+        "bubble": {kind: over_time(_bubble_of(kind)) for kind in first.bubble},
+        "busy_fraction": over_time(lambda each: each.busy_fraction),
         "peak_memory_bytes": max(each.peak_memory_bytes for each in simulations),
         "num_lanes": first.num_lanes,
         "num_microbatches": max(each.num_microbatches for each in simulations),
-        "iterations": [_step(each) for each in simulations],
+        "iterations": [_step(each, update_seconds) for each in simulations],
         "lanes": _lanes(first),
         "stages": _stages(first),
     }
@@ -32,20 +39,16 @@ def _mean(simulations: Sequence[Simulation], value: Callable[[Simulation], float
     return sum(map(value, simulations)) / len(simulations)
 
 
-def _mean_over_time(simulations: Sequence[Simulation], value: Callable[[Simulation], float]) -> float:
-    total = sum(each.iteration_seconds for each in simulations)
-    return sum(value(each) * each.iteration_seconds for each in simulations) / total if total else 0.0
-
-
 def _bubble_of(kind: str) -> Callable[[Simulation], float]:
     return lambda simulation: simulation.bubble[kind]
 
 
-def _step(simulation: Simulation) -> Mapping[str, Any]:
+def _step(simulation: Simulation, update_seconds: float) -> Mapping[str, Any]:
+    whole = simulation.iteration_seconds + update_seconds
     return {
-        "iteration_seconds": simulation.iteration_seconds,
+        "iteration_seconds": whole,
         "ideal_seconds": simulation.ideal_seconds,
-        "mfu": simulation.mfu,
+        "mfu": simulation.mfu * simulation.iteration_seconds / whole if whole else 0.0,
         "peak_memory_bytes": simulation.peak_memory_bytes,
         "num_microbatches": simulation.num_microbatches,
     }

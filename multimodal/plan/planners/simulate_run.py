@@ -10,7 +10,9 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.cost.memory import layer_static_bytes
 from multimodal.cost.model_costs import ModelCosts
+from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_costs import ComputeCost, StepCosts, TransferCost
+from multimodal.cost.update_seconds import update_seconds
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.schedule.build_schedule import build_schedule
@@ -35,6 +37,7 @@ class Prediction:
     """Means over the simulated batches; memory is the largest peak."""
 
     iteration_seconds: float
+    """From the step's start to the end of the update: what training reports as a step's time."""
     ideal_seconds: float
     mfu: float
     tokens_per_second_per_gpu: float
@@ -123,7 +126,7 @@ def predict_run(
     ]
     steps = [_of_batch(batch, part, simulate) for batch, part in parts]
     num_ranks = sum(map(len, plan.lanes))
-    total = sum(step.seconds for step in steps)
+    total = sum(step.seconds for step in steps) + len(steps) * _update_seconds(run, request)
     kinds = steps[0].bubble_seconds
     return Prediction(
         iteration_seconds=total / len(steps),
@@ -287,6 +290,16 @@ def _build(run: PlannedRun, request: PlanningRequest, plan: Plan, assignment: As
     for rewrite in passes:
         schedule = rewrite(schedule, graph=graph, plan=plan, assignment=assignment)
     return insert_communication(schedule, graph=graph, plan=plan, assignment=assignment)
+
+
+def _update_seconds(run: PlannedRun, request: PlanningRequest) -> float:
+    """Seconds of the optimizer, after what is simulated."""
+    return update_seconds(
+        StageLayers(request.graph, run.plan, request.vocab_size),
+        options=request.run_options(recompute=run.recompute, transformer_impl=run.transformer_impl),
+        cluster=request.cluster,
+        profile=request.profile.step if request.profile is not None else None,
+    )
 
 
 def _step_costs(
