@@ -200,9 +200,12 @@ RULES: tuple[Rule, ...] = (
         "one of them out",
     ),
     Rule(
-        lambda c: c.parallelism.shards_weights and "gather-parameters" in c.training.schedule_passes.split(","),
-        "--schedule-passes gather-parameters gathers a stage's weights once a step, but --data-parallel-sharding-strategy "
-        "optim_grads_params gathers them whenever a layer computes; leave one of them out",
+        lambda c: (
+            c.parallelism.shards_weights
+            and not {"gather-parameters", "reduce-by-layer"}.isdisjoint(c.training.schedule_passes.split(","))
+        ),
+        "--schedule-passes {c.training.schedule_passes}: gather-parameters and reduce-by-layer move a stage's weights and gradients "
+        "once a step, but --data-parallel-sharding-strategy optim_grads_params does whenever a layer computes; leave them out",
     ),
     Rule(
         lambda c: any(name not in SCHEDULE_PASSES for name in c.training.schedule_passes.split(",") if name),

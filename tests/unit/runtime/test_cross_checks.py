@@ -183,6 +183,21 @@ def test_context_parallelism_needs_ranks_to_share_blocks(parse: Parse) -> None:
     assert found.parallelism.context_parallel_distribution == "ring"
 
 
+def test_sharded_weights_need_ranks_that_hold_the_same_ones(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
+    flag = "--data-parallel-sharding-strategy optim_grads_params"
+    with pytest.raises(ConfigError, match="would be ignored: no two ranks hold the same weights; raise a unit's data parallel"):
+        parse(flag)
+    for sizes, world_size in (("--vision-dp 2", 3), ("--llm-cp 2", 3)):
+        assert parse(f"{flag} {sizes}", world_size=world_size).parallelism.shards_weights
+    with pytest.raises(ConfigError, match="gathers a stage.s weights once a step, but --data-parallel-sharding-strategy"):
+        parse(f"{flag} --vision-dp 2 --schedule-passes split-backward,gather-parameters", world_size=3)
+    with pytest.raises(ConfigError, match="--emulate has no weights to gather"):
+        parse(f"{flag} --vision-dp 2 --emulate costs.yaml", world_size=3)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match="has been tried with --transformer-impl local alone"):
+        parse(f"{flag} --vision-dp 2 --transformer-impl transformer_engine", world_size=3)
+
+
 def test_context_parallelism_needs_a_backend_and_whole_windows(
     tmp_path: Path, parse: Parse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
