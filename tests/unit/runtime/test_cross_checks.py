@@ -189,8 +189,11 @@ def test_sharded_weights_need_ranks_that_hold_the_same_ones(parse: Parse, monkey
         parse(flag)
     for sizes, world_size in (("--vision-dp 2", 3), ("--llm-cp 2", 3)):
         assert parse(f"{flag} {sizes}", world_size=world_size).parallelism.shards_weights
-    with pytest.raises(ConfigError, match="gathers a stage.s weights once a step, but --data-parallel-sharding-strategy"):
-        parse(f"{flag} --vision-dp 2 --schedule-passes split-backward,gather-parameters", world_size=3)
+    for name in ("gather-parameters", "reduce-by-layer"):
+        with pytest.raises(
+            ConfigError, match="once a step, but --data-parallel-sharding-strategy optim_grads_params does whenever"
+        ):
+            parse(f"{flag} --vision-dp 2 --schedule-passes split-backward,{name}", world_size=3)
     with pytest.raises(ConfigError, match="--emulate has no weights to gather"):
         parse(f"{flag} --vision-dp 2 --emulate costs.yaml", world_size=3)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
