@@ -205,7 +205,8 @@ RULES: tuple[Rule, ...] = (
             and not {"gather-parameters", "reduce-by-layer"}.isdisjoint(c.training.schedule_passes.split(","))
         ),
         "--schedule-passes {c.training.schedule_passes}: gather-parameters and reduce-by-layer move weights and gradients of a "
-        "stage once a step, but --data-parallel-sharding-strategy optim_grads_params does whenever a layer computes; leave them out",
+        "stage once a step, but --data-parallel-sharding-strategy optim_grads_params does whenever a layer computes; leave them "
+        "out",
     ),
     Rule(
         lambda c: any(name not in SCHEDULE_PASSES for name in c.training.schedule_passes.split(",") if name),
