@@ -51,7 +51,7 @@ class Setup:
     fixed_sizes: Mapping[str, FixedSizes]
     micro_batch_size: int = 1
     passes: tuple[str, ...] = ("gather-parameters",)
-    """Parameters are gathered at the start of every step, as Megatron's distributed optimizer does."""
+    """Beside the planner's: parameters are gathered at the start of every step, as Megatron's distributed optimizer does."""
     balance: str | None = None
     """In place of the planner's."""
     recompute: Recompute | None = None
@@ -77,7 +77,8 @@ class Setup:
     def plan(self, cluster: Cluster) -> PlannedRun:
         """Plan; raises PlanError."""
         run = PLANNERS[self.planner](self.request(cluster))
-        return replace(run, passes=self.passes, balance=self.balance or run.balance)
+        passes = tuple(dict.fromkeys((*self.passes, *run.passes)))
+        return replace(run, passes=passes, balance=self.balance or run.balance)
 
     def predict(self, run: PlannedRun, cluster: Cluster) -> Prediction:
         """Simulate a plan."""

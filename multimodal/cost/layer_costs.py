@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from multimodal.cost.analytic_curves import analytic_curves
+from multimodal.cost.attention_window import windowed
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layer_collectives import LayerCollectives, layer_collectives
 from multimodal.cost.layer_curves import Curve, LayerCurves, counted_tokens, leaves_unit
@@ -78,15 +79,15 @@ class LayerCosts:
         key = unit, kind, tensor_parallel_size, context_parallel_size
         if key not in self._curves:
             measured = self.profile.find(*key) if self.profile is not None else None
-            self._curves[key] = measured or analytic_curves(
-                self.graph,
-                self.graph.unit(unit),
-                kind,
-                num_ranks=tensor_parallel_size * context_parallel_size,
-                cluster=self.cluster,
-                vocab_size=self.vocab_size,
-            )
+            self._curves[key] = measured or self._analytic(unit, kind, tensor_parallel_size * context_parallel_size)
         return self._curves[key]
+
+    def _analytic(self, unit: str, kind: LayerKind, num_ranks: int) -> LayerCurves:
+        curves = analytic_curves(
+            self.graph, self.graph.unit(unit), kind, num_ranks=num_ranks, cluster=self.cluster, vocab_size=self.vocab_size
+        )
+        window = next((window for window in self.execution.windows if window.unit == unit), None)
+        return curves if window is None or kind is not LayerKind.TRANSFORMER else windowed(curves, window)
 
     def _prepare(
         self,

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from multimodal.cost.attention_window import AttentionWindow
+
 
 @dataclass(frozen=True, slots=True)
 class LayerExecution:
@@ -18,6 +20,8 @@ class LayerExecution:
     """Share of a forward's tensor parallel collectives that full recomputation runs again. PyTorch's non-reentrant checkpointing
     ends as soon as it has all that the backward needs: a layer's last all-reduce is not repeated (0.5), nor, with sequence
     parallelism, its last reduce-scatter (0.75). Megatron's repeats the whole forward."""
+    windows: tuple[AttentionWindow, ...] = ()
+    """Units of which most layers attend inside windows; the models that Braid builds attend to whole images."""
 
 
 DEFAULT_EXECUTION = LayerExecution()

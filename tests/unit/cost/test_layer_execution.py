@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from multimodal.cost.attention_window import AttentionWindow
 from multimodal.cost.layer_collectives import LayerCollectives
 from multimodal.cost.layer_costs import LayerCosts
 from multimodal.cost.layer_execution import LayerExecution
@@ -50,3 +51,13 @@ def test_products_cut_into_parts_pay_their_constant_for_each():
     constants = 3 * 4 * 0.5e9 / 50e12
     assert cut.forward - cut.forward_waiting == pytest.approx(whole.forward - whole.forward_waiting + constants)
     assert cut.weight_gradient == whole.weight_gradient
+
+
+@pytest.mark.parametrize("full_share", [0.0, 0.25, 1.0])
+def test_windows_turn_squares_into_tokens_for_their_share_of_layers(full_share):
+    costs = replace(PLAIN, execution=LayerExecution(windows=(AttentionWindow("vision", 20, full_share),)))
+    squares = full_share * LOAD.num_squared + (1 - full_share) * 20 * LOAD.num_tokens
+    found = costs.seconds("vision", LAYER, LOAD, tensor_parallel_size=2, recompute="selective")
+    expected = PLAIN.seconds("vision", LAYER, LOAD._replace(num_squared=squares), tensor_parallel_size=2, recompute="selective")
+    assert found == pytest.approx(expected)
+    assert costs.seconds("llm", LAYER, LOAD) == PLAIN.seconds("llm", LAYER, LOAD)
