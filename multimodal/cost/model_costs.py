@@ -32,7 +32,8 @@ class ModelCosts:
 
     A computation takes its layers' seconds (`LayerCosts`), with what is waited for of the collectives inside them. A message is
     `num_tokens x hidden_size` elements. Replicas reduce fp32 gradients and gather the parameters of trained layers (ZeRO-1);
-    where they share the weights themselves (ZeRO-3), every stage gathers them in every pass, while the layer before computes.
+    where they share the weights themselves (ZeRO-3), every stage gathers them in every pass, while the layer before computes, and
+    replicas go through it together: their microbatches of one number all take as long as the slowest of them.
     """
 
     graph: ModelGraph
@@ -81,7 +82,11 @@ class ModelCosts:
         """Cost of one computation; a part's backward costs its own atoms' share."""
         load = self.loads.of_action(action)
         kind = REPEATED_KINDS.get(action.kind, action.kind)
-        return self._compute_cost(kind, action.unit, action.replica, action.stage, load)
+        own = self._compute_cost(kind, action.unit, action.replica, action.stage, load)
+        if self.options.zero_stage < 3 or action.kind in REPEATED_KINDS or action.part >= 0:
+            return own
+        late = self._slowest_seconds(kind, action.unit, action.stage, action.microbatch) - own.seconds
+        return ComputeCost(own.seconds + late, own.tensor_parallel_seconds + late)
 
     def transfer(self, send: Action) -> TransferCost:
         """Cost of the message that a send starts: inside a unit its hidden states, between units the routed atoms' outputs."""
@@ -136,6 +141,8 @@ class ModelCosts:
     def _num_elements(self, source: Place, target: Place, *, part: int) -> int:
         """Elements of the activations that travel from `source` to `target`; gradients have as many."""
         hidden = self.graph.unit(source.unit).transformer.hidden_size
+        if source.unit == target.unit and part < 0:
+            return self.loads.at(MicrobatchPlace(source.unit, source.replica, source.microbatch)).num_tokens * hidden
         if source.unit == target.unit:
             return self.loads.of_action(Action(ActionKind.BACKWARD, *source, part=part)).num_tokens * hidden
         here = MicrobatchPlace(source.unit, source.replica, source.microbatch)
@@ -162,15 +169,48 @@ class ModelCosts:
             )
         return self._links[source, target]
 
+    def _slowest_seconds(self, kind: ActionKind, unit: str, stage: int, microbatch: int) -> float:
+        """Of the replicas' microbatches of one number: who shares weights goes through the layers together."""
+        key = kind, unit, stage, microbatch
+        if key not in self._slowest:
+            self._slowest[key] = max(
+                self._compute_cost(kind, unit, replica, stage, self.loads.at(MicrobatchPlace(unit, replica, microbatch))).seconds
+                for replica in range(self.plan.units[unit].data_parallel_size)
+                if microbatch < self.assignment.num_microbatches(unit, replica)
+            )
+        return self._slowest[key]
+
     @cached_property
-    def _compute_costs(self) -> dict[tuple[ActionKind, str, int, int, UnitLoad], ComputeCost]:
+    def _slowest(self) -> dict[tuple[ActionKind, str, int, int], float]:
+        return {}
+
+    @cached_property
+    def _compute_costs(self) -> dict[tuple[ActionKind, StageKey, UnitLoad], ComputeCost]:
         return {}
 
     def _compute_cost(self, kind: ActionKind, unit: str, replica: int, stage: int, load: UnitLoad) -> ComputeCost:
-        key = kind, unit, replica, stage, load
+        alike = self._first_alike((unit, replica, stage))
+        key = kind, alike, load
         if key not in self._compute_costs:
-            self._compute_costs[key] = self._sum_layers(*key)
+            self._compute_costs[key] = self._sum_layers(kind, *alike, load)
         return self._compute_costs[key]
+
+    def _first_alike(self, stage: StageKey) -> StageKey:
+        """The first stage asked for whose computations take as long: the layers decide, unless ranks work on them together."""
+        if stage not in self._firsts_alike:
+            sizes = self.plan.units[stage[0]]
+            is_alone = sizes.tensor_parallel_size * sizes.context_parallel_size == 1 and self.options.zero_stage < 3
+            like = stage[0], tuple(self.stages.counts(stage).items()), None if is_alone else stage
+            self._firsts_alike[stage] = self._stages_alike.setdefault(like, stage)
+        return self._firsts_alike[stage]
+
+    @cached_property
+    def _firsts_alike(self) -> dict[StageKey, StageKey]:
+        return {}
+
+    @cached_property
+    def _stages_alike(self) -> dict[tuple[object, ...], StageKey]:
+        return {}
 
     def _sum_layers(self, kind: ActionKind, unit: str, replica: int, stage: int, load: UnitLoad) -> ComputeCost:
         ranks = self.plan.virtual_stage(unit, replica, stage).ranks
@@ -202,7 +242,7 @@ class ModelCosts:
         reducing = self._over_replicas(stage, GRADIENT_BYTES, trained_only=True)
         if kind is ActionKind.WEIGHT_GRADIENT:
             return reducing
-        return gathering + (reducing if kind is ActionKind.BACKWARD else 0.0)
+        return gathering + (0.0 if kind is ActionKind.FORWARD else reducing)
 
 
 def _cost_of(kind: ActionKind, one: LayerSeconds, layer: LayerKind, need: BackwardNeed) -> ComputeCost:

@@ -152,6 +152,26 @@ def test_shared_weights_are_gathered_in_every_pass_where_computing_does_not_hide
     assert shared.compute(Action(ActionKind.FORWARD, "llm", 0, 0, 0)) == plain.compute(Action(ActionKind.FORWARD, "llm", 0, 0, 0))
 
 
+def test_replicas_that_share_weights_compute_together():
+    """One of them has an image of four times the tokens; a third microbatch is one replica's alone."""
+    lengths = [
+        replace(sample, items=(ItemLengths("vision", 40 * (4 if sample.sample_id == 1 else 1), 10),)) for sample in LENGTHS
+    ]
+    uneven = replace(
+        ASSIGNMENT, units={**ASSIGNMENT.units, "vision": (((Atom(0, 0),), (Atom(2, 0),), (Atom(3, 0),)), ((Atom(1, 0),),))}
+    )
+    apart, together = (
+        replace(COSTS, lengths=lengths, assignment=uneven, options=RunOptions(zero_stage=stage)) for stage in (1, 3)
+    )
+    small, large = (Action(ActionKind.BACKWARD, "vision", replica, 0, 0) for replica in (0, 1))
+    assert apart.compute(small).seconds < apart.compute(large).seconds
+    assert together.compute(small).seconds == together.compute(large).seconds >= apart.compute(large).seconds
+    waited = together.compute(small).tensor_parallel_seconds - together.compute(large).tensor_parallel_seconds
+    assert waited > 0
+    alone = small._replace(microbatch=2)
+    assert together.compute(alone).seconds == pytest.approx(together.compute(small._replace(microbatch=1)).seconds)
+
+
 def test_replicas_that_share_nothing_reduce_twice_and_gather_nothing():
     reduction, gathering = (Action(kind, "vision", 0, 0) for kind in (ActionKind.REDUCE_GRADIENTS, ActionKind.GATHER_PARAMETERS))
     shares_nothing = costs_with(zero_stage=0)
