@@ -29,7 +29,8 @@ class AssignedLoads:
     def of_action(self, action: Action) -> UnitLoad:
         """The load of a computation: its microbatch's, or that of a part of it."""
         if action.part < 0:
-            return self.at(MicrobatchPlace(action.work.unit, action.work.replica, action.work.microbatch))
+            work = action.work
+            return self.at(MicrobatchPlace(work.unit, work.replica, work.microbatch))
         place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
         return self.of_atoms(action.unit, parts_of(place, self.graph, self.assignment)[action.part])
 

@@ -1,6 +1,7 @@
 """Bytes that one step takes on each rank: what places keep between forward and backward, and what is always there."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from multimodal.cost.activation_memory import layer_activation_bytes
 from multimodal.cost.assigned_loads import AssignedLoads
@@ -67,6 +68,18 @@ class StepMemory:
         return peak / sizes.tensor_parallel_size
 
     def _layer_bytes(self, unit: str, layer: LayerKind, need: BackwardNeed, load: UnitLoad, recompute: Recompute | None) -> float:
+        key = unit, layer, need, load, recompute
+        if key not in self._known_bytes:
+            self._known_bytes[key] = self._ask_layer_bytes(*key)
+        return self._known_bytes[key]
+
+    @cached_property
+    def _known_bytes(self) -> dict[tuple[str, LayerKind, BackwardNeed, UnitLoad, Recompute | None], float]:
+        return {}
+
+    def _ask_layer_bytes(
+        self, unit: str, layer: LayerKind, need: BackwardNeed, load: UnitLoad, recompute: Recompute | None
+    ) -> float:
         sizes = self.layers.plan.units[unit]
         total = layer_activation_bytes(
             self.layers.graph.unit(unit),
