@@ -7,9 +7,15 @@ takes 3 x 75.04 = 225 or 5 x 45.90 = 230 ms and its LLM 8 x 28.15 = 225 or 5 x 4
 7 x 70.42 = 493 ms, its LLM 6 x 34.67 = 208 or 3 x 67.03 = 201 ms. The LLM has 2,200 tokens (1k of text and a merged image of
 1280 x 720); the encoder's are not stated, and 2,080 make VLM-M's encoder as long as its LLM. The A40 is calibrated on
 VLM-M's LLM: 225 ms for one forward.
+
+The paper's Figure 3 times CLIP with Mistral 7B on one A40, two samples at a time, the dissertation's Figure 3.1 SigLIP with
+Llama 3.2 1B; trained or frozen, activations computed again. Their lengths are not stated; here an image and 1k of text in each
+sample, no tensor parallelism.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from benchmarks.published_setups.planned import Setup, read_cluster, read_model
 from benchmarks.published_setups.rows import Row, single
@@ -17,11 +23,33 @@ from multimodal.cost.calibrate_compute import calibrate_compute
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layer_costs import LayerCosts
 from multimodal.cost.layer_execution import LayerExecution
-from multimodal.cost.layer_flops import sample_load
+from multimodal.cost.layer_flops import add_loads, sample_load
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.values.backward_need import layers_backward_need
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+
+
+@dataclass(frozen=True)
+class TimedModel:
+    """A model whose units were timed alone, forward and backward."""
+
+    name: str
+    units: Mapping[str, Mapping[str, Any]]
+    num_image_tokens: int
+    num_samples: int
+    """In a microbatch."""
+    trained: Mapping[str, float]
+    """Unit -> backward over forward where all is trained."""
+    frozen_llm: float
+    """The same of the LLM where only projectors are."""
+    source: str
+
+    @property
+    def sample(self) -> SampleLengths:
+        """One image and 1k of text."""
+        return SampleLengths(0, (ItemLengths("vision", self.num_image_tokens, self.num_image_tokens),), 1024, 1024)
+
 
 NUM_GPUS, NUM_MICROBATCHES, TENSOR_PARALLEL_SIZE = 24, 24, 2
 EXECUTION = LayerExecution(repeated_collectives=0.5)
@@ -32,6 +60,56 @@ STAGES = {"m": ((5, 5), (3, 8)), "l": ((7, 3), (5, 6))}
 LLM_FORWARD_MS = 225.2
 """8 stages of 28.15 ms."""
 LLM_BACKWARD_OVER_FORWARD = 51.30 / 28.15
+_ENCODER = {
+    "role": "encoder",
+    "normalization": "LayerNorm",
+    "activation": "gelu",
+    "add_bias_linear": True,
+    "image": {"patch_size": 14, "merge_size": 1},
+}
+TIMED: Sequence[TimedModel] = (
+    TimedModel(
+        "CLIP and Mistral 7B",
+        {
+            "vision": {**_ENCODER, "num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "ffn_hidden_size": 4096},
+            "llm": {
+                "role": "backbone",
+                "num_layers": 32,
+                "hidden_size": 4096,
+                "num_attention_heads": 32,
+                "num_query_groups": 8,
+                "ffn_hidden_size": 14336,
+                "vocab_size": 32768,
+            },
+        },
+        num_image_tokens=577,
+        num_samples=2,
+        trained={"vision": 205.09 / 67.94, "llm": 1184.65 / 400.87},
+        frozen_llm=530.67 / 397.11,
+        source="Figure 3",
+    ),
+    TimedModel(
+        "SigLIP and Llama 1B",
+        {
+            "vision": {**_ENCODER, "num_layers": 27, "hidden_size": 1152, "num_attention_heads": 16, "ffn_hidden_size": 4304},
+            "llm": {
+                "role": "backbone",
+                "num_layers": 16,
+                "hidden_size": 2048,
+                "num_attention_heads": 32,
+                "num_query_groups": 8,
+                "ffn_hidden_size": 8192,
+                "vocab_size": 128256,
+                "untie_embeddings_and_output_weights": False,
+            },
+        },
+        num_image_tokens=729,
+        num_samples=4,
+        trained={"vision": 120.57 / 44.43, "llm": 375.93 / 140.39},
+        frozen_llm=284.50 / 138.33,
+        source="dissertation, Figure 3.1",
+    ),
+)
 ENCODER_MS = (7 * 70.42, 5 * 101.02)
 """VLM-L's whole encoder, forward, by either row."""
 
@@ -62,6 +140,20 @@ def rows() -> Iterator[Row]:
             source,
         )
         yield Row("Cornstarch", f"{name}, aware over unaware, planned", single(ratio), _gain(graph, cluster), source)
+    for model in TIMED:
+        yield from _timed_rows(model, cluster)
+
+
+def _timed_rows(model: TimedModel, cluster: Cluster) -> Iterator[Row]:
+    trained = ModelGraph.from_dict({"units": model.units})
+    frozen = replace(trained, units=tuple(replace(unit, freeze_module=True) for unit in trained.units))
+    cases = [("trained", trained, unit, ratio) for unit, ratio in model.trained.items()]
+    for state, graph, unit, ratio in (*cases, ("frozen", frozen, "llm", model.frozen_llm)):
+        forward, backward = unit_seconds(
+            graph, cluster, unit, model.sample, num_samples=model.num_samples, tensor_parallel_size=1
+        )
+        what = f"{model.name}, {state}, {unit} backward / forward"
+        yield Row("Cornstarch", what, single(ratio), backward / forward, model.source)
 
 
 def _gain(graph: ModelGraph, cluster: Cluster, stages: tuple[tuple[int, int], tuple[int, int]] | None = None) -> float:
@@ -72,14 +164,22 @@ def _gain(graph: ModelGraph, cluster: Cluster, stages: tuple[tuple[int, int], tu
     return unaware / aware
 
 
-def unit_seconds(graph: ModelGraph, cluster: Cluster, unit: str) -> tuple[float, float]:
+def unit_seconds(
+    graph: ModelGraph,
+    cluster: Cluster,
+    unit: str,
+    sample: SampleLengths | None = None,
+    *,
+    num_samples: int = 1,
+    tensor_parallel_size: int = TENSOR_PARALLEL_SIZE,
+) -> tuple[float, float]:
     """Return seconds of one microbatch through all layers of a unit: forward, backward."""
     costs = LayerCosts(graph, cluster, graph.backbone.vocab_size or 0, execution=EXECUTION)
     described = graph.unit(unit)
-    load = sample_load(described, _sample(graph))
+    load = add_loads([sample_load(described, sample or _sample(graph))] * num_samples)
     forward = backward = 0.0
     for index, kind in enumerate(described.layers):
-        layer = costs.seconds(unit, kind, load, tensor_parallel_size=TENSOR_PARALLEL_SIZE, recompute="full")
+        layer = costs.seconds(unit, kind, load, tensor_parallel_size=tensor_parallel_size, recompute="full")
         forward += layer.forward
         backward += layer.backward(kind, layers_backward_need(graph, unit, range(index, index + 1)))
     return forward, backward
