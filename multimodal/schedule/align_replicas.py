@@ -5,11 +5,12 @@ Replicas with as many microbatches in the same order do so anyhow. Where one has
 gives its shares of the weights, and gradients of zero, and computes nothing.
 """
 
+from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from multimodal.schedule.dependencies import dependencies
-from multimodal.values.assignment import Assignment
+from multimodal.values.assignment import Assignment, MicrobatchPlace
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import ACTION_TABLE, REPEATED_KINDS, Action, ActionKind, Resource, Schedule
@@ -39,7 +40,7 @@ def align_replicas(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignm
     So every schedule that finishes without shared weights finishes with them, and all ranks of a group make the same calls in
     the same order.
 
-    schedule: lowered and valid; its fillers count where they stand. Deterministic; O(actions x lanes) at worst.
+    schedule: lowered and valid; its fillers count where they stand. Deterministic; O(actions + dependencies + joins x lanes).
     """
     alignment = _Alignment(schedule, graph, plan, assignment)
     alignment.run()
@@ -47,119 +48,110 @@ def align_replicas(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignm
 
 
 class _Alignment:
-    """The state of the run: where lanes stand, and what is done."""
+    """The state of the run: where lanes stand, what is done, and who waits for what."""
 
     def __init__(self, schedule: Schedule, graph: ModelGraph, plan: Plan, assignment: Assignment) -> None:
         self.lanes = [lane.actions for lane in schedule.lanes]
         self.graph, self.plan, self.assignment, self.form = graph, plan, assignment, form_of(schedule)
-        self.positions = [0] * len(self.lanes)
-        self.passed: dict[Action, int] = {}
-        self.done: set[Action] = set()
         self.joins: list[dict[int, list[Join]]] = [{} for _ in self.lanes]
+        self.positions = [0] * len(self.lanes)
+        self.num_passed: dict[Action, int] = {}
+        self.done: set[Action] = set()
+        self.waiters: dict[Action, list[int]] = {}
+        """Action -> lanes that go on when it is done."""
+        self.arrived: dict[Join, dict[int, Action]] = {}
+        """What can run -> replica -> its action, of those that wait for other replicas."""
+        self.queue = deque(range(len(self.lanes)))
         self._stages: dict[tuple[str, int, int], tuple[int, ...]] = {}
 
     def run(self) -> None:
-        while self._sweep() or self._force():
-            pass
+        while self.queue or self.arrived:
+            if self.queue:
+                self._advance(self.queue.popleft())
+            else:
+                self._force()
+        assert all(self._head(lane) is None for lane in range(len(self.lanes))), "a valid schedule does not stop"
 
-    def _sweep(self) -> bool:
-        """Move every lane as far as it comes; whether any moved."""
-        moved = False
-        for lane in range(len(self.lanes)):
-            while self._advance(lane):
-                moved = True
-        return moved
+    def _advance(self, lane: int) -> None:
+        """Go as far as it goes: past messages and reductions, up to a computation."""
+        while (action := self._head(lane)) is not None:
+            if ACTION_TABLE[action.kind].resource is Resource.COMPUTE:
+                self._arrive(action)
+                return
+            if ACTION_TABLE[action.kind].resource is not Resource.RECEIVE and self._must_wait(action, lane):
+                return
+            self.positions[lane] += 1
+            self.num_passed[action] = self.num_passed.get(action, 0) + 1
+            if self.num_passed[action] == len(self._lanes_of(*action[1:4])):
+                self._complete(action)
 
-    def _advance(self, lane: int) -> bool:
-        action = self._head(lane)
-        if action is None:
-            return False
-        if ACTION_TABLE[action.kind].resource is Resource.COMPUTE:
-            return self._compute(action)
-        if ACTION_TABLE[action.kind].resource is not Resource.RECEIVE and not self._is_met(action):
-            return False
-        self.positions[lane] += 1
-        self.passed[action] = self.passed.get(action, 0) + 1
-        if self.passed[action] == len(self._lanes_of(*action[1:4])):
-            self.done.add(action)
-        return True
+    def _arrive(self, action: Action) -> None:
+        """Note that one replica can run a computation; run it when all can."""
+        lanes = self._lanes_of(*action[1:4])
+        if any(self._head(lane) != action for lane in lanes) or self._must_wait(action, *lanes):
+            return
+        join = self._join(action)
+        replicas = self.arrived.setdefault(join, {})
+        replicas[action.replica] = action
+        if len(replicas) == self.plan.units[action.unit].data_parallel_size:
+            self._fire(join)
 
-    def _compute(self, action: Action) -> bool:
-        if not self._is_ready(action):
-            return False
-        others = [self._matching(action, replica) for replica in self._replicas(action) if replica != action.replica]
-        if any(other is None for other in others):
-            return False
-        self._fire(action)
-        return True
-
-    def _fire(self, action: Action) -> None:
+    def _fire(self, join: Join) -> None:
         """Run a computation in all replicas that have come to it; the others join."""
-        for replica in self._replicas(action):
-            lanes = self._lanes_of(action.unit, replica, action.stage)
-            own = action if replica == action.replica else self._matching(action, replica)
+        own = self.arrived.pop(join)
+        for replica in range(self.plan.units[join.unit].data_parallel_size):
+            lanes = self._lanes_of(join.unit, replica, join.stage)
             for lane in lanes:
-                if own is None:
-                    self.joins[lane].setdefault(self.positions[lane], []).append(self._join(action))
-                else:
+                if replica in own:
                     self.positions[lane] += 1
-            if own is not None:
-                self.done.add(own)
+                else:
+                    self.joins[lane].setdefault(self.positions[lane], []).append(join)
+            if replica in own:
+                self._complete(own[replica])
+                self.queue.extend(lanes)
 
-    def _force(self) -> bool:
-        """Run something without waiting for the other replicas; whether anything was left to run."""
-        ready = [
-            (self.positions[lane] - len(actions), _ORDER[_kind(action)], lane, action)
-            for lane, actions in enumerate(self.lanes)
-            if (action := self._head(lane)) is not None
-            if ACTION_TABLE[action.kind].resource is Resource.COMPUTE and self._is_ready(action)
+    def _force(self) -> None:
+        """Run something without waiting for the other replicas."""
+        most_left = [
+            (self.positions[lane] - len(self.lanes[lane]), _ORDER[join.kind], lane, join.unit, join.stage, join)
+            for join, replicas in self.arrived.items()
+            for action in replicas.values()
+            for lane in self._lanes_of(*action[1:4])
         ]
-        if not ready:
-            assert all(self._head(lane) is None for lane in range(len(self.lanes))), "a valid schedule does not stop"
-            return False
-        self._fire(min(ready)[-1])
-        return True
+        self._fire(min(most_left)[-1])
 
-    def _matching(self, action: Action, replica: int) -> Action | None:
-        """The computation that another replica has come to and can run, if it is the same."""
-        head = self._head(self._lanes_of(action.unit, replica, action.stage)[0])
-        if head is None or ACTION_TABLE[head.kind].resource is not Resource.COMPUTE or head.replica != replica:
-            return None
-        return head if self._join(head) == self._join(action) and self._is_ready(head) else None
+    def _complete(self, action: Action) -> None:
+        self.done.add(action)
+        self.queue.extend(self.waiters.pop(action, ()))
 
-    def _is_ready(self, action: Action) -> bool:
-        return all(self._head(lane) == action for lane in self._lanes_of(*action[1:4])) and self._is_met(action)
+    def _must_wait(self, action: Action, *lanes: int) -> bool:
+        """Whether a dependency is not done; its end wakes the lanes."""
+        for need in dependencies(action, self.graph, self.plan, self.assignment, lowered=True, form=self.form):
+            missing = [need] if need not in self.done else []
+            if not missing and ACTION_TABLE[need.kind].resource is Resource.RECEIVE:  # posted; but is it sent?
+                missing = [send for send in self._needs_of_receive(need) if send not in self.done]
+            if missing:
+                self.waiters.setdefault(missing[0], []).extend(lanes)
+                return True
+        return False
 
-    def _is_met(self, action: Action) -> bool:
-        needs = dependencies(action, self.graph, self.plan, self.assignment, lowered=True, form=self.form)
-        return all(self._is_done(need) for need in needs)
-
-    def _is_done(self, action: Action) -> bool:
-        if ACTION_TABLE[action.kind].resource is not Resource.RECEIVE:
-            return action in self.done
-        return action in self.done and self._is_met(action)
+    def _needs_of_receive(self, receive: Action) -> tuple[Action, ...]:
+        return dependencies(receive, self.graph, self.plan, self.assignment, lowered=True, form=self.form)
 
     def _join(self, action: Action) -> Join:
-        kind = _kind(action)
-        parts = self.form.parts((action.unit, action.work.replica, action.work.microbatch))  # type: ignore[arg-type]
-        num_passes = len(parts) if action.kind is ActionKind.FORWARD else 1
-        return Join(kind, action.unit, action.stage, num_passes)
-
-    def _replicas(self, action: Action) -> range:
-        return range(self.plan.units[action.unit].data_parallel_size)
+        place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
+        num_passes = len(self.form.parts(place)) if action.kind is ActionKind.FORWARD else 1
+        return Join(REPEATED_KINDS.get(action.kind, action.kind), action.unit, action.stage, num_passes)
 
     def _head(self, lane: int) -> Action | None:
         actions = self.lanes[lane]
         return actions[self.positions[lane]] if self.positions[lane] < len(actions) else None
 
-    def _lanes_of(self, *stage: str | int) -> tuple[int, ...]:
-        if stage not in self._stages:
-            self._stages[stage] = self.plan.lanes_of_stage(*stage)  # type: ignore[index, arg-type]
-        return self._stages[stage]  # type: ignore[index]
-
-
-def _kind(action: Action) -> ActionKind:
-    return REPEATED_KINDS.get(action.kind, action.kind)
+    def _lanes_of(self, unit: str, replica: int, stage: int) -> tuple[int, ...]:
+        key = unit, replica, stage
+        if key not in self._stages:
+            self._stages[key] = self.plan.lanes_of_stage(unit, replica, stage)
+        return self._stages[key]
 
 
 _ORDER = {
