@@ -9,15 +9,18 @@ from multimodal.cost.step_costs import TransferCost
 def collective_seconds(num_bytes: float, *, ranks: Sequence[int], cluster: Cluster) -> float:
     """Return the seconds of an all-gather or a reduce-scatter by a ring; an all-reduce takes two of these.
 
-    num_bytes: of the whole tensor, all ranks' shares together. ranks: who takes part. Each of the n - 1 steps moves one share:
-    `(n - 1) * (latency + num_bytes / n / bandwidth)`. Across nodes a rank has its part of the node's network cards, since the
-    other ranks of its node do the same at the same time with their peers.
+    num_bytes: of the whole tensor, all ranks' shares together. ranks: who takes part. Each of the n - 1 steps moves one share,
+    `num_bytes / n / bandwidth`, and starts with a latency: of the network for as many steps as there are nodes but one, of the
+    node's links for the others (NCCL's tuning model, src/graph/tuning.cc). Across nodes a rank has its part of the node's network
+    cards, since the other ranks of its node do the same at the same time with their peers.
     """
     num_ranks = len(ranks)
     if num_ranks < 2:
         return 0.0
-    latency_us, bandwidth = _link_of_one(ranks, cluster)
-    return (num_ranks - 1) * (latency_us * 1e-6 + num_bytes / num_ranks / (bandwidth * 1e9))
+    between = len({cluster.node(rank) for rank in ranks}) - 1
+    latency_us = between * cluster.inter_node.latency_us + (num_ranks - 1 - between) * cluster.intra_node.latency_us
+    bandwidth = _link_of_one(ranks, cluster)[1]
+    return latency_us * 1e-6 + (num_ranks - 1) * num_bytes / num_ranks / (bandwidth * 1e9)
 
 
 def exchange_cost(num_bytes: float, *, ranks: Sequence[int], cluster: Cluster) -> TransferCost:

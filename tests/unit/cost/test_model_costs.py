@@ -108,6 +108,12 @@ def test_collectives_across_nodes_share_the_cards():
     assert collective_seconds(1e9, ranks=(0, 4), cluster=cluster) == pytest.approx(5e-6 + 0.5 / 5)
 
 
+def test_a_ring_takes_as_many_steps_over_the_network_as_there_are_nodes_but_one():
+    cluster = Cluster.from_dict(CLUSTER)  # four ranks a node; 2 us inside, 5 us between
+    assert collective_seconds(0.0, ranks=range(8), cluster=cluster) == pytest.approx(6 * 2e-6 + 5e-6)
+    assert collective_seconds(0.0, ranks=(0, 4, 8, 12), cluster=cluster) == pytest.approx(3 * 5e-6)
+
+
 def test_memory_of_a_gpt_layer_is_korthikantis():
     llm = GRAPH.unit("llm")
     kept = layer_activation_bytes(llm, LayerKind.TRANSFORMER, UnitLoad(10, 100, 0), need=BackwardNeed.FULL, vocab_size=512)
