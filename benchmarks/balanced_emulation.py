@@ -31,7 +31,7 @@ from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.model_costs import ModelCosts
-from multimodal.data.length_batches import draw_length_batches
+from multimodal.values.length_batches import draw_length_batches
 from multimodal.data.length_table import read_length_table
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes

@@ -20,7 +20,7 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions, Granularity
 from multimodal.balance.measure_balance import measure_balance
 from multimodal.balance.unit_cost import CostForm, UnitCost
-from multimodal.data.length_batches import draw_length_batches
+from multimodal.values.length_batches import draw_length_batches
 from multimodal.data.length_table import read_length_table
 from multimodal.values.errors import BraidError, ConfigError
 from multimodal.values.model_graph import ModelGraph, Role
