@@ -12,6 +12,7 @@ from functools import partial
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
 from torch.nn import Parameter
 
 from megatron.runtime.overlapped_collectives import finish_gradient_reduction, overlapping
@@ -72,10 +73,18 @@ class ReductionByLayer:
         self.num_started += 1
 
 
-def _note(watcher: "weakref.ref[ReductionByLayer]", parameter: "weakref.ref[Parameter]", *_: object) -> None:
-    """Hooks of autograd's nodes are out of the garbage collector's sight, so they must keep nothing alive."""
+def _note(
+    watcher: "weakref.ref[ReductionByLayer]",
+    parameter: "weakref.ref[Parameter]",
+    _: object,
+    gradients: tuple[Tensor | None, ...],
+) -> None:
+    """Note a gradient that came; an input gradient that leaves a weight's to later has none for it.
+
+    Hooks of autograd's nodes are out of the garbage collector's sight, so they must keep nothing alive.
+    """
     found, noted = watcher(), parameter()
-    if found is not None and noted is not None:
+    if found is not None and noted is not None and gradients[0] is not None:
         found.note(noted)
 
 

@@ -11,6 +11,7 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import Pass
 from multimodal.schedule.passes.fill import fill
 from multimodal.schedule.passes.gather_parameters import gather_parameters
+from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.assignment import Assignment, Atom, Microbatch
 from multimodal.values.errors import ScheduleError
@@ -49,11 +50,12 @@ def gradient_cases(draw: st.DrawFn) -> GradientCase:
 
 @st.composite
 def passes(draw: st.DrawFn) -> tuple[Pass, ...]:
-    """Nothing, split backwards, cut microbatches, both, some weight gradients as fillers; or what a run may choose."""
+    """Nothing; split backwards, cut microbatches, both, weight gradients as fillers; reductions by layer; what a run may use."""
     seed = draw(st.integers(0, 1000))
     split, cut, filled = SplitStages(seed), CutMicrobatches(seed), FillWithWeightGradients(seed)
     chosen: tuple[Pass, ...] = (split_backward, fill, gather_parameters)
-    return draw(st.sampled_from([(), (split,), (cut,), (split, filled), (split, cut, filled), (cut, split), chosen]))
+    layered = (reduce_by_layer,), (gather_parameters, cut, reduce_by_layer)
+    return draw(st.sampled_from([(), (split,), (cut,), (split, filled), (split, cut, filled), (cut, split), chosen, *layered]))
 
 
 @st.composite

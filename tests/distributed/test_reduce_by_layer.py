@@ -1,5 +1,6 @@
 """Gradients reduced while the last backward runs: as exact as afterwards, and really begun before that backward ends."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,15 @@ import pytest
 import torch
 
 from megatron.runtime.reduction_by_layer import ReductionByLayer
+from multimodal.schedule.passes.defer_receives import defer_receives
+from multimodal.schedule.passes.fill import fill
 from multimodal.schedule.passes.gather_parameters import gather_parameters
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
+from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from multimodal.values.schedule import Action, ActionKind, Lane, Schedule
 from tests.distributed.gradient_case import GradientCase, RankGradients, build_runtime, plan_case, run_on_rank, run_step
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.random_source import RandomSource, SampleShape
@@ -74,6 +79,8 @@ def build_case(builder: str, *, num_stages: int, tp: int = 1, **options: Any) ->
         ("interleaved-1f1b", 4, {}),
         ("breadth-first", 4, {}),
         ("zb-h1", 2, {}),
+        ("1f1b", 2, {"passes": (reduce_by_layer, fill)}),
+        ("1f1b", 2, {"passes": (split_backward, reduce_by_layer, defer_receives)}),
     ],
 )
 def test_it_is_exact(ranks: RankPool, builder: str, num_stages: int, options: dict[str, Any]) -> None:
@@ -108,6 +115,25 @@ def test_a_stage_whose_weight_gradients_come_apart_keeps_its_reduction_whole(ran
     case = build_case("zb-h1", num_stages=2)
     found = ranks.run(run_counting, case, world_size=case.plan.num_ranks)
     assert [counts for _, counts in found] == [[]] * case.plan.num_ranks
+
+
+def split_last_backwards(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
+    """Cut what the first part of a reduction stands before into input and weight gradient."""
+
+    def rewritten(lane: Lane) -> Iterator[Action]:
+        for before, action in zip((None, *lane.actions), lane.actions, strict=False):
+            is_last = before is not None and before.kind is ActionKind.REDUCE_GRADIENTS and before.part == 0
+            if is_last and action.kind is ActionKind.BACKWARD:
+                yield from (action._replace(kind=kind) for kind in (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT))
+            else:
+                yield action
+
+    return Schedule(tuple(Lane(lane.ranks, tuple(rewritten(lane))) for lane in schedule.lanes))
+
+
+def test_weight_gradients_that_a_later_pass_puts_off_are_waited_for(ranks: RankPool) -> None:
+    case = build_case("1f1b", num_stages=2, passes=(reduce_by_layer, split_last_backwards))
+    assert_matches(case, ranks)
 
 
 def test_gradients_of_a_whole_reduction_are_the_same_to_rounding(ranks: RankPool) -> None:
