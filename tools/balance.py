@@ -20,12 +20,12 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions, Granularity
 from multimodal.balance.measure_balance import measure_balance
 from multimodal.balance.unit_cost import CostForm, UnitCost
-from multimodal.values.length_batches import draw_length_batches
 from multimodal.data.length_table import read_length_table
 from multimodal.values.errors import BraidError, ConfigError
+from multimodal.values.length_batches import draw_length_batches
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from tools.flag_types import Parser, count, counts_by_unit, values_by_unit
+from tools.flag_types import Parser, count, counts_by_unit, seed, values_by_unit
 
 TOKEN_BYTES = 4
 """Of a token id, before the LLM takes it."""
@@ -42,7 +42,7 @@ def build_parser() -> Parser:
     data.add_argument("--lengths", type=Path, required=True, metavar="L.csv.gz", help="Lengths of real samples.")
     data.add_argument("--global-batch-size", type=count, required=True, metavar="N", help="Samples in a batch.")
     data.add_argument("--num-batches", type=count, default=8, metavar="N", help="Batches to balance (8).")
-    data.add_argument("--seed", type=_seed, default=0, metavar="S", help="Of the order in which samples are drawn (0).")
+    data.add_argument("--seed", type=seed, default=0, metavar="S", help="Of the order in which samples are drawn (0).")
     layout = parser.add_argument_group("who takes it")
     layout.add_argument("--units", type=_names, metavar="A,B", help="Encoders and the LLM, which is the last one.")
     layout.add_argument("--model", type=Path, metavar="M.yaml", help="A model in place of --units: its FLOPs are the costs.")
@@ -61,12 +61,6 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
     return parser
-
-
-def _seed(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 0, found '{text}'")
-    return int(text)
 
 
 def _names(text: str) -> list[str]:

@@ -32,3 +32,10 @@ def values_by_unit(text: str, *, kind: str = "VALUE") -> dict[str, str]:
 def counts_by_unit(text: str) -> dict[str, int]:
     """Read UNIT=NUMBER,UNIT=NUMBER."""
     return {name: count(number) for name, number in values_by_unit(text, kind="NUMBER").items()}
+
+
+def seed(text: str) -> int:
+    """Read the seed of a random generator."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 0, found '{text}'")
+    return int(text)

@@ -28,7 +28,7 @@ from multimodal.plan.planners.plan_file import write_plan_file
 from multimodal.plan.planners.plan_run import plan_run
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
-from multimodal.plan.planners.simulate_run import Prediction
+from multimodal.plan.planners.simulate_run import SEED, Prediction
 from multimodal.values.errors import BraidError, ConfigError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import UnitPlan
@@ -66,9 +66,7 @@ def build_parser() -> Parser:
     data.add_argument("--global-batch-size", type=count, required=True, metavar="B", help="Samples per step.")
     data.add_argument("--micro-batch-size", type=count, metavar="N", help="Samples per LLM microbatch (1; braid searches).")
     data.add_argument("--lengths", type=Path, metavar="L.csv.gz", help="Lengths of real samples, taken in the file's order.")
-    data.add_argument(
-        "--uniform-lengths", type=counts_by_unit, metavar="UNIT=TOKENS,...", help="One length for all samples."
-    )
+    data.add_argument("--uniform-lengths", type=counts_by_unit, metavar="UNIT=TOKENS,...", help="One length for all samples.")
     data.add_argument("--num-iterations", type=count, default=1, metavar="N", help="Global batches that predictions average (1).")
     how = parser.add_argument_group("how to plan")
     how.add_argument("--planner", choices=PLANNERS, default="braid", help="Finds the plan (braid).")
@@ -291,7 +289,7 @@ def simulate_flags(flags: argparse.Namespace, request: PlanningRequest, run: Pla
     if flags.freeze or flags.freeze_projector:
         return ""
     data = (
-        f"--lengths {flags.lengths}"
+        f"--lengths {flags.lengths} --seed {SEED}"
         if flags.lengths
         else "--uniform-lengths " + ",".join(f"{unit}={count}" for unit, count in flags.uniform_lengths.items())
     )

@@ -8,8 +8,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -43,10 +41,11 @@ from multimodal.schedule.simulation import Simulation
 from multimodal.schedule.simulation_report import report_simulations
 from multimodal.values.assignment import Assignment, validate_assignment
 from multimodal.values.errors import BraidError, ConfigError
+from multimodal.values.length_batches import draw_length_batches
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, read_plan
 from multimodal.values.sample_lengths import SampleLengths
-from tools.flag_types import Parser, count, counts_by_unit
+from tools.flag_types import Parser, count, counts_by_unit, seed
 
 DEFAULT_MICROBATCHES = 8
 """Per replica of the LLM, where no global batch size is given."""
@@ -54,6 +53,7 @@ MODEL_FLAGS = ("model", "cluster", "plan")
 DATA_FLAGS = (
     "lengths",
     "uniform_lengths",
+    "seed",
     "num_iterations",
     "global_batch_size",
     "micro_batch_size",
@@ -86,10 +86,9 @@ def build_parser() -> Parser:
     what.add_argument("--layer-costs", type=Path, metavar="L.yaml", help="What tools/profile_layers.py measured of the layers.")
     what.add_argument("--costs", type=Path, metavar="COSTS.yaml", help="Seconds per stage instead of model, cluster and plan.")
     data = parser.add_argument_group("the data")
-    data.add_argument("--lengths", type=Path, metavar="L.csv.gz", help="Lengths of real samples, taken in the file's order.")
-    data.add_argument(
-        "--uniform-lengths", type=counts_by_unit, metavar="UNIT=TOKENS,...", help="One length for all samples."
-    )
+    data.add_argument("--lengths", type=Path, metavar="L.csv.gz", help="Lengths of real samples.")
+    data.add_argument("--uniform-lengths", type=counts_by_unit, metavar="UNIT=TOKENS,...", help="One length for all samples.")
+    data.add_argument("--seed", type=seed, metavar="S", help="Shuffle the samples (they come in the file's order).")
     data.add_argument("--num-iterations", type=count, metavar="N", help="Consecutive global batches to simulate (1).")
     data.add_argument("--global-batch-size", type=count, metavar="N", help="Samples per step (8 microbatches per LLM replica).")
     data.add_argument("--micro-batch-size", type=count, metavar="N", help="Samples per LLM microbatch (1).")
@@ -166,16 +165,14 @@ def run_options(flags: argparse.Namespace, cluster: Cluster) -> RunOptions:
 
 
 def global_batches(flags: argparse.Namespace, graph: ModelGraph, plan: Plan) -> Iterator[tuple[SampleLengths, ...]]:
-    """Yield consecutive global batches; a file that is too short starts over, under new sample ids."""
+    """Draw the global batches to simulate."""
     num_replicas = plan.units[graph.backbone.name].data_parallel_size
     size = flags.global_batch_size or DEFAULT_MICROBATCHES * num_replicas * (flags.micro_batch_size or 1)
     if flags.lengths is not None:
         samples = read_length_table(flags.lengths, graph=graph)
     else:
         samples = uniform_lengths(graph, tokens=flags.uniform_lengths, num_samples=1)
-    stream = (replace(sample, sample_id=index) for index, sample in enumerate(cycle(samples)))
-    for _ in range(flags.num_iterations or 1):
-        yield tuple(islice(stream, size))
+    return draw_length_batches(samples, batch_size=size, num_batches=flags.num_iterations or 1, seed=flags.seed)
 
 
 def simulate_step(step: Step, *, builder: str, passes: Sequence[Pass]) -> Simulation:

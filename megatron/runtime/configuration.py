@@ -102,6 +102,10 @@ class TrainingConfig:
         "zb-h1",
         "zb-v",
         "dip",
+        "dip-2",
+        "dip-4",
+        "dip-8",
+        "dip-16",
         "encoders-colocated",
         "encoders-replicated",
     ] = "1f1b"

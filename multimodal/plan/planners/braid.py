@@ -2,8 +2,10 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
 
 from multimodal.balance import BALANCERS
 from multimodal.plan.planners.cornstarch import plan_cornstarch, plan_cornstarch_unaware
@@ -20,7 +22,8 @@ from multimodal.plan.planners.plan_run import plan_run
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import LARGEST_CONTEXT_PARALLEL, PlanningRequest
 from multimodal.plan.planners.simulate_run import Prediction, predict_run
-from multimodal.values.errors import BraidError, PlanError
+from multimodal.schedule.builders import DIP_ROUNDS
+from multimodal.values.errors import BraidError
 from multimodal.values.plan import UnitPlan
 
 OTHER_PLANNERS: Mapping[str, Callable[[PlanningRequest], PlannedRun]] = {
@@ -35,22 +38,32 @@ OTHER_PLANNERS: Mapping[str, Callable[[PlanningRequest], PlannedRun]] = {
     "entrain": plan_entrain,
 }
 """Their plans are candidates, too."""
-SCHEDULES = ("zb-h1", "1f1b", "eager-1f1b", "dip")
+PHASED = ("dip", *(f"dip-{rounds}" for rounds in DIP_ROUNDS))
+"""Tried where units share ranks."""
+SCHEDULES, VIRTUAL_SCHEDULES = ("zb-h1", "1f1b", "eager-1f1b", *PHASED), ("interleaved-1f1b", "zb-h1", "breadth-first")
 """Tried on the best layouts besides the schedule that they come with."""
 BALANCES = tuple(name for name in ("orchmllm", "disttrain", "entrain", "none") if name in BALANCERS)
 """Tried on the best layouts; all are what --balance auto chooses from."""
 RANKING_SHARE = 0.1
 """Of `max_actions`: how large a simulation may be that only ranks."""
+RANKING_FILLING = 2.0
+"""How often such a simulation fills the pipelines at least."""
 MEMORY_SCALES = (1.0, 0.85, 0.7)
 """Shares of the memory that estimates may fill, the next one where nothing fits when it is simulated."""
-OTHERS_SHARE = 0.5
-"""Of the time budget, after which only promising plans of other planners are judged."""
-PROMISING = 1.3
-"""A plan whose planner expects at most so many times the best expected step is judged in any case."""
-HOPELESS = 1.6
-"""A plan whose planner expects so many times the best expected step is left out."""
+PROMISING = 1.15
+"""Another planner's plan that is ranked at most so many times behind the best one is judged in any case."""
+HOPELESS = 2.0
+"""One so many times behind is not tried with another balancer."""
+LAYOUTS_UNTIL, VARIANTS_UNTIL = 0.55, 0.75
+"""Shares of the time budget after which no further layout, and no further variant of the best ones, is simulated."""
 NUM_FINALISTS = 4
+MOST_JUDGED = 12
+"""However late it is."""
 NUM_REPORTED = 5
+
+
+Form = tuple[str, str]
+"""A schedule and a balancer."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +82,13 @@ class Ranked:
 def plan_braid(request: PlanningRequest) -> PlannedRun:
     """Plan by search: enumerate layouts in closed form, prune by memory and by a lower bound, rank by simulation.
 
-    1. The other planners' plans are judged as `tools/plan.py` judges every plan, in the order of their expected times: so this
-       planner is not behind any that it had time to judge.
-    2. The best layouts of `best_layouts` (disaggregated, colocated, virtual stages, microbatch sizes, and context parallel sizes
-       where sequences are long) are simulated on a part of the batch, with zero-bubble or, where stages are virtual, interleaved
-       schedules.
+    1. The other planners' plans are simulated on a part of the batch.
+    2. So are the best layouts of `best_layouts` (disaggregated, colocated, virtual stages, microbatch sizes, and context parallel
+       sizes where sequences are long), with zero-bubble or, where stages are virtual, interleaved schedules. What comes next is
+       the layout with the shortest estimate, corrected by how far off estimates of its kind have been.
     3. On the best ones, other schedules and balancers are tried.
-    4. The best are judged as in 1.
+    4. The best are judged as `tools/plan.py` judges every plan; and so is every other planner's that ranked at most `PROMISING`
+       times behind the best, so that this planner is not behind them.
 
     The search ends with `request.time_budget_seconds` of processor time, so that a busy machine finds the same plan later; step 4
     is included as far as it can be foreseen.
@@ -83,11 +96,10 @@ def plan_braid(request: PlanningRequest) -> PlannedRun:
     """
     started, clock = time.perf_counter(), time.process_time()
     for scale in MEMORY_SCALES:
-        scaled = request.with_memory_scale(scale * request.memory_scale)
-        search = _Search(scaled, deadline=clock + request.time_budget_seconds)
+        search = _Search(request.with_memory_scale(scale * request.memory_scale), began=clock)
         search.rank_others()
         search.rank_layouts()
-        if search.ranked or search.final:
+        if search.ranked:
             break
     search.vary_best()
     best = search.choose()
@@ -103,72 +115,119 @@ def plan_braid(request: PlanningRequest) -> PlannedRun:
 class _Search:
     """What has been simulated so far."""
 
-    def __init__(self, request: PlanningRequest, *, deadline: float) -> None:
+    def __init__(self, request: PlanningRequest, *, began: float) -> None:
         self.others_request = request
         self.request = replace(request, most_context_parallel=max(request.most_context_parallel, LARGEST_CONTEXT_PARALLEL))
-        self.deadline = deadline
+        self.began = began
         self.ranked: list[Ranked] = []
+        self.others: list[tuple[float, Callable[[PlanningRequest], PlannedRun]]] = []
         self.final: list[Ranked] = []
-        self.seen: set[str] = set()
+        self.judged: set[str] = set()
+        self.seen: dict[str, Ranked | None] = {}
         self.num_estimated = 0
 
-    def time_left(self) -> float:
-        """Seconds until the search should end."""
-        return self.deadline - time.process_time()
+    def time_until(self, share: float) -> float:
+        """Seconds until so much of the time budget is used."""
+        return self.began + share * self.request.time_budget_seconds - time.process_time()
 
     def rank_others(self) -> None:
-        """Judge the other planners' plans as in the end, shortest expected step first.
+        """Simulate the other planners' plans, and balanced ones where they do not balance.
 
         Each plans with less memory, and at last with recomputation, while its plan does not fit (`plan_run`). What a planner
-        cannot plan it leaves out. Their plans, and balanced ones where they do not balance, are ranked as starts of the search.
+        cannot plan it leaves out.
         """
-        planned: list[tuple[float, int, Callable[[PlanningRequest], PlannedRun]]] = []
         for planner in OTHER_PLANNERS.values():
             try:
-                planned.append((planner(self.others_request).objective_seconds, len(planned), planner))
-            except PlanError:
-                planned.append((math.inf, len(planned), planner))
-        best = min((seconds for seconds, _, _ in planned), default=0.0)
-        deadline = self.deadline - (1 - OTHERS_SHARE) * self.request.time_budget_seconds
-        for seconds, _, planner in sorted(planned, key=lambda entry: entry[:2]):
-            is_late = time.process_time() > deadline and seconds > PROMISING * best
-            if self.final and (is_late or HOPELESS * best < seconds < math.inf):
-                continue
-            try:
-                judged = Ranked(
-                    *plan_run(
-                        planner,
-                        self.others_request,
-                        max_actions=self.request.max_actions,
-                        num_batches=self.request.num_batches,
-                    )
+                run, prediction = plan_run(
+                    planner, self.others_request, max_actions=self._ranking_actions, filling=RANKING_FILLING, is_checked=False
                 )
             except BraidError:
                 continue
-            self.final.append(judged)
-            self.try_run(judged.run)
-            if self.request.lengths_vary and judged.run.balance == "none":
-                self.try_run(replace(judged.run, balance=BALANCES[0]))
+            self.others.append((prediction.iteration_seconds, planner))
+            self._keep(Ranked(run, prediction))
+            best = min(each.prediction.iteration_seconds for each in self.ranked) if self.ranked else math.inf
+            if self.request.lengths_vary and run.balance == "none" and prediction.iteration_seconds < HOPELESS * best:
+                self.try_run(replace(run, balance=BALANCES[0]))
 
     def rank_layouts(self) -> None:
-        """Simulate the best layouts until half of the time is gone."""
-        deadline = self.deadline - 0.4 * self.request.time_budget_seconds
-        for layout in best_layouts(self.request, deadline=self.deadline - 0.75 * self.request.time_budget_seconds):
-            self.num_estimated += 1
-            if time.process_time() > deadline:
-                return
-            run = replace(layout, balance=BALANCES[0])
-            split = () if has_virtual_stages(run) else self._scheduled(run, ("zb-h1",))
-            if not any(self.try_run(each) for each in split):
-                self.try_run(run)
+        """Simulate the most promising layouts while there is time.
+
+        A kind's estimates are corrected by the mean ratio of its simulations to them, those of a kind that has not been simulated
+        by the smallest such ratio of any kind.
+        """
+        kinds = best_layouts(self.request, deadline=self.began + self._seconds(0.3))
+        self.num_estimated = sum(map(len, kinds))
+        position = dict.fromkeys(range(len(kinds)), 0)
+        ratios: dict[int, list[float]] = {}
+        forms: dict[int, Form] = {}
+        while position and self.time_until(LAYOUTS_UNTIL) > 0:
+            least = min((min(found) for found in ratios.values()), default=1.0)
+            expected = {
+                index: kinds[index][place].objective_seconds * (fmean(ratios[index]) if index in ratios else least)
+                for index, place in position.items()
+            }
+            index = min(position, key=lambda each: (expected[each], each))
+            layout = kinds[index][position[index]]
+            ranked = self._try_layout(layout, forms.get(index))
+            if ranked:
+                forms[index] = ranked.run.schedule, ranked.run.balance
+                ratios.setdefault(index, []).append(ranked.prediction.iteration_seconds / layout.objective_seconds)
+            position[index] += 1
+            if position[index] == len(kinds[index]):
+                del position[index]
+
+    def _try_layout(self, layout: PlannedRun, form: Form | None) -> Ranked | None:
+        """Rank a layout with a form, or with each that suits it; return the best."""
+        runs = map(partial(self._formed, layout), self._forms(layout) if form is None else (form,))
+        return min(filter(None, map(self.try_run, filter(None, runs))), key=lambda each: each.key, default=None)
+
+    def _forms(self, layout: PlannedRun) -> Iterator[Form]:
+        """Schedules and balancers to try on the first layout of a kind; the best of them is what the others of the kind get.
+
+        Where units share ranks and have equally many replicas, a sample's items can stay with it, and ranks meet in the end only
+        (`disttrain`, `entrain`); else units are balanced each by itself and run in phases, so that they meet seldom.
+        """
+        balances = BALANCES[:2] if self.request.lengths_vary else ("none",)
+        if shares_ranks(layout):
+            if len({unit.data_parallel_size for unit in layout.plan.units.values()}) == 1:
+                yield from ((layout.schedule, balance) for balance in (BALANCES[1:3] if self.request.lengths_vary else balances))
+            yield self._phased(layout, balances[0]), balances[0]
+        else:
+            for balance in balances:
+                if not has_virtual_stages(layout):
+                    yield "zb-h1", balance
+                yield layout.schedule, balance
+
+    def _phased(self, layout: PlannedRun, balance: str) -> str:
+        """Return the phased schedule with the fewest rounds that fits: the fewer, the less waits, and the more is kept."""
+        if self._fits(layout, (PHASED[-1], balance)):
+            return next((name for name in PHASED if self._fits(layout, (name, balance))), PHASED[-1])
+        return PHASED[-1]
+
+    def _fits(self, layout: PlannedRun, form: Form) -> bool:
+        run = self._formed(layout, form)
+        return run is not None and self.try_run(run) is not None
+
+    def _formed(self, layout: PlannedRun, form: Form) -> PlannedRun | None:
+        """Give a run a schedule, what can run it, and a balancer; None where the person's implementation cannot."""
+        schedule, balance = form
+        if not self.request.allows(schedule):
+            return None
+        return replace(layout, schedule=schedule, balance=balance, transformer_impl=self.request.implementation(schedule))
+
+    def _seconds(self, share: float) -> float:
+        return share * self.request.time_budget_seconds
+
+    @property
+    def _ranking_actions(self) -> int:
+        return int(self.request.max_actions * RANKING_SHARE)
 
     def vary_best(self) -> None:
-        """Try balancers, then schedules, on the best layouts, while a quarter of the time is left for the finalists."""
-        reserve = self.request.time_budget_seconds / 4
+        """Try balancers, then schedules, on the best layouts, while there is time."""
         for vary in (self._balances, self._schedules):
             for each in self.best(NUM_FINALISTS):
                 for run in vary(each.run):
-                    if self.time_left() < reserve:
+                    if self.time_until(VARIANTS_UNTIL) < 0:
                         return
                     self.try_run(run)
 
@@ -177,53 +236,81 @@ class _Search:
             yield from (replace(run, balance=name) for name in BALANCES if name != run.balance)
 
     def _schedules(self, run: PlannedRun) -> Iterator[PlannedRun]:
-        names = ("interleaved-1f1b", "zb-h1") if has_virtual_stages(run) else SCHEDULES
-        yield from self._scheduled(run, [name for name in names if name != run.schedule])
+        names = VIRTUAL_SCHEDULES if has_virtual_stages(run) else SCHEDULES
+        others = (self._formed(run, (name, run.balance)) for name in names if name != run.schedule)
+        yield from filter(None, others)
 
-    def _scheduled(self, run: PlannedRun, names: Sequence[str]) -> Iterator[PlannedRun]:
-        """Give a run other schedules, and the implementation that can run them."""
-        for name in filter(self.request.allows, names):
-            yield replace(run, schedule=name, transformer_impl=self.request.implementation(name))
-
-    def try_run(self, run: PlannedRun) -> bool:
-        """Simulate a part of the batch; say whether it fits the memory. A schedule that a layout does not allow does not."""
+    def try_run(self, run: PlannedRun) -> Ranked | None:
+        """Simulate a part of the batch; None where it does not fit the memory, or the schedule not the layout."""
         key = _key(run)
-        if key in self.seen:
-            return True
-        self.seen.add(key)
-        try:
-            prediction = predict_run(
-                run, self.request, max_actions=int(self.request.max_actions * RANKING_SHARE), is_checked=False
-            )
-        except BraidError:
-            return False
-        if prediction.peak_memory_bytes > self.request.memory_bytes:
-            return False
-        self.ranked.append(Ranked(run, prediction))
-        return True
+        if key not in self.seen:
+            try:
+                prediction = predict_run(
+                    run, self.request, max_actions=self._ranking_actions, filling=RANKING_FILLING, is_checked=False
+                )
+            except BraidError:
+                self.seen[key] = None
+            else:
+                self._keep(Ranked(run, prediction))
+        return self.seen[key]
+
+    def _keep(self, ranked: Ranked) -> None:
+        fits = ranked.prediction.peak_memory_bytes <= self.request.memory_bytes
+        self.seen[_key(ranked.run)] = ranked if fits else None
+        if fits:
+            self.ranked.append(ranked)
 
     def best(self, count: int) -> list[Ranked]:
         """Return the best runs of those simulated so far."""
         return sorted(self.ranked, key=lambda each: each.key)[:count]
 
     def choose(self) -> Ranked:
-        """Judge the best of the search as every planner's plan is judged in the end, and return the best plan of all that fit.
+        """Judge the best as every planner's plan is judged in the end, and return the best plan of all that fit.
 
-        At least one is judged, and more while one more can be expected to be done in time, or none has fitted.
+        At least one is judged, then promising plans of other planners, then more of the search while one more can be expected to
+        be done in time, or none has fitted.
         """
-        judged = {_key(each.run) for each in self.final}
-        slowest = 0.0
-        for each in self.best(len(self.ranked)):
-            if _key(each.run) in judged:
-                continue
-            if slowest and self.final and self.time_left() < slowest:
+        self._judge_next()
+        least = min((each.prediction.iteration_seconds for each in self.ranked), default=math.inf)
+        for seconds, planner in sorted(self.others, key=lambda entry: entry[0]):
+            if self.final and seconds > PROMISING * least:
                 break
+            self._judge_planner(planner)
+        slowest = 0.0
+        while not self.final or self._is_undecided() or self.time_until(1.0) > slowest:
             began = time.process_time()
-            self._judge(each)
+            if not self._judge_next():
+                break
             slowest = max(slowest, time.process_time() - began)
         if not self.final:
             raise infeasible(self.request, planner="braid")
         return min(self.final, key=lambda each: each.key)
+
+    def _is_undecided(self) -> bool:
+        """Whether the best plan so far is clearly behind what the next one was ranked at."""
+        waiting = [each.prediction.iteration_seconds for each in self.ranked if _key(each.run) not in self.judged]
+        best = min((each.prediction.iteration_seconds for each in self.final), default=math.inf)
+        return bool(waiting) and len(self.judged) < MOST_JUDGED and best > PROMISING * min(waiting)
+
+    def _judge_next(self) -> bool:
+        """Judge the best of the search that has not been; False where none is left."""
+        for ranked in self.best(len(self.ranked)):
+            if _key(ranked.run) not in self.judged:
+                self.judged.add(_key(ranked.run))
+                self._judge(ranked)
+                return True
+        return False
+
+    def _judge_planner(self, planner: Callable[[PlanningRequest], PlannedRun]) -> None:
+        try:
+            run, prediction = plan_run(
+                planner, self.others_request, max_actions=self.request.max_actions, num_batches=self.request.num_batches
+            )
+        except BraidError:
+            return
+        if _key(run) not in self.judged:
+            self.judged.add(_key(run))
+            self.final.append(Ranked(run, prediction))
 
     def _judge(self, ranked: Ranked) -> None:
         try:
@@ -245,6 +332,12 @@ class _Search:
 def _key(run: PlannedRun) -> str:
     how = run.schedule, run.passes, run.balance, run.micro_batch_size, run.recompute, run.transformer_impl
     return repr((run.plan.units, *how))
+
+
+def shares_ranks(run: PlannedRun) -> bool:
+    """Whether all units lie on the same ranks."""
+    held = [frozenset(unit.ranks) for unit in run.plan.units.values()]
+    return len(held) > 1 and all(ranks == held[0] for ranks in held)
 
 
 def has_virtual_stages(run: PlannedRun) -> bool:

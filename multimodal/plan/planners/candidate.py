@@ -52,10 +52,12 @@ class Candidate:
         schedule: str | None = None,
     ) -> PlannedRun:
         """Return the planner's answer; started: `time.perf_counter()` when the planner began."""
+        plan = self.build_plan(request.graph)
         return PlannedRun(
             planner,
-            self.build_plan(request.graph),
+            plan,
             schedule=schedule or self.schedule,
+            passes=request.passes(plan),
             transformer_impl=request.implementation(schedule or self.schedule),
             balance=balance,
             micro_batch_size=self.micro_batch_size,

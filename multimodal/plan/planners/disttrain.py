@@ -46,8 +46,11 @@ def build_candidate(request: PlanningRequest, problem: AllocationProblem, choice
     )
 
 
-def build_problem(request: PlanningRequest, *, virtual_stages: int | None = None) -> AllocationProblem:
-    """List every unit's parallelisms for Alg. 1; virtual_stages: of the LLM, where no number is fixed."""
+def build_problem(request: PlanningRequest, *, virtual_stages: int | None = None, leaves_ranks: bool = True) -> AllocationProblem:
+    """List every unit's parallelisms for Alg. 1.
+
+    virtual_stages: of the LLM, where no number is fixed; leaves_ranks: whether every other unit needs a rank of its own.
+    """
     times, memory = PlanningTimes(request), MemoryEstimate(request)
     backbone = request.graph.backbone.name
     virtual_stages = request.fixed(backbone).virtual_stages or virtual_stages or 1
@@ -58,7 +61,7 @@ def build_problem(request: PlanningRequest, *, virtual_stages: int | None = None
             memory,
             unit=name,
             micro_batch_size=request.default_micro_batch_size,
-            max_gpus=request.num_gpus - len(request.graph.units) + 1,
+            max_gpus=request.num_gpus - (len(request.graph.units) - 1 if leaves_ranks else 0),
         )
         for name in request.graph.unit_names
     }

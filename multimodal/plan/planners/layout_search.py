@@ -4,13 +4,14 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product, zip_longest
+from itertools import product
 
 from multimodal.cost.layer_costs import Recompute
 from multimodal.plan.planners.allocation_search import AllocationProblem, rank_allocations
 from multimodal.plan.planners.candidate import Candidate, fits
 from multimodal.plan.planners.disttrain import build_candidate, build_problem
 from multimodal.plan.planners.layer_times import PlanningTimes
+from multimodal.plan.planners.length_spread import LengthSpread
 from multimodal.plan.planners.megatron import even_layout
 from multimodal.plan.planners.megatron_balanced import build_run, grid_fits, grid_seconds, list_grids
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
@@ -29,12 +30,13 @@ SLACK = 1.2
 KIND_SLACK = 1.5
 """Kinds whose best estimate is above this factor of the best of all are left out; estimates compare badly between kinds."""
 MOST_PER_KIND = 8
+MOST_RECOMPUTED_SIZES = 3
 
 Scored = tuple[Candidate, float]
 
 
-def best_layouts(request: PlanningRequest, *, deadline: float = math.inf) -> Iterator[PlannedRun]:
-    """Yield runs with their estimated seconds: the best of every kind, then the second best of every kind, ...
+def best_layouts(request: PlanningRequest, *, deadline: float = math.inf) -> list[list[PlannedRun]]:
+    """Return kinds of layouts, each the best runs of its kind with their estimated seconds, the shortest first.
 
     A kind is a placement (ranks of its own for each unit, all ranks for all units, or one chain over a grid), a number of virtual
     stages of the LLM, a microbatch size, and whether whole layers are computed again in their backward.
@@ -48,40 +50,37 @@ def best_layouts(request: PlanningRequest, *, deadline: float = math.inf) -> Ite
         found = [kind for kind in _kinds(replace(request, micro_batch_size=size, recompute=recompute)) if kind]
         kinds += found
         best = min((best, *(kind[0].objective_seconds for kind in found)))
-    kept = [kind for kind in kinds if kind[0].objective_seconds <= KIND_SLACK * best]
-    for row in zip_longest(*sorted(kept, key=lambda kind: kind[0].objective_seconds)):
-        yield from (run for run in row if run is not None)
+    return [kind for kind in kinds if kind[0].objective_seconds <= KIND_SLACK * best]
 
 
 def _forms(request: PlanningRequest) -> Iterator[tuple[Recompute | None, int]]:
-    """Yield recomputation and microbatch size; recomputing is tried at the smallest size only, where it saves most."""
-    sizes = tuple(micro_batch_sizes(request, MICRO_BATCH_SIZES))
-    for size in sizes:
+    """Yield recomputation and microbatch size; recomputing is tried at the smallest sizes only, where it saves most."""
+    for index, size in enumerate(micro_batch_sizes(request, MICRO_BATCH_SIZES)):
         yield request.recompute, size
-        if size == sizes[0] and request.recompute is None:
+        if index < MOST_RECOMPUTED_SIZES and request.recompute is None:
             yield "full", size
 
 
 def _kinds(request: PlanningRequest) -> Iterator[list[PlannedRun]]:
-    times, memory = PlanningTimes(request), MemoryEstimate(request)
+    times, memory, spread = PlanningTimes(request), MemoryEstimate(request), LengthSpread(request)
     for virtual_stages in _virtual_stages(request):
-        problem = build_problem(request, virtual_stages=virtual_stages)
-        if not len(problem.llm):
-            continue
-        for list_scored in (_disaggregated, _colocated):
-            scored = list_scored(request, times, memory, problem)
+        for list_scored, leaves_ranks in ((_disaggregated, True), (_colocated, False)):
+            problem = build_problem(request, virtual_stages=virtual_stages, leaves_ranks=leaves_ranks)
+            scored = list_scored(request, times, memory, spread, problem) if len(problem.llm) else ()
             yield [
                 candidate.to_run(request, planner="braid", seconds=seconds, started=time.perf_counter())
                 for candidate, seconds in scored
             ]
-    yield from _grids(request, times, memory)
+    yield from _grids(request, times, memory, spread)
 
 
-def _grids(request: PlanningRequest, times: PlanningTimes, memory: MemoryEstimate) -> list[list[PlannedRun]]:
+def _grids(
+    request: PlanningRequest, times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread
+) -> list[list[PlannedRun]]:
     """The best grids for each number of virtual stages; none where units cannot share tp and dp."""
     try:
         scored = sorted(
-            ((grid_seconds(request, grid), index, grid) for index, grid in enumerate(list_grids(request, times))),
+            ((grid_seconds(request, grid, spread=spread), index, grid) for index, grid in enumerate(list_grids(request, times))),
             key=lambda entry: entry[:2],
         )
     except PlanError:
@@ -104,20 +103,24 @@ def _virtual_stages(request: PlanningRequest) -> Sequence[int]:
 
 
 def _disaggregated(
-    request: PlanningRequest, times: PlanningTimes, memory: MemoryEstimate, problem: AllocationProblem
+    request: PlanningRequest, times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread, problem: AllocationProblem
 ) -> list[Scored]:
     """The best choice of other units for each parallelism of the LLM; layers partitioned by their times."""
     found = []
     for choice in rank_allocations(problem, slack=SLACK)[: 2 * MOST_PER_KIND]:
         even = build_candidate(request, problem, choice)
         balanced = balance_layers(request, times, even)
-        scored = [(each, estimate_seconds(request, times, each)) for each in (balanced, even) if fits(request, memory, each)]
+        scored = [
+            (each, estimate_seconds(request, times, each, spread=spread))
+            for each in (balanced, even)
+            if fits(request, memory, each)
+        ]
         found += scored[:1]
     return sorted(found, key=lambda each: (each[1], each[0].num_gpus))[:MOST_PER_KIND]
 
 
 def _colocated(
-    request: PlanningRequest, times: PlanningTimes, memory: MemoryEstimate, problem: AllocationProblem
+    request: PlanningRequest, times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread, problem: AllocationProblem
 ) -> list[Scored]:
     """Every unit on all ranks that the LLM takes, encoders and generators with one stage per replica."""
     graph, llm = request.graph, problem.llm
@@ -145,7 +148,7 @@ def _colocated(
             candidate = Candidate({name: chosen[name] for name in graph.unit_names}, request.default_micro_batch_size, group)
             if lower_bound_seconds(request, times, candidate) > SLACK * best:
                 continue
-            seconds = estimate_seconds(request, times, candidate)
+            seconds = estimate_seconds(request, times, candidate, spread=spread)
             if seconds <= SLACK * best and fits(request, memory, candidate):
                 found.append((candidate, seconds))
                 best = min(best, seconds)

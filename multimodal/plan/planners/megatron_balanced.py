@@ -8,6 +8,7 @@ from itertools import product
 from multimodal.plan.planners.candidate import Candidate, samples_in_flight
 from multimodal.plan.planners.infeasible import infeasible
 from multimodal.plan.planners.layer_times import PlanningTimes
+from multimodal.plan.planners.length_spread import LengthSpread
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.partition_layers import Range, partition_layers, unit_pieces
 from multimodal.plan.planners.planned_run import PlannedRun
@@ -67,10 +68,13 @@ def plan_megatron_balanced(request: PlanningRequest) -> PlannedRun:
 def build_run(request: PlanningRequest, grid: Grid, *, planner: str, seconds: float, started: float) -> PlannedRun:
     """Deal ranks to a grid."""
     schedule = "interleaved-1f1b" if grid.virtual_stages > 1 else "1f1b"
+    layout = grid.layouts[request.graph.backbone.name]
+    plan = lay_out_grid(request.graph, grid.held, num_stages=grid.num_stages, layout=layout)
     return PlannedRun(
         planner,
-        lay_out_grid(request.graph, grid.held, num_stages=grid.num_stages, layout=grid.layouts[request.graph.backbone.name]),
+        plan,
         schedule=schedule,
+        passes=request.passes(plan),
         micro_batch_size=request.default_micro_batch_size,
         recompute=request.recompute,
         transformer_impl=request.implementation(schedule),
@@ -141,13 +145,19 @@ def build_grid(pieces: Sequence[Piece], *, num_stages: int, virtual_stages: int,
     return Grid(num_stages, frozen, layouts, tuple(stage_seconds), virtual_stages)
 
 
-def grid_seconds(request: PlanningRequest, grid: Grid) -> float:
-    """Return the expected step: interleaving divides the warm-up by the virtual stages."""
+def grid_seconds(request: PlanningRequest, grid: Grid, *, spread: LengthSpread | None = None) -> float:
+    """Return the expected step: interleaving divides the warm-up by the virtual stages; spread: as for `estimate_seconds`."""
     data = next(iter(grid.layouts.values())).data_parallel_size
     count = -(-request.num_microbatches(request.default_micro_batch_size) // data)
     slowest = max(grid.stage_seconds)
     ends = (sum(grid.stage_seconds) - slowest) / grid.virtual_stages
-    return ends + count * slowest + max(reduction_seconds(request, unit, layout) for unit, layout in grid.layouts.items())
+    waits, heaviest = 1.0, 0.0
+    if spread:
+        size = request.default_micro_batch_size
+        waits = max(spread.slowdown(unit, micro_batch_size=size, num_stages=grid.num_stages) for unit in grid.layouts)
+        heaviest = max(spread.heaviest_seconds(unit, layout) for unit, layout in grid.layouts.items())
+    reduction = max(reduction_seconds(request, unit, layout) for unit, layout in grid.layouts.items())
+    return max(ends + count * slowest * waits, heaviest) + reduction
 
 
 def grid_fits(request: PlanningRequest, memory: MemoryEstimate, grid: Grid) -> bool:

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 from multimodal.cost.layer_costs import Recompute
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import BLOCK_SIZE, LARGEST_CONTEXT_PARALLEL, PlanningRequest
-from multimodal.plan.planners.simulate_run import Prediction, predict_run
+from multimodal.plan.planners.simulate_run import FILLING, Prediction, predict_run
 from multimodal.values.errors import PlanError
 from multimodal.values.plan import validate_plan
 
@@ -20,19 +21,26 @@ MARGIN = 0.98
 
 
 def plan_run(
-    planner: Callable[[PlanningRequest], PlannedRun], request: PlanningRequest, *, max_actions: int | None, num_batches: int = 1
+    planner: Callable[[PlanningRequest], PlannedRun],
+    request: PlanningRequest,
+    *,
+    max_actions: int | None,
+    num_batches: int = 1,
+    filling: float = FILLING,
+    is_checked: bool = True,
 ) -> tuple[PlannedRun, Prediction]:
     """Plan, simulate, and plan again with less memory to count on while the simulated peak does not fit.
 
     Planners estimate activations in closed form; real batches and schedules can need more. Where nothing fits, whole layers are
     computed again in their backward, unless the request says what is; and where that is not enough, context parallelism is
-    allowed, also to planners that do not look at it else. max_actions, num_batches: as for `predict_run`.
+    allowed, also to planners that do not look at it else. Keywords: as for `predict_run`.
     Raises PlanError, saying what would fit, when nothing does.
     """
+    predict = partial(predict_run, max_actions=max_actions, num_batches=num_batches, filling=filling, is_checked=is_checked)
     problem: PlanError | None = None
     for attempt in _attempts(request):
         try:
-            return _plan_in_memory(planner, attempt, max_actions=max_actions, num_batches=num_batches)
+            return _plan_in_memory(planner, attempt, predict)
         except PlanError as found:
             problem = problem or found
     assert problem is not None
@@ -54,14 +62,16 @@ def _context_sizes(request: PlanningRequest) -> list[tuple[int, ...]]:
 
 
 def _plan_in_memory(
-    planner: Callable[[PlanningRequest], PlannedRun], request: PlanningRequest, *, max_actions: int | None, num_batches: int
+    planner: Callable[[PlanningRequest], PlannedRun],
+    request: PlanningRequest,
+    predict: Callable[[PlannedRun, PlanningRequest], Prediction],
 ) -> tuple[PlannedRun, Prediction]:
     scaled, seconds = request, 0.0
     for _ in range(MOST_ROUNDS):
         run = planner(scaled)
         seconds += run.planning_seconds
         validate_plan(run.plan, graph=request.graph, world_size=run.num_gpus)
-        prediction = predict_run(run, request, max_actions=max_actions, num_batches=num_batches)
+        prediction = predict(run, request)
         if prediction.peak_memory_bytes <= request.memory_bytes:
             return replace(run, planning_seconds=seconds), prediction
         excess = prediction.peak_memory_bytes / request.memory_bytes

@@ -14,8 +14,10 @@ from multimodal.cost.layer_flops import UnitLoad, sample_load
 from multimodal.cost.layer_profile import LayerProfile
 from multimodal.cost.memory import default_zero_stage
 from multimodal.cost.run_options import RunOptions
+from multimodal.values.backward_need import unit_is_trainable
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
@@ -138,6 +140,14 @@ class PlanningRequest:
     def allows(self, schedule: str) -> bool:
         """Whether the implementation that a person has decided on can run a schedule."""
         return self.implementation(schedule) == "local" or schedule not in SPLIT_SCHEDULES
+
+    def passes(self, plan: Plan) -> tuple[str, ...]:
+        """Passes that every planned run has: replicas that share an optimizer gather what it updated while others compute."""
+        is_shared = self.zero_stage in (1, 2) and any(
+            unit.data_parallel_size * unit.context_parallel_size > 1 and unit_is_trainable(self.graph, name)
+            for name, unit in plan.units.items()
+        )
+        return ("gather-parameters",) if is_shared else ()
 
     def run_options(self, *, recompute: Recompute | None, transformer_impl: Implementation) -> RunOptions:
         """How such a run computes and keeps things."""

@@ -1,10 +1,9 @@
 """What a planned run will reach, by simulation of real batches on all its replicas or on a true share of them."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, islice
 
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
@@ -22,13 +21,20 @@ from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.simulation import Simulation
 from multimodal.values.assignment import Assignment, validate_assignment
+from multimodal.values.length_batches import draw_length_batches
 from multimodal.values.plan import Plan, UnitPlan
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.schedule import Action, Place, Schedule
 
 KEPT_REPLICAS = 4
 """Where lengths vary, so many replicas of every unit at least are simulated: the heaviest decides."""
-FILLING = 3
+SEED = 0
+"""Of the order in which samples are drawn: files are often sorted, and training shuffles."""
+VARIED_FACTOR = 6
+"""Where lengths vary, so many times as large a step is simulated whole: what a part of it takes says little."""
+GROWING = ("gpipe", "breadth-first", "dip")
+"""Builders (or beginnings of their names) that keep more the more microbatches a step has."""
+FILLING = 3.0
 """The larger of two simulated batches fills all pipelines so many times, the smaller one half as often."""
 
 
@@ -105,26 +111,37 @@ class ShareCosts:
 
 
 def predict_run(
-    run: PlannedRun, request: PlanningRequest, *, max_actions: int | None = None, num_batches: int = 1, is_checked: bool = True
+    run: PlannedRun,
+    request: PlanningRequest,
+    *,
+    max_actions: int | None = None,
+    num_batches: int = 1,
+    filling: float = FILLING,
+    is_checked: bool = True,
 ) -> Prediction:
     """Simulate `num_batches` consecutive global batches.
 
-    max_actions: where a step has more computations than so many, less of it is simulated. First, as many replicas (and as large a
-    share of each batch) are left out as the data parallel sizes' common divisor allows: replicas of one unit are alike and meet
-    in collectives only, so what is lost is the spread between replicas and their contention for network cards. Then, if that is
-    not enough, two smaller batches are simulated and all seconds are continued in a straight line: beyond its warm-up, a pipeline
-    repeats itself. None: simulate all.
+    max_actions: where a step has more computations than so many (where lengths vary: `VARIED_FACTOR` times as many), less of it
+    is simulated. First, as many replicas (and as large a share of each batch) are left out as the data parallel sizes' common
+    divisor allows: replicas of one unit are alike and meet in collectives only, so what is lost is the spread between replicas
+    and their contention for network cards. Then, if that is not enough, two smaller batches are simulated and all seconds are
+    continued in a straight line: beyond its warm-up, a pipeline repeats itself. None: simulate all.
+    filling: how often the larger of the two fills all pipelines at least.
     is_checked: whether assignments and schedules are validated, too.
     Raises ScheduleError or AssignmentError where the run is impossible.
     """
+    if max_actions is not None and request.lengths_vary:
+        max_actions *= VARIED_FACTOR
     share = choose_share(run, request, max_actions=max_actions)
     plan = keep_replicas(run.plan, share) or run.plan
     simulate = partial(_simulate, run, request, plan, is_checked=is_checked)
     parts = [
-        (batch[::share], _num_samples(run, plan, len(batch[::share]), max_actions))
-        for batch in global_batches(request, num_batches)
+        (batch[::share], _num_samples(run, plan, len(batch[::share]), max_actions, filling))
+        for batch in draw_length_batches(
+            request.lengths, batch_size=request.global_batch_size, num_batches=num_batches, seed=SEED
+        )
     ]
-    steps = [_of_batch(batch, part, simulate) for batch, part in parts]
+    steps = [_of_batch(batch, part, simulate, keeps_all=run.schedule.startswith(GROWING)) for batch, part in parts]
     num_ranks = sum(map(len, plan.lanes))
     total = sum(step.seconds for step in steps) + len(steps) * _update_seconds(run, request)
     kinds = steps[0].bubble_seconds
@@ -153,13 +170,21 @@ class _Step:
     peak_memory_bytes: int
 
 
-def _of_batch(lengths: Sequence[SampleLengths], part: int, simulate: Callable[[Sequence[SampleLengths]], Simulation]) -> _Step:
-    """Simulate a batch, or two parts of it."""
+def _of_batch(
+    lengths: Sequence[SampleLengths],
+    part: int,
+    simulate: Callable[[Sequence[SampleLengths]], Simulation],
+    *,
+    keeps_all: bool,
+) -> _Step:
+    """Simulate a batch, or two parts of it that are continued in a straight line.
+
+    With lengths that vary, the line's slope is uncertain; it is kept between that of the work itself (nothing more waits) and
+    that of a step without fixed costs.
+    """
     if part == len(lengths):
         return _measure(lengths, simulate)
-    larger, smaller = (
-        _measure([lengths[len(lengths) * index // count] for index in range(count)], simulate) for count in (part, part // 2)
-    )
+    larger, smaller = (_measure(_like(lengths, count), simulate) for count in (part, part // 2))
     # By work rather than by samples: with lengths that vary, no part is as heavy as its number of samples says.
     work = larger.peak_seconds * _num_tokens(lengths) / larger.num_tokens if larger.num_tokens else 0.0
     step = larger.peak_seconds - smaller.peak_seconds
@@ -168,14 +193,28 @@ def _of_batch(lengths: Sequence[SampleLengths], part: int, simulate: Callable[[S
     def continued(large: float, small: float) -> float:
         return max(0.0, large + weight * (large - small))
 
+    ideal = continued(larger.ideal_seconds, smaller.ideal_seconds)
+    least = larger.seconds + max(0.0, ideal - larger.ideal_seconds)
+    most = larger.seconds * (work / larger.peak_seconds if larger.peak_seconds else len(lengths) / part)
+    line = continued(larger.seconds, smaller.seconds)
+    seconds = min(max(line, least), max(most, least))
+    bubbles = {kind: continued(each, smaller.bubble_seconds[kind]) for kind, each in larger.bubble_seconds.items()}
+    idle = sum(bubbles.values())
+    scale = max(0.0, 1 + (seconds - line) / idle) if idle > 0 else 0.0  # what the line was moved by is waiting
     return _Step(
-        continued(larger.seconds, smaller.seconds),
-        continued(larger.ideal_seconds, smaller.ideal_seconds),
+        seconds,
+        ideal,
         continued(larger.peak_seconds, smaller.peak_seconds),
         float(_num_tokens(lengths)),
-        {kind: continued(seconds, smaller.bubble_seconds[kind]) for kind, seconds in larger.bubble_seconds.items()},
-        larger.peak_memory_bytes,
+        {kind: scale * each for kind, each in bubbles.items()},
+        larger.peak_memory_bytes + round(weight * max(0, larger.peak_memory_bytes - smaller.peak_memory_bytes) * keeps_all),
     )
+
+
+def _like(lengths: Sequence[SampleLengths], count: int) -> list[SampleLengths]:
+    """Return so many samples, in order, with about the distribution of sizes that all of them have: every so many-th by size."""
+    by_size = sorted(range(len(lengths)), key=lambda index: lengths[index].num_tokens)
+    return [lengths[index] for index in sorted(by_size[len(lengths) * (2 * each + 1) // (2 * count)] for each in range(count))]
 
 
 def _measure(lengths: Sequence[SampleLengths], simulate: Callable[[Sequence[SampleLengths]], Simulation]) -> _Step:
@@ -196,7 +235,7 @@ def _num_actions(run: PlannedRun, plan: Plan, num_samples: int) -> int:
     return 2 * num_stages * -(-num_samples // run.micro_batch_size)
 
 
-def _num_samples(run: PlannedRun, plan: Plan, num_samples: int, max_actions: int | None) -> int:
+def _num_samples(run: PlannedRun, plan: Plan, num_samples: int, max_actions: int | None, filling: float) -> int:
     """Return how many samples to simulate: all, or enough to fill the pipelines in both parts."""
     if max_actions is None or _num_actions(run, plan, num_samples) <= max_actions:
         return num_samples
@@ -204,7 +243,8 @@ def _num_samples(run: PlannedRun, plan: Plan, num_samples: int, max_actions: int
     even = 2 * run.micro_batch_size * math.lcm(*(unit.data_parallel_size for unit in plan.units.values()))
     in_flight = sum(len(unit.replicas[0].stages) * unit.data_parallel_size for unit in plan.units.values())
     wanted = max(
-        FILLING * run.micro_batch_size * in_flight, int(num_samples * max_actions / _num_actions(run, plan, num_samples))
+        math.ceil(filling * run.micro_batch_size * in_flight),
+        int(num_samples * max_actions / _num_actions(run, plan, num_samples)),
     )
     rounded = -(-wanted // even) * even
     return rounded if rounded < 0.8 * num_samples else num_samples
@@ -252,13 +292,6 @@ def _keep(plan: Plan, share: int, order: Sequence[str]) -> Plan | None:
         kept_ranks.update(units[name].ranks)
         dropped_ranks.update(left_out)
     return Plan({name: units[name] for name in plan.units})
-
-
-def global_batches(request: PlanningRequest, num_batches: int) -> Iterator[tuple[SampleLengths, ...]]:
-    """Yield consecutive global batches of the lengths, which start over, under new sample ids, when they end."""
-    stream = (replace(sample, sample_id=index) for index, sample in enumerate(cycle(request.lengths)))
-    for _ in range(num_batches):
-        yield tuple(islice(stream, request.global_batch_size))
 
 
 def assign(run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Sequence[SampleLengths]) -> Assignment:

@@ -7,6 +7,7 @@ from multimodal.cost.layer_flops import layer_weights
 from multimodal.cost.memory import GRADIENT_BYTES
 from multimodal.plan.planners.candidate import Candidate, num_unit_microbatches
 from multimodal.plan.planners.layer_times import PlanningTimes, stage_times
+from multimodal.plan.planners.length_spread import LengthSpread
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.unit_layout import UnitLayout
 from multimodal.values.backward_need import layers_backward_need
@@ -30,12 +31,15 @@ def lower_bound_seconds(request: PlanningRequest, times: PlanningTimes, candidat
     return max(sum(busy[unit] for unit in group) for group in candidate.all_groups)
 
 
-def estimate_seconds(request: PlanningRequest, times: PlanningTimes, candidate: Candidate) -> float:
+def estimate_seconds(
+    request: PlanningRequest, times: PlanningTimes, candidate: Candidate, *, spread: LengthSpread | None = None
+) -> float:
     """Return the time of a step of average microbatches under 1F1B.
 
     Sum of tau over the longest chain of units, and (n_u - 1) beta_u of the slowest group of units, where unit u's replicas run
     n_u microbatches each; with equally many everywhere and ranks of its own for each unit, this is Eq. 4.2. Encoders on ranks of
     their own work side by side, so only the slowest one's stages count in the chain. Virtual stages divide a unit's warm-up.
+    spread: with it, pipelines wait for their heaviest microbatches, and no step is shorter than its heaviest sample.
     """
     stages = unit_stage_seconds(times, candidate)
     warmup = {
@@ -46,15 +50,31 @@ def estimate_seconds(request: PlanningRequest, times: PlanningTimes, candidate: 
     encoders = {unit.name for unit in request.graph.encoders}
     chain = sum(seconds for unit, seconds in warmup.items() if unit not in encoders)
     chain += max((sum(warmup[unit] for unit in group if unit in encoders) for group in candidate.all_groups), default=0.0)
+    depth = _depth(candidate)
+    waits = {
+        unit: spread.slowdown(unit, micro_batch_size=candidate.micro_batch_size, num_stages=depth) if spread else 1.0
+        for unit in stages
+    }
     steady = max(
-        sum((num_unit_microbatches(request, candidate, unit) - 1) * max(stages[unit]) for unit in group)
+        sum((num_unit_microbatches(request, candidate, unit) - 1) * max(stages[unit]) * waits[unit] for unit in group)
         for group in candidate.all_groups
     )
-    return chain + steady + max(reduction_seconds(request, unit, layout) for unit, layout in candidate.layouts.items())
+    heaviest = max(spread.heaviest_seconds(unit, layout) for unit, layout in candidate.layouts.items()) if spread else 0.0
+    reduction = max(reduction_seconds(request, unit, layout) for unit, layout in candidate.layouts.items())
+    return max(chain + steady, heaviest) + reduction
+
+
+def _depth(candidate: Candidate) -> int:
+    """Stages that a microbatch passes one after another on ranks that differ; 1 where all units share all ranks in one stage."""
+    stages = {unit: layout.pipeline_parallel_size for unit, layout in candidate.layouts.items()}
+    return sum(max(stages[unit] for unit in group) for group in candidate.all_groups)
 
 
 def reduction_seconds(request: PlanningRequest, unit: str, layout: UnitLayout) -> float:
-    """Seconds in which the heaviest stage's gradients are reduced over the unit's replicas and context parallel shares."""
+    """Seconds in which the heaviest stage's gradients are reduced over the unit's replicas and context parallel shares.
+
+    Gathering what the optimizer updated hides better, so it is left out.
+    """
     if layout.weight_copies == 1:
         return 0.0
     described = request.graph.unit(unit)

@@ -1,6 +1,7 @@
 """Builders: from Plan and Assignment to a schedule in the compute dialect, one file each."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Protocol
 
 from multimodal.schedule.builders.breadth_first import build_breadth_first
@@ -26,6 +27,9 @@ class Builder(Protocol):
         """Build a schedule in the compute dialect; raises ScheduleError where the plan's layout does not allow it."""
 
 
+DIP_ROUNDS = (2, 4, 8, 16)
+"""Into how many rounds `dip-N` can cut a step."""
+
 BUILDERS: Mapping[str, Builder] = {
     "gpipe": build_gpipe,
     "breadth-first": build_breadth_first,
@@ -35,6 +39,7 @@ BUILDERS: Mapping[str, Builder] = {
     "zb-h1": build_zb_h1,
     "zb-v": build_zb_v,
     "dip": build_dip,
+    **{f"dip-{rounds}": partial(build_dip, num_rounds=rounds) for rounds in DIP_ROUNDS},
     "encoders-colocated": build_encoders_colocated,
     "encoders-replicated": build_encoders_replicated,
 }

@@ -1,29 +1,38 @@
 """DIP: colocated units one after another: encoder forwards, then the LLM, then encoder backwards (Entrain, figure 4.2c)."""
 
+from collections.abc import Callable, Mapping
+
 from multimodal.schedule.builders.one_f_one_b import forward_floors, forward_limits
 from multimodal.schedule.list_schedule import Policy, list_schedule
-from multimodal.values.assignment import Assignment
+from multimodal.values.assignment import Assignment, MicrobatchPlace
+from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Action, ActionKind, Schedule
 
+PHASES = 3
+"""Of a round: encoder forwards, the LLM and what follows it, encoder backwards."""
 
-def build_dip(graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False) -> Schedule:
+
+def build_dip(
+    graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False, num_rounds: int = 1
+) -> Schedule:
     """Build the DIP schedule, in the compute dialect.
 
     Every lane ends the forwards of all encoders in it, then runs the 1F1B of the LLM (and of what follows it), then the encoders'
     backwards. Modalities never wait for each other inside a phase, but all of an encoder's activations are kept over the LLM's
     phase. Meant for plans whose encoders share the LLM's lanes; an encoder on lanes of its own just runs as in GPipe.
+
+    num_rounds: into so many rounds the step is cut by the LLM's microbatches, each with the three phases; so an encoder keeps the
+    activations of one round. OrchMLLM's iterations, which are a mini-batch each, are such rounds with gradients accumulated.
+    Raises ScheduleError for less than one.
     """
+    if num_rounds < 1:
+        raise ScheduleError(f"dip: num_rounds must be at least 1, found {num_rounds}")
     encoders = frozenset(unit.name for unit in graph.units if unit.role is Role.ENCODER)
-
-    def phase(action: Action) -> int:
-        if action.unit not in encoders:
-            return 1
-        return 0 if action.kind is ActionKind.FORWARD else 2
-
     limits = forward_limits(graph, plan, assignment, forward_only=forward_only)
     limits = {stage: limit for stage, limit in limits.items() if stage[0] not in encoders}
+    phase = _phases(graph, assignment, num_rounds=num_rounds)
     return list_schedule(
         graph,
         plan,
@@ -31,3 +40,46 @@ def build_dip(graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_
         policy=Policy(forward_limits=limits, forward_floors=forward_floors(plan, limits), phase=phase),
         forward_only=forward_only,
     )
+
+
+def _phases(graph: ModelGraph, assignment: Assignment, *, num_rounds: int) -> Callable[[Action], int]:
+    """Return the phase of every computation.
+
+    Microbatch k of the LLM belongs to round floor(k rounds / K) with K the most of any replica. Units upstream run forwards in
+    the first round, and backwards in the last one, that they have a part in; units downstream once their sources are there.
+    """
+    count = max(map(len, assignment.units[graph.backbone.name]), default=1)
+    places = [
+        MicrobatchPlace(unit, replica, index)
+        for unit in graph.unit_names
+        for replica, microbatches in enumerate(assignment.units[unit])
+        for index in range(len(microbatches))
+    ]
+    forward: dict[MicrobatchPlace, int] = {}
+    backward: dict[MicrobatchPlace, int] = {}
+    own = {place: PHASES * (place.microbatch * num_rounds // count) + 1 for place in places if place.unit == graph.backbone.name}
+    routes = assignment.routes(graph)
+    sources: Mapping[MicrobatchPlace, list[MicrobatchPlace]] = {place: [] for place in places}
+    targets: Mapping[MicrobatchPlace, list[MicrobatchPlace]] = {place: [] for place in places}
+    for place in places:
+        for route in routes.from_source.get(place, ()):
+            targets[place].append(route.target)
+            sources[route.target].append(place)
+    encoders = {unit.name for unit in graph.encoders}
+    for place in places:  # upstream units stand first
+        if place.unit not in encoders:
+            forward[place] = max([own.get(place, 1), *(forward[source] for source in sources[place] if source in own)])
+    for place in reversed(places):
+        if place.unit not in encoders:
+            backward[place] = max([forward[place], *(backward[target] for target in targets[place])])
+    last = PHASES * num_rounds - 1
+    for place in places:
+        if place.unit in encoders:
+            forward[place] = min((forward[target] for target in targets[place]), default=1) - 1
+            backward[place] = max((backward[target] for target in targets[place]), default=last - 1) + 1
+
+    def phase(action: Action) -> int:
+        found = forward if action.kind is ActionKind.FORWARD else backward
+        return found[MicrobatchPlace(action.unit, action.replica, action.microbatch)]
+
+    return phase

@@ -25,6 +25,8 @@ SHOWN = {
     "zb-h1": ("one_unit", "encoder_dp2_llm_pp2", "frozen_encoder"),
     "zb-v": ("v_shaped_llm",),
     "dip": ("colocated_different_tp", "two_encoders"),
+    "dip-2": ("colocated_different_tp",),
+    **dict.fromkeys(("dip-4", "dip-8", "dip-16"), ()),
     "encoders-colocated": ("two_encoders",),
     "encoders-replicated": ("encoder_copies",),
 }
