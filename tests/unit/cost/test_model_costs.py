@@ -103,6 +103,17 @@ def test_replicas_reduce_fp32_gradients_and_gather_bf16_parameters():
     assert COSTS.collective_seconds(Action(ActionKind.REDUCE_GRADIENTS, "llm", 0, 0)) == 0.0
 
 
+def test_the_parts_of_a_reduction_by_layer_make_up_the_whole():
+    whole, others, last = (
+        COSTS.collective_seconds(Action(ActionKind.REDUCE_GRADIENTS, "vision", 0, 0, part=part)) for part in (-1, 0, 1)
+    )
+    weights = COSTS.stages.trained_weights(("vision", 0, 0))
+    assert len(weights) == len(PLAN.virtual_stage("vision", 0, 0).layers)
+    assert sum(weights) == COSTS.stages.num_weights(("vision", 0, 0), trained_only=True)
+    assert others + last == pytest.approx(whole)
+    assert last == pytest.approx(whole * weights[0] / sum(weights))
+
+
 def test_collectives_across_nodes_share_the_cards():
     cluster = Cluster.from_dict(CLUSTER)
     assert collective_seconds(1e9, ranks=(0, 4), cluster=cluster) == pytest.approx(5e-6 + 0.5 / 5)

@@ -1,0 +1,138 @@
+"""Reductions cut in two: which ones, and what that does to a simulated step."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
+from multimodal.schedule.simulate import simulate_schedule
+from multimodal.schedule.text import schedule_from_text, schedule_to_text
+from multimodal.schedule.validate import validate_schedule
+from multimodal.values.errors import ScheduleError
+from multimodal.values.schedule import Action, ActionKind
+from multimodal.values.schedule_form import form_of
+from tests.unit.schedule.schedule_cases import Case, build_case, build_graph, deal
+from tests.unit.schedule.uniform_costs import UniformCosts
+
+
+def llm(*, dp: int = 2, pp: int = 1, num_microbatches: int = 2, **layout: int) -> Case:
+    groupings = {"llm": deal(num_microbatches * dp, dp)}
+    return build_case(build_graph(), {"llm": (dp, pp, 1)}, groupings, layouts={"llm": layout})
+
+
+def rewrite(case: Case, text: str) -> list[str]:
+    graph, plan, assignment = case
+    after = reduce_by_layer(schedule_from_text(text), graph=graph, plan=plan, assignment=assignment)
+    validate_schedule(after, graph=graph, plan=plan, assignment=assignment, lowered=False)
+    assert schedule_from_text(schedule_to_text(after)) == after
+    return schedule_to_text(after).splitlines()
+
+
+def test_the_first_part_stands_before_the_last_backward() -> None:
+    before = (
+        "lane 0: F llm/0/0/0; B llm/0/0/0; F llm/0/0/1; B llm/0/0/1; RG llm/0/0\n"
+        "lane 1: F llm/1/0/0; F llm/1/0/1; B llm/1/0/0; B llm/1/0/1; RG llm/1/0"
+    )
+    assert rewrite(llm(), before) == [
+        "lane 0: F llm/0/0/0; B llm/0/0/0; F llm/0/0/1; RG llm/0/0#0; B llm/0/0/1; RG llm/0/0#1",
+        "lane 1: F llm/1/0/0; F llm/1/0/1; B llm/1/0/0; RG llm/1/0#0; B llm/1/0/1; RG llm/1/0#1",
+    ]
+
+
+def test_a_replica_without_microbatches_takes_part() -> None:
+    case = build_case(build_graph(), {"llm": (2, 1, 1)}, {"llm": [[[0]], []]})
+    assert rewrite(case, "lane 0: F llm/0/0/0; B llm/0/0/0; RG llm/0/0\nlane 1: RG llm/1/0") == [
+        "lane 0: F llm/0/0/0; RG llm/0/0#0; B llm/0/0/0; RG llm/0/0#1",
+        "lane 1: RG llm/1/0#0; RG llm/1/0#1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "why"),
+    [
+        ("F llm/0/0/0; F llm/0/0/1; B llm/0/0/1; B llm/0/0/0; RG llm/0/0", "microbatches end in another order"),
+        ("F llm/0/0/0; F llm/0/0/1; B llm/0/0/0; I llm/0/0/1; W llm/0/0/1; RG llm/0/0", "weight gradients come apart"),
+    ],
+)
+def test_where_one_replica_cannot_all_stay_whole(first: str, why: str) -> None:
+    other = "F llm/1/0/0; F llm/1/0/1; B llm/1/0/0; B llm/1/0/1; RG llm/1/0"
+    schedule = schedule_from_text(f"lane 0: {first}\nlane 1: {other}")
+    graph, plan, assignment = llm()
+    assert reduce_by_layer(schedule, graph=graph, plan=plan, assignment=assignment) == schedule, why
+
+
+def test_a_reduction_behind_another_one_stays_whole() -> None:
+    case = llm(chunks=2)
+    text = "; ".join(
+        [
+            *(f"F llm/{{replica}}/{stage}/{microbatch}" for stage in range(2) for microbatch in range(2)),
+            *(f"B llm/{{replica}}/{stage}/{microbatch}" for microbatch in range(2) for stage in (1, 0)),
+            "RG llm/{replica}/1",
+            "RG llm/{replica}/0",
+        ]
+    )
+    lines = [f"lane {replica}: {text.format(replica=replica)}" for replica in range(2)]
+    assert rewrite(case, "\n".join(lines)) == lines
+
+
+def test_a_stage_of_one_layer_stays_whole() -> None:
+    case = llm(num_microbatches=1, pp=1, chunks=8)
+    graph, plan, assignment = case
+    after = reduce_by_layer(BUILDERS["breadth-first"](*case), graph=graph, plan=plan, assignment=assignment)
+    # The first and the last of eight ranges hold an embedding and a head, too.
+    assert form_of(after).reduced_by_layer == {("llm", 0), ("llm", 7)}
+
+
+def test_fillers_stay_what_they_are() -> None:
+    graph, plan, assignment = llm(dp=1, num_microbatches=1, chunks=2)
+    schedule = schedule_from_text(
+        "lane 0: F llm/0/0/0; F llm/0/1/0; I llm/0/1/0; {W llm/0/1/0} B llm/0/0/0; RG llm/0/1; RG llm/0/0"
+    )
+    after = reduce_by_layer(schedule, graph=graph, plan=plan, assignment=assignment)
+    assert after == schedule
+    text = "lane 0: F llm/0/0/0; F llm/0/1/0; B llm/0/1/0; RG llm/0/1; I llm/0/0/0; W llm/0/0/0; RG llm/0/0"
+    cut = schedule_to_text(reduce_by_layer(schedule_from_text(text), graph=graph, plan=plan, assignment=assignment))
+    assert "RG llm/0/1#0; B llm/0/1/0; RG llm/0/1#1; I llm/0/0/0" in cut
+
+
+def test_half_a_reduction_is_refused() -> None:
+    graph, plan, assignment = llm(dp=1, num_microbatches=1)
+    for text, problem in (
+        ("F llm/0/0/0; RG llm/0/0#0; B llm/0/0/0", "RG llm/0/0#1: missing"),
+        ("F llm/0/0/0; B llm/0/0/0; RG llm/0/0#1; RG llm/0/0#0", "RG llm/0/0#1: wrong order"),
+        ("F llm/0/0/0; RG llm/0/0#0; B llm/0/0/0; RG llm/0/0", "RG llm/0/0: unknown action"),
+    ):
+        with pytest.raises(ScheduleError, match=problem):
+            schedule = schedule_from_text(f"lane 0: {text}")
+            validate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, lowered=False)
+
+
+@dataclass(frozen=True)
+class ReductionCosts(UniformCosts):
+    """A reduction of four layers."""
+
+    whole: float = 1.0
+
+    def collective_seconds(self, action: Action) -> float:
+        assert action.kind is ActionKind.REDUCE_GRADIENTS
+        return self.whole * {-1: 1.0, 0: 0.75, 1: 0.25}[action.part]
+
+
+@pytest.mark.parametrize("whole", [0.4, 2.0, 8.0])
+def test_a_cut_reduction_hides_behind_the_last_backward(whole: float) -> None:
+    """With F = 1 and B = 2: what is not hidden is the last layer, or what takes longer than the backward."""
+    case = llm(dp=3, num_microbatches=4)
+    graph, plan, assignment = case
+    costs = ReductionCosts(forward=1.0, backward=2.0, whole=whole)
+
+    def seconds(*, by_layer: bool) -> float:
+        schedule = BUILDERS["1f1b"](*case)
+        if by_layer:
+            schedule = reduce_by_layer(schedule, graph=graph, plan=plan, assignment=assignment)
+        lowered = insert_communication(schedule, graph=graph, plan=plan, assignment=assignment)
+        return simulate_schedule(lowered, graph=graph, plan=plan, assignment=assignment, costs=costs).iteration_seconds
+
+    assert seconds(by_layer=False) == pytest.approx(12 + whole)
+    assert seconds(by_layer=True) == pytest.approx(12 + max(0.25 * whole, whole - 2))
