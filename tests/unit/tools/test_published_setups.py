@@ -10,6 +10,7 @@ from benchmarks.published_setups.orchmllm import pad_items
 from benchmarks.published_setups.planned import Setup, read_cluster, read_model
 from benchmarks.published_setups.rows import Row, single
 from benchmarks.published_training import main
+from multimodal.cost.layer_execution import LayerExecution
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
@@ -46,8 +47,30 @@ def test_the_stated_stages_fill_the_stated_gpus() -> None:
         assert run.num_gpus == 1536
         assert len(run.plan.lanes) == 24 * 8
     assert all(encoder + llm <= 12 for pair in cornstarch.STAGES.values() for encoder, llm in pair)
-    for model in (disttrain.LARGE, *disttrain.SMALL):
+    for model in disttrain.MEGATRON_STAGES:
         assert disttrain._sample(model).num_tokens == 8192
+
+
+def test_disttrain_s_microbatches_are_whole() -> None:
+    base = Setup("disttrain", read_model("mllm-9b"), (disttrain._sample("mllm-9b"),), 96, 24, {})
+    found = [
+        {unit: each.data_parallel_size for unit, each in setup.fixed_sizes.items()}
+        for setup in disttrain._with_whole_microbatches(base)
+    ]
+    assert len(found) == sum(len(disttrain._divisors(size)) ** 2 for size in (1, 2, 3, 4, 6, 8)) + 5**2 + 6**2
+    for sizes in found:
+        assert 24 % sizes["llm"] == 0
+        assert all(sizes["llm"] % sizes[unit] == 0 and sizes["llm"] <= 8 * sizes[unit] for unit in ("vision", "generator"))
+
+
+def test_a_system_s_way_of_running_layers_reaches_planning_and_prediction() -> None:
+    graph = read_model("cornstarch-vlm-s")
+    sample = SampleLengths(0, (ItemLengths("vision", 1024, 256),), 512, 512)
+    execution = LayerExecution(num_overlapped_parts=4)
+    setup = Setup("megatron", graph, (sample,), 8, 8, {}, execution=execution)
+    request = setup.request(read_cluster("a40"))
+    assert request.layer_costs.execution == execution
+    assert request.run_options(recompute=None, transformer_impl="local").execution == execution
 
 
 def test_items_are_padded_to_the_longest_of_their_microbatch() -> None:
