@@ -6,8 +6,8 @@ Every paper's set-up is planned and simulated as the paper describes it; what it
 distance to the published figure, or to the nearer end of a published range; an "up to" is not counted, only its largest case.
 See docs/published.md for what disagrees, and why.
 
-Run `python benchmarks/published_training.py [--json] [--only PAPER] [--lengths DIR]`; some minutes in all. Entrain and OrchMLLM
-need a folder of lengths files.
+Run `python benchmarks/published_training.py [--json] [--only PAPER] [--lengths DIR]`; about 40 s of one core in all. Entrain and
+OrchMLLM need a folder of lengths files.
 """
 
 import argparse
