@@ -1,0 +1,293 @@
+"""Claim: a step takes as long as its plan was predicted to take, and plans rank as predicted.
+
+The whole way of a person with this machine and the digits model (examples/digits): `tools/profile_layers.py` times its layers,
+`tools/plan.py` plans for two ranks with three planners, `pretrain_mllm.py` trains by each plan on two processes. Then three plans
+for six ranks, which `tools/emulate.py` runs in six processes with timed waits as computations, of a machine that is slower by
+`SLOWDOWN`, as six ranks share the cores here. Printed are predicted and measured seconds of a step and both rankings.
+
+Plans take turns, --rounds times. Where other programs use the machine, the steps count during which they took least of it, and
+what they took is printed, too: no prediction knows it. Samples are loaded between steps, by the ranks themselves, since loader
+processes would need cores of their own.
+
+Run `python benchmarks/predicted_step.py [--layer-costs COSTS.yaml] [--steps N] [--rounds N] [--only real|emulated] [--json]`.
+"""
+
+import argparse
+import csv
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rich.console import Console
+from rich.table import Table
+
+from multimodal.cost.interpolated import Interpolated
+from multimodal.cost.layer_curves import LayerCurves
+from multimodal.cost.layer_profile import LayerProfile
+from multimodal.data.digits import DigitsSource
+from multimodal.data.tokenizer import ByteTokenizer
+from multimodal.values.model_graph import ModelGraph
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL, CLUSTER = ROOT / "examples" / "digits" / "model.yaml", ROOT / "examples" / "clusters" / "cpu.yaml"
+VOCAB_SIZE, SEQ_LENGTH, SEED = 384, 128, 1234
+GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE = 32, 8
+PROFILE = ("--sizes", "64,128,256,512", "--sequences", "1,4,16")
+NUM_SAMPLES = 3200
+WARM_UP = 10
+"""Steps at the start that do not count: connections, caches, the loader's first batches."""
+WINDOW = 5
+"""Steps in a row over which it is counted what other programs take."""
+QUIET = 0.1
+"""Windows count in which that is a smaller share of the cores, but at least the quietest tenth of all."""
+SLOWDOWN = 10.0
+REAL = {
+    "units on all ranks": ("--planner", "braid"),
+    "a pipeline of all layers": ("--planner", "megatron-balanced", "--fix", "llm:pp=2"),
+    "ranks of their own": ("--planner", "disttrain"),
+}
+EMULATED = {
+    "units on all ranks": ("--planner", "braid"),
+    "a pipeline of all layers": ("--planner", "megatron-balanced", "--fix", "llm:pp=6"),
+    "ranks of their own": ("--planner", "cornstarch"),
+}
+
+
+class Planned(NamedTuple):
+    """What tools/plan.py answered."""
+
+    path: Path
+    answer: Mapping[str, Any]
+
+    @property
+    def flags(self) -> list[str]:
+        """What runs the plan as it was predicted."""
+        answer = self.answer
+        passes = ("--schedule-passes", ",".join(answer["schedule_passes"])) if answer["schedule_passes"] else ()
+        return ["--schedule", answer["schedule"], *passes, "--balance", answer["balance"]]
+
+
+class Window(NamedTuple):
+    """Some steps in a row."""
+
+    seconds: tuple[float, ...]
+    """Of each step."""
+    others: float
+    """Share of the machine's cores that other programs took meanwhile."""
+
+
+def write_lengths(path: Path) -> None:
+    """Write the lengths of the samples that training sees first."""
+    image = ModelGraph.from_file(MODEL).unit("vision").image
+    assert image is not None
+    source = DigitsSource(
+        NUM_SAMPLES, seed=SEED, split="train", unit="vision", image=image, tokenizer=ByteTokenizer(), seq_length=SEQ_LENGTH
+    )
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(("image_sizes", "text_tokens", "answer_words", "text_words"))
+        for index in range(NUM_SAMPLES):
+            lengths = source.lengths(index)
+            grids = [source.item_grid(index, item) for item in range(len(lengths.items))]
+            sizes = ";".join(f"{columns * image.patch_size}x{height * image.patch_size}" for height, columns in grids)
+            rows.writerow((sizes, lengths.num_text_tokens, lengths.num_target_tokens, lengths.num_text_tokens))
+
+
+def call(*command: str | Path) -> str:
+    """Run a program of this repository; its output. Raises RuntimeError with what it said when it fails."""
+    done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def plan(name: str, how: Sequence[str], *, num_ranks: int, folder: Path, costs: Path) -> Planned:
+    """Plan for so many ranks."""
+    path = folder / f"{name.replace(' ', '-')}-{num_ranks}.yaml"
+    what = ("--model", MODEL, "--cluster", CLUSTER, "--layer-costs", costs, "--lengths", folder / "lengths.csv")
+    sizes = ("--num-gpus", num_ranks, "--global-batch-size", GLOBAL_BATCH_SIZE, "--micro-batch-size", MICRO_BATCH_SIZE)
+    more = ("--vocab-size", VOCAB_SIZE, "--num-iterations", 8, "--time-budget", 10, "--output", path, "--json")
+    return Planned(path, json.loads(call(ROOT / "tools" / "plan.py", *map(str, (*what, *sizes, *more)), *how)))
+
+
+def train(planned: Planned, *, folder: Path, num_steps: int) -> list[Window]:
+    """Train by a plan on two processes."""
+    log = folder / "log.jsonl"
+    log.unlink(missing_ok=True)
+    data = ("--data-path", "digits", "--digits-samples", "41600", "--tokenizer-type", "ByteTokenizer", "--seq-length", SEQ_LENGTH)
+    batch = ("--global-batch-size", GLOBAL_BATCH_SIZE, "--micro-batch-size", MICRO_BATCH_SIZE, "--seed", SEED)
+    learning = ("--train-iters", num_steps, "--lr", "2e-3", "--adam-beta2", "0.99", "--clip-grad", "1.0")
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29641"),
+        *(ROOT / "pretrain_mllm.py", "--model", MODEL, "--plan", planned.path, *planned.flags, "--log-json", log),
+        *("--num-workers", 0, *data, *batch, *learning),
+    ]
+    times: list[float] = []
+    with (folder / "output.txt").open("w") as output:
+        process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        others: list[float] = []
+        while process.poll() is None:
+            for _ in range(len(times), _num_lines(log)):
+                times.append(time.perf_counter())
+                others.append(_others())
+            time.sleep(0.002)
+    if process.returncode:
+        raise RuntimeError(f"training ended with {process.returncode}:\n{(folder / 'output.txt').read_text()}")
+    seconds = [json.loads(line)["step_seconds"] for line in log.read_text().splitlines()]
+    return [
+        Window(
+            tuple(seconds[last - WINDOW + 1 : last + 1]),
+            max(0.0, others[last] - others[last - WINDOW]) / (times[last] - times[last - WINDOW]) / (os.cpu_count() or 1),
+        )
+        for last in range(WARM_UP + WINDOW, len(times), WINDOW)
+    ]
+
+
+def _num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _others() -> float:
+    """Processor seconds that programs had so far which are not this one and those it started."""
+    user, nice, system = map(int, Path("/proc/stat").read_text().split()[1:4])
+    parents, own = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it may just have ended
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents[int(folder.name)], own[int(folder.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
+
+    def is_own(process: int) -> bool:
+        return process == os.getpid() or (process in parents and is_own(parents[process]))
+
+    return (user + nice + system - sum(ticks for process, ticks in own.items() if is_own(process))) / os.sysconf("SC_CLK_TCK")
+
+
+def quietest(windows: Sequence[Window]) -> Window:
+    """Put the windows together that count."""
+    ordered = sorted(windows, key=lambda window: window.others)
+    kept = [window for window in ordered if window.others < QUIET] or ordered[: -(-len(ordered) // 10)]
+    return Window(
+        tuple(seconds for window in kept for seconds in window.seconds), statistics.fmean(window.others for window in kept)
+    )
+
+
+def compare_real(folder: Path, costs: Path, *, num_steps: int, num_rounds: int) -> list[dict[str, Any]]:
+    """Predict and train, plan by plan."""
+    plans = {name: plan(name, how, num_ranks=2, folder=folder, costs=costs) for name, how in REAL.items()}
+    windows: dict[str, list[Window]] = {name: [] for name in plans}
+    for _ in range(num_rounds):
+        for name, planned in plans.items():
+            windows[name] += train(planned, folder=folder, num_steps=num_steps)
+    rows = []
+    for name, planned in plans.items():
+        seconds, others = quietest(windows[name])
+        predicted, measured = planned.answer["iteration_seconds"], statistics.median(seconds)
+        rows.append(_row(name, planned, predicted, measured, others=others, num_steps=len(seconds)))
+    return rows
+
+
+def compare_emulated(folder: Path, costs: Path) -> list[dict[str, Any]]:
+    """Predict and emulate, plan by plan."""
+    plans = {name: plan(name, how, num_ranks=6, folder=folder, costs=costs) for name, how in EMULATED.items()}
+    slow = folder / "slow.yaml"
+    slower(LayerProfile.from_file(costs), SLOWDOWN).to_file(slow)
+    rows = []
+    for name, planned in plans.items():
+        answer = json.loads(
+            call(
+                *(ROOT / "tools" / "emulate.py", "--model", MODEL, "--cluster", CLUSTER, "--plan", planned.path),
+                *("--lengths", folder / "lengths.csv", "--layer-costs", slow, "--vocab-size", str(VOCAB_SIZE), *planned.flags),
+                *("--global-batch-size", str(GLOBAL_BATCH_SIZE), "--micro-batch-size", str(MICRO_BATCH_SIZE), "--json"),
+            )
+        )
+        rows.append(_row(name, planned, answer["simulated_seconds"], answer["measured_seconds"]))
+    return rows
+
+
+def slower(profile: LayerProfile, factor: float) -> LayerProfile:
+    """The same layers, each computation so many times as long; what steps take beside them is left to the real runtime."""
+
+    def slow(curve: Any) -> Any:
+        return curve.shared(factor) if isinstance(curve, Interpolated) else curve.times(factor)
+
+    return replace(profile, curves={key: LayerCurves(*map(slow, curves)) for key, curves in profile.curves.items()}, step=None)
+
+
+def _row(name: str, planned: Planned, predicted: float, measured: float, **more: float) -> dict[str, Any]:
+    answer = planned.answer
+    return {
+        "plan": name,
+        "planner": answer["planner"],
+        "schedule": answer["schedule"],
+        "planned_seconds": answer["iteration_seconds"],
+        "predicted_seconds": predicted,
+        "measured_seconds": measured,
+        "ratio": measured / predicted,
+        **more,
+    }
+
+
+def ranking(rows: Sequence[Mapping[str, Any]], key: str) -> list[str]:
+    """Names of the plans, the fastest first."""
+    return [row["plan"] for row in sorted(rows, key=lambda row: row[key])]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Profile, plan, run and print; 1 where the rankings differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layer-costs", type=Path, metavar="COSTS.yaml", help="profiled before (profile now)")
+    parser.add_argument("--steps", type=int, default=60, metavar="N", help="of each training run (60)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="training runs of each plan (3)")
+    parser.add_argument("--only", choices=("real", "emulated"), help="one of the two comparisons (both)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    given = parser.parse_args(argv)
+    found: dict[str, list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_lengths(folder / "lengths.csv")
+        costs = given.layer_costs.resolve() if given.layer_costs else folder / "costs.yaml"
+        if given.layer_costs is None:
+            what = ("--model", MODEL, "--vocab-size", str(VOCAB_SIZE), "--output", costs)
+            call(ROOT / "tools" / "profile_layers.py", *what, *PROFILE)
+        if given.only != "emulated":
+            found["real"] = compare_real(folder, costs, num_steps=given.steps, num_rounds=given.rounds)
+        if given.only != "real":
+            found["emulated"] = compare_emulated(folder, costs)
+    agrees = {kind: ranking(rows, "planned_seconds") == ranking(rows, "measured_seconds") for kind, rows in found.items()}
+    if given.json:
+        print(json.dumps({**found, "ranks_as_predicted": agrees}))
+    else:
+        for kind, rows in found.items():
+            print_table(kind, rows, agrees=agrees[kind])
+    return 0 if all(agrees.values()) else 1
+
+
+def print_table(kind: str, rows: Sequence[Mapping[str, Any]], *, agrees: bool) -> None:
+    """Print a row per plan, and both rankings."""
+    console = Console(width=130, highlight=False)
+    title = "2 ranks, trained" if kind == "real" else f"6 ranks, emulated {SLOWDOWN:g} times as slow"
+    columns = ("plan", "planner", "schedule", "predicted ms", "measured ms", "ratio", "steps", "others took")
+    table = Table(*columns, title=title, box=None)
+    for row in rows:
+        seconds = (f"{1e3 * row[key]:.1f}" for key in ("predicted_seconds", "measured_seconds"))
+        quiet = (str(row["num_steps"]), f"{row['others']:.0%}") if "others" in row else ("-", "-")
+        table.add_row(row["plan"], row["planner"], row["schedule"], *seconds, f"{row['ratio']:.2f}", *quiet)
+    console.print(table)
+    console.print(f"predicted: {' < '.join(ranking(rows, 'planned_seconds'))}")
+    console.print(f"measured:  {' < '.join(ranking(rows, 'measured_seconds'))}{'' if agrees else '  (differs)'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
