@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.event_arrays import Bytes, EventArrays, Floats, Integers, NodeKind
-from multimodal.schedule.lane_components import LaneComponent, connected_lanes, lane_components
+from multimodal.schedule.lane_components import connected_lanes
 from multimodal.schedule.numbered_lanes import number_lanes
 from multimodal.schedule.numbered_structure import number_structure
 from multimodal.schedule.schedule_structure import CollectiveKey, ScheduleStructure, build_structure
@@ -81,31 +81,13 @@ def compile_structure(
     Raises ScheduleError when an action needs one that the schedule lacks. O((actions + dependencies) log actions).
     """
     numbered = number_lanes(schedule, graph=graph, plan=plan, assignment=assignment, lowered=lowered)
-    if numbered is None or not numbered.is_regular:
-        return _compile_by_actions(schedule, graph=graph, plan=plan, assignment=assignment, lowered=lowered)
     parts = []
     for lanes in connected_lanes(graph=graph, plan=plan, assignment=assignment):
         own = tuple(schedule.lanes[lane] for lane in lanes)
-        structure = number_structure(numbered, lanes, own)
+        structure = number_structure(numbered, lanes, own) if numbered is not None and numbered.is_regular else None
         if structure is None:
-            return _compile_by_actions(schedule, graph=graph, plan=plan, assignment=assignment, lowered=lowered)
+            structure = build_structure(own, graph=graph, plan=plan, assignment=assignment, lowered=lowered)
         parts.append(_Part(lanes, own, structure))
-    return CompiledStructure(schedule, parts)
-
-
-def _compile_by_actions(
-    schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment, lowered: bool
-) -> CompiledStructure:
-    """Ask for dependencies action by action: of lanes that are alike up to their replica (`lane_components`), once."""
-    structures: list[tuple[LaneComponent, ScheduleStructure]] = []
-    parts = []
-    for component in lane_components(schedule, graph=graph, plan=plan, assignment=assignment):
-        known = (structure for other, structure in structures if component.is_like(other))
-        structure = next(known, None)
-        if structure is None:
-            structure = build_structure(component, graph=graph, plan=plan, assignment=assignment, lowered=lowered)
-            structures.append((component, structure))
-        parts.append(_Part(component.lanes, component.schedule.lanes, structure))
     return CompiledStructure(schedule, parts)
 
 

@@ -1,6 +1,6 @@
 """A step's actions by urgency and what holds them back, as the arrays that the list scheduler's kernel takes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
@@ -111,17 +111,13 @@ def _links(table: StepTable, listed: Integers, flags: Bytes, policy: Policy) -> 
     later = np.flatnonzero((flags & _IS_FORWARD > 0) & (table.microbatches[listed] > 0))
     firsts, thens = np.concatenate((needs, position[listed[later] - 1])), np.concatenate((owners, later))
     told = np.argsort(thens, kind="stable")
-    wanted = [(table.computed_numbers[first], table.computed_numbers[then]) for first, then in _wanted_pairs(policy)]
-    ordered = position[np.array(wanted, np.int64).reshape(-1, 2)]
+    wanted = [list(map(table.computed_numbers.__getitem__, order)) for order in policy.orders]
+    ordered = position[np.array(list(chain.from_iterable(map(pairwise, wanted))), np.int64).reshape(-1, 2)]
     assert (ordered >= 0).all() and (firsts >= 0).all(), "what is waited for is not scheduled"
     firsts = np.concatenate((firsts[told], ordered[:, 0]))
     thens = np.concatenate((thens[told], ordered[:, 1]))
     is_released = (flags[needs] & _IS_FORWARD > 0) & ((flags[owners] & _IS_GRADIENT > 0) | (flags[needs] & _HAS_GRADIENT == 0))
     return *_rows(firsts, thens, len(listed)), *_rows(owners[is_released], needs[is_released], len(listed))
-
-
-def _wanted_pairs(policy: Policy) -> Iterator[tuple[Action, Action]]:
-    return chain.from_iterable(map(pairwise, policy.orders))
 
 
 def _rows(owners: Integers, values: Integers, num_rows: int) -> tuple[Integers, Integers]:

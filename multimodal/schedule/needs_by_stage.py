@@ -1,6 +1,7 @@
 """What all actions of a step need: `dependencies`, asked once per stage where it answers alike for all microbatches."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain, repeat
 
 import numpy as np
 
@@ -30,38 +31,34 @@ def needs_by_stage(
     routes lead elsewhere, and where a schedule cuts backwards of some microbatches only, every one is.
     O(actions + dependencies).
     """
-    blocks: dict[_Block, list[int]] = {}
+    rows: dict[_Block, list[int]] = {}
     for number, action in enumerate(computed):
-        blocks.setdefault(action[:4], []).append(number)
-    rows = {block: np.array(members) for block, members in blocks.items()}
-    is_even = _is_even(form, blocks)
-    owners: list[Integers] = [np.zeros(0, np.int64)]
-    needs: list[Integers] = [np.zeros(0, np.int64)]
-    asked_owners: list[int] = []
-    asked_needs: list[int] = []
+        rows.setdefault(action[:4], []).append(number)
+    is_even = _is_even(form, rows)
+    owners: list[int] = []
+    needs: list[int] = []
     for block, members in rows.items():
         if is_even and _stays_in_unit(block, plan):
-            first = dependencies(computed[int(members[0])], graph, plan, assignment, form=form)
-            columns = [_column(need, rows, members) for need in first]
-            if columns:
-                owners.append(np.repeat(members, len(columns)))
-                needs.append(np.column_stack(columns).ravel())
+            # Flat lists: blocks are many and short, so arrays would cost more.
+            found = dependencies(computed[members[0]], graph, plan, assignment, form=form)
+            columns = [_column(need, rows, len(members)) for need in found]
+            owners += chain.from_iterable(repeat(number, len(columns)) for number in members)
+            needs += chain.from_iterable(zip(*columns, strict=True))
             continue
-        for number in members.tolist():
-            found = [numbers[need] for need in dependencies(computed[number], graph, plan, assignment, form=form)]
-            asked_owners += [number] * len(found)
-            asked_needs += found
-    owner = np.concatenate((*owners, np.array(asked_owners, np.int64)))
-    need = np.concatenate((*needs, np.array(asked_needs, np.int64)))
+        for number in members:
+            asked = dependencies(computed[number], graph, plan, assignment, form=form)
+            owners += repeat(number, len(asked))
+            needs += map(numbers.__getitem__, asked)
+    owner, need = np.array(owners, np.int64), np.array(needs, np.int64)
     starts = np.concatenate(([0], np.cumsum(np.bincount(owner, minlength=len(computed)))))
     return starts, need[np.argsort(owner, kind="stable")]
 
 
-def _column(need: Action, rows: Mapping[_Block, Integers], members: Integers) -> Integers:
+def _column(need: Action, rows: Mapping[_Block, list[int]], num_members: int) -> list[int]:
     """The numbers of one need of every microbatch."""
     found = rows[need[:4]]
-    assert len(found) in (1, len(members)), f"not all microbatches need {need}"
-    return np.broadcast_to(found, members.shape)
+    assert len(found) in (1, num_members), f"not all microbatches need {need}"
+    return found if len(found) == num_members else found * num_members
 
 
 def _is_even(form: ScheduleForm, blocks: Mapping[_Block, list[int]]) -> bool:

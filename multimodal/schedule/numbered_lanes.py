@@ -1,5 +1,6 @@
 """A schedule's lanes as numbers of a step's actions: the form in which whole schedules are checked and run fast."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -67,6 +68,14 @@ def number_lanes(
         schedule, like=lambda made: made[0] == lowered, make=lambda: (lowered, _number(schedule, table, lowered))
     )
     return cast(NumberedLanes | None, lanes)
+
+
+def keep_numbers(lowered: Schedule, table: StepTable, lanes: Sequence[Integers]) -> None:
+    """Remember the numbers of a lowered schedule that was made of them, lane by lane."""
+    starts = np.concatenate(([0], np.cumsum([len(lane) for lane in lanes])))
+    numbered = NumberedLanes(table, True, starts, np.concatenate([np.zeros(0, np.int64), *lanes]))
+    table.kept_lanes.find(lowered, like=lambda made: made[0], make=lambda: (True, numbered))
+    _FORMS.find(lowered, like=lambda _: True, make=lambda: table.form)
 
 
 def known_form(schedule: Schedule) -> ScheduleForm:

@@ -1,6 +1,6 @@
 """Where gradients are reduced: as early as their stage is done, in one order everywhere."""
 
-from multimodal.schedule.expected_actions import compute_actions
+from multimodal.schedule.expected_actions import collective_actions
 from multimodal.schedule.lane_execution import execute_lanes
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
@@ -19,7 +19,7 @@ def place_reductions(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assig
     Where lanes would wait for each other in a circle if a reduction blocked its lane, all reductions stand at the lanes' ends.
     O(actions + dependencies).
     """
-    reductions = _reductions(graph, plan, assignment)
+    reductions = _reductions(graph, plan)
     early = Schedule(tuple(_with_early(lane, actions) for lane, actions in zip(schedule.lanes, reductions, strict=True)))
     if not execute_lanes(early, graph=graph, plan=plan, assignment=assignment, lowered=False).stuck(early):
         return early
@@ -27,10 +27,10 @@ def place_reductions(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assig
     return Schedule(tuple(Lane(lane.ranks, (*lane.actions, *actions), lane.fillers) for lane, actions in lanes))
 
 
-def _reductions(graph: ModelGraph, plan: Plan, assignment: Assignment) -> list[list[Action]]:
+def _reductions(graph: ModelGraph, plan: Plan) -> list[list[Action]]:
     """The reductions of every lane, in the order in which all lanes do them."""
     position = {unit: index for index, unit in enumerate(graph.unit_names)}
-    everything = compute_actions(graph, plan, assignment)
+    everything = collective_actions(graph, plan)
     found: list[list[Action]] = [[] for _ in plan.lanes]
     for action in sorted(
         (action for action in everything if action.kind is ActionKind.REDUCE_GRADIENTS),

@@ -7,13 +7,12 @@ import numpy as np
 
 from multimodal.schedule.dependencies import dependencies
 from multimodal.schedule.event_arrays import Bytes, Integers, NodeKind
-from multimodal.schedule.lane_components import LaneComponent
 from multimodal.schedule.text import action_to_text
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import ACTION_TABLE, REPEATED_KINDS, Action, ActionKind, Resource
+from multimodal.values.schedule import ACTION_TABLE, REPEATED_KINDS, Action, ActionKind, Lane, Resource, Schedule
 from multimodal.values.schedule_form import ScheduleForm, form_of
 
 CollectiveKey = tuple[ActionKind, str, int, int]
@@ -22,7 +21,10 @@ CollectiveKey = tuple[ActionKind, str, int, int]
 
 @dataclass(frozen=True)
 class ScheduleStructure:
-    """What components that are alike share. A *code* is a node's number or, for collective k, -(k + 1)."""
+    """One component of lanes; equal where these are alike but for their replica.
+
+    A *code* is a node's number or, for collective k, -(k + 1).
+    """
 
     collectives: tuple[CollectiveKey, ...]
     lane_codes: tuple[Integers, ...]
@@ -54,13 +56,14 @@ class ScheduleStructure:
 
 
 def build_structure(
-    component: LaneComponent, *, graph: ModelGraph, plan: Plan, assignment: Assignment, lowered: bool
+    lanes: Sequence[Lane], *, graph: ModelGraph, plan: Plan, assignment: Assignment, lowered: bool
 ) -> ScheduleStructure:
-    """Number a component's actions and ask `dependencies` what each needs. O(actions + dependencies).
+    """Number the actions of a component's lanes and ask `dependencies` what each needs. O(actions + dependencies).
 
+    Where the actions have numbers of the step, `number_structure` gives the same much faster.
     Raises ScheduleError when an action needs one that the schedule lacks.
     """
-    return _Numbering(component, graph, plan, assignment, lowered).structure()
+    return _Numbering(lanes, graph, plan, assignment, lowered).structure()
 
 
 class _Numbering:
@@ -69,10 +72,10 @@ class _Numbering:
     Flat lists throughout: small containers by the ten thousand would cost more in garbage collection than all the rest.
     """
 
-    def __init__(self, component: LaneComponent, graph: ModelGraph, plan: Plan, assignment: Assignment, lowered: bool) -> None:
+    def __init__(self, lanes: Sequence[Lane], graph: ModelGraph, plan: Plan, assignment: Assignment, lowered: bool) -> None:
         self.graph, self.plan, self.assignment, self.lowered = graph, plan, assignment, lowered
-        self.form: ScheduleForm = form_of(component.schedule)
-        self.lanes = component.schedule.lanes
+        self.form: ScheduleForm = form_of(Schedule(tuple(lanes)))
+        self.lanes = lanes
         self.codes: dict[Action, int] = {}
         self.collectives: dict[CollectiveKey, list[Action]] = {}
         self.nodes: list[Action] = []

@@ -1,6 +1,6 @@
 """Let a schedule gather the parameters that a sharded optimizer (ZeRO-1) has updated, stage by stage, before their first use."""
 
-from multimodal.schedule.expected_actions import compute_actions
+from multimodal.schedule.expected_actions import collective_actions
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -17,7 +17,7 @@ def gather_parameters(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assi
     """
     if any(action.kind is ActionKind.GATHER_PARAMETERS for lane in schedule.lanes for action in lane.actions):
         return schedule
-    everything = compute_actions(graph, plan, assignment, form=ScheduleForm(gathers_parameters=True))
+    everything = collective_actions(graph, plan, form=ScheduleForm(gathers_parameters=True))
     gathers: list[list[Action]] = [[] for _ in plan.lanes]
     for action in everything:
         if action.kind is ActionKind.GATHER_PARAMETERS:

@@ -1,20 +1,17 @@
 """Lower a schedule: add the sends and receives that carry its dependencies between rank groups."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from multimodal.schedule.event_arrays import Integers
 from multimodal.schedule.execution import Execution
 from multimodal.schedule.lane_execution import execute_lanes
-from multimodal.schedule.numbered_lanes import NumberedLanes, number_lanes
+from multimodal.schedule.numbered_lanes import NumberedLanes, keep_numbers, number_lanes
 from multimodal.schedule.passes.lower_lanes_reference import lower_lanes_reference
 from multimodal.schedule.place_grid import show_places
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import ACTION_TABLE, Action, Lane, Resource, Schedule
+from multimodal.values.schedule import ACTION_TABLE, Lane, Resource, Schedule
 
 try:
     from multimodal import _kernels
@@ -75,17 +72,16 @@ def _lower(schedule: Schedule, numbered: NumberedLanes, execution: Execution) ->
         source_lanes=source_lanes,
         num_actions=table.num_computed,
     )
-    codes = (np.array(row, np.int64) for row in rows)
-    lanes = zip(schedule.lanes, codes, strict=True)
-    return Schedule(tuple(_lowered_lane(lane, row, table.actions, table.num_computed, found) for lane, row in lanes))
-
-
-def _lowered_lane(lane: Lane, codes: Integers, actions: Sequence[Action], num_computed: int, messages: Integers) -> Lane:
-    """Turn the kernel's codes into actions: 3 a is computation a, 3 m + 1 and 3 m + 2 are message m's send and receive."""
-    indices, kinds = np.divmod(codes, 3)
-    numbers = np.where(kinds == 0, indices, num_computed - 1 + kinds)
-    carried = kinds > 0
-    numbers[carried] += 2 * messages[indices[carried]]
-    positions = np.flatnonzero(kinds == 0)
-    fillers = frozenset(int(positions[position]) for position in lane.fillers)
-    return Lane(lane.ranks, tuple(map(actions.__getitem__, numbers.tolist())), fillers)
+    numbers, fillers = [], []
+    for lane, row in zip(schedule.lanes, rows, strict=True):
+        indices, kinds = np.divmod(np.array(row, np.int64), 3)  # 3 a: computation a; 3 m + 1, 3 m + 2: message m
+        carried = kinds > 0
+        indices[carried] = table.num_computed - 1 + kinds[carried] + 2 * found[indices[carried]]
+        numbers.append(indices)
+        positions = np.flatnonzero(~carried)
+        fillers.append(frozenset(int(positions[position]) for position in lane.fillers))
+    actions = (tuple(map(table.actions.__getitem__, lane.tolist())) for lane in numbers)
+    ranks = (lane.ranks for lane in schedule.lanes)
+    lowered = Schedule(tuple(map(Lane, ranks, actions, fillers)))
+    keep_numbers(lowered, table, numbers)
+    return lowered

@@ -1,20 +1,18 @@
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
-from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multimodal.cost.step_costs import ComputeCost, StepCosts
-from multimodal.schedule import compile_schedule
 from multimodal.schedule.bubbles import BUBBLE_KINDS
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.lane_components import LaneComponent
+from multimodal.schedule.compile_schedule import compile_structure
 from multimodal.schedule.lane_execution import execute_lanes
 from multimodal.schedule.passes import PASSES
 from multimodal.schedule.passes.insert_communication import insert_communication
-from multimodal.schedule.schedule_structure import ScheduleStructure, build_structure
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.simulation import Simulation
 from multimodal.schedule.text import action_to_text, schedule_from_text
@@ -178,9 +176,7 @@ def test_all_lane_time_is_busy_or_of_one_kind_of_bubble(case: Case, seed: int, p
 
 @pytest.mark.parametrize("vision", [(3, 2, 1), (6, 1, 1)])
 @pytest.mark.parametrize("is_colocated", [False, True])
-def test_replicas_that_are_alike_are_compiled_once(
-    vision: tuple[int, int, int], is_colocated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replicas_that_are_alike_have_one_structure(vision: tuple[int, int, int], is_colocated: bool) -> None:
     per_llm_replica = vision[0] // 3
     encoded = [
         [[sample] for sample in range(12) if (sample % 3, sample // 3 % per_llm_replica) == divmod(replica, per_llm_replica)]
@@ -189,19 +185,16 @@ def test_replicas_that_are_alike_are_compiled_once(
     sizes, groupings = {"vision": vision, "llm": (3, 2, 1)}, {"vision": encoded, "llm": deal(12, 3)}
     case = build_case(build_graph("vision"), sizes, groupings, colocated=is_colocated)
     schedule = lower(case, "1f1b", "gather-parameters")
-    built: list[LaneComponent] = []
-
-    def count(component: LaneComponent, **arguments: Any) -> ScheduleStructure:
-        built.append(component)
-        return build_structure(component, **arguments)
-
-    monkeypatch.setattr(compile_schedule, "build_structure", count)
-    found = [simulate(case, schedule, RandomCosts(seed=1))]
-    assert len(built) == 1
-    monkeypatch.setattr(LaneComponent, "is_like", lambda self, other: False)
-    found.append(simulate(case, schedule, RandomCosts(seed=1)))
-    assert len(built) == 1 + 3
-    assert found[0].timeline == found[1].timeline
+    structure = compile_structure(schedule, graph=case.graph, plan=case.plan, assignment=case.assignment)
+    first, *others = (part.structure for part in structure.parts)
+    assert len(others) == 2
+    for other in others:
+        for field in fields(first):
+            one, another = getattr(first, field.name), getattr(other, field.name)
+            if isinstance(one, tuple):
+                assert len(one) == len(another) and all(map(np.array_equal, one, another)), field.name
+            else:
+                assert np.array_equal(one, another), field.name
 
 
 def test_a_schedule_that_cannot_finish_is_refused_with_its_place() -> None:
