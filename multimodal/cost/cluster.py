@@ -32,6 +32,8 @@ class Network:
     latency_us: float
     nics_per_node: int
     """Network cards; the accelerators of a node are dealt to them in equal runs of neighbours."""
+    collective_efficiency: float = 1.0
+    """Share of a card's bandwidth that collectives over many nodes reach, where flows meet on the way; measured, not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,10 @@ class Cluster:
         for name, share in (("efficiency", cluster.efficiency), ("attention_efficiency", cluster.attention_efficiency)):
             if share is not None and share > 1:
                 raise ConfigError(f"cluster, {name}: a share of the peak cannot exceed 1, found {share}")
+        if (share := cluster.inter_node.collective_efficiency) > 1:
+            raise ConfigError(
+                f"cluster, inter_node, collective_efficiency: a share of the bandwidth cannot exceed 1, found {share}"
+            )
         if cluster.inter_node.nics_per_node > cluster.gpus_per_node:
             raise ConfigError(
                 f"cluster, inter_node: {cluster.inter_node.nics_per_node} cards for {cluster.gpus_per_node} accelerators; "

@@ -34,12 +34,12 @@ def exchange_cost(num_bytes: float, *, ranks: Sequence[int], cluster: Cluster) -
 
 
 def _link_of_one(ranks: Sequence[int], cluster: Cluster) -> tuple[float, float]:
-    """Latency in us and bandwidth in 10^9 bytes/s of one rank, where all of its node do the same at the same time."""
+    """Latency in us and bandwidth in 10^9 bytes/s of one rank in a collective, which all of its node take part in at once."""
     inside, network = cluster.intra_node, cluster.inter_node
     if cluster.is_one_node(ranks):
         return inside.latency_us, inside.bandwidth_gbytes_per_second
     share = network.bandwidth_gbytes_per_second * network.nics_per_node / cluster.gpus_per_node
-    return network.latency_us, min(inside.bandwidth_gbytes_per_second, share)
+    return network.latency_us, min(inside.bandwidth_gbytes_per_second, share * network.collective_efficiency)
 
 
 def message_cost(num_bytes: float, *, source_ranks: Sequence[int], target_ranks: Sequence[int], cluster: Cluster) -> TransferCost:

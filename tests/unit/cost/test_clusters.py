@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from multimodal.cost.cluster import Cluster
+from multimodal.cost.communication import collective_seconds, message_cost
 from multimodal.values.errors import ConfigError
 
 FOLDER = Path(__file__).parents[3] / "examples" / "clusters"
@@ -34,6 +35,14 @@ def test_half_the_efficiency_is_reached_at_the_half_size() -> None:
         ({"dtype": "int8"}, "dtype: expected one of bfloat16, float32, float64, found 'int8'"),
         ({"attention_efficiency": 1.5}, "attention_efficiency: a share of the peak cannot exceed 1"),
         ({"half_efficiency_gflop": -1.0}, "half_efficiency_gflop: expected a number of at least 0"),
+        (
+            {"inter_node": {**LINKS["inter_node"], "collective_efficiency": 1.2}},
+            "collective_efficiency: a share of the bandwidth",
+        ),
+        (
+            {"inter_node": {**LINKS["inter_node"], "collective_efficiency": 0}},
+            "collective_efficiency: expected a positive number",
+        ),
     ],
 )
 def test_wrong_speeds_are_refused(change: dict, message: str) -> None:
@@ -44,3 +53,15 @@ def test_wrong_speeds_are_refused(change: dict, message: str) -> None:
 def test_a_device_brings_the_peak_of_its_dtype() -> None:
     cluster = Cluster.from_dict({"gpus_per_node": 1, "device": "A100", "dtype": "float32", "memory_gb": 80, **LINKS})
     assert (cluster.peak_tflops, cluster.bytes_per_element) == (19.5, 4)
+
+
+def test_collectives_over_nodes_reach_their_share_of_the_network_and_messages_all_of_it():
+    given = {"gpus_per_node": 1, "peak_tflops": 1.0, "memory_gb": 1, **LINKS}
+    network = {**LINKS["inter_node"], "collective_efficiency": 0.5}
+    plain, shared = Cluster.from_dict(given), Cluster.from_dict({**given, "inter_node": network})
+    latency = 3 * 5e-6
+    whole, part = (collective_seconds(8e9, ranks=range(4), cluster=cluster) - latency for cluster in (plain, shared))
+    assert part == pytest.approx(2 * whole)
+    assert message_cost(1e9, source_ranks=(0,), target_ranks=(1,), cluster=shared) == message_cost(
+        1e9, source_ranks=(0,), target_ranks=(1,), cluster=plain
+    )
