@@ -27,7 +27,7 @@ from multimodal.plan.planners.per_gpu import plan_per_gpu
 from multimodal.plan.planners.plan_file import write_plan_file
 from multimodal.plan.planners.plan_run import plan_run
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
+from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, Sharding
 from multimodal.plan.planners.simulate_run import SEED, Prediction
 from multimodal.values.errors import BraidError, ConfigError
 from multimodal.values.model_graph import ModelGraph
@@ -84,6 +84,9 @@ def build_parser() -> Parser:
     how.add_argument(
         "--transformer-impl", choices=get_args(Implementation), help="Whose layers run (the fused ones where they can)."
     )
+    how.add_argument(
+        "--data-parallel-sharding-strategy", choices=get_args(Sharding), help="What replicas share (optim; braid searches)."
+    )
     how.add_argument("--memory-headroom", type=float, default=0.1, metavar="SHARE", help="Of a GPU's memory, kept free (0.1).")
     how.add_argument("--time-budget", type=float, default=30.0, metavar="SECONDS", help="For planners that simulate (30).")
     how.add_argument(
@@ -131,6 +134,7 @@ def build_request(flags: argparse.Namespace) -> PlanningRequest:
         fixed_sizes=dict(flags.fix),
         recompute=flags.recompute_granularity,
         transformer_impl=flags.transformer_impl,
+        sharding=flags.data_parallel_sharding_strategy,
         profile=LayerProfile.from_file(flags.layer_costs) if flags.layer_costs else None,
         memory_headroom=flags.memory_headroom,
         time_budget_seconds=flags.time_budget,
@@ -184,6 +188,7 @@ def report(planned: Planned) -> dict[str, Any]:
         "micro_batch_size": run.micro_batch_size,
         "recompute_granularity": run.recompute,
         "transformer_impl": run.transformer_impl,
+        "data_parallel_sharding_strategy": run.sharding,
         "objective_seconds": run.objective_seconds,
         "replica_share": prediction.replica_share,
         "notes": list(run.notes),
@@ -295,7 +300,7 @@ def simulate_flags(flags: argparse.Namespace, request: PlanningRequest, run: Pla
     )
     return (
         f"--model {flags.model} --cluster {flags.cluster} {data} --global-batch-size {flags.global_batch_size} "
-        f"--vocab-size {request.vocab_size} {run.flags}"
+        f"--vocab-size {request.vocab_size} {run.simulation_flags}"
     )
 
 

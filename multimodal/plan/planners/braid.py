@@ -50,7 +50,7 @@ RANKING_FILLING = 2.0
 """How often such a simulation fills the pipelines at least."""
 MEMORY_SCALES = (1.0, 0.85, 0.7)
 """Shares of the memory that estimates may fill, the next one where nothing fits when it is simulated."""
-PROMISING = 1.15
+PROMISING = 1.25
 """Another planner's plan that is ranked at most so many times behind the best one is judged in any case."""
 HOPELESS = 2.0
 """One so many times behind is not tried with another balancer."""
@@ -139,7 +139,11 @@ class _Search:
         for planner in OTHER_PLANNERS.values():
             try:
                 run, prediction = plan_run(
-                    planner, self.others_request, max_actions=self._ranking_actions, filling=RANKING_FILLING, is_checked=False
+                    planner,
+                    self.others_request,
+                    max_actions=self._ranking_actions // 3,
+                    filling=RANKING_FILLING,
+                    is_checked=False,
                 )
             except BraidError:
                 continue
@@ -211,9 +215,10 @@ class _Search:
     def _formed(self, layout: PlannedRun, form: Form) -> PlannedRun | None:
         """Give a run a schedule, what can run it, and a balancer; None where the person's implementation cannot."""
         schedule, balance = form
-        if not self.request.allows(schedule):
+        request = replace(self.request, sharding=layout.sharding)
+        if not request.allows(schedule):
             return None
-        return replace(layout, schedule=schedule, balance=balance, transformer_impl=self.request.implementation(schedule))
+        return replace(layout, schedule=schedule, balance=balance, transformer_impl=request.implementation(schedule))
 
     def _seconds(self, share: float) -> float:
         return share * self.request.time_budget_seconds
@@ -330,7 +335,7 @@ class _Search:
 
 
 def _key(run: PlannedRun) -> str:
-    how = run.schedule, run.passes, run.balance, run.micro_batch_size, run.recompute, run.transformer_impl
+    how = run.schedule, run.passes, run.balance, run.micro_batch_size, run.recompute, run.transformer_impl, run.sharding
     return repr((run.plan.units, *how))
 
 
@@ -355,6 +360,7 @@ def describe(ranked: Ranked) -> str:
         f"{found.iteration_seconds:.4g} s, MFU {found.mfu:.1%}, {found.peak_memory_bytes / 1e9:.3g} GB, {above:.1%} above ideal "
         f"({bubbles}): {units}; {run.schedule}, --balance {run.balance}, microbatch {run.micro_batch_size}"
         + (f", recomputing {run.recompute}" if run.recompute else "")
+        + (", weights sharded" if run.sharding != "optim" else "")
         + (f" (found by {run.planner})" if run.planner != "braid" else "")
     )
 

@@ -62,6 +62,7 @@ class Candidate:
             balance=balance,
             micro_batch_size=self.micro_batch_size,
             recompute=request.recompute,
+            sharding=request.sharding or "optim",
             objective_seconds=seconds,
             planning_seconds=time.perf_counter() - started,
         )

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from multimodal.cost.layer_costs import Recompute
 from multimodal.plan.planners.allocation_search import AllocationProblem, rank_allocations
 from multimodal.plan.planners.candidate import Candidate, fits
 from multimodal.plan.planners.disttrain import build_candidate, build_problem
@@ -31,6 +30,8 @@ KIND_SLACK = 1.5
 """Kinds whose best estimate is above this factor of the best of all are left out; estimates compare badly between kinds."""
 MOST_PER_KIND = 8
 MOST_RECOMPUTED_SIZES = 3
+LEAST_SHARDED_SIZE = 2
+"""Of the microbatch sizes, by position."""
 
 Scored = tuple[Candidate, float]
 
@@ -39,26 +40,33 @@ def best_layouts(request: PlanningRequest, *, deadline: float = math.inf) -> lis
     """Return kinds of layouts, each the best runs of its kind with their estimated seconds, the shortest first.
 
     A kind is a placement (ranks of its own for each unit, all ranks for all units, or one chain over a grid), a number of virtual
-    stages of the LLM, a microbatch size, and whether whole layers are computed again in their backward.
+    stages of the LLM, a microbatch size, whether whole layers are computed again in their backward, and what replicas share.
     deadline: of `time.process_time()`, after which no further microbatch size is looked at.
     """
     kinds: list[list[PlannedRun]] = []
     best = math.inf
-    for recompute, size in _forms(request):
+    for form in _forms(request):
         if kinds and time.process_time() > deadline:
             break
-        found = [kind for kind in _kinds(replace(request, micro_batch_size=size, recompute=recompute)) if kind]
+        found = [kind for kind in _kinds(form) if kind]
         kinds += found
         best = min((best, *(kind[0].objective_seconds for kind in found)))
     return [kind for kind in kinds if kind[0].objective_seconds <= KIND_SLACK * best]
 
 
-def _forms(request: PlanningRequest) -> Iterator[tuple[Recompute | None, int]]:
-    """Yield recomputation and microbatch size; recomputing is tried at the smallest sizes only, where it saves most."""
+def _forms(request: PlanningRequest) -> Iterator[PlanningRequest]:
+    """Yield the request with a microbatch size and what may be given up for memory.
+
+    Whole layers are recomputed at the smallest sizes only, where that saves most; weights are sharded at larger ones, where the
+    gathering of layers hides behind computing.
+    """
     for index, size in enumerate(micro_batch_sizes(request, MICRO_BATCH_SIZES)):
-        yield request.recompute, size
+        sized = replace(request, micro_batch_size=size)
+        yield sized
         if index < MOST_RECOMPUTED_SIZES and request.recompute is None:
-            yield "full", size
+            yield replace(sized, recompute="full")
+        if index >= LEAST_SHARDED_SIZE and request.sharding is None and request.transformer_impl != "transformer_engine":
+            yield replace(sized, sharding="optim_grads_params")
 
 
 def _kinds(request: PlanningRequest) -> Iterator[list[PlannedRun]]:

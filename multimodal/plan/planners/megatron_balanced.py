@@ -77,6 +77,7 @@ def build_run(request: PlanningRequest, grid: Grid, *, planner: str, seconds: fl
         passes=request.passes(plan),
         micro_batch_size=request.default_micro_batch_size,
         recompute=request.recompute,
+        sharding=request.sharding or "optim",
         transformer_impl=request.implementation(schedule),
         objective_seconds=seconds,
         planning_seconds=time.perf_counter() - started,

@@ -86,7 +86,7 @@ class MemoryEstimate:
         return static + self.activation_bytes(unit, layout, stage_index, num_samples=num_samples)
 
     def working_bytes(self, unit: str, *, tensor_parallel_size: int, context_parallel_size: int) -> float:
-        """What is there while one layer of the unit runs, per rank: what it computes again, and what context parallelism gathers.
+        """What is there while one layer of the unit runs, per rank: what it computes again, and what it gathers.
 
         As `StepMemory` counts it; of units that share ranks, one works at a time.
         """
@@ -96,6 +96,10 @@ class MemoryEstimate:
         if request.recompute == "full":
             layer = self.layer(unit, LayerKind.TRANSFORMER, is_recomputed=False)
             working = samples * layer.activation_bytes(tensor_parallel_size, context_parallel_size) / tensor_parallel_size
+        if request.zero_stage == 3:
+            kinds = dict.fromkeys(request.graph.unit(unit).layers)
+            weights = max(self.layer(unit, kind).num_weights for kind in kinds)
+            working += 2 * weights * request.cluster.bytes_per_element / tensor_parallel_size
         if context_parallel_size > 1:
             num_groups = min(GATHERED_GROUPS, shape.query_groups // tensor_parallel_size)
             per_token = num_groups * 2 * shape.head_channels * request.cluster.bytes_per_element

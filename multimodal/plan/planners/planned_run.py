@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from multimodal.cost.activation_memory import Implementation
 from multimodal.cost.layer_costs import Recompute
+from multimodal.plan.planners.planning_request import Sharding
 from multimodal.values.plan import Plan
 
 
@@ -25,6 +26,8 @@ class PlannedRun:
     """None, `selective` or `full`: `--recompute-granularity`."""
     transformer_impl: Implementation = "transformer_engine"
     """Whose layers run: activations differ."""
+    sharding: Sharding = "optim"
+    """What replicas share: `--data-parallel-sharding-strategy`."""
     objective_seconds: float = field(default=0.0, compare=False)
     """What the planner itself expects of a step, by its own formula."""
     planning_seconds: float = field(default=0.0, compare=False)
@@ -38,7 +41,7 @@ class PlannedRun:
 
     @property
     def flags(self) -> str:
-        """The flags of pretrain_mllm.py and tools/simulate.py that belong to the plan."""
+        """The flags that belong to the plan and are called alike everywhere."""
         flags = [f"--schedule {self.schedule}"]
         if self.passes:
             flags.append(f"--schedule-passes {','.join(self.passes)}")
@@ -52,4 +55,10 @@ class PlannedRun:
     def training_flags(self) -> str:
         """The flags of pretrain_mllm.py: predictions count on sequence parallelism wherever there is tensor parallelism."""
         is_divided = any(unit.tensor_parallel_size > 1 for unit in self.plan.units.values())
-        return f"{self.flags} --sequence-parallel" if is_divided else self.flags
+        strategy = f" --data-parallel-sharding-strategy {self.sharding}" if self.sharding != "optim" else ""
+        return f"{self.flags}{strategy}" + (" --sequence-parallel" if is_divided else "")
+
+    @property
+    def simulation_flags(self) -> str:
+        """The flags of tools/simulate.py."""
+        return f"{self.flags} --zero-stage 3" if self.sharding != "optim" else self.flags

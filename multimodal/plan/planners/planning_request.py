@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,8 @@ BLOCK_SIZE = 128
 LARGEST_CONTEXT_PARALLEL = CONTEXT_PARALLEL_SIZES[-1]
 LEAST_SHARE_TOKENS = 32 * BLOCK_SIZE
 """Sequences are long where each context parallel rank gets so many tokens: about what a layer's products need to be efficient."""
+Sharding = Literal["optim", "optim_grads_params"]
+"""What replicas share: the optimizer's state (ZeRO-1), or gradients and weights as well (ZeRO-3); Megatron's names."""
 SPLIT_SCHEDULES = ("zb-h1", "zb-v")
 """Schedules that split backwards, which only the `local` implementation can do."""
 
@@ -70,6 +73,8 @@ class PlanningRequest:
     """Measured costs of layers, in place of what the cluster's description gives."""
     transformer_impl: Implementation | None = None
     """Whose layers run; None: Transformer Engine's where that can be (see `implementation`)."""
+    sharding: Sharding | None = None
+    """What replicas share; None: `optim`, or what the planner finds best."""
     most_context_parallel: int = 1
     """The largest context parallel size that a planner may choose."""
     least_share_tokens: int = LEAST_SHARE_TOKENS
@@ -128,30 +133,40 @@ class PlanningRequest:
 
     @property
     def zero_stage(self) -> int:
-        """What replicas share: optimizer state, and in float64 nothing."""
-        return default_zero_stage(self.cluster.bytes_per_element)
+        """What replicas share, as a number: optimizer state (in float64 nothing), or everything."""
+        return 3 if self.sharding == "optim_grads_params" else default_zero_stage(self.cluster.bytes_per_element)
 
     def implementation(self, schedule: str) -> Implementation:
-        """Whose layers run a schedule: Transformer Engine computes in bfloat16 here, and does not split backwards."""
+        """Whose layers run a schedule: Transformer Engine computes in bfloat16, whole backwards and weights that are whole."""
         if self.transformer_impl is not None:
             return self.transformer_impl
-        return "local" if schedule in SPLIT_SCHEDULES or self.cluster.dtype != "bfloat16" else "transformer_engine"
+        is_local = schedule in SPLIT_SCHEDULES or self.cluster.dtype != "bfloat16" or self.zero_stage == 3
+        return "local" if is_local else "transformer_engine"
 
     def allows(self, schedule: str) -> bool:
         """Whether the implementation that a person has decided on can run a schedule."""
-        return self.implementation(schedule) == "local" or schedule not in SPLIT_SCHEDULES
+        return self.implementation(schedule) == "local" or (schedule not in SPLIT_SCHEDULES and self.zero_stage != 3)
 
     def passes(self, plan: Plan) -> tuple[str, ...]:
-        """Passes that every planned run has: replicas that share an optimizer gather what it updated while others compute."""
-        is_shared = self.zero_stage in (1, 2) and any(
+        """Passes that every planned run has, so that collectives over replicas hide behind computations as far as they can.
+
+        Replicas that share an optimizer gather what it updated while others compute, and reduce gradients layer by layer. Those
+        that share weights do so in every layer anyway.
+        """
+        has_copies = any(
             unit.data_parallel_size * unit.context_parallel_size > 1 and unit_is_trainable(self.graph, name)
             for name, unit in plan.units.items()
         )
-        return ("gather-parameters",) if is_shared else ()
+        if not has_copies or self.zero_stage == 3:
+            return ()
+        return ("gather-parameters", "reduce-by-layer") if self.zero_stage else ("reduce-by-layer",)
 
-    def run_options(self, *, recompute: Recompute | None, transformer_impl: Implementation) -> RunOptions:
+    def run_options(
+        self, *, recompute: Recompute | None, transformer_impl: Implementation, sharding: Sharding = "optim"
+    ) -> RunOptions:
         """How such a run computes and keeps things."""
-        return RunOptions(recompute, self.zero_stage, transformer_impl=transformer_impl)
+        zero_stage = replace(self, sharding=sharding).zero_stage
+        return RunOptions(recompute, zero_stage, transformer_impl=transformer_impl)
 
     def fixed(self, unit: str) -> FixedSizes:
         """What is decided of a unit."""

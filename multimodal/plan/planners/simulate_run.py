@@ -254,8 +254,8 @@ def choose_share(run: PlannedRun, request: PlanningRequest, *, max_actions: int 
     """Return the smallest common divisor of all data parallel sizes and the batch that brings the computations down enough."""
     common = math.gcd(request.global_batch_size, *(unit.data_parallel_size for unit in run.plan.units.values()))
     num_actions = _num_actions(run, run.plan, request.global_batch_size)
-    if max_actions is None or common == 1 or num_actions <= max_actions:
-        return 1
+    if max_actions is None or common == 1 or num_actions <= max_actions or run.sharding != "optim":
+        return 1  # replicas that share weights meet in every layer
     fewest = min(unit.data_parallel_size for unit in run.plan.units.values())
     most = max(1, fewest // KEPT_REPLICAS) if request.lengths_vary else common
     divisors = (share for share in range(1, min(common, most) + 1) if common % share == 0)
@@ -329,7 +329,7 @@ def _update_seconds(run: PlannedRun, request: PlanningRequest) -> float:
     """Seconds of the optimizer, after what is simulated."""
     return update_seconds(
         StageLayers(request.graph, run.plan, request.vocab_size),
-        options=request.run_options(recompute=run.recompute, transformer_impl=run.transformer_impl),
+        options=request.run_options(recompute=run.recompute, transformer_impl=run.transformer_impl, sharding=run.sharding),
         cluster=request.cluster,
         profile=request.profile.step if request.profile is not None else None,
     )
@@ -339,7 +339,7 @@ def _step_costs(
     run: PlannedRun, request: PlanningRequest, plan: Plan, assignment: Assignment, lengths: Sequence[SampleLengths]
 ) -> StepCosts:
     def costs_of(each: Plan) -> ModelCosts:
-        options = request.run_options(recompute=run.recompute, transformer_impl=run.transformer_impl)
+        options = request.run_options(recompute=run.recompute, transformer_impl=run.transformer_impl, sharding=run.sharding)
         return ModelCosts(request.graph, each, assignment, lengths, request.cluster, request.vocab_size, options, request.profile)
 
     if plan is run.plan:

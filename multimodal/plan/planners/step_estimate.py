@@ -14,14 +14,17 @@ from multimodal.values.backward_need import layers_backward_need
 
 
 def unit_stage_seconds(times: PlanningTimes, candidate: Candidate) -> Mapping[str, tuple[float, ...]]:
-    """Unit -> seconds of each of its stages per microbatch, forward and backward."""
-    return {
-        unit: stage_times(
-            times.of_layout(unit, layout, num_samples=candidate.micro_batch_size),
-            layout.stages,
-        )
-        for unit, layout in candidate.layouts.items()
-    }
+    """Unit -> seconds of each of its stages per microbatch, forward and backward; sharded weights have to come in time."""
+    found = {}
+    for unit, layout in candidate.layouts.items():
+        computing = stage_times(times.of_layout(unit, layout, num_samples=candidate.micro_batch_size), layout.stages)
+        least = 0.0
+        if times.request.zero_stage == 3:
+            # Twice the weights, and once the gradients.
+            per_weight = 2 * times.request.cluster.bytes_per_element + GRADIENT_BYTES
+            least = per_weight / GRADIENT_BYTES * reduction_seconds(times.request, unit, layout)
+        found[unit] = tuple(max(seconds, least) for seconds in computing)
+    return found
 
 
 def lower_bound_seconds(request: PlanningRequest, times: PlanningTimes, candidate: Candidate) -> float:
@@ -60,7 +63,8 @@ def estimate_seconds(
         for group in candidate.all_groups
     )
     heaviest = max(spread.heaviest_seconds(unit, layout) for unit, layout in candidate.layouts.items()) if spread else 0.0
-    reduction = max(reduction_seconds(request, unit, layout) for unit, layout in candidate.layouts.items())
+    is_sharded = request.zero_stage == 3
+    reduction = 0.0 if is_sharded else max(reduction_seconds(request, unit, each) for unit, each in candidate.layouts.items())
     return max(chain + steady, heaviest) + reduction
 
 
