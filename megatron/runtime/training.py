@@ -115,7 +115,8 @@ def describe_run(run: Run) -> str:
         )
     samples = f"{len(run.data.train)} training samples, {run.config.training.global_batch_size} a step"
     resumed = f"; resumed after step {run.done_steps}" if run.done_steps else ""
-    return f"{'; '.join(lines)}\n{samples}, {run.config.training.dtype}, schedule {_shown_schedule(run.config)}{resumed}"
+    sharded = ", weights sharded" if run.config.parallelism.shards_weights else ""
+    return f"{'; '.join(lines)}\n{samples}, {run.config.training.dtype}{sharded}, schedule {_shown_schedule(run.config)}{resumed}"
 
 
 def _shown_schedule(config: RunConfig) -> str:
