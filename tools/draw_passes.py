@@ -35,6 +35,8 @@ class Figure(NamedTuple):
     encoder_seconds: float = 1.0
     llm_seconds: float = 1.0
     """Of the LLM's first stage; its second takes 1 s."""
+    reduction_seconds: float = 0.0
+    """Of a stage's gradients, a quarter of them of the layer that a backward passes last."""
 
 
 FIGURES = {
@@ -49,17 +51,29 @@ FIGURES = {
         "1f1b", "1F1B, uneven units", "defer-receives: what is ready runs while a message is awaited", llm_seconds=1.5
     ),
     "fill": Figure("1f1b", "1F1B: whole backwards", "fill: weight gradients while a message is awaited", llm_seconds=1.5),
+    "reduce-by-layer": Figure(
+        "1f1b",
+        "1F1B: a stage's gradients are reduced once all are complete",
+        "reduce-by-layer: layers in the last backward",
+        reduction_seconds=4.0,
+    ),
 }
 
 
 @dataclass(frozen=True)
-class _HalvedParts(TableCosts):
-    """A table's costs where a sample subset is half of its microbatch."""
+class _ExampleCosts(TableCosts):
+    """A table's costs where a sample subset is half of its microbatch, and with reductions."""
+
+    reduction_seconds: float = 0.0
 
     def compute(self, action: Action) -> ComputeCost:
         """Seconds of one computation."""
         whole = super().compute(action)
         return ComputeCost(whole.seconds / 2) if action.part >= 0 else whole
+
+    def collective_seconds(self, action: Action) -> float:
+        """Seconds of a reduction."""
+        return self.reduction_seconds * {-1: 1.0, 0: 0.75, 1: 0.25}[action.part]
 
 
 def build_example(figure: Figure) -> tuple[TableModel, StepCosts]:
@@ -72,7 +86,7 @@ def build_example(figure: Figure) -> tuple[TableModel, StepCosts]:
     model = build_table_model(table)
     if figure.is_deferred:
         model = model._replace(assignment=_deferred())
-    return model, _HalvedParts(table)
+    return model, _ExampleCosts(table, reduction_seconds=figure.reduction_seconds)
 
 
 def _stage(seconds: float) -> dict[str, float]:

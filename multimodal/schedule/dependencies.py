@@ -40,7 +40,8 @@ def dependencies(
     A forward needs the forward of the stage before it; at a unit's first stage, the last-stage forwards of every upstream
     microbatch that routes to it. A backward needs its own forward and the backward of the stage after it; at a unit's last
     stage, the first-stage backwards of every downstream microbatch that it routes to. Reducing a stage's gradients needs all
-    its backwards on that replica; where that is done by layer, the first part needs all but the last microbatch's.
+    its backwards on that replica; where that is done by layer, the first part begins with the last microbatch's backward: it
+    needs all others, and what that backward needs.
 
     `form` says where the schedule cuts backwards. In a split backward the input gradient takes the backward's place, and the
     weight gradient needs it. Where a microbatch's backward is cut into sample subsets, a subset's backward needs the same subset
@@ -178,10 +179,15 @@ def _weight_needs(action: Action, graph: ModelGraph, plan: Plan, assignment: Ass
 def _reduce_needs(action: Action, graph: ModelGraph, plan: Plan, assignment: Assignment, form: ScheduleForm) -> Iterator[Action]:
     if action.part == 1:
         yield action._replace(part=0)
-    num_microbatches = assignment.num_microbatches(action.unit, action.replica)
-    for microbatch in range(num_microbatches - (action.part == 0)):
+    last_microbatch = assignment.num_microbatches(action.unit, action.replica) - 1
+    for microbatch in range(last_microbatch + 1):
         place = action.place._replace(microbatch=microbatch)
-        for part in form.parts(MicrobatchPlace(action.unit, action.replica, microbatch)):
+        parts = form.parts(MicrobatchPlace(action.unit, action.replica, microbatch))
+        if action.part == 0 and microbatch == last_microbatch:
+            last = Action(form.gradient_kind(place), *place, part=parts[-1])
+            yield from _backward_needs(last, graph, plan, assignment, form)
+            parts = parts[:-1]
+        for part in parts:
             yield Action(form.last_kind(place), *place, part=part)
     if form.repeats_encoders and graph.unit(action.unit).role is Role.ENCODER:
         for original in repeated_places(action.unit, action.replica, graph=graph, plan=plan, assignment=assignment):

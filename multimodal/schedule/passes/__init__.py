@@ -1,33 +1,24 @@
 """Passes: functions from one schedule to another, one file each."""
 
 from collections.abc import Mapping
-from typing import Protocol
 
 from multimodal.schedule.passes.defer_receives import defer_receives
 from multimodal.schedule.passes.delay_forward import delay_forward
 from multimodal.schedule.passes.fill import fill
 from multimodal.schedule.passes.gather_parameters import gather_parameters
-from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
+from multimodal.schedule.passes.reduce_by_layer import keep_reductions_by_layer, reduce_by_layer
+from multimodal.schedule.passes.schedule_pass import Pass
 from multimodal.schedule.passes.split_backward import split_backward
-from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ConfigError
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
-from multimodal.values.schedule import Schedule
 
-
-class Pass(Protocol):
-    """What every pass over the compute dialect looks like."""
-
-    def __call__(self, schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
-        """Rewrite a schedule of the compute dialect."""
+__all__ = ["PASSES", "Pass", "passes_named"]
 
 
 PASSES: Mapping[str, Pass] = {
-    "split-backward": split_backward,
-    "defer-receives": defer_receives,
-    "delay-forward": delay_forward,
-    "fill": fill,
+    "split-backward": keep_reductions_by_layer(split_backward),
+    "defer-receives": keep_reductions_by_layer(defer_receives),
+    "delay-forward": keep_reductions_by_layer(delay_forward),
+    "fill": keep_reductions_by_layer(fill),
     "gather-parameters": gather_parameters,
     "reduce-by-layer": reduce_by_layer,
 }

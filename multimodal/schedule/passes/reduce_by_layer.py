@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from multimodal.schedule.lane_execution import execute_lanes
+from multimodal.schedule.passes.schedule_pass import Pass
 from multimodal.values.assignment import Assignment, MicrobatchPlace
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -35,6 +36,32 @@ def reduce_by_layer(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assign
     return schedule if is_stuck else found
 
 
+def keep_reductions_by_layer(rewrite: Pass) -> Pass:
+    """Let a pass see whole reductions, and cut them again afterwards: it may move the backwards that they stand at."""
+
+    def rewritten(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
+        if not form_of(schedule).reduced_by_layer:
+            return rewrite(schedule, graph=graph, plan=plan, assignment=assignment)
+        whole = Schedule(tuple(map(_with_whole, schedule.lanes)))
+        found = rewrite(whole, graph=graph, plan=plan, assignment=assignment)
+        return reduce_by_layer(found, graph=graph, plan=plan, assignment=assignment)
+
+    return rewritten
+
+
+def _with_whole(lane: Lane) -> Lane:
+    actions: list[Action] = []
+    fillers: set[int] = set()
+    for position, action in enumerate(lane.actions):
+        is_reduction = action.kind is ActionKind.REDUCE_GRADIENTS
+        if is_reduction and action.part == 0:
+            continue
+        if position in lane.fillers:
+            fillers.add(len(actions))
+        actions.append(action._replace(part=-1) if is_reduction else action)
+    return Lane(lane.ranks, tuple(actions), frozenset(fillers))
+
+
 def _reduced_stages(schedule: Schedule) -> Iterator[tuple[str, int]]:
     for lane in schedule.lanes:
         yield from ((each.unit, each.stage) for each in lane.actions if each.kind is ActionKind.REDUCE_GRADIENTS)
@@ -50,7 +77,8 @@ def _can_be_cut(lane: Lane, position: int, plan: Plan, assignment: Assignment, f
         return True
     part = form.parts(MicrobatchPlace(reduction.unit, reduction.replica, num_microbatches - 1))[-1]
     last = Action(ActionKind.BACKWARD, *reduction[1:4], microbatch=num_microbatches - 1, part=part)
-    return position > 0 and lane.actions[position - 1] == last and position - 1 not in lane.fillers
+    is_plain = not lane.fillers & {position - 1, position - 2}  # What fills the backward may be what the reduction needs.
+    return position > 0 and lane.actions[position - 1] == last and is_plain
 
 
 def _with_parts(lane: Lane, cut: set[tuple[str, int]]) -> Lane:

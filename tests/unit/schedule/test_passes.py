@@ -142,6 +142,7 @@ def test_passes_in_any_order_keep_a_schedule_valid_and_never_make_it_longer(case
         check(case, schedule)
         after = duration_of(schedule, graph=graph, plan=plan, assignment=assignment)
         assert length is not None and after is not None
-        if name in ("defer-receives", "delay-forward"):
+        # A reduction in two parts takes twice the time under unit costs, and more of them can be cut after these two.
+        if name in ("defer-receives", "delay-forward") and "reduce-by-layer" not in names:
             assert after <= length
         length = after

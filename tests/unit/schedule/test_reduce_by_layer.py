@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes import PASSES
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.simulate import simulate_schedule
@@ -95,6 +96,20 @@ def test_fillers_stay_what_they_are() -> None:
     text = "lane 0: F llm/0/0/0; F llm/0/1/0; B llm/0/1/0; RG llm/0/1; I llm/0/0/0; W llm/0/0/0; RG llm/0/0"
     cut = schedule_to_text(reduce_by_layer(schedule_from_text(text), graph=graph, plan=plan, assignment=assignment))
     assert "RG llm/0/1#0; B llm/0/1/0; RG llm/0/1#1; I llm/0/0/0" in cut
+
+
+def test_later_passes_see_whole_reductions_and_leave_cut_ones() -> None:
+    """Entrain's case: the encoder's last backward is cut in two, and the reduction has to begin with the second half."""
+    groupings = {"vision": [[[0, 1]]], "llm": [[[0], [1]]]}
+    case = build_case(build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 1, 1)}, groupings)
+    graph, plan, assignment = case
+    schedule = reduce_by_layer(BUILDERS["gpipe"](*case), graph=graph, plan=plan, assignment=assignment)
+    assert schedule_to_text(schedule).startswith("lane 0: F vision/0/0/0; RG vision/0/0#0; B vision/0/0/0; RG vision/0/0#1")
+    after = PASSES["split-backward"](schedule, graph=graph, plan=plan, assignment=assignment)
+    validate_schedule(after, graph=graph, plan=plan, assignment=assignment, lowered=False)
+    assert schedule_to_text(after).startswith(
+        "lane 0: F vision/0/0/0; B vision/0/0/0#0; RG vision/0/0#0; B vision/0/0/0#1; RG vision/0/0#1"
+    )
 
 
 def test_half_a_reduction_is_refused() -> None:
