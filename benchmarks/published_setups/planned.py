@@ -19,6 +19,9 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+REDUCTION_BY_LAYER = "reduce-by-layer"
+"""A pass of every plan of ours, but of no paper's system here: DistTrain reduces when all is done (section 3), Optimus'
+Megatron-LM chunk by chunk, of which a stage without virtual ones has one."""
 MAX_ACTIONS = 8_000
 """Beyond so many computations a share of the replicas is simulated, or two smaller batches (see `predict_run`)."""
 
@@ -77,7 +80,7 @@ class Setup:
     def plan(self, cluster: Cluster) -> PlannedRun:
         """Plan; raises PlanError."""
         run = PLANNERS[self.planner](self.request(cluster))
-        passes = tuple(dict.fromkeys((*self.passes, *run.passes)))
+        passes = tuple(dict.fromkeys((*self.passes, *(name for name in run.passes if name != REDUCTION_BY_LAYER))))
         return replace(run, passes=passes, balance=self.balance or run.balance)
 
     def predict(self, run: PlannedRun, cluster: Cluster) -> Prediction:
