@@ -10,7 +10,7 @@ from multimodal.schedule.event_arrays import Integers
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import Action, ActionKind
+from multimodal.values.schedule import Action, ActionKind, Place
 from multimodal.values.schedule_form import ScheduleForm
 
 _Block = tuple[ActionKind, str, int, int]
@@ -27,8 +27,9 @@ def needs_by_stage(
 ) -> tuple[Integers, Integers]:
     """Return, per action of `compute_actions`, what it needs: starts ([num_actions + 1]) and numbers, in `dependencies`' order.
 
-    Between stages of one unit, microbatch k needs microbatch k, whichever it is; so one microbatch is asked for there. Where
-    routes lead elsewhere, and where a schedule cuts backwards of some microbatches only, every one is.
+    Between stages of one unit, microbatch k needs microbatch k, whichever it is; so one microbatch is asked for there, and a
+    reduction needs all of its stage. Where routes lead elsewhere, and where a schedule cuts backwards of some microbatches only,
+    every action is asked for.
     O(actions + dependencies).
     """
     rows: dict[_Block, list[int]] = {}
@@ -44,6 +45,11 @@ def needs_by_stage(
             columns = [_column(need, rows, len(members)) for need in found]
             owners += chain.from_iterable(repeat(number, len(columns)) for number in members)
             needs += chain.from_iterable(zip(*columns, strict=True))
+            continue
+        if is_even and _is_whole_reduction(block, form):
+            backwards = rows.get(_last_backwards(block, form), [])
+            owners += chain.from_iterable(repeat(number, len(backwards)) for number in members)
+            needs += backwards * len(members)
             continue
         for number in members:
             asked = dependencies(computed[number], graph, plan, assignment, form=form)
@@ -76,3 +82,14 @@ def _stays_in_unit(block: _Block, plan: Plan) -> bool:
     if kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT):
         return stage < plan.units[unit].num_virtual_stages - 1
     return kind is ActionKind.WEIGHT_GRADIENT
+
+
+def _is_whole_reduction(block: _Block, form: ScheduleForm) -> bool:
+    kind, unit, _, stage = block
+    return kind is ActionKind.REDUCE_GRADIENTS and (unit, stage) not in form.reduced_by_layer
+
+
+def _last_backwards(block: _Block, form: ScheduleForm) -> _Block:
+    """What ends the gradients of a stage, microbatch by microbatch."""
+    _, unit, replica, stage = block
+    return form.last_kind(Place(unit, replica, stage, 0)), unit, replica, stage

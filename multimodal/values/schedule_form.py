@@ -52,18 +52,17 @@ PLAIN = ScheduleForm()
 
 def form_of(schedule: Schedule) -> ScheduleForm:
     """Read a schedule's form from its actions; O(actions)."""
-    split: set[Place] = set()
+    actions = [action for lane in schedule.lanes for action in lane.actions]
+    kinds = {action.kind for action in actions}
+    gathers, repeats = ActionKind.GATHER_PARAMETERS in kinds, ActionKind.REPEATED_FORWARD in kinds
+    halves = {ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT} & kinds
+    split = {action.place for action in actions if action.kind in halves} if halves else set()
     num_parts: dict[MicrobatchPlace, int] = {}
     by_layer: set[tuple[str, int]] = set()
-    gathers = repeats = False
-    for action in (action for lane in schedule.lanes for action in lane.actions):
-        gathers |= action.kind is ActionKind.GATHER_PARAMETERS
-        repeats |= action.kind is ActionKind.REPEATED_FORWARD
-        if action.kind in (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT):
-            split.add(action.place)
-        if action.part >= 0 and action.kind is ActionKind.REDUCE_GRADIENTS:
+    for action in (action for action in actions if action.part >= 0):
+        if action.kind is ActionKind.REDUCE_GRADIENTS:
             by_layer.add((action.unit, action.stage))
-        elif action.part >= 0:
+        else:
             place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
             num_parts[place] = max(num_parts.get(place, 0), action.part + 1)
     form = ScheduleForm(frozenset(split), num_parts, gathers, repeats, frozenset(by_layer))
