@@ -6,7 +6,7 @@ from multimodal.schedule.passes.defer_receives import defer_receives
 from multimodal.schedule.passes.delay_forward import delay_forward
 from multimodal.schedule.passes.fill import fill
 from multimodal.schedule.passes.gather_parameters import gather_parameters
-from multimodal.schedule.passes.reduce_by_layer import keep_reductions_by_layer, reduce_by_layer
+from multimodal.schedule.passes.reduce_by_layer import KeepingReductionsByLayer, reduce_by_layer
 from multimodal.schedule.passes.schedule_pass import Pass
 from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.errors import ConfigError
@@ -15,10 +15,10 @@ __all__ = ["PASSES", "Pass", "passes_named"]
 
 
 PASSES: Mapping[str, Pass] = {
-    "split-backward": keep_reductions_by_layer(split_backward),
-    "defer-receives": keep_reductions_by_layer(defer_receives),
-    "delay-forward": keep_reductions_by_layer(delay_forward),
-    "fill": keep_reductions_by_layer(fill),
+    "split-backward": KeepingReductionsByLayer(split_backward),
+    "defer-receives": KeepingReductionsByLayer(defer_receives),
+    "delay-forward": KeepingReductionsByLayer(delay_forward),
+    "fill": KeepingReductionsByLayer(fill),
     "gather-parameters": gather_parameters,
     "reduce-by-layer": reduce_by_layer,
 }

@@ -1,6 +1,7 @@
 """Let a stage's gradients be reduced layer by layer while the backward of its last microbatch still runs."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from multimodal.schedule.lane_execution import execute_lanes
 from multimodal.schedule.passes.schedule_pass import Pass
@@ -36,17 +37,19 @@ def reduce_by_layer(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assign
     return schedule if is_stuck else found
 
 
-def keep_reductions_by_layer(rewrite: Pass) -> Pass:
-    """Let a pass see whole reductions, and cut them again afterwards: it may move the backwards that they stand at."""
+@dataclass(frozen=True)
+class KeepingReductionsByLayer:
+    """Lets a pass see whole reductions, and cuts them again afterwards: it may move the backwards that they stand at."""
 
-    def rewritten(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
+    rewrite: Pass
+
+    def __call__(self, schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
+        """Do what the pass does."""
         if not form_of(schedule).reduced_by_layer:
-            return rewrite(schedule, graph=graph, plan=plan, assignment=assignment)
+            return self.rewrite(schedule, graph=graph, plan=plan, assignment=assignment)
         whole = Schedule(tuple(map(_with_whole, schedule.lanes)))
-        found = rewrite(whole, graph=graph, plan=plan, assignment=assignment)
+        found = self.rewrite(whole, graph=graph, plan=plan, assignment=assignment)
         return reduce_by_layer(found, graph=graph, plan=plan, assignment=assignment)
-
-    return rewritten
 
 
 def _with_whole(lane: Lane) -> Lane:
