@@ -10,11 +10,12 @@ from unittest.mock import Mock, patch
 
 import torch
 
-from megatron.runtime import action_handlers, forward_action, gradients, message_flow, step_inputs, step_planner
+from megatron.runtime import action_handlers, forward_action, gradients, message_flow, sharded_layer, step_inputs, step_planner
 from megatron.runtime.activation_store import ActivationStore
 from megatron.runtime.assembly import RankRuntime
 from megatron.runtime.gradients import UnitGradients
 from megatron.runtime.row_shares import RowShares
+from megatron.runtime.sharded_layer import ShardedLayer
 from megatron.runtime.step import Step
 from multimodal.attention import context_parallel
 from multimodal.attention.packed_attention import PackedAttention
@@ -42,6 +43,7 @@ def _run_with(name: str, case: GradientCase) -> RankGradients:
         **ERRORS_OF_GENERATORS,
         **ERRORS_OF_MASKS,
         **ERRORS_OF_CONTEXT_PARALLELISM,
+        **ERRORS_OF_SHARDED_WEIGHTS,
     }
     with errors[name]():
         return run_step(build_runtime(case), plan_case(case))
@@ -279,14 +281,14 @@ def _positions_counted_in_the_share() -> Iterator[None]:
 
 @contextmanager
 def _gradients_summed_over_replicas_alone() -> Iterator[None]:
-    original = gradients._wrap
+    original = gradients.wrap_in_gradient_buffers
 
-    def wrapped(stage: UnitStage, *, membership: Any, is_sharded: bool) -> Any:
-        groups = copy(membership.groups)
+    def wrapped(stage: UnitStage, *, groups: Any, **options: bool) -> Any:
+        groups = copy(groups)
         groups.dp_cp = groups.intra_dp_cp = groups.dp
-        return original(stage, membership=replace(membership, groups=groups), is_sharded=is_sharded)
+        return original(stage, groups=groups, **options)
 
-    with patch.object(gradients, "_wrap", wrapped):
+    with patch.object(gradients, "wrap_in_gradient_buffers", wrapped):
         yield
 
 
@@ -324,6 +326,65 @@ ERRORS_OF_CONTEXT_PARALLELISM: Mapping[str, Callable[[], Any]] = {
     ),
 }
 _POSITIONS_GIVEN = RowShares.positions_given
+
+
+@contextmanager
+def _shares_of_own_gradients_alone() -> Iterator[None]:
+    def kept(share: torch.Tensor, whole: torch.Tensor, *, group: Any, async_op: bool) -> Any:
+        share.copy_(whole.chunk(group.size())[group.rank()])
+        return Mock()
+
+    with patch.object(sharded_layer, "_reduce_scatter", kept):
+        yield
+
+
+@contextmanager
+def _last_microbatch_replaces_the_others() -> Iterator[None]:
+    original = ShardedLayer.start_reduction
+
+    def started(layer: ShardedLayer, *, is_joined: bool) -> None:
+        layer.finish_reduction()
+        assert layer.gradient_share is not None
+        layer.gradient_share.zero_()
+        original(layer, is_joined=is_joined)
+
+    with patch.object(ShardedLayer, "start_reduction", started):
+        yield
+
+
+@contextmanager
+def _sharded_norms_not_summed_over_tensor_parallel_ranks() -> Iterator[None]:
+    original = ShardedLayer._take_gradients
+
+    def taken(layer: ShardedLayer, whole: torch.Tensor) -> None:
+        with patch.object(layer, "_tensor_parallel_group", Mock(size=lambda: 1)):
+            original(layer, whole)
+
+    with patch.object(ShardedLayer, "_take_gradients", taken):
+        yield
+
+
+@contextmanager
+def _weights_of_the_rank_before() -> Iterator[None]:
+    original = ShardedLayer.finish_gathering
+
+    def finished(layer: ShardedLayer) -> None:
+        is_under_way = layer._gathering is not None
+        original(layer)
+        if is_under_way:
+            layer._flat.copy_(layer._flat.roll(layer.share.numel()))
+
+    with patch.object(ShardedLayer, "finish_gathering", finished):
+        yield
+
+
+ERRORS_OF_SHARDED_WEIGHTS: Mapping[str, Callable[[], Any]] = {
+    "each rank keeps its share of its own gradients": _shares_of_own_gradients_alone,
+    "only the last microbatch's gradients stay": _last_microbatch_replaces_the_others,
+    "sharded norms are not summed over tensor parallel ranks": _sharded_norms_not_summed_over_tensor_parallel_ranks,
+    "shares of weights come together in another order": _weights_of_the_rank_before,
+    "shares of tied embeddings are not summed": lambda: patch.object(RankRuntime, "finish_gradients"),
+}
 
 ERRORS_OF_MASKS: Mapping[str, Callable[[], Any]] = {
     "a later stage forgets where items are": lambda: _inputs_changed(_items_forgotten_behind_the_first_stage),

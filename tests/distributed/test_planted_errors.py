@@ -17,6 +17,7 @@ from tests.distributed.planted_errors import (
     ERRORS_OF_CONTEXT_PARALLELISM,
     ERRORS_OF_GENERATORS,
     ERRORS_OF_MASKS,
+    ERRORS_OF_SHARDED_WEIGHTS,
     PLANTED_ERRORS,
     planted,
 )
@@ -102,6 +103,16 @@ def test_a_planted_error_in_cut_backwards_is_seen(ranks: RankPool, cut_case: Gra
 def test_a_planted_error_is_seen(ranks: RankPool, case: GradientCase, error: str) -> None:
     with pytest.raises(MismatchError, match=r"^(loss|gradient of) .* (instead of|is off by) "):
         assert_matches(case, ranks, run=planted(error))
+
+
+def test_the_case_with_sharded_weights_passes(ranks: RankPool, case: GradientCase) -> None:
+    assert_matches(replace(case, shards_weights=True), ranks)
+
+
+@pytest.mark.parametrize("error", ERRORS_OF_SHARDED_WEIGHTS)
+def test_a_planted_error_of_sharded_weights_is_seen(ranks: RankPool, case: GradientCase, error: str) -> None:
+    with pytest.raises(MismatchError, match=r"^(loss|gradient of) .* (instead of|is off by) "):
+        assert_matches(replace(case, shards_weights=True), ranks, run=planted(error))
 
 
 @pytest.fixture(scope="module")
