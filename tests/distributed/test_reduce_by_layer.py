@@ -167,3 +167,24 @@ def test_training_with_a_sharded_optimizer_is_the_same(ranks: RankPool, tmp_path
     found = join_parameters(case.plan, [report.parameters_at_end for report in by_layer])
     assert expected.keys() == found.keys()
     assert all(np.allclose(expected[key], found[key], rtol=1e-3, atol=1e-5) for key in expected)
+
+
+def resume(case: TrainingCase, folder: Path, passes: tuple[Any, ...]) -> RankReport:
+    training = Training(case, passes=passes)
+    training.load(folder)
+    losses = [training.train_step(3)]
+    return RankReport(losses, {}, training.parameters())
+
+
+@pytest.mark.parametrize("saves_by_layer", [True, False])
+def test_a_checkpoint_goes_from_one_way_of_reducing_to_the_other(ranks: RankPool, tmp_path: Path, saves_by_layer: bool) -> None:
+    graph = build_graph()
+    case = TrainingCase(graph, build_plan(graph, vision=(1, 1, 1), llm=(1, 1, 2)), dtype=torch.float32)
+    ways = ((reduce_by_layer,), ())
+    saved, resumed = ways if saves_by_layer else ways[::-1]
+    whole_run = run(ranks, train, case, tmp_path, saved)
+    other_run = run(ranks, resume, case, tmp_path, resumed)
+    assert [report.losses[-1] for report in other_run] == pytest.approx([report.losses[-1] for report in whole_run], rel=1e-6)
+    expected = join_parameters(case.plan, [report.parameters_at_end for report in whole_run])
+    found = join_parameters(case.plan, [report.parameters_at_end for report in other_run])
+    assert all(np.allclose(expected[key], found[key], rtol=1e-4, atol=1e-6) for key in expected)
