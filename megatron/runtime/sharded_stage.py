@@ -82,8 +82,7 @@ class ShardedStage:
 
     def _reached(self, layer: int) -> Callable[[Tensor], None]:
         """What follows a layer's gradient in a weight gradient, where layers come in the order of the backward."""
-
-        watcher = weakref.ref(self)  # a parameter's hook would keep alive, out of the garbage collector's sight, what it refers to
+        watcher = weakref.ref(self)  # what a parameter's hook refers to lives on, where the garbage collector cannot see it
 
         def reached(parameter: Tensor) -> None:
             current = watcher()
