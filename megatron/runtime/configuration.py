@@ -20,7 +20,7 @@ PER_UNIT: Mapping[str, Any] = MappingProxyType({"per_unit": True})
 """Filled from the flags that carry a unit's name; has no flag of its own."""
 
 
-SCHEDULE_PASSES = ("split-backward", "defer-receives", "delay-forward", "fill", "gather-parameters")
+SCHEDULE_PASSES = ("split-backward", "defer-receives", "delay-forward", "fill", "gather-parameters", "reduce-by-layer")
 """What --schedule-passes may name."""
 
 
