@@ -3,13 +3,14 @@
 The whole way of a person with this machine and the digits model (examples/digits): `tools/profile_layers.py` times its layers,
 `tools/plan.py` plans for two ranks with three planners, `pretrain_mllm.py` trains by each plan on two processes. Then three plans
 for six ranks, which `tools/emulate.py` runs in six processes with timed waits as computations, of a machine that is slower by
-`SLOWDOWN`, as six ranks share the cores here. Printed are predicted and measured seconds of a step and both rankings.
+`SLOWDOWN`, as six ranks share the cores here. Before both, three schedules on a single rank, in processor time, which other
+programs disturb least. Printed are predicted and measured seconds of a step and both rankings.
 
 Plans take turns, --rounds times. Where other programs use the machine, the steps count during which they took least of it, and
 what they took is printed, too: no prediction knows it. Samples are loaded between steps, by the ranks themselves, since loader
 processes would need cores of their own.
 
-Run `python benchmarks/predicted_step.py [--layer-costs COSTS.yaml] [--steps N] [--rounds N] [--only real|emulated] [--json]`.
+Run `python benchmarks/predicted_step.py [--layer-costs COSTS.yaml] [--only alone|real|emulated] [--steps N] [--rounds N]`.
 """
 
 import argparse
@@ -58,6 +59,11 @@ REAL = {
     "a pipeline of all layers": ("--planner", "megatron-balanced", "--fix", "llm:pp=2"),
     "ranks of their own": ("--planner", "disttrain"),
 }
+ALONE = {
+    "8 samples at once": ("--planner", "braid", "--micro-batch-size", "8"),
+    "4 samples at once": ("--planner", "braid", "--micro-batch-size", "4"),
+    "1 sample at once": ("--planner", "braid", "--micro-batch-size", "1"),
+}
 EMULATED = {
     "units on all ranks": ("--planner", "braid"),
     "a pipeline of all layers": ("--planner", "megatron-balanced", "--fix", "llm:pp=6"),
@@ -76,7 +82,8 @@ class Planned(NamedTuple):
         """What runs the plan as it was predicted."""
         answer = self.answer
         passes = ("--schedule-passes", ",".join(answer["schedule_passes"])) if answer["schedule_passes"] else ()
-        return ["--schedule", answer["schedule"], *passes, "--balance", answer["balance"]]
+        sizes = ("--micro-batch-size", str(answer["micro_batch_size"]))
+        return ["--schedule", answer["schedule"], *passes, "--balance", answer["balance"], *sizes]
 
 
 class Window(NamedTuple):
@@ -117,26 +124,37 @@ def plan(name: str, how: Sequence[str], *, num_ranks: int, folder: Path, costs: 
     """Plan for so many ranks."""
     path = folder / f"{name.replace(' ', '-')}-{num_ranks}.yaml"
     what = ("--model", MODEL, "--cluster", CLUSTER, "--layer-costs", costs, "--lengths", folder / "lengths.csv")
-    sizes = ("--num-gpus", num_ranks, "--global-batch-size", GLOBAL_BATCH_SIZE, "--micro-batch-size", MICRO_BATCH_SIZE)
+    sizes = ("--num-gpus", num_ranks, "--global-batch-size", GLOBAL_BATCH_SIZE, "--micro-batch-size", MICRO_BATCH_SIZE, *how)
     more = ("--vocab-size", VOCAB_SIZE, "--num-iterations", 8, "--time-budget", 10, "--output", path, "--json")
-    return Planned(path, json.loads(call(ROOT / "tools" / "plan.py", *map(str, (*what, *sizes, *more)), *how)))
+    return Planned(path, json.loads(call(ROOT / "tools" / "plan.py", *map(str, (*what, *sizes, *more)))))
+
+
+def training(planned: Planned, log: Path, *, num_steps: int) -> list[str]:
+    """Program and flags that train by a plan."""
+    log.unlink(missing_ok=True)
+    data = ("--data-path", "digits", "--digits-samples", "41600", "--tokenizer-type", "ByteTokenizer", "--seq-length", SEQ_LENGTH)
+    learning = ("--train-iters", num_steps, "--lr", "2e-3", "--adam-beta2", "0.99", "--clip-grad", "1.0", "--seed", SEED)
+    more = ("--global-batch-size", GLOBAL_BATCH_SIZE, "--num-workers", 0, "--log-json", log)
+    flags = (ROOT / "pretrain_mllm.py", "--model", MODEL, "--plan", planned.path, *planned.flags, *data, *learning, *more)
+    return list(map(str, flags))
+
+
+def train_alone(planned: Planned, *, folder: Path, num_steps: int) -> list[float]:
+    """Train by a plan for one rank, in this rank's processor time; the seconds of its steps."""
+    log = folder / "log.jsonl"
+    own_time = "import runpy, sys, time; time.perf_counter = time.process_time; sys.argv = sys.argv[1:]"
+    call("-c", f"{own_time}; runpy.run_path(sys.argv[0], run_name='__main__')", *training(planned, log, num_steps=num_steps))
+    return [json.loads(line)["step_seconds"] for line in log.read_text().splitlines()][WARM_UP:]
 
 
 def train(planned: Planned, *, folder: Path, num_steps: int) -> list[Window]:
     """Train by a plan on two processes."""
     log = folder / "log.jsonl"
-    log.unlink(missing_ok=True)
-    data = ("--data-path", "digits", "--digits-samples", "41600", "--tokenizer-type", "ByteTokenizer", "--seq-length", SEQ_LENGTH)
-    batch = ("--global-batch-size", GLOBAL_BATCH_SIZE, "--micro-batch-size", MICRO_BATCH_SIZE, "--seed", SEED)
-    learning = ("--train-iters", num_steps, "--lr", "2e-3", "--adam-beta2", "0.99", "--clip-grad", "1.0")
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29641"),
-        *(ROOT / "pretrain_mllm.py", "--model", MODEL, "--plan", planned.path, *planned.flags, "--log-json", log),
-        *("--num-workers", 0, *data, *batch, *learning),
-    ]
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29641")
+    command = [*launcher, *training(planned, log, num_steps=num_steps)]
     times: list[float] = []
     with (folder / "output.txt").open("w") as output:
-        process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         others: list[float] = []
         while process.poll() is None:
             for _ in range(len(times), _num_lines(log)):
@@ -183,6 +201,19 @@ def quietest(windows: Sequence[Window]) -> Window:
     )
 
 
+def compare_alone(folder: Path, costs: Path, *, num_steps: int, num_rounds: int) -> list[dict[str, Any]]:
+    """Predict and train on one rank, schedule by schedule."""
+    plans = {name: plan(name, how, num_ranks=1, folder=folder, costs=costs) for name, how in ALONE.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in plans}
+    for _ in range(num_rounds):
+        for name, planned in plans.items():
+            seconds[name] += train_alone(planned, folder=folder, num_steps=num_steps)
+    return [
+        _row(name, planned, planned.answer["iteration_seconds"], statistics.median(seconds[name]))
+        for name, planned in plans.items()
+    ]
+
+
 def compare_real(folder: Path, costs: Path, *, num_steps: int, num_rounds: int) -> list[dict[str, Any]]:
     """Predict and train, plan by plan."""
     plans = {name: plan(name, how, num_ranks=2, folder=folder, costs=costs) for name, how in REAL.items()}
@@ -209,7 +240,7 @@ def compare_emulated(folder: Path, costs: Path) -> list[dict[str, Any]]:
             call(
                 *(ROOT / "tools" / "emulate.py", "--model", MODEL, "--cluster", CLUSTER, "--plan", planned.path),
                 *("--lengths", folder / "lengths.csv", "--layer-costs", slow, "--vocab-size", str(VOCAB_SIZE), *planned.flags),
-                *("--global-batch-size", str(GLOBAL_BATCH_SIZE), "--micro-batch-size", str(MICRO_BATCH_SIZE), "--json"),
+                *("--global-batch-size", str(GLOBAL_BATCH_SIZE), "--json"),
             )
         )
         rows.append(_row(name, planned, answer["simulated_seconds"], answer["measured_seconds"]))
@@ -250,7 +281,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--layer-costs", type=Path, metavar="COSTS.yaml", help="profiled before (profile now)")
     parser.add_argument("--steps", type=int, default=60, metavar="N", help="of each training run (60)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="training runs of each plan (3)")
-    parser.add_argument("--only", choices=("real", "emulated"), help="one of the two comparisons (both)")
+    parser.add_argument("--only", choices=("alone", "real", "emulated"), help="one comparison (all)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     given = parser.parse_args(argv)
     found: dict[str, list[dict[str, Any]]] = {}
@@ -261,9 +292,11 @@ def main(argv: Sequence[str]) -> int:
         if given.layer_costs is None:
             what = ("--model", MODEL, "--vocab-size", str(VOCAB_SIZE), "--output", costs)
             call(ROOT / "tools" / "profile_layers.py", *what, *PROFILE)
-        if given.only != "emulated":
+        if given.only in (None, "alone"):
+            found["alone"] = compare_alone(folder, costs, num_steps=given.steps, num_rounds=given.rounds)
+        if given.only in (None, "real"):
             found["real"] = compare_real(folder, costs, num_steps=given.steps, num_rounds=given.rounds)
-        if given.only != "real":
+        if given.only in (None, "emulated"):
             found["emulated"] = compare_emulated(folder, costs)
     agrees = {kind: ranking(rows, "planned_seconds") == ranking(rows, "measured_seconds") for kind, rows in found.items()}
     if given.json:
@@ -277,9 +310,9 @@ def main(argv: Sequence[str]) -> int:
 def print_table(kind: str, rows: Sequence[Mapping[str, Any]], *, agrees: bool) -> None:
     """Print a row per plan, and both rankings."""
     console = Console(width=130, highlight=False)
-    title = "2 ranks, trained" if kind == "real" else f"6 ranks, emulated {SLOWDOWN:g} times as slow"
+    titles = {"alone": "1 rank, processor time", "real": "2 ranks", "emulated": f"6 ranks, emulated {SLOWDOWN:g} times as slow"}
     columns = ("plan", "planner", "schedule", "predicted ms", "measured ms", "ratio", "steps", "others took")
-    table = Table(*columns, title=title, box=None)
+    table = Table(*columns, title=titles[kind], box=None)
     for row in rows:
         seconds = (f"{1e3 * row[key]:.1f}" for key in ("predicted_seconds", "measured_seconds"))
         quiet = (str(row["num_steps"]), f"{row['others']:.0%}") if "others" in row else ("-", "-")

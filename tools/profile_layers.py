@@ -175,8 +175,8 @@ def _profile(graph: ModelGraph, key: ProfileKey, options: BuildOptions, given: a
     sequences = given.sequences if kind is LayerKind.TRANSFORMER and given.fit == "quadratic" else (1,)
     fitted, held_out = packed_sizes(given.sizes, sequences), sizes_between(given.sizes, sequences)
     vocab_size = given.vocab_size or graph.backbone.vocab_size or 50304
-    with _fake_ranks(size):
-        groups = _groups()
+    with fake_ranks(size):
+        groups = groups_of_one()
         build = partial(build_layer, graph, unit, kind, groups=groups, options=options, vocab_size=-(-vocab_size // size) * size)
         sizes = (*fitted, *held_out)
         times = time_layer(build(), sizes=sizes, num_repetitions=given.repetitions, min_seconds=SECONDS_PER_SIZE * len(sizes))
@@ -193,7 +193,7 @@ def _profile(graph: ModelGraph, key: ProfileKey, options: BuildOptions, given: a
 
 def _profile_step(graph: ModelGraph, rows: Sequence[Row], given: argparse.Namespace) -> StepProfile:
     """Time what steps take beside their layers."""
-    with _fake_ranks(1):
+    with fake_ranks(1):
         seconds, computation_seconds = time_runtime(graph, num_repetitions=given.repetitions)
     sizes, updates = zip(*(row.update for row in rows), strict=True)
     update = fit_quadratic(sizes, updates, is_linear=True)
@@ -201,7 +201,7 @@ def _profile_step(graph: ModelGraph, rows: Sequence[Row], given: argparse.Namesp
 
 
 @contextmanager
-def _fake_ranks(count: int) -> Iterator[None]:
+def fake_ranks(count: int) -> Iterator[None]:
     """Let this process be the first of so many ranks, whose collectives send nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)  # type: ignore[no-untyped-call]
     try:
@@ -237,7 +237,8 @@ def _draw(rows: Sequence[Row], given: argparse.Namespace) -> None:
     draw_curves(layers, given.picture)
 
 
-def _groups() -> ProcessGroupCollection:
+def groups_of_one() -> ProcessGroupCollection:
+    """Process groups of a layer that only tensor parallel ranks share: all there are."""
     everyone, alone = dist.group.WORLD, dist.new_group([0])
     return ProcessGroupCollection(**dict.fromkeys(("tp", "tp_cp", "mp"), everyone), **dict.fromkeys(_ALONE, alone), embd=None)
 

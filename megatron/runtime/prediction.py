@@ -14,7 +14,7 @@ from multimodal.cost.hardware import peak_tflops
 from multimodal.cost.run_options import RunOptions
 from multimodal.schedule.schedule_cache import ScheduleCache
 
-_GLOO = NodeLink(1.5, 60.0), Network(1.0, 100.0, 1)
+_GLOO = NodeLink(1.5, 70.0), Network(1.0, 100.0, 1)
 _NVLINK = NodeLink(450.0, 3.0), Network(50.0, 8.0, 1)
 _CPU_TFLOPS = 0.118
 """Of one core, as in examples/clusters/cpu.yaml, which says where these numbers come from."""

@@ -1,15 +1,21 @@
 """The profiler on this machine: real layers of the smallest model, and the file that the simulator takes."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 import yaml
 
+from megatron.runtime.profiler import build_layer, time_layer
+from megatron.runtime.step_profiler import time_runtime, time_update
 from multimodal.cost.layer_profile import LayerProfile
-from multimodal.values.model_graph import LayerKind
-from tools.profile_layers import main
+from multimodal.cost.packed_size import PackedSize
+from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.model.unit_stage import UnitStage
+from multimodal.values.model_graph import LayerKind, ModelGraph
+from tools.profile_layers import fake_ranks, groups_of_one, main
 
 SHAPE = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32}
 MODEL = {
@@ -32,6 +38,7 @@ def test_every_layer_is_timed_and_written(model: str, tmp_path: Path, capsys: py
     monkeypatch.setattr("tools.profile_layers.SECONDS_PER_SIZE", 0.0)
     output = tmp_path / "costs.yaml"
     flags = ["--model", model, "--output", str(output), "--sizes", "8,16,32", "--tp", "1,2", "--repetitions", "1", "--json"]
+    flags += ["--sequences", "1,2,4"]
     assert main(flags) == 0, capsys.readouterr().err
     assert not dist.is_initialized()
     profile = LayerProfile.from_file(output)
@@ -47,6 +54,40 @@ def test_every_layer_is_timed_and_written(model: str, tmp_path: Path, capsys: py
     report = json.loads(capsys.readouterr().out)
     assert len(report["layers"]) == len(profile.curves)
     assert set(report["layers"][0]["held_out_error"]) == {"forward", "input_gradient", "weight_gradient", "attention"}
+    assert profile.step is not None and report["step"] == profile.step.to_dict()
+    assert profile.step.computation_seconds > 0
+    assert profile.step.unit_update_seconds + profile.step.weight_update_seconds > 0
+
+
+def test_packed_sequences_and_updates_are_timed_for_real(monkeypatch) -> None:
+    graph = ModelGraph.from_dict(MODEL)
+    taken: list[PackedSize] = []
+    forward = UnitStage.forward
+
+    def recorded(self, hidden, batch, item_embeddings=None):
+        taken.append(PackedSize(batch.num_tokens, len(batch.lengths)))
+        return forward(self, hidden, batch, item_embeddings)
+
+    monkeypatch.setattr(UnitStage, "forward", recorded)
+    sizes = (PackedSize(16), PackedSize(16, 4))
+    with fake_ranks(1):
+        groups = groups_of_one()
+        build = partial(
+            build_layer, graph, "llm", LayerKind.TRANSFORMER, groups=groups, options=BuildOptions(Precision()), vocab_size=32
+        )
+        times = time_layer(build(), sizes=sizes, num_repetitions=2)
+        stage = build()
+        before = [parameter.detach().clone() for parameter in stage.parameters()]
+        size, seconds = time_update(stage, groups=groups, num_repetitions=2)
+    assert set(times) == set(sizes) and taken == [*sizes] * 3
+    assert all(min(one) > 0 for one in times.values())
+    assert size.num_tokens == sum(parameter.numel() for parameter in before) and seconds > 0
+
+
+def test_the_runtime_is_timed_with_every_kind_of_unit() -> None:
+    with fake_ranks(1):
+        seconds, computation_seconds = time_runtime(ModelGraph.from_dict(MODEL), num_repetitions=2)
+    assert seconds >= 0 and computation_seconds > 0
 
 
 def test_points_pass_through_what_was_measured(model: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
