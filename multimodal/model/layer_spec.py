@@ -14,21 +14,29 @@ from multimodal.attention.packed_attention import PackedAttention, RecomputedPac
 from multimodal.attention.packed_mask import MaskRule
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
 from multimodal.model.norm import Norm
+from multimodal.model.overlapped_linear import OverlappedColumnParallelLinear, OverlappedRowParallelLinear
 from multimodal.values.errors import ConfigError
 
 MLP_SUBMODULES = MLPSubmodules(linear_fc1=DeferrableColumnParallelLinear, linear_fc2=DeferrableRowParallelLinear)
 
 
 def transformer_layer_spec(
-    *, implementation: str, rule: MaskRule, recompute: str | None, attention_backend: str = AUTO, is_shared: bool = False
+    *,
+    implementation: str,
+    rule: MaskRule,
+    recompute: str | None,
+    attention_backend: str = AUTO,
+    is_shared: bool = False,
+    num_overlapped_parts: int = 1,
 ) -> ModuleSpec:
     """Spec of one transformer layer.
 
     rule: how tokens attend; attention_backend: who computes that (`attention_backend.py`); is_shared: whether the tokens of a
-    sequence are spread over ranks.
+    sequence are spread over ranks; num_overlapped_parts: into which tensor parallel collectives are cut, each beside the product
+    of another (local implementation only).
     Raises ConfigError when Transformer Engine or a backend is asked for but not installed, or cannot evaluate the mask.
     """
-    spec = _local_spec() if implementation == "local" else _transformer_engine_spec()
+    spec = _local_spec(num_overlapped_parts) if implementation == "local" else _transformer_engine_spec()
     self_attention = spec.submodules.self_attention
     self_attention.params = {"attn_mask_type": AttnMaskType.causal if rule.is_causal else AttnMaskType.no_mask}
     self_attention.submodules.core_attention = _core_attention(
@@ -44,13 +52,14 @@ def _core_attention(backend: str, rule: MaskRule, *, recomputes: bool, is_shared
     return ModuleSpec(module=MaskedAttention, params={"rule": rule, "backend": chosen, "recompute": recomputes})
 
 
-def _local_spec() -> ModuleSpec:
+def _local_spec(num_overlapped_parts: int) -> ModuleSpec:
+    column, row = _linear_layers(num_overlapped_parts)
     self_attention = ModuleSpec(
         module=SelfAttention,
         submodules=SelfAttentionSubmodules(
-            linear_qkv=DeferrableColumnParallelLinear,
+            linear_qkv=column,
             core_attention=PackedAttention,
-            linear_proj=DeferrableRowParallelLinear,
+            linear_proj=row,
         ),
     )
     submodules = TransformerLayerSubmodules(
@@ -58,10 +67,18 @@ def _local_spec() -> ModuleSpec:
         self_attention=self_attention,
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=Norm,
-        mlp=ModuleSpec(module=MLP, submodules=MLP_SUBMODULES),
+        mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
         mlp_bda=get_bias_dropout_add,
     )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
+
+
+def _linear_layers(num_overlapped_parts: int) -> tuple[ModuleSpec | type, ModuleSpec | type]:
+    """Column and row parallel."""
+    if num_overlapped_parts == 1:
+        return DeferrableColumnParallelLinear, DeferrableRowParallelLinear
+    params = {"num_overlapped_parts": num_overlapped_parts}
+    return ModuleSpec(OverlappedColumnParallelLinear, params=params), ModuleSpec(OverlappedRowParallelLinear, params=params)
 
 
 def _transformer_engine_spec() -> ModuleSpec:

@@ -36,6 +36,8 @@ class BuildOptions:
     """Who computes attention; see `attention_backend.py`."""
     attention_mask: MaskMode = MaskMode.CAUSAL
     """What the encoders' items do in the LLM's attention."""
+    num_overlapped_parts: int = 1
+    """Into which a transformer layer's tensor parallel collectives are cut, each beside the product of another; 1: not at all."""
 
 
 def build_transformer_config(unit: Unit, *, tensor_parallel_size: int, options: BuildOptions) -> TransformerConfig:

@@ -206,6 +206,7 @@ class UnitStage(MegatronModule):
                 recompute=self.options.recompute,
                 attention_backend=self.options.attention_backend,
                 is_shared=groups.cp.size() > 1,
+                num_overlapped_parts=self.options.num_overlapped_parts,
             )
             layer: Module = build_module(spec, config=config, layer_number=index, pg_collection=groups)
             return layer

@@ -64,12 +64,14 @@ class GradientCase:
     """Tokens that stay together there."""
     shards_weights: bool = False
     """Whether replicas share weights and gradients, too; the reference never does."""
+    num_overlapped_parts: int = 1
+    """Of tensor parallel collectives."""
 
     def __repr__(self) -> str:
         shapes = [(shape.items, shape.num_text_tokens, shape.num_target_tokens) for shape in self.source.shapes]
         lines = [
             f"{self.builder}, passes={self.passes}, sequence_parallel={self.sequence_parallel}, recompute={self.recompute}",
-            f"shards_weights={self.shards_weights}",
+            f"shards_weights={self.shards_weights}, num_overlapped_parts={self.num_overlapped_parts}",
             f"attention: {self.attention_mask}, by {self.attention_backend}; {self.distribution}, blocks of {self.block_size}",
             f"samples (items, text, targets): {shapes}",
             *(line for unit in self.graph.units for line in self._lines_of_unit(unit)),
@@ -118,6 +120,7 @@ def build_runtime(case: GradientCase) -> RankRuntime:
             recompute=case.recompute,
             attention_backend=case.attention_backend,
             attention_mask=case.attention_mask,
+            num_overlapped_parts=case.num_overlapped_parts,
         ),
         vocab_size=case.source.vocab_size,
         seed=SEED,
@@ -187,7 +190,15 @@ def run_reference(case: GradientCase) -> RankGradients:
     """The same batch in one process, sample by sample, without executor, broker, plan or assignment."""
     plan = single_rank_plan(case.graph)
     runtime = build_runtime(
-        replace(case, plan=plan, sequence_parallel=False, recompute=None, attention_backend="dense", shards_weights=False)
+        replace(
+            case,
+            plan=plan,
+            sequence_parallel=False,
+            recompute=None,
+            attention_backend="dense",
+            shards_weights=False,
+            num_overlapped_parts=1,
+        )
     )
     stages = {unit: stage.train() for (unit, _), stage in runtime.stages.items()}
     divisors = _loss_divisors(case)

@@ -1,0 +1,111 @@
+"""Matrix products whose rows come from, or go to, tensor parallel ranks in parts, each beside the product of another part.
+
+DistTrain, section 6 (StepCCL): a collective and the product beside it are cut alike, and only one part of the former is waited
+for. All collectives are started with `async_op=True`: with NCCL they run on its stream, where `wait` orders streams and blocks
+no one; gloo runs them in its threads.
+
+Under sequence parallelism rank r holds the r-th block of the rows, so a part is the same slice of every rank's block. Rows that
+are gathered are put in their place as they come, so that nothing is left to be remapped after the products (Figure 14).
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from multimodal.model.sequence_parts import sequence_parts
+
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class Overlap(NamedTuple):
+    """Over whom, and in how many parts."""
+
+    group: dist.ProcessGroup
+    num_parts: int
+    is_sequence_parallel: bool
+    """Whether ranks of the group share the rows outside of the products, or have all of them."""
+
+
+class Arriving(NamedTuple):
+    """What is there after `wait`."""
+
+    tensor: Tensor
+    works: tuple[dist.Work, ...]
+
+    def wait(self) -> Tensor:
+        """Return it when the last part has come."""
+        for work in self.works:
+            work.wait()
+        return self.tensor
+
+
+def start_gathering(share: Tensor, overlap: Overlap) -> Arriving:
+    """Start bringing the rows of all ranks together, part by part.
+
+    share: [num_rows, batch, size], as many rows on every rank. The result is [num_ranks * num_rows, batch, size].
+    """
+    share = share.contiguous()
+    blocks = share.new_empty((overlap.group.size(), *share.shape))
+    works = [
+        dist.all_gather([block[part] for block in blocks], share[part], group=overlap.group, async_op=True)
+        for part in sequence_parts(len(share), num_parts=overlap.num_parts)
+    ]
+    return Arriving(blocks.flatten(0, 1), tuple(works))
+
+
+def gather_then_multiply(share: Tensor, matrix: Tensor, overlap: Overlap) -> tuple[Tensor, Tensor]:
+    """Gather rows and multiply each part as soon as it has come, while later ones are on their way.
+
+    share: [num_rows, batch, size]; matrix: [size, output_size]. Returns [num_ranks * num_rows, batch, output_size] and the
+    gathered rows.
+    """
+    rows, works = start_gathering(share, overlap)
+    product = rows.new_empty((*rows.shape[:-1], matrix.shape[1]))
+    parts = sequence_parts(len(share), num_parts=overlap.num_parts)
+    for part, work in zip(parts, works, strict=True):
+        work.wait()
+        _multiply(_in_blocks(rows, overlap)[:, part], matrix, into=_in_blocks(product, overlap)[:, part])
+    return product, rows
+
+
+def multiply_then_reduce(rows: Tensor, matrix: Tensor, overlap: Overlap) -> Arriving:
+    """Multiply part by part, and sum each over the ranks while later ones are multiplied.
+
+    rows: [num_rows, batch, size]; matrix: [size, output_size]. The result is [num_rows, batch, output_size] on all ranks, or
+    under sequence parallelism this rank's share of them, [num_rows / num_ranks, batch, output_size].
+    """
+    return (_multiply_then_scatter if overlap.is_sequence_parallel else _multiply_then_sum)(rows, matrix, overlap)
+
+
+def _multiply_then_scatter(rows: Tensor, matrix: Tensor, overlap: Overlap) -> Arriving:
+    blocks = _in_blocks(rows.contiguous(), overlap)
+    num_ranks, num_rows, batch, _ = blocks.shape
+    share = rows.new_empty((num_rows, batch, matrix.shape[1]))
+    works = []
+    for part in sequence_parts(num_rows, num_parts=overlap.num_parts):
+        product = rows.new_empty((num_ranks, *share[part].shape))
+        _multiply(blocks[:, part], matrix, into=product)
+        works.append(_reduce_scatter(share[part], product.flatten(0, 1), group=overlap.group, async_op=True))
+    return Arriving(share, tuple(works))
+
+
+def _multiply_then_sum(rows: Tensor, matrix: Tensor, overlap: Overlap) -> Arriving:
+    product = rows.new_empty((*rows.shape[:-1], matrix.shape[1]))
+    works = []
+    for part in sequence_parts(len(rows), num_parts=overlap.num_parts):
+        _multiply(rows[None, part], matrix, into=product[None, part])
+        works.append(dist.all_reduce(product[part], group=overlap.group, async_op=True))
+    return Arriving(product, tuple(works))
+
+
+def _in_blocks(rows: Tensor, overlap: Overlap) -> Tensor:
+    """Rows by the rank that owns them: [num_ranks, num_rows / num_ranks, batch, size]."""
+    return rows.unflatten(0, (overlap.group.size(), -1))
+
+
+def _multiply(blocks: Tensor, matrix: Tensor, *, into: Tensor) -> None:
+    """blocks: [num_ranks, num_rows, batch, size], a slice of each rank's rows; the products are written where they belong."""
+    num_ranks = len(blocks)
+    torch.bmm(blocks.flatten(1, 2), matrix.expand(num_ranks, *matrix.shape), out=into.flatten(1, 2))

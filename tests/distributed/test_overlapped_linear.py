@@ -1,0 +1,205 @@
+"""Linear layers whose collectives run in parts beside their products: outputs and gradients of the same layers without."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.model_parallel_config import ModelParallelConfig
+from torch import Tensor
+
+from multimodal.model import overlapped_product
+from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
+from multimodal.model.overlapped_linear import OverlappedColumnParallelLinear, OverlappedRowParallelLinear
+from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
+from tests.distributed.rank_pool import RankPool
+
+CLASSES = {
+    "column": (DeferrableColumnParallelLinear, OverlappedColumnParallelLinear),
+    "row": (DeferrableRowParallelLinear, OverlappedRowParallelLinear),
+}
+
+
+class LinearCase(NamedTuple):
+    """A linear layer and what it is given."""
+
+    kind: str
+    num_parts: int
+    is_sequence_parallel: bool = True
+    num_rows: int = 7
+    """That each rank holds under sequence parallelism."""
+    batch: int = 1
+    defers: bool = False
+    skip_bias_add: bool = False
+    is_trained: bool = True
+    input_is_trained: bool = True
+    dtype: torch.dtype = torch.float64
+
+
+def build(case: LinearCase, *, overlaps: bool) -> Any:
+    config = ModelParallelConfig(
+        tensor_model_parallel_size=dist.get_world_size(),
+        sequence_parallel=case.is_sequence_parallel,
+        params_dtype=case.dtype,
+        perform_initialization=False,
+        use_cpu_initialization=True,
+    )
+    options = {"gather_output": False} if case.kind == "column" else {"input_is_parallel": True}
+    if overlaps:
+        options["num_overlapped_parts"] = case.num_parts
+    layer = CLASSES[case.kind][overlaps](
+        12,
+        20,
+        config=config,
+        init_method=lambda weight: weight,
+        bias=True,
+        skip_bias_add=case.skip_bias_add,
+        tp_group=dist.group.WORLD,
+        **options,
+    )
+    with torch.no_grad():
+        layer.weight.copy_(drawn(layer.weight.shape, seed=dist.get_rank()))
+        layer.bias.copy_(drawn(layer.bias.shape, seed=100 + (dist.get_rank() if case.kind == "column" else 0)))
+    return layer.requires_grad_(case.is_trained)
+
+
+def drawn(shape: tuple[int, ...], *, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def pass_through(case: LinearCase, *, overlaps: bool) -> list[Tensor | None]:
+    """Output, bias handed on, and gradients of input, weight and bias; the input and what comes back are not contiguous."""
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+    layer, size = build(case, overlaps=overlaps), dist.get_world_size()
+    shared = case.kind == "column" and case.is_sequence_parallel
+    num_rows = case.num_rows if shared else case.num_rows * size
+    same = case.kind == "column" and not shared
+    rows = drawn((12 // (size if case.kind == "row" else 1), case.batch, num_rows), seed=50 if same else 50 + dist.get_rank())
+    inputs = rows.to(case.dtype).permute(2, 1, 0).requires_grad_(case.input_is_trained)
+    queue = WeightGradientQueue() if case.defers else None
+    with DeferWeightGradients(queue):
+        output, handed_on = layer(inputs)
+    if output.requires_grad:
+        scale = drawn(
+            output.shape[::-1], seed=70 if case.kind == "row" and not case.is_sequence_parallel else 70 + dist.get_rank()
+        )
+        output.backward(scale.to(case.dtype).permute(2, 1, 0))
+    if queue is not None:
+        assert len(queue) == case.is_trained and layer.weight.grad is None
+        queue.compute()
+    return [output.detach(), None if handed_on is None else handed_on.detach(), inputs.grad, layer.weight.grad, layer.bias.grad]
+
+
+def compare(case: LinearCase) -> None:
+    expected, found = pass_through(case, overlaps=False), pass_through(case, overlaps=True)
+    tolerance = 1e-12 if case.dtype == torch.float64 else 2e-2
+    for one, other in zip(expected, found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(other, one, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("is_sequence_parallel", [True, False])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"num_rows": 8},
+        {"num_rows": 1},
+        {"batch": 3},
+        {"defers": True},
+        {"skip_bias_add": True},
+        {"is_trained": False},
+        {"input_is_trained": False},
+        {"input_is_trained": False, "is_trained": False},
+        {"dtype": torch.bfloat16},
+    ],
+    ids=str,
+)
+def test_outputs_and_gradients_are_those_of_whole_collectives(
+    ranks: RankPool, kind: str, is_sequence_parallel: bool, change: dict[str, Any]
+) -> None:
+    ranks.run(compare, LinearCase(kind, 4, is_sequence_parallel, **change), world_size=2)
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_four_ranks_and_more_parts_than_rows(ranks: RankPool, kind: str) -> None:
+    for num_parts in (1, 3, 50):
+        ranks.run(compare, LinearCase(kind, num_parts), world_size=4)
+
+
+def collectives(case: LinearCase) -> list[str]:
+    """Those started in a forward and a backward, all of them asynchronously."""
+    found: list[str] = []
+
+    def noting(name: str, function: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            assert options["async_op"]
+            found.append(name)
+            return function(*args, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather", noting("all_gather", dist.all_gather))
+        patch.setattr(dist, "all_reduce", noting("all_reduce", dist.all_reduce))
+        patch.setattr(overlapped_product, "_reduce_scatter", noting("reduce_scatter", overlapped_product._reduce_scatter))
+        pass_through(case, overlaps=True)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (LinearCase("column", 3), 3 * ["all_gather"] + 3 * ["all_gather"] + 3 * ["reduce_scatter"]),
+        (LinearCase("column", 3, is_trained=False), 3 * ["all_gather"] + 3 * ["reduce_scatter"]),
+        (LinearCase("row", 3), 3 * ["reduce_scatter"] + 3 * ["all_gather"]),
+        (LinearCase("column", 3, is_sequence_parallel=False), 3 * ["all_reduce"]),
+        (LinearCase("row", 3, is_sequence_parallel=False), 3 * ["all_reduce"]),
+        (LinearCase("row", 9), 7 * ["reduce_scatter"] + 7 * ["all_gather"]),
+    ],
+    ids=str,
+)
+def test_every_collective_is_cut_and_asynchronous(ranks: RankPool, case: LinearCase, expected: list[str]) -> None:
+    assert ranks.run(collectives, case, world_size=2) == [expected, expected]
+
+
+class Watched(NamedTuple):
+    """A collective that notes when it is waited for."""
+
+    work: Any
+    events: list[str]
+
+    def wait(self) -> None:
+        self.events.append("wait")
+        self.work.wait()
+
+
+def order_of_events(case: LinearCase) -> list[str]:
+    """Collectives started and waited for, and products, in a forward."""
+    events: list[str] = []
+    where, name = (dist, "all_gather") if case.kind == "column" else (overlapped_product, "_reduce_scatter")
+    start, multiply = getattr(where, name), overlapped_product._multiply
+
+    def starting(*args: Any, **options: Any) -> Watched:
+        events.append("start")
+        return Watched(start(*args, **options), events)
+
+    def multiplying(*args: Any, **options: Any) -> None:
+        events.append("product")
+        multiply(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(where, name, starting)
+        patch.setattr(overlapped_product, "_multiply", multiplying)
+        pass_through(case._replace(is_trained=False, input_is_trained=False), overlaps=True)
+    return events
+
+
+def test_a_part_is_on_its_way_while_another_is_multiplied(ranks: RankPool) -> None:
+    column, row = (ranks.run(order_of_events, LinearCase(kind, 3), world_size=2)[0] for kind in ("column", "row"))
+    assert column == ["start"] * 3 + ["wait", "product"] * 3
+    assert row == ["product", "start"] * 3 + ["wait"] * 3
