@@ -9,8 +9,9 @@ Run `python benchmarks/planners.py [--json] [--lengths-folder DIR] [--num-gpus N
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from multimodal.cost.cluster import Cluster
+from multimodal.cost.layer_flops import sample_load
 from multimodal.data.length_table import read_length_table
 from multimodal.data.uniform_lengths import uniform_lengths
 from multimodal.plan.planners import PLANNERS
@@ -28,8 +30,12 @@ from multimodal.plan.planners.plan_run import plan_run
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.values.errors import BraidError
 from multimodal.values.model_graph import ModelGraph
+from multimodal.values.sample_lengths import SampleLengths
 
 ROOT = Path(__file__).parents[1]
+TOKENS_PER_GPU, LEAST_SAMPLES, MOST_SAMPLES = 32_768, 16, 512
+"""Of a global batch: 2 million tokens on 64 GPUs, as a language model's. With 16 short samples each, GPUs exchange gradients for
+longer than they compute."""
 SPEECH = ("common_voice", "fsdd", "librispeech")
 """Parts of the names of lengths files that hold speech."""
 
@@ -57,9 +63,10 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
         model = "qwen2.5-omni-7b" if any(part in path.name for part in SPEECH) else "qwen2.5-vl-7b"
         graph = ModelGraph.from_file(ROOT / "examples" / "models" / f"{model}.yaml")
         lengths = read_length_table(path, graph=graph)
+        batch = arguments.num_gpus * (arguments.samples_per_gpu or samples_per_gpu(graph, lengths))
         yield Case(
-            f"{path.name.removesuffix('.csv.gz')}: {model}, {arguments.num_gpus} H100",
-            _request(graph, "h100", arguments.num_gpus, 16 * arguments.num_gpus, lengths, arguments),
+            f"{path.name.removesuffix('.csv.gz')}: {model}, {arguments.num_gpus} H100, batch {batch}",
+            _request(graph, "h100", arguments.num_gpus, batch, lengths, arguments),
         )
     for model, cluster, num_gpus, batch, tokens, frozen in PAIRS:
         graph = ModelGraph.from_file(ROOT / "examples" / "models" / f"{model}.yaml")
@@ -68,6 +75,13 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
         yield Case(
             f"{model}, {num_gpus} {cluster.upper()}, batch {batch}", _request(graph, cluster, num_gpus, batch, lengths, arguments)
         )
+
+
+def samples_per_gpu(graph: ModelGraph, lengths: Sequence[SampleLengths]) -> int:
+    """Return the power of two with about `TOKENS_PER_GPU` tokens of the unit that has most, within the bounds."""
+    totals = (sum(sample_load(unit, sample).num_tokens for sample in lengths) for unit in graph.units)
+    wanted = TOKENS_PER_GPU * len(lengths) / max(1, *totals)
+    return min(MOST_SAMPLES, max(LEAST_SAMPLES, 2 ** round(math.log2(wanted))))
 
 
 def _request(
@@ -125,6 +139,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--lengths-folder", type=Path, default=ROOT.parent / "shared" / "data" / "lengths", metavar="DIR")
     parser.add_argument("--num-gpus", type=int, default=64, help="for the lengths files (64)")
+    parser.add_argument("--samples-per-gpu", type=int, help="of a global batch of the lengths files (by their tokens)")
     parser.add_argument("--time-budget", type=float, default=30.0, help="seconds for braid and each case (30)")
     parser.add_argument("--only", default="", help="leave out cases whose name lacks this text")
     arguments = parser.parse_args()

@@ -20,6 +20,8 @@ class Candidate:
     micro_batch_size: int = 1
     groups: Groups = ()
     """Units that share ranks; a unit in no group has ranks of its own."""
+    idle: frozenset[str] = frozenset()
+    """Units without work: one replica on the first ranks of a group."""
 
     @property
     def all_groups(self) -> Groups:
@@ -39,7 +41,7 @@ class Candidate:
 
     def build_plan(self, graph: ModelGraph) -> Plan:
         """Deal ranks; raises PlanError."""
-        return lay_out_units(graph, self.layouts, groups=self.all_groups)
+        return lay_out_units(graph, self.layouts, groups=self.all_groups, idle=self.idle)
 
     def to_run(
         self,

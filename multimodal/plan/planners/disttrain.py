@@ -42,18 +42,27 @@ def build_candidate(request: PlanningRequest, problem: AllocationProblem, choice
     }
     layouts[backbone.name] = _layout(backbone, problem.llm, choice.llm_row, virtual_stages=problem.virtual_stages)
     return Candidate(
-        {name: layouts[name] for name in request.graph.unit_names}, micro_batch_size=request.default_micro_batch_size
+        {name: layouts[name] for name in request.graph.unit_names if name in layouts},
+        micro_batch_size=request.default_micro_batch_size,
     )
 
 
-def build_problem(request: PlanningRequest, *, virtual_stages: int | None = None, leaves_ranks: bool = True) -> AllocationProblem:
+def build_problem(
+    request: PlanningRequest,
+    *,
+    virtual_stages: int | None = None,
+    leaves_ranks: bool = True,
+    left_out: frozenset[str] = frozenset(),
+) -> AllocationProblem:
     """List every unit's parallelisms for Alg. 1.
 
-    virtual_stages: of the LLM, where no number is fixed; leaves_ranks: whether every other unit needs a rank of its own.
+    virtual_stages: of the LLM, where no number is fixed. leaves_ranks: whether every other unit needs a rank of its own.
+    left_out: units that get no ranks here.
     """
     times, memory = PlanningTimes(request), MemoryEstimate(request)
     backbone = request.graph.backbone.name
     virtual_stages = request.fixed(backbone).virtual_stages or virtual_stages or 1
+    names = [name for name in request.graph.unit_names if name not in left_out]
     options = {
         name: list_options(
             request,
@@ -61,15 +70,15 @@ def build_problem(request: PlanningRequest, *, virtual_stages: int | None = None
             memory,
             unit=name,
             micro_batch_size=request.default_micro_batch_size,
-            max_gpus=request.num_gpus - (len(request.graph.units) - 1 if leaves_ranks else 0),
+            max_gpus=request.num_gpus - (len(names) - 1 if leaves_ranks else 0),
         )
-        for name in request.graph.unit_names
+        for name in names
     }
     llm = options.pop(backbone)
     return AllocationProblem(
         llm=llm.take(_can_interleave(request, llm, virtual_stages)),
         others=options,
-        upstream=frozenset(unit.name for unit in request.graph.encoders),
+        upstream=frozenset(unit.name for unit in request.graph.encoders) - left_out,
         num_gpus=request.num_gpus,
         num_microbatches=request.num_microbatches(request.default_micro_batch_size),
         virtual_stages=virtual_stages,

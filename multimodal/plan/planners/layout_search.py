@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -29,9 +29,10 @@ SLACK = 1.2
 KIND_SLACK = 1.5
 """Kinds whose best estimate is above this factor of the best of all are left out; estimates compare badly between kinds."""
 MOST_PER_KIND = 8
-MOST_RECOMPUTED_SIZES = 3
-LEAST_SHARDED_SIZE = 2
-"""Of the microbatch sizes, by position."""
+EFFICIENT_TOKENS = 8_192
+"""Of a microbatch."""
+NUM_PROMISING_SIZES = 2
+"""Microbatch sizes at which recomputation and sharded weights are tried, too."""
 
 Scored = tuple[Candidate, float]
 
@@ -44,42 +45,54 @@ def best_layouts(request: PlanningRequest, *, deadline: float = math.inf) -> lis
     deadline: of `time.process_time()`, after which no further microbatch size is looked at.
     """
     kinds: list[list[PlannedRun]] = []
-    best = math.inf
-    for form in _forms(request):
-        if kinds and time.process_time() > deadline:
-            break
-        found = [kind for kind in _kinds(form) if kind]
-        kinds += found
-        best = min((best, *(kind[0].objective_seconds for kind in found)))
-    return [kind for kind in kinds if kind[0].objective_seconds <= KIND_SLACK * best]
+    best: dict[int, float] = {}
+
+    def look_at(forms: Iterable[PlanningRequest]) -> None:
+        for form in forms:
+            if kinds and time.process_time() > deadline:
+                return
+            found = [kind for kind in _kinds(form) if kind]
+            size = form.default_micro_batch_size
+            best[size] = min((best.get(size, math.inf), *(kind[0].objective_seconds for kind in found)))
+            kinds.extend(found)
+
+    sizes = tuple(micro_batch_sizes(request, MICRO_BATCH_SIZES))
+    look_at(replace(request, micro_batch_size=size) for size in _efficient_first(request, sizes))
+    if request.recompute is None:  # the smallest size saves most
+        promising = dict.fromkeys((*_best_first(best), sizes[0]))
+        look_at(replace(request, micro_batch_size=size, recompute="full") for size in promising)
+    if request.sharding is None and request.transformer_impl != "transformer_engine":
+        # The longer a layer computes, the more of the next one's gathering hides.
+        promising = dict.fromkeys((*_best_first(best), *(2 * size for size in _best_first(best)[:1] if 2 * size in sizes)))
+        look_at(replace(request, micro_batch_size=size, sharding="optim_grads_params") for size in promising)
+    least = min(best.values(), default=math.inf)
+    return [kind for kind in kinds if kind[0].objective_seconds <= KIND_SLACK * least]
 
 
-def _forms(request: PlanningRequest) -> Iterator[PlanningRequest]:
-    """Yield the request with a microbatch size and what may be given up for memory.
+def _efficient_first(request: PlanningRequest, sizes: Sequence[int]) -> list[int]:
+    """Sort microbatch sizes by how near their tokens are to what makes layers efficient."""
+    longest = max(loads[0] for loads in request.mean_loads.values()) or 1.0
+    return sorted(sizes, key=lambda size: abs(math.log2(size * longest / EFFICIENT_TOKENS)))
 
-    Whole layers are recomputed at the smallest sizes only, where that saves most; weights are sharded at larger ones, where the
-    gathering of layers hides behind computing.
-    """
-    for index, size in enumerate(micro_batch_sizes(request, MICRO_BATCH_SIZES)):
-        sized = replace(request, micro_batch_size=size)
-        yield sized
-        if index < MOST_RECOMPUTED_SIZES and request.recompute is None:
-            yield replace(sized, recompute="full")
-        if index >= LEAST_SHARDED_SIZE and request.sharding is None and request.transformer_impl != "transformer_engine":
-            yield replace(sized, sharding="optim_grads_params")
+
+def _best_first(best: Mapping[int, float]) -> list[int]:
+    return sorted((size for size in best if math.isfinite(best[size])), key=lambda size: best[size])[:NUM_PROMISING_SIZES]
 
 
 def _kinds(request: PlanningRequest) -> Iterator[list[PlannedRun]]:
     times, memory, spread = PlanningTimes(request), MemoryEstimate(request), LengthSpread(request)
     for virtual_stages in _virtual_stages(request):
         for list_scored, leaves_ranks in ((_disaggregated, True), (_colocated, False)):
-            problem = build_problem(request, virtual_stages=virtual_stages, leaves_ranks=leaves_ranks)
+            problem = build_problem(
+                request, virtual_stages=virtual_stages, leaves_ranks=leaves_ranks, left_out=request.idle_units
+            )
             scored = list_scored(request, times, memory, spread, problem) if len(problem.llm) else ()
             yield [
                 candidate.to_run(request, planner="braid", seconds=seconds, started=time.perf_counter())
                 for candidate, seconds in scored
             ]
-    yield from _grids(request, times, memory, spread)
+    if request.zero_stage != 3:  # its estimate would have to know what replicas share
+        yield from _grids(request, times, memory, spread)
 
 
 def _grids(
@@ -116,7 +129,7 @@ def _disaggregated(
     """The best choice of other units for each parallelism of the LLM; layers partitioned by their times."""
     found = []
     for choice in rank_allocations(problem, slack=SLACK)[: 2 * MOST_PER_KIND]:
-        even = build_candidate(request, problem, choice)
+        even = with_idle_units(request, build_candidate(request, problem, choice))
         balanced = balance_layers(request, times, even)
         scored = [
             (each, estimate_seconds(request, times, each, spread=spread))
@@ -133,8 +146,7 @@ def _colocated(
     """Every unit on all ranks that the LLM takes, encoders and generators with one stage per replica."""
     graph, llm = request.graph, problem.llm
     backbone = graph.backbone
-    group = (graph.unit_names,)
-    others = [unit for unit in graph.units if unit.name != backbone.name]
+    others = [unit for unit in graph.units if unit.name != backbone.name and unit.name not in request.idle_units]
     if not others:
         return []
     found: list[Scored] = []
@@ -153,7 +165,8 @@ def _colocated(
         )
         for layouts in product(*(_spread(request, unit, count) for unit in others)):
             chosen = {**{unit.name: layout for unit, layout in zip(others, layouts, strict=True)}, backbone.name: own}
-            candidate = Candidate({name: chosen[name] for name in graph.unit_names}, request.default_micro_batch_size, group)
+            busy = {name: chosen[name] for name in graph.unit_names if name in chosen}
+            candidate = with_idle_units(request, Candidate(busy, request.default_micro_batch_size, (tuple(busy),)))
             if lower_bound_seconds(request, times, candidate) > SLACK * best:
                 continue
             seconds = estimate_seconds(request, times, candidate, spread=spread)
@@ -161,6 +174,29 @@ def _colocated(
                 found.append((candidate, seconds))
                 best = min(best, seconds)
     return sorted(found, key=lambda each: (each[1], each[0].num_gpus))[:MOST_PER_KIND]
+
+
+def with_idle_units(request: PlanningRequest, candidate: Candidate) -> Candidate:
+    """Add the units without work: one replica each on the LLM's first ranks, where they cost memory and nothing else."""
+    idle = request.idle_units
+    if not idle:
+        return candidate
+    backbone = request.graph.backbone.name
+    tensor = candidate.layouts[backbone].tensor_parallel_size
+    layouts = dict(candidate.layouts)
+    for name in idle:
+        fixed, sizes = request.fixed(name), request.tensor_parallel_sizes(name)
+        layouts[name] = even_layout(
+            request.graph.unit(name),
+            tensor if tensor in sizes else sizes[0],
+            fixed.data_parallel_size or 1,
+            fixed.pipeline_parallel_size or 1,
+            context=fixed.context_parallel_size or 1,
+        )
+    home = next((group for group in candidate.groups if backbone in group), (backbone,))
+    groups = (*(group for group in candidate.groups if group != home), (*home, *sorted(idle)))
+    ordered = {name: layouts[name] for name in request.graph.unit_names}
+    return replace(candidate, layouts=ordered, groups=groups, idle=idle)
 
 
 def _spread(request: PlanningRequest, unit: Unit, num_gpus: int) -> Iterator[UnitLayout]:

@@ -21,8 +21,10 @@ from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 
-MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
+MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 """What a planner may choose from where the person leaves the microbatch size open."""
+MOST_MICRO_BATCH_TOKENS = 32_768
+"""Average tokens of a unit up to which a planner makes microbatches of several samples; beyond, nothing gets more efficient."""
 CONTEXT_PARALLEL_SIZES = (1, 2, 4, 8)
 """What a planner may choose from where sequences are long."""
 BLOCK_SIZE = 128
@@ -194,6 +196,11 @@ class PlanningRequest:
     def mean_loads(self) -> Mapping[str, tuple[float, ...]]:
         """Unit -> the mean load of a sample."""
         return {name: tuple(loads.mean(axis=0).tolist()) for name, loads in self.sample_loads.items()}
+
+    @cached_property
+    def idle_units(self) -> frozenset[str]:
+        """Units that none of the samples asks for anything."""
+        return frozenset(name for name, load in self.mean_loads.items() if not load[0] and name != self.graph.backbone.name)
 
     @cached_property
     def largest_tokens(self) -> Mapping[str, int]:

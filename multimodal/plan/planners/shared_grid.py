@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.planning_request import MOST_MICRO_BATCH_TOKENS, PlanningRequest
 from multimodal.values.errors import PlanError
 
 
@@ -50,11 +50,16 @@ def _shared(sizes: Sequence[Iterable[int]], *, units: Sequence[str], what: str, 
 
 
 def micro_batch_sizes(request: PlanningRequest, choices: Sequence[int]) -> Iterator[int]:
-    """Yield the fixed microbatch size, or the choices that divide the global batch."""
+    """Yield the fixed microbatch size, or the choices that divide the global batch and make no overlong microbatches."""
     if request.micro_batch_size is not None:
         yield request.micro_batch_size
         return
-    yield from (size for size in choices if size == 1 or request.global_batch_size % size == 0)
+    longest = max(loads[0] for loads in request.mean_loads.values())
+    yield from (
+        size
+        for size in choices
+        if size == 1 or (request.global_batch_size % size == 0 and size * longest <= MOST_MICRO_BATCH_TOKENS)
+    )
 
 
 def largest_fitting(sizes: Sequence[int], *, gpus_per_replica: int, num_gpus: int, count: int = 2) -> Sequence[int]:

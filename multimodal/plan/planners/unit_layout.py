@@ -54,7 +54,9 @@ def deal_ranges(ranges: Sequence[Range], *, num_stages: int) -> tuple[tuple[Rang
     return tuple(tuple(ranges[stage::num_stages]) for stage in range(num_stages))
 
 
-def lay_out_units(graph: ModelGraph, layouts: Mapping[str, UnitLayout], *, groups: Groups) -> Plan:
+def lay_out_units(
+    graph: ModelGraph, layouts: Mapping[str, UnitLayout], *, groups: Groups, idle: frozenset[str] = frozenset()
+) -> Plan:
     """Give each group of units ranks of its own, the group with the largest stages (tp x cp) first.
 
     Sizes that divide a node then never let a tensor parallel group span two nodes. Units of one group lie over the same ranks
@@ -63,11 +65,11 @@ def lay_out_units(graph: ModelGraph, layouts: Mapping[str, UnitLayout], *, group
     """
     first_rank, units = 0, {}
     for group in _in_order(groups, layouts):
-        counts = {unit: layouts[unit].num_ranks for unit in group}
+        counts = {unit: layouts[unit].num_ranks for unit in group if unit not in idle}
         if len(set(counts.values())) != 1:
             raise PlanError(f"units that share ranks must use all of them, found {counts}; change a size")
         units.update({unit: build_unit(layouts[unit], first_rank=first_rank) for unit in group})
-        first_rank += counts[group[0]]
+        first_rank += max(counts.values())
     return _checked(graph, units)
 
 

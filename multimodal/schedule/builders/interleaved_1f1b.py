@@ -154,8 +154,9 @@ def _chain_orders(
     graph: ModelGraph, plan: Plan, assignment: Assignment, existing: frozenset[Action]
 ) -> Iterator[tuple[Action, ...]]:
     """The order of every lane where all units form one interleaved chain of several units; else nothing."""
-    sizes = {plan.units[unit].data_parallel_size for unit in graph.unit_names}
-    if len(graph.units) == 1 or len(sizes) > 1:
+    busy = [unit for unit in graph.unit_names if any(assignment.units[unit])]
+    sizes = {plan.units[unit].data_parallel_size for unit in busy}
+    if len(graph.units) == 1 or len(sizes) != 1:
         return
     chains = [chain_of_replica(graph, plan, assignment, replica) for replica in range(sizes.pop())]
     if any(chain is None for chain in chains):

@@ -1,6 +1,6 @@
 """Interleaved 1F1B of several units that stand in one another's way: one chain of virtual stages on one grid of lanes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from multimodal.schedule.builders.unit_order import Step
 from multimodal.values.assignment import Assignment
@@ -16,11 +16,13 @@ def chain_of_replica(graph: ModelGraph, plan: Plan, assignment: Assignment, repl
     """Return the virtual stages of all units as one chain, if lanes hold them in turn as Megatron deals model chunks; else None.
 
     Position c P + s of the chain is chunk c of lane s of P lanes (Optimus, Appendix B). All units must lie on these lanes
-    together, have the same microbatches in this replica, and more than one chunk in each lane.
+    together, have the same microbatches in this replica, and more than one chunk in each lane. Units without microbatches do
+    not count.
     """
+    units = [name for name in graph.unit_names if assignment.num_microbatches(name, replica)]
     places = [
         (name, stage.index, lanes)
-        for name in graph.unit_names
+        for name in units
         for stage in plan.units[name].replicas[replica].virtual_stages
         for lanes in [plan.lanes_of_stage(name, replica, stage.index)]
     ]
@@ -35,7 +37,7 @@ def chain_of_replica(graph: ModelGraph, plan: Plan, assignment: Assignment, repl
         positions[-1].append((unit, stage))
     num_lanes = len(set(lanes_in_turn))
     is_dealt = lanes_in_turn == lanes_in_turn[:num_lanes] * (len(positions) // num_lanes)
-    if not is_dealt or len(positions) == num_lanes or num_lanes == 1 or not _is_coupled(graph, assignment, replica):
+    if not is_dealt or len(positions) == num_lanes or num_lanes == 1 or not _is_coupled(graph, units, assignment, replica):
         return None
     return tuple(tuple(position) for position in positions)
 
@@ -50,8 +52,8 @@ def chain_actions(
             yield Action(step.kind, unit, replica, stage, step.microbatch)
 
 
-def _is_coupled(graph: ModelGraph, assignment: Assignment, replica: int) -> bool:
+def _is_coupled(graph: ModelGraph, units: Sequence[str], assignment: Assignment, replica: int) -> bool:
     """Whether microbatch k of every unit needs microbatch k of the others, and nothing else."""
-    counts = {assignment.num_microbatches(unit, replica) for unit in graph.unit_names}
+    counts = {assignment.num_microbatches(unit, replica) for unit in units}
     routes = (route for group in assignment.routes(graph).from_source.values() for route in group)
     return len(counts) == 1 and all(route.source[1:] == route.target[1:] for route in routes)
