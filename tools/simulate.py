@@ -49,6 +49,8 @@ from tools.flag_types import Parser, count, counts_by_unit, seed
 
 DEFAULT_MICROBATCHES = 8
 """Per replica of the LLM, where no global batch size is given."""
+DEFAULT_OVERLAPPED_PARTS = 4
+"""Of --tp-comm-overlap, as pretrain_mllm.py has it."""
 MODEL_FLAGS = ("model", "cluster", "plan")
 DATA_FLAGS = (
     "lengths",
@@ -64,6 +66,8 @@ DATA_FLAGS = (
     "recompute_granularity",
     "zero_stage",
     "transformer_impl",
+    "tp_comm_overlap",
+    "tp_comm_overlap_parts",
 )
 
 
@@ -106,7 +110,18 @@ def build_parser() -> Parser:
         choices=ZERO_STAGES,
         help="What replicas share: optimizer state is 1, all is 3 (1; 0 in float64).",
     )
-    data.add_argument("--transformer-impl", choices=get_args(Implementation), help="Whose activations (transformer_engine).")
+    data.add_argument(
+        "--transformer-impl",
+        choices=get_args(Implementation),
+        help="Whose activations (transformer_engine; with --tp-comm-overlap local).",
+    )
+    data.add_argument(
+        "--tp-comm-overlap",
+        action="store_true",
+        default=None,
+        help="Tensor parallel collectives run in parts beside products (local layers).",
+    )
+    data.add_argument("--tp-comm-overlap-parts", type=count, metavar="N", help=f"How many ({DEFAULT_OVERLAPPED_PARTS}).")
     when = parser.add_argument_group("the schedule")
     when.add_argument("--schedule", required=True, choices=BUILDERS, help="Builds the schedule.")
     when.add_argument("--schedule-passes", default="", metavar="A,B", help=f"Rewrite it, in this order: {', '.join(PASSES)}.")
@@ -126,6 +141,16 @@ def check_flags(flags: argparse.Namespace) -> None:
         raise ConfigError(f"{_flag(missing[0])} is missing; give --model, --cluster and --plan, or --costs alone")
     if flags.costs is None and (flags.lengths is None) == (flags.uniform_lengths is None):
         raise ConfigError("give exactly one of --lengths and --uniform-lengths")
+    _check_overlap(flags)
+
+
+def _check_overlap(flags: argparse.Namespace) -> None:
+    if flags.tp_comm_overlap_parts is not None and not flags.tp_comm_overlap:
+        raise ConfigError("--tp-comm-overlap-parts would be ignored without --tp-comm-overlap; add that, or leave it out")
+    if flags.tp_comm_overlap_parts == 1:
+        raise ConfigError("--tp-comm-overlap-parts must be at least 2, found 1; or leave --tp-comm-overlap out")
+    if flags.tp_comm_overlap and flags.transformer_impl == "transformer_engine":
+        raise ConfigError("--tp-comm-overlap cuts the collectives of local layers; use --transformer-impl local, or leave it out")
 
 
 def _flag(name: str) -> str:
@@ -143,6 +168,8 @@ def build_steps(flags: argparse.Namespace) -> Iterator[Step]:
         return
     graph, cluster = ModelGraph.from_file(flags.model), Cluster.from_file(flags.cluster)
     plan = read_plan(flags.plan, graph=graph)
+    if flags.tp_comm_overlap and all(unit.tensor_parallel_size == 1 for unit in plan.units.values()):
+        raise ConfigError(f"--tp-comm-overlap would be ignored: {flags.plan} has tensor parallel size 1 everywhere; leave it out")
     vocab_size = flags.vocab_size or graph.backbone.vocab_size or 50304
     profile = LayerProfile.from_file(flags.layer_costs) if flags.layer_costs else None
     for lengths in global_batches(flags, graph, plan):
@@ -161,7 +188,12 @@ def build_steps(flags: argparse.Namespace) -> Iterator[Step]:
 def run_options(flags: argparse.Namespace, cluster: Cluster) -> RunOptions:
     """How the run computes and keeps things."""
     zero_stage = default_zero_stage(cluster.bytes_per_element) if flags.zero_stage is None else flags.zero_stage
-    return RunOptions(flags.recompute_granularity, zero_stage, transformer_impl=flags.transformer_impl or "transformer_engine")
+    return RunOptions(
+        flags.recompute_granularity,
+        zero_stage,
+        transformer_impl=flags.transformer_impl or ("local" if flags.tp_comm_overlap else "transformer_engine"),
+        num_overlapped_parts=(flags.tp_comm_overlap_parts or DEFAULT_OVERLAPPED_PARTS) if flags.tp_comm_overlap else 1,
+    )
 
 
 def global_batches(flags: argparse.Namespace, graph: ModelGraph, plan: Plan) -> Iterator[tuple[SampleLengths, ...]]:

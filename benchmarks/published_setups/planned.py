@@ -31,15 +31,16 @@ class PaperRequest(PlanningRequest):
     """A request whose layers run as in a paper's system."""
 
     execution: LayerExecution = DEFAULT_EXECUTION
+    num_overlapped_parts: int = 1
 
     @cached_property
     def layer_costs(self) -> LayerCosts:
         """Seconds of single layers."""
-        return replace(super().layer_costs, execution=self.execution)
+        return replace(super().layer_costs, execution=self.execution, num_overlapped_parts=self.num_overlapped_parts)
 
     def run_options(self, **options: Any) -> RunOptions:
         """How such a run computes and keeps things."""
-        return replace(super().run_options(**options), execution=self.execution)
+        return replace(super().run_options(**options), execution=self.execution, num_overlapped_parts=self.num_overlapped_parts)
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class Setup:
     recompute: Recompute | None = None
     execution: LayerExecution = DEFAULT_EXECUTION
     """What the system does in its layers."""
+    num_overlapped_parts: int = 1
+    """Into which it cuts tensor parallel collectives."""
     num_batches: int = 1
 
     def request(self, cluster: Cluster) -> "PaperRequest":
@@ -75,6 +78,7 @@ class Setup:
             fixed_sizes=self.fixed_sizes,
             recompute=self.recompute,
             execution=self.execution,
+            num_overlapped_parts=self.num_overlapped_parts,
         )
 
     def plan(self, cluster: Cluster) -> PlannedRun:

@@ -52,6 +52,10 @@ class ParallelismConfig:
     """Sizes of every unit of the model."""
     sequence_parallel: bool = False
     """Shard norms and dropout over the tensor parallel ranks; needs a unit with tensor parallel size above 1."""
+    tp_comm_overlap: bool = False
+    """Cut the tensor parallel collectives of transformer layers into parts, each of which runs beside the product of another."""
+    tp_comm_overlap_parts: int = field(default=4, metadata={"minimum": 2})
+    """--tp-comm-overlap: how many parts; a microbatch of fewer tokens has fewer."""
     context_parallel_distribution: Literal["lpt", "zigzag", "ring", "random"] = "lpt"
     """How blocks of a microbatch's tokens are dealt to context parallel ranks: by work, or as schemes for causal masks do."""
     context_parallel_block_size: int = field(default=128, metadata=AT_LEAST_ONE)
@@ -62,6 +66,11 @@ class ParallelismConfig:
     """All units share all ranks, each with dp = processes / (tp x cp x pp). Chosen by itself when there is one process."""
     plan: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "FILE.yaml"})
     """A whole plan (unit, replicas, stages, ranks, layers) instead of the size flags."""
+
+    @property
+    def num_overlapped_parts(self) -> int:
+        """Into which tensor parallel collectives are cut; 1: not at all."""
+        return self.tp_comm_overlap_parts if self.tp_comm_overlap else 1
 
     @property
     def shards_weights(self) -> bool:

@@ -69,6 +69,12 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         "only --balance auto predicts steps; choose it or leave it out",
     ),
     IgnoredFlag(
+        "tp_comm_overlap_parts",
+        ("tp_comm_overlap",),
+        lambda c: not c.parallelism.tp_comm_overlap,
+        "tensor parallel collectives are not cut; add --tp-comm-overlap or leave it out",
+    ),
+    IgnoredFlag(
         "num_workers",
         ("lengths_from",),
         lambda c: c.data.lengths_from == "decode",
@@ -190,6 +196,15 @@ RULES: tuple[Rule, ...] = (
         "--attention-backend triton has no float64; use --attention-backend blocks for exact checks",
     ),
     Rule(
+        lambda c: c.parallelism.tp_comm_overlap and c.model.transformer_impl == "transformer_engine",
+        "--tp-comm-overlap cuts the collectives of --transformer-impl local; Transformer Engine's layers have an overlap of "
+        "their own, in user buffers that Braid does not set up; use --transformer-impl local, or leave it out",
+    ),
+    Rule(
+        lambda c: c.parallelism.tp_comm_overlap and c.training.emulate is not None,
+        "--emulate waits as long as its table says, with or without --tp-comm-overlap; leave one of them out",
+    ),
+    Rule(
         lambda c: c.parallelism.shards_weights and c.model.transformer_impl == "transformer_engine",
         "--data-parallel-sharding-strategy optim_grads_params has been tried with --transformer-impl local alone; use that, or "
         "--data-parallel-sharding-strategy optim",
@@ -276,11 +291,12 @@ def check_config(config: RunConfig, *, graph: ModelGraph) -> None:
 
 def check_plan(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> None:
     """Check what depends on the parallel sizes; raises ConfigError."""
-    if config.parallelism.sequence_parallel and all(unit.tensor_parallel_size == 1 for unit in plan.units.values()):
-        raise ConfigError(
-            "--sequence-parallel would be ignored: every unit's tensor parallel size is 1; raise one (such as "
-            "--tensor-model-parallel-size 2) or leave it out"
-        )
+    for name in ("sequence_parallel", "tp_comm_overlap"):
+        if getattr(config.parallelism, name) and all(unit.tensor_parallel_size == 1 for unit in plan.units.values()):
+            raise ConfigError(
+                f"{shown_flag(name)} would be ignored: every unit's tensor parallel size is 1; raise one (such as "
+                "--tensor-model-parallel-size 2) or leave it out"
+            )
     if config.parallelism.shards_weights and all(
         unit.data_parallel_size == unit.context_parallel_size == 1 for unit in plan.units.values()
     ):

@@ -30,6 +30,7 @@ def build_predictor(config: RunConfig, schedules: ScheduleCache, *, vocab_size: 
         zero_stage=0 if training.dtype == "float64" else 1,
         sequence_parallel=config.parallelism.sequence_parallel,
         transformer_impl=config.model.transformer_impl,
+        num_overlapped_parts=config.parallelism.num_overlapped_parts,
     )
     return StepPredictor(schedules, cluster, vocab_size, options)
 

@@ -72,6 +72,7 @@ def prepare_run(config: RunConfig, world: World) -> Run:
         recompute=config.training.recompute_granularity,
         attention_backend=config.model.attention_backend,
         attention_mask=MaskMode(config.model.attention_mask),
+        num_overlapped_parts=config.parallelism.num_overlapped_parts,
     )
     emulation = EmulationTable.from_file(config.training.emulate, plan=plan) if config.training.emulate else None
     timeout = timedelta(minutes=config.training.distributed_timeout_minutes)

@@ -38,7 +38,10 @@ class LayerCosts:
     profile: LayerProfile | None = None
     """Measured curves; layers that it does not list are computed from the cluster's description."""
     execution: LayerExecution = DEFAULT_EXECUTION
-    """How the layers run."""
+    """What published systems do in a layer."""
+    num_overlapped_parts: int = 1
+    """Parts into which a tensor parallel collective and the matrix product beside it are cut: a part travels while another is
+    computed, so that only one of them is waited for (DistTrain's StepCCL, section 6). 1: all of the collective is waited for."""
 
     def __post_init__(self) -> None:
         if self.profile is not None:
@@ -70,7 +73,7 @@ class LayerCosts:
         weight_gradient = prepared.curves.weight_gradient.at(*counted)
         for curve in prepared.repeated:
             input_gradient += curve.at(*counted)
-        forward, input_gradient = forward + prepared.cutting, input_gradient + prepared.cutting
+        forward, input_gradient = forward + prepared.cutting, input_gradient + prepared.cutting_back
         waiting, waiting_back = prepared.waiting(load)
         return LayerSeconds(forward + waiting, input_gradient + waiting_back, weight_gradient, waiting, waiting_back)
 
@@ -116,8 +119,18 @@ class LayerCosts:
             repeated.append(curves.attention)  # once: gathered attention repeats itself, selective or not
         at_exit = leaves_unit(described.role, kind)
         is_cut = tensor_parallel_size > 1 and kind is LayerKind.TRANSFORMER
-        cutting = _constant(curves.weight_gradient) * (self.execution.num_overlapped_parts - 1) if is_cut else 0.0
-        prepared = _Prepared(curves, tuple(repeated), collectives, recompute, at_exit, self.execution, cutting)
+        cutting = _constant(curves.weight_gradient) * (self.num_overlapped_parts - 1) if is_cut else 0.0
+        prepared = _Prepared(
+            curves,
+            tuple(repeated),
+            collectives,
+            recompute,
+            at_exit,
+            self.execution.repeated_collectives,
+            self.num_overlapped_parts,
+            cutting,
+            2 * cutting if recompute == "full" else cutting,
+        )
         self._prepared[unit, kind, tensor_parallel_size, context_parallel_size, recompute, ranks] = prepared
         return prepared
 
@@ -139,9 +152,12 @@ class _Prepared(NamedTuple):
     collectives: LayerCollectives
     recompute: Recompute | None
     at_exit: bool
-    execution: LayerExecution
+    repeated_collectives: float
+    num_parts: int
     cutting: float
-    """Seconds that a pass loses because its products are cut into parts: each pays a small product's constant."""
+    """Seconds that a forward loses because its products are cut into parts: each pays a small product's constant."""
+    cutting_back: float
+    """The same of an input gradient with what it computes again."""
 
     def waiting(self, load: UnitLoad) -> tuple[float, float]:
         """Seconds of waiting for collectives in a forward, and in an input gradient with what it computes again."""
@@ -150,9 +166,9 @@ class _Prepared(NamedTuple):
             num_tokens,
             num_squared,
             products_seconds=self.curves.weight_gradient.at(num_tokens, num_squared),
-            num_parts=self.execution.num_overlapped_parts,
+            num_parts=self.num_parts,
         )
-        again = tensor * self.execution.repeated_collectives if self.recompute == "full" else 0.0
+        again = tensor * self.repeated_collectives if self.recompute == "full" else 0.0
         if not self.collectives.is_spread:
             return tensor, tensor + again
         attention = self.curves.attention.at(num_tokens, num_squared, num_sequences)

@@ -1,4 +1,4 @@
-"""How a system runs the layers of a model, as far as their seconds depend on it."""
+"""How published systems run the layers of a model, as far as their seconds depend on it."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,6 @@ class LayerExecution:
     Only the cost model knows these: they are there to predict what others measured (docs/published.md), not flags of a run.
     """
 
-    num_overlapped_parts: int = 1
-    """Parts into which a tensor parallel collective and the matrix product beside it are cut: a part travels while another is
-    computed, so that only one of them is waited for (DistTrain's StepCCL, section 6; Transformer Engine's overlap). 1: all of
-    the collective is waited for."""
     repeated_collectives: float = 1.0
     """Share of a forward's tensor parallel collectives that full recomputation runs again. PyTorch's non-reentrant checkpointing
     ends as soon as it has all that the backward needs: a layer's last all-reduce is not repeated (0.5), nor, with sequence

@@ -51,7 +51,10 @@ class ModelCosts:
     @cached_property
     def layer_costs(self) -> LayerCosts:
         """Seconds of single layers."""
-        return LayerCosts(self.graph, self.cluster, self.vocab_size, self.profile, self.options.execution)
+        options = self.options
+        return LayerCosts(
+            self.graph, self.cluster, self.vocab_size, self.profile, options.execution, options.num_overlapped_parts
+        )
 
     @cached_property
     def loads(self) -> AssignedLoads:

@@ -17,6 +17,8 @@ class RunOptions:
     sequence_parallel: bool = True
     transformer_impl: Implementation = "transformer_engine"
     """Which layers' activations are counted."""
+    num_overlapped_parts: int = 1
+    """Into which a transformer layer's tensor parallel collectives are cut, as are the products beside them; 1: not at all."""
     execution: LayerExecution = DEFAULT_EXECUTION
     """What published systems do in a layer; not among the flags."""
 

@@ -1,8 +1,10 @@
-"""What published systems do in a layer: collectives beside products, and less of a forward repeated."""
+"""Collectives beside products, and what published systems do in a layer."""
 
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from multimodal.cost.attention_window import AttentionWindow
 from multimodal.cost.layer_collectives import LayerCollectives
@@ -24,8 +26,19 @@ def test_all_but_one_part_of_a_collective_runs_beside_the_products():
     assert waiting(0.0, 4) == pytest.approx(8.0)
 
 
+@given(moving=st.floats(0.0, 10.0), computing=st.floats(0.0, 10.0), num_parts=st.integers(1, 12))
+def test_waiting_is_that_of_parts_that_travel_one_after_another(moving, computing, num_parts):
+    arrived = done = 0.0
+    for _ in range(num_parts):  # DistTrain, Figure 13
+        arrived += moving / num_parts
+        done = max(arrived, done) + computing / num_parts
+    collectives = LayerCollectives(tensor=Quadratic(moving))
+    found = collectives.exposed_tensor(100, 10_000, products_seconds=computing, num_parts=num_parts)
+    assert found == pytest.approx(done - computing, abs=1e-9)
+
+
 def test_overlap_shortens_waiting_and_nothing_else():
-    overlapped = replace(PLAIN, execution=LayerExecution(num_overlapped_parts=4))
+    overlapped = replace(PLAIN, num_overlapped_parts=4)
     plain, found = (costs.seconds("llm", LAYER, LOAD, tensor_parallel_size=2, recompute="full") for costs in (PLAIN, overlapped))
     assert found.forward_waiting < plain.forward_waiting
     assert found.forward - found.forward_waiting == pytest.approx(plain.forward - plain.forward_waiting)
@@ -43,14 +56,19 @@ def test_recomputation_that_ends_early_leaves_the_last_all_reduce_out():
 def test_products_cut_into_parts_pay_their_constant_for_each():
     cluster = replace(CLUSTER, half_efficiency_gflop=0.5)
     whole, cut = (
-        LayerCosts(GRAPH, cluster, 512, execution=LayerExecution(num_overlapped_parts=parts)).seconds(
-            "llm", LAYER, LOAD, tensor_parallel_size=2
-        )
+        LayerCosts(GRAPH, cluster, 512, num_overlapped_parts=parts).seconds("llm", LAYER, LOAD, tensor_parallel_size=2)
         for parts in (1, 4)
     )
     constants = 3 * 4 * 0.5e9 / 50e12
     assert cut.forward - cut.forward_waiting == pytest.approx(whole.forward - whole.forward_waiting + constants)
     assert cut.weight_gradient == whole.weight_gradient
+
+
+def test_a_forward_that_is_repeated_is_cut_again():
+    cluster = replace(CLUSTER, half_efficiency_gflop=0.5)
+    cut = LayerCosts(GRAPH, cluster, 512, num_overlapped_parts=4)
+    plain, repeated = (cut.seconds("llm", LAYER, LOAD, tensor_parallel_size=2, recompute=each) for each in (None, "full"))
+    assert repeated.input_gradient - plain.input_gradient == pytest.approx(plain.forward)
 
 
 @pytest.mark.parametrize("full_share", [0.0, 0.25, 1.0])

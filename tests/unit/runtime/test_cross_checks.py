@@ -55,6 +55,8 @@ IGNORED = [
     ("--no-load-rng", "--no-load-rng would be ignored"),
     ("--timeline-interval 5", "--timeline-interval would be ignored: timelines are drawn into the report"),
     ("--sequence-parallel", "--sequence-parallel would be ignored: every unit's tensor parallel size is 1"),
+    ("--tp-comm-overlap", "--tp-comm-overlap would be ignored: every unit's tensor parallel size is 1"),
+    ("--tp-comm-overlap-parts 2", "--tp-comm-overlap-parts would be ignored: tensor parallel collectives are not cut; add"),
 ]
 
 
@@ -181,6 +183,20 @@ def test_context_parallelism_needs_ranks_to_share_blocks(parse: Parse) -> None:
     found = parse(flags, world_size=4)
     assert found.parallelism.units["language"].context_parallel_size == 2
     assert found.parallelism.context_parallel_distribution == "ring"
+
+
+def test_tensor_parallel_overlap_needs_ranks_and_braid_s_layers(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse("--llm-tp 2", world_size=3).parallelism.num_overlapped_parts == 1
+    assert parse("--llm-tp 2 --tp-comm-overlap", world_size=3).parallelism.num_overlapped_parts == 4
+    line = "--llm-tp 2 --tp-comm-overlap --tp-comm-overlap-parts"
+    assert parse(f"{line} 3", world_size=3).parallelism.num_overlapped_parts == 3
+    with pytest.raises(ConfigError, match="--tp-comm-overlap-parts must be at least 2, found 1"):
+        parse(f"{line} 1", world_size=3)
+    with pytest.raises(ConfigError, match="with or without --tp-comm-overlap; leave one of them out"):
+        parse("--llm-tp 2 --tp-comm-overlap --emulate costs.yaml", world_size=3)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match="layers have an overlap of their own, in user buffers that Braid does not set up"):
+        parse("--llm-tp 2 --tp-comm-overlap --transformer-impl transformer_engine", world_size=3)
 
 
 def test_sharded_weights_need_ranks_that_hold_the_same_ones(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:

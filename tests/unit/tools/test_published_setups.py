@@ -66,11 +66,12 @@ def test_disttrain_s_microbatches_are_whole() -> None:
 def test_a_system_s_way_of_running_layers_reaches_planning_and_prediction() -> None:
     graph = read_model("cornstarch-vlm-s")
     sample = SampleLengths(0, (ItemLengths("vision", 1024, 256),), 512, 512)
-    execution = LayerExecution(num_overlapped_parts=4)
-    setup = Setup("megatron", graph, (sample,), 8, 8, {}, execution=execution)
+    execution = LayerExecution(repeated_collectives=0.5)
+    setup = Setup("megatron", graph, (sample,), 8, 8, {}, execution=execution, num_overlapped_parts=4)
     request = setup.request(read_cluster("a40"))
-    assert request.layer_costs.execution == execution
-    assert request.run_options(recompute=None, transformer_impl="local").execution == execution
+    options = request.run_options(recompute=None, transformer_impl="local")
+    for found in (request.layer_costs, options):
+        assert (found.execution, found.num_overlapped_parts) == (execution, 4)
 
 
 def test_items_are_padded_to_the_longest_of_their_microbatch() -> None:

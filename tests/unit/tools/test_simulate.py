@@ -126,6 +126,13 @@ def test_trace_and_picture_show_the_first_step(flags, tmp_path, capsys):
         (["--uniform-lengths", "llm=64", "--global-batch-size", "0"], "expected a positive integer, found '0'"),
         (["--lengths", "nowhere.csv"], "nowhere.csv: no such file"),
         (["--costs", "costs.yaml"], "--model would be ignored beside --costs"),
+        (["--uniform-lengths", "llm=64", "--tp-comm-overlap"], "plan.yaml has tensor parallel size 1 everywhere; leave it out"),
+        (["--uniform-lengths", "llm=64", "--tp-comm-overlap-parts", "2"], "would be ignored without --tp-comm-overlap"),
+        (["--uniform-lengths", "llm=64", "--tp-comm-overlap", "--tp-comm-overlap-parts", "1"], "must be at least 2, found 1"),
+        (
+            ["--uniform-lengths", "llm=64", "--tp-comm-overlap", "--transformer-impl", "transformer_engine"],
+            "cuts the collectives of local layers; use --transformer-impl local",
+        ),
     ],
 )
 def test_wrong_input_ends_with_one_line(flags, capsys, more, message):
@@ -162,6 +169,20 @@ def test_context_parallel_ranks_share_the_work_of_a_stage(flags, tmp_path, capsy
     assert lanes[0]["peak_activation_bytes"] == pytest.approx(lanes[1]["peak_activation_bytes"], rel=0.05)
     static = [lane["peak_memory_bytes"] - lane["peak_activation_bytes"] for lane in lanes]
     assert static[0] > static[1]
+
+
+def test_overlapped_tensor_parallelism_waits_less_for_more_parts(flags, tmp_path, capsys):
+    units = {name: {**unit, "hidden_size": 2048, "ffn_hidden_size": 8192} for name, unit in MODEL["units"].items()}
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": units}, sort_keys=False))
+    llm = {"tensor_parallel_size": 2, "replicas": [{"stages": [{"ranks": [2, 3], "layers": [[0, 6]]}]}]}
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump({"units": {**PLAN["units"], "llm": llm}}, sort_keys=False))
+    seconds = [
+        simulate(capsys, *flags, "--uniform-lengths", "vision=64,llm=8192", "--transformer-impl", "local", *more, "--json")
+        for more in ([], ["--tp-comm-overlap", "--tp-comm-overlap-parts", "2"], ["--tp-comm-overlap"])
+    ]
+    plain, halves, quarters = (report["iteration_seconds"] for report in seconds)
+    assert plain > halves > quarters
+    assert plain - halves == pytest.approx(2 / 3 * (plain - quarters), rel=0.05), "1/2 and 3/4 are hidden"
 
 
 def test_float64_shares_no_optimizer_state(flags, tmp_path, capsys):
