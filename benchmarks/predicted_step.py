@@ -3,8 +3,8 @@
 The whole way of a person with this machine and the digits model (examples/digits): `tools/profile_layers.py` times its layers,
 `tools/plan.py` plans for two ranks with three planners, `pretrain_mllm.py` trains by each plan on two processes. Then three plans
 for six ranks, which `tools/emulate.py` runs in six processes with timed waits as computations, of a machine that is slower by
-`SLOWDOWN`, as six ranks share the cores here. Before both, three schedules on a single rank, in processor time, which other
-programs disturb least. Printed are predicted and measured seconds of a step and both rankings.
+`SLOWDOWN`, as six ranks share the cores here. Before both, three microbatch sizes on a single rank, in processor time, which
+other programs disturb least. Printed are predicted and measured seconds of a step and both rankings.
 
 Plans take turns, --rounds times. Where other programs use the machine, the steps count during which they took least of it, and
 what they took is printed, too: no prediction knows it. Samples are loaded between steps, by the ranks themselves, since loader
@@ -118,6 +118,14 @@ def call(*command: str | Path) -> str:
     if done.returncode:
         raise RuntimeError(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.stdout
+
+
+def profile(folder: Path) -> Path:
+    """Time the model's layers; the costs file."""
+    costs = folder / "costs.yaml"
+    what = ("--model", MODEL, "--vocab-size", str(VOCAB_SIZE), "--output", costs)
+    call(ROOT / "tools" / "profile_layers.py", *what, *PROFILE)
+    return costs
 
 
 def plan(name: str, how: Sequence[str], *, num_ranks: int, folder: Path, costs: Path) -> Planned:
@@ -288,10 +296,7 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_lengths(folder / "lengths.csv")
-        costs = given.layer_costs.resolve() if given.layer_costs else folder / "costs.yaml"
-        if given.layer_costs is None:
-            what = ("--model", MODEL, "--vocab-size", str(VOCAB_SIZE), "--output", costs)
-            call(ROOT / "tools" / "profile_layers.py", *what, *PROFILE)
+        costs = profile(folder) if given.layer_costs is None else given.layer_costs.resolve()
         if given.only in (None, "alone"):
             found["alone"] = compare_alone(folder, costs, num_steps=given.steps, num_rounds=given.rounds)
         if given.only in (None, "real"):
