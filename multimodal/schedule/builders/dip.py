@@ -66,16 +66,19 @@ def _phases(graph: ModelGraph, assignment: Assignment, *, num_rounds: int) -> Ca
             targets[place].append(route.target)
             sources[route.target].append(place)
     encoders = {unit.name for unit in graph.encoders}
-    for place in places:  # upstream units stand first
+    for place in places:  # upstream units stand first; a unit's forwards go in the order of its microbatches
         if place.unit not in encoders:
-            forward[place] = max([own.get(place, 1), *(forward[source] for source in sources[place] if source in own)])
+            before = (place._replace(microbatch=place.microbatch - 1),) if place.microbatch else ()
+            earlier = (*before, *(source for source in sources[place] if source in own))
+            forward[place] = max([own.get(place, 1), *(forward[each] for each in earlier)])
     for place in reversed(places):
         if place.unit not in encoders:
             backward[place] = max([forward[place], *(backward[target] for target in targets[place])])
     last = PHASES * num_rounds - 1
-    for place in places:
+    for place in reversed(places):
         if place.unit in encoders:
-            forward[place] = min((forward[target] for target in targets[place]), default=1) - 1
+            after = forward.get(place._replace(microbatch=place.microbatch + 1), last)
+            forward[place] = min([after, *(forward[target] - 1 for target in targets[place])])
             backward[place] = max((backward[target] for target in targets[place]), default=last - 1) + 1
 
     def phase(action: Action) -> int:
