@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
@@ -151,7 +151,7 @@ class _Search:
             self._keep(Ranked(run, prediction))
             best = min(each.prediction.iteration_seconds for each in self.ranked) if self.ranked else math.inf
             if self.request.lengths_vary and run.balance == "none" and prediction.iteration_seconds < HOPELESS * best:
-                self.try_run(replace(run, balance=BALANCES[0]))
+                self.try_run(replace(run, balance="disttrain" if has_virtual_stages(run) else "orchmllm"))
 
     def rank_layouts(self) -> None:
         """Simulate the most promising layouts while there is time.
@@ -191,16 +191,24 @@ class _Search:
         Where units share ranks and have equally many replicas, a sample's items can stay with it, and ranks meet in the end only
         (`disttrain`, `entrain`); else units are balanced each by itself and run in phases, so that they meet seldom.
         """
-        balances = BALANCES[:2] if self.request.lengths_vary else ("none",)
-        if shares_ranks(layout):
-            if len({unit.data_parallel_size for unit in layout.plan.units.values()}) == 1:
-                yield from ((layout.schedule, balance) for balance in (BALANCES[1:3] if self.request.lengths_vary else balances))
-            yield self._phased(layout, balances[0]), balances[0]
+        if not self.request.lengths_vary:
+            balances: tuple[str, ...] = ("none",)
+        elif has_virtual_stages(layout):
+            balances = ("disttrain",)  # a chain is interleaved where its units' microbatches hold the same samples
         else:
-            for balance in balances:
-                if not has_virtual_stages(layout):
-                    yield "zb-h1", balance
-                yield layout.schedule, balance
+            balances = ("orchmllm", "disttrain")
+        busy = [unit for name, unit in layout.plan.units.items() if name not in self.request.idle_units]
+        if shares_ranks(busy):
+            if len({unit.data_parallel_size for unit in busy}) == 1:
+                yield from (
+                    (layout.schedule, each) for each in (("disttrain", "entrain") if self.request.lengths_vary else balances)
+                )
+            yield self._phased(layout, balances[0]), balances[0]
+            return
+        for balance in balances:
+            if not has_virtual_stages(layout):
+                yield "zb-h1", balance
+            yield layout.schedule, balance
 
     def _phased(self, layout: PlannedRun, balance: str) -> str:
         """Return the phased schedule with the fewest rounds that fits: the fewer, the less waits, and the more is kept."""
@@ -339,9 +347,9 @@ def _key(run: PlannedRun) -> str:
     return repr((run.plan.units, *how))
 
 
-def shares_ranks(run: PlannedRun) -> bool:
-    """Whether all units lie on the same ranks."""
-    held = [frozenset(unit.ranks) for unit in run.plan.units.values()]
+def shares_ranks(units: Sequence[UnitPlan]) -> bool:
+    """Whether several units lie on the same ranks."""
+    held = [frozenset(unit.ranks) for unit in units]
     return len(held) > 1 and all(ranks == held[0] for ranks in held)
 
 
