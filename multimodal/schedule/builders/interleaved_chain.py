@@ -17,9 +17,9 @@ def chain_of_replica(graph: ModelGraph, plan: Plan, assignment: Assignment, repl
 
     Position c P + s of the chain is chunk c of lane s of P lanes (Optimus, Appendix B). All units must lie on these lanes
     together, have the same microbatches in this replica, and more than one chunk in each lane. Units without microbatches do
-    not count.
+    not count, unless none has any.
     """
-    units = [name for name in graph.unit_names if assignment.num_microbatches(name, replica)]
+    units = [name for name in graph.unit_names if assignment.num_microbatches(name, replica)] or graph.unit_names
     places = [
         (name, stage.index, lanes)
         for name in units
