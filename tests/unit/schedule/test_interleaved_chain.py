@@ -8,7 +8,7 @@ from multimodal.schedule.builders.interleaved_chain import chain_of_replica
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.schedule import ActionKind
-from tests.unit.schedule.schedule_cases import Case, build_graph
+from tests.unit.schedule.schedule_cases import Case, build_case, build_graph
 
 LAYERS = 10
 """Of every unit: an embedding, eight transformer layers, a projector or head."""
@@ -82,3 +82,14 @@ def test_what_is_not_one_chain_is_not_taken_for_one() -> None:
     swapped = in_turn.assignment.units["vision"][0]
     decoupled = Assignment({**in_turn.assignment.units, "vision": ((swapped[1], swapped[0], *swapped[2:]),)})
     assert chain_of_replica(in_turn.graph, in_turn.plan, decoupled, 0) is None
+
+
+def test_a_replica_without_any_microbatch_only_reduces() -> None:
+    case = build_case(
+        build_graph("vision"),
+        {"vision": (2, 1, 1), "llm": (2, 1, 1)},
+        {"vision": [[[0]], []], "llm": [[[0]], []]},
+        colocated=True,
+    )
+    idle = build_schedule(build_interleaved_1f1b, *case).lanes[1]
+    assert {action.kind for action in idle.actions} == {ActionKind.REDUCE_GRADIENTS}
