@@ -188,6 +188,7 @@ def report(planned: Planned) -> dict[str, Any]:
         "micro_batch_size": run.micro_batch_size,
         "recompute_granularity": run.recompute,
         "transformer_impl": run.transformer_impl,
+        "tp_comm_overlap": run.tp_comm_overlap,
         "data_parallel_sharding_strategy": run.sharding,
         "objective_seconds": run.objective_seconds,
         "replica_share": prediction.replica_share,

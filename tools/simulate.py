@@ -31,6 +31,7 @@ from multimodal.cost.table_costs import TableCosts
 from multimodal.cost.table_model import build_table_model
 from multimodal.data.length_table import read_length_table
 from multimodal.data.uniform_lengths import uniform_lengths
+from multimodal.plan.planners.planning_request import OVERLAPPED_PARTS
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.chrome_trace import write_chrome_trace
@@ -49,8 +50,6 @@ from tools.flag_types import Parser, count, counts_by_unit, seed
 
 DEFAULT_MICROBATCHES = 8
 """Per replica of the LLM, where no global batch size is given."""
-DEFAULT_OVERLAPPED_PARTS = 4
-"""Of --tp-comm-overlap, as pretrain_mllm.py has it."""
 MODEL_FLAGS = ("model", "cluster", "plan")
 DATA_FLAGS = (
     "lengths",
@@ -121,7 +120,7 @@ def build_parser() -> Parser:
         default=None,
         help="Tensor parallel collectives run in parts beside products (local layers).",
     )
-    data.add_argument("--tp-comm-overlap-parts", type=count, metavar="N", help=f"How many ({DEFAULT_OVERLAPPED_PARTS}).")
+    data.add_argument("--tp-comm-overlap-parts", type=count, metavar="N", help=f"How many ({OVERLAPPED_PARTS}).")
     when = parser.add_argument_group("the schedule")
     when.add_argument("--schedule", required=True, choices=BUILDERS, help="Builds the schedule.")
     when.add_argument("--schedule-passes", default="", metavar="A,B", help=f"Rewrite it, in this order: {', '.join(PASSES)}.")
@@ -192,7 +191,7 @@ def run_options(flags: argparse.Namespace, cluster: Cluster) -> RunOptions:
         flags.recompute_granularity,
         zero_stage,
         transformer_impl=flags.transformer_impl or ("local" if flags.tp_comm_overlap else "transformer_engine"),
-        num_overlapped_parts=(flags.tp_comm_overlap_parts or DEFAULT_OVERLAPPED_PARTS) if flags.tp_comm_overlap else 1,
+        num_overlapped_parts=(flags.tp_comm_overlap_parts or OVERLAPPED_PARTS) if flags.tp_comm_overlap else 1,
     )
 
 

@@ -226,7 +226,9 @@ class _Search:
         request = replace(self.request, sharding=layout.sharding)
         if not request.allows(schedule):
             return None
-        return replace(layout, schedule=schedule, balance=balance, transformer_impl=request.implementation(schedule))
+        implementation = request.implementation(schedule)
+        overlap = implementation == "local" and has_tensor_parallelism(layout)
+        return replace(layout, schedule=schedule, balance=balance, transformer_impl=implementation, tp_comm_overlap=overlap)
 
     def _seconds(self, share: float) -> float:
         return share * self.request.time_budget_seconds
@@ -236,13 +238,18 @@ class _Search:
         return int(self.request.max_actions * RANKING_SHARE)
 
     def vary_best(self) -> None:
-        """Try balancers, then schedules, on the best layouts, while there is time."""
-        for vary in (self._balances, self._schedules):
+        """Try overlapped tensor parallelism, then balancers, then schedules, on the best layouts, while there is time."""
+        for vary in (self._overlapped, self._balances, self._schedules):
             for each in self.best(NUM_FINALISTS):
                 for run in vary(each.run):
                     if self.time_until(VARIANTS_UNTIL) < 0:
                         return
                     self.try_run(run)
+
+    def _overlapped(self, run: PlannedRun) -> Iterator[PlannedRun]:
+        """Local layers hide tensor parallel collectives, and keep more."""
+        if has_tensor_parallelism(run) and self.request.transformer_impl != "transformer_engine":
+            yield replace(run, transformer_impl="local", tp_comm_overlap=True)
 
     def _balances(self, run: PlannedRun) -> Iterator[PlannedRun]:
         if self.request.lengths_vary:
@@ -343,7 +350,16 @@ class _Search:
 
 
 def _key(run: PlannedRun) -> str:
-    how = run.schedule, run.passes, run.balance, run.micro_batch_size, run.recompute, run.transformer_impl, run.sharding
+    how = (
+        run.schedule,
+        run.passes,
+        run.balance,
+        run.micro_batch_size,
+        run.recompute,
+        run.transformer_impl,
+        run.sharding,
+        run.tp_comm_overlap,
+    )
     return repr((run.plan.units, *how))
 
 
@@ -351,6 +367,11 @@ def shares_ranks(units: Sequence[UnitPlan]) -> bool:
     """Whether several units lie on the same ranks."""
     held = [frozenset(unit.ranks) for unit in units]
     return len(held) > 1 and all(ranks == held[0] for ranks in held)
+
+
+def has_tensor_parallelism(run: PlannedRun) -> bool:
+    """Whether some unit has a tensor parallel size above 1."""
+    return any(unit.tensor_parallel_size > 1 for unit in run.plan.units.values())
 
 
 def has_virtual_stages(run: PlannedRun) -> bool:
@@ -368,6 +389,7 @@ def describe(ranked: Ranked) -> str:
         f"{found.iteration_seconds:.4g} s, MFU {found.mfu:.1%}, {found.peak_memory_bytes / 1e9:.3g} GB, {above:.1%} above ideal "
         f"({bubbles}): {units}; {run.schedule}, --balance {run.balance}, microbatch {run.micro_batch_size}"
         + (f", recomputing {run.recompute}" if run.recompute else "")
+        + (", overlapped tensor parallelism" if run.tp_comm_overlap else "")
         + (", weights sharded" if run.sharding != "optim" else "")
         + (f" (found by {run.planner})" if run.planner != "braid" else "")
     )

@@ -26,6 +26,8 @@ class PlannedRun:
     """None, `selective` or `full`: `--recompute-granularity`."""
     transformer_impl: Implementation = "transformer_engine"
     """Whose layers run: activations differ."""
+    tp_comm_overlap: bool = False
+    """Whether tensor parallel collectives run in parts beside products; of local layers only."""
     sharding: Sharding = "optim"
     """What replicas share: `--data-parallel-sharding-strategy`."""
     objective_seconds: float = field(default=0.0, compare=False)
@@ -47,6 +49,8 @@ class PlannedRun:
             flags.append(f"--schedule-passes {','.join(self.passes)}")
         flags += [f"--balance {self.balance}", f"--micro-batch-size {self.micro_batch_size}"]
         flags.append(f"--transformer-impl {self.transformer_impl}")
+        if self.tp_comm_overlap:
+            flags.append("--tp-comm-overlap")
         if self.recompute:
             flags.append(f"--recompute-granularity {self.recompute}")
         return " ".join(flags)

@@ -34,6 +34,8 @@ LEAST_SHARE_TOKENS = 32 * BLOCK_SIZE
 """Sequences are long where each context parallel rank gets so many tokens: about what a layer's products need to be efficient."""
 Sharding = Literal["optim", "optim_grads_params"]
 """What replicas share: the optimizer's state (ZeRO-1), or gradients and weights as well (ZeRO-3); Megatron's names."""
+OVERLAPPED_PARTS = 4
+"""Of `--tp-comm-overlap`, where a run does not say."""
 SPLIT_SCHEDULES = ("zb-h1", "zb-v")
 """Schedules that split backwards, which only the `local` implementation can do."""
 
@@ -164,11 +166,20 @@ class PlanningRequest:
         return ("gather-parameters", "reduce-by-layer") if self.zero_stage else ("reduce-by-layer",)
 
     def run_options(
-        self, *, recompute: Recompute | None, transformer_impl: Implementation, sharding: Sharding = "optim"
+        self,
+        *,
+        recompute: Recompute | None,
+        transformer_impl: Implementation,
+        sharding: Sharding = "optim",
+        tp_comm_overlap: bool = False,
     ) -> RunOptions:
         """How such a run computes and keeps things."""
-        zero_stage = replace(self, sharding=sharding).zero_stage
-        return RunOptions(recompute, zero_stage, transformer_impl=transformer_impl)
+        return RunOptions(
+            recompute,
+            replace(self, sharding=sharding).zero_stage,
+            transformer_impl=transformer_impl,
+            num_overlapped_parts=OVERLAPPED_PARTS if tp_comm_overlap else 1,
+        )
 
     def fixed(self, unit: str) -> FixedSizes:
         """What is decided of a unit."""

@@ -9,6 +9,7 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.cost.memory import layer_static_bytes
 from multimodal.cost.model_costs import ModelCosts
+from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_costs import ComputeCost, StepCosts, TransferCost
 from multimodal.cost.update_seconds import update_seconds
@@ -315,7 +316,7 @@ def _simulate(
 
 
 def _build(run: PlannedRun, request: PlanningRequest, plan: Plan, assignment: Assignment, *, is_checked: bool) -> Schedule:
-    """Build and lower a schedule. Unchecked, the validator (a third of the time) is left out: only a ranking depends on it."""
+    """Build and lower a schedule; unchecked, without validating it."""
     graph, builder, passes = request.graph, BUILDERS[run.schedule], passes_named(",".join(run.passes))
     if is_checked:
         return build_schedule(builder, graph, plan, assignment, passes=passes)
@@ -325,11 +326,20 @@ def _build(run: PlannedRun, request: PlanningRequest, plan: Plan, assignment: As
     return insert_communication(schedule, graph=graph, plan=plan, assignment=assignment)
 
 
+def _run_options(run: PlannedRun, request: PlanningRequest) -> RunOptions:
+    return request.run_options(
+        recompute=run.recompute,
+        transformer_impl=run.transformer_impl,
+        sharding=run.sharding,
+        tp_comm_overlap=run.tp_comm_overlap,
+    )
+
+
 def _update_seconds(run: PlannedRun, request: PlanningRequest) -> float:
     """Seconds of the optimizer, after what is simulated."""
     return update_seconds(
         StageLayers(request.graph, run.plan, request.vocab_size),
-        options=request.run_options(recompute=run.recompute, transformer_impl=run.transformer_impl, sharding=run.sharding),
+        options=_run_options(run, request),
         cluster=request.cluster,
         profile=request.profile.step if request.profile is not None else None,
     )
@@ -339,7 +349,7 @@ def _step_costs(
     run: PlannedRun, request: PlanningRequest, plan: Plan, assignment: Assignment, lengths: Sequence[SampleLengths]
 ) -> StepCosts:
     def costs_of(each: Plan) -> ModelCosts:
-        options = request.run_options(recompute=run.recompute, transformer_impl=run.transformer_impl, sharding=run.sharding)
+        options = _run_options(run, request)
         return ModelCosts(request.graph, each, assignment, lengths, request.cluster, request.vocab_size, options, request.profile)
 
     if plan is run.plan:
