@@ -19,7 +19,8 @@ def chain_of_replica(graph: ModelGraph, plan: Plan, assignment: Assignment, repl
     together, have the same microbatches in this replica, and more than one chunk in each lane. Units without microbatches do
     not count, unless none has any.
     """
-    units = [name for name in graph.unit_names if assignment.num_microbatches(name, replica)] or graph.unit_names
+    held = [name for name in graph.unit_names if replica < plan.units[name].data_parallel_size]
+    units = [name for name in held if assignment.num_microbatches(name, replica)] or held
     places = [
         (name, stage.index, lanes)
         for name in units
