@@ -131,7 +131,7 @@ def measure(*, rank: int) -> list[dict[str, float]]:
         overlapped_product._reduce_scatter = device.hold(scatter, lambda share, product: share)
         overlapped_product._multiply = device.lengthen(multiply, lambda blocks, matrix: len(blocks) * blocks.shape[1])
         overlapped_linear._weight_gradients = device.lengthen(weight_gradients, lambda queue, inputs, *others: len(inputs))
-        collectives = LayerCollectives(tensor=Quadratic(2 * seconds))
+        collectives = LayerCollectives(tensor=Quadratic(0.0, 2 * seconds / NUM_ROWS))
         for num_parts in NUM_PARTS:
             products = 2 * PRODUCT_SECONDS
             waiting = collectives.exposed_tensor(NUM_ROWS, 0, products_seconds=products, num_parts=num_parts)

@@ -31,10 +31,10 @@ class LayerCollectives(NamedTuple):
     def exposed_tensor(self, num_tokens: int, num_squared: int, *, products_seconds: float, num_parts: int) -> float:
         """Seconds that a pass waits for tensor parallel collectives cut into parts, as are the products beside them.
 
-        The first part is waited for, and what outlasts the products; with one part, everything. products_seconds: of the matrix
-        products of the pass.
+        The first part is waited for, and what outlasts the products; with one part, everything. Every part pays the latency of a
+        collective. products_seconds: of the matrix products of the pass.
         """
-        moving = self.tensor.at(num_tokens, num_squared)
+        moving = self.tensor.at(num_tokens, num_squared) + (num_parts - 1) * self.tensor.constant
         return _beside(moving, products_seconds, num_parts) + moving / num_parts
 
     def exposed_gathering(self, num_tokens: int, num_squared: int, *, attention_seconds: float) -> float:

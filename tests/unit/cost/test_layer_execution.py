@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multimodal.cost.attention_window import AttentionWindow
+from multimodal.cost.cluster import NodeLink
 from multimodal.cost.layer_collectives import LayerCollectives
 from multimodal.cost.layer_costs import LayerCosts
 from multimodal.cost.layer_execution import LayerExecution
@@ -32,14 +33,25 @@ def test_waiting_is_that_of_parts_that_travel_one_after_another(moving, computin
     for _ in range(num_parts):  # DistTrain, Figure 13
         arrived += moving / num_parts
         done = max(arrived, done) + computing / num_parts
-    collectives = LayerCollectives(tensor=Quadratic(moving))
+    collectives = LayerCollectives(tensor=Quadratic(0.0, moving / 100))
     found = collectives.exposed_tensor(100, 10_000, products_seconds=computing, num_parts=num_parts)
     assert found == pytest.approx(done - computing, abs=1e-9)
 
 
+def test_every_part_pays_the_latency():
+    collectives = LayerCollectives(tensor=Quadratic(0.5, 0.08))
+    assert collectives.exposed_tensor(100, 10_000, products_seconds=20.0, num_parts=4) == pytest.approx((8.0 + 4 * 0.5) / 4)
+    assert collectives.exposed_tensor(100, 10_000, products_seconds=0.0, num_parts=4) == pytest.approx(8.0 + 4 * 0.5)
+
+
 def test_overlap_shortens_waiting_and_nothing_else():
-    overlapped = replace(PLAIN, num_overlapped_parts=4)
-    plain, found = (costs.seconds("llm", LAYER, LOAD, tensor_parallel_size=2, recompute="full") for costs in (PLAIN, overlapped))
+    cluster = replace(CLUSTER, intra_node=NodeLink(100.0, latency_us=0.0))
+    plain, found = (
+        LayerCosts(GRAPH, cluster, 512, num_overlapped_parts=parts).seconds(
+            "llm", LAYER, LOAD, tensor_parallel_size=2, recompute="full"
+        )
+        for parts in (1, 4)
+    )
     assert found.forward_waiting < plain.forward_waiting
     assert found.forward - found.forward_waiting == pytest.approx(plain.forward - plain.forward_waiting)
     assert found.input_gradient_waiting == pytest.approx(2 * found.forward_waiting)
