@@ -12,7 +12,7 @@ from multimodal.plan.planners.disttrain import build_candidate, build_problem
 from multimodal.plan.planners.layer_times import PlanningTimes
 from multimodal.plan.planners.length_spread import LengthSpread
 from multimodal.plan.planners.megatron import even_layout
-from multimodal.plan.planners.megatron_balanced import build_run, grid_fits, grid_seconds, list_grids
+from multimodal.plan.planners.megatron_balanced import Grid, build_run, even_grid, grid_fits, grid_seconds, list_grids
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.partition_layers import partition_unit
 from multimodal.plan.planners.planned_run import PlannedRun
@@ -29,8 +29,14 @@ SLACK = 1.2
 KIND_SLACK = 1.5
 """Kinds whose best estimate is above this factor of the best of all are left out; estimates compare badly between kinds."""
 MOST_PER_KIND = 8
+MOST_KINDS_OF_RANGES = 5
+"""Grids with so many ranges per stage or more are of one kind."""
+LAYERS_PER_RANGE = (1, 2, 3)
+"""Of chains over a grid: equal ranges keep an interleaved pipeline from waiting."""
 EFFICIENT_TOKENS = 8_192
 """Of a microbatch."""
+FILLING_MICROBATCHES = 8
+"""With so many for every GPU, a pipeline is mostly full."""
 NUM_PROMISING_SIZES = 2
 """Microbatch sizes at which recomputation and sharded weights are tried, too."""
 
@@ -70,9 +76,11 @@ def best_layouts(request: PlanningRequest, *, deadline: float = math.inf) -> lis
 
 
 def _efficient_first(request: PlanningRequest, sizes: Sequence[int]) -> list[int]:
-    """Sort microbatch sizes by how near their tokens are to what makes layers efficient."""
+    """Sort microbatch sizes by how near their tokens are to what makes layers efficient, or still fills pipelines."""
     longest = max(loads[0] for loads in request.mean_loads.values()) or 1.0
-    return sorted(sizes, key=lambda size: abs(math.log2(size * longest / EFFICIENT_TOKENS)))
+    of_gpu = request.global_batch_size * longest / request.num_gpus
+    wanted = min(EFFICIENT_TOKENS, of_gpu / FILLING_MICROBATCHES)
+    return sorted(sizes, key=lambda size: abs(math.log2(size * longest / wanted)))
 
 
 def _best_first(best: Mapping[int, float]) -> list[int]:
@@ -98,24 +106,32 @@ def _kinds(request: PlanningRequest) -> Iterator[list[PlannedRun]]:
 def _grids(
     request: PlanningRequest, times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread
 ) -> list[list[PlannedRun]]:
-    """The best grids for each number of virtual stages; none where units cannot share tp and dp."""
+    """The best grids for each number of virtual stages, as cut and with even lanes; none where units cannot share tp and dp."""
     try:
-        scored = sorted(
-            ((grid_seconds(request, grid, spread=spread), index, grid) for index, grid in enumerate(list_grids(request, times))),
-            key=lambda entry: entry[:2],
-        )
+        grids = list(list_grids(request, times, layers_per_range=LAYERS_PER_RANGE))
     except PlanError:
         return []
-    found: dict[int, list[PlannedRun]] = {}
-    least: dict[int, float] = {}
-    for seconds, _, grid in scored:
-        kept = found.setdefault(grid.virtual_stages, [])
-        if len(kept) >= MOST_PER_KIND // 2 or seconds > SLACK * least.get(grid.virtual_stages, seconds):
-            continue
-        if grid_fits(request, memory, grid):
-            least.setdefault(grid.virtual_stages, seconds)
-            kept.append(build_run(request, grid, planner="braid", seconds=seconds, started=time.perf_counter()))
-    return list(found.values())
+    kinds: dict[int, list[tuple[float, Grid]]] = {}
+    scored = ((grid_seconds(request, grid, spread=spread), index, grid) for index, grid in enumerate(grids))
+    for seconds, _, grid in sorted(scored, key=lambda entry: entry[:2]):
+        kept = kinds.setdefault(min(grid.virtual_stages, MOST_KINDS_OF_RANGES), [])
+        is_near = not kept or seconds <= SLACK * kept[0][0]
+        if len(kept) < MOST_PER_KIND // 2 and is_near and grid_fits(request, memory, grid):
+            kept.append((seconds, grid))
+    evened = [_evened(request, times, memory, spread, kept) for kept in kinds.values()]
+    return [
+        [build_run(request, grid, planner="braid", seconds=seconds, started=time.perf_counter()) for seconds, grid in kept]
+        for kept in (*kinds.values(), *evened)
+    ]
+
+
+def _evened(
+    request: PlanningRequest, times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread, kept: list[tuple[float, Grid]]
+) -> list[tuple[float, Grid]]:
+    """The grids that can be evened out, with even lanes."""
+    evened = [even_grid(request, times, grid) for _, grid in kept]
+    changed = [each for each, (_, grid) in zip(evened, kept, strict=True) if each != grid and grid_fits(request, memory, each)]
+    return sorted(((grid_seconds(request, each, spread=spread), each) for each in changed), key=lambda entry: entry[0])
 
 
 def _virtual_stages(request: PlanningRequest) -> Sequence[int]:

@@ -10,7 +10,7 @@ from multimodal.plan.planners.infeasible import infeasible
 from multimodal.plan.planners.layer_times import PlanningTimes
 from multimodal.plan.planners.length_spread import LengthSpread
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.partition_layers import Range, partition_layers, unit_pieces
+from multimodal.plan.planners.partition_layers import Range, even_out_lanes, partition_layers, unit_pieces
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.shared_grid import (
@@ -89,8 +89,11 @@ def _num_gpus(grid: Grid) -> int:
     return grid.num_stages * layout.ranks_per_stage * layout.data_parallel_size
 
 
-def list_grids(request: PlanningRequest, times: PlanningTimes) -> Iterator[Grid]:
-    """Yield the grid of every tp, cp, dp, pp and V."""
+def list_grids(request: PlanningRequest, times: PlanningTimes, *, layers_per_range: Sequence[int] = ()) -> Iterator[Grid]:
+    """Yield the grid of every tp, cp, dp, pp and V.
+
+    layers_per_range: V that make ranges of about so many layers are tried, too, unless V is fixed.
+    """
     names, size = request.graph.unit_names, request.default_micro_batch_size
     backbone = request.fixed(request.graph.backbone.name)
     chunks = (backbone.virtual_stages,) if backbone.virtual_stages else VIRTUAL_STAGES
@@ -101,13 +104,27 @@ def list_grids(request: PlanningRequest, times: PlanningTimes) -> Iterator[Grid]
         most_stages = min(len(pieces), request.num_gpus // (tensor * context))
         stages = (backbone.pipeline_parallel_size,) if backbone.pipeline_parallel_size else range(1, most_stages + 1)
         for num_stages in stages:
-            for virtual_stages in chunks:
+            finer = () if backbone.virtual_stages else (len(pieces) // (num_stages * layers) for layers in layers_per_range)
+            for virtual_stages in sorted({*chunks, *finer} - {0}):
                 if num_stages * virtual_stages > len(pieces) or (num_stages == 1 and virtual_stages > 1):
                     continue
-                grid = build_grid(pieces, num_stages=num_stages, virtual_stages=virtual_stages, tensor=tensor, context=context)
+                cuts = partition_layers([seconds for _, _, seconds in pieces], num_stages=num_stages * virtual_stages)
+                grid = build_grid(pieces, cuts, num_stages=num_stages, tensor=tensor, context=context)
                 replica = num_stages * tensor * context
                 for data in largest_fitting(data_sizes, gpus_per_replica=replica, num_gpus=request.num_gpus):
                     yield grid.with_replicas(data)
+
+
+def even_grid(request: PlanningRequest, times: PlanningTimes, grid: Grid) -> Grid:
+    """Return the grid with evened out lanes (`even_out_lanes`)."""
+    layout = next(iter(grid.layouts.values()))
+    tensor, context = layout.tensor_parallel_size, layout.context_parallel_size
+    pieces = chain_pieces(request, times, tensor=tensor, context=context, num_samples=request.default_micro_batch_size)
+    seconds = [each for _, _, each in pieces]
+    cuts = partition_layers(seconds, num_stages=grid.num_stages * grid.virtual_stages)
+    evened = even_out_lanes(seconds, cuts, num_lanes=grid.num_stages)
+    found = build_grid(pieces, evened, num_stages=grid.num_stages, tensor=tensor, context=context)
+    return found.with_replicas(layout.data_parallel_size)
 
 
 Piece = tuple[str, Range, float]
@@ -127,9 +144,8 @@ def chain_pieces(
     return tuple(found)
 
 
-def build_grid(pieces: Sequence[Piece], *, num_stages: int, virtual_stages: int, tensor: int, context: int) -> Grid:
+def build_grid(pieces: Sequence[Piece], cuts: Sequence[Range], *, num_stages: int, tensor: int, context: int) -> Grid:
     """Cut the chain into virtual stages and deal them to the grid's stages in turn; one replica."""
-    cuts = partition_layers([seconds for _, _, seconds in pieces], num_stages=num_stages * virtual_stages)
     held: dict[str, dict[int, list[Range]]] = {}
     stage_seconds = [0.0] * num_stages
     for position, (first, end) in enumerate(cuts):
@@ -143,7 +159,7 @@ def build_grid(pieces: Sequence[Piece], *, num_stages: int, virtual_stages: int,
                 ranges.append((start, stop))
     frozen = {unit: {stage: tuple(ranges) for stage, ranges in stages.items()} for unit, stages in held.items()}
     layouts = {unit: UnitLayout(tensor, 1, tuple(stages.values()), context) for unit, stages in frozen.items()}
-    return Grid(num_stages, frozen, layouts, tuple(stage_seconds), virtual_stages)
+    return Grid(num_stages, frozen, layouts, tuple(stage_seconds), len(cuts) // num_stages)
 
 
 def grid_seconds(request: PlanningRequest, grid: Grid, *, spread: LengthSpread | None = None) -> float:
