@@ -45,6 +45,7 @@ def gradient_cases(draw: st.DrawFn) -> GradientCase:
         attention_backend=draw(st.sampled_from(["auto", "blocks"])),
         distribution=draw(st.sampled_from(list(TokenDistribution))),
         block_size=draw(st.sampled_from([4, 8, 128])),
+        num_overlapped_parts=draw(st.sampled_from([1, 3])),
     )
 
 
