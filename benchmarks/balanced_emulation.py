@@ -31,7 +31,6 @@ from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.model_costs import ModelCosts
-from multimodal.values.length_batches import draw_length_batches
 from multimodal.data.length_table import read_length_table
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
@@ -39,6 +38,7 @@ from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.schedule_cache import ScheduleCache
 from multimodal.schedule.simulate import simulate_schedule
+from multimodal.values.length_batches import draw_length_batches
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
 

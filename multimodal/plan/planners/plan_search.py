@@ -1,0 +1,273 @@
+"""What `braid` has simulated so far, and what it tries next."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import fmean
+
+from multimodal.balance import BALANCERS
+from multimodal.plan.planners.infeasible import infeasible
+from multimodal.plan.planners.layout_search import best_layouts
+from multimodal.plan.planners.plan_run import plan_run
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import LARGEST_CONTEXT_PARALLEL, PlanningRequest
+from multimodal.plan.planners.ranked_run import Ranked, has_tensor_parallelism, has_virtual_stages, run_key, shares_ranks
+from multimodal.plan.planners.simulate_run import predict_run
+from multimodal.schedule.builders import DIP_ROUNDS
+from multimodal.values.errors import BraidError
+
+Planner = Callable[[PlanningRequest], PlannedRun]
+PHASED = ("dip", *(f"dip-{rounds}" for rounds in DIP_ROUNDS))
+"""Tried where units share ranks."""
+SCHEDULES, VIRTUAL_SCHEDULES = ("zb-h1", "1f1b", "eager-1f1b", *PHASED), ("interleaved-1f1b", "zb-h1", "breadth-first")
+"""Tried on the best layouts besides the schedule that they come with."""
+BALANCES = tuple(name for name in ("orchmllm", "disttrain", "entrain", "none") if name in BALANCERS)
+"""Tried on the best layouts; all are what --balance auto chooses from."""
+RANKING_SHARE = 0.1
+"""Of `max_actions`: how large a simulation may be that only ranks."""
+RANKING_FILLING = 2.0
+"""How often such a simulation fills the pipelines at least."""
+PROMISING = 1.25
+"""Another planner's plan that is ranked at most so many times behind the best one is judged in any case."""
+HOPELESS = 2.0
+"""One so many times behind is not tried with another balancer."""
+LAYOUTS_UNTIL, VARIANTS_UNTIL = 0.55, 0.75
+"""Shares of the time budget after which no further layout, and no further variant of the best ones, is simulated."""
+NUM_FINALISTS = 4
+MOST_JUDGED = 12
+"""However late it is."""
+Form = tuple[str, str]
+"""A schedule and a balancer."""
+
+
+class PlanSearch:
+    """What has been simulated so far."""
+
+    def __init__(self, request: PlanningRequest, *, began: float) -> None:
+        self.others_request = request
+        self.request = replace(request, most_context_parallel=max(request.most_context_parallel, LARGEST_CONTEXT_PARALLEL))
+        self.began = began
+        self.ranked: list[Ranked] = []
+        self.others: list[tuple[float, Planner]] = []
+        self.final: list[Ranked] = []
+        self.judged: set[str] = set()
+        self.seen: dict[str, Ranked | None] = {}
+        self.num_estimated = 0
+
+    def time_until(self, share: float) -> float:
+        """Seconds until so much of the time budget is used."""
+        return self.began + share * self.request.time_budget_seconds - time.process_time()
+
+    def rank_others(self, planners: Sequence[Planner]) -> None:
+        """Simulate the other planners' plans, and balanced ones where they do not balance.
+
+        Each plans with less memory, and at last with recomputation, while its plan does not fit (`plan_run`). What a planner
+        cannot plan it leaves out.
+        """
+        for planner in planners:
+            try:
+                run, prediction = plan_run(
+                    planner,
+                    self.others_request,
+                    max_actions=self._ranking_actions // 3,
+                    filling=RANKING_FILLING,
+                    is_checked=False,
+                )
+            except BraidError:
+                continue
+            self.others.append((prediction.iteration_seconds, planner))
+            self._keep(Ranked(run, prediction))
+            best = min(each.prediction.iteration_seconds for each in self.ranked) if self.ranked else math.inf
+            if self.request.lengths_vary and run.balance == "none" and prediction.iteration_seconds < HOPELESS * best:
+                self.try_run(replace(run, balance="disttrain" if has_virtual_stages(run) else "orchmllm"))
+
+    def rank_layouts(self) -> None:
+        """Simulate the most promising layouts while there is time.
+
+        A kind's estimates are corrected by the mean ratio of its simulations to them, those of a kind that has not been simulated
+        by the smallest such ratio of any kind.
+        """
+        kinds = best_layouts(self.request, deadline=self.began + self._seconds(0.3))
+        self.num_estimated = sum(map(len, kinds))
+        position = dict.fromkeys(range(len(kinds)), 0)
+        ratios: dict[int, list[float]] = {}
+        forms: dict[int, Form] = {}
+        while position and self.time_until(LAYOUTS_UNTIL) > 0:
+            least = min((min(found) for found in ratios.values()), default=1.0)
+            expected = {
+                index: kinds[index][place].objective_seconds * (fmean(ratios[index]) if index in ratios else least)
+                for index, place in position.items()
+            }
+            index = min(position, key=lambda each: (expected[each], each))
+            layout = kinds[index][position[index]]
+            ranked = self._try_layout(layout, forms.get(index))
+            if ranked:
+                forms[index] = ranked.run.schedule, ranked.run.balance
+                ratios.setdefault(index, []).append(ranked.prediction.iteration_seconds / layout.objective_seconds)
+            position[index] += 1
+            if position[index] == len(kinds[index]):
+                del position[index]
+
+    def _try_layout(self, layout: PlannedRun, form: Form | None) -> Ranked | None:
+        """Rank a layout with a form, or with each that suits it; return the best."""
+        runs = map(partial(self._formed, layout), self._forms(layout) if form is None else (form,))
+        return min(filter(None, map(self.try_run, filter(None, runs))), key=lambda each: each.key, default=None)
+
+    def _forms(self, layout: PlannedRun) -> Iterator[Form]:
+        """Schedules and balancers to try on the first layout of a kind; the best of them is what the others of the kind get.
+
+        Where units share ranks and have equally many replicas, a sample's items can stay with it, and ranks meet in the end only
+        (`disttrain`, `entrain`); else units are balanced each by itself and run in phases, so that they meet seldom.
+        """
+        if not self.request.lengths_vary:
+            balances: tuple[str, ...] = ("none",)
+        elif has_virtual_stages(layout):
+            balances = ("disttrain",)  # a chain is interleaved where its units' microbatches hold the same samples
+        else:
+            balances = ("orchmllm", "disttrain")
+        busy = [unit for name, unit in layout.plan.units.items() if name not in self.request.idle_units]
+        if shares_ranks(busy):
+            if len({unit.data_parallel_size for unit in busy}) == 1:
+                yield from (
+                    (layout.schedule, each) for each in (("disttrain", "entrain") if self.request.lengths_vary else balances)
+                )
+            yield self._phased(layout, balances[0]), balances[0]
+            return
+        for balance in balances:
+            if not has_virtual_stages(layout):
+                yield "zb-h1", balance
+            yield layout.schedule, balance
+
+    def _phased(self, layout: PlannedRun, balance: str) -> str:
+        """Return the phased schedule with the fewest rounds that fits: the fewer, the less waits, and the more is kept."""
+        if self._fits(layout, (PHASED[-1], balance)):
+            return next((name for name in PHASED if self._fits(layout, (name, balance))), PHASED[-1])
+        return PHASED[-1]
+
+    def _fits(self, layout: PlannedRun, form: Form) -> bool:
+        run = self._formed(layout, form)
+        return run is not None and self.try_run(run) is not None
+
+    def _formed(self, layout: PlannedRun, form: Form) -> PlannedRun | None:
+        """Give a run a schedule, what can run it, and a balancer; None where the person's implementation cannot."""
+        schedule, balance = form
+        request = replace(self.request, sharding=layout.sharding)
+        if not request.allows(schedule):
+            return None
+        implementation = request.implementation(schedule)
+        overlap = implementation == "local" and has_tensor_parallelism(layout)
+        return replace(layout, schedule=schedule, balance=balance, transformer_impl=implementation, tp_comm_overlap=overlap)
+
+    def _seconds(self, share: float) -> float:
+        return share * self.request.time_budget_seconds
+
+    @property
+    def _ranking_actions(self) -> int:
+        return int(self.request.max_actions * RANKING_SHARE)
+
+    def vary_best(self) -> None:
+        """Try overlapped tensor parallelism, then balancers, then schedules, on the best layouts, while there is time."""
+        for vary in (self._overlapped, self._balances, self._schedules):
+            for each in self.best(NUM_FINALISTS):
+                for run in vary(each.run):
+                    if self.time_until(VARIANTS_UNTIL) < 0:
+                        return
+                    self.try_run(run)
+
+    def _overlapped(self, run: PlannedRun) -> Iterator[PlannedRun]:
+        """Local layers hide tensor parallel collectives, and keep more."""
+        if has_tensor_parallelism(run) and self.request.transformer_impl != "transformer_engine":
+            yield replace(run, transformer_impl="local", tp_comm_overlap=True)
+
+    def _balances(self, run: PlannedRun) -> Iterator[PlannedRun]:
+        if self.request.lengths_vary:
+            yield from (replace(run, balance=name) for name in BALANCES if name != run.balance)
+
+    def _schedules(self, run: PlannedRun) -> Iterator[PlannedRun]:
+        names = VIRTUAL_SCHEDULES if has_virtual_stages(run) else SCHEDULES
+        others = (self._formed(run, (name, run.balance)) for name in names if name != run.schedule)
+        yield from filter(None, others)
+
+    def try_run(self, run: PlannedRun) -> Ranked | None:
+        """Simulate a part of the batch; None where it does not fit the memory, or the schedule not the layout."""
+        key = run_key(run)
+        if key not in self.seen:
+            try:
+                prediction = predict_run(
+                    run, self.request, max_actions=self._ranking_actions, filling=RANKING_FILLING, is_checked=False
+                )
+            except BraidError:
+                self.seen[key] = None
+            else:
+                self._keep(Ranked(run, prediction))
+        return self.seen[key]
+
+    def _keep(self, ranked: Ranked) -> None:
+        fits = ranked.prediction.peak_memory_bytes <= self.request.memory_bytes
+        self.seen[run_key(ranked.run)] = ranked if fits else None
+        if fits:
+            self.ranked.append(ranked)
+
+    def best(self, count: int) -> list[Ranked]:
+        """Return the best runs of those simulated so far."""
+        return sorted(self.ranked, key=lambda each: each.key)[:count]
+
+    def choose(self) -> Ranked:
+        """Judge the best as every planner's plan is judged in the end, and return the best plan of all that fit.
+
+        At least one is judged, then promising plans of other planners, then more of the search while one more can be expected to
+        be done in time, or none has fitted.
+        """
+        self._judge_next()
+        least = min((each.prediction.iteration_seconds for each in self.ranked), default=math.inf)
+        for seconds, planner in sorted(self.others, key=lambda entry: entry[0]):
+            if self.final and seconds > PROMISING * least:
+                break
+            self._judge_planner(planner)
+        slowest = 0.0
+        while not self.final or self._is_undecided() or self.time_until(1.0) > slowest:
+            began = time.process_time()
+            if not self._judge_next():
+                break
+            slowest = max(slowest, time.process_time() - began)
+        if not self.final:
+            raise infeasible(self.request, planner="braid")
+        return min(self.final, key=lambda each: each.key)
+
+    def _is_undecided(self) -> bool:
+        """Whether the best plan so far is clearly behind what the next one was ranked at."""
+        waiting = [each.prediction.iteration_seconds for each in self.ranked if run_key(each.run) not in self.judged]
+        best = min((each.prediction.iteration_seconds for each in self.final), default=math.inf)
+        return bool(waiting) and len(self.judged) < MOST_JUDGED and best > PROMISING * min(waiting)
+
+    def _judge_next(self) -> bool:
+        """Judge the best of the search that has not been; False where none is left."""
+        for ranked in self.best(len(self.ranked)):
+            if run_key(ranked.run) not in self.judged:
+                self.judged.add(run_key(ranked.run))
+                self._judge(ranked)
+                return True
+        return False
+
+    def _judge_planner(self, planner: Planner) -> None:
+        try:
+            run, prediction = plan_run(
+                planner, self.others_request, max_actions=self.request.max_actions, num_batches=self.request.num_batches
+            )
+        except BraidError:
+            return
+        if run_key(run) not in self.judged:
+            self.judged.add(run_key(run))
+            self.final.append(Ranked(run, prediction))
+
+    def _judge(self, ranked: Ranked) -> None:
+        try:
+            prediction = predict_run(
+                ranked.run, self.request, max_actions=self.request.max_actions, num_batches=self.request.num_batches
+            )
+        except BraidError:
+            return
+        if prediction.peak_memory_bytes <= self.request.memory_bytes:
+            self.final.append(Ranked(ranked.run, prediction))
