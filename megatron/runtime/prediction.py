@@ -25,9 +25,10 @@ def build_predictor(config: RunConfig, schedules: ScheduleCache, *, vocab_size: 
     """Predict steps as `schedules` would run them on --cluster; raises ConfigError when that cannot be read."""
     training = config.training
     cluster = Cluster.from_file(training.cluster) if training.cluster else assumed_cluster()
+    default_stage = 0 if training.dtype == "float64" else 1
     options = RunOptions(
         recompute=training.recompute_granularity,
-        zero_stage=0 if training.dtype == "float64" else 1,
+        zero_stage=3 if config.parallelism.shards_weights else default_stage,
         sequence_parallel=config.parallelism.sequence_parallel,
         transformer_impl=config.model.transformer_impl,
         num_overlapped_parts=config.parallelism.num_overlapped_parts,
