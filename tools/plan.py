@@ -65,9 +65,9 @@ def build_parser() -> Parser:
     data = parser.add_argument_group("the data")
     data.add_argument("--global-batch-size", type=count, required=True, metavar="B", help="Samples per step.")
     data.add_argument("--micro-batch-size", type=count, metavar="N", help="Samples per LLM microbatch (1; braid searches).")
-    data.add_argument("--lengths", type=Path, metavar="L.csv.gz", help="Lengths of real samples, taken in the file's order.")
+    data.add_argument("--lengths", type=Path, metavar="L.csv.gz", help="Lengths of real samples, drawn at random.")
     data.add_argument("--uniform-lengths", type=counts_by_unit, metavar="UNIT=TOKENS,...", help="One length for all samples.")
-    data.add_argument("--num-iterations", type=count, default=1, metavar="N", help="Global batches that predictions average (1).")
+    data.add_argument("--num-iterations", type=count, default=2, metavar="N", help="Global batches that predictions average (2).")
     how = parser.add_argument_group("how to plan")
     how.add_argument("--planner", choices=PLANNERS, default="braid", help="Finds the plan (braid).")
     how.add_argument("--compare", type=_names, default=(), metavar="P1,P2,...", help="Show these planners' plans beside it.")
@@ -165,7 +165,7 @@ def plan(name: str, request: PlanningRequest, flags: argparse.Namespace) -> Plan
     """Let one planner plan; raises PlanError."""
     max_actions = None if flags.simulate_all else request.max_actions
     search = plan_per_gpu if flags.prefer == "per-gpu" else plan_run
-    return Planned(*search(PLANNERS[name], request, max_actions=max_actions, num_batches=request.num_batches))
+    return Planned(*search(PLANNERS[name], request, max_actions=max_actions))
 
 
 def report(planned: Planned) -> dict[str, Any]:
@@ -295,7 +295,7 @@ def simulate_flags(flags: argparse.Namespace, request: PlanningRequest, run: Pla
     if flags.freeze or flags.freeze_projector:
         return ""
     data = (
-        f"--lengths {flags.lengths} --seed {SEED}"
+        f"--lengths {flags.lengths} --seed {SEED} --num-iterations {flags.num_iterations}"
         if flags.lengths
         else "--uniform-lengths " + ",".join(f"{unit}={count}" for unit, count in flags.uniform_lengths.items())
     )

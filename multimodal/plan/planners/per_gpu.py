@@ -14,7 +14,7 @@ NUM_STEPS = 8
 
 
 def plan_per_gpu(
-    planner: Callable[[PlanningRequest], PlannedRun], request: PlanningRequest, *, max_actions: int | None, num_batches: int = 1
+    planner: Callable[[PlanningRequest], PlannedRun], request: PlanningRequest, *, max_actions: int | None
 ) -> tuple[PlannedRun, Prediction]:
     """Plan for 8/8, 7/8, ... 1/8 of the GPUs, and return the plan with most tokens per second and GPU.
 
@@ -29,7 +29,7 @@ def plan_per_gpu(
     for size in sizes:
         smaller = replace(request, num_gpus=size, time_budget_seconds=budget)
         try:
-            run, prediction = plan_run(planner, smaller, max_actions=max_actions, num_batches=num_batches)
+            run, prediction = plan_run(planner, smaller, max_actions=max_actions)
         except PlanError as found:
             problem = problem or found
             break

@@ -25,7 +25,7 @@ def plan_run(
     request: PlanningRequest,
     *,
     max_actions: int | None,
-    num_batches: int = 1,
+    num_batches: int | None = None,
     filling: float = FILLING,
     is_checked: bool = True,
 ) -> tuple[PlannedRun, Prediction]:
@@ -33,10 +33,12 @@ def plan_run(
 
     Planners estimate activations in closed form; real batches and schedules can need more. Where nothing fits, whole layers are
     computed again in their backward, unless the request says what is; and where that is not enough, context parallelism is
-    allowed, also to planners that do not look at it else. Keywords: as for `predict_run`.
+    allowed, also to planners that do not look at it else. Keywords: as for `predict_run`;
+    num_batches: the request's unless given.
     Raises PlanError, saying what would fit, when nothing does.
     """
-    predict = partial(predict_run, max_actions=max_actions, num_batches=num_batches, filling=filling, is_checked=is_checked)
+    count = request.num_batches if num_batches is None else num_batches
+    predict = partial(predict_run, max_actions=max_actions, num_batches=count, filling=filling, is_checked=is_checked)
     problem: PlanError | None = None
     for attempt in _attempts(request):
         try:

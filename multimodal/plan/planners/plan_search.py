@@ -72,6 +72,7 @@ class PlanSearch:
                     planner,
                     self.others_request,
                     max_actions=self._ranking_actions // 3,
+                    num_batches=1,
                     filling=RANKING_FILLING,
                     is_checked=False,
                 )
@@ -253,9 +254,7 @@ class PlanSearch:
 
     def _judge_planner(self, planner: Planner) -> None:
         try:
-            run, prediction = plan_run(
-                planner, self.others_request, max_actions=self.request.max_actions, num_batches=self.request.num_batches
-            )
+            run, prediction = plan_run(planner, self.others_request, max_actions=self.request.max_actions)
         except BraidError:
             return
         if run_key(run) not in self.judged:

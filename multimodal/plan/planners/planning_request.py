@@ -89,8 +89,8 @@ class PlanningRequest:
     """Planners count on this share of what is left: below 1 after a plan's simulated peak was above their estimate."""
     time_budget_seconds: float = 30.0
     """Processor seconds that a planner that searches by simulation may take."""
-    num_batches: int = 1
-    """Global batches that such a planner simulates a finalist on."""
+    num_batches: int = 2
+    """Global batches, drawn at random, that a plan is judged on; where samples are alike, one says as much."""
     max_actions: int = 8_000
     """Computations of a step up to which all of it is simulated (see `predict_run`)."""
 

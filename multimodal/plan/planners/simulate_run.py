@@ -120,7 +120,7 @@ def predict_run(
     filling: float = FILLING,
     is_checked: bool = True,
 ) -> Prediction:
-    """Simulate `num_batches` consecutive global batches.
+    """Simulate `num_batches` global batches; where samples are alike, one.
 
     max_actions: where a step has more computations than so many (where lengths vary: `VARIED_FACTOR` times as many), less of it
     is simulated. First, as many replicas (and as large a share of each batch) are left out as the data parallel sizes' common
@@ -131,6 +131,7 @@ def predict_run(
     is_checked: whether assignments and schedules are validated, too.
     Raises ScheduleError or AssignmentError where the run is impossible.
     """
+    num_batches = num_batches if request.lengths_vary else 1
     if max_actions is not None and request.lengths_vary:
         max_actions *= VARIED_FACTOR
     share = choose_share(run, request, max_actions=max_actions)
