@@ -123,7 +123,7 @@ class TrainingConfig:
     """Rewrite it, one after another: split-backward, defer-receives, delay-forward, fill, gather-parameters, reduce-by-layer."""
     emulate: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "COSTS.yaml"})
     """Wait as long as this table says instead of computing, and hold the measured step against the simulated one."""
-    balance: Literal["none", "sorted", "llm-only", "orchmllm", "disttrain", "entrain", "auto"] = "none"
+    balance: Literal["none", "sorted", "llm-only", "whole-sample", "orchmllm", "disttrain", "entrain", "auto"] = "none"
     """How samples and items are distributed over replicas and microbatches."""
     balance_granularity: Literal["item", "sample"] = "item"
     """Whether an encoder's balancing moves every image and clip by itself, or all of a sample together."""

@@ -5,15 +5,20 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.encoder_items import list_items
 from multimodal.balance.unit_cost import UnitCost
 from multimodal.cost.flops import UnitFlops, unit_flops
 from multimodal.cost.layer_flops import UnitLoad, item_load, sample_load
-from multimodal.values.assignment import Atom
+from multimodal.values.assignment import Atom, Microbatch
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths, index_by_sample
 
 _UNITS_PER_TOKEN = 1024
 """Work is counted in integers, so that sums are exact and every rank decides alike."""
+
+
+_MEAN_AMOUNT = 1 << 16
+"""What a sample of mean work counts as a whole."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,24 @@ class BatchWork:
         of_token = flops.of(UnitLoad(num_tokens=1)) or flops.of(UnitLoad(num_squared=1)) or 1.0
         scale = _UNITS_PER_TOKEN / of_token
         return [round(scale * sum(flops.of(self.load(unit, atom)) for atom in group)) for group in groups]
+
+    def whole_amounts(self, samples: Sequence[Atom]) -> list[int]:
+        """`whole_flops` of each sample as integers, so that sums are exact."""
+        totals = [self.whole_flops(sample) for sample in samples]
+        mean = sum(totals) / len(totals) if any(totals) else 1.0
+        return [round(_MEAN_AMOUNT * total / mean) for total in totals]
+
+    def whole_flops(self, sample: Atom) -> float:
+        """FLOPs, forward and backward, that a sample asks of all units together."""
+        return sum(sum(self.flops(unit, atoms)) for unit, atoms in self.parts((sample,)).items())
+
+    def parts(self, samples: Microbatch) -> dict[str, Microbatch]:
+        """unit -> what it processes of these samples."""
+        encoders = {
+            unit.name: list_items(samples, unit=unit.name, lengths_by_sample=self.lengths_by_sample)
+            for unit in self.graph.encoders
+        }
+        return {**encoders, self.graph.backbone.name: samples, **{unit.name: samples for unit in self.graph.generators}}
 
     def flops(self, unit: str, atoms: Sequence[Atom]) -> tuple[float, float]:
         """FLOPs of these atoms' forward and of their backward."""

@@ -7,7 +7,6 @@ import numpy.typing as npt
 
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
-from multimodal.balance.encoder_items import list_items
 from multimodal.balance.encoder_placement import Replicas, cut_evenly
 from multimodal.balance.post_balancing import follow_llm
 from multimodal.balance.reorder_microbatches import reorder_microbatches
@@ -31,7 +30,7 @@ def balance_disttrain(lengths: Sequence[SampleLengths], *, graph: ModelGraph, pl
     work = BatchWork(graph, lengths, options)
     num_replicas = plan.units[graph.backbone.name].data_parallel_size
     samples = [Atom(sample_id) for sample_id in work.lengths_by_sample]
-    bins = reorder_samples([_flops(work, sample) for sample in samples], num_groups=num_replicas)
+    bins = reorder_samples([work.whole_flops(sample) for sample in samples], num_groups=num_replicas)
     count = options.count_microbatches(len(samples), num_replicas=num_replicas)
     replicas = tuple(
         cut_evenly([samples[index] for index in sorted(members)], [1] * len(members), count=count) for members in bins
@@ -42,18 +41,6 @@ def balance_disttrain(lengths: Sequence[SampleLengths], *, graph: ModelGraph, pl
 def reorder_llm(llm: Replicas, work: BatchWork, *, plan: Plan) -> Replicas:
     """Put each replica's microbatches into the order in which its pipeline waits least (DistTrain, Alg. 3)."""
     return tuple(_reorder(microbatches, work, plan=plan) for microbatches in llm)
-
-
-def _flops(work: BatchWork, sample: Atom) -> float:
-    return sum(sum(work.flops(unit, atoms)) for unit, atoms in _atoms_of(work, (sample,)).items())
-
-
-def _atoms_of(work: BatchWork, samples: Microbatch) -> dict[str, Microbatch]:
-    """unit -> what it processes of these samples."""
-    encoders = {
-        unit.name: list_items(samples, unit=unit.name, lengths_by_sample=work.lengths_by_sample) for unit in work.graph.encoders
-    }
-    return {**encoders, work.graph.backbone.name: samples, **{unit.name: samples for unit in work.graph.generators}}
 
 
 def _reorder(microbatches: Sequence[Microbatch], work: BatchWork, *, plan: Plan) -> tuple[Microbatch, ...]:
@@ -78,7 +65,7 @@ def _chain_seconds(work: BatchWork, microbatch: Microbatch, *, plan: Plan) -> np
         depth = max((len(plan.units[unit].replicas[0].stages) for unit in units), default=0)
         slowest = np.zeros((2, depth))
         for unit in units:
-            flops = np.array(work.flops(unit, _atoms_of(work, microbatch)[unit]))
+            flops = np.array(work.flops(unit, work.parts(microbatch)[unit]))
             slowest = np.maximum(slowest, (flops * chains / len(plan.units[unit].ranks))[:, None])
         parts.append(slowest)
     return np.concatenate(parts, axis=1)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
-from multimodal.balance import BALANCERS
 from multimodal.plan.planners.infeasible import infeasible
 from multimodal.plan.planners.layout_search import best_layouts
 from multimodal.plan.planners.plan_run import plan_run
@@ -23,7 +22,7 @@ PHASED = ("dip", *(f"dip-{rounds}" for rounds in DIP_ROUNDS))
 """Tried where units share ranks."""
 SCHEDULES, VIRTUAL_SCHEDULES = ("zb-h1", "1f1b", "eager-1f1b", *PHASED), ("interleaved-1f1b", "zb-h1", "breadth-first")
 """Tried on the best layouts besides the schedule that they come with."""
-BALANCES = tuple(name for name in ("orchmllm", "disttrain", "entrain", "none") if name in BALANCERS)
+BALANCES = ("orchmllm", "whole-sample", "disttrain", "entrain", "llm-only", "none")
 """Tried on the best layouts; all are what --balance auto chooses from."""
 RANKING_SHARE = 0.1
 """Of `max_actions`: how large a simulation may be that only ranks."""
@@ -82,7 +81,7 @@ class PlanSearch:
             self._keep(Ranked(run, prediction))
             best = min(each.prediction.iteration_seconds for each in self.ranked) if self.ranked else math.inf
             if self.request.lengths_vary and run.balance == "none" and prediction.iteration_seconds < HOPELESS * best:
-                self.try_run(replace(run, balance="disttrain" if has_virtual_stages(run) else "orchmllm"))
+                self.try_run(replace(run, balance="whole-sample" if has_virtual_stages(run) else "orchmllm"))
 
     def rank_layouts(self) -> None:
         """Simulate the most promising layouts while there is time.
@@ -119,22 +118,25 @@ class PlanSearch:
     def _forms(self, layout: PlannedRun) -> Iterator[Form]:
         """Schedules and balancers to try on the first layout of a kind; the best of them is what the others of the kind get.
 
-        Where units share ranks and have equally many replicas, a sample's items can stay with it, and ranks meet in the end only
-        (`disttrain`, `entrain`); else units are balanced each by itself and run in phases, so that they meet seldom.
+        Where units share ranks and have equally many replicas, a sample's items can stay with it, and ranks meet in the end
+        only (`whole-sample`, `disttrain`, `entrain`); else units are balanced each by itself and run in phases, so that they
+        meet seldom.
         """
         if not self.request.lengths_vary:
             balances: tuple[str, ...] = ("none",)
         elif has_virtual_stages(layout):
-            balances = ("disttrain",)  # a chain is interleaved where its units' microbatches hold the same samples
+            balances = ("whole-sample", "disttrain")  # a chain is interleaved where its units' microbatches hold the same samples
         else:
             balances = ("orchmllm", "disttrain")
         busy = [unit for name, unit in layout.plan.units.items() if name not in self.request.idle_units]
         if shares_ranks(busy):
             if len({unit.data_parallel_size for unit in busy}) == 1:
                 yield from (
-                    (layout.schedule, each) for each in (("disttrain", "entrain") if self.request.lengths_vary else balances)
+                    (layout.schedule, each)
+                    for each in (("whole-sample", "disttrain", "entrain") if self.request.lengths_vary else balances)
                 )
-            yield self._phased(layout, balances[0]), balances[0]
+            apart = "orchmllm" if self.request.lengths_vary else "none"
+            yield self._phased(layout, apart), apart
             return
         for balance in balances:
             if not has_virtual_stages(layout):

@@ -30,7 +30,16 @@ def test_a_field_becomes_a_flag() -> None:
     flags = {flag.name: flag for group in (TrainingConfig, LoggingConfig, ModelConfig) for flag in field_flags(group)}
     assert (flags["train_iters"].flag, flags["train_iters"].is_required) == ("--train-iters", True)
     assert (flags["progress_bar"].flag, flags["progress_bar"].opposite) == ("--no-progress-bar", "--progress-bar")
-    assert flags["balance"].choices == ("none", "sorted", "llm-only", "orchmllm", "disttrain", "entrain", "auto")
+    assert flags["balance"].choices == (
+        "none",
+        "sorted",
+        "llm-only",
+        "whole-sample",
+        "orchmllm",
+        "disttrain",
+        "entrain",
+        "auto",
+    )
     assert flags["freeze"].is_list
     assert flags["model"].is_input_path
     assert flags["exit_interval"].parse is not None

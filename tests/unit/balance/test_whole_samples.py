@@ -1,0 +1,44 @@
+"""Samples balanced by what they ask of all units together."""
+
+from multimodal.balance import BALANCERS
+from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.batch_work import BatchWork
+from multimodal.plan.planners.candidate import Candidate
+from multimodal.plan.planners.megatron import even_layout
+from multimodal.values.assignment import Assignment, validate_assignment
+from tests.unit.plan.planners.planning_cases import TWO, random_lengths
+
+OPTIONS = BalanceOptions(micro_batch_size=3, vocab_size=4096)
+LENGTHS = random_lengths(TWO, count=48)
+PLAN = Candidate({unit.name: even_layout(unit, 1, 4, 1) for unit in TWO.units}, groups=(TWO.unit_names,)).build_plan(TWO)
+
+
+def replica_flops(assignment: Assignment) -> list[float]:
+    work = BatchWork(TWO, LENGTHS, OPTIONS)
+    return [
+        sum(sum(sum(work.flops(unit, atoms)) for atoms in assignment.units[unit][replica]) for unit in TWO.unit_names)
+        for replica in range(4)
+    ]
+
+
+def assigned(name: str) -> Assignment:
+    return BALANCERS[name](LENGTHS, graph=TWO, plan=PLAN, options=OPTIONS)
+
+
+def test_replicas_get_equal_work_of_all_units() -> None:
+    found = assigned("whole-sample")
+    validate_assignment(found, graph=TWO, plan=PLAN, lengths=LENGTHS)
+    work = replica_flops(found)
+    assert max(work) / min(work) < 1.02
+    assert max(work) < max(replica_flops(assigned("llm-only"))) < max(replica_flops(assigned("none")))
+
+
+def test_items_stay_with_their_samples() -> None:
+    found = assigned("whole-sample")
+    routes = [route for group in found.routes(TWO).from_source.values() for route in group]
+    assert routes and all(route.source.replica == route.target.replica for route in routes)
+
+
+def test_the_order_of_the_lengths_does_not_matter() -> None:
+    other = BALANCERS["whole-sample"](tuple(reversed(LENGTHS)), graph=TWO, plan=PLAN, options=OPTIONS)
+    assert other == assigned("whole-sample")
