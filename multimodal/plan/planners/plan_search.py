@@ -159,9 +159,7 @@ class PlanSearch:
         request = replace(self.request, sharding=layout.sharding)
         if not request.allows(schedule):
             return None
-        implementation = request.implementation(schedule)
-        overlap = implementation == "local" and has_tensor_parallelism(layout)
-        return replace(layout, schedule=schedule, balance=balance, transformer_impl=implementation, tp_comm_overlap=overlap)
+        return replace(layout, schedule=schedule, balance=balance, transformer_impl=request.implementation(schedule))
 
     def _seconds(self, share: float) -> float:
         return share * self.request.time_budget_seconds
@@ -180,7 +178,7 @@ class PlanSearch:
                     self.try_run(run)
 
     def _overlapped(self, run: PlannedRun) -> Iterator[PlannedRun]:
-        """Local layers hide tensor parallel collectives, and keep more."""
+        """Local layers can hide tensor parallel collectives, which pays where products are large; and they keep more."""
         if has_tensor_parallelism(run) and self.request.transformer_impl != "transformer_engine":
             yield replace(run, transformer_impl="local", tp_comm_overlap=True)
 
@@ -191,7 +189,8 @@ class PlanSearch:
     def _schedules(self, run: PlannedRun) -> Iterator[PlannedRun]:
         names = VIRTUAL_SCHEDULES if has_virtual_stages(run) else SCHEDULES
         others = (self._formed(run, (name, run.balance)) for name in names if name != run.schedule)
-        yield from filter(None, others)
+        for other in filter(None, others):
+            yield replace(other, transformer_impl="local", tp_comm_overlap=True) if run.tp_comm_overlap else other
 
     def try_run(self, run: PlannedRun) -> Ranked | None:
         """Simulate a part of the batch; None where it does not fit the memory, or the schedule not the layout."""

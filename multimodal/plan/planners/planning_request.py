@@ -106,6 +106,8 @@ class PlanningRequest:
             raise PlanError(
                 f"sizes are fixed for a unit '{unknown[0]}'; the model's units are {', '.join(self.graph.unit_names)}"
             )
+        if self.transformer_impl == "transformer_engine" and self.sharding == "optim_grads_params":
+            raise PlanError("weights are sharded with --transformer-impl local only; leave one of the two out")
         if self.micro_batch_size is not None and not 1 <= self.micro_batch_size <= self.global_batch_size:
             raise PlanError(
                 f"micro batch size {self.micro_batch_size} is not between 1 and the global batch size {self.global_batch_size}"

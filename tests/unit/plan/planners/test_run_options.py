@@ -11,13 +11,14 @@ from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.candidate import Candidate
 from multimodal.plan.planners.megatron import even_layout
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.planning_request import SPLIT_SCHEDULES
+from multimodal.plan.planners.planning_request import SPLIT_SCHEDULES, FixedSizes
 from multimodal.plan.planners.simulate_run import predict_run
 from multimodal.plan.planners.unit_layout import UnitLayout
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.model_graph import LayerKind
+from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.schedule import ActionKind
-from tests.unit.plan.planners.planning_cases import CLUSTER, LLM, TEXT_ONLY, request
+from tests.unit.plan.planners.planning_cases import CLUSTER, LLM, TEXT_ONLY, request, with_memory
 
 
 @pytest.mark.parametrize("name", BUILDERS)
@@ -81,3 +82,33 @@ def test_training_needs_sequence_parallelism_wherever_there_is_tensor_parallelis
         for tensor in (1, 2)
     ]
     assert ["--sequence-parallel" in each for each in flags] == [False, True]
+
+
+def test_sharded_weights_are_planned_and_said():
+    asked = request(TEXT_ONLY, sharding="optim_grads_params")
+    run = PLANNERS["megatron"](replace(asked, fixed_sizes={"llm": FixedSizes(data_parallel_size=4)}))
+    assert (run.sharding, run.transformer_impl, run.passes) == ("optim_grads_params", "local", ())
+    assert "--data-parallel-sharding-strategy optim_grads_params" in run.training_flags
+    assert "--zero-stage 3" in run.simulation_flags
+    whole = PLANNERS["megatron"](request(TEXT_ONLY, fixed_sizes={"llm": FixedSizes(data_parallel_size=4)}))
+    assert (
+        predict_run(run, asked).peak_memory_bytes < predict_run(replace(whole, transformer_impl="local"), asked).peak_memory_bytes
+    )
+
+
+def test_collectives_over_replicas_hide_where_there_are_replicas():
+    asked = request(TEXT_ONLY)
+    alone, copies = (
+        Candidate({"llm": even_layout(LLM, 1, data, 1)}).to_run(asked, planner="test", seconds=0.0, started=0.0)
+        for data in (1, 4)
+    )
+    assert alone.passes == () and copies.passes == ("gather-parameters", "reduce-by-layer")
+
+
+def test_overlapped_tensor_parallelism_is_predicted_to_help_where_products_are_large():
+    long = tuple(SampleLengths(index, (), 32_768, 10) for index in range(4))
+    asked = with_memory(request(TEXT_ONLY, transformer_impl="local", lengths=long), 1000.0)
+    run = Candidate({"llm": even_layout(LLM, 4, 1, 1)}).to_run(asked, planner="test", seconds=0.0, started=0.0)
+    overlapped = replace(run, tp_comm_overlap=True)
+    assert "--tp-comm-overlap" in overlapped.flags and "--tp-comm-overlap" not in run.flags
+    assert predict_run(overlapped, asked).iteration_seconds < predict_run(run, asked).iteration_seconds
