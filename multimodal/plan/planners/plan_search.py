@@ -22,7 +22,9 @@ PHASED = ("dip", *(f"dip-{rounds}" for rounds in DIP_ROUNDS))
 """Tried where units share ranks."""
 SCHEDULES, VIRTUAL_SCHEDULES = ("zb-h1", "1f1b", "eager-1f1b", *PHASED), ("interleaved-1f1b", "zb-h1", "breadth-first")
 """Tried on the best layouts besides the schedule that they come with."""
-BALANCES = ("orchmllm", "whole-sample", "disttrain", "entrain", "llm-only", "none")
+WHOLE_BALANCES = ("whole-sample", "disttrain", "llm-only")
+"""Keep samples whole: a chain is interleaved where its units' microbatches hold the same samples."""
+BALANCES = ("orchmllm", "entrain", *WHOLE_BALANCES, "none")
 """Tried on the best layouts; all are what --balance auto chooses from."""
 RANKING_SHARE = 0.1
 """Of `max_actions`: how large a simulation may be that only ranks."""
@@ -125,18 +127,20 @@ class PlanSearch:
         if not self.request.lengths_vary:
             balances: tuple[str, ...] = ("none",)
         elif has_virtual_stages(layout):
-            balances = ("whole-sample", "disttrain")  # a chain is interleaved where its units' microbatches hold the same samples
+            balances = WHOLE_BALANCES[:2]
         else:
             balances = ("orchmllm", "disttrain")
         busy = [unit for name, unit in layout.plan.units.items() if name not in self.request.idle_units]
         if shares_ranks(busy):
-            if len({unit.data_parallel_size for unit in busy}) == 1:
-                yield from (
-                    (layout.schedule, each)
-                    for each in (("whole-sample", "disttrain", "entrain") if self.request.lengths_vary else balances)
-                )
-            apart = "orchmllm" if self.request.lengths_vary else "none"
-            yield self._phased(layout, apart), apart
+            meets_late = len({unit.data_parallel_size for unit in busy}) == 1
+            is_pipeline = any(unit.num_virtual_stages > 1 for unit in busy)
+            if meets_late:
+                deferring = () if is_pipeline else ("entrain",)
+                whole = ("whole-sample", "disttrain", *deferring) if self.request.lengths_vary else balances
+                yield from ((layout.schedule, each) for each in whole)
+            if not (meets_late and is_pipeline):
+                apart = "orchmllm" if self.request.lengths_vary else "none"
+                yield self._phased(layout, apart), apart
             return
         for balance in balances:
             if not has_virtual_stages(layout):
@@ -184,7 +188,8 @@ class PlanSearch:
 
     def _balances(self, run: PlannedRun) -> Iterator[PlannedRun]:
         if self.request.lengths_vary:
-            yield from (replace(run, balance=name) for name in BALANCES if name != run.balance)
+            names = WHOLE_BALANCES if has_virtual_stages(run) else BALANCES
+            yield from (replace(run, balance=name) for name in names if name != run.balance)
 
     def _schedules(self, run: PlannedRun) -> Iterator[PlannedRun]:
         names = VIRTUAL_SCHEDULES if has_virtual_stages(run) else SCHEDULES
