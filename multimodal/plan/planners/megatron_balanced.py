@@ -1,5 +1,6 @@
 """Megatron-LM balanced: encoder and LLM layers as one chain over the virtual stages of one grid (Optimus, Appendix B)."""
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from multimodal.plan.planners.length_spread import LengthSpread
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.partition_layers import Range, even_out_lanes, partition_layers, unit_pieces
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
 from multimodal.plan.planners.shared_grid import (
     largest_fitting,
     shared_context_parallel_sizes,
@@ -24,6 +25,9 @@ from multimodal.plan.planners.unit_layout import UnitLayout, lay_out_grid
 
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8, 12)
 """Layer ranges per pipeline stage that are tried; Optimus' tables have 6 and 12."""
+
+Piece = tuple[str, Range, float]
+"""A unit, one of its smallest layer ranges, and its seconds per microbatch."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ def _num_gpus(grid: Grid) -> int:
 def list_grids(request: PlanningRequest, times: PlanningTimes, *, layers_per_range: Sequence[int] = ()) -> Iterator[Grid]:
     """Yield the grid of every tp, cp, dp, pp and V.
 
-    layers_per_range: V that make ranges of about so many layers are tried, too, unless V is fixed.
+    layers_per_range: V that make ranges of about so many layers, or of equal time, are tried, too, unless V is fixed.
     """
     names, size = request.graph.unit_names, request.default_micro_batch_size
     backbone = request.fixed(request.graph.backbone.name)
@@ -104,8 +108,7 @@ def list_grids(request: PlanningRequest, times: PlanningTimes, *, layers_per_ran
         most_stages = min(len(pieces), request.num_gpus // (tensor * context))
         stages = (backbone.pipeline_parallel_size,) if backbone.pipeline_parallel_size else range(1, most_stages + 1)
         for num_stages in stages:
-            finer = () if backbone.virtual_stages else (len(pieces) // (num_stages * layers) for layers in layers_per_range)
-            for virtual_stages in sorted({*chunks, *finer} - {0}):
+            for virtual_stages in sorted({*chunks, *_finer(pieces, num_stages, layers_per_range, backbone)}):
                 if num_stages * virtual_stages > len(pieces) or (num_stages == 1 and virtual_stages > 1):
                     continue
                 cuts = partition_layers([seconds for _, _, seconds in pieces], num_stages=num_stages * virtual_stages)
@@ -113,6 +116,15 @@ def list_grids(request: PlanningRequest, times: PlanningTimes, *, layers_per_ran
                 replica = num_stages * tensor * context
                 for data in largest_fitting(data_sizes, gpus_per_replica=replica, num_gpus=request.num_gpus):
                     yield grid.with_replicas(data)
+
+
+def _finer(pieces: Sequence[Piece], num_stages: int, layers_per_range: Sequence[int], fixed: FixedSizes) -> set[int]:
+    """V that make ranges of so many layers, and that which makes all ranges about as long as the heaviest piece."""
+    if fixed.virtual_stages or not layers_per_range:
+        return set()
+    seconds = [each for _, _, each in pieces]
+    found = {len(pieces) // (num_stages * layers) for layers in layers_per_range}
+    return (found | {math.ceil(sum(seconds) / (max(seconds) * num_stages))}) - {0}
 
 
 def even_grid(request: PlanningRequest, times: PlanningTimes, grid: Grid) -> Grid:
@@ -125,10 +137,6 @@ def even_grid(request: PlanningRequest, times: PlanningTimes, grid: Grid) -> Gri
     evened = even_out_lanes(seconds, cuts, num_lanes=grid.num_stages)
     found = build_grid(pieces, evened, num_stages=grid.num_stages, tensor=tensor, context=context)
     return found.with_replicas(layout.data_parallel_size)
-
-
-Piece = tuple[str, Range, float]
-"""A unit, one of its smallest layer ranges, and its seconds per microbatch."""
 
 
 def chain_pieces(
