@@ -25,7 +25,7 @@ SCHEDULES, VIRTUAL_SCHEDULES = ("zb-h1", "1f1b", "eager-1f1b", *PHASED), ("inter
 WHOLE_BALANCES = ("whole-sample", "disttrain", "llm-only")
 """Keep samples whole: a chain is interleaved where its units' microbatches hold the same samples."""
 BALANCES = ("orchmllm", "entrain", *WHOLE_BALANCES, "none")
-"""Tried on the best layouts; all are what --balance auto chooses from."""
+"""Tried on the best layouts."""
 RANKING_SHARE = 0.1
 """Of `max_actions`: how large a simulation may be that only ranks."""
 RANKING_FILLING = 2.0

@@ -50,3 +50,5 @@ def test_every_assignment_has_an_order(case: Case, num_rounds: int, forward_only
     graph, plan, assignment = case
     schedule = build_dip(*case, num_rounds=num_rounds, forward_only=forward_only)
     validate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, lowered=False, forward_only=forward_only)
+    plain = BUILDERS["gpipe"](*case, forward_only=forward_only)
+    assert [sorted(lane.actions) for lane in schedule.lanes] == [sorted(lane.actions) for lane in plain.lanes]
