@@ -31,6 +31,7 @@ from multimodal.balance.distribute_tokens import TokenDistribution
 from multimodal.data.blank_images import BlankImages
 from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
+from multimodal.kernels import describe_kernels
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import passes_named
 from multimodal.schedule.schedule_cache import ScheduleCache
@@ -116,7 +117,10 @@ def describe_run(run: Run) -> str:
     samples = f"{len(run.data.train)} training samples, {run.config.training.global_batch_size} a step"
     resumed = f"; resumed after step {run.done_steps}" if run.done_steps else ""
     sharded = ", weights sharded" if run.config.parallelism.shards_weights else ""
-    return f"{'; '.join(lines)}\n{samples}, {run.config.training.dtype}{sharded}, schedule {_shown_schedule(run.config)}{resumed}"
+    return (
+        f"{'; '.join(lines)}\n{samples}, {run.config.training.dtype}{sharded}, schedule {_shown_schedule(run.config)}{resumed}"
+        f"\ndecisions by {describe_kernels()}"
+    )
 
 
 def _shown_schedule(config: RunConfig) -> str:

@@ -8,14 +8,8 @@ from scipy.sparse import csr_matrix
 
 from multimodal.attention.bitfield import MODALITY_BITS, TEXT_BIT, BitfieldMask
 from multimodal.attention.summarize_runs import MaskRuns, summarize_runs
+from multimodal.kernels import kernels
 from multimodal.values.errors import DataError
-
-try:
-    from multimodal._kernels import count_mask_blocks, find_mask_runs, list_mask_blocks
-
-    HAS_KERNELS = True
-except ImportError:  # not built, or older than this file
-    HAS_KERNELS = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,9 +80,9 @@ def summarize_blocks(mask: BitfieldMask, *, block_size: int = 128, key_block_siz
     sample of n blocks lists n (n + 1) / 2, so where only workloads are wanted, `count_block_workloads` is the cheaper one.
     """
     runs, sizes = _prepare(mask, block_size, key_block_size)
-    if not HAS_KERNELS:
+    if kernels is None:
         return _summarize_in_python(mask, runs, sizes)
-    row_starts, blocks, is_full, visible_pairs = list_mask_blocks(*_arrays(runs), *sizes)
+    row_starts, blocks, is_full, visible_pairs = kernels.list_mask_blocks(*_arrays(runs), *sizes)
     return BlockSummary(mask.num_tokens, *sizes, BlockLists(row_starts, blocks, is_full), visible_pairs)
 
 
@@ -103,10 +97,10 @@ def count_block_workloads(mask: BitfieldMask, *, block_size: int = 128, key_bloc
     Arguments and errors as in `summarize_blocks`. Runs as a C++ kernel where that is built, with the same result.
     """
     runs, sizes = _prepare(mask, block_size, key_block_size)
-    if not HAS_KERNELS:
+    if kernels is None:
         strips = summarize_runs(runs, *sizes)
         return BlockWorkloads(np.diff(strips.row_starts), strips.visible_pairs)
-    row_starts, visible_pairs = count_mask_blocks(*_arrays(runs), *sizes)
+    row_starts, visible_pairs = kernels.count_mask_blocks(*_arrays(runs), *sizes)
     return BlockWorkloads(np.diff(row_starts), visible_pairs)
 
 
@@ -125,12 +119,12 @@ def _prepare(
     sizes = (block_size, block_size if key_block_size is None else key_block_size)
     if min(sizes) < 1:
         raise DataError(f"cannot cut a mask into blocks of {sizes[0]} queries x {sizes[1]} keys; expected at least 1 x 1")
-    if in_python or not HAS_KERNELS:
+    if in_python or kernels is None:
         arrays = (mask.bits, mask.sample_ids, mask.item_ids)
         changes = np.logical_or.reduce([np.diff(array) != 0 for array in arrays])
         starts = np.concatenate(([0] if mask.num_tokens else [], np.flatnonzero(changes) + 1, [mask.num_tokens])).astype(np.int64)
     else:
-        starts = find_mask_runs(mask.bits, mask.sample_ids, mask.item_ids)
+        starts = kernels.find_mask_runs(mask.bits, mask.sample_ids, mask.item_ids)
     firsts = starts[:-1]
     runs = MaskRuns(starts, mask.bits[firsts], mask.sample_ids[firsts], mask.item_ids[firsts])
     _validate_runs(runs)

@@ -6,10 +6,7 @@ from heapq import heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-try:
-    from multimodal._kernels import distribute_longest_first as _kernel
-except ImportError:  # not built, or older than this file
-    _kernel = None  # type: ignore[assignment]
+from multimodal.kernels import kernels
 
 MAX_EXCHANGES = 1000
 """Enough for every case that was measured; a bound on the time."""
@@ -30,9 +27,11 @@ def distribute_longest_first(workloads: NDArray[np.int64], *, num_ranks: int, ha
     Returns the rank of every block. Equal workloads go by block, equal loads by rank. Runs as a C++ kernel where that is built,
     with the same result. O(blocks log blocks + exchanges (ranks log ranks + blocks per rank)).
     """
-    if _kernel is None:
+    if kernels is None:
         return distribute_longest_first_reference(workloads, num_ranks=num_ranks, has_equal_counts=has_equal_counts)
-    return _kernel(workloads, num_ranks=num_ranks, has_equal_counts=has_equal_counts, max_exchanges=MAX_EXCHANGES)
+    return kernels.distribute_longest_first(
+        workloads, num_ranks=num_ranks, has_equal_counts=has_equal_counts, max_exchanges=MAX_EXCHANGES
+    )
 
 
 def distribute_longest_first_reference(

@@ -12,12 +12,8 @@ from multimodal.balance.pairwise_deferral import defer_pairwise
 from multimodal.balance.replica_assignment import assign_replicas, dominant_shares
 from multimodal.balance.sample_loads import SampleLoads, order_by_id
 from multimodal.balance.stratified_assignment import effective_num_microbatches, stratify
+from multimodal.kernels import kernels
 from multimodal.values.errors import AssignmentError
-
-try:
-    from multimodal import _kernels
-except ImportError:
-    _kernels = None  # type: ignore[assignment]
 
 Microbatches = tuple[tuple[int, ...], ...]
 
@@ -79,9 +75,9 @@ def assign_entrain(
     least = num_microbatches if min_num_microbatches is None else min_num_microbatches
     counts = _Counts(num_replicas, num_microbatches, least, max_subset_sums)
     counts.check(num_samples=len(loads.llm))
-    if _kernels is None or not hasattr(_kernels, "assign_entrain"):
+    if kernels is None:
         return _build(loads, _place(loads, counts))
-    return _build(loads, _Places(*_kernels.assign_entrain(loads.llm, loads.encoders, **asdict(counts))))
+    return _build(loads, _Places(*kernels.assign_entrain(loads.llm, loads.encoders, **asdict(counts))))
 
 
 def assign_entrain_reference(

@@ -5,12 +5,8 @@ import operator
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
+from multimodal.kernels import kernels
 from multimodal.values.errors import AssignmentError
-
-try:
-    from multimodal import _kernels
-except ImportError:
-    _kernels = None  # type: ignore[assignment]
 
 Partition = tuple[tuple[int, ...], ...]
 
@@ -34,10 +30,10 @@ def partition_longest_first(costs: Sequence[float], *, num_bins: int, max_items_
     Raises AssignmentError when an argument is out of range. O(n log n + n log num_bins).
     """
     total = _validate_arguments(costs, num_bins=num_bins, max_items_per_bin=max_items_per_bin)
-    if _kernels is None or (isinstance(total, int) and total > _INT64_MAX):
+    if kernels is None or (isinstance(total, int) and total > _INT64_MAX):
         return partition_longest_first_reference(costs, num_bins=num_bins, max_items_per_bin=max_items_per_bin)
     limit = len(costs) + 1 if max_items_per_bin is None else max_items_per_bin
-    return tuple(map(tuple, _kernels.partition_longest_first(costs, num_bins=num_bins, max_items_per_bin=limit)))
+    return tuple(map(tuple, kernels.partition_longest_first(costs, num_bins=num_bins, max_items_per_bin=limit)))
 
 
 def partition_longest_first_reference(

@@ -118,7 +118,7 @@ def _build_program(volumes: NodeVolumes) -> _Program:
     num_ranks, num_nodes = volumes.num_ranks, volumes.num_nodes
     held = volumes.held
     unit = float(held.max())
-    least = int(max(0, (held - _most_kept(volumes)).max()))
+    least = max(0, int((held - _most_kept(volumes)).max()))
     # A rank that holds no more than what another one must send anyway binds nothing.
     binds = held > least
     entries = binds[volumes.ranks]

@@ -11,12 +11,8 @@ from multimodal.balance.integer_costs import IntegerCosts, integer_costs, valida
 from multimodal.balance.longest_first_partition import Partition, partition_longest_first_reference
 from multimodal.balance.padded_partition import partition_padded
 from multimodal.balance.unit_cost import LINEAR_COST, UnitCost
+from multimodal.kernels import kernels
 from multimodal.values.errors import AssignmentError
-
-try:
-    from multimodal import _kernels
-except ImportError:
-    _kernels = None  # type: ignore[assignment]
 
 REFINEMENT_STEPS = 2**18
 """Default budget of the local search, about half a millisecond of the C++ kernel."""
@@ -76,9 +72,9 @@ def post_balance_array(
     """
     costs = integer_costs(lengths, cost=cost)
     limit = _validate_bins(len(costs.lengths), num_bins, max_items_per_bin)
-    if _kernels is None or not hasattr(_kernels, "post_balance"):
+    if kernels is None:
         return _balance_reference(costs, num_bins, limit, refinement_steps)
-    return _kernels.post_balance(
+    return kernels.post_balance(
         costs.lengths,
         costs.additive,
         costs.padded,

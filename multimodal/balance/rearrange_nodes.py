@@ -9,12 +9,8 @@ from numpy.typing import NDArray
 from multimodal.balance.node_programs import solve_integer_program
 from multimodal.balance.node_search import NodeSearchLimits, search_nodes_reference
 from multimodal.balance.node_volumes import NodeVolumes, VolumeMatrix, read_volumes
+from multimodal.kernels import kernels
 from multimodal.values.errors import AssignmentError
-
-try:
-    from multimodal._kernels import rearrange_nodes as _search_kernel
-except ImportError:  # not built, or older than this file
-    _search_kernel = None  # type: ignore[assignment]
 
 
 class NodeMethod(StrEnum):
@@ -70,7 +66,7 @@ def rearrange_nodes(
     method = _read_method(method)
     volumes = read_volumes(volume, ranks_per_node=ranks_per_node)
     limits = limits or NodeSearchLimits()
-    nodes = search_nodes_reference(volumes, limits=limits) if _search_kernel is None else _search(volumes, limits)
+    nodes = search_nodes_reference(volumes, limits=limits) if kernels is None else _search(volumes, limits)
     if method is NodeMethod.EXACT:
         nodes = solve_integer_program(volumes, start=nodes, time_limit_seconds=time_limit_seconds)
     return _build_rearrangement(volumes, nodes)
@@ -94,7 +90,7 @@ def _read_method(method: NodeMethod | str) -> NodeMethod:
 
 
 def _search(volumes: NodeVolumes, limits: NodeSearchLimits) -> NDArray[np.int64]:
-    return _search_kernel(
+    return kernels.rearrange_nodes(
         volumes.row_starts,
         volumes.batches,
         volumes.volumes,

@@ -10,12 +10,8 @@ import numpy.typing as npt
 from multimodal.balance.pipeline_recursion import PipelineRecursion, Seconds, pipeline_end
 from multimodal.balance.pipeline_steps import Step, pipeline_steps
 from multimodal.balance.sample_loads import Loads, check_loads
+from multimodal.kernels import kernels
 from multimodal.values.errors import AssignmentError
-
-try:
-    from multimodal import _kernels
-except ImportError:
-    _kernels = None  # type: ignore[assignment]
 
 
 def reorder_microbatches(
@@ -38,10 +34,10 @@ def reorder_microbatches(
     """
     forward, backward = _prepare(forward_seconds, backward_seconds=backward_seconds, num_stages=num_stages)
     num_swaps = _check_num_swaps(num_swaps, num_steps=2 * len(forward) * (forward.shape[1] - 1))
-    if _kernels is None or not hasattr(_kernels, "reorder_microbatches"):
+    if kernels is None:
         return _reorder(forward, backward, num_stages=num_stages, num_swaps=num_swaps)
     codes = _step_codes(num_stages, len(forward) // num_stages, forward.shape[1] - 1)
-    return tuple(_kernels.reorder_microbatches(forward, backward, codes, num_stages=num_stages, num_swaps=num_swaps))
+    return tuple(kernels.reorder_microbatches(forward, backward, codes, num_stages=num_stages, num_swaps=num_swaps))
 
 
 def reorder_microbatches_reference(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from multimodal.kernels import kernels
 from multimodal.schedule.event_arrays import Floats
 from multimodal.schedule.execution import Execution
 from multimodal.schedule.lane_execution_reference import execute_lanes_reference
@@ -16,11 +17,6 @@ from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Action, Schedule
-
-try:
-    from multimodal import _kernels
-except ImportError:
-    _kernels = None  # type: ignore[assignment]
 
 
 def execute_lanes(
@@ -42,7 +38,7 @@ def execute_lanes(
     O(actions + dependencies).
     """
     numbered = None
-    if _kernels is not None and hasattr(_kernels, "execute_lanes"):
+    if kernels is not None:
         numbered = number_lanes(schedule, graph=graph, plan=plan, assignment=assignment, lowered=lowered)
     if numbered is None or not numbered.is_regular:
         return execute_lanes_reference(
@@ -57,7 +53,7 @@ def _execute(lanes: NumberedLanes, duration: Callable[[Action], float] | None) -
     num_actions = len(starts) - 1
     stage_starts, stage_lanes = table.lane_rows
     collectives, member_starts, members = table.collective_rows
-    actions, on_lanes, start_seconds, end_seconds, positions, is_done = _kernels.execute_lanes(
+    actions, on_lanes, start_seconds, end_seconds, positions, is_done = kernels.execute_lanes(
         lane_starts=lanes.lane_starts,
         lane_actions=lanes.lane_actions,
         resources=table.resources[:num_actions],

@@ -1,5 +1,6 @@
 """The engine of the builders: a deterministic list scheduler on a discrete clock."""
 
+from multimodal.kernels import kernels
 from multimodal.schedule.list_schedule_reference import list_schedule_reference
 from multimodal.schedule.listed_actions import list_actions
 from multimodal.schedule.place_reductions import place_reductions
@@ -9,11 +10,6 @@ from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Action, Lane, Schedule
-
-try:
-    from multimodal import _kernels
-except ImportError:
-    _kernels = None  # type: ignore[assignment]
 
 __all__ = ["Policy", "StageKey", "list_schedule", "split_form"]
 
@@ -36,7 +32,7 @@ def list_schedule(
 
     Runs as a C++ kernel where that is built, with the same result. O((actions + dependencies) log actions).
     """
-    if _kernels is None or not hasattr(_kernels, "list_schedule"):
+    if kernels is None:
         order = list_schedule_reference(graph, plan, assignment, policy=policy, forward_only=forward_only)
     else:
         order = _list_schedule(graph, plan, assignment, policy, forward_only)
@@ -48,6 +44,6 @@ def _list_schedule(
     graph: ModelGraph, plan: Plan, assignment: Assignment, policy: Policy, forward_only: bool
 ) -> list[list[Action]]:
     listed = list_actions(graph, plan, assignment, policy=policy, forward_only=forward_only)
-    order = _kernels.list_schedule(**listed.arrays, num_lanes=len(plan.lanes))
+    order = kernels.list_schedule(**listed.arrays, num_lanes=len(plan.lanes))
     assert sum(map(len, order)) == len(listed.arrays["lanes"]), "the policy's orders contradict the dependencies"
     return [[listed.actions[index] for index in lane] for lane in order]

@@ -7,12 +7,8 @@ from math import nan
 
 import numpy as np
 
+from multimodal.kernels import kernels
 from multimodal.schedule.event_arrays import EventArrays, EventTimes, NodeKind
-
-try:
-    from multimodal import _kernels
-except ImportError:
-    _kernels = None  # type: ignore[assignment]
 
 _ENDS, _FILLS = 0, 1
 """What the events of one moment are, in the order in which they are taken: what ends, then what is decided because of it."""
@@ -31,10 +27,10 @@ def simulate_events(arrays: EventArrays) -> EventTimes:
     Lanes that wait for each other in a circle stop, see `EventTimes.positions`. Runs as a C++ kernel where that is built, with
     the same result to the last bit. O((nodes + needs) log lanes).
     """
-    if _kernels is None:
+    if kernels is None:
         return simulate_events_reference(arrays)
     return EventTimes(
-        *_kernels.simulate_events(
+        *kernels.simulate_events(
             arrays.lane_starts,
             arrays.lane_nodes,
             arrays.lane_fillers,

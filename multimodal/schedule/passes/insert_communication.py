@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from multimodal.kernels import kernels
 from multimodal.schedule.execution import Execution
 from multimodal.schedule.lane_execution import execute_lanes
 from multimodal.schedule.numbered_lanes import NumberedLanes, keep_numbers, number_lanes
@@ -12,11 +13,6 @@ from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import ACTION_TABLE, Lane, Resource, Schedule
-
-try:
-    from multimodal import _kernels
-except ImportError:
-    _kernels = None  # type: ignore[assignment]
 
 
 def insert_communication(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
@@ -38,7 +34,7 @@ def insert_communication(schedule: Schedule, *, graph: ModelGraph, plan: Plan, a
             + show_places(schedule, marked=stuck)
         )
     numbered = None
-    if _kernels is not None and hasattr(_kernels, "lower_lanes"):
+    if kernels is not None:
         numbered = number_lanes(schedule, graph=graph, plan=plan, assignment=assignment, lowered=False)
     if numbered is not None and numbered.is_regular and numbered.table.has_distinct_messages:
         return _lower(schedule, numbered, execution)
@@ -63,7 +59,7 @@ def _lower(schedule: Schedule, numbered: NumberedLanes, execution: Execution) ->
     found = np.flatnonzero(starts[consumers] >= 0)
     found = found[np.lexsort((starts[consumers[found]], starts[producers[found]]))]
     source_starts, source_lanes = table.lanes_of_actions(producers[found])
-    rows = _kernels.lower_lanes(
+    rows = kernels.lower_lanes(
         lane_starts=numbered.lane_starts,
         lane_actions=numbered.lane_actions,
         producers=producers[found],

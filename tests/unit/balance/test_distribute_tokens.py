@@ -70,7 +70,7 @@ def test_the_kernel_equals_its_reference(workloads, num_ranks, has_equal_counts)
 
 def test_it_works_without_kernels(monkeypatch):
     expected = distribute_tokens(np.arange(50), num_ranks=4)
-    monkeypatch.setattr(module, "_kernel", None)
+    monkeypatch.setattr(module, "kernels", None)
     assert np.array_equal(distribute_tokens(np.arange(50), num_ranks=4), expected)
 
 

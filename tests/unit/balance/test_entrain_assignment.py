@@ -69,7 +69,7 @@ def test_the_order_of_the_samples_does_not_matter(batch, seed):
 def test_without_the_kernel_the_reference_runs(monkeypatch):
     batch = {"llm_loads": [3, 1, 2, 5], "encoder_loads": [1, 2, 3, 4], "num_replicas": 2, "num_microbatches": 2}
     expected = assign_entrain(**batch)
-    monkeypatch.setattr(entrain_assignment, "_kernels", None)
+    monkeypatch.setattr(entrain_assignment, "kernels", None)
     assert assign_entrain(**batch) == expected
 
 

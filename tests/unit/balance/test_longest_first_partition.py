@@ -20,7 +20,7 @@ COSTS = st.one_of(
 def test_the_kernel_is_built_where_a_compiler_is():
     if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
         pytest.skip("no C++ compiler on this machine")
-    assert longest_first_partition._kernels is not None, "run 'pip install -e .' to build multimodal._kernels"
+    assert longest_first_partition.kernels is not None, "run 'pip install -e .' to build multimodal._kernels"
 
 
 def test_the_longest_item_joins_the_least_loaded_bin():

@@ -162,7 +162,7 @@ def test_padded_bins_that_stayed_empty_take_from_the_costliest():
 def test_without_the_kernels_the_reference_balances(monkeypatch):
     lengths = [5, 9, 2, 2, 7]
     expected = post_balance(lengths, num_bins=2)
-    monkeypatch.setattr(module, "_kernels", None)
+    monkeypatch.setattr(module, "kernels", None)
     assert post_balance(lengths, num_bins=2) == expected
 
 

@@ -152,7 +152,7 @@ def test_all_forms_of_a_matrix_are_the_same():
 def test_search_works_without_kernels(monkeypatch):
     volume = balanced_volumes(num_ranks=16)
     expected = rearrange_nodes(volume, ranks_per_node=4).permutation
-    monkeypatch.setattr(module, "_search_kernel", None)
+    monkeypatch.setattr(module, "kernels", None)
     assert np.array_equal(rearrange_nodes(volume, ranks_per_node=4).permutation, expected)
 
 

@@ -1,0 +1,44 @@
+"""The C++ kernels: `kernels` is their module, or None where it cannot be used and Python references run instead.
+
+Both give the same results, bit for bit, but a reference may take a thousand times as long. So whoever starts a run says which of
+them run (`describe_kernels`).
+"""
+
+_NAMES = (
+    "assign_entrain",
+    "count_mask_blocks",
+    "distribute_longest_first",
+    "execute_lanes",
+    "find_mask_runs",
+    "list_mask_blocks",
+    "list_schedule",
+    "lower_lanes",
+    "partition_longest_first",
+    "post_balance",
+    "rearrange_nodes",
+    "reorder_microbatches",
+    "simulate_events",
+)
+"""Every function of `_kernels.pyi`; a module that lacks one was built from older sources."""
+
+__all__ = ["describe_kernels", "kernels"]
+
+_problem = ""
+try:
+    from multimodal import _kernels as kernels
+except ImportError as error:
+    kernels = None  # type: ignore[assignment]
+    is_missing = "cannot import name '_kernels'" in str(error)
+    _problem = "not built beside the Python files that run" if is_missing else f"built, but cannot be loaded ({error})"
+else:
+    if missing := [name for name in _NAMES if not hasattr(kernels, name)]:
+        kernels = None  # type: ignore[assignment]
+        _problem = f"built from older sources ({missing[0]} is missing)"
+
+
+def describe_kernels() -> str:
+    """Returns which implementation decides: `C++ kernels`, or the Python references, why, and how to get the kernels."""
+    if kernels is not None:
+        return "C++ kernels"
+    fix = "run 'pip install -e .' where this copy of Braid lies"
+    return f"Python references, which are slow: the C++ kernels are {_problem}; {fix}"
