@@ -1,13 +1,15 @@
 # Sourced by the other scripts: makes .venv in the repository's root, installs Braid into it, and activates it.
 #
+# BRAID_VENV     another folder than .venv, for a second environment beside it (say, of another Python).
 # BRAID_TORCH    what pip installs as torch, "torch==2.13.0" unless set; may carry pip's options. On Linux the default brings the
 #                CUDA libraries along (some GB). Without a GPU, save them by naming PyTorch's index of CPU builds:
 #                    BRAID_TORCH="torch==2.13.0 --index-url <PyTorch's CPU index>" ./scripts/quickstart.sh
-# BRAID_PYTHON   the Python to make .venv with; else the first of python3.11, python3.12, python3 that is 3.11 or 3.12.
+# BRAID_PYTHON   the Python to make it with; else the first of python3.11, python3.12, python3 that is 3.11 or 3.12.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PIP_DISABLE_PIP_VERSION_CHECK=1
 BRAID_TORCH="${BRAID_TORCH:-torch==2.13.0}"
+venv="${BRAID_VENV:-.venv}"
 
 fail() {
     echo "error: $*" >&2
@@ -42,13 +44,13 @@ find_python() {
 }
 
 make_venv() {
-    rm -rf .venv
-    "$1" -m venv .venv
+    rm -rf "$venv"
+    "$1" -m venv "$venv"
 }
 
 install_braid() {
-    .venv/bin/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >.venv/constraints.txt
-    .venv/bin/python -m pip install --quiet --constraint .venv/constraints.txt --editable '.[all]'
+    "$venv/bin/python" -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >"$venv/constraints.txt"
+    "$venv/bin/python" -m pip install --quiet --constraint "$venv/constraints.txt" --editable '.[all]'
 }
 
 # What the installed environment depends on; unchanged means nothing to do.
@@ -57,26 +59,26 @@ fingerprint() {
 }
 
 prepare_environment() {
-    if [[ -x .venv/bin/python && "$(fingerprint)" == "$(cat .venv/braid.stamp 2>/dev/null)" ]]; then
+    if [[ -x "$venv/bin/python" && "$(fingerprint)" == "$(cat "$venv/braid.stamp" 2>/dev/null)" ]]; then
         return
     fi
     # A half-made environment, or one that was moved here with its repository, is made anew.
-    if ! .venv/bin/python -m pip --version >/dev/null 2>&1 || [[ "$(cat .venv/braid.root 2>/dev/null || echo "$PWD")" != "$PWD" ]]; then
+    if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1 || [[ "$(cat "$venv/braid.root" 2>/dev/null || echo "$PWD")" != "$PWD" ]]; then
         local python
         python="$(find_python)" || fail "no Python 3.11 or 3.12 found (tried: ${BRAID_PYTHON:-python3.11 python3.12 python3});" \
             "install one, or name it: BRAID_PYTHON=/path/to/python3.11 $0"
         "$python" -c 'import ensurepip, venv' 2>/dev/null || fail "$python cannot make virtual environments;" \
             "install its venv module (on Debian and Ubuntu the package python3-venv)"
-        step "Making .venv with $("$python" --version)" make_venv "$python"
+        step "Making $venv with $("$python" --version)" make_venv "$python"
     fi
-    echo "$PWD" >.venv/braid.root
+    echo "$PWD" >"$venv/braid.root"
     # shellcheck disable=SC2086  # BRAID_TORCH may carry options
-    step "Installing ${BRAID_TORCH%% *}" .venv/bin/python -m pip install --quiet $BRAID_TORCH
+    step "Installing ${BRAID_TORCH%% *}" "$venv/bin/python" -m pip install --quiet $BRAID_TORCH
     step "Installing Braid, building its C++ kernels" install_braid
-    .venv/bin/python -c 'import multimodal._kernels' 2>/dev/null ||
+    "$venv/bin/python" -c 'import multimodal._kernels' 2>/dev/null ||
         echo "note: the C++ kernels did not build (is there a C++ compiler?); their slower Python references run instead"
-    fingerprint >.venv/braid.stamp
+    fingerprint >"$venv/braid.stamp"
 }
 
 prepare_environment
-source .venv/bin/activate
+source "$venv/bin/activate"

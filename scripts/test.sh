@@ -6,7 +6,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 # Triton's interpreter runs the GPU kernels on the CPU; where there is no wheel of it their tests are skipped.
 if ! python -c 'import triton' 2>/dev/null; then
     printf '%s\n' "Installing Triton, for the tests of GPU kernels ..."
-    python -m pip install --quiet --constraint .venv/constraints.txt "triton>=3.2" ||
+    python -m pip install --quiet --constraint "$venv/constraints.txt" "triton>=3.2" ||
         echo "note: Triton could not be installed; the tests of GPU kernels will be skipped"
 fi
 
