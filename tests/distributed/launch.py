@@ -7,10 +7,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -21,9 +21,14 @@ class Launched:
 
     exit_codes: tuple[int, ...]
     """By rank."""
-    output: str
-    """Standard output and error of all ranks."""
+    outputs: tuple[str, ...]
+    """Standard output and error, by rank."""
     seconds: float
+
+    @property
+    def output(self) -> str:
+        """Standard output and error of all ranks."""
+        return "".join(self.outputs)
 
 
 def launch(
@@ -33,9 +38,14 @@ def launch(
     timeout_seconds: float = 120.0,
     environment: Mapping[str, str] | None = None,
     is_new_program: bool = False,
+    flags_of_rank: Mapping[int, Sequence[object]] | None = None,
+    environment_of_rank: Mapping[int, Mapping[str, str]] | None = None,
+    meanwhile: Callable[[Sequence[int]], None] | None = None,
 ) -> Launched:
     """Start `num_ranks` ranks and wait; raises TimeoutExpired (after killing them) when one does not end.
 
+    flags_of_rank, environment_of_rank: what single ranks get beside (and after) what all get.
+    meanwhile: called once with the ranks' process ids, to send them signals.
     is_new_program: start Python anew for every rank, as a user does; else ranks are forked from a process that has imported
     torch and megatron-core, which saves seconds each.
     """
@@ -50,52 +60,71 @@ def launch(
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
             **(environment or {}),
+            **(environment_of_rank or {}).get(rank, {}),
         }
         for rank in range(num_ranks)
     ]
+    ranks = [
+        _Rank(tuple(str(flag) for flag in (*flags, *(flags_of_rank or {}).get(rank, ()))), own)
+        for rank, own in enumerate(environments)
+    ]
     run = _run_programs if is_new_program else _run_forks
-    exit_codes, output = run([str(flag) for flag in flags], environments, start + timeout_seconds)
-    return Launched(tuple(exit_codes), output, time.monotonic() - start)
+    exit_codes, outputs = run(ranks, start + timeout_seconds, meanwhile or (lambda processes: None))
+    return Launched(tuple(exit_codes), tuple(outputs), time.monotonic() - start)
 
 
-def _run_programs(flags: Sequence[str], environments: Sequence[Mapping[str, str]], deadline: float) -> tuple[list[int], str]:
-    command = [sys.executable, str(REPOSITORY / "pretrain_mllm.py"), *flags]
+class _Rank(NamedTuple):
+    flags: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+def _run_programs(
+    ranks: Sequence[_Rank], deadline: float, meanwhile: Callable[[Sequence[int]], None]
+) -> tuple[list[int], list[str]]:
     processes = [
         subprocess.Popen(
-            command, cwd=REPOSITORY, env={**os.environ, **own}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            [sys.executable, str(REPOSITORY / "pretrain_mllm.py"), *rank.flags],
+            cwd=REPOSITORY,
+            env={**os.environ, **rank.environment},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
-        for own in environments
+        for rank in ranks
     ]
     try:
+        meanwhile([process.pid for process in processes])
         outputs = [process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    return [process.returncode for process in processes], "".join(outputs)
+    return [process.returncode for process in processes], outputs
 
 
-def _run_forks(flags: Sequence[str], environments: Sequence[Mapping[str, str]], deadline: float) -> tuple[list[int], str]:
+def _run_forks(
+    ranks: Sequence[_Rank], deadline: float, meanwhile: Callable[[Sequence[int]], None]
+) -> tuple[list[int], list[str]]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.distributed.launched_rank"])
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / str(rank) for rank in range(len(environments))]
+        outputs = [Path(folder) / str(rank) for rank in range(len(ranks))]
         processes: list[Any] = [
-            context.Process(target=_run_rank, args=(tuple(flags), own, str(output)))
-            for own, output in zip(environments, outputs, strict=True)
+            context.Process(target=_run_rank, args=(*rank, str(output))) for rank, output in zip(ranks, outputs, strict=True)
         ]
         for process in processes:
             process.start()
         try:
+            meanwhile([process.pid for process in processes])
             for process in processes:
                 process.join(max(1.0, deadline - time.monotonic()))
                 if process.exitcode is None:
-                    raise subprocess.TimeoutExpired(["pretrain_mllm.py", *flags], deadline)
+                    raise subprocess.TimeoutExpired(["pretrain_mllm.py", *ranks[0].flags], deadline)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
-        text = "".join(output.read_text() for output in outputs if output.exists())
-        return [process.exitcode for process in processes], text
+        texts = [output.read_text() if output.exists() else "" for output in outputs]
+        return [process.exitcode for process in processes], texts
 
 
 def _run_rank(flags: Sequence[str], environment: Mapping[str, str], output: str) -> None:
