@@ -1,6 +1,5 @@
 """Wrong inputs: every rank ends by itself, soon, and one message names the fix. No launcher is there to end them."""
 
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -8,27 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from PIL import Image
 
 from tests.distributed.launch import Launched, launch
+from tests.distributed.small_run import MODEL, NUM_RANKS, working_flags, write_working_files
 
-NUM_RANKS = 2
 TIME_LIMIT_SECONDS = 120.0
 """Beyond this a run counts as hanging; on an idle machine each ends in a few seconds."""
 NUM_AT_ONCE = 4
-MODEL = {
-    "units": {
-        "vision": {
-            "role": "encoder",
-            "num_layers": 1,
-            "hidden_size": 16,
-            "num_attention_heads": 2,
-            "ffn_hidden_size": 32,
-            "image": {"patch_size": 8, "merge_size": 2, "in_channels": 3, "min_pixels": 256, "max_pixels": 4096},
-        },
-        "llm": {"role": "backbone", "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64},
-    }
-}
 Prepare = Callable[[Path], Sequence[object]]
 
 
@@ -46,35 +31,6 @@ class WrongInput:
     num_ranks: int = NUM_RANKS
 
 
-def working_flags(folder: Path) -> dict[str, object]:
-    """Flags of a small run that works."""
-    return {
-        "--model": folder / "model.yaml",
-        "--data-path": folder / "data" / "manifest.jsonl",
-        "--vision-dp": 1,
-        "--llm-dp": 1,
-        "--global-batch-size": 2,
-        "--train-iters": 2,
-        "--lr": 1e-3,
-        "--num-workers": 0,
-        "--split": "100",
-    }
-
-
-def write_working_files(folder: Path) -> None:
-    """Model, images and manifest of the small run."""
-    (folder / "model.yaml").write_text(yaml.safe_dump(MODEL, sort_keys=False))
-    data = folder / "data"
-    data.mkdir()
-    lines = []
-    for index in range(4):
-        Image.effect_noise((32 + 16 * index, 48), 50).convert("RGB").save(data / f"{index}.png")
-        image = {"type": "image", "path": f"{index}.png", "width": 32 + 16 * index, "height": 48}
-        text = {"type": "text", "role": "assistant", "text": f"picture {index}"}
-        lines.append(json.dumps({"id": str(index), "segments": [image, text]}))
-    (data / "manifest.jsonl").write_text("\n".join(lines) + "\n")
-
-
 def flags_only(*flags: object) -> Prepare:
     """A wrong flag needs no file."""
     return lambda folder: flags
@@ -84,7 +40,7 @@ def change_model(change: Callable[[dict[str, dict[str, object]]], object]) -> Pr
     """Write another model file; `change` edits the units in place."""
 
     def prepare(folder: Path) -> Sequence[object]:
-        units = {name: dict(unit) for name, unit in MODEL["units"].items()}  # type: ignore[call-overload]
+        units = {name: dict(unit) for name, unit in MODEL["units"].items()}
         change(units)
         (folder / "model.yaml").write_text(yaml.safe_dump({"units": units}, sort_keys=False))
         return ()

@@ -1,0 +1,60 @@
+"""A small run of `pretrain_mllm.py` that works, for tests that make one thing of it wrong."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from PIL import Image
+
+NUM_RANKS = 2
+MODEL: dict[str, Any] = {
+    "units": {
+        "vision": {
+            "role": "encoder",
+            "num_layers": 1,
+            "hidden_size": 16,
+            "num_attention_heads": 2,
+            "ffn_hidden_size": 32,
+            "image": {"patch_size": 8, "merge_size": 2, "in_channels": 3, "min_pixels": 256, "max_pixels": 4096},
+        },
+        "llm": {"role": "backbone", "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64},
+    }
+}
+
+
+def working_flags(folder: Path) -> dict[str, object]:
+    """Flags of the run, whose files are in `folder`."""
+    return {
+        "--model": folder / "model.yaml",
+        "--data-path": folder / "data" / "manifest.jsonl",
+        "--vision-dp": 1,
+        "--llm-dp": 1,
+        "--global-batch-size": 2,
+        "--train-iters": 2,
+        "--lr": 1e-3,
+        "--num-workers": 0,
+        "--split": "100",
+    }
+
+
+def manifest_entries() -> list[dict[str, Any]]:
+    """The samples of the run's manifest: an image each, and a text about it."""
+    entries = []
+    for index in range(4):
+        image = {"type": "image", "path": f"{index}.png", "width": 32 + 16 * index, "height": 48}
+        text = {"type": "text", "role": "assistant", "text": f"picture {index}"}
+        entries.append({"id": str(index), "segments": [image, text]})
+    return entries
+
+
+def write_working_files(folder: Path) -> None:
+    """Write the run's model, images and manifest into `folder`."""
+    (folder / "model.yaml").write_text(yaml.safe_dump(MODEL, sort_keys=False))
+    data = folder / "data"
+    data.mkdir()
+    entries = manifest_entries()
+    for entry in entries:
+        image = entry["segments"][0]
+        Image.effect_noise((image["width"], image["height"]), 50).convert("RGB").save(data / image["path"])
+    (data / "manifest.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
