@@ -1,8 +1,12 @@
 #!/usr/bin/env bash
-# Trains on Slurm: one torchrun per node, which meet at the first node. Adapt the lines marked <>, then: sbatch scripts/slurm/pretrain.sh
+# Trains on Slurm: one torchrun per node, which meet at the first node. Adapt the lines marked <>, then:
 #
-# Submitting it again, or Slurm requeueing it after a node failed, resumes from the newest checkpoint in $RUN.
-# More flags of pretrain_mllm.py may follow the script's name: sbatch scripts/slurm/pretrain.sh --lr 1e-4
+#   sbatch scripts/slurm/pretrain.sh                                  the digits of examples/digits: does everything work here?
+#   CONFIG=my/config.yaml RUN=/shared/runs/mine sbatch scripts/slurm/pretrain.sh --data-path /shared/data/manifest.jsonl
+#
+# More flags of pretrain_mllm.py may follow the script's name. A checkpoint is written every SAVE_INTERVAL steps, when Slurm ends
+# the job early (it gets SIGTERM), and some minutes before the job's time is over. Submitting the script again, or Slurm requeueing
+# the job after a node failed, resumes from the newest one in $RUN.
 
 #SBATCH --job-name=braid
 #SBATCH --nodes=2
@@ -17,21 +21,34 @@
 
 set -euo pipefail
 
-RUN="${RUN:-$SLURM_SUBMIT_DIR/runs/corpus}"                               # <> on a file system that all nodes share
-CONFIG="${CONFIG:-examples/corpus/config.yaml}"                           # <>
-IMAGE="${IMAGE:-$SLURM_SUBMIT_DIR/braid.sqsh}"                            # <> built from ./Dockerfile: enroot import dockerd://braid
+RUN="${RUN:-$SLURM_SUBMIT_DIR/runs/slurm}"                                # <> on a file system that all nodes share
+BRAID="${BRAID:-/opt/braid}"                                              # <> where Braid is installed: this is the container's
+CONFIG="${CONFIG:-$BRAID/examples/digits/config.yaml}"                    # <>
+IMAGE="${IMAGE-$SLURM_SUBMIT_DIR/braid.sqsh}"                             # <> built from ./Dockerfile: enroot import dockerd://braid
 MOUNTS="${MOUNTS:-$SLURM_SUBMIT_DIR:$SLURM_SUBMIT_DIR,$RUN:$RUN}"         # <> add the data
+SAVE_INTERVAL="${SAVE_INTERVAL:-100}"                                     # <> steps whose work a failed node may cost
+MINUTES_TO_SAVE="${MINUTES_TO_SAVE:-10}"                                  # <> before the job's end: a step, a checkpoint, and to spare
 
 mkdir -p "$RUN"
 MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 
-# --container-* are pyxis's flags; leave them out where Braid is installed on the nodes.
-srun --kill-on-bad-exit=1 \
-    --container-image="$IMAGE" --container-mounts="$MOUNTS" --container-workdir="$SLURM_SUBMIT_DIR" \
+limits=()
+if [[ -n "${SLURM_JOB_END_TIME:-}" ]]; then
+    minutes=$(((SLURM_JOB_END_TIME - $(date +%s)) / 60 - MINUTES_TO_SAVE))
+    limits=(--exit-duration-in-mins "$((minutes > 1 ? minutes : 1))")
+fi
+
+# These are pyxis's flags. IMAGE= (empty) leaves them out, where Braid is installed on the nodes themselves.
+container=()
+if [[ -n "$IMAGE" ]]; then
+    container=(--container-image="$IMAGE" --container-mounts="$MOUNTS" --container-workdir="$SLURM_SUBMIT_DIR")
+fi
+
+srun --kill-on-bad-exit=1 ${container[@]+"${container[@]}"} \
     torchrun \
     --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" \
     --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \
-    pretrain_mllm.py --config "$CONFIG" \
-    --save "$RUN/checkpoints" --load "$RUN/checkpoints" \
+    "$BRAID/pretrain_mllm.py" --config "$CONFIG" \
+    --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval "$SAVE_INTERVAL" ${limits[@]+"${limits[@]}"} \
     --tensorboard-dir "$RUN/tensorboard" --log-json "$RUN/log.jsonl" --report-dir "$RUN" "$@"

@@ -1,0 +1,75 @@
+"""`scripts/slurm/pretrain.sh` with stand-ins for Slurm's commands: what it starts must be flags that a run accepts."""
+
+import os
+import subprocess
+import time
+
+import pytest
+
+from megatron.runtime.arguments import parse_arguments
+from tests.sanity.repository import ROOT
+
+STAND_INS = {
+    "scontrol": "echo node1; echo node2",
+    "srun": 'while [[ "$1" == --* ]]; do echo "srun $1"; shift; done; exec "$@"',
+    "torchrun": 'for argument in "$@"; do echo "torchrun $argument"; done',
+}
+
+
+@pytest.fixture
+def submit(tmp_path):
+    """Run the script as Slurm would; returns the arguments of srun and of torchrun."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, body in STAND_INS.items():
+        (commands / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (commands / name).chmod(0o755)
+
+    def run(*flags, **environment):
+        slurm = {
+            "SLURM_SUBMIT_DIR": str(tmp_path),
+            "SLURM_JOB_ID": "12",
+            "SLURM_JOB_NODELIST": "node[1-2]",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_GPUS_ON_NODE": "8",
+            "BRAID": str(ROOT),
+            "PATH": f"{commands}:{os.environ['PATH']}",
+        }
+        script = [ROOT / "scripts" / "slurm" / "pretrain.sh", *flags]
+        output = subprocess.run(script, env=slurm | environment, check=True, capture_output=True, text=True).stdout
+        lines = [line.split(" ", 1) for line in output.splitlines()]
+        return [[argument for name, argument in lines if name == command] for command in ("srun", "torchrun")]
+
+    return run
+
+
+def flags_of(torchrun):
+    return torchrun[torchrun.index(str(ROOT / "pretrain_mllm.py")) + 1 :]
+
+
+def parse(torchrun):
+    return parse_arguments(flags_of(torchrun), environ={"WORLD_SIZE": "16", "RANK": "0"})
+
+
+def test_as_it_stands_it_starts_a_run_that_saves_and_resumes(submit, tmp_path):
+    srun, torchrun = submit()
+    assert any(argument.startswith("--container-image=") for argument in srun)
+    assert {"--nnodes=2", "--nproc-per-node=8", "--rdzv-endpoint=node1:20012"} <= set(torchrun)
+    checkpoint = parse(torchrun).checkpoint
+    assert checkpoint.save == checkpoint.load == tmp_path / "runs" / "slurm" / "checkpoints"
+    assert checkpoint.save_interval == 100
+
+
+def test_flags_after_the_script_and_the_environment_reach_the_run(submit):
+    config = ROOT / "examples" / "corpus" / "config.yaml"
+    srun, torchrun = submit("--data-path", "my/manifest.jsonl", CONFIG=str(config), SAVE_INTERVAL="7", IMAGE="")
+    assert srun == ["--kill-on-bad-exit=1"]
+    assert parse(torchrun).data.data_path == "my/manifest.jsonl"
+    assert parse(torchrun).checkpoint.save_interval == 7
+
+
+@pytest.mark.parametrize(("minutes_left", "expected"), [(60, 49), (5, 1)])
+def test_it_leaves_time_to_save_before_the_job_ends(submit, minutes_left, expected):
+    _, torchrun = submit(SLURM_JOB_END_TIME=str(int(time.time()) + 60 * minutes_left - 30))
+    flags = flags_of(torchrun)
+    assert int(flags[flags.index("--exit-duration-in-mins") + 1]) == expected
