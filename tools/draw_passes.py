@@ -41,8 +41,8 @@ class Figure(NamedTuple):
 
 FIGURES = {
     "split-backward": Figure(
-        "1f1b",
-        "1F1B, deferred samples: whole backwards wait",
+        "eager-1f1b",
+        "Eager 1F1B, deferred samples: whole backwards wait",
         "split-backward: the others' backwards run first",
         is_deferred=True,
     ),
