@@ -16,6 +16,7 @@ from megatron.runtime.field_flags import field_flags
 from megatron.runtime.flag_parser import FlagParser
 from megatron.runtime.freezing import apply_freezing
 from megatron.runtime.run_plan import build_plan
+from megatron.runtime.schedule_checks import check_schedule
 from megatron.runtime.unit_flags import MICRO_BATCH_SIZE, SIZE_SPELLINGS
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.errors import ConfigError
@@ -40,7 +41,9 @@ def parse_arguments(argv: Sequence[str], *, environ: Mapping[str, str]) -> RunCo
     assert graph is not None  # --model is required, so that _merge would have complained.
     frozen_graph = apply_freezing(graph, config)
     check_config(config, graph=frozen_graph)
-    check_plan(config, graph=frozen_graph, plan=build_plan(config, frozen_graph, _world_size(environ)))
+    plan = build_plan(config, frozen_graph, _world_size(environ))
+    check_plan(config, graph=frozen_graph, plan=plan)
+    check_schedule(config, graph=frozen_graph, plan=plan)
     return _fill_in_steps(config)
 
 

@@ -22,6 +22,10 @@ PER_UNIT: Mapping[str, Any] = MappingProxyType({"per_unit": True})
 
 SCHEDULE_PASSES = ("split-backward", "defer-receives", "delay-forward", "fill", "gather-parameters", "reduce-by-layer")
 """What --schedule-passes may name."""
+FOLDED_SCHEDULE = "zb-v"
+"""Under it, two virtual stages per rank form a V; under every other schedule virtual stages are dealt in turn."""
+VIRTUAL_STAGE_SCHEDULES = ("interleaved-1f1b", "breadth-first", "zb-h1", FOLDED_SCHEDULE)
+"""Schedules that gain from virtual stages."""
 
 
 @dataclass(frozen=True, kw_only=True)

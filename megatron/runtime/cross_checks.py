@@ -128,6 +128,11 @@ EXCLUSIVE_FLAGS: tuple[tuple[str, str, str], ...] = (
     ("plan", "colocate_units", "a plan already says which ranks each unit has"),
 )
 
+EXCLUSIVE_SIZES: tuple[tuple[str, str, str], ...] = (
+    ("virtual_pipeline_size", "layers_per_virtual_stage", "both say how many virtual stages a pipeline rank holds"),
+)
+"""Of one unit."""
+
 RULES: tuple[Rule, ...] = (
     Rule(
         lambda c: c.training.micro_batch_size > c.training.global_batch_size,
@@ -177,6 +182,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda c: c.model.transformer_impl == "transformer_engine" and c.training.dtype == "float64",
         "--transformer-impl transformer_engine has no float64; use --transformer-impl local for exact checks",
+    ),
+    Rule(
+        lambda c: (
+            c.model.transformer_impl == "transformer_engine"
+            and (c.training.schedule in ("zb-h1", "zb-v") or "fill" in c.training.schedule_passes.split(","))
+        ),
+        "--transformer-impl transformer_engine cannot split backwards into input and weight gradients, as --schedule zb-h1, "
+        "--schedule zb-v and --schedule-passes fill do; use --transformer-impl local, or another schedule",
     ),
     Rule(
         lambda c: c.model.attention_backend == "sequences" and c.model.attention_mask != "causal",
@@ -243,7 +256,8 @@ def drop_overruled(values: Mapping[str, Any], *, overruled: Callable[[str, str],
     """
     kept = dict(values)
     sizes = [(f"{unit}.{size}", "plan", "a plan already has every unit's sizes") for unit in units for size in SIZE_SPELLINGS]
-    for first, second, reason in (*EXCLUSIVE_FLAGS, *sizes):
+    ranges = [(f"{unit}.{first}", f"{unit}.{second}", reason) for unit in units for first, second, reason in EXCLUSIVE_SIZES]
+    for first, second, reason in (*EXCLUSIVE_FLAGS, *sizes, *ranges):
         if kept.get(first) in (None, False) or kept.get(second) in (None, False):
             continue
         if overruled(first, second):

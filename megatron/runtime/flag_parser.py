@@ -15,7 +15,8 @@ CONFIG_HELP = "A file with any of these flags as keys. The command line wins ove
 UNITS_HELP = (
     "Every unit of the model has flags with its name in front, for a unit 'vision': --vision-tensor-model-parallel-size, "
     "--vision-pipeline-model-parallel-size, --vision-context-parallel-size, --vision-data-parallel-size (short: --vision-tp, "
-    "-pp, -cp, -dp) and --vision-micro-batch-size. Give --model or --config along with --help to see those of your model."
+    "-pp, -cp, -dp), --vision-virtual-pipeline-model-parallel-size (--vision-vpp) and --vision-micro-batch-size. Give --model or "
+    "--config along with --help to see those of your model."
 )
 
 
@@ -145,7 +146,7 @@ def _add_switch(arguments: Any, *, spellings: tuple[str, str], dest: str, const:
 
 
 def _add_unit_flag(arguments: Any, flag: UnitFlag) -> None:
-    default = "" if flag.name in ("data_parallel_size", "micro_batch_size") else " (default: 1)"
+    default = f" (default: {flag.default})" if flag.default else ""
     arguments.add_argument(
         *flag.spellings,
         action=_StoreOnce,

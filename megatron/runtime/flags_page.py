@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron.runtime.configuration import GROUPS
 from megatron.runtime.cross_checks import EXCLUSIVE_FLAGS, IGNORED_FLAGS, shown_flag
 from megatron.runtime.field_flags import FieldFlag, field_docstrings, field_flags
-from megatron.runtime.unit_flags import MICRO_BATCH_HELP, SIZE_SPELLINGS
+from megatron.runtime.unit_flags import MICRO_BATCH_HELP, SIZE_SPELLINGS, plain_endings
 from multimodal.plan.unit_sizes import UnitSizes
 
 INTRODUCTION = """\
@@ -64,7 +64,7 @@ def _sections() -> Iterator[str]:
         yield _table(("flag", "default", "meaning"), (_row(flag) for flag in field_flags(group)))
         if name == "parallelism":
             yield UNITS
-            yield _table(("flag", "short", "LLM, as in Megatron", "meaning"), _unit_rows())
+            yield _table(("flag", "also", "LLM, as in Megatron", "meaning"), _unit_rows())
             yield PLACEMENT
     yield "## Flags that need another\n\nGiven where they have no effect, these are errors:\n"
     yield _table(("flag", "error"), ((f"`{shown_flag(row.name)}`", row.reason) for row in IGNORED_FLAGS))
@@ -86,9 +86,10 @@ def _row(flag: FieldFlag) -> tuple[str, str, str]:
 
 
 def _unit_rows() -> Iterator[tuple[str, str, str, str]]:
-    for name, (long, short) in SIZE_SPELLINGS.items():
-        plain = "" if name == "data_parallel_size" else f"`--{long}`"
-        yield f"`--UNIT-{long} N`", f"`--UNIT-{short}`", plain, field_docstrings(UnitSizes)[name]
+    for name, spelling in SIZE_SPELLINGS.items():
+        shorter = ", ".join(f"`--UNIT-{ending}`" for ending in spelling.endings[1:])
+        plain = ", ".join(f"`--{ending}`" for ending in plain_endings(name))
+        yield f"`--UNIT-{spelling.long} N`", shorter, plain, field_docstrings(UnitSizes)[name]
     yield "`--UNIT-micro-batch-size N`", "", "", MICRO_BATCH_HELP.replace("this encoder", "this unit, an encoder")
 
 

@@ -10,11 +10,11 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, validate_plan
 
 
-def plan_colocated(graph: ModelGraph, *, sizes: Mapping[str, UnitSizes], world_size: int) -> Plan:
+def plan_colocated(graph: ModelGraph, *, sizes: Mapping[str, UnitSizes], world_size: int, is_folded: bool = False) -> Plan:
     """Lay every unit over all ranks; each unit's data parallel size is `world_size / (tp x cp x pp)`.
 
     sizes: unit name -> sizes; a unit that is not named has size 1 in everything but its data parallel size.
-    world_size: number of processes.
+    world_size: number of processes. is_folded: two virtual stages per rank form a V (ZB-V).
     Raises PlanError when a unit's replicas do not fill the ranks, or a given data parallel size is another one.
     """
     if unknown := [name for name in sizes if name not in graph.unit_names]:
@@ -22,7 +22,10 @@ def plan_colocated(graph: ModelGraph, *, sizes: Mapping[str, UnitSizes], world_s
     plan = Plan(
         {
             unit.name: build_unit_plan(
-                unit, sizes=_spread(unit.name, sizes=sizes.get(unit.name, UnitSizes()), world_size=world_size), first_rank=0
+                unit,
+                sizes=_spread(unit.name, sizes=sizes.get(unit.name, UnitSizes()), world_size=world_size),
+                first_rank=0,
+                is_folded=is_folded,
             )
             for unit in graph.units
         }

@@ -10,12 +10,12 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, validate_plan
 
 
-def plan_disaggregated(graph: ModelGraph, *, sizes: Mapping[str, UnitSizes], world_size: int) -> Plan:
+def plan_disaggregated(graph: ModelGraph, *, sizes: Mapping[str, UnitSizes], world_size: int, is_folded: bool = False) -> Plan:
     """Give each unit `tp x cp x pp x dp` ranks of its own, one unit after the other.
 
     sizes: unit name -> sizes; a unit that is not named has size 1 in everything but its data parallel size, which is open.
     At most one unit may leave its data parallel size open; it takes all ranks that the others leave.
-    world_size: number of processes; all of them must be used.
+    world_size: number of processes; all of them must be used. is_folded: two virtual stages per rank form a V (ZB-V).
     Raises PlanError, with the arithmetic, when the ranks do not come out even.
     """
     if unknown := [name for name in sizes if name not in graph.unit_names]:
@@ -23,7 +23,7 @@ def plan_disaggregated(graph: ModelGraph, *, sizes: Mapping[str, UnitSizes], wor
     complete = _fill_open_size({name: sizes.get(name, UnitSizes()) for name in graph.unit_names}, world_size=world_size)
     units, first_rank = {}, 0
     for unit in graph.units:
-        units[unit.name] = build_unit_plan(unit, sizes=complete[unit.name], first_rank=first_rank)
+        units[unit.name] = build_unit_plan(unit, sizes=complete[unit.name], first_rank=first_rank, is_folded=is_folded)
         first_rank += len(units[unit.name].ranks)
     plan = Plan(units)
     validate_plan(plan, graph=graph, world_size=world_size)

@@ -5,25 +5,74 @@ from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import Unit
 from multimodal.values.plan import Replica, Stage, UnitPlan, split_layers
 
+V_SHAPE_RANGES = 2
+"""Layer ranges of a stage that is folded into a V."""
 
-def build_unit_plan(unit: Unit, *, sizes: UnitSizes, first_rank: int) -> UnitPlan:
+
+def build_unit_plan(unit: Unit, *, sizes: UnitSizes, first_rank: int, is_folded: bool = False) -> UnitPlan:
     """Build the unit's plan on ranks `first_rank` and up.
 
     Stage p of replica d holds the ranks `first_rank + (p * dp + d) * (cp * tp) + 0 .. cp * tp - 1`, so the peers of one tensor
     parallel group are neighbours and replicas of one stage are close, as with Megatron's order tp-cp-ep-dp-pp.
-    Transformer layers are divided evenly over the stages. Raises PlanError when there are more stages than layers.
+    Transformer layers are divided evenly over the layer ranges. Of several ranges per stage, stage p of P holds every P-th from p
+    on, as Megatron deals model chunks (interleaved 1F1B).
+
+    is_folded: two ranges per stage are p and 2 P - 1 - p instead, in the shape of a V (ZB-V).
+    Raises PlanError when there are more ranges than layers, and for virtual stages without a pipeline.
     """
     assert sizes.data_parallel_size is not None
+    num_stages, data_parallel_size = sizes.pipeline_parallel_size, sizes.data_parallel_size
+    num_chunks = count_virtual_stages(unit, sizes=sizes)
     try:
-        layer_ranges = split_layers(unit.layers, num_stages=sizes.pipeline_parallel_size)
+        ranges = split_layers(unit.layers, num_stages=num_stages * num_chunks)
     except PlanError as problem:
-        raise PlanError(f"unit '{unit.name}': {problem} (--{unit.name}-pipeline-model-parallel-size)") from None
+        raise PlanError(f"unit '{unit.name}': {_explain(problem, unit, sizes=sizes, num_chunks=num_chunks)}") from None
     group_size = sizes.tensor_parallel_size * sizes.context_parallel_size
+
+    def held_by(stage_index: int) -> tuple[tuple[int, int], ...]:
+        if is_folded and num_chunks == V_SHAPE_RANGES:
+            return ranges[stage_index], ranges[-1 - stage_index]
+        return ranges[stage_index::num_stages]
 
     def stage(replica_index: int, stage_index: int) -> Stage:
         first = first_rank + (stage_index * data_parallel_size + replica_index) * group_size
-        return Stage(tuple(range(first, first + group_size)), (layer_ranges[stage_index],))
+        return Stage(tuple(range(first, first + group_size)), held_by(stage_index))
 
-    data_parallel_size = sizes.data_parallel_size
-    replicas = tuple(Replica(tuple(stage(d, p) for p in range(len(layer_ranges)))) for d in range(data_parallel_size))
+    replicas = tuple(Replica(tuple(stage(d, p) for p in range(num_stages))) for d in range(data_parallel_size))
     return UnitPlan(replicas, sizes.tensor_parallel_size, sizes.context_parallel_size)
+
+
+def count_virtual_stages(unit: Unit, *, sizes: UnitSizes) -> int:
+    """Return how many layer ranges each of the unit's stages is to hold; raises PlanError where sizes and layers disagree."""
+    num_stages, num_layers, each = sizes.pipeline_parallel_size, unit.transformer.num_layers, sizes.layers_per_virtual_stage
+    flags = f"--{unit.name.replace('_', '-')}"
+    flag, other = f"{flags}-num-layers-per-virtual-pipeline-stage", f"{flags}-virtual-pipeline-model-parallel-size"
+    if each is not None and num_layers % (num_stages * each):
+        fitting = [str(count) for count in range(1, num_layers + 1) if num_layers % (num_stages * count) == 0]
+        advice = f"choose {' or '.join(fitting)}" if fitting else f"{num_stages} stages cannot hold equally many"
+        raise PlanError(
+            f"unit '{unit.name}': {flag} {each} does not divide its {num_layers} transformer layers over {num_stages} pipeline "
+            f"stage{'s' * (num_stages != 1)}; {advice}, or use {other} N, which allows uneven ranges"
+        )
+    count = num_layers // (num_stages * each) if each is not None else sizes.virtual_pipeline_size
+    if count > 1 and num_stages == 1:
+        given = f"{flag} {each}" if each is not None else f"{other} {count}"
+        raise PlanError(
+            f"unit '{unit.name}': {given} would be ignored: with one pipeline stage there is nothing to interleave; raise "
+            f"{flags}-pipeline-model-parallel-size or leave it out"
+        )
+    return count
+
+
+def _explain(problem: PlanError, unit: Unit, *, sizes: UnitSizes, num_chunks: int) -> str:
+    flags = f"--{unit.name.replace('_', '-')}"
+    if num_chunks == 1:
+        return f"{problem} ({flags}-pipeline-model-parallel-size)"
+    num_layers, num_stages = unit.transformer.num_layers, sizes.pipeline_parallel_size
+    most = num_layers // num_stages
+    advice = f"use at most {most}" if most > 1 else "leave virtual stages out"
+    return (
+        f"{num_layers} transformer layers cannot be cut into {num_stages * num_chunks} layer ranges, {num_chunks} for each of "
+        f"{num_stages} pipeline stages ({flags}-virtual-pipeline-model-parallel-size); {advice}, or lower "
+        f"{flags}-pipeline-model-parallel-size"
+    )

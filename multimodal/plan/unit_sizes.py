@@ -18,12 +18,18 @@ class UnitSizes:
     """Ranks that share the tokens of every microbatch (context parallelism)."""
     data_parallel_size: int | None = None
     """Replicas of the unit. May be left out for one unit, and then follows from the number of processes."""
+    virtual_pipeline_size: int = 1
+    """Virtual stages (layer ranges) that each pipeline rank holds, dealt in turn; --schedule zb-v folds two into a V."""
+    layers_per_virtual_stage: int | None = None
+    """The same, as transformer layers in each virtual stage; these must come out even."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             size = getattr(self, field.name)
             if size is not None and size < 1:
                 raise PlanError(f"{field.name} must be at least 1, found {size}")
+        if self.virtual_pipeline_size > 1 and self.layers_per_virtual_stage is not None:
+            raise PlanError("virtual_pipeline_size and layers_per_virtual_stage say the same in two ways; keep one")
 
     @property
     def ranks_per_replica(self) -> int:

@@ -1,9 +1,13 @@
 """Every builder on every kind of model, units with unequal numbers of replicas: loss and gradients of one process."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
 
+from megatron.runtime.configuration import FOLDED_SCHEDULE, VIRTUAL_STAGE_SCHEDULES
+from multimodal.plan.disaggregated import plan_disaggregated
+from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES, passes_named
 from multimodal.values.assignment import Assignment
@@ -46,10 +50,7 @@ def build_case(builder: str, names: tuple[str, ...]) -> GradientCase:
     Where encoders are replicated, they have 4 instead, one on each of the LLM's ranks.
     """
     graph = ModelGraph.from_dict({"units": {name: UNITS[name] for name in names}})
-    shapes = tuple(
-        SampleShape(tuple(item for item in shape.items if item[0] in names), shape.num_text_tokens, shape.num_target_tokens)
-        for shape in SAMPLES
-    )
+    shapes = tuple(SampleShape(_of(names, shape), shape.num_text_tokens, shape.num_target_tokens) for shape in SAMPLES)
     source = RandomSource(graph, shapes, 12)
     units = {"llm": UnitPlan(tuple(Replica((Stage((r,), V_SHAPE[0]), Stage((r + 1,), V_SHAPE[1]))) for r in (0, 2)))}
     if "painter" in names:
@@ -93,3 +94,19 @@ def test_every_pass_leaves_a_generator_what_it_is(ranks: RankPool, name: str) ->
 @pytest.mark.parametrize("builder", sorted(BUILDERS))
 def test_every_builder_trains_every_model(ranks: RankPool, builder: str, model: str) -> None:
     assert_matches(build_case(builder, MODELS[model]), ranks)
+
+
+@pytest.mark.parametrize("builder", VIRTUAL_STAGE_SCHEDULES)
+def test_virtual_stages_of_every_unit_made_from_sizes(ranks: RankPool, builder: str) -> None:
+    """Five layers in four ranges; three and two microbatches on two stages, so that groups are uneven, too."""
+    units = {name: {**UNITS[name], "num_layers": 5} for name in MODELS["encoder, LLM and generator"]}
+    graph = ModelGraph.from_dict({"units": units})
+    sizes = {name: UnitSizes(1, 2, 1, 2 if name == "llm" else 1, 2) for name in units}
+    plan = plan_disaggregated(graph, sizes=sizes, world_size=8, is_folded=builder == FOLDED_SCHEDULE)
+    source = RandomSource(graph, tuple(replace(shape, items=_of(units, shape)) for shape in SAMPLES), 12)
+    assert_matches(GradientCase(graph, plan, _assign(source, plan, graph), source, builder=builder), ranks)
+
+
+def _of(units: Collection[str], shape: SampleShape) -> tuple[tuple[str, int, int], ...]:
+    """The items of a sample that these units take or make."""
+    return tuple(item for item in shape.items if item[0] in units)

@@ -43,6 +43,8 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
         (4, ("--balance", "orchmllm", "--vision-micro-batch-size", 5)),
         (5, ("--vision-dp", 3, "--llm-pp", 1, "--llm-dp", 2, "--data-parallel-sharding-strategy", "optim_grads_params")),
         (3, ("--vision-dp", 1, "--llm-pp", 1, "--llm-dp", 2, "--schedule-passes", "gather-parameters,reduce-by-layer")),
+        (4, ("--vision-dp", 1, "--llm-pp", 3, "--llm-vpp", 2, "--schedule", "interleaved-1f1b")),
+        (3, ("--vision-dp", 1, "--llm-pp", 2, "--llm-vpp", 2, "--schedule", "zb-v", "--micro-batch-size", 11)),
         (6, ("--vision-cp", 2, "--vision-dp", 1, "--llm-cp", 2, "--llm-pp", 2, "--context-parallel-block-size", 16)),
     ],
 )

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator
 
-from multimodal.schedule.builders.interleaved_chain import chain_actions, chain_of_replica
+from multimodal.schedule.builders.interleaved_chain import chain_actions, chain_of_replica, dealt_positions
 from multimodal.schedule.builders.microbatch_span import microbatch_spans
 from multimodal.schedule.builders.one_f_one_b import forward_floors
 from multimodal.schedule.builders.unit_order import Step, chunk_stages, num_chunks, ordered_actions
@@ -58,6 +58,14 @@ def is_interleaved(unit: UnitPlan) -> bool:
     """Whether a unit's layers are dealt to its stages in turn, several chunks to each."""
     return num_chunks(unit) > 1 and all(
         stage.stage_index == stage.index % len(replica.stages) for replica in unit.replicas for stage in replica.virtual_stages
+    )
+
+
+def interleaves(graph: ModelGraph, plan: Plan) -> bool:
+    """Whether a plan has anything to interleave: a unit with chunks dealt in turn, or a chain of units dealt to one grid."""
+    replicas = range(plan.units[graph.backbone.name].data_parallel_size)
+    return any(is_interleaved(unit) for unit in plan.units.values()) or any(
+        dealt_positions(graph.unit_names, plan, replica) for replica in replicas
     )
 
 

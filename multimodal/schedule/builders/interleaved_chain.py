@@ -21,6 +21,13 @@ def chain_of_replica(graph: ModelGraph, plan: Plan, assignment: Assignment, repl
     """
     held = [name for name in graph.unit_names if replica < plan.units[name].data_parallel_size]
     units = [name for name in held if assignment.num_microbatches(name, replica)] or held
+    return dealt_positions(units, plan, replica) if _is_coupled(graph, units, assignment, replica) else None
+
+
+def dealt_positions(units: Sequence[str], plan: Plan, replica: int) -> tuple[Position, ...] | None:
+    """Return the virtual stages of units, upstream first, as one chain dealt to one grid of lanes in turn; else None."""
+    if any(replica >= plan.units[name].data_parallel_size for name in units):
+        return None
     places = [
         (name, stage.index, lanes)
         for name in units
@@ -38,7 +45,7 @@ def chain_of_replica(graph: ModelGraph, plan: Plan, assignment: Assignment, repl
         positions[-1].append((unit, stage))
     num_lanes = len(set(lanes_in_turn))
     is_dealt = lanes_in_turn == lanes_in_turn[:num_lanes] * (len(positions) // num_lanes)
-    if not is_dealt or len(positions) == num_lanes or num_lanes == 1 or not _is_coupled(graph, units, assignment, replica):
+    if not is_dealt or len(positions) == num_lanes or num_lanes == 1:
         return None
     return tuple(tuple(position) for position in positions)
 
