@@ -1,13 +1,13 @@
 """The argparse parser of all flags: grouped like the configuration, and strict about what argparse lets pass."""
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megatron.runtime.configuration import GROUPS
 from megatron.runtime.field_flags import FieldFlag, field_flags, whole_number
 from megatron.runtime.unit_flags import UnitFlag, names_a_unit, unit_flags
+from megatron.runtime.unknown_flags import explain_unknown
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 
@@ -53,17 +53,13 @@ class FlagParser(argparse.ArgumentParser):
         return {name: value for name, value in vars(namespace).items() if name != _SPELLED}
 
     def reject_unknown(self, token: str) -> None:
-        """Raise ConfigError for an unknown flag, with the closest known one."""
+        """Raise ConfigError for an unknown flag, with what to write instead."""
         flag = token.split("=")[0]
         if self._graph is None and (names_a_unit(flag) or not flag.startswith("-")):
             return  # Perhaps a flag of a unit, or its value; the missing --model is the error to report.
         if not flag.startswith("-"):
             raise ConfigError(f"unexpected argument '{token}'; flags start with --, and one that takes a single value got two")
-        close = difflib.get_close_matches(flag, self.spellings(), n=1)
-        units = f"; the model's units are {', '.join(self._graph.unit_names)}" if self._graph and names_a_unit(flag) else ""
-        raise ConfigError(
-            f"unknown flag {flag}{units}" + (f"; did you mean {close[0]}?" if close else "; --help lists all flags")
-        )
+        raise ConfigError(f"unknown flag {flag}; {explain_unknown(flag, spellings=self.spellings(), graph=self._graph)}")
 
     def spellings(self) -> tuple[str, ...]:
         """Every spelling of every flag."""

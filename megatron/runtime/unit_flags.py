@@ -38,6 +38,7 @@ SIZE_SPELLINGS = {
 """Field of `UnitSizes` -> how its flags end."""
 
 MICRO_BATCH_SIZE = "micro_batch_size"
+MICRO_BATCH_ENDING = "micro-batch-size"
 MICRO_BATCH_HELP = "Items in one microbatch of this encoder; by default they follow the LLM's microbatches."
 
 
@@ -81,14 +82,14 @@ def unit_flags(graph: ModelGraph | None) -> tuple[UnitFlag, ...]:
     for unit in graph.units:
         flags += _size_flags(unit.name, is_backbone=unit.role is Role.BACKBONE)
         if unit.role is Role.ENCODER:
-            spelling = f"--{_dashed(unit.name)}-micro-batch-size"
+            spelling = f"--{_dashed(unit.name)}-{MICRO_BATCH_ENDING}"
             flags.append(UnitFlag(unit.name, MICRO_BATCH_SIZE, (spelling,), MICRO_BATCH_HELP))
     return tuple(flags)
 
 
 def names_a_unit(flag: str) -> bool:
     """Whether a flag has the form of a unit's flag, of whatever unit."""
-    endings = [ending for spelling in SIZE_SPELLINGS.values() for ending in spelling.endings] + ["micro-batch-size"]
+    endings = [ending for spelling in SIZE_SPELLINGS.values() for ending in spelling.endings] + [MICRO_BATCH_ENDING]
     return any(flag.endswith(f"-{ending}") for ending in endings)
 
 

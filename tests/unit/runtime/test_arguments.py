@@ -168,7 +168,7 @@ def test_input_paths_are_found_beside_the_configuration_file(parse: Parse, tmp_p
     [
         ("--tran-iters 5", "unknown flag --tran-iters; did you mean --train-iters?"),
         ("--qqq", "unknown flag --qqq; --help lists all flags"),
-        ("--audio-tp 2", "unknown flag --audio-tp; the model's units are vision, llm; did you mean --vision-tp?"),
+        ("--audio-tp 2", "unknown flag --audio-tp; the model's units are vision, llm"),
         ("--audio-micro-batch-size 2", "the model's units are vision, llm"),
         ("--llm-micro-batch-size 2", "unknown flag --llm-micro-batch-size"),
         ("--train-iter 5", "did you mean --train-iters?"),
