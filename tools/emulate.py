@@ -37,7 +37,7 @@ from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.simulation import Simulation
 from multimodal.values.errors import BraidError
 from multimodal.values.timeline import Timeline
-from tools.simulate import build_parser, build_steps, check_flags
+from tools.simulate import build_parser, build_steps, check_flags, check_virtual_stages
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,6 +69,7 @@ def build_run(costs: Path, schedule: str, passes: str, *, num_iterations: int) -
     model = build_table_model(table)
     if schedule == "encoders-replicated":
         table, model = replicate_encoders(table)
+    check_virtual_stages(schedule, model[0], model[1])
     lowered = build_schedule(BUILDERS[schedule], *model, passes=passes_named(passes))
     return EmulatedRun(*model, lowered, TableCosts(table), num_iterations)
 
@@ -78,6 +79,7 @@ def build_model_run(model_flags: Sequence[str], schedule: str, passes: str, *, n
     flags = build_parser().parse_args([*model_flags, "--schedule", schedule])
     check_flags(flags)
     step = next(iter(build_steps(flags)))
+    check_virtual_stages(schedule, step.graph, step.plan)
     lowered = build_schedule(BUILDERS[schedule], step.graph, step.plan, step.assignment, passes=passes_named(passes))
     return EmulatedRun(step.graph, step.plan, step.assignment, lowered, step.costs, num_iterations)
 

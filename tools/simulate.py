@@ -34,6 +34,7 @@ from multimodal.data.uniform_lengths import uniform_lengths
 from multimodal.plan.planners.planning_request import OVERLAPPED_PARTS
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.builders.interleaved_1f1b import interleaves
 from multimodal.schedule.chrome_trace import write_chrome_trace
 from multimodal.schedule.draw import draw_timeline
 from multimodal.schedule.passes import PASSES, Pass, passes_named
@@ -209,8 +210,18 @@ def global_batches(flags: argparse.Namespace, graph: ModelGraph, plan: Plan) -> 
 def simulate_step(step: Step, *, builder: str, passes: Sequence[Pass]) -> Simulation:
     """Build the schedule, rewrite, lower, validate and simulate it; raises ScheduleError."""
     graph, plan, assignment, costs = step
+    check_virtual_stages(builder, graph, plan)
     schedule = build_schedule(BUILDERS[builder], graph, plan, assignment, passes=passes)
     return simulate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, costs=costs)
+
+
+def check_virtual_stages(builder: str, graph: ModelGraph, plan: Plan) -> None:
+    """Refuse to interleave where there is nothing to; raises ConfigError."""
+    if builder == "interleaved-1f1b" and not interleaves(graph, plan):
+        raise ConfigError(
+            f"--schedule {builder} needs virtual stages: a unit whose stages hold several layer ranges each, dealt in turn; give "
+            "one several 'layers' per stage in the plan (ranks that appear twice in a --costs table), or choose --schedule 1f1b"
+        )
 
 
 def print_tables(report: dict[str, Any], *, memory_bytes: float | None) -> None:

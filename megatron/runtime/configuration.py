@@ -55,7 +55,7 @@ class ParallelismConfig:
     units: Mapping[str, UnitSizes] = field(default_factory=dict, metadata=PER_UNIT)
     """Sizes of every unit of the model."""
     sequence_parallel: bool = False
-    """Shard norms and dropout over the tensor parallel ranks; needs a unit with tensor parallel size above 1."""
+    """Shard norms and residual sums over the tensor parallel ranks; needs a unit with tensor parallel size above 1."""
     tp_comm_overlap: bool = False
     """Cut the tensor parallel collectives of transformer layers into parts, each of which runs beside the product of another."""
     tp_comm_overlap_parts: int = field(default=4, metadata={"minimum": 2})
@@ -97,7 +97,7 @@ class TrainingConfig:
     exit_interval: int | None = field(default=None, metadata=AT_LEAST_ONE)
     """Stop after the next step that this divides."""
     seed: int = field(default=1234, metadata=AT_LEAST_ZERO)
-    """Seed of weights, data order and dropout."""
+    """Seed of weights, data order and the split of a manifest."""
     dtype: Literal["float32", "bfloat16", "float64"] = field(
         default="float32", metadata={"shorthand": ("bf16", "bfloat16", "float32")}
     )

@@ -37,6 +37,7 @@ _NO_WSD = "it belongs to --lr-decay-style WSD; choose that style or leave it out
 _NO_EVALUATION = "nothing is evaluated; add --eval-iters N or leave it out"
 _NO_SAVE = "no checkpoint is written; add --save DIR or leave it out"
 _NO_LOAD = "no checkpoint is resumed; add --load DIR or leave it out"
+_EMULATED = "--emulate waits as long as its table says, whatever would compute; leave one of them out"
 _STYLE, _EVALUATION = ("lr_decay_style",), ("eval_iters",)
 
 IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
@@ -109,6 +110,10 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         lambda c: c.logging.report_dir is None,
         "timelines are drawn into the report; add --report-dir DIR or leave it out",
     ),
+    *(
+        IgnoredFlag(name, ("emulate",), lambda c: c.training.emulate is not None and c.training.balance != "auto", _EMULATED)
+        for name in ("transformer_impl", "attention_backend", "recompute_granularity")
+    ),
     IgnoredFlag(
         "colocate_units",
         ("model",),
@@ -122,6 +127,13 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         "the model has one unit, so there are no items among its tokens; leave it out",
     ),
 )
+
+ENCODER_FLAGS = {
+    "attention_mask": "it says how the LLM sees items",
+    "balance_granularity": "it says how their items are placed",
+    "eval_blank_images": "it blanks what they take",
+}
+"""Fields that mean nothing without an encoder -> why."""
 
 EXCLUSIVE_FLAGS: tuple[tuple[str, str, str], ...] = (
     ("lr_warmup_iters", "lr_warmup_fraction", "both set the length of the warm-up"),
@@ -178,6 +190,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda c: c.model.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None,
         "--transformer-impl transformer_engine: Transformer Engine is not installed; install it or use --transformer-impl local",
+    ),
+    Rule(
+        lambda c: c.model.transformer_impl == "transformer_engine" and not _has_cuda(),
+        "--transformer-impl transformer_engine needs a CUDA device; use --transformer-impl local on a CPU",
     ),
     Rule(
         lambda c: c.model.transformer_impl == "transformer_engine" and c.training.dtype == "float64",
@@ -294,6 +310,7 @@ def check_config(config: RunConfig, *, graph: ModelGraph) -> None:
     for rule in RULES:
         if rule.is_broken(config):
             raise ConfigError(rule.message.format(c=config))
+    _check_encoder_flags(config, graph=graph)
     if listeners := [unit.name for unit in graph.encoders if unit.audio is not None]:
         raise ModelError(
             f"unit '{listeners[0]}' takes audio, which can be planned and simulated but not trained yet; "
@@ -301,6 +318,17 @@ def check_config(config: RunConfig, *, graph: ModelGraph) -> None:
         )
     if not any(unit_is_trainable(graph, name) for name in graph.unit_names):
         raise ConfigError("every unit is frozen, so nothing would be trained; leave a --freeze or --freeze-projector out")
+
+
+def _check_encoder_flags(config: RunConfig, *, graph: ModelGraph) -> None:
+    """Where no unit is an encoder, what is about encoders has to stay at its default."""
+    for name, group in GROUPS.items():
+        for flag in field_flags(group):
+            is_set = flag.name in config.given and getattr(getattr(config, name), flag.name) != flag.default
+            if flag.name in ENCODER_FLAGS and is_set and not graph.encoders:
+                raise ConfigError(
+                    f"{flag.flag} would be ignored: {ENCODER_FLAGS[flag.name]}, and the model has no encoder; leave it out"
+                )
 
 
 def check_plan(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> None:

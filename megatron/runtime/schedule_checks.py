@@ -89,7 +89,7 @@ def _check_units(choice: _Choice) -> Iterator[str]:
     """Schedules that are another word for 1f1b on this model and plan."""
     name, num_encoders = choice.schedule, len(choice.graph.encoders)
     ignored = f"--schedule {name} would be ignored:"
-    if (name.startswith("dip") or name == "encoders-replicated") and not num_encoders:
+    if name in ("dip", "encoders-replicated") and not num_encoders:
         yield f"{ignored} it arranges encoders, and the model has none; leave it out, which is --schedule 1f1b"
     if name == "encoders-colocated" and num_encoders < 2:
         count = num_encoders or "none"

@@ -30,7 +30,7 @@ def plan_encoders_colocated(request: PlanningRequest) -> PlannedRun:
     started = time.perf_counter()
     times, memory = PlanningTimes(request), MemoryEstimate(request)
     chosen, seconds = choose_candidate(request, _candidates(request), times=times, memory=memory, planner="encoders-colocated")
-    schedule = "encoders-colocated" if request.graph.encoders else "1f1b"
+    schedule = "encoders-colocated" if len(request.graph.encoders) > 1 else "1f1b"
     return chosen.to_run(request, planner="encoders-colocated", seconds=seconds, started=started, schedule=schedule)
 
 

@@ -27,7 +27,8 @@ def plan_encoders_replicated(request: PlanningRequest) -> PlannedRun:
     times, memory = PlanningTimes(request), MemoryEstimate(request)
     chosen, seconds = choose_candidate(request, _candidates(request), times=times, memory=memory, planner="encoders-replicated")
     replicated = _replicate(request, chosen)
-    schedule = "encoders-replicated" if request.graph.encoders else "1f1b"
+    is_repeated = request.graph.encoders and chosen.layouts[request.graph.backbone.name].pipeline_parallel_size > 1
+    schedule = "encoders-replicated" if is_repeated else "1f1b"
     return replicated.to_run(request, planner="encoders-replicated", seconds=seconds, started=started, schedule=schedule)
 
 

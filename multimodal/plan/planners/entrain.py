@@ -58,10 +58,12 @@ def plan_entrain(request: PlanningRequest) -> PlannedRun:
                 best, chosen, batch_size = rank, candidate, size
     if best is None or chosen is None:
         raise infeasible(request, planner="entrain")
-    schedule = "eager-1f1b" if runs_ahead(request, memory, chosen) else "1f1b"
+    is_pipeline = sum(layout.pipeline_parallel_size for layout in chosen.layouts.values()) > 1
+    schedule = "eager-1f1b" if is_pipeline and runs_ahead(request, memory, chosen) else "1f1b"
     run = chosen.to_run(request, planner="entrain", seconds=best[0], started=started, balance=BALANCE, schedule=schedule)
     notes = (f"minimum stable profiling batch: {batch_size} samples ({num_trials()} trials)",)
-    return replace(run, passes=(*run.passes, "split-backward"), notes=notes)
+    passes = (*run.passes, "split-backward") if request.graph.encoders else run.passes
+    return replace(run, passes=passes, notes=notes)
 
 
 def runs_ahead(request: PlanningRequest, memory: MemoryEstimate, candidate: Candidate) -> bool:

@@ -56,6 +56,9 @@ IGNORED = [
     ("--timeline-interval 5", "--timeline-interval would be ignored: timelines are drawn into the report"),
     ("--sequence-parallel", "--sequence-parallel would be ignored: every unit's tensor parallel size is 1"),
     ("--tp-comm-overlap", "--tp-comm-overlap would be ignored: every unit's tensor parallel size is 1"),
+    ("--transformer-impl local --emulate c.yaml", "--transformer-impl would be ignored: --emulate waits as long as its table"),
+    ("--attention-backend blocks --emulate c.yaml", "--attention-backend would be ignored: --emulate waits"),
+    ("--recompute-activations --emulate c.yaml", "--recompute-granularity would be ignored: --emulate waits"),
     ("--tp-comm-overlap-parts 2", "--tp-comm-overlap-parts would be ignored: tensor parallel collectives are not cut; add"),
 ]
 
@@ -153,6 +156,10 @@ def test_transformer_engine_must_be_installed(parse: Parse, monkeypatch: pytest.
     with pytest.raises(ConfigError, match="Transformer Engine is not installed"):
         parse("--transformer-impl transformer_engine")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("megatron.runtime.cross_checks._has_cuda", lambda: False)
+    with pytest.raises(ConfigError, match="transformer_engine needs a CUDA device; use --transformer-impl local on a CPU"):
+        parse("--transformer-impl transformer_engine")
+    monkeypatch.setattr("megatron.runtime.cross_checks._has_cuda", lambda: True)
     with pytest.raises(ConfigError, match="has no float64"):
         parse("--transformer-impl transformer_engine --dtype float64")
     assert parse("--transformer-impl transformer_engine --bf16").model.transformer_impl == "transformer_engine"
@@ -195,6 +202,7 @@ def test_tensor_parallel_overlap_needs_ranks_and_braid_s_layers(parse: Parse, mo
     with pytest.raises(ConfigError, match="with or without --tp-comm-overlap; leave one of them out"):
         parse("--llm-tp 2 --tp-comm-overlap --emulate costs.yaml", world_size=3)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("megatron.runtime.cross_checks._has_cuda", lambda: True)
     with pytest.raises(ConfigError, match="layers have an overlap of their own, in user buffers that Braid does not set up"):
         parse("--llm-tp 2 --tp-comm-overlap --transformer-impl transformer_engine", world_size=3)
 
@@ -213,6 +221,7 @@ def test_sharded_weights_need_ranks_that_hold_the_same_ones(parse: Parse, monkey
     with pytest.raises(ConfigError, match="--emulate has no weights to gather"):
         parse(f"{flag} --vision-dp 2 --emulate costs.yaml", world_size=3)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("megatron.runtime.cross_checks._has_cuda", lambda: True)
     with pytest.raises(ConfigError, match="has been tried with --transformer-impl local alone"):
         parse(f"{flag} --vision-dp 2 --transformer-impl transformer_engine", world_size=3)
 
@@ -256,6 +265,20 @@ def test_one_unit_has_nobody_to_share_ranks_with(tmp_path: Path) -> None:
     base = [part for pair in BASE.items() if pair[0] != "--vision-dp" for part in pair]
     with pytest.raises(ConfigError, match="--colocate-units would be ignored: the model has one unit"):
         parse_arguments(["--model", str(tmp_path / "model.yaml"), *base, "--colocate-units"], environ={})
+
+
+@pytest.mark.parametrize(
+    "line", ["--attention-mask embedded", "--balance orchmllm --balance-granularity sample", "--eval-iters 1 --eval-blank-images"]
+)
+def test_what_is_about_encoders_needs_one(tmp_path: Path, line: str) -> None:
+    """A generator alone makes images, and takes none."""
+    units = {"llm": UNITS["language"], "painter": {**UNITS["vision"], "role": "generator", "image": {"patch_size": 4}}}
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": units}, sort_keys=False))
+    base = [part for pair in BASE.items() if pair[0] != "--vision-dp" for part in pair]
+    with pytest.raises(ConfigError, match=r"would be ignored: it .*, and the model has no encoder; leave it out"):
+        parse_arguments(
+            ["--model", str(tmp_path / "model.yaml"), *base, "--llm-dp", "1", *line.split()], environ={"WORLD_SIZE": "2"}
+        )
 
 
 def test_every_replica_needs_a_sample(parse: Parse) -> None:

@@ -10,11 +10,16 @@ import yaml
 from megatron.runtime.arguments import parse_arguments
 from megatron.runtime.configuration import FOLDED_SCHEDULE, VIRTUAL_STAGE_SCHEDULES, RunConfig
 from megatron.runtime.run_plan import build_plan
+from multimodal.cost.cluster import Cluster
+from multimodal.data.uniform_lengths import uniform_lengths
+from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.plan_search import VIRTUAL_SCHEDULES
+from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import ConfigError, PlanError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
+from tests.sanity.repository import ROOT
 
 SHAPE = {"num_layers": 8, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
 LLM = {"llm": {"role": "backbone", **SHAPE}}
@@ -83,6 +88,23 @@ def test_units_dealt_to_one_grid_can_be_interleaved_without_virtual_stages_of_th
     assert parse(line, world_size=2).training.schedule == "interleaved-1f1b"
     with pytest.raises(ConfigError, match="--schedule interleaved-1f1b needs virtual stages"):
         parse(line.replace("--vision-pp 2", "--vision-pp 1"), world_size=2)
+
+
+@pytest.mark.parametrize("planner", ["encoders-colocated", "encoders-replicated", "entrain", "megatron-balanced", "braid"])
+@pytest.mark.parametrize("units", [LLM, UNITS, MORE_UNITS], ids=["LLM", "one encoder", "two encoders"])
+def test_what_a_planner_prescribes_is_not_refused(tmp_path: Path, planner: str, units: dict[str, Any]) -> None:
+    graph = ModelGraph.from_dict({"units": units})
+    cluster = Cluster.from_file(ROOT / "examples" / "clusters" / "h100.yaml")
+    lengths = uniform_lengths(graph, tokens=dict.fromkeys(units, 64), num_samples=1)
+    request = PlanningRequest(
+        graph, cluster, 6, 12, lengths, micro_batch_size=1, transformer_impl="local", time_budget_seconds=0.5
+    )
+    run = PLANNERS[planner](request)
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": units}, sort_keys=False))
+    run.plan.to_file(tmp_path / "plan.yaml")
+    flags = ["--model", str(tmp_path / "model.yaml"), "--plan", str(tmp_path / "plan.yaml"), *run.training_flags.split()]
+    config = parse_arguments([*BASE.split(), *flags], environ={"WORLD_SIZE": str(run.plan.num_ranks)})
+    assert config.training.schedule == run.schedule
 
 
 @pytest.mark.parametrize("schedule", sorted(BUILDERS))
@@ -157,7 +179,6 @@ def test_what_would_mean_nothing_is_refused(parse: Parse, line: str, message: st
     ("line", "message"),
     [
         ("--schedule dip", "--schedule dip would be ignored: it arranges encoders, and the model has none; leave it out"),
-        ("--schedule dip-4", "--schedule dip-4 would be ignored"),
         ("--schedule encoders-replicated", "--schedule encoders-replicated would be ignored: it arranges encoders"),
         ("--schedule encoders-colocated", "it runs several encoders as one, and the model has none"),
         (
@@ -181,6 +202,7 @@ def test_what_is_for_encoders_needs_some(parse: Parse, line: str, message: str) 
         ("--vision-dp 1 --schedule eager-1f1b --schedule-passes delay-forward,split-backward", 2, UNITS),
         ("--vision-dp 2 --schedule-passes gather-parameters,reduce-by-layer", 3, UNITS),
         ("--colocate-units --schedule gpipe", 2, UNITS),
+        ("--llm-pp 2 --schedule dip-4", 2, LLM),
         ("--schedule zb-h1", 1, LLM),
     ],
 )
@@ -191,6 +213,7 @@ def test_the_same_where_it_means_something(parse: Parse, line: str, world_size: 
 
 def test_transformer_engine_cannot_split_backwards(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("megatron.runtime.cross_checks._has_cuda", lambda: True)
     for line in ("--schedule zb-h1", "--schedule-passes fill"):
         with pytest.raises(ConfigError, match="transformer_engine cannot split backwards.*use --transformer-impl local"):
             parse(f"--vision-dp 1 --llm-pp 2 --transformer-impl transformer_engine {line}", world_size=3)

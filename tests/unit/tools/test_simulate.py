@@ -194,3 +194,13 @@ def test_float64_shares_no_optimizer_state(flags, tmp_path, capsys):
         for more in ([], ["--zero-stage", "0"], ["--zero-stage", "1"])
     )
     assert default == whole > shared
+
+
+def test_interleaving_needs_virtual_stages(tmp_path, capsys, flags):
+    given = [*flags[:-1], "interleaved-1f1b", "--uniform-lengths", "vision=16,llm=32", "--json"]
+    assert main(given) == 2
+    assert "--schedule interleaved-1f1b needs virtual stages" in capsys.readouterr().err
+    stages = [{"ranks": [2], "layers": [[0, 2], [3, 4]]}, {"ranks": [3], "layers": [[2, 3], [4, 6]]}]
+    plan = {"units": {**PLAN["units"], "llm": {"replicas": [{"stages": stages}]}}}
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
+    assert simulate(capsys, *given)["schedule"] == "interleaved-1f1b"
