@@ -41,16 +41,16 @@ class ModelConfig:
     attention_mask: Literal["causal", "prefix", "embedded"] = "causal"
     """How the LLM sees items: causally like text, or each in both directions, before the text (prefix) or anywhere in it."""
     freeze: tuple[str, ...] = field(default=(), metadata={"metavar": "UNIT"})
-    """Units whose module is not trained (an encoder's projector still is)."""
+    """Units whose module is not trained (the projector of an encoder or generator still is)."""
     freeze_projector: tuple[str, ...] = field(default=(), metadata={"metavar": "UNIT"})
-    """Encoders whose projector is not trained."""
+    """Encoders and generators whose projector is not trained."""
     make_vocab_size_divisible_by: int = field(default=128, metadata=AT_LEAST_ONE)
     """The vocabulary is padded to a multiple of this, whatever the plan; the LLM's tensor parallel size must divide it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelismConfig:
-    """Where the units run: by default each on ranks of its own, encoders first, then the LLM."""
+    """Where the units run: by default each on ranks of its own, encoders first, then the LLM, then generators."""
 
     units: Mapping[str, UnitSizes] = field(default_factory=dict, metadata=PER_UNIT)
     """Sizes of every unit of the model."""
@@ -65,7 +65,7 @@ class ParallelismConfig:
     context_parallel_block_size: int = field(default=128, metadata=AT_LEAST_ONE)
     """Tokens of such a block; a multiple of the patches that an encoder with context parallelism merges into one token."""
     data_parallel_sharding_strategy: Literal["optim", "optim_grads_params"] = "optim"
-    """What the ranks that hold the same weights share: optimizer state (ZeRO-1), or gradients and weights as well (ZeRO-3)."""
+    """What the ranks that hold the same weights share: optimizer state (ZeRO-1; in float64 nothing), or all (ZeRO-3)."""
     colocate_units: bool = False
     """All units share all ranks, each with dp = processes / (tp x cp x pp). Chosen by itself when there is one process."""
     plan: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "FILE.yaml"})
@@ -122,7 +122,7 @@ class TrainingConfig:
         "encoders-colocated",
         "encoders-replicated",
     ] = "1f1b"
-    """Order of forwards and backwards on every rank."""
+    """Order of forwards and backwards on every rank; interleaved-1f1b and zb-v need virtual stages."""
     schedule_passes: str = field(default="", metadata={"metavar": "A,B"})
     """Rewrite it, one after another: split-backward, defer-receives, delay-forward, fill, gather-parameters, reduce-by-layer."""
     emulate: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "COSTS.yaml"})
