@@ -4,7 +4,7 @@ Every rank writes the pieces it holds (`checkpoint_tensors`, `checkpoint_pieces`
 gets its final name when all of it is on the disk (`checkpoint_folder`): a complete checkpoint is one that has its name.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +14,19 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron.runtime.assembly import RankRuntime
-from megatron.runtime.checkpoint_agreement import on_all_ranks, on_first_rank
+from megatron.runtime.checkpoint_agreement import on_all_ranks, on_first_rank, on_this_rank
 from megatron.runtime.checkpoint_folder import (
     complete_partial,
+    damaged,
     find_newest_checkpoint,
     open_partial,
     prune_checkpoints,
     remove_checkpoint,
 )
+from megatron.runtime.checkpoint_index import TensorIndex, read_index
 from megatron.runtime.checkpoint_manifest import Manifest, check_dtype, check_model, read_newest, write_manifest
 from megatron.runtime.checkpoint_random_state import capture_random_state, restore_random_state
-from megatron.runtime.checkpoint_storage import read_tensors, saved_shapes, write_tensors
+from megatron.runtime.checkpoint_storage import read_tensors, write_tensors
 from megatron.runtime.checkpoint_tensors import HeldTensor, adopt_group_steps, make_room, model_tensors, optimizer_tensors
 from multimodal.values.errors import CheckpointError
 from multimodal.values.model_graph import ModelGraph
@@ -67,7 +69,7 @@ def save_checkpoint(
     partial = on_first_rank(lambda: open_partial(folder, step=step), what=what)
     try:
         tensors = [*model_tensors(runtime), *optimizer_tensors(runtime, optimizers)]
-        files = on_all_ranks(lambda: _write(partial, tensors), what=what)
+        written = on_all_ranks(lambda: write_tensors(partial, tensors), what=what)
         manifest = Manifest(
             step=step,
             dtype=_dtype(runtime),
@@ -76,7 +78,8 @@ def save_checkpoint(
             run_state=dict(run_state),
             schedulers_state=dict(schedulers_state),
             random_state=capture_random_state(),
-            files={name: size for found in files for name, size in found.items()},
+            files={name: size for files in written for name, size in files.sizes.items()},
+            index_crc32=written[0].index_crc32,
         )
         final = on_first_rank(lambda: _complete(partial, manifest), what=what)
     except CheckpointError as problem:
@@ -98,29 +101,36 @@ def load_checkpoint(
     optimizers: Mapping[str, MegatronOptimizer],
     load_optimizer: bool,
     load_rng: bool,
+    check_run: Callable[[Path, Mapping[str, Any]], None] | None = None,
 ) -> LoadedCheckpoint:
     """Fill parameters, and on wish optimizers and random generators, from the newest complete checkpoint in `folder`; collective.
 
     The plan may be another than the one it was saved under. Learning rate and weight decay are left to the schedulers, the other
-    hyperparameters to the run's flags. Raises CheckpointError on every rank when nothing is there, a file is damaged, or it is of
-    another model or (with `load_optimizer`) precision.
+    hyperparameters to the run's flags. Nothing that the files hold is executed, and every value that is read is held against its
+    checksum.
+
+    check_run: called on rank 0 with the checkpoint and its run_state, before anything is loaded; may raise CheckpointError.
+
+    Raises CheckpointError on every rank when nothing is there, a file is damaged, or it is of another model or (with
+    `load_optimizer`) precision.
     """
     dtype = _dtype(runtime) if load_optimizer else None
-    path, manifest = on_first_rank(lambda: _find(folder, graph, dtype), what=f"loading {folder}")
+    path, manifest = on_first_rank(lambda: _find(folder, graph, dtype, check_run), what=f"loading {folder}")
     what = f"loading {path}"
     model = model_tensors(runtime)
-    shapes = on_all_ranks(lambda: _check_shapes(path, model), what=what)[dist.get_rank()]
-    on_all_ranks(lambda: read_tensors(path, model), what=what)
+    index = on_this_rank(lambda: _read_index(path, manifest, model), what=what)
+    on_all_ranks(lambda: read_tensors(path, model, index=index), what=what)
     for optimizer in optimizers.values():
         optimizer.reload_model_params()
     fresh_units: list[set[str]] = []
     if load_optimizer:
-        fresh_units = on_all_ranks(lambda: make_room(runtime, optimizers, saved=shapes.keys()), what=what)
-        tensors = [tensor for tensor in optimizer_tensors(runtime, optimizers) if tensor.key in shapes]
-        on_all_ranks(lambda: read_tensors(path, tensors), what=what)
+        fresh_units = on_all_ranks(lambda: make_room(runtime, optimizers, saved=index.keys()), what=what)
+        tensors = [tensor for tensor in optimizer_tensors(runtime, optimizers) if tensor.key in index]
+        on_all_ranks(lambda: _check_shapes(path, tensors, index=index), what=what)
+        on_all_ranks(lambda: read_tensors(path, tensors, index=index), what=what)
         adopt_group_steps(runtime, optimizers, tensors)
     if load_rng:
-        restore_random_state(manifest.random_state)
+        on_all_ranks(lambda: _restore_random_state(path, manifest), what=what)
     return LoadedCheckpoint(
         step=manifest.step,
         run_state=manifest.run_state,
@@ -130,36 +140,45 @@ def load_checkpoint(
     )
 
 
-def _write(partial: Path, tensors: Sequence[HeldTensor]) -> dict[str, int]:
-    write_tensors(partial, tensors)
-    rank = dist.get_rank()
-    own = [*partial.glob(f"__{rank}_*"), *(partial.glob(".metadata") if rank == 0 else ())]
-    return {path.name: path.stat().st_size for path in own}
-
-
 def _complete(partial: Path, manifest: Manifest) -> Path:
     write_manifest(partial, manifest)
     return complete_partial(partial, step=manifest.step)
 
 
-def _find(folder: Path, graph: ModelGraph, dtype: str | None) -> tuple[Path, Manifest]:
+def _find(
+    folder: Path, graph: ModelGraph, dtype: str | None, check_run: Callable[[Path, Mapping[str, Any]], None] | None
+) -> tuple[Path, Manifest]:
     path, manifest = read_newest(folder)
     check_model(path, manifest, graph=graph)
     if dtype is not None:
         check_dtype(path, manifest, dtype=dtype)
+    if check_run is not None:
+        check_run(path, manifest.run_state)
     return path, manifest
 
 
-def _check_shapes(path: Path, tensors: Sequence[HeldTensor]) -> Mapping[str, tuple[int, ...]]:
-    shapes = saved_shapes(path)
+def _read_index(path: Path, manifest: Manifest, model: Sequence[HeldTensor]) -> TensorIndex:
+    index = read_index(path, files=manifest.files, crc32=manifest.index_crc32)
+    _check_shapes(path, model, index=index)
+    return index
+
+
+def _check_shapes(path: Path, tensors: Sequence[HeldTensor], *, index: TensorIndex) -> None:
     for tensor in tensors:
-        if shapes.get(tensor.key) != tensor.shape:
-            found = f"has shape {list(shapes[tensor.key])}" if tensor.key in shapes else "is missing"
+        saved = index.get(tensor.key)
+        if saved is None or saved.shape != tensor.shape:
+            found = f"has shape {list(saved.shape)}" if saved else "is missing"
             raise CheckpointError(
                 f"{path}: {tensor.key} {found} but this run needs {list(tensor.shape)}; use the model, the tokenizer and the "
                 "padding of the vocabulary that it was trained with"
             )
-    return shapes
+
+
+def _restore_random_state(path: Path, manifest: Manifest) -> None:
+    try:
+        restore_random_state(manifest.random_state)
+    except Exception as problem:  # of whatever a stranger may have written there
+        raise damaged(path, f"its random_state cannot be restored ({problem})") from problem
 
 
 def _dtype(runtime: RankRuntime) -> str:

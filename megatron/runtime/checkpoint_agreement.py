@@ -23,7 +23,7 @@ def on_all_ranks(action: Callable[[], _Result], *, what: str) -> list[_Result]:
         problem = str(error)
     except CheckpointException as error:  # torch gathered it from all ranks
         rank, (cause, _) = min(error.failures.items())
-        problem = f"{what} failed on rank {rank}: {_describe(cause)}"
+        problem = str(cause) if isinstance(cause, CheckpointError) else f"{what} failed on rank {rank}: {_describe(cause)}"
     except Exception as error:
         problem = f"{what} failed on rank {dist.get_rank()}: {_describe(error)}"
     outcomes: list[Any] = [None] * dist.get_world_size()
@@ -31,6 +31,13 @@ def on_all_ranks(action: Callable[[], _Result], *, what: str) -> list[_Result]:
     if problems := [found for found, _ in outcomes if found is not None]:
         raise CheckpointError(problems[0])
     return [found for _, found in outcomes]
+
+
+def on_this_rank(action: Callable[[], _Result], *, what: str) -> _Result:
+    """Run `action` on every rank and return this rank's own result, which nobody else gets; errors as in `on_all_ranks`."""
+    kept: list[_Result] = []
+    on_all_ranks(lambda: kept.append(action()), what=what)
+    return kept[0]
 
 
 def on_first_rank(action: Callable[[], _Result], *, what: str) -> _Result:

@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from multimodal.values.errors import CheckpointError
+
 _COMPLETE = re.compile(r"step_(\d{8,})(\.new)?")
 _HIDDEN = re.compile(r"\.step_\d{8,}\.(?:partial|removed)-(?P<host>.+)-(?P<process>\d+)")
 _STALE_SECONDS = 3600.0
@@ -49,6 +51,23 @@ def step_of(checkpoint: Path) -> int:
     match = _COMPLETE.fullmatch(checkpoint.name)
     assert match is not None, f"{checkpoint} is not the name of a complete checkpoint"
     return int(match[1])
+
+
+def folder_of_run(path: Path) -> Path:
+    """The folder that a path given to --load stands for: that of the run which a checkpoint belongs to, else the path itself."""
+    return path.parent if _COMPLETE.fullmatch(path.name) else path
+
+
+def damaged(checkpoint: Path, found: str) -> CheckpointError:
+    """The error for a checkpoint that is not what was saved, with the way out.
+
+    found: names the file and what is wrong with it.
+    """
+    earlier = [other for other in list_checkpoints(checkpoint.parent) if step_of(other) < step_of(checkpoint)]
+    way_out = "it is the only one there; restore it from a copy, or start anew without --load"
+    if earlier:
+        way_out = f"move {checkpoint} away, and the one before it, {earlier[-1]}, is loaded"
+    return CheckpointError(f"{checkpoint} is damaged: {found}; {way_out}")
 
 
 def open_partial(folder: Path, *, step: int) -> Path:

@@ -1,18 +1,22 @@
-"""`braid.json`: what a checkpoint is of, and the files that belong to it with their sizes."""
+"""`braid.json`: what a checkpoint is of, the files that belong to it, and checksums that bind them to each other."""
 
 import json
 import os
+import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
-from megatron.runtime.checkpoint_folder import find_newest_checkpoint, list_checkpoints
-from multimodal.values.errors import CheckpointError, ModelError
+from megatron.runtime.checkpoint_folder import damaged, find_newest_checkpoint, step_of
+from multimodal.values.errors import CheckpointError
 from multimodal.values.model_graph import ModelGraph
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _FILE_NAME = "braid.json"
+_CHECKSUM = "crc32"
+"""Key of the checksum over everything else in the file."""
+_LAST_STEP = 10**15
 _CHANGEABLE = {"freeze_module", "freeze_projector", "init_method_std", "min_pixels", "max_pixels"}
 """What may differ between a checkpoint's model and the run's: it changes neither a weight's shape nor its meaning."""
 
@@ -31,6 +35,8 @@ class Manifest:
     random_state: dict[str, Any]
     files: dict[str, int]
     """File name -> bytes."""
+    index_crc32: int
+    """Of `tensors.json`, which has the checksums of all values."""
     format_version: int = FORMAT_VERSION
 
 
@@ -42,8 +48,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
                 f"{folder}: another rank wrote {name} with {size_bytes} bytes, but rank 0 does not see it like that; "
                 "save into a folder that all nodes share"
             )
+    plain = asdict(manifest)
     with open(folder / _FILE_NAME, "w") as file:
-        json.dump(asdict(manifest), file)
+        json.dump({**plain, _CHECKSUM: _checksum(plain)}, file)
         file.flush()
         os.fsync(file.fileno())
 
@@ -57,9 +64,10 @@ def read_newest(folder: Path) -> tuple[Path, Manifest]:
     manifest = _read(path)
     for name, size_bytes in manifest.files.items():
         file = path / name
-        found = f"{name} has {file.stat().st_size} bytes instead of {size_bytes}" if file.is_file() else f"{name} is missing"
-        if not file.is_file() or file.stat().st_size != size_bytes:
-            raise CheckpointError(f"{path} is damaged: {found}; {_way_out(path)}")
+        if not file.is_file():
+            raise damaged(path, f"{name} is missing")
+        if file.stat().st_size != size_bytes:
+            raise damaged(path, f"{name} has {file.stat().st_size} bytes instead of {size_bytes}")
     return path, manifest
 
 
@@ -67,7 +75,7 @@ def check_model(path: Path, manifest: Manifest, *, graph: ModelGraph) -> None:
     """Raise CheckpointError with the first difference when the checkpoint is of another model than `graph`."""
     try:
         saved = ModelGraph.from_dict(manifest.model)
-    except ModelError as problem:
+    except Exception as problem:  # of whatever a stranger may have written there
         raise CheckpointError(f"{path}: its model cannot be read ({problem}); load it with the Braid that wrote it") from problem
     if difference := _first_difference(saved.to_dict(), graph.to_dict(), where="model"):
         raise CheckpointError(
@@ -86,20 +94,51 @@ def check_dtype(path: Path, manifest: Manifest, *, dtype: str) -> None:
 
 def _read(path: Path) -> Manifest:
     try:
-        value = json.loads((path / _FILE_NAME).read_text())
-        version = value["format_version"]
-        if version == FORMAT_VERSION:
-            return Manifest(**value)
-    except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise CheckpointError(f"{path} is damaged: {_FILE_NAME} cannot be read ({problem}); {_way_out(path)}") from problem
-    raise CheckpointError(f"{path} has format {version}, expected {FORMAT_VERSION}; load it with the Braid that wrote it")
+        value = json.loads((path / _FILE_NAME).read_bytes())
+        _check_version(path, value)
+        if value.pop(_CHECKSUM, None) != _checksum(value):
+            raise ValueError("its checksum differs: it was changed after it was saved")
+        _check_types(value)
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, RecursionError) as problem:
+        raise damaged(path, f"{_FILE_NAME} cannot be used ({problem})") from problem
+    manifest = Manifest(**value)
+    if manifest.step != step_of(path):
+        raise damaged(path, f"{_FILE_NAME} is of step {manifest.step}, which the folder's name does not say")
+    return manifest
 
 
-def _way_out(path: Path) -> str:
-    earlier = [other for other in list_checkpoints(path.parent) if other.name < path.name]
-    if not earlier:
-        return "it is the only one there; restore it from a copy, or start anew without --load"
-    return f"move {path} away, and the one before it, {earlier[-1]}, is loaded"
+def _check_version(path: Path, value: Any) -> None:
+    version = value.get("format_version") if type(value) is dict else None
+    if type(version) is not int:
+        raise ValueError("it is no JSON object with a format_version")
+    if version == FORMAT_VERSION:
+        return
+    reason = ", whose files hold Python objects that could run commands and are not read any more" if version == 1 else ""
+    raise CheckpointError(
+        f"{path} has format {version}{reason}; this Braid reads format {FORMAT_VERSION}: train on with the Braid that wrote it, "
+        "or give another folder to --load"
+    )
+
+
+def _check_types(value: Mapping[str, Any]) -> None:
+    kinds: dict[str, Any] = {field.name: get_origin(field.type) or field.type for field in fields(Manifest)}
+    if odd := sorted(kinds.keys() ^ value.keys()):
+        raise ValueError(f"{odd[0]!r} {'is missing' if odd[0] in kinds else 'is not known'}")
+    for name, kind in kinds.items():
+        if type(value[name]) is not kind:
+            raise ValueError(f"{name} must be a {kind.__name__}, found {type(value[name]).__name__}")
+    if not 0 <= value["step"] <= _LAST_STEP:
+        raise ValueError(f"step must be from 0 to {_LAST_STEP}, found {value['step']}")
+    for name, size_bytes in value["files"].items():
+        if Path(name).name != name or type(size_bytes) is not int or size_bytes < 0:
+            raise ValueError(f"files must be names without folders and numbers of bytes, found {name!r}: {size_bytes!r}")
+
+
+def _checksum(value: Mapping[str, Any]) -> int:
+    """Of the content, however it is laid out."""
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
 def _first_difference(saved: Any, current: Any, *, where: str) -> str | None:

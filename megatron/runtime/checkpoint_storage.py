@@ -1,43 +1,54 @@
-"""Pieces of tensors to files and back, by torch.distributed.checkpoint: every rank writes what it holds and reads what it needs.
+"""Pieces of tensors to files and back: every rank writes what it holds and reads what it needs.
 
-torch plans both on rank 0 (who writes what several ranks hold, which saved rectangles a wanted one overlaps) and checks that the
-written rectangles fill every tensor without overlap; here is only told which rectangles there are.
+torch.distributed.checkpoint plans both on rank 0 (who writes what several ranks hold, which saved rectangles a wanted one
+overlaps) and checks that the written rectangles fill every tensor without overlap; here is told which rectangles there are. Files
+are Braid's own (`checkpoint_files`): bare numbers and JSON, where torch's would be pickles.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from megatron.runtime.checkpoint_files import PieceReader, PieceWriter
+from megatron.runtime.checkpoint_index import TensorIndex
 from megatron.runtime.checkpoint_pieces import Piece
 from megatron.runtime.checkpoint_tensors import HeldTensor
 
 
-def write_tensors(folder: Path, tensors: Sequence[HeldTensor]) -> None:
+class WrittenFiles(NamedTuple):
+    """What this rank wrote."""
+
+    sizes: dict[str, int]
+    """File name -> bytes."""
+    index_crc32: int
+    """Of `tensors.json`, which rank 0 writes; 0 on other ranks."""
+
+
+def write_tensors(folder: Path, tensors: Sequence[HeldTensor]) -> WrittenFiles:
     """Write the tensors of all ranks into `folder`; collective, files are on the disk when it returns.
 
     Raises torch's CheckpointException on every rank when any failed.
     """
-    save({}, storage_writer=FileSystemWriter(folder), planner=_PieceSavePlanner(tensors))
+    writer = PieceWriter(folder)
+    save({}, storage_writer=writer, planner=_PieceSavePlanner(tensors))
+    return WrittenFiles(writer.sizes, writer.index_crc32)
 
 
-def read_tensors(folder: Path, tensors: Sequence[HeldTensor]) -> None:
-    """Fill the pieces of all ranks from `folder`; collective. Raises CheckpointException on every rank when any failed."""
-    load({}, storage_reader=FileSystemReader(folder), planner=_PieceLoadPlanner(tensors))
+def read_tensors(folder: Path, tensors: Sequence[HeldTensor], *, index: TensorIndex) -> None:
+    """Fill the pieces of all ranks from `folder`, whose `tensors.json` is `index`; collective.
 
-
-def saved_shapes(folder: Path) -> Mapping[str, tuple[int, ...]]:
-    """Names and shapes of the tensors in a checkpoint."""
-    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {key: tuple(entry.size) for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    Every piece that is read is held against its checksum. Raises CheckpointException on every rank when any failed.
+    """
+    load({}, storage_reader=PieceReader(folder, index=index), planner=_PieceLoadPlanner(tensors))
 
 
 class _PieceSavePlanner(DefaultSavePlanner):

@@ -1,6 +1,9 @@
 """What goes wrong with a checkpoint ends every rank with the same message, and costs nothing that was saved."""
 
+import io
 import os
+import pickle
+import shutil
 import socket
 import subprocess
 from collections.abc import Callable
@@ -12,10 +15,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from megatron.runtime import checkpoint_folder
 from megatron.runtime.checkpoint import find_newest_checkpoint
+from megatron.runtime.checkpoint_files import PieceWriter
 from multimodal.values.errors import CheckpointError
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.distributed.rank_pool import RankPool
@@ -55,10 +58,10 @@ def load_error(case: TrainingCase, folder: Path) -> str:
 def save_error(case: TrainingCase, folder: Path, failure: str) -> str:
     """Plant a failure on one rank while step 2 is saved."""
     target = {
-        "disk full on rank 1": (FileSystemWriter, "write_data", 1),
-        "disk full on rank 0": (FileSystemWriter, "finish", 0),
+        "disk full on rank 1": (PieceWriter, "write_data", 1),
+        "disk full on rank 0": (PieceWriter, "finish", 0),
         "rename fails": (checkpoint_folder, "_sync", 0),
-        "planning fails": (FileSystemWriter, "prepare_local_plan", 1),
+        "planning fails": (PieceWriter, "prepare_local_plan", 1),
     }
     owner, name, rank = target[failure]
     training = Training(case)
@@ -92,20 +95,20 @@ def test_nothing_there(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def truncate(checkpoint: Path) -> str:
-    file = checkpoint / "__0_0.distcp"
+    file = checkpoint / "rank_00000.bin"
     size_bytes = file.stat().st_size
     os.truncate(file, size_bytes // 2)
-    return f"__0_0.distcp has {size_bytes // 2} bytes instead of {size_bytes}"
+    return f"rank_00000.bin has {size_bytes // 2} bytes instead of {size_bytes}"
 
 
 def remove_file(checkpoint: Path) -> str:
-    (checkpoint / "__1_0.distcp").unlink()
-    return "__1_0.distcp is missing"
+    (checkpoint / "rank_00001.bin").unlink()
+    return "rank_00001.bin is missing"
 
 
 def cut_manifest(checkpoint: Path) -> str:
     os.truncate(checkpoint / "braid.json", 100)
-    return "braid.json cannot be read"
+    return "braid.json cannot be used"
 
 
 @pytest.mark.parametrize("damage", [truncate, remove_file, cut_manifest])
@@ -127,12 +130,81 @@ def test_the_only_checkpoint_is_damaged(ranks: RankPool, tmp_path: Path) -> None
     assert "it is the only one there; restore it from a copy, or start anew without --load" in message
 
 
-@pytest.mark.parametrize("name", [".metadata", "__1_0.distcp"])
-def test_overwritten_bytes_are_an_error_on_every_rank(ranks: RankPool, tmp_path: Path, name: str) -> None:
-    run(ranks, save_steps, CASE, tmp_path, [1])
-    file = tmp_path / "step_00000001" / name
-    file.write_bytes(bytes(file.stat().st_size))
-    assert f"loading {file.parent} failed on rank" in the_only(run(ranks, load_error, CASE, tmp_path))
+def flip_a_bit(checkpoint: Path) -> str:
+    file = checkpoint / "rank_00001.bin"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    return "rank_00001.bin does not hold what was written (the checksum of "
+
+
+def take_a_shard_of_another_step(checkpoint: Path) -> str:
+    shutil.copy(checkpoint.parent / "step_00000001" / "rank_00001.bin", checkpoint)
+    return "rank_00001.bin does not hold what was written (the checksum of "
+
+
+def take_the_index_of_another_step(checkpoint: Path) -> str:
+    shutil.copy(checkpoint.parent / "step_00000001" / "tensors.json", checkpoint)
+    return "tensors.json "
+
+
+def take_the_manifest_of_another_step(checkpoint: Path) -> str:
+    shutil.copy(checkpoint.parent / "step_00000001" / "braid.json", checkpoint)
+    return "braid.json is of step 1, which the folder's name does not say"
+
+
+DAMAGES = [flip_a_bit, take_a_shard_of_another_step, take_the_index_of_another_step, take_the_manifest_of_another_step]
+
+
+def test_what_has_the_right_size_and_was_not_written_there(ranks: RankPool, tmp_path: Path) -> None:
+    run(ranks, save_steps, CASE, tmp_path, [1, 2])
+    newest, copy = tmp_path / "step_00000002", tmp_path / "copy"
+    shutil.copytree(newest, copy)
+    for damage in DAMAGES:
+        found = damage(newest)
+        message = the_only(run(ranks, load_error, CASE, tmp_path))
+        assert message.startswith(f"{newest} is damaged: {found}")
+        assert message.endswith(f"and the one before it, {tmp_path / 'step_00000001'}, is loaded")
+        shutil.rmtree(newest)
+        shutil.copytree(copy, newest)
+    assert run(ranks, load, CASE, tmp_path) == [(2, {2.0})] * 2
+
+
+class Planted:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.file,)
+
+
+def test_nothing_that_a_checkpoint_holds_is_executed(ranks: RankPool, tmp_path: Path) -> None:
+    """Whatever file a stranger replaced, and whether or not what was said of its size was, too."""
+    saved, mark = tmp_path / "saved", tmp_path / "executed"
+    run(ranks, save_steps, CASE, saved, [1])
+    checkpoint = saved / "step_00000001"
+    contents = {file: file.read_bytes() for file in checkpoint.iterdir()}
+    assert {file.name for file in contents} == {"braid.json", "tensors.json", "rank_00000.bin", "rank_00001.bin"}
+    poison = pickle.dumps(Planted(mark))
+    for file, content in contents.items():
+        for planted in (poison, poison.ljust(len(content), b"\0"), _as_torch_saves(Planted(mark)).ljust(len(content), b"\0")):
+            file.write_bytes(planted)
+            assert f"{checkpoint} is damaged: {file.name} " in the_only(run(ranks, load_error, CASE, saved))
+        file.write_bytes(content)
+    for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
+        (checkpoint / name).write_bytes(poison)
+    assert run(ranks, load, CASE, saved) == [(1, {1.0})] * 2
+    assert not mark.exists()
+    pickle.loads(poison)
+    assert mark.exists(), "the planted object does nothing, so nothing was tried"
+
+
+def _as_torch_saves(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
 
 
 def test_an_older_checkpoint_loads_by_its_own_folder(ranks: RankPool, tmp_path: Path) -> None:
