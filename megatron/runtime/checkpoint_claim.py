@@ -1,0 +1,238 @@
+"""One run at a time writes into a folder of checkpoints: its mark there says who, and that it is alive.
+
+The mark is the file `.writer.json`, which rank 0 touches every few seconds. A mark is taken over when its run is gone:
+
+- its process, on this machine, has ended;
+- it is an earlier attempt of the same job, which Slurm requeued or torchrun started again, wherever that ran;
+- nobody has touched it for a minute: its machine failed, or it hangs.
+
+Where none of this can be known at once (the mark is of another machine and young), it is watched: a touch proves that the run
+lives, a minute of silence that it does not. Times are the file system's own, so clocks need not agree.
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from multimodal.values.errors import CheckpointError
+
+MARK_NAME = ".writer.json"
+_LOOK_SECONDS = 1.0
+"""Between two looks at another's mark; ranks meet after each, so that none waits long for another."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A run that writes, as its mark tells."""
+
+    token: str
+    """Of this start of the run; no two share it."""
+    host: str
+    process: int
+    """Of rank 0."""
+    process_start: str
+    """Tells it from a later process of the same number."""
+    machine: str
+    """Within which process numbers mean something: a boot of a host, and a container's process table."""
+    job: str
+    """What starts again after a failure; empty when nobody says."""
+    attempt: tuple[int, ...]
+    """How often it has been started again."""
+    started: str
+
+    @classmethod
+    def of_this_process(cls, environ: Mapping[str, str]) -> "Writer":
+        """This process as a writer."""
+        return cls(
+            token=uuid.uuid4().hex,
+            host=socket.gethostname(),
+            process=os.getpid(),
+            process_start=_process_start(os.getpid()) or "",
+            machine=_machine(),
+            job=_job(environ),
+            attempt=tuple(int(environ.get(f"{launcher}_RESTART_COUNT", "0")) for launcher in ("SLURM", "TORCHELASTIC")),
+            started=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        )
+
+    def continues(self, other: "Writer") -> bool:
+        """Whether this is a later attempt of the same job."""
+        return bool(self.job) and self.job == other.job and self.attempt > other.attempt
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}, started {self.started}"
+
+
+class _Mark(NamedTuple):
+    writer: Writer | None
+    """None: it cannot be read, as while it is being written."""
+    touched: float
+
+
+class FolderClaim:
+    """The right to write into a folder; on rank 0 only, except for construction."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        environ: Mapping[str, str],
+        touch_seconds: float = 10.0,
+        silent_seconds: float = 60.0,
+        ending_seconds: float = 5.0,
+    ) -> None:
+        """Nothing is claimed yet.
+
+        touch_seconds: between signs of life. silent_seconds: without one, the other run is gone. ending_seconds: how long a
+        process of this machine may take to end.
+        """
+        self._folder, self._path = folder, folder / MARK_NAME
+        self._writer = Writer.of_this_process(environ)
+        self._touch_seconds, self._silent_seconds, self._ending_seconds = touch_seconds, silent_seconds, ending_seconds
+        self._first_look: tuple[float, _Mark] | None = None
+        self._is_released = threading.Event()
+
+    def try_to_take(self) -> bool:
+        """Take the folder if nobody writes there; False: it is not known yet, ask again.
+
+        Returns within seconds. Raises CheckpointError when another run is alive, OSError when the folder cannot be written to.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if not self._create():
+            mark = _read(self._path)
+            if mark is None or not self._is_gone(mark):
+                time.sleep(_LOOK_SECONDS)
+                return False
+            self._write(self._spare).replace(self._path)
+        threading.Thread(target=self._keep_touching, daemon=True).start()
+        return True
+
+    def check(self) -> None:
+        """Raise CheckpointError when another run has taken the folder, which it does when this one was silent for long."""
+        mark = _read(self._path)
+        if mark is None and self._create():
+            return
+        if mark is None or mark.writer is None or mark.writer.token != self._writer.token:
+            raise self._occupied(mark)
+
+    def release(self) -> None:
+        """Let other runs write there."""
+        self._is_released.set()
+        with suppress(OSError):
+            mark = _read(self._path)
+            if mark and mark.writer and mark.writer.token == self._writer.token:
+                self._path.unlink()
+
+    def _is_gone(self, mark: _Mark) -> bool:
+        """Whether the run of a mark has ended; False: not known yet. Raises CheckpointError when it is alive."""
+        now = time.monotonic()
+        self._first_look = first_time, first_mark = self._first_look or (now, mark)
+        writer = mark.writer
+        if writer is not None and self._writer.continues(writer):
+            return True
+        if writer is not None and writer.machine == self._writer.machine:
+            if writer.process == os.getpid() or _process_start(writer.process) != writer.process_start:
+                return True
+            if now - first_time >= self._ending_seconds:
+                raise self._occupied(mark)
+            return False
+        if mark != first_mark:
+            raise self._occupied(mark)
+        return max(now - first_time, self._file_system_time() - mark.touched) >= self._silent_seconds
+
+    def _occupied(self, mark: _Mark | None) -> CheckpointError:
+        return CheckpointError(
+            f"--save {self._folder}: another run writes there ({mark.writer if mark and mark.writer else self._path}); give this "
+            f"run another --save, or end that one first; if it has ended for certain, remove {self._path}"
+        )
+
+    @property
+    def _spare(self) -> Path:
+        return self._path.with_name(f"{MARK_NAME}.{self._writer.token}")
+
+    def _create(self) -> bool:
+        try:
+            self._write(self._path, mode="x")
+        except FileExistsError:
+            return False
+        return True
+
+    def _write(self, path: Path, *, mode: str = "w") -> Path:
+        with open(path, mode) as file:
+            json.dump(asdict(self._writer), file)
+        return path
+
+    def _file_system_time(self) -> float:
+        try:
+            return self._write(self._spare).stat().st_mtime
+        finally:
+            self._spare.unlink(missing_ok=True)
+
+    def _keep_touching(self) -> None:
+        while not self._is_released.wait(self._touch_seconds):
+            with suppress(OSError):
+                mark = _read(self._path)
+                if mark and mark.writer and mark.writer.token == self._writer.token:
+                    os.utime(self._path)
+
+
+def _read(path: Path) -> _Mark | None:
+    """None when there is no mark."""
+    try:
+        with open(path, "rb") as file:  # opening makes network file systems ask for the times anew
+            return _Mark(_writer(file.read()), os.fstat(file.fileno()).st_mtime)
+    except FileNotFoundError:
+        return None
+
+
+def _writer(content: bytes) -> Writer | None:
+    try:
+        value: Any = json.loads(content)
+        value = {**value, "attempt": tuple(map(int, value["attempt"])), "process": int(value["process"])}
+        texts = [value[field.name] for field in fields(Writer) if field.type is str]
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return None
+    is_known = value.keys() == {field.name for field in fields(Writer)} and all(isinstance(text, str) for text in texts)
+    return Writer(**value) if is_known else None
+
+
+def _machine() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return socket.gethostname()
+
+
+def _job(environ: Mapping[str, str]) -> str:
+    if "SLURM_JOB_ID" in environ:
+        return f"Slurm {environ['SLURM_JOB_ID']}"
+    run = environ.get("TORCHELASTIC_RUN_ID", "none")
+    return "" if run == "none" else f"torchrun {run}"
+
+
+def _process_start(process: int) -> str | None:
+    """When a process of this machine started, in its own units; None when there is none, or only its exit code is left."""
+    try:
+        state, *rest = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        return None if Path("/proc/self/stat").exists() else _start_without_proc(process)
+    except ProcessLookupError:
+        return None
+    return None if state in "ZX" else rest[18]
+
+
+def _start_without_proc(process: int) -> str | None:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        pass
+    return ""
