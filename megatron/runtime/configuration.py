@@ -224,6 +224,10 @@ class CheckpointConfig:
     """Start with a fresh optimizer."""
     load_rng: bool = True
     """Start with fresh random generators."""
+    finetune: bool = False
+    """Start at step 0 from the weights alone of --load; or go on from --save once that holds a checkpoint."""
+    pretrained_checkpoint: Path | None = field(default=None, metadata={"metavar": "DIR"})
+    """Folder whose newest weights a run starts from at step 0, unless --load (with --save) holds a checkpoint to go on from."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,12 @@
 """What may be combined with what: every rule about two or more flags, in tables of (condition, message)."""
 
 import importlib.util
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.runtime.checkpoint_folder import folder_of_run
 from megatron.runtime.configuration import GROUPS, SCHEDULE_PASSES, RunConfig
 from megatron.runtime.field_flags import field_flags
 from megatron.runtime.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLINGS
@@ -38,6 +41,8 @@ _NO_EVALUATION = "nothing is evaluated; add --eval-iters N or leave it out"
 _NO_SAVE = "no checkpoint is written; add --save DIR or leave it out"
 _NO_LOAD = "no checkpoint is resumed; add --load DIR or leave it out"
 _EMULATED = "--emulate waits as long as its table says, whatever would compute; leave one of them out"
+_FINETUNE = "--finetune takes over the weights alone; leave it out"
+_NO_WEIGHTS = "it takes over the weights of --load; add --load DIR or leave it out"
 _STYLE, _EVALUATION = ("lr_decay_style",), ("eval_iters",)
 
 IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
@@ -104,6 +109,9 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     IgnoredFlag("keep_last_checkpoints", ("save",), lambda c: c.checkpoint.save is None, _NO_SAVE),
     IgnoredFlag("load_optim", ("load",), lambda c: not c.checkpoint.load_optim and c.checkpoint.load is None, _NO_LOAD),
     IgnoredFlag("load_rng", ("load",), lambda c: not c.checkpoint.load_rng and c.checkpoint.load is None, _NO_LOAD),
+    IgnoredFlag("load_optim", ("finetune",), lambda c: not c.checkpoint.load_optim and c.checkpoint.finetune, _FINETUNE),
+    IgnoredFlag("load_rng", ("finetune",), lambda c: not c.checkpoint.load_rng and c.checkpoint.finetune, _FINETUNE),
+    IgnoredFlag("finetune", ("load",), lambda c: c.checkpoint.finetune and c.checkpoint.load is None, _NO_WEIGHTS),
     IgnoredFlag(
         "timeline_interval",
         ("report_dir",),
@@ -137,6 +145,7 @@ ENCODER_FLAGS = {
 
 EXCLUSIVE_FLAGS: tuple[tuple[str, str, str], ...] = (
     ("lr_warmup_iters", "lr_warmup_fraction", "both set the length of the warm-up"),
+    ("finetune", "pretrained_checkpoint", "both start from weights alone; --finetune takes those of --load"),
     ("plan", "colocate_units", "a plan already says which ranks each unit has"),
 )
 
@@ -258,8 +267,32 @@ RULES: tuple[Rule, ...] = (
         + ", ".join(SCHEDULE_PASSES),
     ),
     Rule(
-        lambda c: c.training.emulate is not None and bool(c.checkpoint.save or c.checkpoint.load or c.evaluation.eval_iters),
-        "--emulate trains nothing, so there is nothing to save, resume or evaluate; leave out --save, --load and --eval-iters",
+        lambda c: (
+            c.training.emulate is not None
+            and bool(c.checkpoint.save or c.checkpoint.load or c.checkpoint.pretrained_checkpoint or c.evaluation.eval_iters)
+        ),
+        "--emulate trains nothing, so there is nothing to save, resume or evaluate; leave out --save, --load, "
+        "--pretrained-checkpoint and --eval-iters",
+    ),
+    Rule(
+        lambda c: c.checkpoint.finetune and _same_run(c.checkpoint.load, c.checkpoint.save),
+        "--finetune starts at step 0 and --save {c.checkpoint.save} would mix its checkpoints with those that it starts from; "
+        "give another --save",
+    ),
+    Rule(
+        lambda c: _same_run(c.checkpoint.pretrained_checkpoint, c.checkpoint.save),
+        "--pretrained-checkpoint starts at step 0 and --save {c.checkpoint.save} would mix its checkpoints with those that it "
+        "starts from; give another --save",
+    ),
+    Rule(
+        lambda c: (
+            c.checkpoint.pretrained_checkpoint is not None
+            and c.checkpoint.load is not None
+            and not _same_folder(c.checkpoint.load, c.checkpoint.save)
+        ),
+        "--pretrained-checkpoint {c.checkpoint.pretrained_checkpoint} is for a run that starts from those weights and goes on "
+        "from its own checkpoints, but --load {c.checkpoint.load} is not where --save writes; make --load and --save the same "
+        "folder, or leave --pretrained-checkpoint or --load out",
     ),
 )
 
@@ -391,6 +424,14 @@ def shown_flag(name: str) -> str:
     unit, size = name.split(".")
     ending = "micro-batch-size" if size == MICRO_BATCH_SIZE else SIZE_SPELLINGS[size][0]
     return f"--{unit.replace('_', '-')}-{ending}"
+
+
+def _same_run(source: Path | None, save: Path | None) -> bool:
+    return source is not None and _same_folder(folder_of_run(source), save)
+
+
+def _same_folder(first: Path, second: Path | None) -> bool:
+    return second is not None and os.path.abspath(first) == os.path.abspath(second)
 
 
 def _has_cuda() -> bool:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.runtime import platform
 from megatron.runtime.assembly import RankRuntime, assemble
+from megatron.runtime.checkpoint_claim import FolderClaim
 from megatron.runtime.configuration import RunConfig
 from megatron.runtime.data_sets import DataSets, build_data_sets, padded_vocab_size
 from megatron.runtime.device_peak import find_peak_tflops
@@ -20,6 +21,7 @@ from megatron.runtime.distributed_setup import World
 from megatron.runtime.emulation_table import EmulationTable
 from megatron.runtime.freezing import apply_freezing
 from megatron.runtime.learning_rate import build_scheduler
+from megatron.runtime.run_data import RunData
 from megatron.runtime.run_plan import build_plan
 from megatron.runtime.sample_exchange import SampleExchange
 from megatron.runtime.trainer import Trainer
@@ -52,6 +54,10 @@ class Run:
     """Of raw samples, where lengths come from decoding: one for training, one for evaluation, which goes on beside it."""
     emulation: EmulationTable | None = None
     """What computations are replaced with, in an emulated run."""
+    claim: FolderClaim | None = None
+    """Keeps other runs from writing to --save."""
+    described_data: RunData = field(default_factory=dict)
+    """What its checkpoints say of its data."""
 
 
 def prepare_run(config: RunConfig, world: World) -> Run:

@@ -16,7 +16,7 @@ from megatron.runtime.data_sets import DIGITS
 from megatron.runtime.emulation_table import EmulationTable
 from megatron.runtime.prediction import build_predictor
 from megatron.runtime.reporting import ConsoleReporter, Reporter, SilentReporter
-from megatron.runtime.resumption import save
+from megatron.runtime.resumption import release, save
 from megatron.runtime.run import Run
 from megatron.runtime.step import Step
 from megatron.runtime.step_loader import load_steps
@@ -57,6 +57,7 @@ def train(run: Run) -> RunSummary:
         summary = _train(run, reporter)
     finally:
         reporter.close()
+        release(run)
     reporter.say(describe_end(run, summary))
     return summary
 

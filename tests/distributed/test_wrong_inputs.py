@@ -1,13 +1,16 @@
 """Wrong inputs: every rank ends by itself, soon, and one message names the fix. No launcher is there to end them."""
 
+import json
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
+from megatron.runtime.checkpoint_claim import MARK_NAME, Writer
 from tests.distributed.launch import Launched, launch
 from tests.distributed.small_run import MODEL, NUM_RANKS, working_flags, write_working_files
 
@@ -85,6 +88,20 @@ def saved_then(change: Callable[[Path], object], *flags: object) -> Prepare:
         return ("--load", save, *flags)
 
     return prepare
+
+
+def mark_of_this_process(folder: Path) -> Sequence[object]:
+    """Save where this very process, which lives, says that it saves."""
+    save = folder / "saved"
+    save.mkdir()
+    (save / MARK_NAME).write_text(json.dumps(asdict(Writer.of_this_process({}))))
+    return ("--save", save)
+
+
+def change_manifest(folder: Path) -> None:
+    """Give the same number of samples another order."""
+    manifest = folder / "data" / "manifest.jsonl"
+    manifest.write_text("".join(reversed(manifest.read_text().splitlines(keepends=True))))
 
 
 def truncate_largest(folder: Path) -> None:
@@ -201,6 +218,10 @@ WRONG_INPUTS = [
     WrongInput("sample longer than allowed", flags_only("--seq-length", 3), ("--seq-length",)),
     WrongInput("nothing to load", flags_only("--load", "no/such/folder"), ("no/such/folder", "--load")),
     WrongInput("checkpoint truncated", saved_then(truncate_largest), ("step_00000002",)),
+    WrongInput("checkpoint of other data", saved_then(change_manifest), ("step_00000002", "--data-path", "--finetune")),
+    WrongInput(
+        "another run saves there", mark_of_this_process, ("another run writes there", f"process {os.getpid()} on", "--save")
+    ),
     WrongInput("checkpoint of another model", saved_then(widen_model), ("hidden_size",)),
     WrongInput(
         "other batches than before",
