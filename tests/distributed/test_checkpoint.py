@@ -1,6 +1,8 @@
 """Checkpoints: exact under the same plan, independent of the plan, and no failure harms what is saved."""
 
 import itertools
+import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,25 @@ def test_another_plan_resumes_from_the_same_values(ranks: RankPool, tmp_path: Pa
     loaded_values = join_parameters(second.plan, [report.parameters_at_checkpoint for report in after])
     assert_equal(loaded_values, saved_values)
     assert np.allclose(after[0].losses, before[0].losses, rtol=TOLERANCES[dtype], atol=0)
+
+
+def test_whole_tensors_can_be_put_together_without_braid(ranks: RankPool, tmp_path: Path) -> None:
+    """As docs/checkpoints.md shows."""
+    case = case_of(TIED, WIDE)
+    saved: list[RankReport] = run(ranks, train_and_save, case, tmp_path, 1, 0)
+    checkpoint = tmp_path / "step_00000001"
+    index = json.loads((checkpoint / "tensors.json").read_text())
+    found = {}
+    for key, tensor in index.items():
+        whole = np.full(tensor["shape"], np.nan, tensor["dtype"])
+        for file, start, offsets, sizes, _ in tensor["pieces"]:
+            place = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+            values = np.fromfile(checkpoint / file, tensor["dtype"], count=math.prod(sizes), offset=start)
+            whole[place] = values.reshape(sizes)
+        kind, unit, name = key.split(".", 2)
+        if kind == "model":
+            found[unit, name] = whole
+    assert_equal(found, join_parameters(case.plan, [report.parameters_at_checkpoint for report in saved]))
 
 
 def test_optimizer_state_matters_for_the_comparison(ranks: RankPool, tmp_path: Path) -> None:

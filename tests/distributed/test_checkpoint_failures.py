@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.runtime import checkpoint_folder
 from megatron.runtime.checkpoint import find_newest_checkpoint
 from megatron.runtime.checkpoint_files import PieceWriter
+from megatron.runtime.checkpoint_manifest import read_newest, write_manifest
 from multimodal.values.errors import CheckpointError
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.distributed.rank_pool import RankPool
@@ -168,6 +169,14 @@ def test_what_has_the_right_size_and_was_not_written_there(ranks: RankPool, tmp_
         shutil.rmtree(newest)
         shutil.copytree(copy, newest)
     assert run(ranks, load, CASE, tmp_path) == [(2, {2.0})] * 2
+
+
+@pytest.mark.parametrize("state", [{}, {"python": [3, [1], None]}, {"python": "import os"}, {"torch": "AAAA"}])
+def test_a_random_state_that_is_none(ranks: RankPool, tmp_path: Path, state: dict[str, Any]) -> None:
+    run(ranks, save_steps, CASE, tmp_path, [1])
+    path, manifest = read_newest(tmp_path)
+    write_manifest(path, replace(manifest, random_state={**manifest.random_state, **state} if state else {}))
+    assert f"{path} is damaged: its random_state cannot be restored" in the_only(run(ranks, load_error, CASE, tmp_path))
 
 
 class Planted:
