@@ -87,8 +87,8 @@ def check_dtype(path: Path, manifest: Manifest, *, dtype: str) -> None:
     """Raise CheckpointError when optimizer state would be loaded into a run of another precision."""
     if manifest.dtype != dtype:
         raise CheckpointError(
-            f"{path} was saved by a {manifest.dtype} run and this is a {dtype} run, whose optimizer keeps other numbers; "
-            f"resume with the flags of {manifest.dtype}, or pass --no-load-optim to take over the weights alone"
+            f"{path}: it was trained with --dtype {manifest.dtype}, this run has {dtype}, whose optimizer keeps other numbers; "
+            f"use --dtype {manifest.dtype}, or take over the weights alone with --no-load-optim"
         )
 
 

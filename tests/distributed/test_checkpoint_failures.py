@@ -250,7 +250,7 @@ def test_another_vocabulary(ranks: RankPool, tmp_path: Path) -> None:
 def test_another_precision(ranks: RankPool, tmp_path: Path) -> None:
     run(ranks, save_steps, CASE, tmp_path, [1])
     message = the_only(run(ranks, load_error, replace(CASE, dtype=torch.bfloat16), tmp_path))
-    assert "was saved by a float32 run and this is a bfloat16 run" in message
+    assert "it was trained with --dtype float32, this run has bfloat16" in message
     assert "--no-load-optim" in message
 
 
