@@ -29,7 +29,7 @@ def on_all_ranks(action: Callable[[], _Result], *, what: str) -> list[_Result]:
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, (problem, result))
     if problems := [found for found, _ in outcomes if found is not None]:
-        raise CheckpointError(problems[0])
+        raise CheckpointError(_printable(problems[0]))
     return [found for _, found in outcomes]
 
 
@@ -49,3 +49,8 @@ def on_first_rank(action: Callable[[], _Result], *, what: str) -> _Result:
 
 def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _printable(message: str) -> str:
+    """Without control characters: a message may quote what a stranger wrote into a checkpoint."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in message)

@@ -93,6 +93,8 @@ def check_dtype(path: Path, manifest: Manifest, *, dtype: str) -> None:
 
 
 def _read(path: Path) -> Manifest:
+    if not (path / _FILE_NAME).is_file():
+        raise damaged(path, f"{_FILE_NAME} is missing")
     try:
         value = json.loads((path / _FILE_NAME).read_bytes())
         _check_version(path, value)

@@ -179,6 +179,13 @@ def test_a_random_state_that_is_none(ranks: RankPool, tmp_path: Path, state: dic
     assert f"{path} is damaged: its random_state cannot be restored" in the_only(run(ranks, load_error, CASE, tmp_path))
 
 
+def test_messages_do_not_pass_control_characters_on(ranks: RankPool, tmp_path: Path) -> None:
+    run(ranks, save_steps, CASE, tmp_path, [1])
+    path, manifest = read_newest(tmp_path)
+    write_manifest(path, replace(manifest, dtype="\x1b[2J\n"))
+    assert "it was trained with --dtype \\x1b[2J\\n, this run has float32" in the_only(run(ranks, load_error, CASE, tmp_path))
+
+
 class Planted:
     """Makes a file when it is unpickled."""
 

@@ -1,6 +1,7 @@
 """`braid.json`: what was written comes back; anything else is a CheckpointError that names file and way out."""
 
 import json
+import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +119,14 @@ def test_a_prepared_manifest_with_a_checksum_that_fits(checkpoint: Path, name: s
     message = error_of(checkpoint.parent)
     assert message.startswith(f"{checkpoint} is damaged: ")
     assert words in message
+
+
+@pytest.mark.parametrize("replace_with", [None, os.mkfifo, os.mkdir], ids=["nothing", "pipe", "folder"])
+def test_no_file(checkpoint: Path, replace_with: Callable[[Path], None] | None) -> None:
+    (checkpoint / "braid.json").unlink()
+    if replace_with:
+        replace_with(checkpoint / "braid.json")
+    assert error_of(checkpoint.parent).startswith(f"{checkpoint} is damaged: braid.json is missing; move {checkpoint} away")
 
 
 def test_a_checkpoint_that_was_renamed(checkpoint: Path) -> None:
