@@ -41,7 +41,6 @@ CALLED: Mapping[str, str] = MappingProxyType(
         "--distributed-timeout-minutes": "distributed-timeout-seconds-after-init",
         "--freeze": "freeze-all-layers",
         "--keep-last-checkpoints": "save-retain-interval",
-        "--load": "pretrained-checkpoint",
         "--log-interval": "tensorboard-log-interval",
         "--lr-decay-iters": "lr-decay-samples",
         "--lr-warmup-fraction": "warmup",
