@@ -103,7 +103,7 @@ def causal(draw: np.random.Generator, num_tokens: int) -> BitfieldMask:
 def prefix(draw: np.random.Generator, num_tokens: int) -> BitfieldMask:
     """Encoder outputs prepended to one text."""
     sample = [*draw_items(draw, num_tokens // 2), MaskSegment(num_tokens - num_tokens // 2)]
-    return build_bitfield_mask([sample], modalities=MODALITIES, mode="prefix", attend_across_items=True)
+    return build_bitfield_mask([sample], modalities=MODALITIES, mode="prefix")
 
 
 def embedded(draw: np.random.Generator, num_tokens: int) -> BitfieldMask:

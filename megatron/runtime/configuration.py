@@ -39,7 +39,8 @@ class ModelConfig:
     attention_backend: Literal["auto", "sequences", "blocks", "flex", "triton", "dense"] = "auto"
     """Who computes attention; flex and triton need CUDA, dense is for checks; auto takes sequences or, for items, blocks."""
     attention_mask: Literal["causal", "prefix", "embedded"] = "causal"
-    """How the LLM sees items: causally like text, or each in both directions, before the text (prefix) or anywhere in it."""
+    """How the LLM sees items: causally like text; all up to the last item in both directions, images first (prefix); or each item
+    in both directions, anywhere in the text (embedded)."""
     freeze: tuple[str, ...] = field(default=(), metadata={"metavar": "UNIT"})
     """Units whose module is not trained (the projector of an encoder or generator still is)."""
     freeze_projector: tuple[str, ...] = field(default=(), metadata={"metavar": "UNIT"})

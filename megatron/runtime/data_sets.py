@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.runtime.configuration import RunConfig
+from multimodal.attention.bitfield import MaskMode
 from multimodal.data.digits import DigitsSource
 from multimodal.data.digits_to_draw import DigitsToDrawSource
 from multimodal.data.interleaved_source import InterleavedSource
@@ -33,7 +34,13 @@ def build_data_sets(config: RunConfig, graph: ModelGraph) -> DataSets:
     tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
     if config.data.data_path == DIGITS:
         return _digits(config, graph, tokenizer)
-    source = ManifestSource(config.data.data_path, graph=graph, tokenizer=tokenizer, seq_length=config.data.seq_length)
+    source = ManifestSource(
+        config.data.data_path,
+        graph=graph,
+        tokenizer=tokenizer,
+        seq_length=config.data.seq_length,
+        needs_items_first=config.model.attention_mask == MaskMode.PREFIX,
+    )
     for reason, count in source.skipped.items():
         logger.info("%s: left out %d samples %s", config.data.data_path, count, reason)
     if source.num_cut:

@@ -8,7 +8,8 @@ modality. Beside the bits, each token knows its sample (several are packed into 
     (k <= q  if q is causal  else  item[q] == item[k]  or  bits[q] & 2**62)
 
 where `what_it_is[k]` is bit 0 if k is causal, else k's one modality bit. So text attends to everything before it in its sample,
-text and items alike; an item's tokens attend in both directions to their own item only. Every token sees itself.
+text and items alike; an item's tokens attend in both directions to their own item only. Every token sees itself. A prefix is
+told as one item: whatever is in it has the bit of the first modality and the same item id.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,10 @@ class MaskMode(StrEnum):
     CAUSAL = "causal"
     """Items are treated as text: everything attends causally."""
     PREFIX = "prefix"
-    """All items of a sample come before its text, and attend in both directions within themselves."""
+    """All up to the end of a sample's last item attends to itself in both directions, as in PaliGemma; text behind it causally.
+
+    Nothing in the prefix may be a target: data sets see to it that only markers stand there beside the items.
+    """
     EMBEDDED = "embedded"
     """Items stand where the document has them, and attend in both directions within themselves."""
     PACKED = "packed"
@@ -133,9 +137,10 @@ def build_bitfield_mask(
     modalities: names of the encoders, at most MAX_ENCODERS; the m-th (from 1) gets bit m. All ranks must give the same order.
     mode: see MaskMode.
     attend_across_items: items also attend, in both directions, to the other items of their modality in their sample. That is
-        the published mask, which has no item ids; an encoder's tokens never attend to another encoder's.
+        the published mask, which has no item ids; an encoder's tokens never attend to another encoder's. In mode `prefix` they
+        see all of the prefix anyway.
 
-    Raises ModelError when there are too many modalities, DataError when a segment is wrong or a mode does not fit the samples.
+    Raises ModelError when there are too many modalities, DataError when a segment or the mode is wrong.
     O(number of tokens).
     """
     mode = _read_mode(mode)
@@ -144,8 +149,8 @@ def build_bitfield_mask(
     item_control = ACROSS_ITEMS_BIT if attend_across_items else 0
     bits, sample_ids, item_ids, num_tokens = [], [], [], []
     for sample_id, segments in enumerate(samples):
-        _validate_segments(segments, sample_id=sample_id, bit_of_modality=bit_of_modality, mode=mode)
-        for segment in segments:
+        _validate_segments(segments, sample_id=sample_id, bit_of_modality=bit_of_modality)
+        for segment in _join_prefix(segments, modalities[0]) if mode is MaskMode.PREFIX and modalities else segments:
             is_text = segment.modality == TEXT or mode is MaskMode.CAUSAL
             bits.append(text_bits if is_text else bit_of_modality[segment.modality] | item_control)
             sample_ids.append(sample_id)
@@ -156,6 +161,15 @@ def build_bitfield_mask(
         np.repeat(np.array(sample_ids, dtype=np.int32), num_tokens),
         np.repeat(np.array(item_ids, dtype=np.int32), num_tokens),
     )
+
+
+def _join_prefix(segments: Sequence[MaskSegment], modality: str) -> Sequence[MaskSegment]:
+    """One item of all tokens up to the end of the last item, and the text behind it."""
+    ends = [index for index, segment in enumerate(segments, start=1) if segment.modality != TEXT and segment.num_tokens]
+    if not ends:
+        return segments
+    num_tokens = sum(segment.num_tokens for segment in segments[: ends[-1]])
+    return [MaskSegment(num_tokens, modality, 0), *segments[ends[-1] :]]
 
 
 def _read_mode(mode: MaskMode | str) -> MaskMode:
@@ -178,10 +192,7 @@ def _assign_bits(modalities: Sequence[str]) -> dict[str, int]:
     return {TEXT: TEXT_BIT} | {name: 1 << index for index, name in enumerate(modalities, start=1)}
 
 
-def _validate_segments(
-    segments: Sequence[MaskSegment], *, sample_id: int, bit_of_modality: dict[str, int], mode: MaskMode
-) -> None:
-    text_seen = False
+def _validate_segments(segments: Sequence[MaskSegment], *, sample_id: int, bit_of_modality: dict[str, int]) -> None:
     modality_of_item: dict[int, str] = {}
     for index, segment in enumerate(segments):
         where = f"sample {sample_id}, segment {index}"
@@ -190,7 +201,6 @@ def _validate_segments(
         if segment.num_tokens < 0:
             raise DataError(f"{where}: has {segment.num_tokens} tokens; expected at least 0")
         if segment.modality == TEXT:
-            text_seen = text_seen or segment.num_tokens > 0
             continue
         if segment.item_index < 0:
             raise DataError(f"{where}: an item of '{segment.modality}' has index {segment.item_index}; number items from 0")
@@ -198,9 +208,4 @@ def _validate_segments(
             raise DataError(
                 f"{where}: item {segment.item_index} is of '{segment.modality}' here and of "
                 f"'{modality_of_item[segment.item_index]}' before; number all items of a sample in one count"
-            )
-        if mode is MaskMode.PREFIX and text_seen and segment.num_tokens:
-            raise DataError(
-                f"{where}: an item of '{segment.modality}' comes after text, but mode 'prefix' has all items first; "
-                "put the items first or choose mode 'embedded'"
             )

@@ -26,10 +26,7 @@ class PackedLengths(PackedSeqParams):
     _masks: dict[MaskRule, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
 
     def mask(self, rule: MaskRule) -> AttentionMask:
-        """The mask of these tokens; built once for all layers that share this object.
-
-        Raises DataError when the mode does not fit the items: `prefix` with items behind text.
-        """
+        """The mask of these tokens; built once for all layers that share this object."""
         if rule not in self._masks:
             tokens = build_packed_mask(self.lengths, items=self.items, rule=rule)
             if self.share is None:

@@ -115,6 +115,16 @@ def build_conversation(segments: Sequence[Segment], *, tokenizer: Tokenizer, seq
     return Conversation(np.array(token_ids, dtype=np.int32), np.array(trained, dtype=np.bool_), tuple(item_starts), is_cut)
 
 
+def find_item_behind_text(conversation: Conversation) -> int | None:
+    """Return the index of the first item before which there are other tokens than `begin` and items, if there is one."""
+    start = 2
+    for item_index, item_start, num_output_tokens in conversation.item_starts:
+        if num_output_tokens and item_start != start:
+            return item_index
+        start += num_output_tokens + 2 if num_output_tokens else 0
+    return None
+
+
 def build_sample_text(conversation: Conversation, *, pad_id: int) -> SampleText:
     """Shift tokens into labels; the last token has no successor, so its label is `pad_id` and never a target."""
     token_ids = conversation.token_ids.astype(np.int64)

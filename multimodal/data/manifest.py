@@ -14,6 +14,7 @@ from multimodal.data.conversation import (
     TextSegment,
     build_conversation,
     build_sample_text,
+    find_item_behind_text,
 )
 from multimodal.data.image_processing import image_grid, read_image, read_image_size
 from multimodal.data.manifest_lines import AudioSegment, ImageSegment, ManifestLine, read_manifest_lines
@@ -54,15 +55,24 @@ class ManifestSource:
     num_cut: int
     """Samples that were longer than seq_length and lost their end."""
 
-    def __init__(self, path: str | Path, *, graph: ModelGraph, tokenizer: Tokenizer, seq_length: int) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        graph: ModelGraph,
+        tokenizer: Tokenizer,
+        seq_length: int,
+        needs_items_first: bool = False,
+    ) -> None:
         """Index `path`, a manifest or the folder that holds a `manifest.jsonl`; O(bytes of the manifest).
 
         graph: its encoder takes the images, but its generator, if it has one, makes those that are the assistant's; samples with
         images that no unit takes are left out.
         seq_length: longer samples are cut at the end (`build_conversation`).
+        needs_items_first: whether images must come before the text of their sample, as --attention-mask prefix wants it.
 
-        Raises DataError for a manifest that is missing, malformed or without a usable sample and for image files that are
-        missing; ModelError for units that cannot take or make image files.
+        Raises DataError for a manifest that is missing, malformed or without a usable sample, for image files that are missing
+        and for images behind text where that is not allowed; ModelError for units that cannot take or make image files.
         """
         path = Path(path)
         self._manifest = path / "manifest.jsonl" if path.is_dir() else path
@@ -70,6 +80,7 @@ class ManifestSource:
         self._generator = _image_unit(graph.generators, verb="make")
         self._tokenizer = tokenizer
         self._seq_length = seq_length
+        self._needs_items_first = needs_items_first
         self._samples: list[_IndexedSample] = []
         skipped: Counter[str] = Counter()
         for line in read_manifest_lines(self._manifest):
@@ -135,6 +146,8 @@ class ManifestSource:
         conversation = build_conversation(segments, tokenizer=self._tokenizer, seq_length=self._seq_length)
         if not conversation.num_target_tokens:
             return f"without a target token among the first {self._seq_length} (seq_length)"
+        if self._needs_items_first:
+            _check_items_first(conversation, images, where=line.where)
         return _IndexedSample(line.where, conversation, tuple(images[: len(conversation.item_starts)]))
 
     def _unit_of(self, segment: ImageSegment) -> Unit | None:
@@ -160,6 +173,15 @@ class ManifestSource:
         reasons = "; ".join(f"{count} {'sample' if count == 1 else 'samples'} {reason}" for reason, count in self.skipped.items())
         raise DataError(
             f"{self._manifest}: no usable sample ({reasons}); use other data, another --model or a larger --seq-length"
+        )
+
+
+def _check_items_first(conversation: Conversation, images: Sequence[_IndexedImage], *, where: str) -> None:
+    found = find_item_behind_text(conversation)
+    if found is not None:
+        raise DataError(
+            f"{where}: {images[found].path} stands behind text, but --attention-mask prefix has a sample's images before all of "
+            "its text; put the images first there, or use --attention-mask embedded"
         )
 
 

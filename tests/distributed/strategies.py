@@ -41,7 +41,7 @@ def gradient_cases(draw: st.DrawFn) -> GradientCase:
         sequence_parallel=draw(st.booleans()),
         recompute=draw(st.sampled_from([None, "selective", "full"])),
         passes=draw(passes()),
-        attention_mask=draw(st.sampled_from([MaskMode.CAUSAL, MaskMode.EMBEDDED])),
+        attention_mask=draw(st.sampled_from([MaskMode.CAUSAL, MaskMode.EMBEDDED, MaskMode.PREFIX])),
         attention_backend=draw(st.sampled_from(["auto", "blocks"])),
         distribution=draw(st.sampled_from(list(TokenDistribution))),
         block_size=draw(st.sampled_from([4, 8, 128])),

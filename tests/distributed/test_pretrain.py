@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.distributed.launch import REPOSITORY, launch
@@ -55,6 +56,39 @@ def test_any_sizes_log_the_same_losses(
     assert losses(entries) == pytest.approx(losses(one_process), rel=0, abs=1e-9)
     norms = [[entry["grad_norm"] for entry in found] for found in (entries, one_process)]
     assert norms[0] == pytest.approx(norms[1], rel=0, abs=1e-9)
+
+
+def write_manifest(folder: Path) -> Path:
+    """Ten samples with none to two images before their text."""
+    lines = []
+    for index in range(10):
+        Image.effect_noise((16 + 8 * (index % 3), 24), 80).save(folder / f"{index}.png")
+        images: list[dict[str, Any]] = [{"type": "image", "path": f"{index}.png"}] * (index % 3)
+        texts = [{"type": "text", "role": role, "text": f"{role} {index}"} for role in ("user", "assistant")]
+        lines.append(json.dumps({"id": index, "segments": [*images, *texts]}))
+    path = folder / "manifest.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.mark.parametrize("data", ["digits", "manifest"])
+def test_a_prefix_trains_alike_whatever_the_sizes_and_the_backend(
+    tmp_path: Path, one_process: list[dict[str, Any]], data: str
+) -> None:
+    """Against one process under a dense mask; and it is no causal mask."""
+    common: tuple[object, ...] = ("--dtype", "float64", "--train-iters", 3)
+    if data == "manifest":
+        common += ("--data-path", write_manifest(tmp_path), "--split", "100", "--global-batch-size", 8)
+    prefix = (*common, "--attention-mask", "prefix")
+    one = ("--vision-dp", 1, "--llm-pp", 1)
+    dense = train(tmp_path / "dense.jsonl", *prefix, *one, "--attention-backend", "dense", num_ranks=1)
+    sizes = ("--vision-dp", 1, "--llm-cp", 2, "--llm-pp", 2, "--context-parallel-block-size", 8, "--balance", "orchmllm")
+    spread = train(tmp_path / "spread.jsonl", *prefix, *sizes, num_ranks=5)
+    for key in ("loss", "grad_norm"):
+        found, expected = ([entry[key] for entry in entries] for entries in (spread, dense))
+        assert found == pytest.approx(expected, rel=0, abs=1e-9)
+    causal = one_process if data == "digits" else train(tmp_path / "causal.jsonl", *common, *one, num_ranks=1)
+    assert all(abs(loss - other) > 1e-5 for loss, other in zip(losses(dense), losses(causal), strict=True))
 
 
 def test_a_plan_file_gives_any_layout(tmp_path: Path, one_process: list[dict[str, Any]]) -> None:

@@ -62,6 +62,12 @@ def change_file(name: str, change: Callable[[bytes], bytes]) -> Prepare:
     return prepare
 
 
+def put_images_last(manifest: bytes) -> bytes:
+    """Of every sample of a manifest."""
+    entries = [json.loads(line) for line in manifest.splitlines()]
+    return b"\n".join(json.dumps({**entry, "segments": entry["segments"][::-1]}).encode() for entry in entries)
+
+
 def plan_file(units: dict[str, list[tuple[list[int], list[list[int]]]]]) -> Prepare:
     """Use a plan file: unit -> stages of its one replica as (ranks, layer ranges)."""
 
@@ -202,6 +208,11 @@ WRONG_INPUTS = [
         "no sample that the model takes",
         change_file("manifest.jsonl", lambda text: text.replace(b'"image"', b'"audio"')),
         ("audio",),
+    ),
+    WrongInput(
+        "image behind text under prefix",
+        lambda folder: change_file("manifest.jsonl", put_images_last)(folder) or ("--attention-mask", "prefix"),
+        ("line 1", "'0'", "0.png", "images first", "--attention-mask embedded"),
     ),
     WrongInput("image missing", lambda folder: (folder / "data" / "2.png").unlink() or (), ("2.png",)),
     WrongInput("image truncated", change_file("2.png", lambda image: image[: len(image) // 2]), ("2.png", "replace")),

@@ -26,6 +26,7 @@ MASKS: dict[str, tuple[str, Sequence[Sequence[MaskSegment]]]] = {
     "one item of one token": ("embedded", [[item(1, 0)]]),
     "causal": ("causal", [[text(9), item(30, 0), text(8)]]),
     "prefix": ("prefix", [[item(21, 0), item(20, 1, "audio"), text(12)]]),
+    "prefix with markers": ("prefix", [[text(2), item(17, 0), text(2), item(9, 1, "audio"), text(19)], [text(5)]]),
     "embedded": ("embedded", [[text(5), item(20, 0), text(11), item(7, 1, "audio"), item(18, 2), text(3)]]),
     "packed, empty modalities": ("packed", [[text(17)], [item(0, 0), text(1)], [text(3), item(19, 0, "audio")], [], [text(16)]]),
     "whole blocks": ("embedded", [[item(32, 0), text(16)], [text(16)]]),
@@ -47,7 +48,6 @@ def random_masks(draw: st.DrawFn) -> AttentionMask:
     samples = []
     for _ in range(draw(st.integers(1, 3))):
         kinds = draw(st.lists(st.sampled_from((TEXT, *MODALITIES)), min_size=1, max_size=5))
-        kinds = sorted(kinds, key=lambda kind: kind == TEXT) if mode == "prefix" else kinds
         lengths = draw(st.lists(st.integers(1, 12), min_size=len(kinds), max_size=len(kinds)))
         segments = [
             text(length) if kind == TEXT else item(length, index, kind)

@@ -24,7 +24,17 @@ def test_items_see_themselves_and_text_sees_all_before_it():
 
 
 def test_items_do_not_see_other_items_of_their_modality():
-    assert rows(build([item(2, 0), item(1, 1), TEXT1], mode="prefix")) == ["xx..", "xx..", "..x.", "xxxx"]
+    assert rows(build([item(2, 0), item(1, 1), TEXT1], mode="embedded")) == ["xx..", "xx..", "..x.", "xxxx"]
+
+
+def test_a_prefix_sees_itself_in_both_directions():
+    """Markers before and between items are part of it, items of any modality see each other, text behind it is causal."""
+    found = build([TEXT1, item(1, 0), TEXT1, item(1, 1, "audio"), TEXT2], [TEXT2, item(0, 0)], mode="prefix")
+    assert rows(found) == ["xxxx....", "xxxx....", "xxxx....", "xxxx....", "xxxxx...", "xxxxxx..", "......x.", "......xx"]
+
+
+def test_a_prefix_needs_an_item():
+    assert rows(build_bitfield_mask([[TEXT2]], modalities=(), mode="prefix")) == ["x.", "xx"]
 
 
 def test_items_see_other_items_of_their_modality_when_asked():
@@ -87,7 +97,6 @@ def test_64_modalities_are_refused():
         ([TEXT1, MaskSegment(-1)], {}, "segment 1: has -1 tokens"),
         ([item(1, -1)], {}, "an item of 'vision' has index -1; number items from 0"),
         ([item(1, 0), item(1, 0, "audio")], {}, "item 0 is of 'audio' here and of 'vision' before"),
-        ([TEXT1, item(1, 0)], {"mode": "prefix"}, "comes after text, but mode 'prefix' has all items first"),
         ([TEXT1], {"mode": "sliding"}, "'sliding' is no mask mode; expected one of causal, prefix, embedded, packed"),
     ],
 )

@@ -1,9 +1,6 @@
-import pytest
-
 from multimodal.attention.bitfield import MaskMode, MaskSegment, build_bitfield_mask
 from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.attention.packed_mask import ItemSpan, MaskRule, build_packed_mask
-from multimodal.values.errors import DataError
 
 MODALITIES = ("vision", "audio")
 ITEMS = (ItemSpan(7, 2, "audio"), ItemSpan(2, 3, "vision"), ItemSpan(5, 1, "vision"))
@@ -34,9 +31,10 @@ def test_every_sequence_of_an_encoder_is_one_item() -> None:
     assert found.tolist() == [[(i < 2) == (j < 2) for j in range(5)] for i in range(5)]
 
 
-def test_prefix_refuses_items_behind_text() -> None:
-    with pytest.raises(DataError, match="mode 'prefix' has all items first"):
-        build_packed_mask((6, 4), items=ITEMS, rule=rule(MaskMode.PREFIX))
+def test_a_prefix_ends_with_the_last_item_of_its_sample() -> None:
+    found = build_packed_mask((6, 4), items=ITEMS, rule=rule(MaskMode.PREFIX)).to_dense()
+    assert found[:6].tolist() == [[j < 6 for j in range(10)]] * 6
+    assert found[6:].tolist() == [[6 <= j < 9 for j in range(10)]] * 3 + [[j >= 6 for j in range(10)]]
 
 
 def test_layers_share_one_mask() -> None:

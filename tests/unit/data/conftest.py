@@ -72,8 +72,10 @@ def write_manifest(tmp_path: Path) -> Callable[..., Path]:
 def open_manifest(write_manifest: Callable[..., Path], graph: ModelGraph) -> Callable[..., ManifestSource]:
     """Write lines and index them."""
 
-    def build(lines: Sequence[Any], *, seq_length: int = 1000, graph: ModelGraph = graph) -> ManifestSource:
-        return ManifestSource(write_manifest(lines), graph=graph, tokenizer=ByteTokenizer(), seq_length=seq_length)
+    def build(lines: Sequence[Any], *, seq_length: int = 1000, graph: ModelGraph = graph, **options: Any) -> ManifestSource:
+        return ManifestSource(
+            write_manifest(lines), graph=graph, tokenizer=ByteTokenizer(), seq_length=seq_length, **options
+        )
 
     return build
 

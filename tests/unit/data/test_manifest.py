@@ -76,6 +76,29 @@ def test_an_answer_that_is_an_image_is_for_the_generator(
     assert open_manifest([[*line, ANSWER]]).lengths(0).items == (ItemLengths("vision", 24, 6),) * 2
 
 
+def test_prefixes_need_images_first(open_manifest: Callable[..., ManifestSource], write_image: Callable[..., str]) -> None:
+    """Images behind text are named, with the fix; those that are cut off, or made by nobody yet, do not count."""
+    first = [image(write_image("a.png", (8, 8))), image("a.png")]
+    source = open_manifest([[*first, QUESTION, ANSWER], [ANSWER]], needs_items_first=True)
+    assert [len(source.lengths(index).items) for index in range(len(source))] == [2, 0]
+    for wrong in ([QUESTION, image("a.png"), ANSWER], [image("a.png"), ANSWER, image("a.png")]):
+        message = r"manifest\.jsonl, line 2 \(sample 's2'\): .*a\.png stands behind text, but .*; put the images first there, or"
+        with pytest.raises(DataError, match=f"{message} use --attention-mask embedded"):
+            open_manifest([[ANSWER], wrong], needs_items_first=True)
+        assert len(open_manifest([[ANSWER], wrong])) == 2
+    assert len(open_manifest([[image("a.png"), ANSWER, image("a.png")]], needs_items_first=True, seq_length=9)) == 1
+
+
+def test_an_image_to_make_needs_no_place_in_a_prefix(
+    open_manifest: Callable[..., ManifestSource], write_image: Callable[..., str], painter_graph: ModelGraph
+) -> None:
+    """It has no tokens in the LLM; but an image to look at behind it stands behind text."""
+    seen, made = image(write_image("a.png", (24, 16))), {**image("a.png"), "role": "assistant"}
+    assert len(open_manifest([[seen, QUESTION, made]], graph=painter_graph, needs_items_first=True)) == 1
+    with pytest.raises(DataError, match="stands behind text"):
+        open_manifest([[seen, QUESTION, made, seen]], graph=painter_graph, needs_items_first=True)
+
+
 def test_samples_the_model_cannot_use_are_counted(
     open_manifest: Callable[..., ManifestSource], write_image: Callable[..., str], text_graph: ModelGraph
 ) -> None:
