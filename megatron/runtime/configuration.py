@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from multimodal.data.image_files import DEFAULT_MAX_PIXELS
 from multimodal.plan.unit_sizes import UnitSizes
 
 AT_LEAST_ONE: Mapping[str, Any] = MappingProxyType({"minimum": 1})
@@ -189,6 +190,10 @@ class DataConfig:
     lengths_from: Literal["index", "decode"] = "index"
     """Where lengths come from: metadata, so that each rank loads what it was assigned; or from decoding, each rank a share of the
     global batch, which is then exchanged."""
+    allow_outside_paths: bool = False
+    """Let a manifest name files outside its own folder, by absolute paths, .. or links; for manifests that you trust."""
+    max_image_pixels: int = field(default=DEFAULT_MAX_PIXELS, metadata=AT_LEAST_ONE)
+    """Largest image file (width x height) of a manifest that is decoded; a larger one is an error at the start."""
     split: str = field(default="969,30,1", metadata={"metavar": "TRAIN,VALID,TEST"})
     """Proportions of training, validation and test samples of a manifest."""
     num_workers: int = field(default=2, metadata=AT_LEAST_ZERO)

@@ -10,6 +10,7 @@ from megatron.runtime.checkpoint_folder import folder_of_run
 from megatron.runtime.configuration import GROUPS, SCHEDULE_PASSES, RunConfig
 from megatron.runtime.field_flags import field_flags
 from megatron.runtime.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLINGS
+from multimodal.data.image_files import PILLOW_MAX_PIXELS
 from multimodal.values.backward_need import unit_is_trainable
 from multimodal.values.errors import ConfigError, ModelError
 from multimodal.values.model_graph import ModelGraph, Role
@@ -38,6 +39,7 @@ class Rule(NamedTuple):
 _NO_DECAY = "--lr-decay-style constant never lowers the learning rate; choose another style or leave it out"
 _NO_WSD = "it belongs to --lr-decay-style WSD; choose that style or leave it out"
 _NO_EVALUATION = "nothing is evaluated; add --eval-iters N or leave it out"
+_NO_MANIFEST = "--data-path digits reads no image files; use a manifest or leave it out"
 _NO_SAVE = "no checkpoint is written; add --save DIR or leave it out"
 _NO_LOAD = "no checkpoint is resumed; add --load DIR or leave it out"
 _EMULATED = "--emulate waits as long as its table says, whatever would compute; leave one of them out"
@@ -98,6 +100,13 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         lambda c: c.data.data_path == "digits",
         "--data-path digits holds out handwritten digits of its own; leave it out",
     ),
+    IgnoredFlag(
+        "allow_outside_paths",
+        ("data_path",),
+        lambda c: c.data.allow_outside_paths and c.data.data_path == "digits",
+        _NO_MANIFEST,
+    ),
+    IgnoredFlag("max_image_pixels", ("data_path",), lambda c: c.data.data_path == "digits", _NO_MANIFEST),
     IgnoredFlag("eval_interval", _EVALUATION, lambda c: not c.evaluation.eval_iters, _NO_EVALUATION),
     IgnoredFlag(
         "eval_blank_images",
@@ -190,6 +199,11 @@ RULES: tuple[Rule, ...] = (
         lambda c: not _proportions(c.data.split),
         "--split {c.data.split!r} must be one to three proportions (training, validation, test), the first above 0, such as "
         "969,30,1",
+    ),
+    Rule(
+        lambda c: c.data.max_image_pixels > PILLOW_MAX_PIXELS,
+        f"--max-image-pixels {{c.data.max_image_pixels}} is more than {PILLOW_MAX_PIXELS}, beyond which Pillow opens no image; "
+        "lower it, and scale larger images down",
     ),
     Rule(
         lambda c: c.evaluation.eval_iters > 0 and c.data.data_path != "digits" and not any(_proportions(c.data.split)[1:2]),

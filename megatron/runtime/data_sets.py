@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.runtime.configuration import RunConfig
-from multimodal.attention.bitfield import MaskMode
 from multimodal.data.digits import DigitsSource
 from multimodal.data.digits_to_draw import DigitsToDrawSource
 from multimodal.data.interleaved_source import InterleavedSource
@@ -39,7 +38,9 @@ def build_data_sets(config: RunConfig, graph: ModelGraph) -> DataSets:
         graph=graph,
         tokenizer=tokenizer,
         seq_length=config.data.seq_length,
-        needs_items_first=config.model.attention_mask == MaskMode.PREFIX,
+        needs_items_first=config.model.attention_mask == "prefix",
+        allows_outside_paths=config.data.allow_outside_paths,
+        max_image_pixels=config.data.max_image_pixels,
     )
     for reason, count in source.skipped.items():
         logger.info("%s: left out %d samples %s", config.data.data_path, count, reason)

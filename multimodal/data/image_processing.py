@@ -1,4 +1,4 @@
-"""From an image file to patches at the image's native resolution, by Qwen2-VL's rule.
+"""From a decoded image to patches at the image's native resolution, by Qwen2-VL's rule.
 
 The size of the result follows from (width, height) alone, so token counts are known before any pixel is decoded.
 Pixels are resized bicubically and normalised to [-1, 1] by (x / 255 - 0.5) / 0.5. A transparent image is laid on white;
@@ -6,7 +6,6 @@ an animation contributes its first frame; an EXIF orientation is not applied.
 """
 
 import math
-import os
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +17,8 @@ from multimodal.values.model_graph import ImageInput
 
 MAX_ASPECT_RATIO = 200
 """The longest image (long side / short side) that Qwen2-VL's rule accepts."""
+MAX_SIDE = 2**31 - 1
+"""The longest side that an image file can have (PNG's)."""
 
 
 def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
@@ -28,10 +29,12 @@ def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_p
     (a thin image may pass max_pixels), sizes shrunk to max_pixels are rounded down and sizes enlarged to min_pixels up, so
     bounds less than four times apart can be missed by part of a row and a column of tokens.
 
-    Raises DataError for a side below 1 and for an aspect ratio above 200.
+    Raises DataError for a side below 1 or above MAX_SIDE and for an aspect ratio above 200.
     """
     if min(height, width) < 1:
         raise DataError(f"an image of {width}x{height} pixels has no area; replace it")
+    if max(height, width) > MAX_SIDE:
+        raise DataError(f"an image with a side of more than {MAX_SIDE:,} pixels does not exist; correct its size")
     if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
         raise DataError(
             f"an image of {width}x{height} pixels is more than {MAX_ASPECT_RATIO} times longer than it is thick; "
@@ -97,45 +100,6 @@ def patch_positions(grid: tuple[int, int], *, merge_size: int) -> npt.NDArray[np
     rows, columns = np.meshgrid(np.arange(grid[0]), np.arange(grid[1]), indexing="ij")
     windows = np.stack((rows, columns), axis=-1).reshape(grid[0] // merge_size, merge_size, grid[1] // merge_size, merge_size, 2)
     return windows.transpose(0, 2, 1, 3, 4).reshape(-1, 2).astype(np.int64, copy=False)
-
-
-def read_image_size(path: str, *, where: str) -> tuple[int, int]:
-    """Return (width, height) from the file's header; raises DataError naming the file and `where` it is asked for."""
-    try:
-        with Image.open(path) as image:
-            return image.size
-    except Exception as problem:  # the decoders of damaged files raise errors of every kind
-        raise _unreadable(path, where=where, problem=problem) from problem
-
-
-def read_image(path: str, *, size: tuple[int, int], image_input: ImageInput, where: str) -> ItemPixels:
-    """Decode an image file into patches.
-
-    `size` is the (width, height) that the lengths were computed from, `where` names the sample and its line in errors.
-    Raises DataError when the file is missing, damaged, no image, of another size, or has 32-bit pixels.
-    """
-    try:
-        with Image.open(path) as image:
-            image.load()
-    except Exception as problem:  # as above
-        raise _unreadable(path, where=where, problem=problem) from problem
-    if image.size != size:
-        raise DataError(
-            f"{where}: {path} is {image.width}x{image.height} pixels but the manifest says {size[0]}x{size[1]}; "
-            "correct width and height there, or replace the file"
-        )
-    if image.mode in ("I", "F"):
-        raise DataError(
-            f"{where}: {path} has 32-bit pixels (mode {image.mode}) of unknown range; convert it to 8 or 16 bits a channel"
-        )
-    return image_to_patches(image, image_input=image_input)
-
-
-def _unreadable(path: str, *, where: str, problem: Exception) -> DataError:
-    if not os.path.isfile(path):
-        return DataError(f"{where}: {path} does not exist; restore the file or remove that line")
-    reason = " ".join(str(problem).split()) or type(problem).__name__
-    return DataError(f"{where}: {path} cannot be decoded as an image ({reason}); replace the file or remove that line")
 
 
 def _convert(image: Image.Image, *, in_channels: int) -> Image.Image:

@@ -1,6 +1,5 @@
 """Samples from a `manifest.jsonl`: texts and image files, indexed once, images decoded on demand."""
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,10 @@ from multimodal.data.conversation import (
     build_sample_text,
     find_item_behind_text,
 )
-from multimodal.data.image_processing import image_grid, read_image, read_image_size
+from multimodal.data.image_files import DEFAULT_MAX_PIXELS, check_image_size, read_image, read_image_size
+from multimodal.data.image_processing import image_grid
 from multimodal.data.manifest_lines import AudioSegment, ImageSegment, ManifestLine, read_manifest_lines
+from multimodal.data.manifest_paths import ManifestPaths
 from multimodal.data.sample_source import ItemPixels, SampleText
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.errors import DataError, ModelError
@@ -63,6 +64,8 @@ class ManifestSource:
         tokenizer: Tokenizer,
         seq_length: int,
         needs_items_first: bool = False,
+        allows_outside_paths: bool = False,
+        max_image_pixels: int = DEFAULT_MAX_PIXELS,
     ) -> None:
         """Index `path`, a manifest or the folder that holds a `manifest.jsonl`; O(bytes of the manifest).
 
@@ -70,9 +73,12 @@ class ManifestSource:
         images that no unit takes are left out.
         seq_length: longer samples are cut at the end (`build_conversation`).
         needs_items_first: whether images must come before the text of their sample, as --attention-mask prefix wants it.
+        allows_outside_paths: whether image files may lie outside the manifest's folder (`ManifestPaths`).
+        max_image_pixels: the largest image (width x height of its file) that is decoded.
 
-        Raises DataError for a manifest that is missing, malformed or without a usable sample, for image files that are missing
-        and for images behind text where that is not allowed; ModelError for units that cannot take or make image files.
+        Raises DataError for a manifest that is missing, malformed or without a usable sample, for image files that are missing,
+        too large or in a place where they may not be, and for images behind text where that is not allowed; ModelError for units
+        that cannot take or make image files.
         """
         path = Path(path)
         self._manifest = path / "manifest.jsonl" if path.is_dir() else path
@@ -81,6 +87,8 @@ class ManifestSource:
         self._tokenizer = tokenizer
         self._seq_length = seq_length
         self._needs_items_first = needs_items_first
+        self._paths = ManifestPaths(self._manifest.parent, allows_outside=allows_outside_paths)
+        self._max_image_pixels = max_image_pixels
         self._samples: list[_IndexedSample] = []
         skipped: Counter[str] = Counter()
         for line in read_manifest_lines(self._manifest):
@@ -154,10 +162,9 @@ class ManifestSource:
         return self._generator if segment.is_answer and self._generator else self._encoder
 
     def _index_image(self, segment: ImageSegment, *, where: str) -> _IndexedImage:
-        path = os.path.join(self._manifest.parent, segment.path)
-        if not os.path.isfile(path):
-            raise DataError(f"{where}: {path} does not exist; restore the file or remove that line")
+        path = self._paths.resolve(segment.path, where=where)
         size = segment.size or read_image_size(path, where=where)
+        check_image_size(path, size=size, max_pixels=self._max_image_pixels, where=where)
         unit = self._unit_of(segment)
         assert unit is not None
         try:

@@ -73,4 +73,7 @@ def read_documents(folder: Path, *, graph: ModelGraph, image_counts: tuple[int, 
         chosen.append(json.dumps(entry))
     manifest = folder / "manifest.jsonl"
     manifest.write_text("\n".join(chosen))
-    return CorpusSource(ManifestSource(manifest, graph=graph, tokenizer=build_tokenizer("ByteTokenizer"), seq_length=seq_length))
+    tokenizer = build_tokenizer("ByteTokenizer")
+    return CorpusSource(
+        ManifestSource(manifest, graph=graph, tokenizer=tokenizer, seq_length=seq_length, allows_outside_paths=True)
+    )

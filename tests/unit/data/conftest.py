@@ -73,9 +73,7 @@ def open_manifest(write_manifest: Callable[..., Path], graph: ModelGraph) -> Cal
     """Write lines and index them."""
 
     def build(lines: Sequence[Any], *, seq_length: int = 1000, graph: ModelGraph = graph, **options: Any) -> ManifestSource:
-        return ManifestSource(
-            write_manifest(lines), graph=graph, tokenizer=ByteTokenizer(), seq_length=seq_length, **options
-        )
+        return ManifestSource(write_manifest(lines), graph=graph, tokenizer=ByteTokenizer(), seq_length=seq_length, **options)
 
     return build
 

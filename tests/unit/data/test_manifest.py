@@ -152,6 +152,8 @@ def test_a_source_travels_to_loader_workers(
         ([image("a.png", (0, 3))], "width and height must be positive whole numbers, found 0 and 3"),
         ([image("gone.png", (8, 8)), ANSWER], r"gone\.png does not exist; restore the file or remove that line"),
         ([image("text.png"), ANSWER], r"text\.png cannot be decoded as an image"),
+        ([image("a.png", (12000, 12000)), ANSWER], r"a\.png has 12,000 x 12,000 pixels, but .* raise --max-image-pixels"),
+        ([image("a.png", (10**400, 8)), ANSWER], r"a\.png has more than 10\^15 x 8 pixels, but no more than"),
         (
             [image("text.png", (8, 1608)), ANSWER],
             r"text\.png: an image of 8x1608 pixels is more than 200 times .*remove that line",
