@@ -4,6 +4,7 @@ import csv
 import gzip
 import importlib
 import math
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 
 AUDIO_TOKENS_PER_SECOND = 50
 """Whisper's encoder: 100 frames a second, halved by its convolutions."""
+_CSV_TEXT: Mapping[str, Any] = {"newline": "", "encoding": "utf-8-sig"}
+_MAX_NUMBER = 2**31 - 1
+"""Of tokens, words and seconds: what a sample cannot have, the balancers' sums need not hold."""
+_MAX_DIGITS = 10
 _TEXT_COLUMNS = ("text_tokens", "text_tokens_gpt2")
 _COLUMNS = ("image_sizes", *_TEXT_COLUMNS, "audio_seconds")
 
@@ -28,21 +33,22 @@ def read_length_table(path: str | Path, *, graph: ModelGraph) -> tuple[SampleLen
     answer_words / text_words, where given, is the share of text that counts in the loss, else all of it. A sample's id is its
     row's number; it has at least one text token.
 
-    Raises DataError naming the file and row. Parquet needs pyarrow.
+    Raises DataError naming the file and row (in csv the line, too). Parquet needs pyarrow.
     """
     path = Path(path)
     if not path.is_file():
-        raise DataError(f"{path}: no such file; give a .csv, .csv.gz or .parquet file of lengths")
+        found = "a folder" if path.is_dir() else "no such file"
+        raise DataError(f"{path}: {found}; give a .csv, .csv.gz or .parquet file of lengths")
     image_encoder = next((unit for unit in graph.encoders if not _is_audio(unit)), None)
     audio_encoder = next((unit for unit in graph.encoders if _is_audio(unit)), None)
     samples = []
-    for index, row in enumerate(_read_rows(path)):
+    for index, (where, row) in enumerate(_read_rows(path)):
         try:
             items = [*_images(row, image_encoder), *_audio(row, audio_encoder)]
-            num_text_tokens = max(1, _number(row, next((name for name in _TEXT_COLUMNS if row.get(name)), "")))
+            num_text_tokens = max(1, int(_number(row, next((name for name in _TEXT_COLUMNS if row.get(name)), ""))))
             share = _number(row, "answer_words") / (_number(row, "text_words") or 1) if row.get("answer_words") else 1.0
         except ValueError as problem:
-            raise DataError(f"{path}, row {index + 1}: {problem}") from None
+            raise DataError(f"{path}, {where}: {problem}; correct or remove that row") from None
         num_targets = min(num_text_tokens, max(1, round(num_text_tokens * share)))
         samples.append(SampleLengths(index, tuple(items), num_text_tokens, num_targets))
     if not samples:
@@ -54,32 +60,57 @@ def _is_audio(unit: Unit) -> bool:
     return unit.audio is not None or "audio" in unit.name
 
 
-def _read_rows(path: Path) -> Iterable[Mapping[str, Any]]:
+_Rows = list[tuple[str, Mapping[str, Any]]]
+"""(where it is, column -> value)."""
+
+
+def _read_rows(path: Path) -> _Rows:
     if path.suffix == ".parquet":
         rows = _read_parquet(path)
     elif path.name.endswith((".csv", ".csv.gz")):
-        try:
-            with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as file:
-                rows = list(csv.DictReader(file))
-        except (OSError, EOFError, UnicodeDecodeError, csv.Error) as problem:
-            raise DataError(f"{path}: cannot be read as csv ({problem}); replace the file") from problem
+        rows = _read_csv(path)
     else:
-        raise DataError(f"{path}: expected a .csv, .csv.gz or .parquet file")
-    if rows and not set(rows[0]) & set(_COLUMNS):
-        raise DataError(f"{path}: none of the columns {', '.join(_COLUMNS)} is there; found {', '.join(map(str, rows[0]))}")
+        raise DataError(f"{path}: expected a .csv, .csv.gz or .parquet file; convert it, or give it the right name")
+    if rows and not set(rows[0][1]) & set(_COLUMNS):
+        found = ", ".join(map(str, rows[0][1]))
+        raise DataError(
+            f"{path}: none of the columns {', '.join(_COLUMNS)} is there; found {found}; name one of them in the header"
+        )
     return rows
 
 
-def _read_parquet(path: Path) -> list[dict[str, Any]]:
+def _read_csv(path: Path) -> _Rows:
+    rows: _Rows = []
+    try:
+        with gzip.open(path, "rt", **_CSV_TEXT) if path.suffix == ".gz" else path.open(**_CSV_TEXT) as file:
+            reader = csv.DictReader(file)
+            for row in reader:
+                where = f"line {reader.line_num}, row {len(rows) + 1}"
+                if None in row or None in row.values():
+                    width, expected = _width(row), len(reader.fieldnames or ())
+                    raise DataError(
+                        f"{path}, {where}: has {width} values, but the header {expected}; complete or remove that row"
+                    )
+                rows.append((where, row))
+    except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error) as problem:
+        raise DataError(f"{path}: cannot be read as csv behind row {len(rows)} ({problem}); replace the file") from problem
+    return rows
+
+
+def _width(row: Mapping[Any, Any]) -> int:
+    return sum(value is not None for key, value in row.items() if key is not None) + len(row.get(None) or ())
+
+
+def _read_parquet(path: Path) -> _Rows:
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError as problem:
         raise DataError(f"{path}: reading parquet needs the package pyarrow; install it, or give the lengths as csv") from problem
     try:
         rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
-    except (OSError, ValueError) as problem:
+    except Exception as problem:  # pyarrow's own errors are of every kind
         raise DataError(f"{path}: cannot be read as parquet ({problem}); replace the file") from problem
-    return rows
+    return [(f"row {number}", row) for number, row in enumerate(rows, start=1)]
 
 
 def _images(row: Mapping[str, Any], encoder: Unit | None) -> Iterable[ItemLengths]:
@@ -87,24 +118,26 @@ def _images(row: Mapping[str, Any], encoder: Unit | None) -> Iterable[ItemLength
         return
     for size in filter(None, str(row.get("image_sizes") or "").split(";")):
         width, separator, height = size.partition("x")
-        if not separator or not width.isdigit() or not height.isdigit():
-            raise ValueError(f"image_sizes has '{size}', expected WxH")
+        if not separator or not all(side.isascii() and side.isdigit() and len(side) <= _MAX_DIGITS for side in (width, height)):
+            raise ValueError(f"image_sizes has '{size[:50]}', expected WxH in pixels")
         rows, columns = image_grid(width=int(width), height=int(height), image_input=encoder.image)
         yield ItemLengths(encoder.name, rows * columns, rows * columns // encoder.image.merge_size**2)
 
 
 def _audio(row: Mapping[str, Any], encoder: Unit | None) -> Iterable[ItemLengths]:
-    seconds = float(row.get("audio_seconds") or 0.0)
-    if not math.isfinite(seconds) or seconds < 0:
-        raise ValueError(f"audio_seconds is {seconds}, expected a number of at least 0")
+    seconds = _number(row, "audio_seconds")
     if encoder is None or not seconds:
         return
     num_tokens = math.ceil(seconds * (encoder.audio.tokens_per_second if encoder.audio else AUDIO_TOKENS_PER_SECOND))
     yield ItemLengths(encoder.name, num_tokens, math.ceil(num_tokens / encoder.merge_factor))
 
 
-def _number(row: Mapping[str, Any], name: str) -> int:
-    number = float(row.get(name) or 0)
-    if not math.isfinite(number) or number < 0:
-        raise ValueError(f"{name} is {number}, expected a number of at least 0")
-    return int(number)
+def _number(row: Mapping[str, Any], name: str) -> float:
+    found = row.get(name)
+    try:
+        number = float(found or 0)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 <= number <= _MAX_NUMBER:
+        raise ValueError(f"{name} is {str(found)[:50]!r}, expected a number from 0 to {_MAX_NUMBER:,}")
+    return number

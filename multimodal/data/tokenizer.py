@@ -65,6 +65,8 @@ class ByteTokenizer:
         return bytes(token for token in token_ids if token < 256).decode(errors="replace")
 
 
+_MAX_VOCABULARY = 2**24
+"""Fifty times the largest vocabulary that models have."""
 _SPELLINGS: dict[str, tuple[str, ...]] = {
     "pad": ("<|pad|>", "<pad>", "[PAD]", "<|endoftext|>"),
     "begin": ("<|begin_of_text|>", "<s>", "<bos>", "<|im_start|>", "<|endoftext|>"),
@@ -84,7 +86,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, path: str | Path) -> None:
         """Load `path`, a tokenizer.json or the folder that holds one; raises ConfigError when that is impossible."""
-        self._tokenizer = _load(Path(path))
+        self._file, self._tokenizer = _load(Path(path))
         self._tokenizer.no_truncation()  # the file may ask for both; lengths are the data set's business
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -96,6 +98,12 @@ class HuggingFaceTokenizer:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.special = SpecialTokens(**{name: vocabulary[spelling] for name, spelling in chosen.items()})
         self._vocab_size = max(vocabulary.values()) + 1
+        if self._vocab_size > _MAX_VOCABULARY:
+            largest = max(vocabulary, key=lambda token: vocabulary[token])
+            raise ConfigError(
+                f"{self._file}: token {largest!r} has the id {vocabulary[largest]:,}, and an embedding would need as many rows; "
+                f"expected ids below {_MAX_VOCABULARY:,}; correct the file"
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -105,7 +113,14 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without the begin and end tokens that the file's post-processor may add."""
         self._tokenizer.encode_special_tokens = True  # "<|user|>" inside a text is text; set here, since pickling forgets it
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        text = text.encode(errors="replace").decode()  # half a character, which JSON can hold, becomes '?'
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        except Exception as problem:  # the package raises bare Exception
+            raise ConfigError(
+                f"{self._file}: cannot tokenise {text[:40]!r} ({problem}); give it a token for what it does not know, or take "
+                "another file"
+            ) from problem
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Return the text of ids; special tokens are left out."""
@@ -131,7 +146,7 @@ def build_tokenizer(tokenizer_type: str, tokenizer_model: str | Path | None = No
     raise ConfigError(f"--tokenizer-type {tokenizer_type}: no such type; use ByteTokenizer or HuggingFaceTokenizer")
 
 
-def _load(path: Path) -> "tokenizers.Tokenizer":
+def _load(path: Path) -> "tuple[Path, tokenizers.Tokenizer]":
     try:
         import tokenizers
     except ImportError as problem:
@@ -144,6 +159,11 @@ def _load(path: Path) -> "tokenizers.Tokenizer":
             f"{file}: no such file; give --tokenizer-model the path of a local tokenizer.json (nothing is downloaded)"
         )
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as problem:  # the package raises bare Exception
-        raise ConfigError(f"{file}: not a tokenizer.json that 'tokenizers' can read ({problem}); give another file") from problem
+        return file, tokenizers.Tokenizer.from_file(str(file))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as problem:  # the package raises bare Exception, and its panics are not even that
+        raise ConfigError(
+            f"{file}: not a tokenizer.json that 'tokenizers' can read ({problem}); give the file of that name which a model of "
+            "Hugging Face brings (a SentencePiece model must be converted to it)"
+        ) from problem

@@ -156,6 +156,7 @@ def test_colours_that_have_no_rgb_are_refused(tmp_path: Path) -> None:
         read_image(str(tmp_path / "image.tiff"), size=(8, 8), image_input=COLOUR, where="line 3")
 
 
+@pytest.mark.filterwarnings("ignore:")
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_damage_is_anything_but_a_data_error(tmp_path: Path, name: str) -> None:
     """Files with bytes overwritten or cut off either still decode, or say which file and line it was."""

@@ -1,4 +1,6 @@
 import gzip
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,18 +36,70 @@ def test_rows_become_items_and_text(tmp_path):
     ("name", "text", "message"),
     [
         ("a.csv", HEADER + "x,56by56,1,1,1,0,\n", "row 1: image_sizes has '56by56'"),
-        ("a.csv", HEADER + "x,,1,1,1,long,\n", "row 1: could not convert"),
-        ("a.csv", HEADER + "x,,1,-3,1,0,\n", "text_tokens_gpt2 is -3.0"),
+        ("a.csv", HEADER + "x,\u00b2x\u00b2,1,1,1,0,\n", "line 2, row 1: image_sizes has '\u00b2x\u00b2', expected WxH"),
+        ("a.csv", HEADER + f"x,{'9' * 400}x8,1,1,1,0,\n", "line 2, row 1: image_sizes has '9+', expected WxH"),
+        ("a.csv", HEADER + "x,9999999999x9999999999,1,1,1,0,\n", "line 2, row 1: an image with a side of more than"),
+        ("a.csv", HEADER + "x,0x8,1,1,1,0,\n", "line 2, row 1: an image of 0x8 pixels has no area"),
+        ("a.csv", HEADER + "x,,1,1,1,long,\n", "line 2, row 1: audio_seconds is 'long', expected a number from 0"),
+        ("a.csv", HEADER + 'x,,1,1,1,0,"a\nb"\nx,,1,-3,1,0,\n', "line 4, row 2: text_tokens_gpt2 is '-3'.*correct or remove"),
+        ("a.csv", HEADER + "x,,1,nan,1,0,\n", "text_tokens_gpt2 is 'nan'"),
+        ("a.csv", HEADER + "x,,1,1e300,1,0,\n", "text_tokens_gpt2 is '1e300', expected a number from 0 to 2,147,483,647"),
+        ("a.csv", HEADER + "x,,1,1,1,1e300,\n", "audio_seconds is '1e300'"),
+        ("a.csv", HEADER + "x,,1,1,inf,0,\n", "answer_words is 'inf'"),
+        ("a.csv", HEADER + "x,,1,1\n", "line 2, row 1: has 4 values, but the header 7; complete or remove that row"),
+        ("a.csv", HEADER + "x,,1,1,1,0,red,blue\n", "line 2, row 1: has 8 values, but the header 7"),
         ("a.csv", HEADER, "has no rows"),
-        ("a.csv", "width,height\n1,2\n", "none of the columns image_sizes"),
+        ("a.csv", "", "has no rows"),
+        ("a.csv", "width,height\n1,2\n", "none of the columns image_sizes.*found width, height; name one of them"),
+        ("a.csv", (HEADER + "caf\u00e9,,1,1,1,0,\n").encode("latin-1"), "cannot be read as csv behind row 0 .*utf-8"),
+        ("a.csv", HEADER + "x," + "9" * 200_000, "cannot be read as csv behind row 0 .*field larger"),
         ("a.csv.gz", "plain text", "cannot be read as csv"),
-        ("a.txt", "", "expected a .csv, .csv.gz or .parquet file"),
+        ("a.csv.gz", gzip.compress(HEADER.encode() * 99)[:-20], "cannot be read as csv"),
+        ("a.csv.gz", gzip.compress(HEADER.encode())[:20] + bytes(90), "cannot be read as csv"),
+        ("a.txt", "", "expected a .csv, .csv.gz or .parquet file; convert it"),
     ],
 )
 def test_wrong_tables_are_refused(tmp_path, name, text, message):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(DataError, match=message):
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(DataError, match=f"{name}.*{message}"):
         read_length_table(tmp_path / name, graph=GRAPH)
+
+
+def test_missing_tables_and_packages_are_named(tmp_path, monkeypatch):
+    with pytest.raises(DataError, match=r"gone\.csv: no such file; give a"):
+        read_length_table(tmp_path / "gone.csv", graph=GRAPH)
+    with pytest.raises(DataError, match=r": a folder; give a"):
+        read_length_table(tmp_path, graph=GRAPH)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(DataError, match=r"a\.parquet: reading parquet needs the package pyarrow; install it, or give"):
+        read_length_table(tmp_path / "a.parquet", graph=GRAPH)
+
+
+@pytest.mark.parametrize("value", [[1], {"a": 1}, b"seven", "1" * 400])
+def test_values_of_other_types_in_parquet_are_refused(tmp_path, monkeypatch, value):
+    """Parquet has types; a stand-in for pyarrow gives what its own reader would."""
+    (tmp_path / "a.parquet").write_bytes(b"")
+    table = SimpleNamespace(to_pylist=lambda: [{"text_tokens": 3, "image_sizes": None}, {"text_tokens": value}])
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", SimpleNamespace(read_table=lambda path: table))
+    with pytest.raises(DataError, match=r"a\.parquet, row 2: text_tokens is .*, expected a number from 0"):
+        read_length_table(tmp_path / "a.parquet", graph=GRAPH)
+
+
+def test_a_parquet_file_that_pyarrow_refuses_is_named(tmp_path, monkeypatch):
+    def read_table(path):
+        raise KeyError("its own kind of error")
+
+    (tmp_path / "a.parquet").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", SimpleNamespace(read_table=read_table))
+    with pytest.raises(DataError, match=r"a\.parquet: cannot be read as parquet .*; replace the file"):
+        read_length_table(tmp_path / "a.parquet", graph=GRAPH)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_column(tmp_path):
+    """Spreadsheets write one."""
+    (tmp_path / "a.csv").write_text("text_tokens\n7\n", encoding="utf-8-sig")
+    assert read_length_table(tmp_path / "a.csv", graph=GRAPH) == (SampleLengths(0, (), 7, 7),)
 
 
 def test_uniform_lengths_count_encoder_outputs_among_the_backbones_tokens():

@@ -1,5 +1,6 @@
 """The index over a manifest, and every way in which a manifest can be wrong."""
 
+import gzip
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -136,6 +137,25 @@ def test_a_source_travels_to_loader_workers(
         ('{"id": "x", "segments": [{"type": "te', "not a complete JSON object .* restore it or remove it"),
         ("[1, 2]", "expected a JSON object, found list"),
         (b"\xff", "not a complete JSON object"),
+        (b'{"id": "x", "segments": [{"type": "text", "role": "user", "text": "caf\xe9"}]}', "not a complete JSON object .*utf-8"),
+        (b"[" * 100_000, "not a complete JSON object .*recursion"),
+        ('{"id": "x", "segments": ' + "[" * 5000 + "]" * 5000 + "}", "not a complete JSON object|expected a JSON object with a"),
+        (b'{"id": 1' + b"0" * 5000 + b', "segments": []}', "not a complete JSON object .*4300 digits"),
+        ({"id": "s1", "segments": [ANSWER]}, "the id 's1' is already that of line 1; give every sample an id of its own"),
+        ({"id": True, "segments": [ANSWER]}, "'id' must be text or a number, found bool"),
+        ({"id": None, "segments": [ANSWER]}, "'id' must be text or a number, found NoneType"),
+        ('{"id": "x", "segments": [{"type": "image", "path": "a.png", "width": NaN, "height": 8}]}', "found nan and 8"),
+        ([image("a.png", (True, 8))], "width and height must be positive whole numbers, found True and 8"),
+        ([image("a.png", (-8, 8))], "width and height must be positive whole numbers, found -8 and 8"),
+        ([image("a.png", (8.0, 8))], "width and height must be positive whole numbers, found 8.0 and 8"),
+        ([image("a.png", ("8", 8))], "width and height must be positive whole numbers, found '8' and 8"),
+        ([image("a.png", (-(10**400), 8))], "positive whole numbers, found a number of 1329 bits and 8"),
+        ([{"type": "image", "path": 3}], "'path' must be text, found int"),
+        ([image("")], "no file can be called ''"),
+        ([image("a\0.png")], r"no file can be called 'a\\x00\.png'; correct 'path'"),
+        ([image("\ud800.png")], r"no file can be called '\\ud800\.png'; correct 'path'"),
+        ([{**image("a.png"), "role": "asistant"}, ANSWER], "unknown role 'asistant'; use one of user, assistant, document, or"),
+        ([image("..")], r"\.\. does not exist"),
         ({"segments": [ANSWER]}, "the key 'id' is missing; found 'segments'"),
         ({"id": "x"}, r"\(sample 'x'\): the key 'segments' is missing"),
         ({"id": "x", "segments": {}}, "'segments' must be a list, found dict"),
@@ -174,6 +194,13 @@ def test_missing_and_empty_manifests(open_manifest: Callable[..., ManifestSource
     """Nothing there, nothing in it, nothing usable in it."""
     with pytest.raises(DataError, match=r"gone\.jsonl: no such manifest; give --data-path"):
         ManifestSource(tmp_path / "gone.jsonl", graph=graph, tokenizer=ByteTokenizer(), seq_length=9)
+    (tmp_path / "folder" / "manifest.jsonl").mkdir(parents=True)
+    for wrong in ("folder", "folder/manifest.jsonl"):
+        with pytest.raises(DataError, match=r"manifest\.jsonl: no such manifest; give --data-path"):
+            ManifestSource(tmp_path / wrong, graph=graph, tokenizer=ByteTokenizer(), seq_length=9)
+    (tmp_path / "packed.gz").write_bytes(gzip.compress(b"{}"))
+    with pytest.raises(DataError, match=r"packed\.gz, line 1: the manifest is compressed, expected JSON; unpack it first"):
+        ManifestSource(tmp_path / "packed.gz", graph=graph, tokenizer=ByteTokenizer(), seq_length=9)
     with pytest.raises(DataError, match=r"manifest\.jsonl: the manifest is empty"):
         open_manifest([])
     with pytest.raises(DataError, match=r"no usable sample \(2 samples with audio"):

@@ -5,6 +5,7 @@ import pickle
 import sys
 from dataclasses import astuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -111,6 +112,58 @@ def test_missing_and_damaged_files_are_named(tokenizer_file: Path) -> None:
     """The file is local or it is nothing."""
     with pytest.raises(ConfigError, match=r"gone\.json: no such file"):
         build_tokenizer("HuggingFaceTokenizer", tokenizer_file.parent / "gone.json")
-    tokenizer_file.write_text("{")
-    with pytest.raises(ConfigError, match=r"tokenizer\.json: not a tokenizer\.json"):
+    for content in (
+        b"{",
+        b"",
+        b'{"version": "caf\xe9"}',
+        b"[" * 100_000,
+        b"[]",
+        b'{"tokenizer_class": "Llama"}',
+        b"\n\x0e\n\x05<unk>",
+    ):
+        tokenizer_file.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"tokenizer\.json: not a tokenizer\.json .*; give the file of that name"):
+            build_tokenizer("HuggingFaceTokenizer", tokenizer_file)
+    tokenizer_file.unlink()
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: no such file; give --tokenizer-model"):
+        build_tokenizer("HuggingFaceTokenizer", tokenizer_file.parent)
+
+
+def test_a_panic_of_the_package_is_an_error_of_the_file(tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rust's panics are no Exceptions in Python; an interruption stays what it is."""
+    import tokenizers
+
+    class PanicException(BaseException):
+        pass
+
+    def fail(path: str) -> None:
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(tokenizers, "Tokenizer", SimpleNamespace(from_file=fail))
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: not a tokenizer\.json .*index out of bounds"):
         build_tokenizer("HuggingFaceTokenizer", tokenizer_file)
+
+
+def test_an_id_that_no_embedding_can_hold_is_named(tokenizer_file: Path) -> None:
+    """Else the embedding's rows exhaust the memory."""
+    content = json.loads(tokenizer_file.read_text())
+    content["model"]["vocab"]["cats"] = 4_000_000_000
+    tokenizer_file.write_text(json.dumps(content))
+    with pytest.raises(
+        ConfigError, match=r"tokenizer\.json: token .* has the id 4,000,000,0\d\d, .*expected ids below 16,777,216"
+    ):
+        build_tokenizer("HuggingFaceTokenizer", tokenizer_file)
+
+
+def test_half_a_character_becomes_a_question_mark(tokenizer_file: Path) -> None:
+    assert HuggingFaceTokenizer(tokenizer_file).encode("two \ud800") == HuggingFaceTokenizer(tokenizer_file).encode("two ?")
+
+
+def test_a_text_that_the_vocabulary_cannot_hold_is_named(tokenizer_file: Path) -> None:
+    content = json.loads(tokenizer_file.read_text())
+    content["model"] |= {"vocab": {"two": 0}, "unk_token": "[UNK]"}
+    tokenizer_file.write_text(json.dumps(content))
+    with pytest.raises(
+        ConfigError, match=r"tokenizer\.json: cannot tokenise 'dogs' .*; give it a token for what it does not know"
+    ):
+        HuggingFaceTokenizer(tokenizer_file).encode("dogs")
