@@ -4,6 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.imbalance import Imbalance, unit_imbalance
@@ -32,19 +35,64 @@ class BalanceReport:
             "assign_wait_ms": self.assign_wait_ms,
             "balance_ms": self.balance_ms,
             "imbalance": {
-                unit: {"before": self.imbalance_before[unit]._asdict(), "after": after._asdict()}
+                unit: {"before_balancing": _named(self.imbalance_before[unit]), "after_balancing": _named(after)}
                 for unit, after in self.imbalance_after.items()
             },
         }
 
-    def describe(self) -> str:
-        """Largest over mean replica (and microbatch) of every unit, before and after, in one line."""
-        units = [
-            f"{unit} {before.replica:.2f} -> {after.replica:.2f} ({before.microbatch:.2f} -> {after.microbatch:.2f})"
-            for unit, after in self.imbalance_after.items()
-            for before in [self.imbalance_before[unit]]
-        ]
-        return f"imbalance of replicas (microbatches): {', '.join(units)}; waited {self.assign_wait_ms:.0f} ms for it"
+
+class BalanceMean:
+    """The mean of the steps since it was last told; a single step's balance says little."""
+
+    def __init__(self) -> None:
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        self._first_step = self._last_step = self._num_steps = 0
+        self._wait_ms = 0.0
+        self._sums: dict[str, NDArray[np.float64]] = {}
+
+    def add(self, number: int, report: BalanceReport) -> None:
+        """Count a step."""
+        if not report.imbalance_after:
+            return
+        self._first_step, self._last_step = self._first_step or number, number
+        self._num_steps += 1
+        self._wait_ms += report.assign_wait_ms
+        for unit, after in report.imbalance_after.items():
+            both = np.array([report.imbalance_before[unit], after])
+            self._sums[unit] = self._sums.get(unit, 0.0) + both
+
+    def tell(self) -> str | None:
+        """One line in words, and start anew; None when no step was counted."""
+        if not self._num_steps:
+            return None
+        steps = "-".join(map(str, dict.fromkeys((self._first_step, self._last_step))))
+        wait_ms = self._wait_ms / self._num_steps
+        units = [f"{unit}: {_describe(*(total / self._num_steps))}" for unit, total in self._sums.items()]
+        waited = [f"waited {wait_ms:.0f} ms a step for data"] if wait_ms >= 0.5 else []
+        self._start_anew()
+        return f"balance of step {steps}: {'; '.join([*units, *waited])}"
+
+
+def _describe(before: NDArray[np.float64], after: NDArray[np.float64]) -> str:
+    """The busiest replica, where there are several, and the busiest microbatch; before balancing only where that differs."""
+    parts = []
+    for what, was, is_now in zip(("replica", "microbatch"), before, after, strict=False):
+        if what == "replica" and was == is_now == 1.0:
+            continue
+        change = f" (before balancing {was:.2f}x)" if f"{was:.2f}" != f"{is_now:.2f}" else ""
+        parts.append(f"busiest {what} {is_now:.2f}x the mean{change}")
+    return ", ".join(parts)
+
+
+def _named(imbalance: Imbalance) -> dict[str, float]:
+    """With names that a log's reader need not look up."""
+    return {
+        "busiest_replica_over_mean": imbalance.replica,
+        "busiest_microbatch_over_mean": imbalance.microbatch,
+        "microbatch_std_over_mean": imbalance.microbatch_std,
+    }
 
 
 def report_balance(

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from multimodal.data.image_files import DEFAULT_MAX_PIXELS
+from multimodal.data.image_limits import DEFAULT_MAX_PIXELS
 from multimodal.plan.unit_sizes import UnitSizes
 
 AT_LEAST_ONE: Mapping[str, Any] = MappingProxyType({"minimum": 1})

@@ -10,7 +10,7 @@ from megatron.runtime.checkpoint_folder import folder_of_run
 from megatron.runtime.configuration import GROUPS, SCHEDULE_PASSES, RunConfig
 from megatron.runtime.field_flags import field_flags
 from megatron.runtime.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLINGS
-from multimodal.data.image_files import PILLOW_MAX_PIXELS
+from multimodal.data.image_limits import PILLOW_MAX_PIXELS
 from multimodal.values.backward_need import unit_is_trainable
 from multimodal.values.errors import ConfigError, ModelError
 from multimodal.values.model_graph import ModelGraph, Role

@@ -1,7 +1,12 @@
-"""Tells the person and the files how training goes: progress bar or lines, JSON lines, TensorBoard, pictures. Rank 0 only."""
+"""Tells the person and the files how training goes: progress bar or lines, JSON lines, TensorBoard, pictures. Rank 0 only.
 
-import json
-import statistics
+A file that cannot be written is an error before training, and a warning once it goes on: a full disk costs reports, not steps.
+"""
+
+import errno
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -10,12 +15,17 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from megatron.runtime.balance_report import BalanceReport
+from megatron.runtime.balance_report import BalanceMean, BalanceReport
 from megatron.runtime.configuration import LoggingConfig
+from megatron.runtime.json_log import JsonLog, check_log_file
+from megatron.runtime.loss_curve import draw_loss_curve
 from megatron.runtime.trainer import EvaluationReport, StepReport
 from multimodal.schedule.draw import draw_timeline
 from multimodal.values.errors import ConfigError
 from multimodal.values.timeline import Timeline
+
+LINES_PER_BALANCE_LINE = 10
+"""How often the balance of the steps since the last time is told."""
 
 
 class Reporter(Protocol):
@@ -63,11 +73,12 @@ class ConsoleReporter:
         """first_step: steps that were done before this run, 0 for a new one. Raises ConfigError when a file cannot be written."""
         self._logging, self._train_iters = logging, train_iters
         self._console = Console()
-        self._losses: list[tuple[int, float]] = []
-        self._json_file = _open_log(logging.log_json, keep_until=first_step, losses=self._losses) if logging.log_json else None
+        check_places(logging)
+        self._json_log = JsonLog(logging.log_json, keep_until=first_step) if logging.log_json else None
+        self._losses = [(entry["step"], entry["loss"]) for entry in (self._json_log.kept if self._json_log else ())]
         self._tensorboard = _open_tensorboard(logging.tensorboard_dir) if logging.tensorboard_dir else None
-        if logging.report_dir:
-            logging.report_dir.mkdir(parents=True, exist_ok=True)
+        self._warned_of: set[str] = set()
+        self._balance = BalanceMean()
         self._bar = (
             _Bar(self._console, total=train_iters, done=first_step)
             if logging.progress_bar and self._console.is_terminal
@@ -76,27 +87,33 @@ class ConsoleReporter:
         self._smooth_seconds: float | None = None
 
     def say(self, message: str) -> None:
-        """Print a line (above the progress bar)."""
-        self._console.print(message, highlight=False, markup=False, soft_wrap=True)
+        """Print a line (above the progress bar); where standard output is a file on a full disk, the line is lost."""
+        try:
+            self._console.print(message, highlight=False, markup=False, soft_wrap=True)
+        except OSError as problem:
+            if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
 
     def step(self, number: int, report: StepReport, balance: BalanceReport) -> None:
         """Count a step everywhere."""
         self._losses.append((number, report.loss))
-        if self._json_file is not None:
-            self._json_file.write(json.dumps({"step": number, **asdict(report), **balance.to_dict()}) + "\n")
-            self._json_file.flush()
-        if self._tensorboard is not None:
-            for name, value in asdict(report).items():
-                self._tensorboard.add_scalar(f"train/{name}", value, number)
-            for unit, imbalance in balance.imbalance_after.items():
-                self._tensorboard.add_scalar(f"imbalance/{unit}", imbalance.replica, number)
+        self._balance.add(number, balance)
+        if (log := self._json_log) is not None:
+            entry = {"step": number, **asdict(report), **balance.to_dict()}
+            self._write(f"--log-json {self._logging.log_json}", lambda: log.append(entry))
+        scalars = {f"train/{name}": value for name, value in asdict(report).items()}
+        for unit, imbalance in balance.imbalance_after.items():
+            scalars[f"busiest_replica_over_mean/{unit}"] = imbalance.replica
+            scalars[f"busiest_microbatch_over_mean/{unit}"] = imbalance.microbatch
+        self._add_scalars(scalars, number)
         seconds = report.step_seconds
         self._smooth_seconds = seconds if self._smooth_seconds is None else 0.9 * self._smooth_seconds + 0.1 * seconds
         if self._bar is not None:
             self._bar.advance(report)
         elif number % self._logging.log_interval == 0 or number == self._train_iters:
             self.say(self._line(number, report))
-            self.say(f"    {balance.describe()}")
+            if number % (LINES_PER_BALANCE_LINE * self._logging.log_interval) == 0:
+                self._say_balance()
 
     def evaluation(self, number: int, name: str, report: EvaluationReport) -> None:
         """Report held-out results."""
@@ -104,32 +121,60 @@ class ConsoleReporter:
             f"step {number}: {name}: {_shown_loss(report)}, {report.answer_accuracy:.1%} of answers right "
             f"({report.token_accuracy:.1%} of tokens)"
         )
-        if self._tensorboard is not None:
-            for key, value in asdict(report).items():
-                self._tensorboard.add_scalar(f"{name}/{key}", value, number)
+        self._add_scalars({f"{name}/{key}": value for key, value in asdict(report).items()}, number)
 
     def timeline(self, number: int, timeline: Timeline) -> None:
         """Write the timeline as JSON and as a picture."""
-        if self._logging.report_dir:
-            timeline.to_file(self._logging.report_dir / f"timeline_step_{number}.json")
-            draw_timeline(timeline, self._logging.report_dir / "timeline.png", title=f"Measured pipeline of step {number}")
+        if folder := self._logging.report_dir:
+            title = f"Measured pipeline of step {number}"
+            self._write(f"--report-dir {folder}", lambda: timeline.to_file(folder / f"timeline_step_{number}.json"))
+            self._write(f"--report-dir {folder}", lambda: draw_timeline(timeline, folder / "timeline.png", title=title))
 
     def close(self) -> None:
         """Draw the loss curve and close the files."""
         if self._bar is not None:
             self._bar.stop()
-        if self._logging.report_dir and self._losses:
-            draw_loss_curve(self._losses, self._logging.report_dir / "loss.png")
-        if self._json_file is not None:
-            self._json_file.close()
+        self._say_balance()
+        if (folder := self._logging.report_dir) and self._losses:
+            self._write(f"--report-dir {folder}", lambda: draw_loss_curve(self._losses, folder / "loss.png"))
+        if self._json_log is not None:
+            self._json_log.close()
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            self._write(f"--tensorboard-dir {self._logging.tensorboard_dir}", self._tensorboard.close)
 
     def __enter__(self) -> "ConsoleReporter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _say_balance(self) -> None:
+        if line := self._balance.tell():
+            self.say(line)
+
+    def _add_scalars(self, scalars: Mapping[str, float], number: int) -> None:
+        if (tensorboard := self._tensorboard) is None:
+            return
+
+        def add() -> None:
+            for name, value in scalars.items():
+                tensorboard.add_scalar(name, value, number)
+
+        if not self._write(f"--tensorboard-dir {self._logging.tensorboard_dir}", add):
+            self._tensorboard = None  # its writing thread has ended
+            with suppress(OSError):
+                tensorboard.close()
+
+    def _write(self, place: str, write: Callable[[], None]) -> bool:
+        """Do what a full disk must not end training for; returns whether it went well, and warns of a place once."""
+        try:
+            write()
+        except OSError as problem:
+            if place not in self._warned_of:
+                self._warned_of.add(place)
+                self.say(f"warning: {place}: cannot be written ({problem.strerror or problem}); training goes on without it")
+            return False
+        return True
 
     def _line(self, number: int, report: StepReport) -> str:
         left = (self._smooth_seconds or 0.0) * (self._train_iters - number)
@@ -172,46 +217,19 @@ def _shown_loss(report: StepReport | EvaluationReport) -> str:
     return f"loss {report.loss:.4f}{part}"
 
 
-def draw_loss_curve(losses: list[tuple[int, float]], path: Path) -> None:
-    """Loss by step as PNG, with its running mean."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    steps, values = zip(*losses, strict=True)
-    axes.plot(steps, values, linewidth=0.6, color="#9ab8d8", label="each step")
-    axes.plot(steps, _running_mean(values), linewidth=1.8, color="#1f4e8c", label="running mean")
-    axes.set(xlabel="step", ylabel="loss per target token", title="Training loss", ylim=(0, None))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=120)
-
-
-def _running_mean(values: tuple[float, ...]) -> list[float]:
-    width = max(1, len(values) // 40)
-    return [statistics.fmean(values[max(0, last - width) : last]) for last in range(1, len(values) + 1)]
-
-
-def _open_log(path: Path, *, keep_until: int, losses: list[tuple[int, float]]) -> Any:
-    """Open for appending, after dropping what a resumed run will do again; a new run starts an empty file."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = []
-        if keep_until and path.exists():
-            for line in path.read_text().splitlines():
-                try:
-                    entry = json.loads(line)
-                except json.JSONDecodeError:  # the last line of a run that was killed
-                    continue
-                if entry["step"] <= keep_until:
-                    kept.append(line)
-                    losses.append((entry["step"], entry["loss"]))
-        path.write_text("".join(line + "\n" for line in kept))
-        return path.open("a")
-    except OSError as problem:
-        raise ConfigError(f"--log-json {path}: cannot be written ({problem.strerror}); give another path") from problem
+def check_places(logging: LoggingConfig) -> None:
+    """Make the folders that reports go to; raises ConfigError where one cannot be made or written to."""
+    folders = {"--tensorboard-dir": logging.tensorboard_dir, "--report-dir": logging.report_dir}
+    for flag, folder in folders.items():
+        try:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+                    probe.write(b"a full disk takes no byte")
+        except OSError as problem:
+            raise ConfigError(f"{flag} {folder}: cannot be written to ({problem.strerror}); give another folder") from problem
+    if logging.log_json:
+        check_log_file(logging.log_json)
 
 
 def _open_tensorboard(folder: Path) -> Any:

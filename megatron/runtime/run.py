@@ -21,6 +21,7 @@ from megatron.runtime.distributed_setup import World
 from megatron.runtime.emulation_table import EmulationTable
 from megatron.runtime.freezing import apply_freezing
 from megatron.runtime.learning_rate import build_scheduler
+from megatron.runtime.reporting import check_places
 from megatron.runtime.run_data import RunData
 from megatron.runtime.run_plan import build_plan
 from megatron.runtime.sample_exchange import SampleExchange
@@ -64,6 +65,8 @@ def prepare_run(config: RunConfig, world: World) -> Run:
     """Build model, data and optimizers of this rank, newly initialised; raises BraidErrors."""
     if config.checkpoint.save:
         _check_writable(config.checkpoint.save)
+    if world.rank == 0:
+        check_places(config.logging)
     graph = apply_freezing(ModelGraph.from_file(config.model.model), config)
     _check_units(graph)
     plan = build_plan(config, graph, world.size)

@@ -4,6 +4,7 @@ import os
 
 from PIL import Image, UnidentifiedImageError
 
+from multimodal.data.image_limits import PILLOW_MAX_PIXELS
 from multimodal.data.image_processing import image_to_patches
 from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import DataError
@@ -11,10 +12,6 @@ from multimodal.values.model_graph import ImageInput
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """What is opened, whatever a file is called; Pillow's other decoders, some of which start programs, never see a file."""
-DEFAULT_MAX_PIXELS = 89_478_485
-"""From here on Pillow warns of decompression bombs: 256 MiB as RGB."""
-PILLOW_MAX_PIXELS = 2 * DEFAULT_MAX_PIXELS
-"""Pillow opens nothing larger."""
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "I;16", "I;16L", "I;16B", "I;16N")
 """Pixels whose black and white are known."""
 

@@ -15,7 +15,8 @@ from multimodal.data.conversation import (
     build_sample_text,
     find_item_behind_text,
 )
-from multimodal.data.image_files import DEFAULT_MAX_PIXELS, check_image_size, read_image, read_image_size
+from multimodal.data.image_files import check_image_size, read_image, read_image_size
+from multimodal.data.image_limits import DEFAULT_MAX_PIXELS
 from multimodal.data.image_processing import image_grid
 from multimodal.data.manifest_lines import AudioSegment, ImageSegment, ManifestLine, read_manifest_lines
 from multimodal.data.manifest_paths import ManifestPaths

@@ -121,6 +121,19 @@ def test_a_generator_trains_alike_whatever_its_sizes(tmp_path: Path) -> None:
         assert found == pytest.approx(expected, rel=0, abs=1e-9)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
+def test_a_full_disk_does_not_end_training() -> None:
+    """One warning, one line a step."""
+    config = ("--config", REPOSITORY / "examples" / "digits" / "config.yaml", *SETTINGS)
+    flags = ("--train-iters", 3, "--global-batch-size", 8, "--log-interval", 1, "--vision-dp", 1, "--llm-pp", 1)
+    launched = launch([*config, *flags, "--log-json", "/dev/full"], num_ranks=1)
+    assert launched.exit_codes == (0,), launched.output
+    lines = launched.output.splitlines()
+    assert [line.startswith("warning: --log-json /dev/full: cannot be written (No space") for line in lines].count(True) == 1
+    first = next(index for index, line in enumerate(lines) if line.startswith("step 1/3 "))
+    assert [line.split("  ")[0] for line in lines[first : first + 3]] == ["step 1/3", "step 2/3", "step 3/3"]
+
+
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Six float32 steps without interruption."""

@@ -127,6 +127,12 @@ def write_file_in_place_of_folder(folder: Path) -> Sequence[object]:
     return ("--save", folder / "occupied")
 
 
+def report_under_a_file(folder: Path) -> Sequence[object]:
+    """Where a folder cannot be made."""
+    (folder / "file").write_text("")
+    return ("--tensorboard-dir", folder / "file" / "board")
+
+
 PLAN_FLAGS = ("--vision-dp", "--llm-dp")
 WRONG_INPUTS = [
     WrongInput("no model", flags_only(), ("--model",), drops=("--model",)),
@@ -239,6 +245,17 @@ WRONG_INPUTS = [
         saved_then(lambda folder: None, "--global-batch-size", 3),
         ("--global-batch-size 2",),
         drops=("--global-batch-size",),
+    ),
+    WrongInput("report under a file", report_under_a_file, ("--tensorboard-dir", "board", "another folder")),
+    WrongInput(
+        "image outside the manifest's folder",
+        change_file("manifest.jsonl", lambda text: text.replace(b'"0.png"', b'"/proc/self/environ"')),
+        ("line 1", "'0'", "/proc/self/environ", "--allow-outside-paths"),
+    ),
+    WrongInput(
+        "image larger than allowed",
+        flags_only("--max-image-pixels", 3071),
+        ("line 3", "'2'", "64 x 48", "--max-image-pixels"),
     ),
     WrongInput("save into a file", write_file_in_place_of_folder, ("occupied",)),
     WrongInput(

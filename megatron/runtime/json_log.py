@@ -1,0 +1,84 @@
+"""The log for programs: one JSON object a step, in a file that a resumed run continues and a full disk cannot end training by."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from multimodal.values.errors import ConfigError
+
+
+class JsonLog:
+    """Appends lines to --log-json."""
+
+    def __init__(self, path: Path, *, keep_until: int) -> None:
+        """Open a file; a run that is resumed after step `keep_until` keeps the lines up to there, a new one (0) starts anew.
+
+        Raises ConfigError when it cannot be written.
+        """
+        self.kept: list[dict[str, Any]] = []
+        """The entries of the earlier run."""
+        with _named_in_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_file():  # a pipe or a device keeps nothing
+                self.kept = list(_entries(path, keep_until)) if keep_until else []
+                _replace(path, self.kept)
+            self._file = path.open("ab", buffering=0)
+            self._size_bytes = os.fstat(self._file.fileno()).st_size
+
+    def append(self, entry: Mapping[str, Any]) -> None:
+        """Write a line, whole or not at all; raises OSError."""
+        line = (json.dumps(entry) + "\n").encode()
+        written = 0
+        try:
+            while written < len(line):
+                written += self._file.write(line[written:])
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(self._size_bytes)
+            raise
+        self._size_bytes += len(line)
+
+    def close(self) -> None:
+        """Every line is in the file already."""
+        self._file.close()
+
+
+def check_log_file(path: Path) -> None:
+    """Raise ConfigError when it cannot be written; what it holds stays."""
+    with _named_in_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+
+
+@contextmanager
+def _named_in_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        raise ConfigError(f"--log-json {path}: cannot be written ({problem.strerror}); give another path") from problem
+
+
+def _entries(path: Path, keep_until: int) -> Iterator[dict[str, Any]]:
+    """What can be read of an earlier run; the last line of one that was killed may be torn."""
+    for line in path.read_bytes().splitlines():
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(entry, dict) and isinstance(step := entry.get("step"), int) and step <= keep_until and _has_loss(entry):
+            yield entry
+
+
+def _has_loss(entry: Mapping[str, Any]) -> bool:
+    return isinstance(entry.get("loss"), int | float)
+
+
+def _replace(path: Path, entries: list[dict[str, Any]]) -> None:
+    """Write anew beside it first, so that a run that is killed now loses nothing."""
+    target = path.resolve()
+    beside = target.with_name(f"{target.name}.new")
+    beside.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    beside.replace(target)
