@@ -1,6 +1,7 @@
 """Opens image files that others made: some formats, a bounded size, pixels of a known range; every fault is a DataError."""
 
 import os
+import warnings
 
 from PIL import Image, UnidentifiedImageError
 
@@ -14,6 +15,9 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """What is opened, whatever a file is called; Pillow's other decoders, some of which start programs, never see a file."""
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "I;16", "I;16L", "I;16B", "I;16N")
 """Pixels whose black and white are known."""
+
+
+warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # what is between Pillow's two limits, --max-image-pixels decides
 
 
 def read_image_size(path: str, *, where: str) -> tuple[int, int]:

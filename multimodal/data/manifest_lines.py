@@ -92,7 +92,7 @@ def _parse_line(raw: bytes, *, number: int, where: str, line_of_id: dict[str | i
 
 def _parse_segment(segment: Any, *, where: str) -> TextSegment | ImageSegment | AudioSegment:
     if not isinstance(segment, dict):
-        raise DataError(f"{where}: expected a JSON object with a 'type', found {type(segment).__name__}")
+        raise DataError(f"{where}: expected a JSON object with a 'type', found {type(segment).__name__}; correct it")
     kind = _required(segment, "type", (str,), where=where)
     if kind == "text":
         role = _required(segment, "role", (str,), where=where)
@@ -134,6 +134,10 @@ def _parse_size(segment: dict[str, Any], *, where: str) -> tuple[int, int] | Non
     return width, height  # type: ignore[return-value]
 
 
+def _shown_keys(entry: dict[str, Any]) -> str:
+    return ", ".join(map(_shown, entry)) or "no keys"
+
+
 def _shown(value: Any) -> str:
     """Spell a value of any length for a message."""
     if isinstance(value, int) and abs(value) >= 10**30:  # Python refuses to spell some of them
@@ -144,8 +148,8 @@ def _shown(value: Any) -> str:
 
 def _required(entry: dict[str, Any], key: str, kinds: tuple[type, ...], *, where: str) -> Any:
     if key not in entry:
-        raise DataError(f"{where}: the key '{key}' is missing; found {', '.join(map(repr, entry)) or 'no keys'}")
+        raise DataError(f"{where}: the key '{key}' is missing; found {_shown_keys(entry)}; add it, or remove the line")
     if not isinstance(entry[key], kinds) or isinstance(entry[key], bool):
         expected = " or ".join({"str": "text", "int": "a number", "list": "a list"}[kind.__name__] for kind in kinds)
-        raise DataError(f"{where}: '{key}' must be {expected}, found {type(entry[key]).__name__}")
+        raise DataError(f"{where}: '{key}' must be {expected}, found {type(entry[key]).__name__}; correct it")
     return entry[key]
