@@ -337,7 +337,7 @@ def _write_model(inputs: Inputs, model: Any) -> None:
 def _text_mutations(area: str, find: Callable[[Inputs], Path]) -> Iterator[Mutation]:
     changes: dict[str, Callable[[bytes], bytes]] = {
         "empty": lambda text: b"",
-        "truncated": lambda text: text[: len(text) // 2],
+        "truncated": lambda text: text[: len(text) // 2 - 7],
         "not UTF-8": lambda text: text + b"\xff\xfe",
         "nested too deeply": lambda text: b"[" * 100_000,
         "a list": lambda text: b"[1, 2]\n",
