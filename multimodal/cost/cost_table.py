@@ -1,16 +1,18 @@
 """Seconds per stage as a paper publishes them: what can be simulated without a model, a cluster or a plan."""
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from multimodal.values.errors import ConfigError
-from multimodal.values.file_form import read_mapping
+from multimodal.values.file_form import read_file
+from multimodal.values.plan import MOST_RANKS
+from multimodal.values.typed_reader import Plain
 
 _TABLE_KEYS = ("num_microbatches", "send_seconds", "units")
 _UNIT_KEYS = ("upstream", "stages", "ranks")
+_MOST_MICROBATCHES = 100_000
 _BACKWARD_KEYS = ("backward", "input_gradient", "weight_gradient")
 
 
@@ -51,45 +53,48 @@ class CostTable:
         Where a stage lists only `backward`, half of it counts as the input gradient and half as the weight gradient, as for the
         matrix products of a layer whose weights are trained; a schedule that does not split backwards sees no difference.
         """
-        _check_keys(value, _TABLE_KEYS, required=("num_microbatches", "units"), where="cost table")
-        count = value["num_microbatches"]
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ConfigError(f"cost table: num_microbatches must be a positive integer, found {count!r}")
-        entries = value["units"]
-        if not isinstance(entries, Mapping) or not entries:
-            raise ConfigError("cost table: 'units' must map each unit's name to its upstream and stages")
+        top = Plain(value, "cost table", ConfigError).mapping(known=_TABLE_KEYS, required=("num_microbatches", "units"))
+        count = top["num_microbatches"].read(int, minimum=1, maximum=_MOST_MICROBATCHES)
+        entries = top["units"].mapping(at_least=1, expected="each unit's name with its upstream and stages")
+        found = {name: _unit_entries(name, entry) for name, entry in entries.items()}
+        upstream = {name: _upstream(keys, names=tuple(entries)) for name, keys in found.items()}
         units: dict[str, UnitSeconds] = {}
-        for name in _topological_order({str(name): _upstream(str(name), entry, entries) for name, entry in entries.items()}):
-            first_rank = 1 + max((rank for unit in units.values() for rank in unit.ranks), default=-1)
-            units[name] = _unit_from_dict(name, entries[name], num_microbatches=count, first_rank=first_rank)
+        next_rank = 0
+        for name in _topological_order(upstream):
+            units[name] = _build_unit(name, found[name], upstream=upstream[name], num_microbatches=count, first_rank=next_rank)
+            next_rank = max(next_rank, 1 + max(units[name].ranks))
         ranks = {rank for unit in units.values() for rank in unit.ranks}
         if ranks != set(range(len(ranks))):
             raise ConfigError(
-                f"cost table: ranks {sorted(ranks)} leave gaps; number them from 0 to {len(ranks) - 1} over all units"
+                f"cost table: ranks {sorted(ranks)} leave gaps; number them from 0 to {len(ranks) - 1} over all units",
+                place=("units",),
             )
-        return cls(count, _seconds(value.get("send_seconds", 0.0), "cost table, send_seconds"), units)
+        return cls(count, _seconds(top["send_seconds"]) if "send_seconds" in top else 0.0, units)
 
     @classmethod
     def from_file(cls, path: str | Path) -> "CostTable":
-        """Read a YAML or JSON table."""
-        try:
-            return cls.from_dict(read_mapping(path, error=ConfigError))
-        except ConfigError as problem:
-            raise problem if str(problem).startswith(str(path)) else ConfigError(f"{path}: {problem}") from None
+        """Read a YAML or JSON table; a ConfigError names the line."""
+        return read_file(path, cls.from_dict, error=ConfigError)
 
 
-def _upstream(name: str, entry: Any, units: Mapping[str, Any]) -> tuple[str, ...]:
-    where = f"unit '{name}'"
-    if not isinstance(entry, Mapping):
-        raise ConfigError(f"{where}: expected a mapping with upstream and stages, found {type(entry).__name__}")
-    _check_keys(entry, _UNIT_KEYS, required=("stages",), where=where)
-    upstream = entry.get("upstream") or []
-    if not isinstance(upstream, list):
-        raise ConfigError(f"{where}: 'upstream' must be a list of unit names, found {upstream!r}")
-    for source in upstream:
-        if str(source) not in map(str, units):
-            raise ConfigError(f"{where}: upstream names '{source}', which is no unit of the table ({', '.join(map(str, units))})")
-    return tuple(dict.fromkeys(map(str, upstream)))
+def _unit_entries(name: str, entry: Plain) -> dict[str, Plain]:
+    return replace(entry, where=f"unit '{name}'").mapping(
+        known=_UNIT_KEYS, required=("stages",), expected="a mapping with upstream and stages"
+    )
+
+
+def _upstream(keys: Mapping[str, Plain], *, names: tuple[str, ...]) -> tuple[str, ...]:
+    if "upstream" not in keys or keys["upstream"].value is None:
+        return ()
+    found: list[str] = []
+    for source in keys["upstream"].entries(expected="a list of unit names"):
+        name = source.read(str)
+        if name not in names:
+            source.fail(f"names '{name}', which is no unit of the table ({', '.join(names)})")
+        if name in found:
+            source.fail(f"names '{name}' again; keep one")
+        found.append(name)
+    return tuple(found)
 
 
 def _topological_order(upstream: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
@@ -99,39 +104,38 @@ def _topological_order(upstream: Mapping[str, tuple[str, ...]]) -> tuple[str, ..
         ready = [name for name, sources in upstream.items() if name not in order and set(sources) <= set(order)]
         if not ready:
             circle = [name for name in upstream if name not in order]
-            raise ConfigError(f"cost table: units {', '.join(circle)} wait for each other in a circle; correct their 'upstream'")
+            raise ConfigError(
+                f"cost table: units {', '.join(circle)} wait for each other in a circle; correct their 'upstream'",
+                place=("units", circle[0]),
+            )
         order.append(ready[0])
     return tuple(order)
 
 
-def _unit_from_dict(name: str, entry: Mapping[str, Any], *, num_microbatches: int, first_rank: int) -> UnitSeconds:
-    where = f"unit '{name}'"
-    stages = entry["stages"]
-    if not isinstance(stages, list) or not stages:
-        raise ConfigError(f"{where}: 'stages' must be a list with at least one stage")
-    ranks = entry.get("ranks", list(range(first_rank, first_rank + len(stages))))
-    if not isinstance(ranks, list) or not all(isinstance(rank, int) and rank >= 0 for rank in ranks):
-        raise ConfigError(f"{where}: 'ranks' must be a list of ranks, found {ranks!r}")
+def _build_unit(
+    name: str, keys: Mapping[str, Plain], *, upstream: tuple[str, ...], num_microbatches: int, first_rank: int
+) -> UnitSeconds:
+    entries = keys["stages"].entries(at_least=1, called=f"unit '{name}', stage", expected="a list with at least one stage")
+    stages = tuple(_build_stage(stage, num_microbatches=num_microbatches) for stage in entries)
+    if "ranks" not in keys:
+        return UnitSeconds(upstream, stages, tuple(range(first_rank, first_rank + len(stages))))
+    ranks = keys["ranks"].read(tuple[int, ...], minimum=0, maximum=MOST_RANKS - 1)
     if len(ranks) != len(stages):
-        raise ConfigError(f"{where}: {len(stages)} stages but {len(ranks)} ranks; give one rank per stage")
-    built = tuple(
-        _stage_from_dict(stage, num_microbatches=num_microbatches, where=f"{where}, stage {index}")
-        for index, stage in enumerate(stages)
+        keys["ranks"].fail(f"{len(stages)} stages but {len(ranks)} ranks; give one rank per stage")
+    return UnitSeconds(upstream, stages, ranks)
+
+
+def _build_stage(stage: Plain, *, num_microbatches: int) -> StageSeconds:
+    keys = stage.mapping(
+        known=("forward", *_BACKWARD_KEYS), required=("forward",), expected="a mapping such as {forward: 0.1, backward: 0.2}"
     )
-    return UnitSeconds(tuple(dict.fromkeys(map(str, entry.get("upstream") or ()))), built, tuple(ranks))
-
-
-def _stage_from_dict(stage: Any, *, num_microbatches: int, where: str) -> StageSeconds:
-    if not isinstance(stage, Mapping):
-        raise ConfigError(f"{where}: expected a mapping such as {{forward: 0.1, backward: 0.2}}, found {stage!r}")
-    _check_keys(stage, ("forward", *_BACKWARD_KEYS), required=("forward",), where=where)
-    given = {key: _per_microbatch(value, num_microbatches, f"{where}, {key}") for key, value in stage.items()}
+    given = {key: _per_microbatch(value, num_microbatches) for key, value in keys.items()}
     backward, input_gradient, weight_gradient = (given.get(key) for key in _BACKWARD_KEYS)
     if backward is not None and (input_gradient is not None or weight_gradient is not None):
-        raise ConfigError(f"{where}: give either backward, or input_gradient and weight_gradient, not both")
+        stage.fail("give either backward, or input_gradient and weight_gradient, not both")
     if (input_gradient is None) != (weight_gradient is None):
         missing = "input_gradient" if input_gradient is None else "weight_gradient"
-        raise ConfigError(f"{where}: {missing} is missing beside its other half; give both (0.0 where there is none)")
+        stage.fail(f"{missing} is missing beside its other half; give both (0.0 where there is none)")
     if backward is not None:
         half = tuple(seconds / 2 for seconds in backward)
         return StageSeconds(given["forward"], half, half, has_backward=True)
@@ -141,24 +145,14 @@ def _stage_from_dict(stage: Any, *, num_microbatches: int, where: str) -> StageS
     )
 
 
-def _per_microbatch(value: Any, num_microbatches: int, where: str) -> tuple[float, ...]:
-    if not isinstance(value, list):
-        return (_seconds(value, where),) * num_microbatches
-    if len(value) != num_microbatches:
-        raise ConfigError(
-            f"{where}: a list needs one value for each of the {num_microbatches} microbatches, found {len(value)} values"
-        )
-    return tuple(_seconds(entry, where) for entry in value)
+def _per_microbatch(value: Plain, num_microbatches: int) -> tuple[float, ...]:
+    if not isinstance(value.value, (list, tuple)):
+        return (_seconds(value),) * num_microbatches
+    if len(value.value) != num_microbatches:
+        value.fail(f"a list needs one value for each of the {num_microbatches} microbatches, found {len(value.value)} values")
+    return tuple(_seconds(entry) for entry in value.entries())
 
 
-def _seconds(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise ConfigError(f"{where}: expected seconds, a number of at least 0, found {value!r}")
-    return float(value)
-
-
-def _check_keys(value: Mapping[str, Any], known: tuple[str, ...], *, required: tuple[str, ...], where: str) -> None:
-    if unknown := [key for key in value if key not in known]:
-        raise ConfigError(f"{where}: unknown key {unknown[0]!r}; known keys are {', '.join(known)}")
-    if missing := [key for key in required if key not in value]:
-        raise ConfigError(f"{where}: '{missing[0]}' is missing")
+def _seconds(value: Plain) -> float:
+    seconds: float = value.read(float, minimum=0, maximum=1e9)
+    return seconds

@@ -13,18 +13,20 @@ units:
 step: {computation_seconds: 1.9e-04, weight_update_seconds: 4.6e-09, ...}   # beside the layers; see StepProfile
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from multimodal.cost.layer_curves import LayerCurves
-from multimodal.cost.layer_profile_form import curves_from_dict, curves_to_dict
+from multimodal.cost.layer_profile_form import curves_from_plain, curves_to_dict
 from multimodal.cost.step_profile import StepProfile
 from multimodal.values.errors import ConfigError
-from multimodal.values.file_form import read_mapping, write_mapping
+from multimodal.values.file_form import read_file, write_mapping
 from multimodal.values.model_graph import LayerKind, ModelGraph
+from multimodal.values.plan import MOST_RANKS
+from multimodal.values.typed_reader import Plain
 
 ProfileKey = tuple[str, LayerKind, int, int]
 """(unit, layer kind, tensor parallel size, context parallel size)."""
@@ -77,51 +79,41 @@ class LayerProfile:
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "LayerProfile":
         """Build from the plain form; raises ConfigError naming the offending place."""
-        if unknown := [key for key in value if key not in ("device", "dtype", "units", "step")]:
-            raise ConfigError(f"layer costs: unknown key '{unknown[0]}'; known keys are device, dtype, units, step")
-        units = value.get("units")
-        if not isinstance(units, Mapping) or not units:
-            raise ConfigError("layer costs: 'units' must map each unit's name to its kinds of layer")
+        known = ("device", "dtype", "units", "step")
+        top = Plain(value, "layer costs", ConfigError).mapping(known=known, required=("units",))
+        units = top["units"].mapping(at_least=1, expected="each unit's name with its kinds of layer")
         curves: dict[ProfileKey, LayerCurves] = {}
         for unit, kinds in units.items():
-            for kind, entry, where in _entries(str(unit), kinds):
-                sizes = [_size(entry, name, where) for name in _SIZES]
-                key = str(unit), kind, sizes[0], sizes[1]
+            for kind, entry in _entries(unit, kinds):
+                key = unit, kind, *_sizes(entry)
                 if key in curves:
-                    raise ConfigError(f"{where}: tp {sizes[0]}, cp {sizes[1]} is listed twice; leave one out")
-                curves[key] = curves_from_dict({name: part for name, part in entry.items() if name not in _SIZES}, where=where)
-        step = StepProfile.from_dict(value["step"]) if "step" in value else None
-        return cls(str(value.get("device", "")), str(value.get("dtype", "")), curves, step)
+                    entry.fail(f"tp {key[2]}, cp {key[3]} is listed twice; leave one out")
+                curves[key] = curves_from_plain(entry, also=_SIZES)
+        step = top["step"].build(StepProfile) if "step" in top else None
+        device, dtype = (top[key].read(str) if key in top else "" for key in ("device", "dtype"))
+        return cls(device, dtype, curves, step)
 
     @classmethod
     def from_file(cls, path: str | Path) -> "LayerProfile":
-        """Read a YAML or JSON file."""
-        try:
-            return cls.from_dict(read_mapping(path, error=ConfigError))
-        except ConfigError as problem:
-            raise problem if str(problem).startswith(str(path)) else ConfigError(f"{path}: {problem}") from None
+        """Read a YAML or JSON file; a ConfigError names the line."""
+        return read_file(path, cls.from_dict, error=ConfigError)
 
     def to_file(self, path: str | Path) -> None:
         """Write a YAML or JSON file."""
         write_mapping(path, self.to_dict(), has_short_lists=True)
 
 
-def _entries(unit: str, kinds: Any) -> list[tuple[LayerKind, Mapping[str, Any], str]]:
-    if not isinstance(kinds, Mapping):
-        raise ConfigError(f"unit '{unit}': expected a mapping from kinds of layer to lists of curves, found {kinds!r}")
-    found = []
-    for name, entries in kinds.items():
-        where = f"unit '{unit}', {name}"
-        if name not in list(LayerKind):
-            raise ConfigError(f"{where}: is no kind of layer; known are {', '.join(LayerKind)}")
-        if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
-            raise ConfigError(f"{where}: expected a list with one mapping of curves per tensor parallel size")
-        found += [(LayerKind(name), entry, f"{where}, entry {index}") for index, entry in enumerate(entries)]
-    return found
+def _entries(unit: str, kinds: Plain) -> Iterator[tuple[LayerKind, Plain]]:
+    found = replace(kinds, where=f"unit '{unit}'").mapping(expected="a mapping from kinds of layer to lists of curves")
+    for name, entries in found.items():
+        if name not in tuple(LayerKind):
+            entries.fail(f"is no kind of layer; known are {', '.join(LayerKind)}")
+        expected = "a list with one mapping of curves per tensor parallel size"
+        for entry in entries.entries(called=f"{entries.where}, entry", expected=expected):
+            yield LayerKind(name), entry
 
 
-def _size(entry: Mapping[str, Any], name: str, where: str) -> int:
-    size = entry.get(name, 1)
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ConfigError(f"{where}: {name} must be a positive integer, found {size!r}")
-    return size
+def _sizes(entry: Plain) -> tuple[int, int]:
+    sizes = entry.mapping()
+    tensor, context = (sizes[name].read(int, minimum=1, maximum=MOST_RANKS) if name in sizes else 1 for name in _SIZES)
+    return tensor, context

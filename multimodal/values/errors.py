@@ -2,7 +2,14 @@
 
 
 class BraidError(ValueError):
-    """Base of every error that Braid raises about its input."""
+    """Base of every error that Braid raises about its input.
+
+    place: keys and indices that lead through a file's plain form to what is wrong, for whoever knows the file's lines.
+    """
+
+    def __init__(self, message: str, *, place: tuple[str | int, ...] = ()) -> None:
+        super().__init__(message)
+        self.place = place
 
 
 class ConfigError(BraidError):
@@ -14,14 +21,7 @@ class ModelError(BraidError):
 
 
 class PlanError(BraidError):
-    """A plan does not fit the model, the ranks, or itself.
-
-    place: keys and indices that lead through the plan's plain form to what is wrong, for whoever knows the file's lines.
-    """
-
-    def __init__(self, message: str, *, place: tuple[str | int, ...] = ()) -> None:
-        super().__init__(message)
-        self.place = place
+    """A plan does not fit the model, the ranks, or itself."""
 
 
 class AssignmentError(BraidError):

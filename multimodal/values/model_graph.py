@@ -1,16 +1,19 @@
 """What is trained: a graph of units (encoders, one backbone, generators) and the architecture of each."""
 
+import re
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn
 
 from multimodal.values.errors import ModelError
-from multimodal.values.file_form import read_mapping
+from multimodal.values.file_form import read_file
+from multimodal.values.typed_reader import Plain, check_fields
 
-_Part = TypeVar("_Part", "Transformer", "ImageInput", "AudioInput")
+MOST_LAYERS = 10_000
+"""Transformer layers of a unit; every list of layers is bounded by it."""
 
 
 class Role(StrEnum):
@@ -31,6 +34,7 @@ class LayerKind(StrEnum):
     HEAD = "head"
 
 
+_UNIT_NAME = re.compile(r"[^\W\d_][\w-]{0,63}")
 _EDGE_ROLES = ((Role.ENCODER, Role.BACKBONE), (Role.BACKBONE, Role.GENERATOR))
 
 SEGMENTS: Mapping[LayerKind, tuple[str, ...]] = {
@@ -43,25 +47,30 @@ SEGMENTS: Mapping[LayerKind, tuple[str, ...]] = {
 """The smallest pieces of a layer that can run on their own, in order."""
 
 
+def _up_to(maximum: int) -> dict[str, Any]:
+    """Metadata of a positive integer."""
+    return {"minimum": 1, "maximum": maximum}
+
+
 @dataclass(frozen=True)
 class Transformer:
     """The shape of a unit's transformer layers, under Megatron's names."""
 
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    ffn_hidden_size: int
-    num_query_groups: int | None = None
+    num_layers: int = field(metadata=_up_to(MOST_LAYERS))
+    hidden_size: int = field(metadata=_up_to(2**20))
+    num_attention_heads: int = field(metadata=_up_to(2**16))
+    ffn_hidden_size: int = field(metadata=_up_to(2**24))
+    num_query_groups: int | None = field(default=None, metadata=_up_to(2**16))
     """Key and value heads (grouped-query attention); None: as many as query heads."""
-    kv_channels: int | None = None
+    kv_channels: int | None = field(default=None, metadata=_up_to(2**16))
     """Channels per head; None: hidden_size / num_attention_heads."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
     activation: Literal["swiglu", "gelu"] = "swiglu"
     add_bias_linear: bool = False
     add_qkv_bias: bool = False
-    layernorm_epsilon: float = 1e-5
-    rotary_base: float = 10000.0
-    init_method_std: float = 0.02
+    layernorm_epsilon: float = field(default=1e-5, metadata={"above": 0, "maximum": 1})
+    rotary_base: float = field(default=10000.0, metadata={"above": 0, "maximum": 1e30})
+    init_method_std: float = field(default=0.02, metadata={"above": 0, "maximum": 1000})
 
     @property
     def head_channels(self) -> int:
@@ -78,22 +87,22 @@ class Transformer:
 class ImageInput:
     """How a unit cuts an image into tokens (Qwen2-VL's rule: native resolution, sizes rounded, area bounded)."""
 
-    patch_size: int = 14
-    merge_size: int = 2
+    patch_size: int = field(default=14, metadata=_up_to(2**10))
+    merge_size: int = field(default=2, metadata=_up_to(2**6))
     """merge_size x merge_size neighbouring patches leave an encoder's projector as one token; sizes are multiples of both."""
-    in_channels: int = 3
-    min_pixels: int = 3136
-    max_pixels: int = 1003520
+    in_channels: int = field(default=3, metadata=_up_to(2**10))
+    min_pixels: int = field(default=3136, metadata=_up_to(2**31))
+    max_pixels: int = field(default=1003520, metadata=_up_to(2**31))
 
 
 @dataclass(frozen=True)
 class AudioInput:
     """How an encoder turns sound into tokens (Whisper's rule: a spectrogram, two convolutions of width 3, the second halves)."""
 
-    num_mel_bins: int = 128
-    tokens_per_second: int = 50
+    num_mel_bins: int = field(default=128, metadata=_up_to(2**16))
+    tokens_per_second: int = field(default=50, metadata=_up_to(2**20))
     """Inside the encoder; the spectrogram has twice as many frames."""
-    merge_factor: int = 2
+    merge_factor: int = field(default=2, metadata=_up_to(2**10))
     """So many neighbouring tokens leave the projector as one."""
 
 
@@ -103,16 +112,16 @@ class Unit:
 
     name: str
     role: Role
-    transformer: Transformer
+    transformer: Transformer = field(metadata={"inline": True})
     image: ImageInput | None = None
     """The images that an encoder takes, or that a generator makes."""
     audio: AudioInput | None = None
     """Encoders only, in place of an image. Planned and simulated; not trained yet."""
-    projector_hidden_size: int | None = None
+    projector_hidden_size: int | None = field(default=None, metadata=_up_to(2**24))
     """Encoders only; None: hidden_size x merge_factor."""
     untie_embeddings_and_output_weights: bool = True
     """Backbone only."""
-    vocab_size: int | None = None
+    vocab_size: int | None = field(default=None, metadata=_up_to(2**31))
     """Backbone only: the vocabulary to count with where no tokenizer tells; a run takes its tokenizer's."""
     freeze_module: bool = False
     freeze_projector: bool = False
@@ -193,26 +202,18 @@ class ModelGraph:
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "ModelGraph":
         """Build from the plain form; raises ModelError naming the offending key."""
-        _reject_unknown(value, {"units", "edges"}, where="model")
-        units = value.get("units")
-        if not isinstance(units, Mapping) or not units:
-            raise ModelError("model: 'units' must map each unit's name to its description")
-        built = tuple(_unit_from_dict(str(name), entry) for name, entry in units.items())
-        backbone = [unit.name for unit in built if unit.role is Role.BACKBONE]
-        default = [(unit.name, target) for unit in built if unit.role is Role.ENCODER for target in backbone]
-        default += [(source, unit.name) for unit in built if unit.role is Role.GENERATOR for source in backbone]
-        edges = value.get("edges", default)
-        if not all(isinstance(edge, (list, tuple)) and len(edge) == 2 for edge in edges):
-            raise ModelError(f"model: 'edges' must be a list of [source, target] pairs, found {edges}")
-        return cls(built, tuple((str(source), str(target)) for source, target in edges))
+        top = Plain(value, "model", ModelError).mapping(known=("units", "edges"), required=("units",))
+        entries = top["units"].mapping(at_least=1, expected="each unit's name with its description")
+        units = tuple(_unit_from_plain(name, replace(entry, where=f"unit '{name}'")) for name, entry in entries.items())
+        if "edges" not in top:
+            return cls(units, _default_edges(units))
+        pairs = top["edges"].entries(expected="a list of [source, target] pairs", called="edge")
+        return cls(units, tuple(pair.read(tuple[str, str]) for pair in pairs))
 
     @classmethod
     def from_file(cls, path: str | Path) -> "ModelGraph":
-        """Read a YAML or JSON model file."""
-        try:
-            return cls.from_dict(read_mapping(path, error=ModelError))
-        except ModelError as problem:
-            raise problem if str(problem).startswith(str(path)) else ModelError(f"{path}: {problem}") from None
+        """Read a YAML or JSON model file; a ModelError names the line."""
+        return read_file(path, cls.from_dict, error=ModelError)
 
 
 def _unit_to_dict(unit: Unit) -> dict[str, Any]:
@@ -224,45 +225,31 @@ def _unit_to_dict(unit: Unit) -> dict[str, Any]:
     return {"role": str(entry.pop("role")), **transformer, **given, **entry}
 
 
-def _unit_from_dict(name: str, entry: Any) -> Unit:
-    where = f"unit '{name}'"
-    if not isinstance(entry, Mapping):
-        raise ModelError(f"{where}: expected a mapping, found {type(entry).__name__}")
-    own = {field.name for field in fields(Unit)} - {"name", "transformer"}
-    _reject_unknown(entry, own | {field.name for field in fields(Transformer)}, where=where)
-    roles = [str(role) for role in Role]
-    if entry.get("role") not in roles:
-        raise ModelError(f"{where}: 'role' must be one of {', '.join(roles)}, found {entry.get('role')!r}")
-    role = Role(entry["role"])
-    has_audio = role is Role.ENCODER and entry.get("audio") is not None
-    if has_audio and entry.get("image") is not None:
-        raise ModelError(f"{where}: has an image and audio; an encoder takes one kind of item, so make it two units")
-    has_image = (role is Role.ENCODER and not has_audio) or (role is Role.GENERATOR and entry.get("image") is not None)
-    image = _build(ImageInput, entry.get("image") or {}, f"{where}, image") if has_image else None
-    audio = _build(AudioInput, entry["audio"], f"{where}, audio") if has_audio else None
-    if role is not Role.BACKBONE and entry.get("vocab_size") is not None:
-        raise ModelError(f"{where}: vocab_size belongs to the backbone; remove it here")
-    foreign = ("projector_hidden_size", "audio", *(("image", "freeze_projector") if role is Role.BACKBONE else ()))
-    misplaced = [key for key in foreign if entry.get(key)]
-    if role is not Role.ENCODER and misplaced:
-        raise ModelError(f"{where}: {', '.join(misplaced)} belong to encoders; remove them here")
-    rest = {key: entry[key] for key in own - {"role", "image", "audio"} if key in entry}
-    shape = {field.name: entry[field.name] for field in fields(Transformer) if field.name in entry}
-    return Unit(name=name, role=role, transformer=_build(Transformer, shape, where), image=image, audio=audio, **rest)
+def _default_edges(units: tuple[Unit, ...]) -> tuple[tuple[str, str], ...]:
+    backbones = [unit.name for unit in units if unit.role is Role.BACKBONE]
+    edges = [(unit.name, target) for unit in units if unit.role is Role.ENCODER for target in backbones]
+    return (*edges, *((source, unit.name) for unit in units if unit.role is Role.GENERATOR for source in backbones))
 
 
-def _build(kind: type[_Part], entry: Mapping[str, Any], where: str) -> _Part:
-    names = [field.name for field in fields(kind)]
-    _reject_unknown(entry, set(names), where=where)
-    required = [field.name for field in fields(kind) if field.default is MISSING]
-    if missing := [name for name in required if name not in entry]:
-        raise ModelError(f"{where}: missing {', '.join(missing)}")
-    return kind(**{name: entry[name] for name in names if name in entry})
+def _unit_from_plain(name: str, entry: Plain) -> Unit:
+    unit = entry.build(Unit, name=name)
+    is_encoder = unit.role is Role.ENCODER
+    if is_encoder and unit.audio is not None and unit.image is not None:
+        entry.fail("has an image and audio; an encoder takes one kind of item, so make it two units")
+    if unit.role is not Role.BACKBONE:
+        _refuse_values(entry, unit, ("vocab_size", "untie_embeddings_and_output_weights"), owner="the backbone")
+    if not is_encoder:
+        also = ("image", "freeze_projector") if unit.role is Role.BACKBONE else ()
+        _refuse_values(entry, unit, ("projector_hidden_size", "audio", *also), owner="encoders")
+    return replace(unit, image=ImageInput()) if is_encoder and unit.audio is None and unit.image is None else unit
 
 
-def _reject_unknown(entry: Mapping[str, Any], known: set[str], *, where: str) -> None:
-    if unknown := sorted(set(map(str, entry)) - known):
-        raise ModelError(f"{where}: unknown key {unknown[0]!r}; known keys are {', '.join(sorted(known))}")
+def _refuse_values(entry: Plain, unit: Unit, names: tuple[str, ...], *, owner: str) -> None:
+    """Raise where a unit has another value than the default for what only another role has."""
+    plain = Unit(unit.name, unit.role, unit.transformer)
+    for name in names:
+        if getattr(unit, name) != getattr(plain, name):
+            entry.inner(name, None, where=entry.where).fail(f"{name} belongs to {owner}; remove it here")
 
 
 def _check_graph(graph: ModelGraph) -> None:
@@ -271,63 +258,61 @@ def _check_graph(graph: ModelGraph) -> None:
         raise ModelError(f"unit names must differ, found {', '.join(names)}")
     backbones = [unit.name for unit in graph.units if unit.role is Role.BACKBONE]
     if len(backbones) != 1:
-        raise ModelError(f"a model needs exactly one unit with role backbone, found {len(backbones)}")
-    for source, target in graph.edges:
-        if source not in names or target not in names:
-            raise ModelError(f"edge {source} -> {target} names a unit that does not exist; units are {', '.join(names)}")
-        if (graph.unit(source).role, graph.unit(target).role) not in _EDGE_ROLES:
-            raise ModelError(
-                f"edge {source} -> {target}: edges lead from an encoder to the backbone, or from the backbone to a generator"
-            )
-        if names.index(source) >= names.index(target):
-            raise ModelError(f"edge {source} -> {target}: list '{source}' before '{target}'")
+        raise ModelError(f"a model needs exactly one unit with role backbone, found {len(backbones)}", place=("units",))
+    for index in range(len(graph.edges)):
+        _check_edge(graph, index)
     for unit in graph.units:
         if unit.role is Role.ENCODER and not graph.downstream(unit.name):
-            raise ModelError(f"unit '{unit.name}' feeds nobody; add an edge [{unit.name}, {backbones[0]}]")
+            raise ModelError(f"unit '{unit.name}' feeds nobody; add an edge [{unit.name}, {backbones[0]}]", place=("edges",))
         if unit.role is Role.GENERATOR and not graph.upstream(unit.name):
-            raise ModelError(f"unit '{unit.name}' is fed by nobody; add an edge [{backbones[0]}, {unit.name}]")
+            raise ModelError(f"unit '{unit.name}' is fed by nobody; add an edge [{backbones[0]}, {unit.name}]", place=("edges",))
         _check_unit(unit)
+
+
+def _check_edge(graph: ModelGraph, index: int) -> None:
+    names = graph.unit_names
+    source, target = graph.edges[index]
+    problem = ""
+    if source not in names or target not in names:
+        problem = f"names a unit that does not exist; units are {', '.join(names)}"
+    elif (graph.unit(source).role, graph.unit(target).role) not in _EDGE_ROLES:
+        problem = "edges lead from an encoder to the backbone, or from the backbone to a generator"
+    elif names.index(source) >= names.index(target):
+        problem = f"list '{source}' before '{target}'"
+    elif (source, target) in graph.edges[:index]:
+        problem = "is there twice, and would count its gradients twice; keep one"
+    if problem:
+        raise ModelError(f"edge {source} -> {target}: {problem}", place=("edges", index))
 
 
 def _check_unit(unit: Unit) -> None:
     shape = unit.transformer
-    where = f"unit '{unit.name}'"
-    sizes: dict[str, Any] = {
-        "num_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "ffn_hidden_size": shape.ffn_hidden_size,
-        "num_query_groups": shape.query_groups,
-    }
-    if unit.image is not None:
-        image = unit.image
-        sizes |= {"patch_size": image.patch_size, "merge_size": image.merge_size, "in_channels": image.in_channels}
-        sizes |= {"min_pixels": image.min_pixels, "max_pixels": image.max_pixels}
-    if unit.audio is not None:
-        sizes |= asdict(unit.audio)
-    if unit.vocab_size is not None:
-        sizes["vocab_size"] = unit.vocab_size
-    for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ModelError(f"{where}: {name} must be a positive integer, found {size!r}")
-    if shape.normalization not in ("LayerNorm", "RMSNorm"):
-        raise ModelError(f"{where}: normalization must be LayerNorm or RMSNorm, found {shape.normalization!r}")
-    if shape.activation not in ("swiglu", "gelu"):
-        raise ModelError(f"{where}: activation must be swiglu or gelu, found {shape.activation!r}")
+    at = Plain(None, f"unit '{unit.name}'", ModelError, ("units", unit.name))
+    if not _UNIT_NAME.fullmatch(unit.name):
+        at.fail("a unit's name starts with a letter and has letters, digits, _ and - after it, 64 at most; rename the unit")
+    check_fields(unit, at=at)
+
+    def fail(key: str, problem: str) -> NoReturn:
+        at.inner(key, None, where=at.where).fail(problem)
+
     if shape.kv_channels is None and shape.hidden_size % shape.num_attention_heads:
-        raise ModelError(
-            f"{where}: hidden_size {shape.hidden_size} is not divisible by num_attention_heads "
-            f"{shape.num_attention_heads}; change one of them or set kv_channels"
+        fail(
+            "hidden_size",
+            f"hidden_size {shape.hidden_size} is not divisible by num_attention_heads "
+            f"{shape.num_attention_heads}; change one of them or set kv_channels",
         )
     if shape.num_attention_heads % shape.query_groups:
-        raise ModelError(
-            f"{where}: num_attention_heads {shape.num_attention_heads} is not divisible by num_query_groups {shape.query_groups}"
+        fail(
+            "num_query_groups",
+            f"num_attention_heads {shape.num_attention_heads} is not divisible by num_query_groups {shape.query_groups}; "
+            "change one of them",
         )
     rotary_axes = 4 if unit.role is Role.ENCODER or unit.image is not None else 2
     if shape.head_channels % rotary_axes:
-        raise ModelError(
-            f"{where}: channels per head ({shape.head_channels}) must be divisible by {rotary_axes} for rotary positions; "
-            "change hidden_size, num_attention_heads or kv_channels"
+        fail(
+            "num_attention_heads" if shape.kv_channels is None else "kv_channels",
+            f"channels per head ({shape.head_channels}) must be divisible by {rotary_axes} for rotary positions; "
+            "change hidden_size, num_attention_heads or kv_channels",
         )
     if unit.image is not None and unit.image.max_pixels < unit.image.min_pixels:
-        raise ModelError(f"{where}: max_pixels {unit.image.max_pixels} is below min_pixels {unit.image.min_pixels}")
+        fail("image", f"max_pixels {unit.image.max_pixels} is below min_pixels {unit.image.min_pixels}; raise max_pixels")

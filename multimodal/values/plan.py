@@ -1,23 +1,31 @@
 """Where each layer lives: unit -> replicas -> stages -> ranks and layer ranges."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from multimodal.values.errors import PlanError
-from multimodal.values.file_form import line_of, read_mapping, write_mapping
-from multimodal.values.model_graph import LayerKind, ModelGraph
+from multimodal.values.file_form import at_line, read_file, write_mapping
+from multimodal.values.model_graph import MOST_LAYERS, LayerKind, ModelGraph
+from multimodal.values.typed_reader import Plain
+
+MOST_RANKS = 2**20
+"""Every rank is below it, so that a typo does not make a list that fills the memory."""
+_SIZE = {"minimum": 1, "maximum": MOST_RANKS}
 
 
 @dataclass(frozen=True)
 class Stage:
     """A rank group (one tensor x context parallel grid) and the layers it holds."""
 
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...] = field(metadata={"minimum": 0, "maximum": MOST_RANKS - 1, "min_entries": 1})
     """Global ranks; context parallel rank is the slower index, tensor parallel rank the faster."""
-    layer_ranges: tuple[tuple[int, int], ...]
+    layer_ranges: tuple[tuple[int, int], ...] = field(
+        metadata={"key": "layers", "minimum": 0, "maximum": MOST_LAYERS + 2, "min_entries": 1}
+    )
     """Half-open ranges of the unit's layer list; several when the stage is virtual."""
 
 
@@ -35,7 +43,7 @@ class VirtualStage:
 class Replica:
     """One data-parallel copy of a unit."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[Stage, ...] = field(metadata={"min_entries": 1})
 
     @cached_property
     def virtual_stages(self) -> tuple[VirtualStage, ...]:
@@ -56,9 +64,9 @@ class Replica:
 class UnitPlan:
     """The parallelism of one unit."""
 
-    replicas: tuple[Replica, ...]
-    tensor_parallel_size: int = 1
-    context_parallel_size: int = 1
+    replicas: tuple[Replica, ...] = field(metadata={"min_entries": 1})
+    tensor_parallel_size: int = field(default=1, metadata=_SIZE)
+    context_parallel_size: int = field(default=1, metadata=_SIZE)
 
     @property
     def data_parallel_size(self) -> int:
@@ -142,19 +150,14 @@ class Plan:
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "Plan":
         """Build from the plain form; raises PlanError naming the offending place."""
-        units = value.get("units")
-        if not isinstance(units, Mapping) or not units or set(value) != {"units"}:
-            raise PlanError("plan: expected one key, 'units', mapping each unit's name to its replicas")
-        return cls({str(name): _unit_plan_from_dict(str(name), entry) for name, entry in units.items()})
+        top = Plain(value, "plan", PlanError).mapping(known=("units",), required=("units",))
+        units = top["units"].mapping(at_least=1, expected="each unit's name with its replicas")
+        return cls({name: replace(entry, where=f"plan: unit '{name}'").build(UnitPlan) for name, entry in units.items()})
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Plan":
         """Read a YAML or JSON plan file; a PlanError names the line."""
-        value = read_mapping(path, error=PlanError)
-        try:
-            return cls.from_dict(value)
-        except PlanError as problem:
-            raise _at_line(path, problem) from None
+        return read_file(path, cls.from_dict, error=PlanError)
 
     def to_file(self, path: str | Path) -> None:
         """Write a YAML or JSON plan file."""
@@ -177,33 +180,6 @@ def _unit_plan_to_dict(unit: UnitPlan) -> dict[str, Any]:
     }
 
 
-def _unit_plan_from_dict(name: str, entry: Any) -> UnitPlan:
-    where = f"plan: unit '{name}'"
-    known = {"tensor_parallel_size", "context_parallel_size", "replicas"}
-    if not isinstance(entry, Mapping) or set(entry) - known or not entry.get("replicas"):
-        raise PlanError(f"{where}: expected the keys {', '.join(sorted(known))} with at least one replica", place=("units", name))
-    place: tuple[str | int, ...] = ("units", name)
-    replicas = []
-    try:
-        for replica_index, replica in enumerate(entry["replicas"]):
-            place = ("units", name, "replicas", replica_index)
-            stages = []
-            for stage_index, stage in enumerate(replica["stages"]):
-                place = ("units", name, "replicas", replica_index, "stages", stage_index)
-                ranges = tuple((int(first), int(last)) for first, last in stage["layers"])
-                stages.append(Stage(tuple(map(int, stage["ranks"])), ranges))
-            replicas.append(Replica(tuple(stages)))
-        place = ("units", name)
-        sizes = int(entry.get("tensor_parallel_size", 1)), int(entry.get("context_parallel_size", 1))
-    except (KeyError, TypeError, ValueError) as problem:
-        raise PlanError(
-            f"{where}: every replica needs 'stages', each with 'ranks' (integers) and 'layers' ([first, last] pairs); "
-            f"found a malformed entry ({problem})",
-            place=place,
-        ) from problem
-    return UnitPlan(tuple(replicas), *sizes)
-
-
 def read_plan(path: str | Path, *, graph: ModelGraph, world_size: int | None = None) -> Plan:
     """Read a plan file, edited by hand perhaps, and check it; a PlanError names the line.
 
@@ -213,12 +189,8 @@ def read_plan(path: str | Path, *, graph: ModelGraph, world_size: int | None = N
     try:
         validate_plan(plan, graph=graph, world_size=plan.num_ranks if world_size is None else world_size)
     except PlanError as problem:
-        raise _at_line(path, problem) from None
+        raise at_line(path, problem) from None
     return plan
-
-
-def _at_line(path: str | Path, problem: PlanError) -> PlanError:
-    return PlanError(f"{path}, line {line_of(path, problem.place)}: {problem}", place=problem.place)
 
 
 def validate_plan(plan: Plan, *, graph: ModelGraph, world_size: int) -> None:
@@ -236,15 +208,20 @@ def validate_plan(plan: Plan, *, graph: ModelGraph, world_size: int) -> None:
     for name in graph.unit_names:
         _validate_unit(plan.units[name], graph=graph, name=name)
     used = {rank for unit in plan.units.values() for rank in unit.ranks}
-    if used != set(range(world_size)):
-        idle = sorted(set(range(world_size)) - used)
+    if len(used) != world_size or min(used) < 0 or max(used) >= world_size:
+        idle = (rank for rank in range(world_size) if rank not in used)
         beyond = sorted(rank for rank in used if not 0 <= rank < world_size)
-        problem = f"ranks {beyond} do not exist" if beyond else f"ranks {idle} have nothing to do"
+        problem = f"ranks {_first_of(beyond)} do not exist" if beyond else f"ranks {_first_of(idle)} have nothing to do"
         raise PlanError(
             f"the plan uses {len(used)} ranks but the run has {world_size}: {problem}; "
             f"launch {len(used)} processes or change the plan",
             place=_place_of_rank(plan, beyond[0]) if beyond else ("units",),
         )
+
+
+def _first_of(ranks: Iterable[int]) -> str:
+    first = list(islice(ranks, 17))
+    return f"[{', '.join(map(str, first[:16]))}{', ...' * (len(first) > 16)}]"
 
 
 def _place_of_rank(plan: Plan, rank: int) -> tuple[str | int, ...]:
@@ -308,8 +285,7 @@ def _validate_unit(unit: UnitPlan, *, graph: ModelGraph, name: str) -> None:
                     f"{where}, stage {stage_index}: ranks {list(stage.ranks)} must be listed in ascending order",
                     place=(*place, "stages", stage_index),
                 )
-        covered = [layer for stage in replica.virtual_stages for layer in stage.layers]
-        if covered != list(range(num_layers)) or any(not stage.layers for stage in replica.virtual_stages):
+        if not _covers(replica, num_layers):
             ranges = [list(pair) for stage in replica.stages for pair in stage.layer_ranges]
             raise PlanError(
                 f"{where}: its layer ranges {ranges} must cover layers 0 to {num_layers - 1} once each "
@@ -322,6 +298,15 @@ def _validate_unit(unit: UnitPlan, *, graph: ModelGraph, name: str) -> None:
             f"unit '{name}': replicas with different stages are not available yet; give all the same layer ranges",
             place=("units", name, "replicas", different[0]),
         )
+
+
+def _covers(replica: Replica, num_layers: int) -> bool:
+    """Whether a replica's layer ranges, none of them empty, hold every layer once; lists no layers, since a range may be huge."""
+    ranges = [stage.layers for stage in replica.virtual_stages]
+    bounds = [0, *(layers.stop for layers in ranges)]
+    return bounds[-1] == num_layers and all(
+        layers.start == first < layers.stop for first, layers in zip(bounds, ranges, strict=False)
+    )
 
 
 def split_layers(layers: tuple[LayerKind, ...], *, num_stages: int) -> tuple[tuple[int, int], ...]:

@@ -93,7 +93,7 @@ def test_costs_are_the_tables():
     [
         ({"units": {}}, "'num_microbatches' is missing"),
         ({"num_microbatches": 0, "units": {}}, "positive integer, found 0"),
-        ({"num_microbatches": 2, "units": {}}, "'units' must map"),
+        ({"num_microbatches": 2, "units": {}}, "units: expected each unit's name with its upstream and stages, found {}"),
         ({"num_microbatches": 2, "units": {"a": {"stages": []}}}, "at least one stage"),
         (
             {"num_microbatches": 2, "units": {"a": {"stages": [{"forward": [1.0]}]}}},
@@ -120,7 +120,10 @@ def test_costs_are_the_tables():
         ),
         ({"num_microbatches": 2, "units": {"a": {"stages": [FROZEN], "ranks": [0, 1]}}}, "1 stages but 2 ranks"),
         ({"num_microbatches": 2, "units": {"a": {"stages": [FROZEN], "ranks": [3]}}}, "leave gaps"),
-        ({"num_microbatches": 2, "send_seconds": "fast", "units": {"a": {"stages": [FROZEN]}}}, "send_seconds: expected seconds"),
+        (
+            {"num_microbatches": 2, "send_seconds": "fast", "units": {"a": {"stages": [FROZEN]}}},
+            "send_seconds: expected a number of at least 0, found 'fast'",
+        ),
     ],
 )
 def test_wrong_tables_are_refused(value, message):

@@ -86,7 +86,7 @@ SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidde
 @pytest.mark.parametrize(
     ("encoder", "message"),
     [
-        ({"audio": {"num_mel_bins": 0}}, "num_mel_bins must be a positive integer, found 0"),
+        ({"audio": {"num_mel_bins": 0}}, "num_mel_bins: expected a positive integer, found 0"),
         ({"audio": {"tokens": 3}}, "unknown key 'tokens'"),
         ({"audio": {}, "image": {}}, "has an image and audio"),
         ({"vocab_size": 32}, "vocab_size belongs to the backbone"),
@@ -98,5 +98,5 @@ def test_wrong_inputs_are_refused(encoder: dict, message: str) -> None:
 
 
 def test_audio_belongs_to_encoders() -> None:
-    with pytest.raises(ModelError, match="audio belong to encoders"):
+    with pytest.raises(ModelError, match="audio belongs to encoders"):
         ModelGraph.from_dict({"units": {"llm": {"role": "backbone", **SHAPE, "audio": {"merge_factor": 2}}}})

@@ -105,16 +105,16 @@ ENTRY = {"forward": [1, 2, 3], "input_gradient": [0, 0, 0], "weight_gradient": [
 @pytest.mark.parametrize(
     ("units", "message"),
     [
-        ({}, "'units' must map"),
+        ({}, "units: expected each unit's name with its kinds of layer"),
         ({"llm": []}, "unit 'llm': expected a mapping"),
         ({"llm": {"attention": [ENTRY]}}, "unit 'llm', attention: is no kind of layer"),
         ({"llm": {"head": ENTRY}}, "expected a list with one mapping"),
         ({"llm": {"head": [{"forward": [1, 2, 3]}]}}, "head, entry 0: 'input_gradient' is missing"),
         ({"llm": {"head": [{**ENTRY, "forward": [1, 2]}]}}, r"entry 0, forward: expected \[c0, c1, c2, c3\] or"),
-        ({"llm": {"head": [{**ENTRY, "forward": [1, 2, -3]}]}}, "expected numbers of at least 0, found -3"),
+        ({"llm": {"head": [{**ENTRY, "forward": [1, 2, -3]}]}}, r"forward\[2\]: expected a number of at least 0, found -3"),
         ({"llm": {"head": [{**ENTRY, "forward": {"tokens": [2, 1], "seconds": [1, 2]}}]}}, "ascending tokens"),
         ({"llm": {"head": [{**ENTRY, "backward": [1, 2, 3]}]}}, "unknown key 'backward'"),
-        ({"llm": {"head": [{**ENTRY, "tensor_parallel_size": 0}]}}, "tensor_parallel_size must be a positive integer, found 0"),
+        ({"llm": {"head": [{**ENTRY, "tensor_parallel_size": 0}]}}, "tensor_parallel_size: expected a positive integer, found 0"),
         ({"llm": {"head": [ENTRY, ENTRY]}}, "entry 1: tp 1, cp 1 is listed twice"),
     ],
 )

@@ -58,10 +58,10 @@ def test_a_generator_may_say_what_images_it_makes():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"image": {"patch_size": 0}}, "'painter': patch_size must be a positive integer, found 0"),
+        ({"image": {"patch_size": 0}}, "'painter', image, patch_size: expected a positive integer, found 0"),
         ({"image": {"patch_sise": 8}}, "unknown key 'patch_sise'"),
         ({"image": {}, "num_attention_heads": 4}, r"channels per head \(2\) must be divisible by 4"),
-        ({"projector_hidden_size": 8}, "projector_hidden_size belong to encoders"),
+        ({"projector_hidden_size": 8}, "projector_hidden_size belongs to encoders"),
     ],
 )
 def test_wrong_images_of_a_generator_are_named(changes, message):

@@ -34,7 +34,7 @@ def edit(path, pattern, replacement):
     [
         (r"layers: \[\[0, ", "layers: [[1, ", "must cover layers 0 to"),
         (r"ranks: \[\d+", "ranks: [99", r"ranks \[99\] do not exist|ascending order|needs"),
-        (r"layers: .*}", "}", "malformed entry"),
+        (r"layers: .*}", "}", r"stages\[0\]: 'layers' is missing"),
         (r"tensor_parallel_size: \d", "tensor_parallel_size: 3", "is not divisible by tensor parallel size 3"),
     ],
 )

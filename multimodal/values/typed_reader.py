@@ -1,0 +1,222 @@
+"""From the plain form that YAML and JSON hold to typed values: one reader for all files, driven by the fields of dataclasses.
+
+A field's type says what its value may be (bool, int, float, str, Literal, StrEnum, `X | None`, tuple, a dataclass). Its metadata
+say the rest:
+
+minimum, above, maximum   bounds of a number, or of all numbers in a list
+choices                   what a text may be
+min_entries               of a list
+key                       the field's name in the file, where it differs
+inline                    True: the field is a dataclass whose keys stand among those of its owner
+"""
+
+import difflib
+import math
+import re
+import reprlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from enum import StrEnum
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from multimodal.values.errors import BraidError
+
+T = TypeVar("T")
+LARGEST_INTEGER = 2**53
+"""Of fields without a `maximum`: beyond it a float would not hold the number exactly."""
+_NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A plain value and where it stands; all methods raise `error` with both."""
+
+    value: Any
+    where: str
+    """In words, for messages: `unit 'vision', image`."""
+    error: type[BraidError]
+    place: tuple[str | int, ...] = ()
+    """Keys and indices that lead to the value from the top of the file."""
+
+    def fail(self, problem: str) -> NoReturn:
+        """Raise the error about this value."""
+        raise self.error(f"{self.where}: {problem}", place=self.place)
+
+    def refuse(self, expected: str, *, hint: str = "") -> NoReturn:
+        """Raise the error that says what was expected and what was found."""
+        self.fail(f"expected {expected}, found {shown(self.value)}{hint}")
+
+    def inner(self, key: str | int, value: Any, *, where: str = "") -> "Plain":
+        """What stands under a key or an index."""
+        step = f"[{key}]" if isinstance(key, int) else f", {key}"
+        return Plain(value, where or self.where + step, self.error, (*self.place, key))
+
+    def mapping(
+        self, *, known: Sequence[str] = (), required: Sequence[str] = (), at_least: int = 0, expected: str = ""
+    ) -> dict[str, "Plain"]:
+        """Take the value as a mapping from texts; known: all keys that it may have (none given: any), required: that it must."""
+        if not isinstance(self.value, Mapping) or len(self.value) < at_least:
+            self.refuse(expected or " with ".join(part for part in ("a mapping", ", ".join(known)) if part))
+        for key in self.value:
+            if not isinstance(key, str):
+                self.fail(f"key {shown(key)} is not text; put it in quotes")
+            if known and key not in known:
+                close = difflib.get_close_matches(key[:100], known, n=1, cutoff=0.8)
+                hint = f"; did you mean '{close[0]}'?" if close else ""
+                self.inner(key, None, where=self.where).fail(f"unknown key {shown(key)}; known keys are {', '.join(known)}{hint}")
+        if missing := [key for key in required if key not in self.value]:
+            self.fail(f"'{missing[0]}' is missing; add it")
+        return {key: self.inner(key, value) for key, value in self.value.items()}
+
+    def entries(self, *, at_least: int = 0, called: str = "", expected: str = "") -> list["Plain"]:
+        """Take the value as a list; called: what an entry is called in messages, before its index."""
+        if not isinstance(self.value, (list, tuple)) or len(self.value) < at_least:
+            self.refuse(expected or ("a list" if not at_least else f"a list with at least {at_least} entry"))
+        return [self.inner(i, value, where=f"{called} {i}" if called else "") for i, value in enumerate(self.value)]
+
+    def read(self, hint: Any, **limits: Any) -> Any:
+        """Take the value as of the type that `hint` is; limits: as in a field's metadata."""
+        origin, arguments = get_origin(hint), get_args(hint)
+        if origin in (Union, UnionType):
+            (only,) = (part for part in arguments if part is not NoneType)
+            return None if self.value is None else self.read(only, **limits)
+        if origin is Literal:
+            return _choice(self, arguments)
+        if origin is tuple:
+            return _read_tuple(self, arguments, limits)
+        if is_dataclass(hint):
+            assert isinstance(hint, type)
+            return self.value if isinstance(self.value, hint) else self.build(hint)
+        if issubclass(hint, StrEnum):
+            return hint(_choice(self, tuple(hint)))
+        return _SCALARS[hint](self, limits)
+
+    def build(self, kind: type[T], **given: Any) -> T:
+        """Build a dataclass from the value, which is a mapping; given: fields that do not stand there."""
+        keys = _keys(kind, given)
+        known, required = tuple(keys), [key for key, is_required in keys.items() if is_required]
+        built: T = _assemble(kind, self.mapping(known=known, required=required), given)
+        return built
+
+
+def check_fields(value: Any, *, at: Plain) -> None:
+    """Hold a dataclass that was made in Python against its fields' types and bounds; at: where it stands."""
+    kind: Any = type(value)
+    for field, hint in _typed_fields(kind):
+        part = getattr(value, field.name)
+        plain = at.inner(field.metadata.get("key", field.name), part)
+        if is_dataclass(part):
+            check_fields(part, at=at if field.metadata.get("inline") else plain)
+        else:
+            plain.read(hint, **field.metadata)
+
+
+def shown(value: Any) -> str:
+    """Show a plain value in a message, shortened."""
+    if isinstance(value, int) and abs(value) > 2**64:
+        return f"an integer of {value.bit_length()} bits"
+    return _REPR.repr(value)
+
+
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother = 3, 80, 80
+
+
+@cache
+def _typed_fields(kind: Any) -> tuple[tuple[Field[Any], Any], ...]:
+    hints = get_type_hints(kind)
+    return tuple((field, hints[field.name]) for field in fields(kind))
+
+
+def _keys(kind: type, given: Mapping[str, Any]) -> dict[str, bool]:
+    """Keys of the file's form, each with whether it must be there."""
+    keys: dict[str, bool] = {}
+    for field, hint in _typed_fields(kind):
+        if field.metadata.get("inline"):
+            keys |= _keys(hint, {})
+        elif field.name not in given:
+            keys[field.metadata.get("key", field.name)] = field.default is MISSING and field.default_factory is MISSING
+    return keys
+
+
+def _assemble(kind: Any, entries: Mapping[str, Plain], given: Mapping[str, Any]) -> Any:
+    found = dict(given)
+    for field, hint in _typed_fields(kind):
+        key = field.metadata.get("key", field.name)
+        if field.metadata.get("inline"):
+            found[field.name] = _assemble(hint, entries, {})
+        elif field.name not in given and key in entries:
+            found[field.name] = entries[key].read(hint, **field.metadata)
+    return kind(**found)
+
+
+def _read_tuple(plain: Plain, hints: tuple[Any, ...], limits: Mapping[str, Any]) -> tuple[Any, ...]:
+    inner = {key: limit for key, limit in limits.items() if key != "min_entries"}
+    if len(hints) == 2 and hints[1] is Ellipsis:
+        entries = plain.entries(at_least=limits.get("min_entries", 0))
+        return tuple(entry.read(hints[0], **inner) for entry in entries)
+    entries = plain.entries(expected=f"a list of {len(hints)} entries")
+    if len(entries) != len(hints):
+        plain.refuse(f"a list of {len(hints)} entries")
+    return tuple(entry.read(hint, **inner) for entry, hint in zip(entries, hints, strict=True))
+
+
+def _choice(plain: Plain, choices: Sequence[str]) -> Any:
+    if not isinstance(plain.value, str) or plain.value not in choices:
+        plain.refuse(f"one of {', '.join(choices)}")
+    return plain.value
+
+
+def _read_bool(plain: Plain, limits: Mapping[str, Any]) -> bool:
+    if not isinstance(plain.value, bool):
+        is_text = isinstance(plain.value, str) and plain.value.lower() in ("true", "false")
+        plain.refuse("true or false", hint=_WITHOUT_QUOTES if is_text else "")
+    return plain.value
+
+
+def _read_text(plain: Plain, limits: Mapping[str, Any]) -> str:
+    if not isinstance(plain.value, str):
+        plain.refuse("text", hint="; put it in quotes")
+    return str(_choice(plain, limits["choices"])) if "choices" in limits else plain.value
+
+
+def _read_integer(plain: Plain, limits: Mapping[str, Any]) -> int:
+    if not isinstance(plain.value, int) or isinstance(plain.value, bool):
+        _refuse_number(plain, limits, noun="integer")
+    _check_bounds(plain, {"minimum": -LARGEST_INTEGER, "maximum": LARGEST_INTEGER, **limits}, noun="integer")
+    return plain.value
+
+
+def _read_number(plain: Plain, limits: Mapping[str, Any]) -> float:
+    if not isinstance(plain.value, (int, float)) or isinstance(plain.value, bool) or plain.value != plain.value:
+        _refuse_number(plain, limits, noun="number")
+    _check_bounds(plain, {"minimum": -sys.float_info.max, "maximum": sys.float_info.max, **limits}, noun="number")
+    return float(plain.value)
+
+
+_SCALARS = {bool: _read_bool, int: _read_integer, float: _read_number, str: _read_text}
+_WITHOUT_QUOTES = "; write it without quotes"
+
+
+def _check_bounds(plain: Plain, limits: Mapping[str, Any], *, noun: str) -> None:
+    if plain.value < limits["minimum"] or plain.value <= limits.get("above", -math.inf):
+        _refuse_number(plain, limits, noun=noun)
+    if plain.value > limits["maximum"]:
+        plain.refuse(f"{_article(noun)} of at most {limits['maximum']:,}")
+
+
+def _refuse_number(plain: Plain, limits: Mapping[str, Any], *, noun: str) -> NoReturn:
+    minimum, above = limits.get("minimum"), limits.get("above")
+    if above == 0 or (minimum == 1 and noun == "integer"):
+        expected = f"a positive {noun}"
+    else:
+        expected = _article(noun) + (f" of at least {minimum:g}" if minimum is not None and above is None else "")
+    is_quoted = isinstance(plain.value, str) and _NUMBER.fullmatch(plain.value)
+    plain.refuse(expected, hint=_WITHOUT_QUOTES if is_quoted else "")
+
+
+def _article(noun: str) -> str:
+    return f"an {noun}" if noun == "integer" else f"a {noun}"
