@@ -1,6 +1,7 @@
 """The command line, the configuration file, and which of them wins."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -210,23 +211,42 @@ def test_the_same_value_twice_is_fine(parse: Parse) -> None:
         ({"seed": True}, "--seed expects one value (N), found True"),
         ({"seed": [1, 2]}, "--seed expects one value (N), found [1, 2]"),
         ({"freeze": {"vision": True}}, "--freeze expects one or more of UNIT"),
+        ({"freeze": ["vision", ["llm"]]}, "--freeze expects one or more of UNIT, found ['llm'] in its list"),
+        ({"freeze": ["vision", "--lr", "3"]}, "--freeze expects one or more of UNIT, found '--lr' in its list"),
+        ({"freeze": [None]}, "--freeze expects one or more of UNIT, found None in its list"),
+        ({"lr": ".nan"}, "--lr: expected a number, found '.nan'"),
+        ({"lr": float("inf")}, "--lr: expected a number, found 'inf'"),
         ({"seed": 1, "--seed": 2}, "--seed is there twice"),
         ({"llm-tp": 2, "tensor-model-parallel-size": 1}, "set the same thing to different values"),
         ({"config": "other.yaml"}, "--config cannot stand in a configuration file"),
         ({"help": True}, "--help cannot stand in a configuration file"),
     ],
 )
-def test_wrong_configuration_files_are_named(parse: Parse, file: dict[str, Any], message: str) -> None:
+def test_wrong_configuration_files_are_named(parse: Parse, file: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as problem:
         parse(file=file)
     assert message in str(problem.value)
-    assert "config.yaml: " in str(problem.value)
+    line = (
+        (tmp_path / "config.yaml")
+        .read_text()
+        .splitlines()[int(re.search(r"config\.yaml, line (\d+): ", str(problem.value))[1]) - 1]
+    )
+    assert line.split(":")[0] in [str(key) for key in file]
 
 
 def test_a_key_that_is_there_twice(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("lr: 1\nseed: 2\nlr: 3\n")
-    with pytest.raises(ConfigError, match=r"config\.yaml: --lr is there twice; keep one"):
+    with pytest.raises(ConfigError, match=r"config\.yaml, line 3: .*'lr' is there twice, first on line 1; keep one"):
         parse_arguments(["--config", str(tmp_path / "config.yaml")], environ={})
+
+
+@pytest.mark.parametrize("content", [b"", b"lr: \xff", b"- lr", b"lr: " + b"[" * 9999, b"\x00", b"3: 4", b"lr: 1" + b"0" * 5000])
+@pytest.mark.parametrize("name", ["config.yaml", "config.json"])
+def test_a_file_that_is_no_configuration(tmp_path: Path, content: bytes, name: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    for flag, error in (("--config", ConfigError), ("--model", ModelError)):
+        with pytest.raises(error, match=re.escape(str(tmp_path / name))):
+            parse_arguments([flag, str(tmp_path / name)], environ={})
 
 
 def test_a_json_configuration_file(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_aliases_may_repeat_a_little_but_not_explode(tmp_path):
 def test_numbers_are_numbers_and_quoted_ones_are_not(tmp_path):
     text = "a: 1e-5\nb: -2E+3\nc: '1e-5'\nd: 1.5e3\ne: 12\nf: 1e5x\ng: .5e1\n"
     assert read_mapping(write(tmp_path, text), error=ConfigError) == {
-        **{"a": 1e-5, "b": -2000.0, "c": "1e-5", "d": 1500.0, "e": 12, "f": "1e5x", "g": 5.0}
+        "a": 1e-5, "b": -2000.0, "c": "1e-5", "d": 1500.0, "e": 12, "f": "1e5x", "g": 5.0
     }
 
 
@@ -137,7 +137,7 @@ def test_an_error_of_a_value_gets_its_line(tmp_path, name):
 
 
 def test_a_line_that_nobody_can_tell_is_left_out(tmp_path):
-    path = write(tmp_path, '{"a": 1, "b": "\\/"}', "a.json")
+    path = write(tmp_path, json.dumps({"a": 1, "b" * 2000: 2}), "a.json")  # too long a key for a YAML parser
 
     def build(value):
         return Plain(value, "file", ConfigError).mapping()["a"].read(str)
