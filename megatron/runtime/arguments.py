@@ -21,6 +21,8 @@ from megatron.runtime.unit_flags import MICRO_BATCH_SIZE, SIZE_SPELLINGS
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import MOST_RANKS
+from multimodal.values.typed_reader import shown
 
 
 def parse_arguments(argv: Sequence[str], *, environ: Mapping[str, str]) -> RunConfig:
@@ -120,8 +122,8 @@ def _fill_in_steps(config: RunConfig) -> RunConfig:
 
 def _world_size(environ: Mapping[str, str]) -> int:
     text = environ.get("WORLD_SIZE", "1")
-    if not text.isdecimal() or int(text) < 1:
+    if not text.isdecimal() or not 1 <= int(text[:9]) <= MOST_RANKS:
         raise ConfigError(
-            f"the environment variable WORLD_SIZE must be the number of processes, found {text!r}; launch with torchrun"
+            f"the environment variable WORLD_SIZE must be the number of processes, found {shown(text)}; launch with torchrun"
         )
     return int(text)

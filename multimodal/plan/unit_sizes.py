@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from multimodal.values.errors import PlanError
+from multimodal.values.plan import MOST_RANKS
+from multimodal.values.typed_reader import shown
 
 
 @dataclass(frozen=True, slots=True)
 class UnitSizes:
-    """The parallel sizes of one unit; raises PlanError when one is below 1."""
+    """The parallel sizes of one unit; raises PlanError when one is below 1, or beyond any run."""
 
     tensor_parallel_size: int = 1
     """Ranks that share every layer's weights (tensor parallelism)."""
@@ -28,6 +30,8 @@ class UnitSizes:
             size = getattr(self, field.name)
             if size is not None and size < 1:
                 raise PlanError(f"{field.name} must be at least 1, found {size}")
+            if size is not None and size > MOST_RANKS:
+                raise PlanError(f"{field.name} must be at most {MOST_RANKS:,}, found {shown(size)}")
         if self.virtual_pipeline_size > 1 and self.layers_per_virtual_stage is not None:
             raise PlanError("virtual_pipeline_size and layers_per_virtual_stage say the same in two ways; keep one")
 

@@ -18,7 +18,7 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.values.backward_need import unit_is_trainable
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph, Role
-from multimodal.values.plan import Plan
+from multimodal.values.plan import MOST_RANKS, Plan
 from multimodal.values.sample_lengths import SampleLengths
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -98,6 +98,8 @@ class PlanningRequest:
         for name in ("num_gpus", "global_batch_size", "num_batches"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} must be at least 1, found {getattr(self, name)}")
+        if self.num_gpus > MOST_RANKS:
+            raise PlanError(f"num_gpus must be at most {MOST_RANKS:,}, found {self.num_gpus}")
         if not 0 <= self.memory_headroom < 1:
             raise PlanError(f"memory headroom must be a share from 0 to below 1, found {self.memory_headroom}")
         if not self.lengths:

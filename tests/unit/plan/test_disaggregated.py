@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.errors import PlanError
@@ -129,3 +130,18 @@ def test_context_parallel_ranks_stand_between_tensor_parallel_groups() -> None:
 def test_sizes_below_one(position: int) -> None:
     with pytest.raises(PlanError, match="parallel_size must be at least 1, found 0"):
         UnitSizes(*(0 if index == position else 1 for index in range(4)))
+
+
+@pytest.mark.parametrize("position", range(4))
+@pytest.mark.parametrize("size", [2**20 + 1, 10**12])
+def test_sizes_beyond_any_run(position: int, size: int) -> None:
+    with pytest.raises(PlanError, match="parallel_size must be at most 1,048,576, found "):
+        UnitSizes(*(size if index == position else 1 for index in range(4)))
+
+
+def test_sizes_that_need_more_ranks_than_there_are_lay_out_none() -> None:
+    largest = UnitSizes(*[2**20] * 4)
+    with pytest.raises(PlanError, match="together 1208925819614629174706176 ranks, but the run has 2 processes"):
+        plan_disaggregated(TEXT_ONLY, sizes={"llm": largest}, world_size=2)
+    with pytest.raises(PlanError, match="a replica takes 1152921504606846976 ranks"):
+        plan_colocated(TEXT_ONLY, sizes={"llm": largest}, world_size=2)

@@ -292,7 +292,7 @@ def test_units_whose_flags_would_coincide(parse: Parse, units: dict[str, Any]) -
         parse(units=units)
 
 
-@pytest.mark.parametrize("text", ["0", "two", ""])
+@pytest.mark.parametrize("text", ["0", "two", "", "1000000000000", "9" * 5000])
 def test_a_wrong_world_size(parse: Parse, text: str) -> None:
     with pytest.raises(ConfigError, match="WORLD_SIZE must be the number of processes"):
         parse(world_size=text)  # type: ignore[arg-type]

@@ -118,6 +118,8 @@ def test_a_request_that_contradicts_itself_is_refused():
         request(TWO, transformer_impl="transformer_engine", sharding="optim_grads_params")
     with pytest.raises(PlanError, match="num_gpus must be at least 1, found 0"):
         request(TWO, num_gpus=0)
+    with pytest.raises(PlanError, match="num_gpus must be at most 1,048,576, found 1000000000000"):
+        request(TWO, num_gpus=10**12)
     with pytest.raises(PlanError, match="tensor parallel size 3 is fixed, but it must divide the 4 GPUs of a node"):
         PLANNERS["disttrain"](request(TWO, fixed_sizes={"llm": FixedSizes(tensor_parallel_size=3)}))
 

@@ -1,0 +1,75 @@
+"""Plan files with a slip are refused with file, line and fix, and cost neither time nor memory."""
+
+import re
+
+import pytest
+
+from multimodal.values.errors import PlanError
+from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, read_plan, validate_plan
+
+GRAPH = ModelGraph((Unit("llm", Role.BACKBONE, Transformer(4, 16, 2, 32)),))
+TEXT = """\
+units:
+  llm:
+    tensor_parallel_size: 1
+    replicas:
+      - stages:
+          - {ranks: [0], layers: [[0, 3]]}
+          - {ranks: [1], layers: [[3, 6]]}
+"""
+
+
+def refusal_of(tmp_path, text):
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    with pytest.raises(PlanError) as caught:
+        read_plan(path, graph=GRAPH)
+    found = re.fullmatch(r".*/plan\.yaml, line (\d+): (.*)", str(caught.value))
+    assert found, caught.value
+    return int(found[1]), found[2]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        ("[3, 6]", "[3, 1000000000000]", 7, "layers[0][1]: expected an integer of at most 10,002, found 1000000000000"),
+        ("[3, 6]", "[3, 5000]", 5, "must cover layers 0 to 5 once each"),
+        ("[3, 6]", "[3, 6.9]", 7, "layers[0][1]: expected an integer of at least 0, found 6.9"),
+        ("[3, 6]", "[4, 6]", 5, "must cover layers 0 to 5 once each"),
+        ("[3, 6]", "[2, 6]", 5, "must cover layers 0 to 5 once each"),
+        ("[[3, 6]]", "[[3, 6], [6, 6]]", 5, "must cover layers 0 to 5 once each"),
+        ("[[3, 6]]", "[3, 6]", 7, "layers[0]: expected a list of 2 entries, found 3"),
+        ("[[3, 6]]", "[]", 7, "layers: expected a list with at least 1 entry, found []"),
+        ("[1]", "[true]", 7, "ranks[0]: expected an integer of at least 0, found True"),
+        ("[1]", "['1']", 7, "ranks[0]: expected an integer of at least 0, found '1'; write it without quotes"),
+        ("[1]", "[-1]", 7, "ranks[0]: expected an integer of at least 0, found -1"),
+        ("[1]", "[1000000000000]", 7, "ranks[0]: expected an integer of at most 1,048,575"),
+        ("[1]", "[1000000]", 1, "ranks [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, ...] have nothing to do"),
+        ("[1]", "1", 7, "ranks: expected a list with at least 1 entry, found 1"),
+        ("size: 1", "size: 1000000000000", 3, "tensor_parallel_size: expected an integer of at most 1,048,576"),
+        ("size: 1", "size: 1.5", 3, "tensor_parallel_size: expected a positive integer, found 1.5"),
+        ("size: 1", "size: 1\n    data_parallel_size: 1", 4, "unknown key 'data_parallel_size'; known keys are replicas"),
+        ("replicas", "replica", 4, "did you mean 'replicas'?"),
+        ("ranks: [1]", "ranks: [1], ranks: [1]", 7, "'ranks' is there twice"),
+        ("units:", "units: {}\nmore:", 2, "unknown key 'more'; known keys are units"),
+    ],
+)
+def test_a_slip_is_named_with_its_line(tmp_path, old, new, line, message):
+    assert TEXT.count(old) == 1
+    found_line, problem = refusal_of(tmp_path, TEXT.replace(old, new))
+    assert message in problem
+    assert found_line == line
+
+
+def test_a_plan_made_in_python_is_checked_without_listing_its_layers():
+    for ranges in (((0, 10**12),), ((0, 3), (3, 10**12)), ((0, 6), (6, 6))):
+        plan = Plan({"llm": UnitPlan((Replica((Stage((0,), ranges),)),))})
+        with pytest.raises(PlanError, match="must cover layers 0 to 5 once each"):
+            validate_plan(plan, graph=GRAPH, world_size=1)
+
+
+def test_ranks_beyond_all_bounds_are_not_listed_either():
+    plan = Plan({"llm": UnitPlan((Replica((Stage((10**12,), ((0, 6),)),)),))})
+    with pytest.raises(PlanError, match=r"ranks \[0, 1, .*15, \.\.\.\] have nothing to do"):
+        validate_plan(plan, graph=GRAPH, world_size=plan.num_ranks)
