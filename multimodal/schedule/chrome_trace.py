@@ -29,7 +29,7 @@ def read_timeline(path: str | Path) -> Timeline:
     try:
         value = json.loads(path.read_text())
         return Timeline.from_dict(value.get(_OWN_KEY, value))
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as problem:
         raise DataError(
             f"{path}: is no timeline ({type(problem).__name__}: {problem}); give a timeline_step_N.json of --report-dir, "
             "or what tools/simulate.py --trace wrote"

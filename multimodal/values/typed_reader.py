@@ -178,9 +178,11 @@ def _read_bool(plain: Plain, limits: Mapping[str, Any]) -> bool:
 
 
 def _read_text(plain: Plain, limits: Mapping[str, Any]) -> str:
+    if "choices" in limits:
+        return str(_choice(plain, limits["choices"]))
     if not isinstance(plain.value, str):
         plain.refuse("text", hint="; put it in quotes")
-    return str(_choice(plain, limits["choices"])) if "choices" in limits else plain.value
+    return plain.value
 
 
 def _read_integer(plain: Plain, limits: Mapping[str, Any]) -> int:

@@ -33,6 +33,14 @@ def test_half_the_efficiency_is_reached_at_the_half_size() -> None:
     ("change", "message"),
     [
         ({"dtype": "int8"}, "dtype: expected one of bfloat16, float32, float64, found 'int8'"),
+        ({"dtype": ["bfloat16"]}, r"dtype: expected one of bfloat16, float32, float64, found \['bfloat16'\]"),
+        ({"efficiency": True}, "efficiency: expected a positive number, found True"),
+        ({"memory_gb": "80"}, "memory_gb: expected a positive number, found '80'; write it without quotes"),
+        ({"memory_gb": 10**400}, "memory_gb: expected a number of at most"),
+        ({"gpus_per_node": 8.0}, "gpus_per_node: expected a positive integer, found 8.0"),
+        ({"gpus_per_node": 10**9}, "gpus_per_node: expected an integer of at most 65,536"),
+        ({"intra_node": 3}, "intra_node: expected a mapping with bandwidth_gbytes_per_second, latency_us, found 3"),
+        ({"intra_node": {**LINKS["intra_node"], "latency_ms": 1}}, "did you mean 'latency_us'"),
         ({"attention_efficiency": 1.5}, "attention_efficiency: a share of the peak cannot exceed 1"),
         ({"half_efficiency_gflop": -1.0}, "half_efficiency_gflop: expected a number of at least 0"),
         (
@@ -48,6 +56,15 @@ def test_half_the_efficiency_is_reached_at_the_half_size() -> None:
 def test_wrong_speeds_are_refused(change: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Cluster.from_dict({"gpus_per_node": 1, "peak_tflops": 1.0, "memory_gb": 1, **LINKS, **change})
+
+
+def test_an_error_in_a_cluster_file_names_its_line(tmp_path: Path) -> None:
+    text = (FOLDER / "h100.yaml").read_text()
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text.replace("nics_per_node: ", "nics_per_node: -"))
+    line = next(number for number, line in enumerate(text.splitlines(), start=1) if "nics_per_node" in line)
+    with pytest.raises(ConfigError, match=rf"cluster\.yaml, line {line}: cluster, inter_node(, nics_per_node)?: "):
+        Cluster.from_file(path)
 
 
 def test_a_device_brings_the_peak_of_its_dtype() -> None:

@@ -93,6 +93,15 @@ def test_costs_are_the_tables():
     [
         ({"units": {}}, "'num_microbatches' is missing"),
         ({"num_microbatches": 0, "units": {}}, "positive integer, found 0"),
+        ({"num_microbatches": 10**9, "units": {}}, "num_microbatches: expected an integer of at most 100,000"),
+        ({"num_microbatches": True, "units": {}}, "num_microbatches: expected a positive integer, found True"),
+        ({"num_microbatches": 2, "units": {"a": {"stages": [FROZEN], "ranks": [True]}}}, r"ranks\[0\]: expected an integer"),
+        ({"num_microbatches": 2, "units": {"a": {"stages": [FROZEN], "ranks": [10**12]}}}, r"ranks\[0\]: .* of at most"),
+        ({"num_microbatches": 2, "units": {"a": {"stages": {}}}}, "stages: expected a list with at least one stage, found {}"),
+        (
+            {"num_microbatches": 2, "units": {"a": {"stages": [FROZEN]}, "b": {"upstream": ["a", "a"], "stages": [FROZEN]}}},
+            r"unit 'b', upstream\[1\]: names 'a' again; keep one",
+        ),
         ({"num_microbatches": 2, "units": {}}, "units: expected each unit's name with its upstream and stages, found {}"),
         ({"num_microbatches": 2, "units": {"a": {"stages": []}}}, "at least one stage"),
         (
