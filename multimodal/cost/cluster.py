@@ -12,8 +12,8 @@ from multimodal.values.typed_reader import Plain
 
 BYTES_OF_DTYPE: Mapping[str, int] = {"bfloat16": 2, "float32": 4, "float64": 8}
 _COUNT = {"minimum": 1, "maximum": 2**16}
-_POSITIVE = {"above": 0, "maximum": 1e9}
-_AT_LEAST_ZERO = {"minimum": 0, "maximum": 1e9}
+_POSITIVE = {"above": 0, "maximum": 1e15}
+_AT_LEAST_ZERO = {"minimum": 0, "maximum": 1e15}
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,8 @@ from multimodal.values.errors import BraidError
 T = TypeVar("T")
 LARGEST_INTEGER = 2**53
 """Of fields without a `maximum`: beyond it a float would not hold the number exactly."""
+LONGEST_TEXT = 200
+"""Of names and keys, which messages repeat."""
 _NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.IGNORECASE)
 
 
@@ -63,6 +65,8 @@ class Plain:
         for key in self.value:
             if not isinstance(key, str):
                 self.fail(f"key {shown(key)} is not text; put it in quotes")
+            if len(key) > LONGEST_TEXT:
+                self.fail(f"key {shown(key)} is longer than {LONGEST_TEXT} characters; shorten it")
             if known and key not in known:
                 close = difflib.get_close_matches(key[:100], known, n=1, cutoff=0.8)
                 hint = f"; did you mean '{close[0]}'?" if close else ""
@@ -182,6 +186,8 @@ def _read_text(plain: Plain, limits: Mapping[str, Any]) -> str:
         return str(_choice(plain, limits["choices"]))
     if not isinstance(plain.value, str):
         plain.refuse("text", hint="; put it in quotes")
+    if len(plain.value) > LONGEST_TEXT:
+        plain.refuse(f"at most {LONGEST_TEXT} characters")
     return plain.value
 
 
@@ -206,8 +212,8 @@ _WITHOUT_QUOTES = "; write it without quotes"
 def _check_bounds(plain: Plain, limits: Mapping[str, Any], *, noun: str) -> None:
     if plain.value < limits["minimum"] or plain.value <= limits.get("above", -math.inf):
         _refuse_number(plain, limits, noun=noun)
-    if plain.value > limits["maximum"]:
-        plain.refuse(f"{_article(noun)} of at most {limits['maximum']:,}")
+    if plain.value > (most := limits["maximum"]):
+        plain.refuse(f"{_article(noun)} of at most " + (f"{most:,}" if isinstance(most, int) else f"{most:g}"))
 
 
 def _refuse_number(plain: Plain, limits: Mapping[str, Any], *, noun: str) -> NoReturn:

@@ -151,7 +151,7 @@ def test_a_line_that_nobody_can_tell_is_left_out(tmp_path):
     path = write(tmp_path, json.dumps({"a": 1, "b" * 2000: 2}), "a.json")  # too long a key for a YAML parser
 
     def build(value):
-        return Plain(value, "file", ConfigError).mapping()["a"].read(str)
+        return Plain(value["a"], "file, a", ConfigError, ("a",)).read(str)
 
     with pytest.raises(ConfigError, match=r"a\.json: file, a: expected text, found 1"):
         read_file(path, build, error=ConfigError)
