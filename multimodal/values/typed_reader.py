@@ -28,7 +28,7 @@ T = TypeVar("T")
 LARGEST_INTEGER = 2**53
 """Of fields without a `maximum`: beyond it a float would not hold the number exactly."""
 LONGEST_TEXT = 200
-"""Of names and keys, which messages repeat."""
+"""Of names and keys, which messages repeat as they are."""
 _NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.IGNORECASE)
 
 
@@ -65,8 +65,8 @@ class Plain:
         for key in self.value:
             if not isinstance(key, str):
                 self.fail(f"key {shown(key)} is not text; put it in quotes")
-            if len(key) > LONGEST_TEXT:
-                self.fail(f"key {shown(key)} is longer than {LONGEST_TEXT} characters; shorten it")
+            if len(key) > LONGEST_TEXT or not key.isprintable():
+                self.fail(f"key {shown(key)} is no name of at most {LONGEST_TEXT} printable characters; change it")
             if known and key not in known:
                 close = difflib.get_close_matches(key[:100], known, n=1, cutoff=0.8)
                 hint = f"; did you mean '{close[0]}'?" if close else ""
@@ -186,8 +186,8 @@ def _read_text(plain: Plain, limits: Mapping[str, Any]) -> str:
         return str(_choice(plain, limits["choices"]))
     if not isinstance(plain.value, str):
         plain.refuse("text", hint="; put it in quotes")
-    if len(plain.value) > LONGEST_TEXT:
-        plain.refuse(f"at most {LONGEST_TEXT} characters")
+    if len(plain.value) > LONGEST_TEXT or not plain.value.isprintable():
+        plain.refuse(f"at most {LONGEST_TEXT} printable characters")
     return plain.value
 
 

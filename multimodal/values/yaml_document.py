@@ -84,7 +84,7 @@ def collect_pairs(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"'{twice[:80]}' is there twice; keep one")
+        raise ValueError(f"{twice[:80]!r} is there twice; keep one")
     return value
 
 
@@ -107,7 +107,7 @@ def check_depth(value: Any) -> None:
 
 def _written(node: yaml.Node) -> str:
     text = str(node.value) if isinstance(node, yaml.ScalarNode) else "a list or a mapping"
-    return f"'{text[:80]}'" + ("..." if len(text) > 80 else "")
+    return repr(text[:80]) + ("..." if len(text) > 80 else "")
 
 
 def _refusal(problem: str, at: Any) -> yaml.MarkedYAMLError:

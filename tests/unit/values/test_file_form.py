@@ -40,6 +40,7 @@ def refusal_of(path):
         (b"a: [1", ", line 1: cannot be parsed"),
         (b"a: 1\nb: 2\na: 3\n", ", line 3: cannot be parsed ('a' is there twice, first on line 1; keep one)"),
         (b"a:\n  b: {c: 1,\n   c: 2}\n", ", line 3: cannot be parsed ('c' is there twice, first on line 2; keep one)"),
+        (b'"\\e[31m": 1\n"\\e[31m": 2\n', r", line 2: cannot be parsed ('\x1b[31m' is there twice"),
         (b"a: {1: 2}", ", line 1: cannot be parsed (key '1' is not text; put it in quotes)"),
         (b"yes: 2", ", line 1: cannot be parsed (key 'yes' is not text; put it in quotes)"),
         (b"? [a]\n: 2", ", line 1: cannot be parsed (key 'a list or a mapping' is not text"),

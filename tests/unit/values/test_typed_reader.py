@@ -102,6 +102,16 @@ def test_far_keys_suggest_nothing():
     assert "did you mean" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["x" * 201, "\x1b[31m", "a\nb"])
+def test_names_that_a_message_cannot_repeat_are_refused(name):
+    with pytest.raises(ConfigError, match="is no name of at most 200 printable characters") as caught:
+        Plain({name: 1}, "cart", ConfigError).mapping()
+    assert str(caught.value).isprintable()
+    with pytest.raises(ConfigError, match="expected at most 200 printable characters") as caught:
+        Plain(name, "cart", ConfigError).read(str)
+    assert str(caught.value).isprintable()
+
+
 def test_long_values_are_shown_shortened():
     with pytest.raises(ConfigError) as caught:
         cart({"spokes": "x" * 10**6, "offset": 1})
