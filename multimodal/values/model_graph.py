@@ -276,7 +276,8 @@ def _check_edge(graph: ModelGraph, index: int) -> None:
     if source not in names or target not in names:
         problem = f"names a unit that does not exist; units are {', '.join(names)}"
     elif (graph.unit(source).role, graph.unit(target).role) not in _EDGE_ROLES:
-        problem = "edges lead from an encoder to the backbone, or from the backbone to a generator"
+        roles = ", ".join(f"{unit.name} ({unit.role})" for unit in graph.units)
+        problem = f"edges lead from an encoder to the backbone, or from the backbone to a generator; change it; units are {roles}"
     elif names.index(source) >= names.index(target):
         problem = f"list '{source}' before '{target}'"
     elif (source, target) in graph.edges[:index]:

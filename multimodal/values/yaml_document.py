@@ -10,8 +10,12 @@ import yaml
 LARGEST_DEPTH = 50
 LARGEST_ALIASED_NODES = 100_000
 """Nodes that aliases repeat in one file, each with all that it holds."""
-LARGEST_INTEGER_BITS = 63
+LARGEST_INTEGER_BITS = 10_000
+"""Python prints such integers; who reads one as a number bounds it further, and can name its key."""
 _MERGE = "tag:yaml.org,2002:merge"
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_RIDDLE = re.compile(r"[-+]?(0[0-7_]+|.*:.*)")
+"""Numbers to the base 8 or 60 as YAML 1.1 has them: 010 is 8, 1:30 is 90."""
 _TEXT = "tag:yaml.org,2002:str"
 
 
@@ -60,6 +64,8 @@ class Document(yaml.SafeLoader):
             value = super().construct_object(node, deep=deep)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
             raise _refusal(f"{_written(node)}: {problem}", node) from None
+        if node.tag in _NUMBERS and isinstance(node, yaml.ScalarNode) and _RIDDLE.fullmatch(node.value):
+            raise _refusal(f"{_written(node)} would be read as {value}; write the number plainly, or a text in quotes", node)
         if isinstance(value, int) and value.bit_length() > LARGEST_INTEGER_BITS:
             raise _refusal(f"{_written(node)} is larger than any number here may be", node)
         return value
