@@ -64,10 +64,10 @@ class Document(yaml.SafeLoader):
             value = super().construct_object(node, deep=deep)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
             raise _refusal(f"{_written(node)}: {problem}", node) from None
-        if node.tag in _NUMBERS and isinstance(node, yaml.ScalarNode) and _RIDDLE.fullmatch(node.value):
-            raise _refusal(f"{_written(node)} would be read as {value}; write the number plainly, or a text in quotes", node)
         if isinstance(value, int) and value.bit_length() > LARGEST_INTEGER_BITS:
             raise _refusal(f"{_written(node)} is larger than any number here may be", node)
+        if node.tag in _NUMBERS and isinstance(node, yaml.ScalarNode) and _RIDDLE.fullmatch(node.value):
+            raise _refusal(f"{_written(node)} would be read as {value}; write the number plainly, or a text in quotes", node)
         return value
 
     def _count_alias(self, event: Any) -> None:

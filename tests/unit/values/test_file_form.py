@@ -50,6 +50,7 @@ def refusal_of(path):
         (b"a: &x [1, *x]", ", line 1: cannot be parsed (*x stands inside what it names)"),
         (b"a: *x", ", line 1: cannot be parsed (found undefined alias 'x')"),
         (b"a: 1" + b"0" * 5000, ", line 1: cannot be parsed ('1000"),
+        (b"a: 0" + b"7" * 20000, ", line 1: cannot be parsed ('0777"),
         (b"a: 0x" + b"f" * 5000, ", line 1: cannot be parsed ('0xff"),
         (b"a: 2024-13-45", ", line 1: cannot be parsed ('2024-13-45': month must be in 1..12)"),
         (b"a: 010", ", line 1: cannot be parsed ('010' would be read as 8; write the number plainly"),
