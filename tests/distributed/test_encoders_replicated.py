@@ -8,7 +8,7 @@ from tests.distributed.rank_pool import RankPool
 from tests.distributed.strategies import replicated_cases
 
 
-@settings(max_examples=25, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(case=replicated_cases())
 def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, case: GradientCase) -> None:
     assert_matches(case, ranks)

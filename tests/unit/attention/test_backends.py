@@ -29,7 +29,7 @@ def test_the_reference_attends_by_definition():
 
 
 @given(mask=random_masks())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_blocks_give_the_references_output_and_gradients(mask: AttentionMask) -> None:
     inputs = draw_inputs(mask, heads=4, groups=2)
     expected = output_and_gradients(attend_densely, inputs, mask)

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from multimodal.balance import BALANCERS
@@ -21,7 +21,6 @@ def balance(request):
     return BALANCERS[request.param]
 
 
-@settings(deadline=None)
 @given(data=st.data(), micro_batch_size=st.integers(1, 4), sizes=SIZES)
 def test_everything_is_placed_once_within_the_sizes(balance, graph, build_plan, build_sample, data, micro_batch_size, sizes):
     batch = data.draw(BATCHES)
@@ -44,7 +43,6 @@ def test_everything_is_placed_once_within_the_sizes(balance, graph, build_plan, 
 
 
 @pytest.mark.parametrize("name", sorted({*BALANCERS} - {"entrain", "auto"}))  # which encode some samples earlier
-@settings(deadline=None)
 @given(batch=BATCHES, replicas=st.tuples(*[st.integers(1, 3)] * 3), sizes=SIZES)
 def test_an_encoder_replica_works_in_the_order_of_need(name, graph, build_plan, build_sample, batch, replicas, sizes):
     lengths = [build_sample(index, text, *items) for index, (text, items) in enumerate(batch)]

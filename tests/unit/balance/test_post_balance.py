@@ -2,7 +2,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from multimodal.balance import post_balance as module
@@ -49,7 +49,6 @@ def limit_of(lengths, num_bins, slack):
 
 
 @pytest.mark.parametrize("cost", COSTS, ids=str)
-@settings(deadline=None)
 @given(
     lengths=LENGTHS,
     num_bins=st.integers(1, 9),
@@ -73,7 +72,6 @@ def test_the_kernel_equals_its_reference_and_places_every_item_once(cost, length
 
 
 @pytest.mark.parametrize("cost", COSTS, ids=str)
-@settings(deadline=None)
 @given(lengths=LENGTHS, num_bins=st.integers(1, 9), steps=st.integers(1, 2000))
 def test_refinement_is_never_worse_than_greedy_and_more_of_it_never_worse_than_less(cost, lengths, num_bins, steps):
     found = [
@@ -85,7 +83,6 @@ def test_refinement_is_never_worse_than_greedy_and_more_of_it_never_worse_than_l
     assert found[3] <= found[2] * (1 + ROUNDING)
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=8),
     num_bins=st.integers(1, 3),
@@ -101,7 +98,6 @@ def test_the_padded_partition_is_optimal(lengths, num_bins, slack):
 
 
 @pytest.mark.parametrize("cost", COSTS[:2], ids=str)
-@settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=7), num_bins=st.integers(1, 3))
 def test_sums_stay_within_four_thirds_of_the_optimum(cost, lengths, num_bins):
     best = optimum(lengths, num_bins, cost)
@@ -111,7 +107,6 @@ def test_sums_stay_within_four_thirds_of_the_optimum(cost, lengths, num_bins):
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.01, 0.3, 5.0])
-@settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=7), num_bins=st.integers(1, 3))
 def test_padded_attention_comes_close_to_the_optimum(weight, lengths, num_bins):
     cost = UnitCost(CostForm.PADDED_ATTENTION, weight)
@@ -121,7 +116,6 @@ def test_padded_attention_comes_close_to_the_optimum(weight, lengths, num_bins):
     assert best * (1 - ROUNDING) <= found <= best * 4 / 3
 
 
-@settings(deadline=None)
 @given(lengths=LENGTHS, num_bins=st.integers(1, 9), slack=st.one_of(st.none(), st.integers(0, 3)))
 def test_the_linear_greedy_step_is_longest_first(lengths, num_bins, slack):
     limit = limit_of(lengths, num_bins, slack)

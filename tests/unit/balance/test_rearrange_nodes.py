@@ -84,7 +84,7 @@ def test_one_node_sends_nothing_outside(method, ranks_per_node):
 
 
 @given(volume=matrices(max_ranks=6), ranks_per_node=st.integers(1, 4))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_exact_is_the_optimum_and_search_is_near(volume, ranks_per_node):
     best = best_by_brute_force(volume, ranks_per_node)
     exact = rearrange_nodes(volume, ranks_per_node=ranks_per_node, method="exact")

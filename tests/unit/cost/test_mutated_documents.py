@@ -160,7 +160,7 @@ def traced_memory():
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_slip_is_an_error_or_another_value(name, data, traced_memory):
     document = data.draw(mutated(name))
@@ -210,7 +210,7 @@ def damaged(draw, name, suffix):
 
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
 @pytest.mark.parametrize("name", DOCUMENTS)
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_a_damaged_file_is_an_error_that_names_it_or_another_value(name, suffix, data, folder):
     path = folder / f"{name}.{suffix}"

@@ -183,7 +183,7 @@ def _busy_and_fill(case: Case, events: Sequence[TimelineEvent]) -> list[tuple[fl
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=cases())
 def test_no_forward_follows_a_backward(case: Case) -> None:
     for lane in build_breadth_first(*case).lanes:

@@ -44,7 +44,7 @@ def test_one_round_is_dip_and_names_say_how_many() -> None:
         build_dip(*case, num_rounds=0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(case=cases(), num_rounds=st.integers(1, 6), forward_only=st.booleans())
 def test_every_assignment_has_an_order(case: Case, num_rounds: int, forward_only: bool) -> None:
     graph, plan, assignment = case

@@ -23,7 +23,7 @@ def assert_alike(case: Case, schedule: Schedule, *, lowered: bool, **options: ob
     assert fast.duration_seconds == reference.duration_seconds
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(built=built_schedules(), has_times=st.booleans())
 def test_the_kernel_equals_its_reference_on_every_builder_and_pass(built: tuple[Case, Schedule, bool], has_times: bool) -> None:
     case, schedule, lowered = built
@@ -37,7 +37,7 @@ def test_the_kernel_equals_its_reference_on_every_builder_and_pass(built: tuple[
     assert_alike(case, schedule, lowered=lowered, duration=duration if has_times else None)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(broken=broken_schedules())
 def test_broken_schedules_stop_where_they_stop_in_the_reference(broken: tuple[Case, Schedule, bool]) -> None:
     case, schedule, lowered = broken

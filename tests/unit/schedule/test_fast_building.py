@@ -12,7 +12,7 @@ from tests.unit.schedule.built_schedules import rewritten_schedules
 from tests.unit.schedule.schedule_cases import Case, built_cases, golden_cases
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(built=built_cases(), forward_only=st.booleans())
 def test_the_list_scheduler_in_cpp_equals_its_reference_for_every_builder(built: tuple[Case, str], forward_only: bool) -> None:
     case, builder = built
@@ -22,7 +22,7 @@ def test_the_list_scheduler_in_cpp_equals_its_reference_for_every_builder(built:
         assert BUILDERS[builder](*case, forward_only=forward_only) == fast
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(built=rewritten_schedules())
 def test_lowering_in_cpp_equals_its_reference_for_every_builder_and_pass(built: tuple[Case, Schedule]) -> None:
     (graph, plan, assignment), schedule = built

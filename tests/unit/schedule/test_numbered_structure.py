@@ -41,7 +41,7 @@ def compile_both(case: Case, schedule: Schedule, *, lowered: bool) -> tuple[Comp
         return fast, compile_schedule(schedule, **given, costs=costs, lowered=lowered)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(built=built_schedules())
 def test_structures_are_those_that_actions_one_by_one_give(built: tuple[Case, Schedule, bool]) -> None:
     (graph, plan, assignment), schedule, lowered = built
@@ -55,7 +55,7 @@ def test_structures_are_those_that_actions_one_by_one_give(built: tuple[Case, Sc
         assert_alike(found, build_structure(own, **given))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(built=built_schedules())
 def test_compiled_schedules_are_alike(built: tuple[Case, Schedule, bool]) -> None:
     case, schedule, lowered = built
@@ -67,7 +67,7 @@ def test_compiled_schedules_are_alike(built: tuple[Case, Schedule, bool]) -> Non
     assert found.actions == expected.actions
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(broken=broken_schedules())
 def test_broken_schedules_compile_alike_or_are_refused_with_the_same_words(broken: tuple[Case, Schedule, bool]) -> None:
     case, schedule, lowered = broken
@@ -81,7 +81,7 @@ def test_broken_schedules_compile_alike_or_are_refused_with_the_same_words(broke
     assert_alike(found.arrays, expected.arrays)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(built=built_schedules(), data=st.data())
 def test_a_schedule_without_a_kind_of_action_compiles_alike(built: tuple[Case, Schedule, bool], data: st.DataObject) -> None:
     case, schedule, lowered = built

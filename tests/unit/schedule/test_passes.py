@@ -127,7 +127,7 @@ def test_reorder_moves_a_microbatch_in_all_lanes() -> None:
         reorder(schedule, graph=graph, plan=plan, assignment=assignment, order={("llm", 0): (0, 0, 1)})
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     case=cases(),
     builder=st.sampled_from(["gpipe", "1f1b"]),

@@ -16,7 +16,7 @@ from multimodal.values.schedule import ACTION_TABLE, ActionKind, Memory
 from tests.unit.schedule.schedule_cases import Case, builders_for, built_cases, cases
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(built=built_cases(), forward_only=st.booleans())
 def test_every_built_schedule_is_valid_in_both_dialects_and_round_trips(built: tuple[Case, str], forward_only: bool) -> None:
     (graph, plan, assignment), builder = built
@@ -29,7 +29,7 @@ def test_every_built_schedule_is_valid_in_both_dialects_and_round_trips(built: t
     assert BUILDERS[builder](graph, plan, assignment, forward_only=forward_only) == compute
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(case=cases())
 def test_every_dependency_is_itself_expected(case: Case) -> None:
     for lowered in (False, True):
@@ -38,7 +38,7 @@ def test_every_dependency_is_itself_expected(case: Case) -> None:
         assert {need for action in expected for need in dependencies(action, *case, lowered=lowered)} <= set(expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(built=built_cases())
 def test_forwards_of_a_stage_go_in_microbatch_order(built: tuple[Case, str]) -> None:
     case, builder = built
@@ -50,7 +50,7 @@ def test_forwards_of_a_stage_go_in_microbatch_order(built: tuple[Case, str]) -> 
         assert all(microbatches == list(range(len(microbatches))) for microbatches in order.values())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(case=cases())
 def test_gpipe_does_no_forward_after_a_backward(case: Case) -> None:
     for lane in BUILDERS["gpipe"](*case).lanes:
@@ -58,7 +58,7 @@ def test_gpipe_does_no_forward_after_a_backward(case: Case) -> None:
         assert kinds == sorted(kinds, key=[ActionKind.FORWARD, ActionKind.BACKWARD].index)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(built=built_cases())
 def test_a_message_takes_no_time_so_both_dialects_take_equally_long(built: tuple[Case, str]) -> None:
     (graph, plan, assignment), builder = built
@@ -71,7 +71,7 @@ def test_a_message_takes_no_time_so_both_dialects_take_equally_long(built: tuple
     assert durations[0] == durations[1] > 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(case=cases())
 def test_1f1b_never_keeps_more_than_gpipe(case: Case) -> None:
     def peak(builder: str) -> list[int]:
@@ -88,7 +88,7 @@ def test_1f1b_never_keeps_more_than_gpipe(case: Case) -> None:
     assert all(ours <= theirs for ours, theirs in zip(peak("1f1b"), peak("gpipe"), strict=True))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(case=cases())
 def test_a_builder_that_a_layout_does_not_allow_says_what_to_change(case: Case) -> None:
     for builder in set(BUILDERS) - set(builders_for(case)):

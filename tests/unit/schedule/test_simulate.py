@@ -149,7 +149,7 @@ def test_stage_seconds_add_up_all_computations_of_a_microbatch() -> None:
     assert found.stage_seconds == {Place("llm", 0, stage, microbatch): 4.0 for stage in (0, 1) for microbatch in (0, 1)}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(case=cases(), builder=st.sampled_from(("gpipe", "1f1b")))
 def test_with_unit_costs_and_free_messages_the_clock_is_that_of_the_lanes(case: Case, builder: str) -> None:
     graph, plan, assignment = case
@@ -163,15 +163,15 @@ def test_with_unit_costs_and_free_messages_the_clock_is_that_of_the_lanes(case: 
         assert all(before.end_seconds <= after.start_seconds for before, after in pairwise(own))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(case=cases(), seed=st.integers(0, 1000), passes=st.lists(st.sampled_from(("fill", "gather-parameters")), unique=True))
 def test_all_lane_time_is_busy_or_of_one_kind_of_bubble(case: Case, seed: int, passes: list[str]) -> None:
     found = simulate(case, lower(case, "1f1b", *passes), RandomCosts(seed=seed))
     assert tuple(found.bubble) == BUBBLE_KINDS and min(found.bubble.values()) >= 0
     if found.iteration_seconds:
         assert sum(found.bubble.values()) + found.busy_fraction == pytest.approx(1.0, abs=1e-9)
-        assert found.timeline.duration_seconds <= found.iteration_seconds
-        assert found.ideal_seconds <= found.iteration_seconds
+        assert found.timeline.duration_seconds <= found.iteration_seconds * (1 + 1e-12)
+        assert found.ideal_seconds <= found.iteration_seconds * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("vision", [(3, 2, 1), (6, 1, 1)])

@@ -120,7 +120,7 @@ def test_lanes_that_wait_for_each_other_stop(simulate):
     assert times.positions.tolist() == [1, 0]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     case=cases(),
     builder=st.sampled_from(("gpipe", "1f1b")),

@@ -22,7 +22,7 @@ def rows(starts, values):
     return [values[first:last].tolist() for first, last in pairwise(starts)]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(built=rewritten_schedules())
 def test_the_table_says_what_dependencies_say_for_every_builder_and_pass(built: tuple[Case, Schedule]) -> None:
     (graph, plan, assignment), schedule = built

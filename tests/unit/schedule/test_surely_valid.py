@@ -39,7 +39,7 @@ def assert_told_alike(case: Case, schedule: Schedule, *, lowered: bool, forward_
     return found
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(built=built_schedules())
 def test_what_builders_and_passes_make_is_surely_valid(built: tuple[Case, Schedule, bool]) -> None:
     case, schedule, lowered = built
@@ -51,7 +51,7 @@ def test_what_builders_and_passes_make_is_surely_valid(built: tuple[Case, Schedu
     assert refused is None or any(lane.fillers for lane in schedule.lanes)  # Passes in any order may need what others defer.
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(built=built_cases(), lowered=st.booleans())
 def test_forwards_alone_are_surely_valid(built: tuple[Case, str], lowered: bool) -> None:
     case, builder = built
@@ -67,14 +67,14 @@ def test_forwards_alone_are_surely_valid(built: tuple[Case, str], lowered: bool)
         assert not is_surely_valid(numbered, forward_only=False)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(broken=broken_schedules())
 def test_broken_schedules_are_refused_with_the_same_words(broken: tuple[Case, Schedule, bool]) -> None:
     case, schedule, lowered = broken
     assert_told_alike(case, schedule, lowered=lowered)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(built=built_schedules(), data=st.data())
 def test_wrong_fillers_are_refused_with_the_same_words(built: tuple[Case, Schedule, bool], data: st.DataObject) -> None:
     case, schedule, lowered = built

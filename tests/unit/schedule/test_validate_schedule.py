@@ -109,7 +109,7 @@ def refuse(case: Case, schedule: Schedule, *named: Action, lowered: bool) -> Non
     assert re.search(r"^  lane \d+ \(ranks [\d,]+\):  .*> .* <", str(refused.value), re.MULTILINE)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(built=built_cases(), lowered=st.booleans(), data=st.data())
 def test_a_dropped_duplicated_or_misplaced_action_is_refused(built: tuple[Case, str], lowered: bool, data: st.DataObject) -> None:
     case, builder = built
@@ -129,7 +129,7 @@ def test_a_dropped_duplicated_or_misplaced_action_is_refused(built: tuple[Case, 
         refuse(case, edit(moved, lane, lambda actions: actions.pop(position)), action, lowered=lowered)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(built=built_cases(), lowered=st.booleans(), data=st.data())
 def test_a_swapped_dependent_pair_is_refused(built: tuple[Case, str], lowered: bool, data: st.DataObject) -> None:
     case, builder = built
@@ -153,7 +153,7 @@ def test_a_swapped_dependent_pair_is_refused(built: tuple[Case, str], lowered: b
     refuse(case, broken, *broken.lanes[lane].actions[first : second + 1], lowered=lowered)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(built=built_cases(), data=st.data())
 def test_swapped_sends_to_one_lane_are_refused(built: tuple[Case, str], data: st.DataObject) -> None:
     case, builder = built

@@ -24,7 +24,7 @@ def solve_linear_program(work, minimums, num_gpus):
     return -1 / found.fun
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(UNITS, st.floats(1.0, 20.0))
 def test_closed_form_equals_a_general_solver(units, spare):
     work, minimums = zip(*units, strict=True)

@@ -21,7 +21,7 @@ def brute_force(seconds: list[float], num_stages: int) -> float:
     return min(max(sum(seconds[first:end]) for first, end in itertools.pairwise((0, *cut, len(seconds)))) for cut in cuts)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=9), st.data())
 def test_the_slowest_range_is_as_fast_as_any_cut_allows(seconds, data):
     num_stages = data.draw(st.integers(1, len(seconds)))
