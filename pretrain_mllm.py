@@ -12,16 +12,16 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 
 from megatron.runtime.arguments import parse_arguments  # noqa: E402
-from megatron.runtime.failure import end_with_failure  # noqa: E402
+from megatron.runtime.failure import Ending  # noqa: E402
 
 
 def main(argv: list[str]) -> None:
     """Parse, join the other ranks, train; every failure ends all ranks with one message."""
-    rank = int(os.environ.get("RANK", "0"))
-    store = None
+    ending = Ending()
     try:
         config = parse_arguments(argv, environ=os.environ)
-        logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format="%(message)s")
+        level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
+        logging.basicConfig(level=level, format="%(message)s")
         for chatty in ("megatron.core", "torch"):
             logging.getLogger(chatty).setLevel(logging.ERROR)
 
@@ -36,14 +36,14 @@ def main(argv: list[str]) -> None:
         world = join_world(
             backend=config.training.distributed_backend,
             timeout=timedelta(minutes=config.training.distributed_timeout_minutes),
+            ending=ending,
         )
-        store = world.store
         run = prepare_run(config, world)
         resume(run)
         train(run)
-        leave_world()
+        leave_world(world)
     except Exception as problem:
-        end_with_failure(problem, rank=rank, store=store)
+        ending.fail(problem)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,19 @@
 """Joins this process to the run: rank, device, process group; the same under torchrun and under srun."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from megatron.runtime.failure import Ending
+from megatron.runtime.meeting import Meeting, open_meeting
+from megatron.runtime.rank_place import find_rank_place
+from megatron.runtime.rank_watch import RankWatch
+from megatron.runtime.start_agreement import agree_on_start
+from megatron.runtime.start_values import StartValues
 from multimodal.values.errors import ConfigError
 
 
@@ -19,34 +24,46 @@ class World:
     rank: int
     size: int
     local_rank: int
-    store: Store
-    """Shared by all ranks of this attempt."""
+    meeting: Meeting
+    """Where the ranks tell each other what no process group is needed for."""
+    timeout: timedelta
+    """How long a rank waits for its peers."""
+    watch: RankWatch = field(repr=False)
+
+    def agree(self, values: StartValues) -> None:
+        """Compare what this rank was told with all others; raises ConfigError for a rank that differs."""
+        agree_on_start(self.meeting, values, timeout_seconds=self.timeout.total_seconds())
+
+    def connect(self, *, backend: str | None) -> None:
+        """Initialise torch.distributed; collective, so every rank must have agreed."""
+        chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        store = PrefixStore("groups", self.meeting.store)
+        dist.init_process_group(chosen, store=store, rank=self.rank, world_size=self.size, timeout=self.timeout)
 
 
-def join_world(*, backend: str | None, timeout: timedelta) -> World:
-    """Initialise torch.distributed; alone when no launcher set RANK. Raises ConfigError for a backend that cannot work."""
+def join_world(*, backend: str | None, timeout: timedelta, ending: Ending) -> World:
+    """Meet the other ranks; alone when no launcher set RANK. Raises ConfigError for a backend that cannot work.
+
+    ending: learns of the meeting, so that from now on a failure of any rank ends all.
+    """
     if backend == "nccl" and not torch.cuda.is_available():
         raise ConfigError("--distributed-backend nccl needs CUDA, which this machine lacks; use gloo or leave the flag out")
-    for name, default in (
-        ("RANK", "0"),
-        ("WORLD_SIZE", "1"),
-        ("LOCAL_RANK", os.environ.get("RANK", "0")),
-        ("MASTER_ADDR", "127.0.0.1"),
-    ):
-        os.environ.setdefault(name, default)
-    os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
-    rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    place = find_rank_place(os.environ)
+    for name, value in (("RANK", place.rank), ("WORLD_SIZE", place.size), ("LOCAL_RANK", place.local_rank)):
+        os.environ.setdefault(name, str(value))
     if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
-    store, rank, size = next(rendezvous("env://", rank, size, timeout=timeout))
-    # A restarted attempt must not read the keys of the one before.
-    store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    dist.init_process_group(chosen, store=store, rank=rank, world_size=size, timeout=timeout)
-    return World(rank, size, local_rank, store)
+        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+    meeting = open_meeting(place, seconds=timeout.total_seconds())
+    ending.meeting = meeting
+    watch = RankWatch(meeting, ending=ending, timeout_seconds=timeout.total_seconds())
+    watch.start()
+    if place.rank == 0:
+        meeting.say_first_is_here()
+    return World(place.rank, place.size, place.local_rank, meeting, timeout, watch)
 
 
-def leave_world() -> None:
+def leave_world(world: World) -> None:
     """Wait for all ranks and take the process group down, so that none sees a peer vanish."""
+    world.watch.stop()
     dist.barrier()
     dist.destroy_process_group()

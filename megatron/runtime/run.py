@@ -3,7 +3,6 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from megatron.runtime.reporting import check_places
 from megatron.runtime.run_data import RunData
 from megatron.runtime.run_plan import build_plan
 from megatron.runtime.sample_exchange import SampleExchange
+from megatron.runtime.start_values import collect_start_values
 from megatron.runtime.trainer import Trainer
 from megatron.runtime.unit_optimizer import build_optimizer_config, build_unit_optimizer
 from multimodal.attention.bitfield import MaskMode
@@ -62,7 +62,10 @@ class Run:
 
 
 def prepare_run(config: RunConfig, world: World) -> Run:
-    """Build model, data and optimizers of this rank, newly initialised; raises BraidErrors."""
+    """Build model, data and optimizers of this rank, newly initialised; raises BraidErrors.
+
+    First whatever this rank can tell alone, then, once all ranks have found the same, what is collective.
+    """
     if config.checkpoint.save:
         _check_writable(config.checkpoint.save)
     if world.rank == 0:
@@ -73,6 +76,9 @@ def prepare_run(config: RunConfig, world: World) -> Run:
     data = build_data_sets(config, graph)
     vocab_size = padded_vocab_size(data.tokenizer, config)
     _check_vocabulary(vocab_size, graph, plan)
+    emulation = EmulationTable.from_file(config.training.emulate, plan=plan) if config.training.emulate else None
+    world.agree(collect_start_values(config, graph=graph, plan=plan, data=data, vocab_size=vocab_size))
+    world.connect(backend=config.training.distributed_backend)
     dtype = getattr(torch, config.training.dtype)
     options = BuildOptions(
         Precision(dtype),
@@ -83,8 +89,6 @@ def prepare_run(config: RunConfig, world: World) -> Run:
         attention_mask=MaskMode(config.model.attention_mask),
         num_overlapped_parts=config.parallelism.num_overlapped_parts,
     )
-    emulation = EmulationTable.from_file(config.training.emulate, plan=plan) if config.training.emulate else None
-    timeout = timedelta(minutes=config.training.distributed_timeout_minutes)
     runtime = assemble(
         graph,
         plan,
@@ -93,7 +97,7 @@ def prepare_run(config: RunConfig, world: World) -> Run:
         options=options,
         vocab_size=vocab_size,
         seed=config.training.seed,
-        timeout=timeout,
+        timeout=world.timeout,
         seconds=emulation.seconds if emulation else None,
         shards_weights=config.parallelism.shards_weights,
         reduces_by_layer="reduce-by-layer" in config.training.schedule_passes.split(","),
@@ -111,7 +115,7 @@ def prepare_run(config: RunConfig, world: World) -> Run:
     )
     exchanges = None
     if config.data.lengths_from == "decode":
-        build = partial(SampleExchange, rank=world.rank, world_size=world.size, timeout=timeout)
+        build = partial(SampleExchange, rank=world.rank, world_size=world.size, timeout=world.timeout)
         exchanges = build(), build()
     return Run(
         config,

@@ -1,0 +1,184 @@
+"""Where the ranks of a run meet before anything collective: a store that all can reach, in which each can say that it failed.
+
+torchrun keeps such a store; else rank 0 does, on MASTER_ADDR and MASTER_PORT. A store whose keeper is frozen answers nobody,
+so everything that must end is asked in a thread of its own (`ask_within`).
+"""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from threading import Thread
+from typing import TypeVar
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from megatron.runtime.rank_place import RankPlace
+
+POLL_SECONDS = 0.2
+_CLAIMED, _FAILED, _LEFT, _FIRST_IS_HERE, _ROLL_CALL, _TROUBLE = (
+    "claimed",
+    "failed",
+    "left",
+    "first-is-here",
+    "roll-call",
+    "trouble",
+)
+_Result = TypeVar("_Result")
+
+
+class StoreGoneError(RuntimeError):
+    """The store does not answer: who keeps it was killed or is frozen."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One rank's connections to the store of this attempt."""
+
+    place: RankPlace
+    store: Store
+    """For whatever the ranks decide together."""
+    line: Store
+    """The same store over a connection of its own, for what must get through while the other one waits: who failed."""
+
+    def claim_failure(self, *, seconds: float = 3.0) -> bool:
+        """Whether this rank is the first to fail, and so the one that tells the person. Raises StoreGoneError."""
+        return ask_within(seconds, lambda: self.line.add(_CLAIMED, 1)) == 1
+
+    def announce_failure(self, exit_code: int, *, seconds: float = 3.0) -> None:
+        """Tell all ranks to end, once the person has been told why. Raises StoreGoneError."""
+
+        def announce() -> None:
+            self.line.set(_FAILED, str(exit_code))
+            self.line.set(_TROUBLE, "1")
+
+        ask_within(seconds, announce)
+
+    def failure(self) -> int | None:
+        """The exit code of the rank that failed; None while none has said so."""
+        return int(self.line.get(_FAILED)) if self.line.check([_TROUBLE]) and self.line.check([_FAILED]) else None
+
+    def wait_for_failure(self, *, seconds: float) -> int | None:
+        """Wait for the rank that failed first to have told why, and return its exit code, or None. Raises StoreGoneError."""
+        wait_until(lambda: ask_within(3.0, self.failure) is not None, seconds=seconds)
+        return ask_within(3.0, self.failure)
+
+    def say_first_is_here(self) -> None:
+        """Rank 0: its flags are in order, so that a rank whose flags are not is alone with that."""
+        self.store.set(_FIRST_IS_HERE, "1")
+
+    def knows_of_first(self) -> bool:
+        """Whether rank 0 has come, or failed."""
+        return self.line.check([_FIRST_IS_HERE]) or self.failure() is not None
+
+    def call_roll(self, *, seconds: float) -> dict[int, str]:
+        """Ask all other ranks what they are doing; returns what those said that answered in time. Raises StoreGoneError."""
+
+        def call() -> None:
+            self.line.set(_ROLL_CALL, "1")
+            self.line.set(_TROUBLE, "1")
+
+        ask_within(seconds, call)
+        others, deadline = set(range(self.place.size)) - {self.place.rank}, time.monotonic() + seconds
+        while True:
+            answers = ask_within(3.0, lambda: self._answers(others))
+            if len(answers) == len(others) or time.monotonic() > deadline:
+                return answers
+            time.sleep(POLL_SECONDS)
+
+    def _answers(self, ranks: Iterable[int]) -> dict[int, str]:
+        keys = {rank: f"{_ROLL_CALL}/{rank}" for rank in sorted(ranks)}
+        return {rank: self.line.get(key).decode() for rank, key in keys.items() if self.line.check([key])}
+
+    def roll_is_called(self) -> bool:
+        """Whether some rank asks what the others are doing."""
+        return self.line.check([_TROUBLE]) and self.line.check([_ROLL_CALL])
+
+    def answer_roll(self, doing: str) -> None:
+        """Tell what this rank is doing."""
+        self.line.set(f"{_ROLL_CALL}/{self.place.rank}", doing)
+
+    def leave(self, *, seconds: float) -> None:
+        """Before this process ends by a failure: say so, and where it keeps the store, wait until all others have."""
+
+        def leave() -> None:
+            count, deadline = self.line.add(_LEFT, 1), time.monotonic() + seconds
+            while self.place.keeps_store and count < self.place.size and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS / 2)
+                count = self.line.add(_LEFT, 0)
+
+        ask_within(seconds + 1.0, leave)
+
+
+def open_meeting(place: RankPlace, *, seconds: float) -> Meeting:
+    """Connect to the store, or keep it; raises StoreGoneError when nobody does within `seconds`."""
+    try:
+        store = _connect(place, port=place.port, keeps=place.keeps_store, seconds=seconds)
+        line = _connect(place, port=store.port, keeps=False, seconds=seconds)
+    except RuntimeError as problem:
+        reason = str(problem).splitlines()[0]
+        what = "keep" if place.keeps_store else "reach"
+        raise StoreGoneError(
+            f"rank {place.rank} cannot {what} the store at {place.address}:{place.port} in which the ranks meet ({reason}); "
+            "check MASTER_ADDR and MASTER_PORT, and that no other run uses that port"
+        ) from None
+    # A restarted attempt must not read the keys of the one before.
+    prefix = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return Meeting(place, PrefixStore(prefix, store), PrefixStore(prefix, line))
+
+
+def _connect(place: RankPlace, *, port: int, keeps: bool, seconds: float) -> TCPStore:
+    if not keeps:
+        _wait_for_port(place, port=port, seconds=seconds)
+    timeout = timedelta(seconds=max(1.0, seconds))
+    return TCPStore(
+        place.address, port, place.size, keeps, timeout, wait_for_workers=False, multi_tenant=not place.launcher_keeps_store
+    )
+
+
+def _wait_for_port(place: RankPlace, *, port: int, seconds: float) -> None:
+    """Until somebody listens there; torch would wait as well, but complain with C++ stacks."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((place.address, port), timeout=max(1.0, min(seconds, 5.0))).close()
+            return
+        except OSError as problem:
+            if time.monotonic() > deadline:
+                keeper = "torchrun on the first node" if place.launcher_keeps_store else "rank 0"
+                raise StoreGoneError(
+                    f"rank {place.rank} waited {seconds:.0f} s for {keeper} at {place.address}:{port} (MASTER_ADDR and "
+                    f"MASTER_PORT), which does not answer ({problem.strerror or problem}); was it started, and how did it end?"
+                ) from None
+            time.sleep(POLL_SECONDS)
+
+
+def wait_until(has_happened: Callable[[], bool], *, seconds: float) -> bool:
+    """Look again and again; returns whether it has happened within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (found := has_happened()) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return found
+
+
+def ask_within(seconds: float, question: Callable[[], _Result]) -> _Result:
+    """The answer of a question to the store; raises StoreGoneError when there is none in time, or the connection is lost."""
+    answers: list[_Result] = []
+    problems: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            answers.append(question())
+        except Exception as problem:
+            problems.append(problem)
+
+    thread = Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if problems and not isinstance(problems[0], RuntimeError):
+        raise problems[0]
+    if not answers:
+        raise StoreGoneError("the store in which the ranks meet does not answer")
+    return answers[0]

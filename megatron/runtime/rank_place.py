@@ -1,0 +1,61 @@
+"""Which of the processes of a run this one is, as its launcher says in environment variables."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from multimodal.values.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """This process among all others, and where they meet."""
+
+    rank: int
+    size: int
+    local_rank: int
+    address: str
+    port: int
+    launcher_keeps_store: bool
+    """torchrun keeps the store in which the ranks meet, else rank 0 does."""
+
+    @property
+    def keeps_store(self) -> bool:
+        """Whether the store lives in this process."""
+        return self.rank == 0 and not self.launcher_keeps_store
+
+
+def find_rank_place(environ: Mapping[str, str]) -> RankPlace:
+    """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without them the process is alone.
+
+    Raises ConfigError for a variable that cannot be.
+    """
+    size = _whole_number(environ, "WORLD_SIZE", default=1)
+    if size < 1:
+        raise ConfigError(
+            f"the environment variable WORLD_SIZE must be the number of processes, found '{size}'; launch with torchrun"
+        )
+    rank = _whole_number(environ, "RANK", default=0)
+    if rank >= size:
+        raise ConfigError(
+            f"the environment variable RANK is {rank} but WORLD_SIZE is {size}: ranks count from 0 to {size - 1}; "
+            "launch with torchrun"
+        )
+    port = _whole_number(environ, "MASTER_PORT", default=0 if size == 1 else 29500)
+    if port > 65535:
+        raise ConfigError(f"the environment variable MASTER_PORT is {port}, expected a port: 1 to 65535")
+    return RankPlace(
+        rank=rank,
+        size=size,
+        local_rank=_whole_number(environ, "LOCAL_RANK", default=rank),
+        address=environ.get("MASTER_ADDR") or "127.0.0.1",
+        port=port,
+        launcher_keeps_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _whole_number(environ: Mapping[str, str], name: str, *, default: int) -> int:
+    text = environ.get(name, str(default))
+    if not text.isascii() or not text.isdecimal() or len(text) > 18:
+        meaning = "the number of processes" if name == "WORLD_SIZE" else "a whole number"
+        raise ConfigError(f"the environment variable {name} must be {meaning}, found {text!r}; launch with torchrun")
+    return int(text)

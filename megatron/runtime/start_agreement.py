@@ -1,0 +1,69 @@
+"""Ranks start only when all of them were told the same: before any process group exists, or a difference would be a hang."""
+
+import json
+import time
+from collections.abc import Callable
+
+from megatron.runtime.failure import RanksLostError
+from megatron.runtime.meeting import POLL_SECONDS, Meeting
+from megatron.runtime.start_values import StartValues, describe_difference, digest_of
+from multimodal.values.errors import ConfigError
+
+_VERDICT = "start"
+_AGREED = "agreed"
+
+
+def agree_on_start(meeting: Meeting, values: StartValues, *, timeout_seconds: float) -> None:
+    """Wait until all ranks have brought the values of rank 0.
+
+    Rank 0 compares digests as they come; at the first that differs it shows its values, and the rank that brought it says what is
+    different: O(ranks) small messages. Raises ConfigError on the rank that differs, RanksLostError when ranks do not come.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    place, store = meeting.place, meeting.store
+    store.set(f"{_VERDICT}/{place.rank}", digest_of(values))
+    if place.rank == 0:
+        _compare_all(meeting, values, deadline)
+        return
+    _wait(meeting, _VERDICT, deadline, missing=lambda: f"rank {place.rank} waited in vain for others to start")
+    verdict = store.get(_VERDICT).decode()
+    if verdict == _AGREED:
+        return
+    told = json.loads(verdict)
+    if told["rank"] == place.rank:
+        raise ConfigError(describe_difference(told["values"], there=values, rank=place.rank))
+    _wait_for_end(meeting, deadline, rank=told["rank"])
+
+
+def _compare_all(meeting: Meeting, values: StartValues, deadline: float) -> None:
+    store, own = meeting.store, digest_of(values)
+    waiting = list(range(1, meeting.place.size))
+
+    def missing() -> str:
+        shown = ", ".join(map(str, waiting[:8])) + (f" and {len(waiting) - 8} more" if len(waiting) > 8 else "")
+        return f"rank 0 waited in vain for rank{'s' * (len(waiting) > 1)} {shown} to start"
+
+    while waiting:
+        _wait(meeting, f"{_VERDICT}/{waiting[0]}", deadline, missing=missing)
+        rank = waiting.pop(0)
+        if store.get(f"{_VERDICT}/{rank}").decode() != own:
+            store.set(_VERDICT, json.dumps({"rank": rank, "values": values}))
+            _wait_for_end(meeting, deadline, rank=rank)
+    store.set(_VERDICT, _AGREED)
+
+
+def _wait_for_end(meeting: Meeting, deadline: float, *, rank: int) -> None:
+    """The rank that differs ends the run."""
+    _wait(meeting, "never", deadline, missing=lambda: f"rank {rank} was started with other values than rank 0")
+
+
+def _wait(meeting: Meeting, key: str, deadline: float, *, missing: Callable[[], str]) -> None:
+    """Look until it is there, or another rank has failed."""
+    while not meeting.store.check([key]):
+        if meeting.failure() is not None:
+            raise RanksLostError("another rank failed while the ranks met")
+        if time.monotonic() > deadline:
+            raise RanksLostError(
+                f"{missing()} (--distributed-timeout-minutes); see whether all were started, and how the log of each ends"
+            )
+        time.sleep(POLL_SECONDS)

@@ -1,0 +1,170 @@
+"""What every rank must have alike before a run starts, as plain printable values: flags, model, plan, data, versions.
+
+A rank with another value would decide or compute something else than its peers: train on in silence, or wait for ever.
+"""
+
+import hashlib
+import importlib.metadata
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from megatron.runtime.configuration import GROUPS, RunConfig
+from megatron.runtime.data_sets import DIGITS, DataSets
+from megatron.runtime.field_flags import field_flags
+from megatron.runtime.prediction import assumed_cluster
+from megatron.runtime.unit_flags import SIZE_SPELLINGS
+from multimodal.cost.cluster import Cluster
+from multimodal.cost.cost_table import CostTable
+from multimodal.data.sample_source import SampleSource
+from multimodal.kernels import kernels
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+
+StartValues = Mapping[str, Mapping[str, str]]
+"""Section -> name -> value, in the order in which differences are looked for."""
+
+MAY_DIFFER = frozenset({"log_interval", "log_json", "tensorboard_dir", "peak_tflops", "progress_bar"})
+"""Fields that change nothing in what ranks do together: only rank 0 reports, and devices may be unlike."""
+BY_CONTENT = frozenset({"model", "plan", "data_path", "tokenizer_model", "emulate", "cluster"})
+"""Input files, which may lie elsewhere on every node: what is in them is compared instead."""
+_PACKAGES = ("braid", "megatron-core", "torch", "numpy")
+_ADVICE: Mapping[str, str] = {
+    "program": "rank {rank} runs with {name} {there}, rank 0 with {here}; install the same on every node",
+    "flags": "rank {rank} was started {there}, rank 0 {here}; start every rank with the same flags",
+    "environment": "rank {rank} has {name} {there} in its environment, rank 0 {here}; start every rank by the same launcher",
+    "model": "rank {rank} has another model, whose {name} is {there}, rank 0's {here}; give every rank the same --model",
+    "plan": "rank {rank} has another plan, whose {name} is {there}, rank 0's {here}; give every rank the same --plan",
+    "tokenizer": "rank {rank} has another tokenizer: {name} is {there}, rank 0's {here}; give all the same --tokenizer-model",
+    "data": "rank {rank} sees other data: {name} is {there}, on rank 0 {here}; give --data-path the same content on every node",
+    "costs": "rank {rank} has other costs: {name} is {there}, on rank 0 {here}; give every rank the same --emulate and --cluster",
+}
+"""What to say of a difference, by section."""
+_ABSENT = "missing"
+
+
+def collect_start_values(config: RunConfig, *, graph: ModelGraph, plan: Plan, data: DataSets, vocab_size: int) -> StartValues:
+    """Everything of this rank that must be alike on all; O(samples of a manifest)."""
+    return {
+        "program": {
+            **{package: _version(package) for package in _PACKAGES},
+            "decisions by": "C++ kernels" if kernels is not None else "Python references",
+        },
+        "flags": dict(_flag_values(config)),
+        "environment": {name: os.environ.get(name, "unset") for name in _environment_names(config)},
+        "model": dict(_flat("", graph.to_dict())),
+        "plan": dict(_flat("", plan.to_dict())),
+        "tokenizer": _tokenizer_values(config, data, vocab_size),
+        "data": _data_values(config, data),
+        "costs": dict(_cost_values(config)),
+    }
+
+
+def digest_of(values: StartValues) -> str:
+    """A text that two ranks share if, with near certainty, all their values are the same."""
+    digest = hashlib.blake2b(digest_size=16)
+    for section, entries in values.items():
+        for name, value in entries.items():
+            digest.update(f"{section}\0{name}\0{value}\0".encode(errors="surrogatepass"))
+    return digest.hexdigest()
+
+
+def describe_difference(here: StartValues, *, there: StartValues, rank: int) -> str:
+    """Say what is different first, and what to do; here: of rank 0, there: of `rank`. Empty when nothing is."""
+    for section, advice in _ADVICE.items():
+        first, other = here.get(section, {}), there.get(section, {})
+        for name in dict.fromkeys((*first, *other)):
+            if first.get(name, _ABSENT) != other.get(name, _ABSENT):
+                shown = [entries.get(name, _ABSENT) for entries in (other, first)]
+                return advice.format(rank=rank, name=name, there=shown[0], here=shown[1])
+    return ""
+
+
+def _environment_names(config: RunConfig) -> tuple[str, ...]:
+    """Balancers ask for the size of a node, which may differ where nothing is balanced."""
+    return ("WORLD_SIZE",) if config.training.balance == "none" else ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def _flag_values(config: RunConfig) -> Iterator[tuple[str, str]]:
+    for name, group in GROUPS.items():
+        settings = getattr(config, name)
+        for flag in field_flags(group):
+            if flag.name not in MAY_DIFFER | BY_CONTENT:
+                yield flag.name, _shown_flag(flag.flag, getattr(settings, flag.name), is_switch=flag.parse is None)
+    for unit, sizes in config.parallelism.units.items():
+        for size_name, (ending, _) in SIZE_SPELLINGS.items():
+            spelling = f"--{unit.replace('_', '-')}-{ending}"
+            yield f"{unit}.{size_name}", _shown_flag(spelling, getattr(sizes, size_name), is_switch=False)
+    for unit, size in config.training.encoder_micro_batch_sizes.items():
+        yield f"{unit}.micro_batch_size", _shown_flag(f"--{unit.replace('_', '-')}-micro-batch-size", size, is_switch=False)
+
+
+def _shown_flag(flag: str, value: Any, *, is_switch: bool) -> str:
+    """As it would be typed: `with --lr 0.001`, `without --plan`."""
+    if is_switch:
+        is_given = bool(value) != flag.startswith("--no-")
+        return f"{'with' if is_given else 'without'} {flag}"
+    if value is None or value == ():
+        return f"without {flag}"
+    return f"with {flag} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """The leaves of nested values, by the way to them; an empty container is a leaf."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    elif isinstance(value, (list, tuple)) and any(
+        isinstance(entry, (list, tuple, Mapping)) or is_dataclass(entry) for entry in value
+    ):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping) and value:
+        for key, entry in value.items():
+            yield from _flat(f"{name}.{key}".lstrip("."), entry)
+    else:
+        yield name, str(value.value if isinstance(value, Enum) else value)
+
+
+def _tokenizer_values(config: RunConfig, data: DataSets, vocab_size: int) -> Mapping[str, str]:
+    values = {"the vocabulary": str(data.tokenizer.vocab_size), "the padded vocabulary": str(vocab_size)}
+    if config.data.tokenizer_model is not None:
+        path = Path(config.data.tokenizer_model)
+        file = path / "tokenizer.json" if path.is_dir() else path
+        values["the digest of the file's content"] = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+    return values
+
+
+def _data_values(config: RunConfig, data: DataSets) -> Mapping[str, str]:
+    """Of handwritten digits nothing: flags and seed say everything about them."""
+    is_digits = config.data.data_path == DIGITS
+    values = {"--data-path": DIGITS if is_digits else "a manifest"}
+    if not is_digits:
+        for name, source in (("training", data.train), ("validation", data.valid)):
+            values[f"the number of {name} samples"] = str(len(source))
+            values[f"the digest of all lengths of {name} samples"] = _digest_of_lengths(source)
+    return values
+
+
+def _digest_of_lengths(source: SampleSource) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for index in range(len(source)):
+        digest.update(repr(source.lengths(index)).encode())
+    return digest.hexdigest()
+
+
+def _cost_values(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if config.training.emulate is not None:
+        yield from _flat("emulate", CostTable.from_file(config.training.emulate))
+    if config.training.cluster is not None:
+        yield from _flat("cluster", Cluster.from_file(config.training.cluster))
+    elif config.training.balance == "auto":
+        yield from _flat("cluster", assumed_cluster())
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
