@@ -13,11 +13,14 @@ warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 
 from megatron.runtime.arguments import parse_arguments  # noqa: E402
 from megatron.runtime.failure import Ending  # noqa: E402
+from megatron.runtime.stop_requests import StopRequests  # noqa: E402
 
 
 def main(argv: list[str]) -> None:
     """Parse, join the other ranks, train; every failure ends all ranks with one message."""
     ending = Ending()
+    stop_requests = StopRequests(ending)
+    stop_requests.listen()
     try:
         config = parse_arguments(argv, environ=os.environ)
         level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
@@ -38,7 +41,7 @@ def main(argv: list[str]) -> None:
             timeout=timedelta(minutes=config.training.distributed_timeout_minutes),
             ending=ending,
         )
-        run = prepare_run(config, world)
+        run = prepare_run(config, world, stop_requests=stop_requests)
         resume(run)
         train(run)
         leave_world(world)

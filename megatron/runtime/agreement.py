@@ -5,13 +5,14 @@ A digest of the assignment is compared in one small reduction; only when it diff
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron.runtime.step import Step
+from megatron.runtime.stop_requests import StopReason
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import AssignmentError
 
@@ -28,17 +29,34 @@ def assignment_digest(assignment: Assignment) -> int:
     return int.from_bytes(digest.digest()) >> 2
 
 
-def check_agreement(step: Step, *, number: int, wait_seconds: float, device: torch.device) -> float:
-    """Compare this step's assignment on all ranks; collective. Returns the longest wait of all ranks, in seconds.
+class Agreed(NamedTuple):
+    """What all ranks know before a step."""
 
-    wait_seconds: what this rank waited for the step. Raises AssignmentError, on every rank, with the first difference.
+    wait_seconds: float
+    """The longest that a rank waited for the step."""
+    stop: StopReason
+    """Why the step is not to be run; NONE when it is."""
+
+
+def check_agreement(step: Step, *, number: int, wait_seconds: float, stop: StopReason, device: torch.device) -> Agreed:
+    """Compare this step's assignment on all ranks; collective.
+
+    wait_seconds: what this rank waited for the step; stop: what it wants. Raises AssignmentError, on every rank, with the first
+    difference.
     """
-    told = torch.tensor([step.digest, -step.digest, round(1e6 * wait_seconds)], dtype=torch.int64, device=device)
+    told = torch.tensor([step.digest, -step.digest, round(1e6 * wait_seconds), stop], dtype=torch.int64, device=device)
     dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    largest, smallest, wait_us = told.tolist()
+    largest, smallest, wait_us, largest_stop = told.tolist()
     if largest != -smallest:
         _raise_difference(step.assignment, number=number)
-    return float(wait_us) / 1e6
+    return Agreed(wait_us / 1e6, StopReason(largest_stop))
+
+
+def agree_to_stop(stop: StopReason, *, device: torch.device) -> StopReason:
+    """What the rank wants that wants most; collective."""
+    told = torch.tensor([stop], dtype=torch.int64, device=device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return StopReason(int(told.item()))
 
 
 def _raise_difference(assignment: Assignment, *, number: int) -> None:

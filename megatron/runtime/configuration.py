@@ -98,6 +98,8 @@ class TrainingConfig:
     """Optimizer steps in all, those before a resumption included."""
     exit_interval: int | None = field(default=None, metadata=AT_LEAST_ONE)
     """Stop after the next step that this divides."""
+    exit_duration_in_mins: float | None = field(default=None, metadata={"above": 0})
+    """Save and stop after the step in which the run has lasted so many minutes, start-up included."""
     seed: int = field(default=1234, metadata=AT_LEAST_ZERO)
     """Seed of weights, data order and the split of a manifest."""
     dtype: Literal["float32", "bfloat16", "float64"] = field(

@@ -25,7 +25,7 @@ _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken p
 """How torch.distributed's messages tell that another rank is gone."""
 _WAITED_IN_VAIN = ("Timed out waiting", "wait timeout after", "timed out after", "Socket Timeout")
 """How they tell that another rank did not come."""
-FAULTS = "killed, out of memory, or its node failed? See how its log ends, and the kernel's log (dmesg) of its node"
+FAULTS = "frozen, killed, out of memory, or its node failed? See how its log ends, and the kernel's log (dmesg) of its node"
 
 
 class RanksLostError(RuntimeError):
@@ -173,7 +173,7 @@ def store_keeper(place: RankPlace) -> str:
     where = f"the store at {place.address}:{place.port}"
     if place.launcher_keeps_store:
         return f"other ranks, and {where}, which torchrun keeps on the first node, does not answer:"
-    return f"rank 0, as {where}, which rank 0 keeps, does not answer: frozen,"
+    return f"rank 0, as {where}, which rank 0 keeps, does not answer:"
 
 
 def report(problem: BaseException, rank: int) -> None:

@@ -18,6 +18,7 @@ from megatron.runtime.data_sets import DataSets, build_data_sets, padded_vocab_s
 from megatron.runtime.device_peak import find_peak_tflops
 from megatron.runtime.distributed_setup import World
 from megatron.runtime.emulation_table import EmulationTable
+from megatron.runtime.failure import Ending
 from megatron.runtime.freezing import apply_freezing
 from megatron.runtime.learning_rate import build_scheduler
 from megatron.runtime.reporting import check_places
@@ -25,6 +26,7 @@ from megatron.runtime.run_data import RunData
 from megatron.runtime.run_plan import build_plan
 from megatron.runtime.sample_exchange import SampleExchange
 from megatron.runtime.start_values import collect_start_values
+from megatron.runtime.stop_requests import StopRequests
 from megatron.runtime.trainer import Trainer
 from megatron.runtime.unit_optimizer import build_optimizer_config, build_unit_optimizer
 from multimodal.attention.bitfield import MaskMode
@@ -59,9 +61,11 @@ class Run:
     """Keeps other runs from writing to --save."""
     described_data: RunData = field(default_factory=dict)
     """What its checkpoints say of its data."""
+    stop_requests: StopRequests = field(default_factory=lambda: StopRequests(Ending()))
+    """What may ask this rank to stop early."""
 
 
-def prepare_run(config: RunConfig, world: World) -> Run:
+def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests) -> Run:
     """Build model, data and optimizers of this rank, newly initialised; raises BraidErrors.
 
     First whatever this rank can tell alone, then, once all ranks have found the same, what is collective.
@@ -130,6 +134,7 @@ def prepare_run(config: RunConfig, world: World) -> Run:
         trainer,
         exchanges=exchanges,
         emulation=emulation,
+        stop_requests=stop_requests,
     )
 
 

@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron.runtime.step import Step
 from megatron.runtime.step_planner import StepPlanner
+from megatron.runtime.stop_requests import ignore_in_worker
 from multimodal.values.errors import BraidError
 
 STEPS_AHEAD = 2
@@ -34,7 +35,7 @@ def load_steps(planner: StepPlanner, steps: range, *, num_workers: int) -> Itera
         sampler=steps,
         num_workers=min(num_workers, len(steps)),
         prefetch_factor=STEPS_AHEAD if num_workers and len(steps) else None,
-        worker_init_fn=_one_thread,
+        worker_init_fn=_start_worker,
     )
     for loaded in loader:
         if isinstance(loaded, BraidError):
@@ -42,5 +43,6 @@ def load_steps(planner: StepPlanner, steps: range, *, num_workers: int) -> Itera
         yield loaded
 
 
-def _one_thread(worker: int) -> None:
+def _start_worker(worker: int) -> None:
     torch.set_num_threads(1)
+    ignore_in_worker()

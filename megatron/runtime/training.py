@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron.runtime import platform
-from megatron.runtime.agreement import check_agreement
+from megatron.runtime.agreement import agree_to_stop, check_agreement
 from megatron.runtime.checkpoint import find_newest_checkpoint
 from megatron.runtime.configuration import RunConfig
 from megatron.runtime.context_sharing import ContextSharing
@@ -22,6 +22,7 @@ from megatron.runtime.step import Step
 from megatron.runtime.step_loader import load_steps
 from megatron.runtime.step_planner import StepPlanner
 from megatron.runtime.step_thread import load_steps_in_thread
+from megatron.runtime.stop_requests import StopReason
 from megatron.runtime.timeline_gathering import gather_timeline
 from megatron.runtime.trainer import EvaluationReport
 from multimodal.attention.bitfield import MaskMode
@@ -47,6 +48,8 @@ class RunSummary:
     blank_evaluation: EvaluationReport | None
     peak_activation_bytes: int
     """The largest of all ranks and steps; 0 when no step was left to do."""
+    stop: StopReason = StopReason.NONE
+    """What ended the run before its last step."""
 
 
 def train(run: Run) -> RunSummary:
@@ -62,30 +65,69 @@ def train(run: Run) -> RunSummary:
     return summary
 
 
-def _train(run: Run, reporter: Reporter) -> RunSummary:
-    config, last_step = run.config, _last_step(run.config, run.done_steps)
+@dataclass
+class _Progress:
+    """How far training has come."""
+
+    step: int
+    saved_step: int | None = None
+    evaluated_step: int | None = None
     evaluation: tuple[EvaluationReport | None, EvaluationReport | None] = (None, None)
-    evaluated_step = saved_step = None
-    peak_bytes = 0
+    peak_bytes: int = 0
+    stop: StopReason = StopReason.NONE
+
+
+class _StoppedError(Exception):
+    """All ranks have agreed to stop before the last step."""
+
+    def __init__(self, reason: StopReason) -> None:
+        super().__init__(reason.describe())
+        self.reason = reason
+
+
+def _train(run: Run, reporter: Reporter) -> RunSummary:
+    last_step = _last_step(run.config, run.done_steps)
+    progress = _Progress(run.done_steps)
+    run.stop_requests.begin_training()
+    try:
+        _run_steps(run, reporter, progress, last_step=last_step)
+        _save_last(run, progress)
+        if run.config.evaluation.eval_iters and progress.evaluated_step != last_step:
+            progress.evaluation = _evaluate(run, reporter, last_step)
+    except _StoppedError as stopped:
+        progress.stop = stopped.reason
+        _save_last(run, progress)
+    return RunSummary(progress.step, *progress.evaluation, progress.peak_bytes, progress.stop)
+
+
+def _run_steps(run: Run, reporter: Reporter, progress: _Progress, *, last_step: int) -> None:
+    config, device = run.config, platform.device()
     steps = _load(run, _train_planner(run), range(run.done_steps, last_step))
     for number, (step, wait_seconds) in enumerate(_timed(steps), run.done_steps + 1):
-        wait_seconds = check_agreement(step, number=number, wait_seconds=wait_seconds, device=platform.device())
+        agreed = check_agreement(step, number=number, wait_seconds=wait_seconds, stop=_wish_to_stop(run), device=device)
+        if agreed.stop is StopReason.SIGTERM or (agreed.stop and progress.step > run.done_steps):  # a short time has one step
+            raise _StoppedError(agreed.stop)
         report, events = run.trainer.train_step(step, number=number)
-        reporter.step(number, report, replace(step.balance, assign_wait_ms=1e3 * wait_seconds))
-        peak_bytes = max(peak_bytes, report.peak_activation_bytes)
+        progress.step = number
+        reporter.step(number, report, replace(step.balance, assign_wait_ms=1e3 * agreed.wait_seconds))
+        progress.peak_bytes = max(progress.peak_bytes, report.peak_activation_bytes)
         if run.emulation:
             _compare_with_simulation(run, run.emulation, reporter, step, events, is_last=number == last_step)
         if _wants_timeline(config, number, last_step):
             _report_timeline(run, reporter, number, events)
         if config.evaluation.eval_iters and _is_multiple(number, config.evaluation.eval_interval):
-            evaluation, evaluated_step = _evaluate(run, reporter, number), number
+            progress.evaluation, progress.evaluated_step = _evaluate(run, reporter, number), number
         if _is_multiple(number, config.checkpoint.save_interval):
-            saved_step = save(run, number)
-    if config.checkpoint.save and saved_step != last_step and last_step > run.done_steps:
-        save(run, last_step)
-    if config.evaluation.eval_iters and evaluated_step != last_step:
-        evaluation = _evaluate(run, reporter, last_step)
-    return RunSummary(last_step, *evaluation, peak_bytes)
+            progress.saved_step = save(run, number)
+
+
+def _save_last(run: Run, progress: _Progress) -> None:
+    if run.config.checkpoint.save and progress.saved_step != progress.step and progress.step > run.done_steps:
+        progress.saved_step = save(run, progress.step)
+
+
+def _wish_to_stop(run: Run) -> StopReason:
+    return run.stop_requests.reason(exit_duration_minutes=run.config.training.exit_duration_in_mins)
 
 
 def _load(run: Run, planner: StepPlanner, steps: range) -> Iterator[Step]:
@@ -134,11 +176,14 @@ def describe_end(run: Run, summary: RunSummary) -> str:
     logging_config = run.config.logging
     if run.config.checkpoint.save:
         newest = find_newest_checkpoint(run.config.checkpoint.save)
-        places.append(f"checkpoint {newest}")
+        places.append(f"checkpoint {newest}" if newest else "no checkpoint")
     if logging_config.report_dir:
         places.append(f"pictures {logging_config.report_dir}/loss.png and {logging_config.report_dir}/timeline.png")
     if logging_config.log_json:
         places.append(f"log {logging_config.log_json}")
+    if summary.stop:
+        without = "" if run.config.checkpoint.save else "; nothing is saved without --save DIR"
+        return "; ".join([f"stopped by {summary.stop.describe()} after step {summary.done_steps}{without}", *places])
     results = f"step {summary.done_steps} done"
     if summary.evaluation:
         results += f": {summary.evaluation.answer_accuracy:.1%} of held-out answers right"
@@ -226,7 +271,15 @@ def _evaluate(run: Run, reporter: Reporter, number: int) -> tuple[EvaluationRepo
 def _evaluate_on(run: Run, source: SampleSource) -> EvaluationReport:
     planner = _planner(run, source, seed=0, shuffle=False, forward_only=True)
     steps = range(run.config.evaluation.eval_iters)
-    return run.trainer.evaluate(_load(run, planner, steps))
+    return run.trainer.evaluate(_until_stopped(run, _load(run, planner, steps)))
+
+
+def _until_stopped(run: Run, steps: Iterator[Step]) -> Iterator[Step]:
+    """Steps of an evaluation, which is given up when ranks are to stop: what takes minutes would outlast a time limit."""
+    for step in steps:
+        if reason := agree_to_stop(_wish_to_stop(run), device=platform.device()):
+            raise _StoppedError(reason)
+        yield step
 
 
 def _build_reporter(run: Run) -> Reporter:

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.runtime.agreement import assignment_digest, check_agreement
+from megatron.runtime.agreement import Agreed, assignment_digest, check_agreement
+from megatron.runtime.stop_requests import StopReason
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import AssignmentError
 from tests.distributed.gradient_case import GradientCase, plan_case
@@ -17,14 +18,15 @@ from tests.distributed.test_every_builder import MODELS, build_case
 CASE = build_case("1f1b", MODELS["two encoders and LLM"])
 
 
-def agree(case: GradientCase, other: Assignment | None, odd_rank: int) -> str | float:
-    """Check a step that one rank plans otherwise; returns the message, or the longest wait."""
+def agree(case: GradientCase, other: Assignment | None, odd_rank: int) -> str | Agreed:
+    """Check a step that one rank plans otherwise and rank 1 wants to stop at; returns the message, or what was agreed."""
     rank = dist.get_rank()
     step = plan_case(case)
     if other is not None and rank == odd_rank:
         step = replace(step, assignment=other, digest=assignment_digest(other))
     try:
-        return check_agreement(step, number=3, wait_seconds=0.25 * rank, device=torch.device("cpu"))
+        stop = StopReason.SIGTERM if rank == 1 else StopReason.DURATION
+        return check_agreement(step, number=3, wait_seconds=0.25 * rank, stop=stop, device=torch.device("cpu"))
     except AssignmentError as problem:
         return str(problem)
 
@@ -40,9 +42,12 @@ def reversed_inside(assignment: Assignment) -> Assignment:
     return Assignment({**assignment.units, "llm": ((tuple(reversed(first)), *rest), *assignment.units["llm"][1:])})
 
 
-def test_agreeing_ranks_learn_the_longest_wait(ranks: RankPool) -> None:
+def test_agreeing_ranks_learn_the_longest_wait_and_the_strongest_reason_to_stop(ranks: RankPool) -> None:
     world_size = CASE.plan.num_ranks
-    assert ranks.run(agree, CASE, None, 0, world_size=world_size) == [0.25 * (world_size - 1)] * world_size
+    assert (
+        ranks.run(agree, CASE, None, 0, world_size=world_size)
+        == [Agreed(0.25 * (world_size - 1), StopReason.SIGTERM)] * world_size
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,151 @@
+"""Ranks that are stopped, killed or frozen while they train: what is left ends by itself, and says truthfully why."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron.runtime.checkpoint import find_newest_checkpoint
+from tests.distributed.launch import Launched, launch
+from tests.distributed.test_wrong_inputs import working_flags, write_working_files
+
+NUM_RANKS = 3
+TIMEOUT_SECONDS = 6
+PATIENCE_SECONDS = 100.0
+ENDLESS = 10**6
+Meanwhile = Callable[[Sequence[int]], None]
+
+
+def train(folder: Path, *flags: object, meanwhile: Callable[[Sequence[int], Path], None] | None = None) -> Launched:
+    """Start a run that would go on for hours; `meanwhile` gets the process ids once it has trained five steps."""
+    write_working_files(folder)
+    changed = {"--train-iters": ENDLESS, "--log-json": folder / "log.jsonl", "--llm-pp": 2, "--num-workers": 1}
+    kept = {**working_flags(folder), **changed, "--distributed-timeout-minutes": TIMEOUT_SECONDS / 60}
+
+    def when_training(processes: Sequence[int]) -> None:
+        if meanwhile is not None:
+            wait_for_steps(folder, 5)
+            meanwhile(processes, folder)
+
+    return launch(
+        [*(item for pair in kept.items() for item in pair), *flags],
+        num_ranks=NUM_RANKS,
+        timeout_seconds=2 * PATIENCE_SECONDS,
+        meanwhile=when_training,
+    )
+
+
+def logged_steps(folder: Path) -> list[int]:
+    """The steps in the log."""
+    log = folder / "log.jsonl"
+    return [json.loads(line)["step"] for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def wait_for_steps(folder: Path, count: int) -> None:
+    """Until so many steps are in the log."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while len(logged_steps(folder)) < count:
+        assert time.monotonic() < deadline, "training did not start"
+        time.sleep(0.05)
+
+
+def wait_for_end(processes: Sequence[int]) -> bool:
+    """Whether all end by themselves."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while any(is_running(process) for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(is_running(process) for process in processes)
+
+
+def is_running(process: int) -> bool:
+    """Whether a process has not ended (a frozen one has not)."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def send(number: signal.Signals, *ranks: int) -> Callable[[Sequence[int], Path], None]:
+    """Send a signal to ranks."""
+
+    def act(processes: Sequence[int], folder: Path) -> None:
+        for rank in ranks:
+            os.kill(processes[rank], number)
+
+    return act
+
+
+@pytest.mark.parametrize("ranks", [(2,), (0, 1, 2)], ids=["one rank", "all ranks"])
+def test_sigterm_saves_and_ends_well(tmp_path: Path, ranks: tuple[int, ...]) -> None:
+    saved = tmp_path / "saved"
+    ended = train(tmp_path, "--save", saved, meanwhile=send(signal.SIGTERM, *ranks))
+    assert ended.exit_codes == (0,) * NUM_RANKS, ended.output
+    last = logged_steps(tmp_path)[-1]
+    newest = find_newest_checkpoint(saved)
+    assert newest is not None
+    assert newest.name == f"step_{last:08d}"
+    assert f"stopped by SIGTERM after step {last}; checkpoint {newest}" in ended.output
+    assert "Traceback" not in ended.output
+
+
+def test_a_second_sigterm_ends_at_once(tmp_path: Path) -> None:
+    """The frozen rank keeps the others from finishing the step."""
+
+    def terminate_twice(processes: Sequence[int], folder: Path) -> None:
+        os.kill(processes[2], signal.SIGSTOP)
+        os.kill(processes[1], signal.SIGTERM)
+        time.sleep(3.5)
+        os.kill(processes[1], signal.SIGTERM)
+        assert wait_for_end(processes[:2])
+        os.kill(processes[2], signal.SIGKILL)
+
+    ended = train(tmp_path, meanwhile=terminate_twice)
+    assert ended.exit_codes == (143, 143, -signal.SIGKILL), ended.output
+    assert ended.output.count("ended by SIGTERM while training") == 1
+    assert "Traceback" not in ended.output
+
+
+def test_interrupting_shows_one_line(tmp_path: Path) -> None:
+    ended = train(tmp_path, meanwhile=send(signal.SIGINT, 0, 1, 2))
+    assert ended.exit_codes == (130,) * NUM_RANKS, ended.output
+    assert ended.output.count("ended by SIGINT while training") == 1
+    assert "Traceback" not in ended.output
+
+
+def test_a_time_limit_saves_and_ends_well(tmp_path: Path) -> None:
+    ended = train(tmp_path, "--save", tmp_path / "saved", "--exit-duration-in-mins", 0.02)
+    assert ended.exit_codes == (0,) * NUM_RANKS, ended.output
+    last = logged_steps(tmp_path)[-1]
+    assert f"stopped by --exit-duration-in-mins after step {last}; checkpoint" in ended.output
+
+
+@pytest.mark.parametrize("killed", [0, 2])
+def test_the_others_say_that_a_rank_is_gone(tmp_path: Path, killed: int) -> None:
+    ended = train(tmp_path, meanwhile=send(signal.SIGKILL, killed))
+    others = [code for rank, code in enumerate(ended.exit_codes) if rank != killed]
+    assert others == [1, 1], ended.output
+    messages = [line for line in ended.output.splitlines() if "error:" in line]
+    assert messages
+    assert len(messages) == 1 or killed == 0  # without the store of rank 0, ranks cannot tell who speaks
+    assert all(f"lost its connection to rank {killed}" in message for message in messages), messages
+    assert "frame #" not in ended.output
+    assert "Traceback" not in ended.output
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_nobody_outlives_a_frozen_rank(tmp_path: Path, frozen: int) -> None:
+    def freeze(processes: Sequence[int], folder: Path) -> None:
+        os.kill(processes[frozen], signal.SIGSTOP)
+        assert wait_for_end([process for rank, process in enumerate(processes) if rank != frozen])
+        os.kill(processes[frozen], signal.SIGKILL)
+
+    ended = train(tmp_path, meanwhile=freeze)
+    others = [code for rank, code in enumerate(ended.exit_codes) if rank != frozen]
+    assert others == [1, 1], ended.output
+    assert f"rank {frozen}" in ended.output
+    assert "frozen" in ended.output
+    assert "frame #" not in ended.output
