@@ -15,6 +15,8 @@ from multimodal.plan.unit_sizes import UnitSizes
 
 AT_LEAST_ONE: Mapping[str, Any] = MappingProxyType({"minimum": 1})
 AT_LEAST_ZERO: Mapping[str, Any] = MappingProxyType({"minimum": 0})
+A_COUNT: Mapping[str, Any] = MappingProxyType({"minimum": 1, "maximum": 10**9})
+"""Of steps, samples or tokens: no run has more, so that more is a typing error, and would only take memory and time."""
 INPUT_PATH: Mapping[str, Any] = MappingProxyType({"input_path": True})
 """Inside a configuration file, such a path is looked up beside that file first."""
 PER_UNIT: Mapping[str, Any] = MappingProxyType({"per_unit": True})
@@ -46,7 +48,7 @@ class ModelConfig:
     """Units whose module is not trained (the projector of an encoder or generator still is)."""
     freeze_projector: tuple[str, ...] = field(default=(), metadata={"metavar": "UNIT"})
     """Encoders and generators whose projector is not trained."""
-    make_vocab_size_divisible_by: int = field(default=128, metadata=AT_LEAST_ONE)
+    make_vocab_size_divisible_by: int = field(default=128, metadata={"minimum": 1, "maximum": 2**16})
     """The vocabulary is padded to a multiple of this, whatever the plan; the LLM's tensor parallel size must divide it."""
 
 
@@ -60,11 +62,11 @@ class ParallelismConfig:
     """Shard norms and residual sums over the tensor parallel ranks; needs a unit with tensor parallel size above 1."""
     tp_comm_overlap: bool = False
     """Cut the tensor parallel collectives of transformer layers into parts, each of which runs beside the product of another."""
-    tp_comm_overlap_parts: int = field(default=4, metadata={"minimum": 2})
+    tp_comm_overlap_parts: int = field(default=4, metadata={"minimum": 2, "maximum": 1024})
     """--tp-comm-overlap: how many parts; a microbatch of fewer tokens has fewer."""
     context_parallel_distribution: Literal["lpt", "zigzag", "ring", "random"] = "lpt"
     """How blocks of a microbatch's tokens are dealt to context parallel ranks: by work, or as schemes for causal masks do."""
-    context_parallel_block_size: int = field(default=128, metadata=AT_LEAST_ONE)
+    context_parallel_block_size: int = field(default=128, metadata=A_COUNT)
     """Tokens of such a block; a multiple of the patches that an encoder with context parallelism merges into one token."""
     data_parallel_sharding_strategy: Literal["optim", "optim_grads_params"] = "optim"
     """What the ranks that hold the same weights share: optimizer state (ZeRO-1; in float64 nothing), or all (ZeRO-3)."""
@@ -92,16 +94,21 @@ class TrainingConfig:
     """Samples in one microbatch of the LLM; the mean where --balance equalises their work."""
     encoder_micro_batch_sizes: Mapping[str, int] = field(default_factory=dict, metadata=PER_UNIT)
     """Items in one microbatch of an encoder; an encoder that is not named follows the LLM's microbatches."""
-    global_batch_size: int = field(metadata=AT_LEAST_ONE)
+    global_batch_size: int = field(metadata={"minimum": 1, "maximum": 2**17})
     """Samples in one optimizer step, over all replicas."""
-    train_iters: int = field(metadata=AT_LEAST_ONE)
+    train_iters: int = field(metadata=A_COUNT)
     """Optimizer steps in all, those before a resumption included."""
     exit_interval: int | None = field(default=None, metadata=AT_LEAST_ONE)
     """Stop after the next step that this divides."""
-    exit_duration_in_mins: float | None = field(default=None, metadata={"above": 0})
+    exit_duration_in_mins: float | None = field(default=None, metadata={"above": 0, "maximum": 10**9})
     """Save and stop after the step in which the run has lasted so many minutes, start-up included."""
+<<<<<<< HEAD
     seed: int = field(default=1234, metadata=AT_LEAST_ZERO)
     """Seed of weights, data order and the split of a manifest."""
+=======
+    seed: int = field(default=1234, metadata={"minimum": 0, "maximum": 2**32 - 1})
+    """Seed of weights, data order and dropout."""
+>>>>>>> 3016ed6 (Refuse counts that could only be typing errors before they take memory or time)
     dtype: Literal["float32", "bfloat16", "float64"] = field(
         default="float32", metadata={"shorthand": ("bf16", "bfloat16", "float32")}
     )
@@ -139,7 +146,7 @@ class TrainingConfig:
     """The machine that --balance auto predicts steps for; by default one like this."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library; by default nccl where CUDA is present, else gloo."""
-    distributed_timeout_minutes: float = field(default=10.0, metadata={"above": 0})
+    distributed_timeout_minutes: float = field(default=10.0, metadata={"minimum": 0.01, "maximum": 30000})
     """How long a rank waits for its peers before the run ends with an error."""
 
 
@@ -187,7 +194,7 @@ class DataConfig:
     """How text becomes tokens."""
     tokenizer_model: str | None = field(default=None, metadata={**INPUT_PATH, "metavar": "PATH"})
     """HuggingFaceTokenizer: its tokenizer.json, or the folder that holds it."""
-    seq_length: int = field(default=4096, metadata=AT_LEAST_ONE)
+    seq_length: int = field(default=4096, metadata=A_COUNT)
     """Most LLM tokens (text and images) that one sample may have."""
     lengths_from: Literal["index", "decode"] = "index"
     """Where lengths come from: metadata, so that each rank loads what it was assigned; or from decoding, each rank a share of the
@@ -198,9 +205,9 @@ class DataConfig:
     """Largest image file (width x height) of a manifest that is decoded; a larger one is an error at the start."""
     split: str = field(default="969,30,1", metadata={"metavar": "TRAIN,VALID,TEST"})
     """Proportions of training, validation and test samples of a manifest."""
-    num_workers: int = field(default=2, metadata=AT_LEAST_ZERO)
+    num_workers: int = field(default=2, metadata={"minimum": 0, "maximum": 256})
     """Processes per rank that load and decode ahead; 0 loads in the training process."""
-    digits_samples: int = field(default=10000, metadata=AT_LEAST_ONE)
+    digits_samples: int = field(default=10000, metadata=A_COUNT)
     """--data-path digits: number of training samples."""
 
 
@@ -210,7 +217,7 @@ class EvaluationConfig:
 
     eval_interval: int | None = field(default=None, metadata=AT_LEAST_ONE)
     """Steps between evaluations; by default only after the last step."""
-    eval_iters: int = field(default=0, metadata=AT_LEAST_ZERO)
+    eval_iters: int = field(default=0, metadata={"minimum": 0, "maximum": 10**9})
     """Global batches per evaluation; 0 does not evaluate."""
     eval_blank_images: bool = False
     """Also evaluate with blank images, to see whether the model uses them."""

@@ -16,6 +16,9 @@ from multimodal.values.errors import ConfigError, ModelError
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
 
+MAX_MICROBATCHES = 2**14
+"""Of a replica in a step: beyond it, planning a step would take minutes and gigabytes."""
+
 
 class IgnoredFlag(NamedTuple):
     """A flag that has no effect under some condition."""
@@ -353,7 +356,7 @@ def check_config(config: RunConfig, *, graph: ModelGraph) -> None:
         for flag in field_flags(group):
             value = getattr(getattr(config, name), flag.name)
             if flag.bounds() and value is not None and not flag.allows(value):
-                raise ConfigError(f"{flag.flag} must be {flag.bounds()}, found {value}")
+                raise ConfigError(f"{flag.flag} must be {flag.wanted_instead_of(value)}, found {value}")
     for rule in RULES:
         if rule.is_broken(config):
             raise ConfigError(rule.message.format(c=config))
@@ -399,6 +402,17 @@ def check_plan(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> None:
         raise ConfigError(
             f"--global-batch-size {config.training.global_batch_size} leaves some of the {num_replicas} replicas of unit "
             f"'{graph.backbone.name}' without a sample; raise it to at least {num_replicas}, or lower --{LLM}-data-parallel-size"
+        )
+    _check_num_microbatches(config, num_replicas=num_replicas)
+
+
+def _check_num_microbatches(config: RunConfig, *, num_replicas: int) -> None:
+    batch, microbatch = config.training.global_batch_size, config.training.micro_batch_size
+    if (count := batch // (microbatch * num_replicas)) > MAX_MICROBATCHES:
+        raise ConfigError(
+            f"--global-batch-size {batch} gives a replica of the LLM {count} microbatches of --micro-batch-size {microbatch} in "
+            f"one step, and no schedule is made of more than {MAX_MICROBATCHES}; lower the former, raise the latter or "
+            f"--{LLM}-data-parallel-size"
         )
 
 

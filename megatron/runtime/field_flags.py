@@ -6,7 +6,7 @@ import inspect
 import math
 import textwrap
 from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -36,12 +36,19 @@ class FieldFlag:
     minimum: float | None = None
     above: float | None = None
     below: float | None = None
+    maximum: float | None = None
     is_input_path: bool = False
 
     def bounds(self) -> str:
         """Say the allowed range in words; empty when every number will do."""
-        parts = [("at least", self.minimum), ("above", self.above), ("below", self.below)]
-        return " and ".join(f"{word} {bound:g}" for word, bound in parts if bound is not None)
+        parts = [("at least", self.minimum), ("above", self.above), ("below", self.below), ("at most", self.maximum)]
+        return " and ".join(f"{word} {bound:.15g}" for word, bound in parts if bound is not None)
+
+    def wanted_instead_of(self, number: float) -> str:
+        """Say what a number that is not allowed should be: a large one no larger, any other one within the other bounds."""
+        if self.maximum is not None and number > self.maximum:
+            return f"at most {self.maximum:.15g}"
+        return replace(self, maximum=None).bounds()
 
     def allows(self, number: float) -> bool:
         """Whether a number lies in the allowed range."""
@@ -49,6 +56,7 @@ class FieldFlag:
             (self.minimum is None or number >= self.minimum)
             and (self.above is None or number > self.above)
             and (self.below is None or number < self.below)
+            and (self.maximum is None or number <= self.maximum)
         )
 
 
@@ -113,7 +121,7 @@ def _field_flag(field: Field[Any], hint: Any, help_text: str) -> FieldFlag:
         "default": None if field.default is MISSING else field.default,
         "shorthand": metadata.get("shorthand"),
         "is_input_path": bool(metadata.get("input_path")),
-        **{bound: metadata.get(bound) for bound in ("minimum", "above", "below")},
+        **{bound: metadata.get(bound) for bound in ("minimum", "above", "below", "maximum")},
     }
     if hint is bool:
         spellings = flag_of(field.name), flag_of(f"no_{field.name}")

@@ -10,8 +10,9 @@ import yaml
 
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.distributed.launch import Launched, launch
-from tests.distributed.test_wrong_inputs import MODEL, PLAN_FLAGS, working_flags, write_working_files
+from tests.distributed.small_run import MODEL, working_flags, write_working_files
 
+PLAN_FLAGS = ("--vision-dp", "--llm-dp")
 TIME_LIMIT_SECONDS = 90.0
 """Far below the ten minutes that ranks wait for each other by default; on an idle machine each ends in a few seconds."""
 NUM_AT_ONCE = 3

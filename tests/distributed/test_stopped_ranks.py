@@ -11,7 +11,7 @@ import pytest
 
 from megatron.runtime.checkpoint import find_newest_checkpoint
 from tests.distributed.launch import Launched, launch
-from tests.distributed.test_wrong_inputs import working_flags, write_working_files
+from tests.distributed.small_run import working_flags, write_working_files
 
 NUM_RANKS = 3
 TIMEOUT_SECONDS = 6
