@@ -1,20 +1,24 @@
 """Joins this process to the run: rank, device, process group; the same under torchrun and under srun."""
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from megatron.runtime.failure import Ending
+from megatron.runtime.failure import Ending, end_process
 from megatron.runtime.meeting import Meeting, open_meeting
 from megatron.runtime.rank_place import find_rank_place
 from megatron.runtime.rank_watch import RankWatch
 from megatron.runtime.start_agreement import agree_on_start
 from megatron.runtime.start_values import StartValues
 from multimodal.values.errors import ConfigError
+
+_LEAVE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,13 @@ def join_world(*, backend: str | None, timeout: timedelta, ending: Ending) -> Wo
     return World(place.rank, place.size, place.local_rank, meeting, timeout, watch)
 
 
-def leave_world(world: World) -> None:
-    """Wait for all ranks and take the process group down, so that none sees a peer vanish."""
-    world.watch.stop()
+def leave_world(world: World) -> NoReturn:
+    """End this process, successfully, when all ranks have come here.
+
+    Nothing is taken down first: destroying a group, or the interpreter, waits for threads, which may wait for peers.
+    """
     dist.barrier()
-    dist.destroy_process_group()
+    world.watch.stop()
+    with suppress(RuntimeError):  # all have done their work
+        world.meeting.wait_for_all(seconds=_LEAVE_SECONDS)
+    end_process(0)

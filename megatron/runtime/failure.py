@@ -119,7 +119,7 @@ def _fail(problem: BaseException, exit_code: int, meeting: "Meeting") -> int:
 
     try:
         if meeting.claim_failure():
-            report(_explained(problem, meeting), meeting.place.rank)
+            report(explain_lost_ranks(problem, meeting), meeting.place.rank)
             meeting.announce_failure(exit_code)
         elif (first := meeting.wait_for_failure(seconds=_REPORT_SECONDS)) is not None:
             exit_code = first
@@ -138,12 +138,12 @@ def _leave(meeting: "Meeting | None") -> None:
             meeting.leave(seconds=_LEAVE_SECONDS)
 
 
-def _explained(problem: BaseException, meeting: "Meeting") -> BaseException:
+def explain_lost_ranks(problem: BaseException, meeting: "Meeting", *, seconds: float = _ROLL_CALL_SECONDS) -> BaseException:
     """Turn what torch says of a lost rank into which rank that is; anything else stays."""
     is_lost, is_late = _says(problem, _LOST_PEER), _says(problem, _WAITED_IN_VAIN)
     if not is_lost and not is_late:
         return problem
-    answers = meeting.call_roll(seconds=_ROLL_CALL_SECONDS)
+    answers = meeting.call_roll(seconds=seconds)
     rank, reason = meeting.place.rank, _shown_reason(problem)
     missing = [other for other in range(meeting.place.size) if other != rank and other not in answers]
     if missing:

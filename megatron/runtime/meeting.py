@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
@@ -18,14 +19,10 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from megatron.runtime.rank_place import RankPlace
 
 POLL_SECONDS = 0.2
-_CLAIMED, _FAILED, _LEFT, _FIRST_IS_HERE, _ROLL_CALL, _TROUBLE = (
-    "claimed",
-    "failed",
-    "left",
-    "first-is-here",
-    "roll-call",
-    "trouble",
-)
+_FIRST_IS_HERE, _CLAIMED, _FAILED, _DONE, _LEFT = "first-is-here", "claimed", "failed", "done", "left"
+_ROLL_CALL = "roll-call"
+_TROUBLE = "trouble"
+"""Set with a failure and with a roll call, so that a rank need look for one key."""
 _Result = TypeVar("_Result")
 
 
@@ -40,8 +37,13 @@ class Meeting:
     place: RankPlace
     store: Store
     """For whatever the ranks decide together."""
-    line: Store
+    opened_line: Future[Store]
     """The same store over a connection of its own, for what must get through while the other one waits: who failed."""
+
+    @property
+    def line(self) -> Store:
+        """That connection, once it stands."""
+        return self.opened_line.result()
 
     def claim_failure(self, *, seconds: float = 3.0) -> bool:
         """Whether this rank is the first to fail, and so the one that tells the person. Raises StoreGoneError."""
@@ -56,9 +58,10 @@ class Meeting:
 
         ask_within(seconds, announce)
 
-    def failure(self) -> int | None:
-        """The exit code of the rank that failed; None while none has said so."""
-        return int(self.line.get(_FAILED)) if self.line.check([_TROUBLE]) and self.line.check([_FAILED]) else None
+    def failure(self, over: Store | None = None) -> int | None:
+        """The exit code of the rank that failed; None while none has said so. over: the connection to ask over."""
+        store = over or self.line
+        return int(store.get(_FAILED)) if store.check([_TROUBLE]) and store.check([_FAILED]) else None
 
     def wait_for_failure(self, *, seconds: float) -> int | None:
         """Wait for the rank that failed first to have told why, and return its exit code, or None. Raises StoreGoneError."""
@@ -100,14 +103,23 @@ class Meeting:
         """Tell what this rank is doing."""
         self.line.set(f"{_ROLL_CALL}/{self.place.rank}", doing)
 
+    def wait_for_all(self, *, seconds: float) -> None:
+        """Wait until every rank has come here: none sees a connection break, and the store outlives whoever asks it."""
+
+        def wait() -> None:
+            if self.store.add(_DONE, 1) < self.place.size:
+                wait_until(lambda: self.store.add(_DONE, 0) >= self.place.size, seconds=seconds)
+            if self.store.add(_LEFT, 1) < self.place.size and self.place.keeps_store:
+                wait_until(lambda: self.store.add(_LEFT, 0) >= self.place.size, seconds=seconds)
+
+        ask_within(2 * seconds + 1.0, wait)
+
     def leave(self, *, seconds: float) -> None:
         """Before this process ends by a failure: say so, and where it keeps the store, wait until all others have."""
 
         def leave() -> None:
-            count, deadline = self.line.add(_LEFT, 1), time.monotonic() + seconds
-            while self.place.keeps_store and count < self.place.size and time.monotonic() < deadline:
-                time.sleep(POLL_SECONDS / 2)
-                count = self.line.add(_LEFT, 0)
+            if self.line.add(_LEFT, 1) < self.place.size and self.place.keeps_store:
+                wait_until(lambda: self.line.add(_LEFT, 0) >= self.place.size, seconds=seconds)
 
         ask_within(seconds + 1.0, leave)
 
@@ -116,7 +128,6 @@ def open_meeting(place: RankPlace, *, seconds: float) -> Meeting:
     """Connect to the store, or keep it; raises StoreGoneError when nobody does within `seconds`."""
     try:
         store = _connect(place, port=place.port, keeps=place.keeps_store, seconds=seconds)
-        line = _connect(place, port=store.port, keeps=False, seconds=seconds)
     except RuntimeError as problem:
         reason = str(problem).splitlines()[0]
         what = "keep" if place.keeps_store else "reach"
@@ -126,7 +137,21 @@ def open_meeting(place: RankPlace, *, seconds: float) -> Meeting:
         ) from None
     # A restarted attempt must not read the keys of the one before.
     prefix = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return Meeting(place, PrefixStore(prefix, store), PrefixStore(prefix, line))
+    return Meeting(place, PrefixStore(prefix, store), _open_line(place, port=store.port, prefix=prefix, seconds=seconds))
+
+
+def _open_line(place: RankPlace, *, port: int, prefix: str, seconds: float) -> Future[Store]:
+    """In a thread: torch asks for names of addresses, which can take seconds."""
+    opened: Future[Store] = Future()
+
+    def connect() -> None:
+        try:
+            opened.set_result(PrefixStore(prefix, _connect(place, port=port, keeps=False, seconds=seconds)))
+        except Exception as problem:
+            opened.set_exception(problem)
+
+    Thread(target=connect, daemon=True).start()
+    return opened
 
 
 def _connect(place: RankPlace, *, port: int, keeps: bool, seconds: float) -> TCPStore:

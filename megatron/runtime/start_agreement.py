@@ -60,7 +60,7 @@ def _wait_for_end(meeting: Meeting, deadline: float, *, rank: int) -> None:
 def _wait(meeting: Meeting, key: str, deadline: float, *, missing: Callable[[], str]) -> None:
     """Look until it is there, or another rank has failed."""
     while not meeting.store.check([key]):
-        if meeting.failure() is not None:
+        if meeting.failure(meeting.store) is not None:
             raise RanksLostError("another rank failed while the ranks met")
         if time.monotonic() > deadline:
             raise RanksLostError(

@@ -60,9 +60,10 @@ class StopRequests:
     def _listen(self, reader: int) -> None:
         while True:
             for number in os.read(reader, 16):
-                self._take(signal.Signals(number))
+                self.take(signal.Signals(number))
 
-    def _take(self, number: signal.Signals) -> None:
+    def take(self, number: signal.Signals) -> None:
+        """Do what a signal asks for."""
         now = time.monotonic()
         if number is signal.SIGTERM and self._is_training:
             if self._asked_seconds is None:

@@ -2,12 +2,14 @@
 
 import multiprocessing
 import os
+import random
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -134,7 +136,9 @@ def _run_rank(flags: Sequence[str], environment: Mapping[str, str], output: str)
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Below the ports that the system gives to whoever asks for any, which another run may be given before rank 0 listens."""
+    while True:
+        port = random.randrange(15000, 32000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
