@@ -102,13 +102,8 @@ class TrainingConfig:
     """Stop after the next step that this divides."""
     exit_duration_in_mins: float | None = field(default=None, metadata={"above": 0, "maximum": 10**9})
     """Save and stop after the step in which the run has lasted so many minutes, start-up included."""
-<<<<<<< HEAD
-    seed: int = field(default=1234, metadata=AT_LEAST_ZERO)
-    """Seed of weights, data order and the split of a manifest."""
-=======
     seed: int = field(default=1234, metadata={"minimum": 0, "maximum": 2**32 - 1})
-    """Seed of weights, data order and dropout."""
->>>>>>> 3016ed6 (Refuse counts that could only be typing errors before they take memory or time)
+    """Seed of weights, data order and the split of a manifest."""
     dtype: Literal["float32", "bfloat16", "float64"] = field(
         default="float32", metadata={"shorthand": ("bf16", "bfloat16", "float32")}
     )

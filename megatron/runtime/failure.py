@@ -87,9 +87,10 @@ def _fail_before_meeting(problem: BaseException, exit_code: int) -> int:
         place = find_rank_place(os.environ)
     except ConfigError:
         place = RankPlace(0, 1, 0, "", 0, launcher_keeps_store=False)
-    if place.rank == 0:
+    has_no_store = type(problem).__name__ == "StoreGoneError"
+    if place.rank == 0 or has_no_store:
         report(problem, place.rank)
-    if place.size == 1 or isinstance(problem, InterruptedRunError):
+    if place.size == 1 or has_no_store or isinstance(problem, InterruptedRunError):
         return exit_code
     sys.stderr.flush()
     try:

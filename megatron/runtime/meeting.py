@@ -19,6 +19,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from megatron.runtime.rank_place import RankPlace
 
 POLL_SECONDS = 0.2
+_NAME_SECONDS = 30.0
+"""A MASTER_ADDR that is no known name after so long is a wrong one."""
 _FIRST_IS_HERE, _CLAIMED, _FAILED, _DONE, _LEFT = "first-is-here", "claimed", "failed", "done", "left"
 _ROLL_CALL = "roll-call"
 _TROUBLE = "trouble"
@@ -125,19 +127,36 @@ class Meeting:
 
 
 def open_meeting(place: RankPlace, *, seconds: float) -> Meeting:
-    """Connect to the store, or keep it; raises StoreGoneError when nobody does within `seconds`."""
-    try:
-        store = _connect(place, port=place.port, keeps=place.keeps_store, seconds=seconds)
-    except RuntimeError as problem:
-        reason = str(problem).splitlines()[0]
+    """Connect to the store, or keep it; raises StoreGoneError when nobody does within `seconds`, or another run does."""
+    where = f"the store at {place.address}:{place.port} in which the ranks meet"
+    store = ask_within(seconds + 5.0, lambda: _try_to_connect(place, seconds=seconds))
+    if isinstance(store, StoreGoneError):
+        raise store
+    if isinstance(store, Exception):
         what = "keep" if place.keeps_store else "reach"
         raise StoreGoneError(
-            f"rank {place.rank} cannot {what} the store at {place.address}:{place.port} in which the ranks meet ({reason}); "
-            "check MASTER_ADDR and MASTER_PORT, and that no other run uses that port"
-        ) from None
+            f"rank {place.rank} cannot {what} {where} ({_first_line(store)}); check MASTER_ADDR and MASTER_PORT, and that no "
+            "other run uses that port"
+        )
     # A restarted attempt must not read the keys of the one before.
     prefix = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return Meeting(place, PrefixStore(prefix, store), _open_line(place, port=store.port, prefix=prefix, seconds=seconds))
+    of_attempt = PrefixStore(prefix, store)
+    if ask_within(seconds + 5.0, lambda: of_attempt.add(f"here/{place.rank}", 1)) > 1:
+        raise StoreGoneError(
+            f"{where} already has a rank {place.rank}, so it belongs to another run; choose another MASTER_PORT for one of them"
+        )
+    return Meeting(place, of_attempt, _open_line(place, port=store.port, prefix=prefix, seconds=seconds))
+
+
+def _try_to_connect(place: RankPlace, *, seconds: float) -> TCPStore | Exception:
+    try:
+        return _connect(place, port=place.port, keeps=place.keeps_store, seconds=seconds)
+    except Exception as problem:
+        return problem
+
+
+def _first_line(problem: BaseException) -> str:
+    return (str(problem).strip() or type(problem).__name__).splitlines()[0]
 
 
 def _open_line(place: RankPlace, *, port: int, prefix: str, seconds: float) -> Future[Store]:
@@ -165,16 +184,17 @@ def _connect(place: RankPlace, *, port: int, keeps: bool, seconds: float) -> TCP
 
 def _wait_for_port(place: RankPlace, *, port: int, seconds: float) -> None:
     """Until somebody listens there; torch would wait as well, but complain with C++ stacks."""
-    deadline = time.monotonic() + seconds
+    start = time.monotonic()
     while True:
         try:
             socket.create_connection((place.address, port), timeout=max(1.0, min(seconds, 5.0))).close()
             return
         except OSError as problem:
-            if time.monotonic() > deadline:
+            patience = min(seconds, _NAME_SECONDS) if isinstance(problem, socket.gaierror) else seconds
+            if time.monotonic() - start > patience:
                 keeper = "torchrun on the first node" if place.launcher_keeps_store else "rank 0"
                 raise StoreGoneError(
-                    f"rank {place.rank} waited {seconds:.0f} s for {keeper} at {place.address}:{port} (MASTER_ADDR and "
+                    f"rank {place.rank} waited {patience:.0f} s for {keeper} at {place.address}:{port} (MASTER_ADDR and "
                     f"MASTER_PORT), which does not answer ({problem.strerror or problem}); was it started, and how did it end?"
                 ) from None
             time.sleep(POLL_SECONDS)
@@ -202,7 +222,10 @@ def ask_within(seconds: float, question: Callable[[], _Result]) -> _Result:
     thread = Thread(target=ask, daemon=True)
     thread.start()
     thread.join(seconds)
-    if problems and not isinstance(problems[0], RuntimeError):
+    if problems:
+        lost = type(problems[0]).__name__ in ("DistNetworkError", "DistStoreError")
+        if lost:
+            raise StoreGoneError(f"the connection to the store in which the ranks meet is lost ({_first_line(problems[0])})")
         raise problems[0]
     if not answers:
         raise StoreGoneError("the store in which the ranks meet does not answer")

@@ -44,10 +44,11 @@ _ADVICE: Mapping[str, str] = {
 }
 """What to say of a difference, by section."""
 _ABSENT = "missing"
+_MOST_DIGESTED_LENGTHS = 100_000
 
 
 def collect_start_values(config: RunConfig, *, graph: ModelGraph, plan: Plan, data: DataSets, vocab_size: int) -> StartValues:
-    """Everything of this rank that must be alike on all; O(samples of a manifest)."""
+    """Everything of this rank that must be alike on all; O(bytes of the manifest)."""
     return {
         "program": {
             **{package: _version(package) for package in _PACKAGES},
@@ -132,26 +133,33 @@ def _tokenizer_values(config: RunConfig, data: DataSets, vocab_size: int) -> Map
     if config.data.tokenizer_model is not None:
         path = Path(config.data.tokenizer_model)
         file = path / "tokenizer.json" if path.is_dir() else path
-        values["the digest of the file's content"] = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+        values["the digest of its file"] = _digest_of_file(file)
     return values
 
 
 def _data_values(config: RunConfig, data: DataSets) -> Mapping[str, str]:
     """Of handwritten digits nothing: flags and seed say everything about them."""
-    is_digits = config.data.data_path == DIGITS
-    values = {"--data-path": DIGITS if is_digits else "a manifest"}
-    if not is_digits:
-        for name, source in (("training", data.train), ("validation", data.valid)):
-            values[f"the number of {name} samples"] = str(len(source))
-            values[f"the digest of all lengths of {name} samples"] = _digest_of_lengths(source)
-    return values
+    path = Path(config.data.data_path)
+    if config.data.data_path == DIGITS:
+        return {"--data-path": DIGITS}
+    values = {"--data-path": "a manifest"}
+    for name, source in (("training", data.train), ("validation", data.valid)):
+        values[f"the number of {name} samples"] = str(len(source))
+        values[f"the digest of the lengths of {name} samples"] = _digest_of_lengths(source)
+    return {**values, "the digest of the manifest": _digest_of_file(path / "manifest.jsonl" if path.is_dir() else path)}
 
 
 def _digest_of_lengths(source: SampleSource) -> str:
+    """Of samples all over the set, so that the largest ones are digested in seconds."""
     digest = hashlib.blake2b(digest_size=8)
-    for index in range(len(source)):
+    for index in range(0, len(source), -(-len(source) // _MOST_DIGESTED_LENGTHS) or 1):
         digest.update(repr(source.lengths(index)).encode())
     return digest.hexdigest()
+
+
+def _digest_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()[:16]
 
 
 def _cost_values(config: RunConfig) -> Iterator[tuple[str, str]]:

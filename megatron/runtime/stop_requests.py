@@ -60,7 +60,8 @@ class StopRequests:
     def _listen(self, reader: int) -> None:
         while True:
             for number in os.read(reader, 16):
-                self.take(signal.Signals(number))
+                if number in (signal.SIGTERM, signal.SIGINT):  # others have handlers of their own
+                    self.take(signal.Signals(number))
 
     def take(self, number: signal.Signals) -> None:
         """Do what a signal asks for."""
@@ -71,8 +72,6 @@ class StopRequests:
                 return
             if now - self._asked_seconds < _SAME_SIGNAL_SECONDS:
                 return
-        if number not in (signal.SIGTERM, signal.SIGINT):
-            return
         when = "while training" if self._is_training else "before training"
         self._ending.fail(InterruptedRunError(f"ended by {number.name} {when}", exit_code=128 + number))
 

@@ -101,6 +101,7 @@ DIFFERING = [
               common=lambda folder: {"--plan": plan_of(folder, "plan.yaml", vision=0, llm=1)}),
     Differing("unknown flag", told(learning_rate=1), ("--learning-rate", "rank 1")),
     Differing("data missing", told(data_path="no/such.jsonl"), ("no/such.jsonl", "rank 1")),
+    Differing("log on rank 0", told(log_json="/proc/none/log.jsonl"), ("/proc/none/log.jsonl", "rank 0"), rank=0),
     Differing("number of processes", told(), ("the run has 3 processes", "rank 1"), environment={"WORLD_SIZE": "3"}),
 ]  # fmt: skip
 

@@ -1,11 +1,12 @@
 """Ranks that meet in a store: who failed first, who still answers, and whether all were told the same."""
 
+import socket
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+from torch.distributed import PrefixStore, Store
 
 from megatron.runtime.failure import RanksLostError, explain_lost_ranks
 from megatron.runtime.meeting import Meeting, StoreGoneError, ask_within, open_meeting
@@ -16,14 +17,26 @@ from multimodal.values.errors import ConfigError
 NUM_RANKS = 3
 
 
-@pytest.fixture
-def meetings() -> Iterator[list[Meeting]]:
+@pytest.fixture(scope="module")
+def connected() -> list[Meeting]:
     """Three ranks in one process."""
     place = RankPlace(0, NUM_RANKS, 0, "127.0.0.1", 0, launcher_keeps_store=False)
     first = open_meeting(place, seconds=10)
     port = first.store.underlying_store.port  # type: ignore[attr-defined]
-    others = [open_meeting(replace(place, rank=rank, port=port), seconds=10) for rank in range(1, NUM_RANKS)]
-    yield [first, *others]
+    return [first, *(open_meeting(replace(place, rank=rank, port=port), seconds=10) for rank in range(1, NUM_RANKS))]
+
+
+@pytest.fixture
+def meetings(connected: list[Meeting], request: pytest.FixtureRequest) -> list[Meeting]:
+    """The same ranks, whose store is empty."""
+
+    def emptied(meeting: Meeting) -> Meeting:
+        store, line = (PrefixStore(request.node.nodeid, each) for each in (meeting.store, meeting.line))
+        opened: Future[Store] = Future()
+        opened.set_result(line)
+        return replace(meeting, store=store, opened_line=opened)
+
+    return [emptied(meeting) for meeting in connected]
 
 
 def test_one_rank_fails_first(meetings: list[Meeting]) -> None:
@@ -31,6 +44,25 @@ def test_one_rank_fails_first(meetings: list[Meeting]) -> None:
     assert meetings[2].wait_for_failure(seconds=0) is None
     meetings[0].announce_failure(2)
     assert [meeting.wait_for_failure(seconds=5) for meeting in meetings] == [2, 2, 2]
+
+
+def test_a_rank_of_another_run_is_refused(connected: list[Meeting]) -> None:
+    with pytest.raises(StoreGoneError, match="already has a rank 1, so it belongs to another run; choose another MASTER_PORT"):
+        open_meeting(connected[1].place, seconds=10)
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = RankPlace(0, 2, 0, "127.0.0.1", taken.getsockname()[1], launcher_keeps_store=False)
+        with pytest.raises(StoreGoneError, match=r"rank 0 cannot keep the store at .*in use.* check MASTER_ADDR and MASTER_PORT"):
+            open_meeting(place, seconds=1)
+
+
+def test_nobody_to_meet_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with pytest.raises(StoreGoneError, match=rf"rank 1 waited 0 s for rank 0 at 127.0.0.1:{port} .* was it started"):
+        open_meeting(RankPlace(1, 2, 1, "127.0.0.1", port, launcher_keeps_store=False), seconds=0.1)
 
 
 def test_the_keeper_of_the_store_leaves_last(meetings: list[Meeting]) -> None:

@@ -59,11 +59,6 @@ def test_ctrl_c_always_ends_at_once(ending: RecordedEnding) -> None:
     assert [(str(problem), problem.exit_code) for problem in ending.problems] == [("ended by SIGINT while training", 130)]
 
 
-def test_other_signals_mean_nothing(ending: RecordedEnding) -> None:
-    StopRequests(ending).take(signal.SIGCHLD)
-    assert not ending.problems
-
-
 def test_a_time_limit_is_reached(ending: RecordedEnding, monkeypatch: pytest.MonkeyPatch) -> None:
     requests, now = StopRequests(ending), time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 119.0)
