@@ -83,10 +83,7 @@ def end_process(exit_code: int) -> NoReturn:
 
 def _fail_before_meeting(problem: BaseException, exit_code: int) -> int:
     """All ranks mostly see the same wrong flags; then rank 0 says so, at once. A rank alone with them finds the others."""
-    try:
-        place = find_rank_place(os.environ)
-    except ConfigError:
-        place = RankPlace(0, 1, 0, "", 0, launcher_keeps_store=False)
+    place = _place_or_guess()
     has_no_store = type(problem).__name__ == "StoreGoneError"
     if place.rank == 0 or has_no_store:
         report(problem, place.rank)
@@ -99,6 +96,14 @@ def _fail_before_meeting(problem: BaseException, exit_code: int) -> int:
         if place.rank != 0:
             report(problem, place.rank)
     return exit_code
+
+
+def _place_or_guess() -> RankPlace:
+    """Where this rank is; with a wrong number of processes in its environment it still finds the others."""
+    for environ in (os.environ, {**os.environ, "WORLD_SIZE": str(2**30)}):
+        with suppress(ConfigError):
+            return find_rank_place(environ)
+    return RankPlace(0, 1, 0, "", 0, launcher_keeps_store=False)
 
 
 def _tell_others(problem: BaseException, exit_code: int, place: RankPlace) -> int:

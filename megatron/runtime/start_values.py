@@ -96,9 +96,9 @@ def _flag_values(config: RunConfig) -> Iterator[tuple[str, str]]:
             if flag.name not in MAY_DIFFER | BY_CONTENT:
                 yield flag.name, _shown_flag(flag.flag, getattr(settings, flag.name), is_switch=flag.parse is None)
     for unit, sizes in config.parallelism.units.items():
-        for size_name, (ending, _) in SIZE_SPELLINGS.items():
-            spelling = f"--{unit.replace('_', '-')}-{ending}"
-            yield f"{unit}.{size_name}", _shown_flag(spelling, getattr(sizes, size_name), is_switch=False)
+        for size_name, spelling in SIZE_SPELLINGS.items():
+            flag_name = f"--{unit.replace('_', '-')}-{spelling.long}"
+            yield f"{unit}.{size_name}", _shown_flag(flag_name, getattr(sizes, size_name), is_switch=False)
     for unit, size in config.training.encoder_micro_batch_sizes.items():
         yield f"{unit}.micro_batch_size", _shown_flag(f"--{unit.replace('_', '-')}-micro-batch-size", size, is_switch=False)
 

@@ -102,6 +102,7 @@ DIFFERING = [
     Differing("unknown flag", told(learning_rate=1), ("--learning-rate", "rank 1")),
     Differing("data missing", told(data_path="no/such.jsonl"), ("no/such.jsonl", "rank 1")),
     Differing("log on rank 0", told(log_json="/proc/none/log.jsonl"), ("/proc/none/log.jsonl", "rank 0"), rank=0),
+    Differing("no number of processes", told(), ("WORLD_SIZE must be the number", "rank 1"), environment={"WORLD_SIZE": "two"}),
     Differing("number of processes", told(), ("the run has 3 processes", "rank 1"), environment={"WORLD_SIZE": "3"}),
 ]  # fmt: skip
 

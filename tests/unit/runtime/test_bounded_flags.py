@@ -17,6 +17,7 @@ HARMLESS_WHEN_LARGE = {
     *("exit_interval", "eval_interval", "save_interval", "log_interval", "timeline_interval", "keep_last_checkpoints"),
     # bounded by rules about two flags: warm-up and decay, microbatch and global batch
     *("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters", "micro_batch_size"),
+    "max_image_pixels",  # itself a bound
 }
 
 
