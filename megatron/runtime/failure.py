@@ -110,6 +110,7 @@ def _tell_others(problem: BaseException, exit_code: int, place: RankPlace) -> in
     from megatron.runtime.meeting import ask_within, open_meeting, wait_until
 
     meeting = open_meeting(place, seconds=_EARLY_SECONDS)
+    meeting.wait_for_line()
     if place.rank == 0:
         meeting.claim_failure()
         meeting.announce_failure(exit_code)

@@ -21,7 +21,12 @@ from megatron.runtime.rank_place import RankPlace
 POLL_SECONDS = 0.2
 _NAME_SECONDS = 30.0
 """A MASTER_ADDR that is no known name after so long is a wrong one."""
-_FIRST_IS_HERE, _CLAIMED, _FAILED, _DONE, _LEFT = "first-is-here", "claimed", "failed", "done", "left"
+_LATE_SECONDS = 15.0
+"""A failure is kept so long for ranks that have not come yet."""
+_CONNECT_SECONDS = 30.0
+_RETURN_SECONDS = 5.0
+"""A store that vanishes while a rank connects to it is not waited for any longer."""
+_HERE, _FIRST_IS_HERE, _CLAIMED, _FAILED, _DONE, _LEFT = "here", "first-is-here", "claimed", "failed", "done", "left"
 _ROLL_CALL = "roll-call"
 _TROUBLE = "trouble"
 """Set with a failure and with a roll call, so that a rank need look for one key."""
@@ -47,8 +52,13 @@ class Meeting:
         """That connection, once it stands."""
         return self.opened_line.result()
 
+    def wait_for_line(self) -> None:
+        """Wait until the second connection stands, which it does from the first seconds on. Raises StoreGoneError."""
+        ask_within(_LATE_SECONDS, lambda: self.line)
+
     def claim_failure(self, *, seconds: float = 3.0) -> bool:
         """Whether this rank is the first to fail, and so the one that tells the person. Raises StoreGoneError."""
+        self.wait_for_line()
         return ask_within(seconds, lambda: self.line.add(_CLAIMED, 1)) == 1
 
     def announce_failure(self, exit_code: int, *, seconds: float = 3.0) -> None:
@@ -121,9 +131,10 @@ class Meeting:
 
         def leave() -> None:
             if self.line.add(_LEFT, 1) < self.place.size and self.place.keeps_store:
-                wait_until(lambda: self.line.add(_LEFT, 0) >= self.place.size, seconds=seconds)
+                patience = seconds if self.line.add(_HERE, 0) >= self.place.size else max(seconds, _LATE_SECONDS)
+                wait_until(lambda: self.line.add(_LEFT, 0) >= self.place.size, seconds=patience)
 
-        ask_within(seconds + 1.0, leave)
+        ask_within(max(seconds, _LATE_SECONDS) + 1.0, leave)
 
 
 def open_meeting(place: RankPlace, *, seconds: float) -> Meeting:
@@ -141,7 +152,7 @@ def open_meeting(place: RankPlace, *, seconds: float) -> Meeting:
     # A restarted attempt must not read the keys of the one before.
     prefix = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     of_attempt = PrefixStore(prefix, store)
-    if ask_within(seconds + 5.0, lambda: of_attempt.add(f"here/{place.rank}", 1)) > 1:
+    if ask_within(seconds + 5.0, lambda: (of_attempt.add(_HERE, 1), of_attempt.add(f"{_HERE}/{place.rank}", 1))[1]) > 1:
         raise StoreGoneError(
             f"{where} already has a rank {place.rank}, so it belongs to another run; choose another MASTER_PORT for one of them"
         )
@@ -174,12 +185,26 @@ def _open_line(place: RankPlace, *, port: int, prefix: str, seconds: float) -> F
 
 
 def _connect(place: RankPlace, *, port: int, keeps: bool, seconds: float) -> TCPStore:
-    if not keeps:
-        _wait_for_port(place, port=port, seconds=seconds)
-    timeout = timedelta(seconds=max(1.0, seconds))
-    return TCPStore(
-        place.address, port, place.size, keeps, timeout, wait_for_workers=False, multi_tenant=not place.launcher_keeps_store
-    )
+    """Keep the store, or connect to it: again when it vanishes meanwhile, as rank 0 may have failed and left."""
+    if keeps:
+        return _store(place, port=port, keeps=True, seconds=max(1.0, seconds))
+    deadline, was_there = time.monotonic() + seconds, False
+    while True:
+        left = max(0.0, deadline - time.monotonic())
+        _wait_for_port(place, port=port, seconds=min(left, _RETURN_SECONDS) if was_there else left)
+        was_there = True
+        try:
+            store = _store(place, port=port, keeps=False, seconds=min(max(1.0, left), _CONNECT_SECONDS))
+            store.set_timeout(timedelta(seconds=max(1.0, seconds)))
+            return store
+        except RuntimeError:
+            if time.monotonic() > deadline:
+                raise
+
+
+def _store(place: RankPlace, *, port: int, keeps: bool, seconds: float) -> TCPStore:
+    timeout, shares = timedelta(seconds=seconds), not place.launcher_keeps_store
+    return TCPStore(place.address, port, place.size, keeps, timeout, wait_for_workers=False, multi_tenant=shares)
 
 
 def _wait_for_port(place: RankPlace, *, port: int, seconds: float) -> None:

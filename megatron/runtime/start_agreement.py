@@ -11,6 +11,7 @@ from multimodal.values.errors import ConfigError
 
 _VERDICT = "start"
 _AGREED = "agreed"
+_LEARN_SECONDS = 15.0
 
 
 def agree_on_start(meeting: Meeting, values: StartValues, *, timeout_seconds: float) -> None:
@@ -53,7 +54,8 @@ def _compare_all(meeting: Meeting, values: StartValues, deadline: float) -> None
 
 
 def _wait_for_end(meeting: Meeting, deadline: float, *, rank: int) -> None:
-    """The rank that differs ends the run."""
+    """The rank that differs ends the run, as soon as it has learnt of it."""
+    deadline = min(deadline, time.monotonic() + _LEARN_SECONDS)
     _wait(meeting, "never", deadline, missing=lambda: f"rank {rank} was started with other values than rank 0")
 
 

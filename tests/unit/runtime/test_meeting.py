@@ -162,3 +162,14 @@ def test_a_wrong_environment_is_refused(environ: dict[str, str], says: str) -> N
 
 def test_without_a_launcher_a_process_is_alone() -> None:
     assert find_rank_place({}) == RankPlace(0, 1, 0, "127.0.0.1", 0, launcher_keeps_store=False)
+
+
+def test_a_failure_waits_for_a_slow_connection(meetings: list[Meeting]) -> None:
+    """Or the others would never learn of it."""
+    opened: Future[Store] = Future()
+    slow = replace(meetings[1], opened_line=opened)
+    with ThreadPoolExecutor(1) as pool:
+        claim = pool.submit(slow.claim_failure, seconds=0.5)
+        time.sleep(0.6)
+        opened.set_result(meetings[1].line)
+        assert claim.result()
