@@ -43,9 +43,12 @@ def parse_arguments(argv: Sequence[str], *, environ: Mapping[str, str]) -> RunCo
     assert graph is not None  # --model is required, so that _merge would have complained.
     frozen_graph = apply_freezing(graph, config)
     check_config(config, graph=frozen_graph)
+    _check_input_file("--plan", config.parallelism.plan)
     plan = build_plan(config, frozen_graph, _world_size(environ))
     check_plan(config, graph=frozen_graph, plan=plan)
     check_schedule(config, graph=frozen_graph, plan=plan)
+    _check_input_file("--emulate", config.training.emulate)
+    _check_input_file("--cluster", config.training.cluster)
     return _fill_in_steps(config)
 
 
@@ -64,11 +67,19 @@ def _read_first(argv: Sequence[str]) -> dict[str, str]:
 
 def _read_model(model: str | None, *, entries: Mapping[str, Any], config_path: Path | None) -> ModelGraph | None:
     if model is not None:
+        _check_input_file("--model", model)
         return ModelGraph.from_file(model)
     entry = entries.get("--model")
     if config_path is None or entry is None or isinstance(entry, (bool, list, dict)):
         return None
     return ModelGraph.from_file(beside(config_path, str(entry)))
+
+
+def _check_input_file(flag: str, path: str | Path | None) -> None:
+    """Raise ConfigError, which names the flag, where there is no file to read; what is in it its reader checks."""
+    if path is not None and not Path(path).is_file():
+        found = "is a folder or a device" if Path(path).exists() else "no such file"
+        raise ConfigError(f"{flag} {path}: {found}; give the path of an existing .yaml or .json file")
 
 
 def _merge(from_command_line: Mapping[str, Any], *, from_file: Mapping[str, Any], graph: ModelGraph | None) -> RunConfig:

@@ -12,6 +12,11 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from multimodal.values.typed_reader import shown
+
+_MOST_BITS = 100
+"""Of whole numbers, so that they can be shown and compared with floats; each field's own bounds follow."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FieldFlag:
@@ -83,9 +88,12 @@ def field_docstrings(group: type) -> dict[str, str]:
 def whole_number(text: str) -> int:
     """Parse an int; the error says what was expected."""
     try:
-        return int(text)
+        number = int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a whole number, found {text!r}") from None
+        raise argparse.ArgumentTypeError(f"expected a whole number, found {shown(text)}") from None
+    if number.bit_length() > _MOST_BITS:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at most {_MOST_BITS} bits, found {shown(number)}")
+    return number
 
 
 def finite_number(text: str) -> float:
@@ -95,7 +103,7 @@ def finite_number(text: str) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"expected a number, found {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number, found {shown(text)}")
     return number
 
 

@@ -33,6 +33,16 @@ PLAN = {
         "llm": {"tensor_parallel_size": 1, "replicas": [{"stages": [{"ranks": [1], "layers": [[0, 4]]}]}]},
     }
 }
+_SIZES = ("--vision-", "--llm-")
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("--plan", "--colocate-units", "--sequence-parallel", "--data-parallel-sharding-strategy", "--schedule"),
+        *("--schedule-passes", "--recompute-granularity", "--micro-batch-size", "--balance", "--balance-granularity"),
+        *("--context-parallel-distribution", "--context-parallel-block-size", "--lengths-from", "--num-workers"),
+        *("--save", "--tensorboard-dir", "--report-dir"),
+    }
+)
+"""Flags that say how a run trains or what it writes, and not what it learns: one process does without them."""
 LEAVES: tuple[Any, ...] = (
     *(None, True, "text", "12", "1e-5", "", -1, 0, 1, 3, 1.5, 10**12, 10**400, math.nan, math.inf, -math.inf, [], [1, 2], {}),
 )
@@ -201,8 +211,7 @@ def _compare(inputs: Inputs) -> list[str]:
     if log != inputs.folder / "log.jsonl":
         return []
     found = _losses(inputs.folder / "log.jsonl")
-    dropped = ("--vision-dp", "--llm-dp", "--plan", "--save", "--tensorboard-dir", "--report-dir")
-    flags = {flag: value for flag, value in inputs.flags.items() if flag not in dropped}
+    flags = {flag: value for flag, value in inputs.flags.items() if flag not in _WITHOUT_EFFECT and not flag.startswith(_SIZES)}
     alone = Inputs(inputs.folder, inputs.random, flags | {"--log-json": inputs.folder / "alone.jsonl"})
     launched = _launch(alone, num_ranks=1)
     if isinstance(launched, str) or launched.exit_codes != (0,):
@@ -269,7 +278,7 @@ def _flag_mutations() -> Iterator[Mutation]:
             for text in _texts(flag):
                 apply = partial(_set_flag, flag=flag.flag, value=text)
                 yield Mutation(f"flag: {flag.flag} {_short(text)}", apply, (flag.flag,))
-    for flag in ("--vision-dp", "--llm-dp", "--llm-tp", "--llm-pp", "--vision-cp", "--vision-micro-batch-size"):
+    for flag in ("--vision-dp", "--llm-dp", "--llm-tp", "--llm-pp", "--llm-vpp", "--vision-cp", "--vision-micro-batch-size"):
         for text in FLAG_TEXTS:
             yield Mutation(f"flag: {flag} {_short(text)}", partial(_set_flag, flag=flag, value=text))
 
@@ -508,7 +517,6 @@ def _rank_mutations() -> Iterator[Mutation]:
         "--schedule-passes": "defer-receives",
         "--seq-length": 300,
         "--split": "50,50",
-        "--vision-tp": 2,
         "--recompute-granularity": "full",
         "--eval-iters": 1,
         "--weight-decay": 0.5,
