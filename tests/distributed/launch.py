@@ -61,6 +61,7 @@ def launch(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
+            "RES_OPTIONS": "timeout:1 attempts:1",  # torch asks for the name of every address; not all networks answer
             **(environment or {}),
             **(environment_of_rank or {}).get(rank, {}),
         }
