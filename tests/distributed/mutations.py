@@ -277,7 +277,8 @@ def _flag_mutations() -> Iterator[Mutation]:
         for flag in field_flags(group):
             for text in _texts(flag):
                 apply = partial(_set_flag, flag=flag.flag, value=text)
-                yield Mutation(f"flag: {flag.flag} {_short(text)}", apply, (flag.flag,))
+                names = () if flag.name == "colocate_units" else (flag.flag,)  # the sizes that it does not go with are named
+                yield Mutation(f"flag: {flag.flag} {_short(text)}", apply, names)
     for flag in ("--vision-dp", "--llm-dp", "--llm-tp", "--llm-pp", "--llm-vpp", "--vision-cp", "--vision-micro-batch-size"):
         for text in FLAG_TEXTS:
             yield Mutation(f"flag: {flag} {_short(text)}", partial(_set_flag, flag=flag, value=text))
