@@ -54,7 +54,7 @@ PATHS = ("no/such/place", "/dev/null", "/proc/1/none", ".", "")
 _FIX = re.compile(
     r"\b(use|set|give|leave|remove|choose|raise|lower|add|keep|write|rename|replace|correct|change|launch|install|start|list|take|make|"
     r"must be|must|expected|needs|make room|save|resume|put|name|regenerate|repair|convert|re-create|delete|shorten|"
-    r"has no|are|is one of|invalid choice)\b"
+    r"has no|are|is one of|invalid choice|lists all flags)\b"
 )
 
 
