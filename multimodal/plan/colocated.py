@@ -47,6 +47,6 @@ def _spread(name: str, *, sizes: UnitSizes, world_size: int) -> UnitSizes:
     if sizes.data_parallel_size not in (None, world_size // replica):
         raise PlanError(
             f"{where}: a unit that spans all ranks has dp {world_size} / {replica} = {world_size // replica}, "
-            f"not {sizes.data_parallel_size}; leave --{name}-data-parallel-size out"
+            f"not {sizes.data_parallel_size}; leave --{name.replace('_', '-')}-data-parallel-size out"
         )
     return replace(sizes, data_parallel_size=world_size // replica)

@@ -35,9 +35,10 @@ def _fill_open_size(sizes: dict[str, UnitSizes], *, world_size: int) -> dict[str
     open_units = [name for name, size in sizes.items() if size.num_ranks is None]
     num_taken = sum(size.num_ranks or 0 for size in sizes.values())
     if len(open_units) > 1:
+        flags = [f"--{name.replace('_', '-')}-dp" for name in open_units[:-1]]
         raise PlanError(
             f"{found}: the data parallel sizes of {' and '.join(open_units)} are left out, but only one can follow from the "
-            f"number of processes ({world_size}); give {' and '.join(f'--{name}-dp' for name in open_units[:-1])}, "
+            f"number of processes ({world_size}); give {' and '.join(flags)}, "
             "or let the units share ranks with --colocate-units"
         )
     if not open_units:

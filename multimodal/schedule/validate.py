@@ -1,4 +1,4 @@
-"""The one validator: every schedule passes through it, after the builder and after every pass."""
+"""The one validator of schedules: what it accepts, the executor can run to its end."""
 
 from collections import defaultdict
 from collections.abc import Callable

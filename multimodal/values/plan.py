@@ -262,7 +262,8 @@ def _validate_unit(unit: UnitPlan, *, graph: ModelGraph, name: str) -> None:
         if size % unit.tensor_parallel_size:
             raise PlanError(
                 f"unit '{name}': {what} {size} is not divisible by tensor parallel size {unit.tensor_parallel_size}; "
-                f"choose a --{name}-tensor-model-parallel-size (in a plan file, tensor_parallel_size) that divides it",
+                f"choose a --{name.replace('_', '-')}-tensor-model-parallel-size that divides it (in a plan file, "
+                "tensor_parallel_size)",
                 place=("units", name, "tensor_parallel_size"),
             )
     if len(set(unit.ranks)) != len(unit.ranks):
