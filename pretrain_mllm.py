@@ -11,9 +11,9 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 
-from megatron.runtime.arguments import parse_arguments  # noqa: E402
-from megatron.runtime.failure import Ending  # noqa: E402
-from megatron.runtime.stop_requests import StopRequests  # noqa: E402
+from megatron.runtime.flags.arguments import parse_arguments  # noqa: E402
+from megatron.runtime.launch.failure import Ending  # noqa: E402
+from megatron.runtime.launch.stop_requests import StopRequests  # noqa: E402
 
 
 def main(argv: list[str]) -> None:
@@ -31,10 +31,10 @@ def main(argv: list[str]) -> None:
         from megatron.runtime import platform
 
         platform.install()
-        from megatron.runtime.distributed_setup import join_world, leave_world
-        from megatron.runtime.resumption import resume
-        from megatron.runtime.run import prepare_run
-        from megatron.runtime.training import train
+        from megatron.runtime.launch.distributed_setup import join_world, leave_world
+        from megatron.runtime.training.loop import train
+        from megatron.runtime.training.resumption import resume
+        from megatron.runtime.training.run import prepare_run
 
         world = join_world(
             backend=config.training.distributed_backend,

@@ -33,8 +33,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron.runtime.emulated_stage import wait
-from megatron.runtime.emulation import EmulatedRun, emulate, run_on_ranks
+from megatron.runtime.emulated_run import EmulatedRun, emulate, run_on_ranks
+from megatron.runtime.emulation.emulated_stage import wait
 from megatron.runtime.platform import CpuTorch
 from multimodal.cost.step_costs import ComputeCost, TransferCost
 from multimodal.schedule.build_schedule import build_schedule

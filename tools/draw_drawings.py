@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.runtime import platform
-from megatron.runtime.assembly import RankRuntime, assemble
-from megatron.runtime.checkpoint import load_checkpoint
-from megatron.runtime.step_inputs import load_inputs
+from megatron.runtime.checkpoint.checkpoint import load_checkpoint
+from megatron.runtime.execution.assembly import RankRuntime, assemble
+from megatron.runtime.feed.step_inputs import load_inputs
 from multimodal.data.digits import glyph_pool, load_handwritten_digits
 from multimodal.data.digits_to_draw import DigitsToDrawSource
 from multimodal.data.tokenizer import ByteTokenizer

@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from megatron.runtime.assembly import RankRuntime, assemble
-from megatron.runtime.gradients import clip_gradients, global_gradient_norm
-from megatron.runtime.step_planner import plan_step
-from megatron.runtime.unit_optimizer import build_optimizer_config, build_unit_optimizer
+from megatron.runtime.execution.assembly import RankRuntime, assemble
+from megatron.runtime.feed.step_planner import plan_step
+from megatron.runtime.gradients.gradients import clip_gradients, global_gradient_norm
+from megatron.runtime.gradients.unit_optimizer import build_optimizer_config, build_unit_optimizer
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.model.transformer_config import BuildOptions, Precision

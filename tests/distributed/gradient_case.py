@@ -10,13 +10,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.runtime.assembly import RankRuntime, assemble
-from megatron.runtime.context_sharing import ContextSharing
-from megatron.runtime.sample_exchange import SampleExchange
-from megatron.runtime.sharded_layer import ShardedLayer
-from megatron.runtime.sharded_unit import ShardedUnit
-from megatron.runtime.step import Step
-from megatron.runtime.step_planner import plan_step
+from megatron.runtime.execution.assembly import RankRuntime, assemble
+from megatron.runtime.feed.sample_exchange import SampleExchange
+from megatron.runtime.feed.step_planner import plan_step
+from megatron.runtime.gradients.sharded_layer import ShardedLayer
+from megatron.runtime.gradients.sharded_unit import ShardedUnit
+from megatron.runtime.step.context_sharing import ContextSharing
+from megatron.runtime.step.step import Step
 from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.packed_mask import ItemSpan
 from multimodal.balance.distribute_tokens import TokenDistribution

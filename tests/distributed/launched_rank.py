@@ -9,10 +9,6 @@ import pretrain_mllm  # first, as it says how much torch is to log
 
 # isort: split
 # What pretrain_mllm.py imports when it runs; a rank that is forked from here need not wait for it.
-import megatron.runtime.distributed_setup
-import megatron.runtime.resumption
-import megatron.runtime.run
-import megatron.runtime.training  # noqa: F401
 
 
 def run_rank(flags: Sequence[str], environment: Mapping[str, str], folder: str, output: str) -> None:

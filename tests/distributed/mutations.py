@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import yaml
 from PIL import Image
 
-from megatron.runtime.configuration import GROUPS
-from megatron.runtime.field_flags import FieldFlag, field_flags
+from megatron.runtime.flags.configuration import GROUPS
+from megatron.runtime.flags.field_flags import FieldFlag, field_flags
 from tests.distributed.launch import Launched, launch
 from tests.distributed.small_run import MODEL, NUM_RANKS, manifest_entries, working_flags, write_working_files
 

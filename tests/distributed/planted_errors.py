@@ -10,13 +10,15 @@ from unittest.mock import Mock, patch
 
 import torch
 
-from megatron.runtime import action_handlers, forward_action, gradients, message_flow, sharded_layer, step_inputs, step_planner
-from megatron.runtime.activation_store import ActivationStore
-from megatron.runtime.assembly import RankRuntime
-from megatron.runtime.gradients import UnitGradients
-from megatron.runtime.row_shares import RowShares
-from megatron.runtime.sharded_layer import ShardedLayer
-from megatron.runtime.step import Step
+from megatron.runtime.communication.row_shares import RowShares
+from megatron.runtime.execution import action_handlers, forward_action, message_flow
+from megatron.runtime.execution.activation_store import ActivationStore
+from megatron.runtime.execution.assembly import RankRuntime
+from megatron.runtime.feed import step_inputs, step_planner
+from megatron.runtime.gradients import gradients, sharded_layer
+from megatron.runtime.gradients.gradients import UnitGradients
+from megatron.runtime.gradients.sharded_layer import ShardedLayer
+from megatron.runtime.step.step import Step
 from multimodal.attention import context_parallel
 from multimodal.attention.packed_attention import PackedAttention
 from multimodal.model.generator_projector import GeneratorProjector

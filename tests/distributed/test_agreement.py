@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.runtime.agreement import Agreed, assignment_digest, check_agreement
-from megatron.runtime.stop_requests import StopReason
+from megatron.runtime.feed.agreement import Agreed, assignment_digest, check_agreement
+from megatron.runtime.launch.stop_requests import StopReason
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import AssignmentError
 from tests.distributed.gradient_case import GradientCase, plan_case

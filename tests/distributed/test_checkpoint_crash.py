@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.runtime import platform
-from megatron.runtime.checkpoint import find_newest_checkpoint
+from megatron.runtime.checkpoint.checkpoint import find_newest_checkpoint
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.training_case import Training, TrainingCase, build_graph, build_plan, run
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.runtime.configuration import FOLDED_SCHEDULE, VIRTUAL_STAGE_SCHEDULES
+from megatron.runtime.flags.configuration import FOLDED_SCHEDULE, VIRTUAL_STAGE_SCHEDULES
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.runtime.checkpoint_claim import MARK_NAME, Writer
+from megatron.runtime.checkpoint.claim import MARK_NAME, Writer
 from tests.distributed.launch import launch
 from tests.distributed.small_run import working_flags, write_working_files
 

@@ -7,8 +7,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.runtime.activation_store import storage_identity
-from megatron.runtime.sharded_layer import ShardedLayer
+from megatron.runtime.execution.activation_store import storage_identity
+from megatron.runtime.gradients.sharded_layer import ShardedLayer
 from multimodal.cost.assigned_loads import AssignedLoads
 from multimodal.cost.memory import layer_static_bytes
 from multimodal.cost.run_options import RunOptions

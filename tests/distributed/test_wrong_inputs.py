@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.runtime.checkpoint_claim import MARK_NAME, Writer
+from megatron.runtime.checkpoint.claim import MARK_NAME, Writer
 from tests.distributed.launch import Launched, launch
 from tests.distributed.small_run import MODEL, NUM_RANKS, working_flags, write_working_files
 

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.runtime.assembly import assemble
-from megatron.runtime.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
-from megatron.runtime.context_sharing import ContextSharing
-from megatron.runtime.gradients import clip_gradients, global_gradient_norm
-from megatron.runtime.loss_sums import LossSums
-from megatron.runtime.step_planner import plan_step
-from megatron.runtime.unit_optimizer import build_optimizer_config, build_unit_optimizer
+from megatron.runtime.checkpoint.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
+from megatron.runtime.execution.assembly import assemble
+from megatron.runtime.feed.step_planner import plan_step
+from megatron.runtime.gradients.gradients import clip_gradients, global_gradient_norm
+from megatron.runtime.gradients.unit_optimizer import build_optimizer_config, build_unit_optimizer
+from megatron.runtime.step.context_sharing import ContextSharing
+from megatron.runtime.step.loss_sums import LossSums
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.in_order import balance_in_order
 from multimodal.model.parameter_sharding import ParameterSharding, join_shards, sharding_of

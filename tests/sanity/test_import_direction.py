@@ -84,10 +84,10 @@ def test_every_room_has_its_rule():
         ("multimodal.values.plan", "from multimodal.kernels import kernels"),
         ("multimodal.balance.post_balance", "from multimodal import _kernels"),
         ("multimodal.data.packing", "from multimodal.model import vision"),
-        ("multimodal.model.vision", "import megatron.runtime.broker"),
+        ("multimodal.model.vision", "import megatron.runtime.communication.broker"),
         ("multimodal.model.vision", "from megatron import runtime"),
-        ("megatron.runtime.broker", "import pretrain_mllm"),
-        ("megatron.runtime.broker", "from tools.plan import main"),
+        ("megatron.runtime.communication.broker", "import pretrain_mllm"),
+        ("megatron.runtime.communication.broker", "from tools.plan import main"),
     ],
 )
 def test_planted_imports_are_found(module, line):
@@ -100,7 +100,7 @@ def test_planted_imports_are_found(module, line):
         ("multimodal.plan.search", "from multimodal.balance import BALANCERS"),
         ("multimodal.balance.longest_first_partition", "from multimodal.kernels import kernels"),
         ("multimodal.model.vision", "import torch\nfrom megatron.core import tensor_parallel"),
-        ("megatron.runtime.broker", "from multimodal.values.plan import Plan"),
+        ("megatron.runtime.communication.broker", "from multimodal.values.plan import Plan"),
     ],
 )
 def test_proper_imports_pass(module, line):

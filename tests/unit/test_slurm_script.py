@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megatron.runtime.arguments import parse_arguments
+from megatron.runtime.flags.arguments import parse_arguments
 from tests.sanity.repository import ROOT
 
 STAND_INS = {

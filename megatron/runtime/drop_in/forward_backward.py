@@ -13,10 +13,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron.runtime import platform
+from megatron.runtime.communication.message_channel import MessageChannel
 from megatron.runtime.drop_in.megatron_options import check_options
 from megatron.runtime.drop_in.pipeline_schedule import PipelineShape, build_pipeline_schedule
 from megatron.runtime.drop_in.pipeline_step import HANDLERS, LoopInputs, PipelineMessages, PipelineStep
-from megatron.runtime.message_channel import MessageChannel
 from multimodal.values.errors import ConfigError
 
 MESSAGE_TIMEOUT = timedelta(minutes=10)

@@ -14,10 +14,10 @@ from megatron.core.utils import get_model_type
 from torch import Tensor
 
 from megatron.runtime import platform
+from megatron.runtime.communication.message_channel import MessageChannel
 from megatron.runtime.drop_in.gradient_sync import GradientSync
 from megatron.runtime.drop_in.parameter_sync import ParameterSync
 from megatron.runtime.drop_in.pipeline_schedule import PipelineShape
-from megatron.runtime.message_channel import MessageChannel
 from multimodal.values.errors import ConfigError
 from multimodal.values.schedule import Action, ActionKind, Lane, Place
 

@@ -12,9 +12,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.runtime import platform
-from megatron.runtime.activation_store import SavedTensors, storage_identity
-from megatron.runtime.layer_inputs import synthetic_input
-from megatron.runtime.profiler import build_layer
+from megatron.runtime.execution.activation_store import SavedTensors, storage_identity
+from megatron.runtime.profiling.layer_inputs import synthetic_input
+from megatron.runtime.profiling.profiler import build_layer
 from multimodal.attention.own_share import OwnShare
 from multimodal.attention.token_shares import TokenShares
 from multimodal.cost.activation_memory import layer_activation_bytes

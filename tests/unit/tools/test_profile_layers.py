@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 import yaml
 
-from megatron.runtime.profiler import build_layer, time_layer
-from megatron.runtime.step_profiler import time_runtime, time_update
+from megatron.runtime.profiling.profiler import build_layer, time_layer
+from megatron.runtime.profiling.step_profiler import time_runtime, time_update
 from multimodal.cost.layer_profile import LayerProfile
 from multimodal.cost.packed_size import PackedSize
 from multimodal.model.transformer_config import BuildOptions, Precision

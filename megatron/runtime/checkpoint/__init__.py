@@ -1,0 +1,1 @@
+"""Checkpoints: sharded, atomic, checked, and independent of the plan."""

@@ -1,0 +1,186 @@
+"""Checkpoints: sharded, atomic, and independent of the plan.
+
+Every rank writes the pieces it holds (`tensors`, `pieces`, `storage`) into a hidden folder that
+gets its final name when all of it is on the disk (`folder`): a complete checkpoint is one that has its name.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from megatron.runtime.checkpoint.agreement import on_all_ranks, on_first_rank, on_this_rank
+from megatron.runtime.checkpoint.folder import (
+    complete_partial,
+    damaged,
+    find_newest_checkpoint,
+    open_partial,
+    prune_checkpoints,
+    remove_checkpoint,
+)
+from megatron.runtime.checkpoint.index import TensorIndex, read_index
+from megatron.runtime.checkpoint.manifest import Manifest, check_dtype, check_model, read_newest, write_manifest
+from megatron.runtime.checkpoint.random_state import capture_random_state, restore_random_state
+from megatron.runtime.checkpoint.storage import read_tensors, write_tensors
+from megatron.runtime.checkpoint.tensors import HeldTensor, adopt_group_steps, make_room, model_tensors, optimizer_tensors
+from megatron.runtime.execution.assembly import RankRuntime
+from multimodal.values.errors import CheckpointError
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+
+__all__ = ["LoadedCheckpoint", "find_newest_checkpoint", "load_checkpoint", "save_checkpoint"]
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """What a checkpoint says beside what it put into the runtime and the optimizers."""
+
+    step: int
+    run_state: Mapping[str, Any]
+    schedulers_state: Mapping[str, Any]
+    path: Path
+    units_with_fresh_optimizer: tuple[str, ...] = ()
+    """Units with trained parameters that the checkpoint has no optimizer state of (they were frozen): it starts at zero."""
+
+
+def save_checkpoint(
+    folder: Path,
+    *,
+    step: int,
+    graph: ModelGraph,
+    plan: Plan,
+    runtime: RankRuntime,
+    optimizers: Mapping[str, MegatronOptimizer],
+    schedulers_state: Mapping[str, Any],
+    run_state: Mapping[str, Any],
+    keep_last: int,
+) -> Path:
+    """Save everything that a run after `step` steps is, and remove all but the `keep_last` newest; collective over all ranks.
+
+    schedulers_state and run_state are rank 0's and must fit into JSON. Returns the checkpoint's folder, in which a checkpoint of
+    the same step is replaced. Raises CheckpointError on every rank when it fails on any; earlier checkpoints are then untouched.
+    """
+    what = f"saving step {step} to {folder}"
+    runtime.complete_parameters()
+    partial = on_first_rank(lambda: open_partial(folder, step=step), what=what)
+    try:
+        tensors = [*model_tensors(runtime), *optimizer_tensors(runtime, optimizers)]
+        written = on_all_ranks(lambda: write_tensors(partial, tensors), what=what)
+        manifest = Manifest(
+            step=step,
+            dtype=_dtype(runtime),
+            model=graph.to_dict(),
+            plan=plan.to_dict(),
+            run_state=dict(run_state),
+            schedulers_state=dict(schedulers_state),
+            random_state=capture_random_state(),
+            files={name: size for files in written for name, size in files.sizes.items()},
+            index_crc32=written[0].index_crc32,
+        )
+        final = on_first_rank(lambda: _complete(partial, manifest), what=what)
+    except CheckpointError as problem:
+        if dist.get_rank() == 0 and partial.exists():
+            with suppress(OSError):
+                remove_checkpoint(partial)
+        raise CheckpointError(f"{problem}; earlier checkpoints are untouched: make room or correct --save, and resume") from None
+    what = f"{final} is complete, but removing older ones"
+    on_first_rank(lambda: prune_checkpoints(folder, step=step, keep_last=keep_last), what=what)
+    return final
+
+
+def load_checkpoint(
+    folder: Path,
+    *,
+    graph: ModelGraph,
+    plan: Plan,
+    runtime: RankRuntime,
+    optimizers: Mapping[str, MegatronOptimizer],
+    load_optimizer: bool,
+    load_rng: bool,
+    check_run: Callable[[Path, Mapping[str, Any]], None] | None = None,
+) -> LoadedCheckpoint:
+    """Fill parameters, and on wish optimizers and random generators, from the newest complete checkpoint in `folder`; collective.
+
+    The plan may be another than the one it was saved under. Learning rate and weight decay are left to the schedulers, the other
+    hyperparameters to the run's flags. Nothing that the files hold is executed, and every value that is read is held against its
+    checksum.
+
+    check_run: called on rank 0 with the checkpoint and its run_state, before anything is loaded; may raise CheckpointError.
+
+    Raises CheckpointError on every rank when nothing is there, a file is damaged, or it is of another model or (with
+    `load_optimizer`) precision.
+    """
+    dtype = _dtype(runtime) if load_optimizer else None
+    path, manifest = on_first_rank(lambda: _find(folder, graph, dtype, check_run), what=f"loading {folder}")
+    what = f"loading {path}"
+    model = model_tensors(runtime)
+    index = on_this_rank(lambda: _read_index(path, manifest, model), what=what)
+    on_all_ranks(lambda: read_tensors(path, model, index=index), what=what)
+    for optimizer in optimizers.values():
+        optimizer.reload_model_params()
+    fresh_units: list[set[str]] = []
+    if load_optimizer:
+        fresh_units = on_all_ranks(lambda: make_room(runtime, optimizers, saved=index.keys()), what=what)
+        tensors = [tensor for tensor in optimizer_tensors(runtime, optimizers) if tensor.key in index]
+        on_all_ranks(lambda: _check_shapes(path, tensors, index=index), what=what)
+        on_all_ranks(lambda: read_tensors(path, tensors, index=index), what=what)
+        adopt_group_steps(runtime, optimizers, tensors)
+    if load_rng:
+        on_all_ranks(lambda: _restore_random_state(path, manifest), what=what)
+    return LoadedCheckpoint(
+        step=manifest.step,
+        run_state=manifest.run_state,
+        schedulers_state=manifest.schedulers_state,
+        path=path,
+        units_with_fresh_optimizer=tuple(sorted(set().union(*fresh_units))),
+    )
+
+
+def _complete(partial: Path, manifest: Manifest) -> Path:
+    write_manifest(partial, manifest)
+    return complete_partial(partial, step=manifest.step)
+
+
+def _find(
+    folder: Path, graph: ModelGraph, dtype: str | None, check_run: Callable[[Path, Mapping[str, Any]], None] | None
+) -> tuple[Path, Manifest]:
+    path, manifest = read_newest(folder)
+    check_model(path, manifest, graph=graph)
+    if dtype is not None:
+        check_dtype(path, manifest, dtype=dtype)
+    if check_run is not None:
+        check_run(path, manifest.run_state)
+    return path, manifest
+
+
+def _read_index(path: Path, manifest: Manifest, model: Sequence[HeldTensor]) -> TensorIndex:
+    index = read_index(path, files=manifest.files, crc32=manifest.index_crc32)
+    _check_shapes(path, model, index=index)
+    return index
+
+
+def _check_shapes(path: Path, tensors: Sequence[HeldTensor], *, index: TensorIndex) -> None:
+    for tensor in tensors:
+        saved = index.get(tensor.key)
+        if saved is None or saved.shape != tensor.shape:
+            found = f"has shape {list(saved.shape)}" if saved else "is missing"
+            raise CheckpointError(
+                f"{path}: {tensor.key} {found} but this run needs {list(tensor.shape)}; use the model, the tokenizer and the "
+                "padding of the vocabulary that it was trained with"
+            )
+
+
+def _restore_random_state(path: Path, manifest: Manifest) -> None:
+    try:
+        restore_random_state(manifest.random_state)
+    except Exception as problem:  # of whatever a stranger may have written there
+        raise damaged(path, f"its random_state cannot be restored ({problem})") from problem
+
+
+def _dtype(runtime: RankRuntime) -> str:
+    stage = next(iter(runtime.stages.values()))
+    return str(stage.options.precision.params_dtype).removeprefix("torch.")

@@ -1,0 +1,156 @@
+"""`braid.json`: what a checkpoint is of, the files that belong to it, and checksums that bind them to each other."""
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, get_origin
+
+from megatron.runtime.checkpoint.folder import damaged, find_newest_checkpoint, step_of
+from multimodal.values.errors import CheckpointError
+from multimodal.values.model_graph import ModelGraph
+
+FORMAT_VERSION = 2
+_FILE_NAME = "braid.json"
+_CHECKSUM = "crc32"
+"""Key of the checksum over everything else in the file."""
+_LAST_STEP = 10**15
+_CHANGEABLE = {"freeze_module", "freeze_projector", "init_method_std", "min_pixels", "max_pixels"}
+"""What may differ between a checkpoint's model and the run's: it changes neither a weight's shape nor its meaning."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Plain values only."""
+
+    step: int
+    dtype: str
+    model: dict[str, Any]
+    plan: dict[str, Any]
+    """For the reader's information; a checkpoint loads under any plan."""
+    run_state: dict[str, Any]
+    schedulers_state: dict[str, Any]
+    random_state: dict[str, Any]
+    files: dict[str, int]
+    """File name -> bytes."""
+    index_crc32: int
+    """Of `tensors.json`, which has the checksums of all values."""
+    format_version: int = FORMAT_VERSION
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write it, after checking that the files of all ranks are there; raises CheckpointError or OSError."""
+    for name, size_bytes in manifest.files.items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != size_bytes:
+            raise CheckpointError(
+                f"{folder}: another rank wrote {name} with {size_bytes} bytes, but rank 0 does not see it like that; "
+                "save into a folder that all nodes share"
+            )
+    plain = asdict(manifest)
+    with open(folder / _FILE_NAME, "w") as file:
+        json.dump({**plain, _CHECKSUM: _checksum(plain)}, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_newest(folder: Path) -> tuple[Path, Manifest]:
+    """The newest complete checkpoint in `folder` and its manifest; raises CheckpointError when there is none or it is damaged."""
+    path = find_newest_checkpoint(folder)
+    if path is None:
+        found = "no such folder" if not folder.exists() else "no complete checkpoint there (no folder step_<number>)"
+        raise CheckpointError(f"{folder}: {found}; correct --load, or leave it out to start anew")
+    manifest = _read(path)
+    for name, size_bytes in manifest.files.items():
+        file = path / name
+        if not file.is_file():
+            raise damaged(path, f"{name} is missing")
+        if file.stat().st_size != size_bytes:
+            raise damaged(path, f"{name} has {file.stat().st_size} bytes instead of {size_bytes}")
+    return path, manifest
+
+
+def check_model(path: Path, manifest: Manifest, *, graph: ModelGraph) -> None:
+    """Raise CheckpointError with the first difference when the checkpoint is of another model than `graph`."""
+    try:
+        saved = ModelGraph.from_dict(manifest.model)
+    except Exception as problem:  # of whatever a stranger may have written there
+        raise CheckpointError(f"{path}: its model cannot be read ({problem}); load it with the Braid that wrote it") from problem
+    if difference := _first_difference(saved.to_dict(), graph.to_dict(), where="model"):
+        raise CheckpointError(
+            f"{path} is of another model: {difference}; pass the model file that it was trained with, or another folder to --load"
+        )
+
+
+def check_dtype(path: Path, manifest: Manifest, *, dtype: str) -> None:
+    """Raise CheckpointError when optimizer state would be loaded into a run of another precision."""
+    if manifest.dtype != dtype:
+        raise CheckpointError(
+            f"{path}: it was trained with --dtype {manifest.dtype}, this run has {dtype}, whose optimizer keeps other numbers; "
+            f"use --dtype {manifest.dtype}, or take over the weights alone with --no-load-optim"
+        )
+
+
+def _read(path: Path) -> Manifest:
+    if not (path / _FILE_NAME).is_file():
+        raise damaged(path, f"{_FILE_NAME} is missing")
+    try:
+        value = json.loads((path / _FILE_NAME).read_bytes())
+        _check_version(path, value)
+        if value.pop(_CHECKSUM, None) != _checksum(value):
+            raise ValueError("its checksum differs: it was changed after it was saved")
+        _check_types(value)
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, RecursionError) as problem:
+        raise damaged(path, f"{_FILE_NAME} cannot be used ({problem})") from problem
+    manifest = Manifest(**value)
+    if manifest.step != step_of(path):
+        raise damaged(path, f"{_FILE_NAME} is of step {manifest.step}, which the folder's name does not say")
+    return manifest
+
+
+def _check_version(path: Path, value: Any) -> None:
+    version = value.get("format_version") if type(value) is dict else None
+    if type(version) is not int:
+        raise ValueError("it is no JSON object with a format_version")
+    if version == FORMAT_VERSION:
+        return
+    reason = ", whose files hold Python objects that could run commands and are not read any more" if version == 1 else ""
+    raise CheckpointError(
+        f"{path} has format {version}{reason}; this Braid reads format {FORMAT_VERSION}: train on with the Braid that wrote it, "
+        "or give another folder to --load"
+    )
+
+
+def _check_types(value: Mapping[str, Any]) -> None:
+    kinds: dict[str, Any] = {field.name: get_origin(field.type) or field.type for field in fields(Manifest)}
+    if odd := sorted(kinds.keys() ^ value.keys()):
+        raise ValueError(f"{odd[0]!r} {'is missing' if odd[0] in kinds else 'is not known'}")
+    for name, kind in kinds.items():
+        if type(value[name]) is not kind:
+            raise ValueError(f"{name} must be a {kind.__name__}, found {type(value[name]).__name__}")
+    if not 0 <= value["step"] <= _LAST_STEP:
+        raise ValueError(f"step must be from 0 to {_LAST_STEP}, found {value['step']}")
+    for name, size_bytes in value["files"].items():
+        if Path(name).name != name or type(size_bytes) is not int or size_bytes < 0:
+            raise ValueError(f"files must be names without folders and numbers of bytes, found {name!r}: {size_bytes!r}")
+
+
+def _checksum(value: Mapping[str, Any]) -> int:
+    """Of the content, however it is laid out."""
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
+
+
+def _first_difference(saved: Any, current: Any, *, where: str) -> str | None:
+    if not isinstance(saved, Mapping) or not isinstance(current, Mapping):
+        return None if saved == current else f"{where} is {saved} in the checkpoint and {current} in this run"
+    for key in [*saved, *(key for key in current if key not in saved)]:
+        if key in _CHANGEABLE:
+            continue
+        if key not in current or key not in saved:
+            return f"{where}.{key} is only in {'the checkpoint' if key in saved else 'this run'}"
+        if difference := _first_difference(saved[key], current[key], where=f"{where}.{key}"):
+            return difference
+    return None

@@ -1,0 +1,219 @@
+"""The communication broker: carries activations and gradients between stages, whatever TP and DP either side has.
+
+DistTrain 4.1 bridges units by brokers, gcd(DP, DP) many; here every tensor parallel rank is a broker of its own share. Between
+units the rows are the same on all tensor parallel ranks of a stage, so rank i of the source sends only what overlaps with its
+1/tp of the rows, and the target's ranks gather their shares. Where a unit spreads tokens over context parallel ranks, each of
+these gives and takes rows of its own (`row_shares.py`), and the same holds for its tensor parallel ranks. Between stages of one
+unit, where all ranks may hold different rows, each passes on what it has.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.runtime.communication.message_channel import MessageChannel
+from megatron.runtime.communication.receive_watch import ReceiveWatch
+from megatron.runtime.communication.row_shares import RowShares
+from multimodal.values.schedule import Place
+
+
+class MessageKey(NamedTuple):
+    """Which microbatch's tensor goes from where to where; direction is `forward` or `backward`."""
+
+    direction: str
+    source: Place
+    target: Place
+    part: int = -1
+    """The sample subset whose gradient it is, between stages of one unit; -1: the whole microbatch."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Shape and route of one message, which both ends derive from plan and lengths."""
+
+    source_ranks: tuple[int, ...]
+    target_ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+    """Rows first: of a message between units all that travel, else those of this rank."""
+    is_replicated: bool
+    """Whether tensor parallel ranks hold the same rows and need the same (between units); else rank i passes its own on to i."""
+    rows: RowShares | None = None
+    """Who gives and takes which, where a unit at either end spreads tokens over context parallel ranks; None: all give all."""
+
+    @property
+    def source_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Tensor parallel groups of the source, by context parallel rank."""
+        return _groups(self.source_ranks, 1 if self.rows is None else len(self.rows.given))
+
+    @property
+    def target_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Tensor parallel groups of the target, by context parallel rank."""
+        return _groups(self.target_ranks, 1 if self.rows is None else len(self.rows.taken))
+
+    def num_received(self, target: int) -> int:
+        """Rows that come to a context parallel rank of the target."""
+        return self.shape[0] if self.rows is None else self.rows.num_received(target)
+
+
+class Piece(NamedTuple):
+    """Rows that travel from one rank to another, counted in what the target's context parallel rank receives."""
+
+    source_rank: int
+    target_rank: int
+    first_row: int
+    last_row: int
+
+
+def share_of_rows(num_rows: int, *, num_shares: int, index: int) -> range:
+    """Rows of the index-th of `num_shares` shares: all ceil(num_rows / num_shares) long, but the last ones."""
+    size = -(-num_rows // num_shares)
+    return range(min(index * size, num_rows), min((index + 1) * size, num_rows))
+
+
+def pieces_of(link: Link) -> tuple[Piece, ...]:
+    """All pieces of a message: the overlaps of source shares with target shares."""
+    num_rows = link.shape[0]
+    if not link.is_replicated:
+        pairs = zip(link.source_ranks, link.target_ranks, strict=True)
+        return tuple(Piece(source, target, 0, num_rows) for source, target in pairs)
+    return tuple(
+        piece
+        for source_index, sources in enumerate(link.source_groups)
+        for i, source in enumerate(sources)
+        for target_index, targets in enumerate(link.target_groups)
+        for piece in _pieces_from(link, source_index, i, source, target_index, targets)
+    )
+
+
+def _pieces_from(
+    link: Link, source_index: int, i: int, source: int, target_index: int, targets: tuple[int, ...]
+) -> Iterator[Piece]:
+    """What the i-th tensor parallel rank of one context parallel rank sends to the tensor parallel ranks of another."""
+    start, size = 0, link.shape[0]
+    if link.rows is not None:
+        start, size = link.rows.first_row(source_index, target_index), len(link.rows.common[target_index][source_index])
+    sent = share_of_rows(size, num_shares=len(link.source_ranks) // len(link.source_groups), index=i)
+    for j, target in enumerate(targets):
+        wanted = share_of_rows(link.num_received(target_index), num_shares=len(targets), index=j)
+        first, last = max(start + sent.start, wanted.start), min(start + sent.stop, wanted.stop)
+        if first < last:
+            yield Piece(source, target, first, last)
+
+
+def _payload_of(piece: Piece, link: Link, payload: Tensor) -> Tensor:
+    """The rows of a piece in what its source rank gives."""
+    if link.rows is None:
+        return payload[piece.first_row : piece.last_row]
+    source, target = _index_of(piece.source_rank, link.source_groups), _index_of(piece.target_rank, link.target_groups)
+    start = link.rows.first_row(source, target)
+    positions = link.rows.positions_given(source, target)[piece.first_row - start : piece.last_row - start]
+    return payload.index_select(0, torch.from_numpy(positions).to(payload.device))
+
+
+def _groups(ranks: tuple[int, ...], count: int) -> tuple[tuple[int, ...], ...]:
+    size = len(ranks) // count
+    return tuple(ranks[index * size : (index + 1) * size] for index in range(count))
+
+
+def _index_of(rank: int, groups: tuple[tuple[int, ...], ...]) -> int:
+    return next(index for index, ranks in enumerate(groups) if rank in ranks)
+
+
+def _in_order(received: Tensor, rows: RowShares | None, target: int) -> Tensor:
+    """Put received rows where they belong, and add up what came from several ranks."""
+    if rows is None:
+        return received
+    num_taken, positions = len(rows.taken[target]), rows.positions_taken(target)
+    if len(positions) == num_taken and (np.diff(positions) > 0).all():
+        return received
+    taken = received.new_zeros(num_taken, *received.shape[1:])
+    return taken.index_add_(0, torch.from_numpy(positions).to(received.device), received)
+
+
+@dataclass
+class _Incoming:
+    link: Link
+    buffer: Tensor
+    first_row: int
+    waiting: list[dist.Work]
+    watch: ReceiveWatch | None = None
+
+
+class Broker:
+    """Sends and receives of one rank."""
+
+    def __init__(self, *, rank: int, channel: MessageChannel, device: torch.device, dtype: torch.dtype) -> None:
+        self._rank, self._channel, self._device, self._dtype = rank, channel, device, dtype
+        self._incoming: dict[MessageKey, _Incoming] = {}
+        self._kept: dict[MessageKey, list[tuple[Piece, Tensor]]] = {}
+
+    def send(self, key: MessageKey, link: Link, payload: Tensor) -> None:
+        """Start sending this rank's pieces of `payload`, all rows that it gives; pieces for this rank itself are kept."""
+        for piece in pieces_of(link):
+            if piece.source_rank != self._rank:
+                continue
+            rows = _payload_of(piece, link, payload) if link.is_replicated else payload
+            if piece.target_rank == self._rank:
+                self._kept.setdefault(key, []).append((piece, rows))
+            else:
+                self._channel.send(rows, target=piece.target_rank)
+
+    def post_receive(self, key: MessageKey, link: Link) -> int:
+        """Start receiving; returns the bytes set aside for it."""
+        num_rows, width = link.shape[0], link.shape[1:]
+        first_row, size = 0, num_rows
+        if link.is_replicated:
+            target = _index_of(self._rank, link.target_groups)
+            group = link.target_groups[target]
+            num_rows = link.num_received(target)
+            first_row = share_of_rows(num_rows, num_shares=len(group), index=group.index(self._rank)).start
+            size = -(-num_rows // len(group))
+        buffer = torch.zeros((size, *width), device=self._device, dtype=self._dtype)
+        waiting = [
+            self._channel.post_receive(buffer[piece.first_row - first_row : piece.last_row - first_row], source=piece.source_rank)
+            for piece in pieces_of(link)
+            if piece.target_rank == self._rank and piece.source_rank != self._rank
+        ]
+        self._incoming[key] = _Incoming(link, buffer, first_row, waiting)
+        return buffer.numel() * buffer.element_size()
+
+    def is_there(self, key: MessageKey) -> bool:
+        """Whether this rank's pieces have come."""
+        incoming = self._incoming[key]
+        if incoming.watch is None:
+            incoming.watch = ReceiveWatch(incoming.waiting, device=self._device)
+        return incoming.watch.is_complete()
+
+    def wait(self, key: MessageKey) -> Tensor:
+        """Wait for this rank's pieces; returns the buffer, to be completed by `complete`."""
+        incoming = self._incoming[key]
+        if incoming.watch is not None:
+            incoming.watch.wait()
+        else:
+            for work in incoming.waiting:
+                work.wait()
+        for piece, rows in self._kept.pop(key, ()):
+            incoming.buffer[piece.first_row - incoming.first_row : piece.last_row - incoming.first_row] = rows
+        return incoming.buffer
+
+    def complete(self, key: MessageKey, group: dist.ProcessGroup) -> Tensor:
+        """All rows that this rank takes, in the route's order; group: its tensor parallel peers, with whom it gathers shares."""
+        incoming = self._incoming.pop(key)
+        link, received = incoming.link, incoming.buffer
+        if not link.is_replicated:
+            return received
+        target = _index_of(self._rank, link.target_groups)
+        if group.size() > 1 and len(received):
+            received = received.new_empty((len(received) * group.size(), *received.shape[1:]))
+            dist.all_gather_into_tensor(received, incoming.buffer, group=group)
+        return _in_order(received[: link.num_received(target)], link.rows, target)
+
+    def finish(self) -> None:
+        """Wait until everything sent has left; a step ends with nothing under way."""
+        self._channel.finish_sends()
+        assert not self._incoming and not self._kept, "messages were left over at the end of a step"

@@ -1,0 +1,151 @@
+"""Runs a schedule for real, with timed waits as computations: real processes, messages, broker and gradient reductions.
+
+A rank that only waits costs no core, so many ranks run on few, and what the executor adds to a schedule can be measured without
+an accelerator. The result is a measured Timeline that can be held against the simulated one of the same values.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from megatron.runtime import platform
+from megatron.runtime.emulation.emulated_inputs import with_emulated_inputs
+from megatron.runtime.execution.assembly import RankRuntime, assemble
+from megatron.runtime.report.timeline_gathering import gather_timeline
+from megatron.runtime.step.step import Step
+from multimodal.cost.step_costs import StepCosts
+from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.values.assignment import Assignment
+from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.plan import Plan
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.schedule import Schedule
+from multimodal.values.timeline import Timeline
+
+TIMEOUT = timedelta(minutes=5)
+_VOCAB_SIZE = 128
+
+
+@dataclass(frozen=True)
+class EmulatedRun:
+    """What is run: the values that the simulator takes, too."""
+
+    graph: ModelGraph
+    plan: Plan
+    assignment: Assignment
+    schedule: Schedule
+    """Lowered and validated."""
+    costs: StepCosts
+    num_iterations: int = 5
+    num_tokens: int = 8
+    """Tokens of every item and of every sample's text: what messages weigh."""
+
+
+def emulate(run: EmulatedRun) -> tuple[Timeline, ...]:
+    """Run it in processes of this machine, one per rank of the plan; returns the measured timelines, without a first warm-up.
+
+    Raises RuntimeError or torch's ProcessRaisedException, with the traceback, when a rank fails.
+    """
+    timelines: tuple[Timeline, ...] = run_on_ranks(emulate_on_rank, run, num_ranks=run.plan.num_ranks)
+    return timelines
+
+
+def run_on_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> Any:
+    """Fork a gloo world, call `function(*args, rank=rank)` on every rank, and return what rank 0 returns (it must pickle)."""
+    if torch.cuda.is_initialized():
+        raise RuntimeError("CUDA is in use in this process, so no ranks can be forked from it; emulate in a process of its own")
+    with tempfile.TemporaryDirectory() as folder:
+        answers = multiprocessing.get_context("fork").SimpleQueue()
+        processes = multiprocessing.start_processes(  # type: ignore[attr-defined]
+            _serve_rank, args=(num_ranks, folder, answers, function, args), nprocs=num_ranks, join=False, start_method="fork"
+        )
+        assert processes is not None
+        answer: Any = None
+        is_running = True
+        while is_running:  # take the answer before the last process ends: a full pipe would hold rank 0
+            is_running = not processes.join(timeout=0.05)
+            if not answers.empty():
+                answer = answers.get()
+        return answer
+
+
+def _serve_rank(
+    rank: int, num_ranks: int, folder: str, answers: Any, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    platform.install()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{Path(folder) / 'store'}", rank=rank, world_size=num_ranks, timeout=TIMEOUT
+    )
+    answer = function(*args, rank=rank)
+    if rank == 0:
+        answers.put(answer)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def emulate_on_rank(run: EmulatedRun, *, rank: int) -> tuple[Timeline, ...]:
+    """This rank's part, where torch.distributed is up; collective. The timelines on rank 0, nothing elsewhere."""
+    runtime = assemble(
+        run.graph,
+        run.plan,
+        rank=rank,
+        world_size=run.plan.num_ranks,
+        options=BuildOptions(Precision(torch.float32)),
+        vocab_size=_VOCAB_SIZE,
+        seed=0,
+        timeout=TIMEOUT,
+        seconds=lambda action: run.costs.compute(action).seconds,
+    )
+    step = emulated_step(run, rank=rank)
+    timelines = [_run_step(runtime, step, run.plan, rank) for _ in range(run.num_iterations + 1)]
+    return tuple(timeline for timeline in timelines[1:] if timeline is not None)
+
+
+def _run_step(runtime: RankRuntime, step: Step, plan: Plan, rank: int) -> Timeline | None:
+    runtime.zero_gradients()
+    dist.barrier()
+    result = runtime.executor.execute(step, is_training=True)
+    runtime.finish_gradients()
+    return gather_timeline(result.events, origin_seconds=runtime.executor.clock.origin_seconds, plan=plan, rank=rank)
+
+
+def emulated_step(run: EmulatedRun, *, rank: int) -> Step:
+    """The step of an emulated run: every sample has one target token, every item and text `num_tokens` tokens."""
+    step = Step(
+        graph=run.graph,
+        assignment=run.assignment,
+        schedule=run.schedule,
+        routes=run.assignment.routes(run.graph),
+        lengths={sample.sample_id: sample for sample in _lengths(run)},
+        inputs={},
+        context_parallel_sizes={name: unit.context_parallel_size for name, unit in run.plan.units.items()},
+    )
+    return with_emulated_inputs(step, plan=run.plan, rank=rank)
+
+
+def _lengths(run: EmulatedRun) -> Sequence[SampleLengths]:
+    backbone = run.graph.backbone.name
+    samples = sorted(atom.sample_id for replica in run.assignment.units[backbone] for group in replica for atom in group)
+    unit_of: dict[int, dict[int, str]] = {sample: {} for sample in samples}
+    for unit in run.graph.units:
+        if unit.role is Role.ENCODER:
+            for atom in run.assignment.place_of_atom[unit.name]:
+                unit_of[atom.sample_id][atom.item_index] = unit.name
+    found = []
+    for sample, units in unit_of.items():
+        num_items = max(units, default=-1) + 1
+        names = [units.get(index, backbone) for index in range(num_items)]
+        items = [ItemLengths(name, run.num_tokens, run.num_tokens) for name in names]
+        items += [ItemLengths(unit.name, run.num_tokens, 0) for unit in run.graph.generators]
+        found.append(SampleLengths(sample, tuple(items), run.num_tokens, 1))
+    return found

@@ -1,0 +1,126 @@
+"""Runs a rank's lane of a schedule, action by action; decides nothing."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from megatron.runtime.execution.action_handlers import HANDLERS
+from megatron.runtime.execution.rank_resources import RankResources
+from megatron.runtime.execution.running_step import RunningStep
+from megatron.runtime.step.step import Step, StepResult
+from multimodal.values.errors import ConfigError
+from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Resource
+
+RECEIVE_AHEAD = 8
+"""Receives are posted this many actions before the lane gets to them."""
+
+
+class Executor(RankResources):
+    """Executes steps with what a rank has for all of them."""
+
+    def execute(self, step: Step, *, is_training: bool) -> StepResult:
+        """Run this rank's lane of `step.schedule`; gradients accumulate in the stages' parameters.
+
+        A lane that runs a stage together with another lane, or shares weights with one, runs fillers in their places, as both
+        must keep one order.
+        Raises ConfigError when the schedule splits backwards and Transformer Engine computes them.
+        """
+        self._check_implementation(step)
+        for stage in self.stages.values():
+            stage.train(is_training)
+        running = RunningStep(self, step, is_training, _run_action)
+        memory_before = _start_counting_cuda_memory()
+        self.clock.start_step()
+        lane = step.schedule.lanes[self.lane]
+        fillers = frozenset() if self._shares_stages or self.sharded else lane.fillers
+        receives = [index for index, action in enumerate(lane.actions) if action.kind in _RECEIVES]
+        num_posted = 0
+        for index, action in enumerate(lane.actions):
+            while num_posted < len(receives) and receives[num_posted] <= index + RECEIVE_AHEAD:
+                running.post_receive(lane.actions[receives[num_posted]])
+                num_posted += 1
+            self._join(step, index)
+            if index in fillers:
+                running.fillers.append(action)
+                continue
+            HANDLERS[action.kind](running, action)
+            if ACTION_TABLE[action.kind].resource is Resource.COMPUTE:
+                running.run_fillers()
+        self._join(step, len(lane.actions))
+        for action in tuple(running.collectives):
+            running.finish_collective(action)
+        self.broker.finish()
+        running.store.check_empty()
+        return self._result(running, memory_before)
+
+    def _join(self, step: Step, position: int) -> None:
+        """Take part in what replicas compute whose weights this rank shares; position: in the lane's actions."""
+        for join in step.joins[self.lane].get(position, ()) if step.joins else ():
+            for _ in range(join.num_passes):
+                with self.sharded[join.unit, join.stage].collectives(join.kind, is_joined=True):
+                    pass
+
+    def _check_implementation(self, step: Step) -> None:
+        if step.form.split and any(stage.options.transformer_impl != "local" for stage in self.stages.values()):
+            raise ConfigError(
+                "the schedule splits backwards into input and weight gradients, which --transformer-impl transformer_engine "
+                "cannot do; use --transformer-impl local, or a --schedule with whole backwards"
+            )
+
+    def _count_correct(self, running: RunningStep) -> tuple[int, dict[int, bool]]:
+        """(target tokens of this rank that greedy decoding gets right; sample id -> whether it gets all of them right)."""
+        step, num_correct = running.step, 0
+        atoms = (atom for place, _ in running.correct for atom in step.assignment.atoms(place))
+        flags = {atom.sample_id: True for atom in atoms if step.lengths[atom.sample_id].num_target_tokens}
+        for place, is_correct in running.correct:
+            found = is_correct.tolist()
+            num_correct += sum(found)
+            for sample_id, flag in zip(step.target_samples[place], found, strict=True):
+                flags[sample_id] = flags[sample_id] and flag
+        return num_correct, _all_correct(flags, self._groups[self.graph.backbone.name].cp, self.device)
+
+    def _result(self, running: RunningStep, memory_before: int) -> StepResult:
+        loss_sums = {
+            unit: float(torch.stack(found).double().sum())
+            for unit, found in running.loss_sums.items()
+            if self._groups[unit].tp.rank() == 0
+        }
+        backbone = self.graph.backbone.name
+        num_correct, correct_samples = self._count_correct(running) if backbone in loss_sums else (0, {})
+        return StepResult(
+            loss_sum=loss_sums.get(backbone, 0.0),
+            generator_loss_sums={unit: loss_sum for unit, loss_sum in loss_sums.items() if unit != backbone},
+            num_correct_tokens=num_correct,
+            correct_samples=correct_samples,
+            events=self.clock.events(),
+            peak_activation_bytes=_cuda_memory_peak() - memory_before if torch.cuda.is_available() else running.store.peak_bytes,
+        )
+
+
+def _all_correct(flags: Mapping[int, bool], group: dist.ProcessGroup, device: torch.device) -> dict[int, bool]:
+    """What is correct on all ranks that share a sample; told by the first of them."""
+    if not flags or group.size() == 1:
+        return dict(flags)
+    whole = torch.tensor(list(flags.values()), dtype=torch.uint8, device=device)
+    dist.all_reduce(whole, op=dist.ReduceOp.MIN, group=group)
+    return dict(zip(flags, map(bool, whole.tolist()), strict=True)) if group.rank() == 0 else {}
+
+
+def _start_counting_cuda_memory() -> int:
+    """Bytes allocated now; CUDA's allocator knows what autograd keeps, so nothing needs to be counted there."""
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def _cuda_memory_peak() -> int:
+    return torch.cuda.max_memory_allocated()
+
+
+def _run_action(running: RunningStep, action: Action) -> None:
+    HANDLERS[action.kind](running, action)
+
+
+_RECEIVES = (ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD)

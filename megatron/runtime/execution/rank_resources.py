@@ -1,0 +1,93 @@
+"""What one rank has for all its steps: its stages, its groups, the broker and the clock."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron.runtime.communication.broker import Broker
+from megatron.runtime.execution.activation_store import storage_identity
+from megatron.runtime.execution.step_clock import StepClock
+from megatron.runtime.gradients.sharded_stage import ShardedStage
+from multimodal.model.unit_stage import UnitStage
+from multimodal.schedule.dependencies import must_travel
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+from multimodal.values.schedule import Place
+
+StartCollective = Callable[[str, int], Callable[[], None]]
+"""Called with (unit, virtual stage): starts a collective operation and returns what waits for it."""
+
+
+class RankResources:
+    """Holds what outlives a step: this rank's stages, the broker, the clock.
+
+    stages: (unit, virtual stage) -> module; groups: unit -> this rank's groups there (tp, cp and tp_cp); reduce_gradients,
+    gather_parameters: start these for a stage and return what waits for them; expect_last_backward: let the stage's next backward
+    start reducing; sharded: those of the stages whose weights are.
+    """
+
+    def __init__(
+        self,
+        *,
+        graph: ModelGraph,
+        plan: Plan,
+        rank: int,
+        stages: Mapping[tuple[str, int], UnitStage],
+        groups: Mapping[str, ProcessGroupCollection],
+        broker: Broker,
+        device: torch.device,
+        reduce_gradients: StartCollective,
+        gather_parameters: StartCollective = lambda unit, stage: _nothing,
+        expect_last_backward: StartCollective = lambda unit, stage: _nothing,
+        sharded: Mapping[tuple[str, int], ShardedStage] = MappingProxyType({}),
+    ) -> None:
+        self.graph, self.plan, self.rank, self.stages, self.device = graph, plan, rank, stages, device
+        self.broker, self.reduce_gradients, self.gather_parameters = broker, reduce_gradients, gather_parameters
+        self.expect_last_backward = expect_last_backward
+        self.sharded, self.lane = sharded, plan.lane_of_rank[rank]
+        self._shares_stages = any(
+            len(plan.lanes_of_stage(name, index, stage.index)) > 1
+            for name, unit in plan.units.items()
+            for index, replica in enumerate(unit.replicas)
+            for stage in replica.virtual_stages
+            if rank in stage.ranks
+        )
+        self.clock = StepClock(lane=self.lane)
+        self.parameter_storages = frozenset(
+            storage_identity(parameter) for stage in stages.values() for parameter in stage.parameters()
+        )
+        self._groups = groups
+
+    def ranks_of(self, place: Place) -> tuple[int, ...]:
+        """Ranks of a virtual stage."""
+        return self.plan.virtual_stage(place.unit, place.replica, place.stage).ranks
+
+    def any_stage(self, unit: str) -> UnitStage:
+        """Some stage of this rank in a unit (they share configuration)."""
+        return next(stage for (name, _), stage in self.stages.items() if name == unit)
+
+    def tensor_parallel_group(self, unit: str) -> dist.ProcessGroup:
+        """This rank's tensor parallel group in a unit."""
+        group: dist.ProcessGroup = self._groups[unit].tp
+        return group
+
+    def stage_group(self, unit: str) -> dist.ProcessGroup:
+        """All ranks of this rank's stage of a unit: its tensor and context parallel peers."""
+        group: dist.ProcessGroup = self._groups[unit].tp_cp
+        return group
+
+    def context_parallel_rank(self, unit: str) -> int:
+        """Which share of the tokens this rank holds in a unit."""
+        rank: int = self._groups[unit].cp.rank()
+        return rank
+
+    def must_travel(self, source: Place, target: Place) -> bool:
+        """Whether what is computed at `source` comes to `target` by messages."""
+        return must_travel(source, target, self.plan)
+
+
+def _nothing() -> None:
+    """What waits for nothing."""

@@ -1,0 +1,97 @@
+"""Every rank decides for itself, so every rank must decide the same: checked before each step, or the run would hang.
+
+A digest of the assignment is compared in one small reduction; only when it differs are assignments exchanged, to say where.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron.runtime.launch.stop_requests import StopReason
+from megatron.runtime.step.step import Step
+from multimodal.values.assignment import Assignment
+from multimodal.values.errors import AssignmentError
+
+
+def assignment_digest(assignment: Assignment) -> int:
+    """Return a number below 2^62 that two different assignments share with negligible probability. O(atoms)."""
+    digest = hashlib.blake2b(digest_size=8)
+    for unit in sorted(assignment.units):
+        digest.update(unit.encode())
+        for replica in assignment.units[unit]:
+            sizes = [len(replica), *(len(microbatch) for microbatch in replica)]
+            numbers = [number for microbatch in replica for atom in microbatch for number in atom]
+            digest.update(np.asarray([*sizes, *numbers], dtype=np.int64).tobytes())
+    return int.from_bytes(digest.digest()) >> 2
+
+
+class Agreed(NamedTuple):
+    """What all ranks know before a step."""
+
+    wait_seconds: float
+    """The longest that a rank waited for the step."""
+    stop: StopReason
+    """Why the step is not to be run; NONE when it is."""
+
+
+def check_agreement(step: Step, *, number: int, wait_seconds: float, stop: StopReason, device: torch.device) -> Agreed:
+    """Compare this step's assignment on all ranks; collective.
+
+    wait_seconds: what this rank waited for the step; stop: what it wants. Raises AssignmentError, on every rank, with the first
+    difference.
+    """
+    told = torch.tensor([step.digest, -step.digest, round(1e6 * wait_seconds), stop], dtype=torch.int64, device=device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    largest, smallest, wait_us, largest_stop = told.tolist()
+    if largest != -smallest:
+        _raise_difference(step.assignment, number=number)
+    return Agreed(wait_us / 1e6, StopReason(largest_stop))
+
+
+def agree_to_stop(stop: StopReason, *, device: torch.device) -> StopReason:
+    """What the rank wants that wants most; collective."""
+    told = torch.tensor([stop], dtype=torch.int64, device=device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return StopReason(int(told.item()))
+
+
+def _raise_difference(assignment: Assignment, *, number: int) -> None:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, _positions(assignment))
+    rank, difference = next((rank, found) for rank, other in enumerate(gathered) if (found := _difference(gathered[0], other)))
+    raise AssignmentError(
+        f"step {number}: rank {rank} decided otherwise than rank 0: {difference}. All ranks must see the same data (check that "
+        "--data-path has the same content on every node) and run the same flags, seed and version of Braid"
+    )
+
+
+_Positions = Mapping[tuple[str, int, int], tuple[int, int, int]]
+"""(unit, sample, item) -> (replica, microbatch, place in it)."""
+
+
+def _positions(assignment: Assignment) -> _Positions:
+    return {
+        (unit, *atom): (replica_index, microbatch_index, index)
+        for unit, replicas in assignment.units.items()
+        for replica_index, replica in enumerate(replicas)
+        for microbatch_index, microbatch in enumerate(replica)
+        for index, atom in enumerate(microbatch)
+    }
+
+
+def _difference(first: _Positions, other: _Positions) -> str:
+    """Say what two ranks placed differently, by the first unit, sample and item; nothing when they agree."""
+    for key in sorted({*first, *other}):
+        if first.get(key) != other.get(key):
+            unit, sample, item = key
+            what = f"sample {sample}" if item < 0 else f"item {item} of sample {sample}"
+            return f"unit '{unit}', {what} is {_shown(other.get(key))} there and {_shown(first.get(key))} on rank 0"
+    return ""
+
+
+def _shown(position: tuple[int, int, int] | None) -> str:
+    return "nowhere" if position is None else "in replica {}, microbatch {}, at {}".format(*position)

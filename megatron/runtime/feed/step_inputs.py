@@ -1,0 +1,189 @@
+"""What this rank loads of a global batch: packed inputs for the microbatches of its own stages, and nothing else."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+
+from megatron.runtime.step.sample_subsets import sample_subsets
+from megatron.runtime.step.token_placement import WHOLE, TokenPlacement
+from multimodal.attention.packed_mask import ItemSpan
+from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
+from multimodal.data.sample_source import SampleSource
+from multimodal.model.share_input import share_input
+from multimodal.model.stage_input import PackedInput
+from multimodal.schedule.repeated_work import repeated_places
+from multimodal.values.assignment import Assignment, Atom, Microbatch, MicrobatchPlace, Routes
+from multimodal.values.model_graph import ModelGraph, Role, Unit
+from multimodal.values.plan import Plan
+from multimodal.values.schedule_form import PLAIN, ScheduleForm
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedInputs:
+    """Inputs by microbatch, on the CPU."""
+
+    inputs: Mapping[MicrobatchPlace, PackedInput]
+    target_samples: Mapping[MicrobatchPlace, tuple[int, ...]]
+    subset_inputs: Mapping[MicrobatchPlace, tuple[PackedInput, ...]]
+    """One per sample subset, where a microbatch runs in several."""
+
+
+def load_inputs(
+    source: SampleSource,
+    *,
+    graph: ModelGraph,
+    plan: Plan,
+    rank: int,
+    assignment: Assignment,
+    routes: Routes,
+    source_index: Mapping[int, int],
+    form: ScheduleForm = PLAIN,
+    placement: TokenPlacement | None = None,
+) -> LoadedInputs:
+    """Load and pack every microbatch that passes through this rank, pixels only where they are needed.
+
+    That is an encoder's first stage, which takes them, and a generator's last one, which is to make them. A copy of an encoder
+    that repeats other replicas' microbatches takes those, too, whole.
+    source_index: sample id -> index in `source`; form: which microbatches run in sample subsets, each packed by itself;
+    placement: which tokens each rank holds where a unit spreads them over ranks: all its ranks read the whole, and keep theirs.
+    Raises DataError when an item cannot be decoded, or a sample's lengths do not say where its items begin.
+    """
+
+    def own(packed: PackedInput, place: MicrobatchPlace, part: int = WHOLE) -> PackedInput:
+        context_rank = plan.units[place.unit].context_parallel_rank(rank)
+        share = placement.own_share(place, part=part, rank=context_rank) if placement else None
+        return packed if share is None else share_input(packed, share)
+
+    inputs: dict[MicrobatchPlace, PackedInput] = {}
+    subset_inputs: dict[MicrobatchPlace, tuple[PackedInput, ...]] = {}
+    target_samples: dict[MicrobatchPlace, tuple[int, ...]] = {}
+    for name, unit_plan in plan.units.items():
+        unit = graph.unit(name)
+        for replica_index, replica in enumerate(unit_plan.replicas):
+            if rank not in replica.ranks:
+                continue
+            is_first = rank in replica.virtual_stages[0].ranks
+            for microbatch in range(assignment.num_microbatches(name, replica_index)):
+                place = MicrobatchPlace(name, replica_index, microbatch)
+                if unit.role is Role.ENCODER:
+                    subsets = sample_subsets(place, form=form, graph=graph, assignment=assignment)
+                    packed = tuple(
+                        own(_encoder_input(source, unit, atoms, source_index, with_pixels=is_first), place, part)
+                        for part, atoms in (enumerate(subsets) if place in form.num_parts else ((WHOLE, subsets[0]),))
+                    )
+                    if place in form.num_parts:
+                        subset_inputs[place] = packed
+                    else:
+                        (inputs[place],) = packed
+                elif unit.role is Role.GENERATOR:
+                    is_last = rank in replica.virtual_stages[-1].ranks
+                    whole = _generator_input(source, unit, place, assignment, routes, source_index, with_pixels=is_last)
+                    inputs[place] = own(whole, place)
+                else:
+                    if placement:
+                        placement.check_starts(place, source=source, source_index=source_index)
+                    whole, samples = _language_input(source, graph, place, assignment, routes, source_index)
+                    inputs[place] = own(whole, place)
+                    target_samples[place] = _held(samples, whole, inputs[place])
+            if form.repeats_encoders and unit.role is Role.ENCODER:
+                for original in repeated_places(name, replica_index, graph=graph, plan=plan, assignment=assignment):
+                    place = MicrobatchPlace(name, original.replica, original.microbatch)
+                    atoms = assignment.atoms(place)
+                    repeated = _encoder_input(source, unit, atoms, source_index, with_pixels=True)
+                    inputs[place] = own(repeated, place)
+    return LoadedInputs(inputs, target_samples, subset_inputs)
+
+
+def _held(samples: tuple[int, ...], whole: PackedInput, own: PackedInput) -> tuple[int, ...]:
+    """The samples of the targets that this rank holds."""
+    if own.share is None or whole.target_rows is None:
+        return samples
+    is_held = own.share.local_rows(whole.target_rows)[0].tolist()
+    return tuple(sample for sample, held in zip(samples, is_held, strict=True) if held)
+
+
+def _encoder_input(
+    source: SampleSource,
+    unit: Unit,
+    atoms: Microbatch,
+    source_index: Mapping[int, int],
+    *,
+    with_pixels: bool,
+) -> PackedInput:
+    assert unit.image is not None
+    packed = pack_encoder_microbatch(
+        atoms,
+        source=source,
+        index_of_sample=source_index,
+        merge_size=unit.image.merge_size,
+        with_pixels=with_pixels,
+    )
+    return PackedInput(lengths=_lengths(packed.cu_seqlens), positions=packed.positions, patches=packed.patches)
+
+
+def _generator_input(
+    source: SampleSource,
+    unit: Unit,
+    place: MicrobatchPlace,
+    assignment: Assignment,
+    routes: Routes,
+    source_index: Mapping[int, int],
+    *,
+    with_pixels: bool,
+) -> PackedInput:
+    """Every image that the unit makes of the microbatch's samples is a sequence; the LLM hands over a row for each, by route."""
+
+    def items_of(samples: Microbatch) -> list[Atom]:
+        return [
+            Atom(atom.sample_id, index)
+            for atom in samples
+            for index, item in enumerate(source.lengths(source_index[atom.sample_id]).items)
+            if item.unit == unit.name
+        ]
+
+    items = items_of(assignment.atoms(place))
+    packed = _encoder_input(source, unit, tuple(items), source_index, with_pixels=with_pixels)
+    handed_over = [item for route in routes.to_target[place] for item in items_of(route.atoms)]
+    row_of_item = {item: row for row, item in enumerate(handed_over)}
+    rows = torch.tensor([row_of_item[item] for item in items])
+    return dataclasses.replace(packed, condition_rows=torch.repeat_interleave(rows, torch.tensor(packed.lengths)))
+
+
+def _language_input(
+    source: SampleSource,
+    graph: ModelGraph,
+    place: MicrobatchPlace,
+    assignment: Assignment,
+    routes: Routes,
+    source_index: Mapping[int, int],
+) -> tuple[PackedInput, tuple[int, ...]]:
+    packed = pack_language_microbatch(assignment.atoms(place), source=source, index_of_sample=source_index)
+    lengths = _lengths(packed.cu_seqlens)
+    items = tuple(
+        ItemSpan(*packed.item_spans[atom], route.source.unit) for route in routes.to_target.get(place, ()) for atom in route.atoms
+    )
+    target_rows = packed.is_target.nonzero()[:, 0]
+    generators = {unit.name for unit in graph.generators}
+    generator_rows = [
+        packed.item_spans[Atom(sample_id, index)][0]
+        for sample_id in (packed.sample_ids if generators else ())
+        for index, item in enumerate(source.lengths(source_index[sample_id]).items)
+        if item.unit in generators
+    ]
+    sample_of_row = torch.repeat_interleave(torch.tensor(packed.sample_ids), torch.tensor(lengths))
+    packed_input = PackedInput(
+        lengths=lengths,
+        positions=packed.position_ids,
+        token_ids=packed.token_ids,
+        item_rows=torch.cat([torch.arange(item.start, item.start + item.num_tokens) for item in items]) if items else None,
+        items=items,
+        target_rows=target_rows,
+        targets=packed.labels[target_rows],
+        generator_rows=torch.tensor(generator_rows) if generator_rows else None,
+    )
+    return packed_input, tuple(sample_of_row[target_rows].tolist())
+
+
+def _lengths(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
+    return tuple(cu_seqlens.diff().tolist())

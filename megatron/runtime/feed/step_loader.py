@@ -1,0 +1,48 @@
+"""Plans and loads steps ahead of training, in worker processes; what goes wrong there is raised where the step is taken."""
+
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from megatron.runtime.feed.step_planner import StepPlanner
+from megatron.runtime.launch.stop_requests import ignore_in_worker
+from megatron.runtime.step.step import Step
+from multimodal.values.errors import BraidError
+
+STEPS_AHEAD = 2
+"""Steps that each worker prepares in advance."""
+
+
+class _ErrorsAsValues(Dataset[Step | BraidError]):
+    """torch wraps a worker's exception in a traceback; a wrong input should end with its own message instead."""
+
+    def __init__(self, planner: StepPlanner) -> None:
+        self._planner = planner
+
+    def __getitem__(self, step: int) -> Step | BraidError:
+        try:
+            return self._planner[step]
+        except BraidError as problem:
+            return problem
+
+
+def load_steps(planner: StepPlanner, steps: range, *, num_workers: int) -> Iterator[Step]:
+    """The steps in order; with `num_workers` 0 each is prepared when it is taken. Raises what planning or loading raised."""
+    loader = DataLoader(
+        _ErrorsAsValues(planner),
+        batch_size=None,
+        sampler=steps,
+        num_workers=min(num_workers, len(steps)),
+        prefetch_factor=STEPS_AHEAD if num_workers and len(steps) else None,
+        worker_init_fn=_start_worker,
+    )
+    for loaded in loader:
+        if isinstance(loaded, BraidError):
+            raise loaded
+        yield loaded
+
+
+def _start_worker(worker: int) -> None:
+    torch.set_num_threads(1)
+    ignore_in_worker()

@@ -1,0 +1,132 @@
+"""From a step's number to everything a rank needs to run it: samples, lengths, assignment, schedule, inputs.
+
+Every rank computes the same decisions from the same lengths and seed; only the inputs differ. As a torch Dataset indexed by
+step it runs in loader workers, ahead of training and off its critical path.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from megatron.runtime.emulation.emulated_inputs import with_emulated_inputs
+from megatron.runtime.feed.agreement import assignment_digest
+from megatron.runtime.feed.sample_exchange import SampleExchange
+from megatron.runtime.feed.step_inputs import load_inputs
+from megatron.runtime.step.balance_report import report_balance
+from megatron.runtime.step.context_sharing import BY_WORKLOAD, ContextSharing
+from megatron.runtime.step.step import Step
+from multimodal.balance import Balancer
+from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.generator_samples import drop_idle_samples
+from multimodal.data.global_batches import GlobalBatches
+from multimodal.data.sample_source import SampleSource
+from multimodal.schedule.schedule_cache import ScheduleCache
+from multimodal.values.assignment import Assignment, validate_assignment
+from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.schedule_form import form_of
+
+
+class StepPlanner(torch.utils.data.Dataset[Step]):
+    """Step number -> Step, for one rank."""
+
+    def __init__(
+        self,
+        source: SampleSource,
+        *,
+        batches: GlobalBatches,
+        schedules: ScheduleCache,
+        balancer: Balancer,
+        rank: int,
+        options: BalanceOptions,
+        exchange: SampleExchange | None = None,
+        is_emulated: bool = False,
+        sharing: ContextSharing = BY_WORKLOAD,
+        shards_weights: bool = False,
+    ) -> None:
+        """exchange: decode first, then send samples where they are needed; is_emulated: load no data (`with_emulated_inputs`)."""
+        self._is_emulated, self._exchange, self._sharing = is_emulated, exchange, sharing
+        self._shards_weights = shards_weights
+        self._source, self._batches, self._schedules, self._rank = source, batches, schedules, rank
+        self._balancer, self._options = balancer, options
+
+    def __getitem__(self, step: int) -> Step:
+        """Decide and load step `step` (from 0)."""
+        drawn = self._batches.batch(step)
+        source, source_index = self._source, {sample.sample_id: sample.source_index for sample in drawn}
+        share = self._exchange.decode(source, source_index=source_index) if self._exchange else None
+        lengths = share.lengths if share else [replace(source.lengths(at), sample_id=key) for key, at in source_index.items()]
+        graph, plan = self._schedules.graph, self._schedules.plan
+        start = time.perf_counter()
+        assignment = self._balancer(lengths, graph=graph, plan=plan, options=self._options)
+        balance = report_balance(
+            assignment, lengths, graph=graph, plan=plan, options=self._options, balance_seconds=time.perf_counter() - start
+        )
+        if self._exchange and share:
+            form = form_of(self._schedules.schedule(drop_idle_samples(assignment, graph=graph, lengths=lengths)))
+            source = self._exchange.exchange(share, assignment=assignment, graph=graph, plan=plan, form=form)
+            source_index = {sample_id: sample_id for sample_id in source_index}
+        planned = plan_step(
+            source,
+            lengths=lengths,
+            assignment=assignment,
+            schedules=self._schedules,
+            rank=self._rank,
+            source_index=source_index,
+            is_emulated=self._is_emulated,
+            sharing=self._sharing,
+            shards_weights=self._shards_weights,
+        )
+        return planned.changed(balance=balance)
+
+
+def plan_step(
+    source: SampleSource,
+    *,
+    lengths: Sequence[SampleLengths],
+    assignment: Assignment,
+    schedules: ScheduleCache,
+    rank: int,
+    source_index: Mapping[int, int],
+    is_emulated: bool = False,
+    sharing: ContextSharing = BY_WORKLOAD,
+    shards_weights: bool = False,
+) -> Step:
+    """The step of a given assignment, with this rank's inputs; raises AssignmentError, ScheduleError or DataError.
+
+    is_emulated: with sizes alone instead of inputs; sharing: how tokens are spread, the same on every rank; shards_weights:
+    whether replicas share their weights, and so have to compute together.
+    """
+    graph, plan = schedules.graph, schedules.plan
+    validate_assignment(assignment, graph=graph, plan=plan, lengths=lengths)
+    assignment = drop_idle_samples(assignment, graph=graph, lengths=lengths)
+    routes = assignment.routes(graph)
+    schedule = schedules.schedule(assignment)
+    step = Step(
+        graph=graph,
+        assignment=assignment,
+        schedule=schedule,
+        routes=routes,
+        lengths={sample.sample_id: sample for sample in lengths},
+        inputs={},
+        digest=assignment_digest(assignment),
+        context_parallel_sizes={name: unit.context_parallel_size for name, unit in plan.units.items()},
+        sharing=sharing,
+        joins=schedules.joins(assignment) if shards_weights else (),
+    )
+    if is_emulated:
+        return with_emulated_inputs(step, plan=plan, rank=rank)
+    loaded = load_inputs(
+        source,
+        graph=graph,
+        plan=plan,
+        rank=rank,
+        assignment=assignment,
+        routes=routes,
+        source_index=source_index,
+        form=form_of(schedule),
+        placement=step.placement,
+    )
+    step.placement.work_out_routes(plan, rank=rank)
+    return step.changed(inputs=loaded.inputs, target_samples=loaded.target_samples, subset_inputs=loaded.subset_inputs)

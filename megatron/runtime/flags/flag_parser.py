@@ -1,0 +1,171 @@
+"""The argparse parser of all flags: grouped like the configuration, and strict about what argparse lets pass."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from megatron.runtime.flags.configuration import GROUPS
+from megatron.runtime.flags.field_flags import FieldFlag, field_flags, whole_number
+from megatron.runtime.flags.unit_flags import UnitFlag, names_a_unit, unit_flags
+from megatron.runtime.flags.unknown_flags import explain_unknown
+from multimodal.values.errors import ConfigError
+from multimodal.values.model_graph import ModelGraph
+
+CONFIG_HELP = "A file with any of these flags as keys. The command line wins over it."
+UNITS_HELP = (
+    "Every unit of the model has flags with its name in front, for a unit 'vision': --vision-tensor-model-parallel-size, "
+    "--vision-pipeline-model-parallel-size, --vision-context-parallel-size, --vision-data-parallel-size (short: --vision-tp, "
+    "-pp, -cp, -dp), --vision-virtual-pipeline-model-parallel-size (--vision-vpp) and --vision-micro-batch-size. Give --model or "
+    "--config along with --help to see those of your model."
+)
+
+
+class FlagParser(argparse.ArgumentParser):
+    """A parser that raises ConfigError, takes no abbreviations, and never lets one flag silently replace another."""
+
+    def __init__(self, graph: ModelGraph | None) -> None:
+        super().__init__(
+            prog="pretrain_mllm.py",
+            usage="torchrun --nproc-per-node N pretrain_mllm.py --config FILE.yaml [flags]",
+            description="Train a multimodal model, each of its units with its own parallelism.",
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+            formatter_class=_Formatter,
+        )
+        self._graph = graph
+        self.add_argument("--config", action=_StoreOnce, metavar="FILE.yaml", help=CONFIG_HELP)
+        for name, group in GROUPS.items():
+            arguments = self.add_argument_group(name, (group.__doc__ or "").strip())
+            for flag in field_flags(group):
+                _add_field(arguments, flag)
+            if name == "parallelism":
+                self._add_units()
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError instead of ending the process."""
+        raise ConfigError(message)
+
+    def parse_given(self, tokens: Sequence[str]) -> dict[str, Any]:
+        """Destination -> value of the flags that were given, and of no others. Raises ConfigError for anything unknown."""
+        namespace, rest = self.parse_known_args(list(tokens))
+        for token in sorted(rest, key=lambda token: not token.startswith("--")):
+            self.reject_unknown(token)
+        return {name: value for name, value in vars(namespace).items() if name != _SPELLED}
+
+    def reject_unknown(self, token: str) -> None:
+        """Raise ConfigError for an unknown flag, with what to write instead."""
+        flag = token.split("=")[0]
+        if self._graph is None and (names_a_unit(flag) or not flag.startswith("-")):
+            return  # Perhaps a flag of a unit, or its value; the missing --model is the error to report.
+        if not flag.startswith("-"):
+            raise ConfigError(f"unexpected argument '{token}'; flags start with --, and one that takes a single value got two")
+        raise ConfigError(f"unknown flag {flag}; {explain_unknown(flag, spellings=self.spellings(), graph=self._graph)}")
+
+    def spellings(self) -> tuple[str, ...]:
+        """Every spelling of every flag."""
+        return tuple(self._option_string_actions)
+
+    def action_of(self, flag: str) -> argparse.Action | None:
+        """Look up the action behind a spelling; None when there is no such flag."""
+        return self._option_string_actions.get(flag)
+
+    def _add_units(self) -> None:
+        if self._graph is None:
+            arguments = self.add_argument_group("parallelism of the LLM, and of every other unit", UNITS_HELP)
+            for unit_flag in unit_flags(None):
+                _add_unit_flag(arguments, unit_flag)
+            return
+        flags = unit_flags(self._graph)
+        for unit in self._graph.units:
+            arguments = self.add_argument_group(f"parallelism of unit '{unit.name}' ({unit.role})")
+            for unit_flag in flags:
+                if unit_flag.unit == unit.name:
+                    _add_unit_flag(arguments, unit_flag)
+
+
+_SPELLED = " spelled"
+"""Where the namespace keeps how each destination was set, for messages; no flag can have this destination."""
+
+
+class _StoreOnce(argparse.Action):
+    """Store a value; a second, different value for the same thing is an error. A switch's value is in `const`, as a tuple."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        value = self.const[0] if self.const else tuple(values) if isinstance(values, list) else values
+        shown = " ".join(map(str, (option_string, *(() if self.const else value if isinstance(value, tuple) else (value,)))))
+        earlier: dict[str, str] = getattr(namespace, _SPELLED, {})
+        if self.dest in earlier and getattr(namespace, self.dest) != value:
+            parser.error(f"{earlier[self.dest]} and {shown} set the same thing to different values; keep one")
+        setattr(namespace, self.dest, value)
+        setattr(namespace, _SPELLED, {**earlier, self.dest: shown})
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Wide enough for Megatron's long names."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=110)
+
+
+def _add_field(arguments: Any, flag: FieldFlag) -> None:
+    if flag.shorthand is not None:
+        name, value, opposite_value = flag.shorthand
+        _add_switch(
+            arguments,
+            spellings=(f"--{name.replace('_', '-')}", f"--no-{name.replace('_', '-')}"),
+            dest=flag.name,
+            const=(value, opposite_value),
+            help_text=f"The same as {flag.flag} {value}.",
+        )
+    if flag.opposite is not None:
+        const = (not flag.default, flag.default)
+        _add_switch(arguments, spellings=(flag.flag, flag.opposite), dest=flag.name, const=const, help_text=flag.help)
+        return
+    arguments.add_argument(
+        flag.flag,
+        action=_StoreOnce,
+        dest=flag.name,
+        type=flag.parse,
+        choices=flag.choices or None,
+        nargs="+" if flag.is_list else None,
+        metavar=flag.metavar,
+        help=_escape(flag.help + describe_default(flag)),
+    )
+
+
+def _add_switch(arguments: Any, *, spellings: tuple[str, str], dest: str, const: tuple[Any, Any], help_text: str) -> None:
+    """Add a switch; its opposite, for overruling a configuration file, is understood but not listed."""
+    arguments.add_argument(spellings[0], action=_StoreOnce, nargs=0, dest=dest, const=(const[0],), help=_escape(help_text))
+    arguments.add_argument(spellings[1], action=_StoreOnce, nargs=0, dest=dest, const=(const[1],), help=argparse.SUPPRESS)
+
+
+def _add_unit_flag(arguments: Any, flag: UnitFlag) -> None:
+    default = f" (default: {flag.default})" if flag.default else ""
+    arguments.add_argument(
+        *flag.spellings,
+        action=_StoreOnce,
+        dest=flag.destination,
+        type=_at_least_one,
+        metavar="N",
+        help=_escape(flag.help + default),
+    )
+
+
+def _at_least_one(text: str) -> int:
+    number = whole_number(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {number}")
+    return number
+
+
+def describe_default(flag: FieldFlag) -> str:
+    """Write the note on a flag's default: ` (required)`, ` (default: 1)`, or nothing."""
+    if flag.is_required:
+        return " (required)"
+    return "" if flag.default in (None, ()) else f" (default: {flag.default})"
+
+
+def _escape(text: str) -> str:
+    return text.replace("%", "%%")

@@ -1,0 +1,179 @@
+"""Gradients of one rank: reduced inside each unit, one norm over all units, clipped once (ZeRO-1 by Megatron's DDP)."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron.runtime.communication.overlapped_collectives import overlapping, start_gradient_reduction, start_parameter_gathering
+from megatron.runtime.communication.units import Membership
+from megatron.runtime.gradients.reduction_by_layer import ReductionByLayer, wrap_with_layer_buckets
+from multimodal.model.unit_stage import UnitStage
+
+
+class UnitGradients:
+    """Gradient buffers and reductions of this rank's stages of one unit."""
+
+    def __init__(
+        self, stages: Mapping[int, UnitStage], *, membership: Membership, is_sharded: bool, reduces_by_layer: bool = False
+    ) -> None:
+        """stages: virtual stage -> module; is_sharded: reduce-scatter for a sharded optimizer (ZeRO-1), else all-reduce.
+
+        reduces_by_layer: keep a buffer of about the size of a layer for each collective, so that a reduction can begin in its
+        stage's last backward.
+        """
+        self.membership = membership
+        self.stages = stages
+        self.is_sharded = is_sharded
+        self.wrapped = {
+            index: wrap_in_gradient_buffers(
+                stage, groups=membership.groups, is_sharded=is_sharded, reduces_by_layer=reduces_by_layer
+            )
+            for index, stage in stages.items()
+            if any(parameter.requires_grad for parameter in stage.parameters())
+        }
+        self._ungathered: set[int] = set()
+        self._by_layer: dict[int, ReductionByLayer] = {}
+
+    def zero(self) -> None:
+        """Forget the gradients of the last step."""
+        for wrapped in self.wrapped.values():
+            wrapped.zero_grad_buffer()
+
+    def start_reduction(self, stage_index: int) -> Callable[[], None]:
+        """Sum one stage's gradients over tensor parallel ranks where each saw its own tokens only, then start over replicas.
+
+        So far as gradients go, context parallel ranks are replicas, too: they hold the same parameters and saw other tokens.
+        Returns what waits for it. Every rank must start the reductions of a group in one order.
+        """
+        by_layer = self._by_layer.get(stage_index)
+        if by_layer is not None and by_layer.is_expecting:
+            return by_layer.complete()
+        self._sum_over_tensor_parallel(self.stages[stage_index].parameters())
+        return start_gradient_reduction(self.wrapped[stage_index])
+
+    def expect_last_backward(self, stage_index: int) -> Callable[[], None]:
+        """Let the next backward of a stage start its reduction, layer by layer; `start_reduction` then starts what is left."""
+        if stage_index not in self._by_layer:
+            self._by_layer[stage_index] = ReductionByLayer(self.wrapped[stage_index], prepare=self._sum_over_tensor_parallel)
+        self._by_layer[stage_index].expect_last_backward()
+        return _nothing
+
+    def _sum_over_tensor_parallel(self, parameters: Iterable[Parameter]) -> None:
+        group = self.membership.groups.tp
+        if group.size() > 1:
+            for parameter in parameters:
+                if parameter.requires_grad and getattr(parameter, "sequence_parallel", False):
+                    dist.all_reduce(_main_gradient(parameter), group=group)
+
+    @property
+    def has_whole_parameters(self) -> bool:
+        """Whether everything that an optimizer updated is gathered."""
+        return not self._ungathered
+
+    @contextmanager
+    def gathering_later(self) -> Iterator[None]:
+        """Let the step of a sharded optimizer that runs inside leave the parameters to be gathered when they are needed."""
+        if not self.is_sharded:
+            yield
+            return
+        with ExitStack() as settings:
+            for wrapped in self.wrapped.values():
+                settings.enter_context(overlapping(wrapped, "overlap_param_gather"))
+            yield
+        self._ungathered = set(self.wrapped)
+
+    def start_gathering(self, stage_index: int) -> Callable[[], None]:
+        """Start gathering one stage's parameters, if an optimizer left that to do; returns what waits for it."""
+        if stage_index not in self._ungathered:
+            return _nothing
+        self._ungathered.remove(stage_index)
+        return start_parameter_gathering(self.wrapped[stage_index])
+
+    def complete_parameters(self) -> None:
+        """Gather whatever is not gathered yet."""
+        for finish in [self.start_gathering(stage_index) for stage_index in sorted(self._ungathered)]:
+            finish()
+
+    def sum_shared_embeddings(self) -> None:
+        """Give both copies of tied word embeddings, on the first and the last stage, the sum of their gradients."""
+        copies = [
+            stage.shared_embedding_weight
+            for stage in self.stages.values()
+            if getattr(stage.shared_embedding_weight, "shared_embedding", False)
+        ]
+        gradients = [_main_gradient(copy) for copy in copies if copy is not None and copy.requires_grad]
+        if not gradients:
+            return
+        total = torch.stack(gradients).sum(0)
+        assert self.membership.embedding_group is not None
+        if self.membership.embedding_group.size() > 1:
+            dist.all_reduce(total, group=self.membership.embedding_group)
+        for gradient in gradients:
+            gradient.copy_(total)
+
+
+def wrap_in_gradient_buffers(
+    stage: UnitStage, *, groups: ProcessGroupCollection, is_sharded: bool, reduces_by_layer: bool = False
+) -> DistributedDataParallel:
+    """Let a stage's backwards add to gradient buffers, which replicas reduce; other arguments: as for `UnitGradients`."""
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=stage.options.precision.params_dtype == torch.bfloat16,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=is_sharded,
+    )
+    if reduces_by_layer:
+        return wrap_with_layer_buckets(stage, config, groups=groups)
+    return DistributedDataParallel(stage.config, config, stage, pg_collection=groups)
+
+
+def _nothing() -> None:
+    """What waits for nothing."""
+
+
+def _main_gradient(parameter: Tensor) -> Tensor:
+    gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+    return gradient
+
+
+def global_gradient_norm(optimizers: Sequence[tuple[MegatronOptimizer, bool]], *, device: torch.device) -> float:
+    """L2 norm of all gradients of all units; every parameter of the model counts once.
+
+    optimizers: (optimizer with prepared gradients, whether this rank's gradients are to be counted): replicas and context
+    parallel ranks hold the same gradients where the optimizer is unsharded, so only the first counts.
+    """
+    square = torch.zeros(1, dtype=torch.float64, device=device)
+    for optimizer, counts in optimizers:
+        for gradient in _gradients_to_count(optimizer) if counts else ():
+            square += torch.linalg.vector_norm(gradient.detach(), dtype=_norm_dtype(gradient)).double() ** 2
+    dist.all_reduce(square)
+    return float(square.sqrt())
+
+
+def _gradients_to_count(optimizer: MegatronOptimizer) -> Iterable[Tensor]:
+    """Prepared gradients, but for copies: of tied embeddings, and of what all tensor parallel ranks hold whole."""
+    for parameter in optimizer.get_parameters():
+        is_own = param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, optimizer.tp_group)
+        if parameter.grad is not None and is_own:
+            yield parameter.grad
+
+
+def clip_gradients(parameters: Iterable[Tensor], *, norm: float, max_norm: float) -> None:
+    """Scale gradients in place so that the global norm is at most `max_norm` (Megatron's formula)."""
+    coefficient = max_norm / (norm + 1.0e-6)
+    if coefficient < 1.0:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(coefficient)
+
+
+def _norm_dtype(gradient: Tensor) -> torch.dtype:
+    return torch.float64 if gradient.dtype == torch.float64 else torch.float32

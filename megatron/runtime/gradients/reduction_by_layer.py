@@ -1,0 +1,113 @@
+"""Reduces a stage's gradients bucket by bucket while the backward that completes them still runs.
+
+Megatron does so in its own hooks, which count parameters per bucket and start each as soon as it is full. Here buckets start in
+one fixed order, so that replicas make the same calls even where one of them has other microbatches, or none; and the schedule
+says in which backward.
+"""
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron.runtime.communication.overlapped_collectives import finish_gradient_reduction, overlapping
+from multimodal.model.unit_stage import UnitStage
+
+
+class ReductionByLayer:
+    """One stage's buckets, in the order in which backwards fill them: the last layers come first."""
+
+    def __init__(self, wrapped: DistributedDataParallel, *, prepare: Callable[[Iterable[Parameter]], None]) -> None:
+        """prepare: called with the parameters of a bucket, whose gradients are complete, before it is reduced; collective."""
+        self._wrapped, self._prepare = wrapped, prepare
+        self._buckets = [*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups]
+        self._parameters = [[each for part in bucket.buckets for each in part.params_list] for bucket in self._buckets]
+        self._bucket_of = {each: index for index, parameters in enumerate(self._parameters) for each in parameters}
+        self._missing: list[set[Parameter]] = []
+        self.num_started = 0
+        """Buckets whose reduction is under way or over."""
+        self.is_expecting = False
+        """Whether the reduction is begun and not all of it started."""
+        trained = [each for each in wrapped.module.parameters() if each.requires_grad]
+        for parameter, accumulator in zip(trained, wrapped.grad_accs, strict=True):
+            # Hooks run in the order in which they came: the gradient is in its buffer by then.
+            accumulator.register_hook(partial(_note, weakref.ref(self), weakref.ref(parameter)))
+
+    @property
+    def num_buckets(self) -> int:
+        """Into how many collectives the reduction is cut."""
+        return len(self._buckets)
+
+    def expect_last_backward(self) -> None:
+        """The next backward through this stage completes its gradients."""
+        assert not self.is_expecting, "the last reduction of this stage was not completed"
+        self._missing = [set(parameters) for parameters in self._parameters]
+        self.num_started, self.is_expecting = 0, True
+
+    def complete(self) -> Callable[[], None]:
+        """Start what that backward did not start, such as of parameters that it did not use; returns what waits for all."""
+        while self.num_started < self.num_buckets:
+            self._start_next()
+        self.is_expecting = False
+        return partial(finish_gradient_reduction, self._wrapped)
+
+    def note(self, parameter: Parameter) -> None:
+        """A backward has added a parameter's gradient to its buffer."""
+        if not self.is_expecting:
+            return
+        index = self._bucket_of[parameter]
+        assert index >= self.num_started, "a gradient came after its bucket was reduced"
+        self._missing[index].discard(parameter)
+        while self.num_started < self.num_buckets and not self._missing[self.num_started]:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        self._prepare(self._parameters[self.num_started])
+        with overlapping(self._wrapped, "overlap_grad_reduce"):
+            self._buckets[self.num_started].start_grad_sync()
+        self.num_started += 1
+
+
+def _note(
+    watcher: "weakref.ref[ReductionByLayer]",
+    parameter: "weakref.ref[Parameter]",
+    _: object,
+    gradients: tuple[Tensor | None, ...],
+) -> None:
+    """Note a gradient that came; an input gradient that leaves a weight's to later has none for it.
+
+    Hooks of autograd's nodes are out of the garbage collector's sight, so they must keep nothing alive.
+    """
+    found, noted = watcher(), parameter()
+    if found is not None and noted is not None and gradients[0] is not None:
+        found.note(noted)
+
+
+def wrap_with_layer_buckets(
+    stage: UnitStage, config: DistributedDataParallelConfig, *, groups: ProcessGroupCollection
+) -> DistributedDataParallel:
+    """Give a stage gradient buffers that are cut into buckets of about one layer.
+
+    Megatron makes buckets where it overlaps by itself, and only in the first pipeline stage, so it is told that this is such a
+    case; afterwards nothing is overlapped but what a schedule says.
+    """
+    sizes = [sum(each.numel() for each in layer.parameters() if each.requires_grad) for layer in stage.layers.values()]
+    config.overlap_grad_reduce = True
+    config.bucket_size = min((size for size in sizes if size), default=1)
+    first = copy.copy(groups)
+    first.pp = _FirstStage()
+    wrapped = DistributedDataParallel(stage.config, config, stage, pg_collection=first)
+    wrapped.ddp_config.overlap_grad_reduce = False
+    return wrapped
+
+
+class _FirstStage:
+    """Stands for the group of a pipeline in which this rank is the first."""
+
+    def rank(self) -> int:
+        return 0

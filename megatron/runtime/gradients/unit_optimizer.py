@@ -1,0 +1,114 @@
+"""AdamW over one unit's parameters on this rank: Megatron's DistributedOptimizer (ZeRO-1), or its plain one in float64.
+
+Where weights are sharded themselves (ZeRO-3), it is the plain one over this rank's pieces (`sharded_optimizer`).
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, Adam
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from torch import Tensor
+
+from megatron.runtime.gradients.gradients import UnitGradients
+from megatron.runtime.gradients.sharded_optimizer import ShardedOptimizer
+from megatron.runtime.gradients.sharded_unit import ShardedUnit
+
+
+def build_unit_optimizer(gradients: UnitGradients | ShardedUnit, *, config: OptimizerConfig) -> MegatronOptimizer | None:
+    """The optimizer of one unit, or None when this rank trains nothing there.
+
+    megatron-core's own factory gathers parameter groups over the whole world, which ranks of different units cannot join; so the
+    groups are made here: biases and norms without weight decay, all else with it, both present on every rank.
+    """
+    build_adam = partial(_build_adam, config=config)
+    if isinstance(gradients, ShardedUnit):
+        if not any(layer.is_trained for layer in gradients.layers):
+            return None
+        trained = [piece for piece in gradients.pieces if piece.gradient is not None]
+        sharded = ShardedOptimizer(trained, config=config, build_adam=build_adam, init_state=_init_state)
+        return _with_tensor_parallel_group(sharded, gradients)
+    chunks = list(gradients.wrapped.values())
+    if not chunks:
+        return None
+    parameters = (parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad)
+    adam = build_adam((parameter, parameter.dim() > 1) for parameter in parameters)
+    if not config.use_distributed_optimizer:
+        return _with_tensor_parallel_group(FP32Optimizer(adam, config, _init_state), gradients)
+    process_groups = gradients.membership.groups
+    optimizer = DistributedOptimizer(
+        adam,
+        config,
+        None,
+        _init_state,
+        model_chunks=chunks,
+        per_model_buffers={index: chunk.buffers for index, chunk in enumerate(chunks)},
+        data_parallel_group=process_groups.dp_cp,
+        data_parallel_group_gloo=process_groups.dp_cp,
+        data_parallel_group_idx=process_groups.tp.rank(),
+        distributed_optimizer_instance_id=0,
+    )
+    return _with_tensor_parallel_group(optimizer, gradients)
+
+
+def build_optimizer_config(
+    *, lr: float, min_lr: float, weight_decay: float, betas: tuple[float, float], eps: float, clip_grad: float, dtype: torch.dtype
+) -> OptimizerConfig:
+    """megatron-core's optimizer configuration; float64 runs keep their optimizer whole on every replica."""
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=lr,
+        min_lr=min_lr,
+        weight_decay=weight_decay,
+        adam_beta1=betas[0],
+        adam_beta2=betas[1],
+        adam_eps=eps,
+        clip_grad=clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=dtype != torch.float64,
+    )
+
+
+def _build_adam(parameters: Iterable[tuple[Tensor, bool]], *, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """parameters: each with whether its weights decay."""
+    adam: torch.optim.Optimizer = Adam(
+        _parameter_groups(list(parameters), config),
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+        **({} if USING_PYTORCH_OPTIMIZER else {"adam_w_mode": True}),
+    )
+    return adam
+
+
+def _parameter_groups(parameters: list[tuple[Tensor, bool]], config: OptimizerConfig) -> list[dict[str, Any]]:
+    shared = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True}
+    return [
+        {
+            "params": [parameter for parameter, its_weights_decay in parameters if its_weights_decay == decays],
+            "wd_mult": float(decays),
+            "max_lr": config.lr,
+            "min_lr": config.min_lr,
+            **shared,
+        }
+        for decays in (True, False)
+    ]
+
+
+def _init_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if len(optimizer.state[parameter]) == 0:
+                optimizer.state[parameter]["exp_avg"] = torch.zeros_like(parameter.data)
+                optimizer.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter.data)
+
+
+def _with_tensor_parallel_group(optimizer: MegatronOptimizer, gradients: UnitGradients | ShardedUnit) -> MegatronOptimizer:
+    optimizer.tp_group = gradients.membership.groups.tp
+    return optimizer

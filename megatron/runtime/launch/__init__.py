@@ -1,0 +1,1 @@
+"""How the ranks of a run meet, agree to start, fail together and stop together."""

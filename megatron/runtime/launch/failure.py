@@ -1,0 +1,226 @@
+"""Ends a run that failed: one clear message, by the rank that failed first, and no rank left waiting."""
+
+import multiprocessing
+import os
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from typing import TYPE_CHECKING, NoReturn
+
+from megatron.runtime.launch.rank_place import RankPlace, find_rank_place
+from multimodal.values.errors import BraidError, ConfigError
+
+if TYPE_CHECKING:  # a wrong flag ends the run before torch needs to be imported
+    from megatron.runtime.launch.meeting import Meeting
+
+PROGRAM = "pretrain_mllm.py"
+_EARLY_SECONDS = 15.0
+"""A rank that fails before the ranks have met looks so long for the others; rank 0 tells them so long."""
+_REPORT_SECONDS = 8.0
+"""A rank that did not fail first waits so long for the message of the one that did."""
+_LEAVE_SECONDS = 4.0
+_ROLL_CALL_SECONDS = 2.5
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Socket closed")
+"""How torch.distributed's messages tell that another rank is gone."""
+_WAITED_IN_VAIN = ("Timed out waiting", "wait timeout after", "timed out after", "Socket Timeout")
+"""How they tell that another rank did not come."""
+FAULTS = "frozen, killed, out of memory, or its node failed? See how its log ends, and the kernel's log (dmesg) of its node"
+
+
+class RanksLostError(RuntimeError):
+    """Other ranks are gone, or do not come; the message says which and what to look at."""
+
+
+class InterruptedRunError(Exception):
+    """A signal asks the process to end at once."""
+
+    def __init__(self, message: str, *, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Ending:
+    """How this process ends when something fails, in whichever of its threads."""
+
+    def __init__(self) -> None:
+        self.meeting: Meeting | None = None
+        """Once the ranks have met."""
+        self._lock = threading.Lock()
+
+    def fail(self, problem: BaseException) -> NoReturn:
+        """Report and leave at once with exit code 1 (2 for bad input); without cleaning up, which could wait for peers.
+
+        A wrong input shows its message alone, anything else its traceback. Only the rank that fails first says something; all
+        others learn of it and end with the same exit code. The thread that comes second waits here for the end of the process.
+        """
+        self._lock.acquire()
+        exit_code = problem.exit_code if isinstance(problem, InterruptedRunError) else 2 if isinstance(problem, BraidError) else 1
+        try:
+            exit_code = (
+                _fail_before_meeting(problem, exit_code) if self.meeting is None else _fail(problem, exit_code, self.meeting)
+            )
+        except Exception:  # ending must not fail
+            traceback.print_exc()
+        end_process(exit_code)
+
+    def follow(self, exit_code: int) -> NoReturn:
+        """Leave because another rank failed and has said so."""
+        self._lock.acquire()
+        _leave(self.meeting)
+        end_process(exit_code)
+
+
+def end_process(exit_code: int) -> NoReturn:
+    """Leave at once, with the loader processes."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # a closed pipe
+            stream.flush()
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(exit_code)
+
+
+def _fail_before_meeting(problem: BaseException, exit_code: int) -> int:
+    """All ranks mostly see the same wrong flags; then rank 0 says so, at once. A rank alone with them finds the others."""
+    place = _place_or_guess()
+    has_no_store = type(problem).__name__ == "StoreGoneError"
+    if place.rank == 0 or has_no_store:
+        report(problem, place.rank)
+    if place.size == 1 or has_no_store or isinstance(problem, InterruptedRunError):
+        return exit_code
+    sys.stderr.flush()
+    try:
+        return _tell_others(problem, exit_code, place)
+    except (RuntimeError, ImportError):  # nobody is there
+        if place.rank != 0:
+            report(problem, place.rank)
+    return exit_code
+
+
+def _place_or_guess() -> RankPlace:
+    """Where this rank is; with a wrong number of processes in its environment it still finds the others."""
+    for environ in (os.environ, {**os.environ, "WORLD_SIZE": str(2**30)}):
+        with suppress(ConfigError):
+            return find_rank_place(environ)
+    return RankPlace(0, 1, 0, "", 0, launcher_keeps_store=False)
+
+
+def _tell_others(problem: BaseException, exit_code: int, place: RankPlace) -> int:
+    from megatron.runtime.launch.meeting import ask_within, open_meeting, wait_until
+
+    meeting = open_meeting(place, seconds=_EARLY_SECONDS)
+    meeting.wait_for_line()
+    if place.rank == 0:
+        meeting.claim_failure()
+        meeting.announce_failure(exit_code)
+        meeting.leave(seconds=_EARLY_SECONDS)
+        return exit_code
+    wait_until(lambda: ask_within(3.0, meeting.knows_of_first), seconds=_EARLY_SECONDS)
+    return _fail(problem, exit_code, meeting)
+
+
+def _fail(problem: BaseException, exit_code: int, meeting: "Meeting") -> int:
+    """Say what failed if nobody has failed before, and tell all; returns the exit code of the rank that failed first."""
+    from megatron.runtime.launch.meeting import StoreGoneError
+
+    try:
+        if meeting.claim_failure():
+            report(explain_lost_ranks(problem, meeting), meeting.place.rank)
+            meeting.announce_failure(exit_code)
+        elif (first := meeting.wait_for_failure(seconds=_REPORT_SECONDS)) is not None:
+            exit_code = first
+        else:  # it died before it could speak
+            report(problem, meeting.place.rank)
+    except StoreGoneError:
+        report(_without_store(problem, meeting.place), meeting.place.rank)
+        return exit_code
+    _leave(meeting)
+    return exit_code
+
+
+def _leave(meeting: "Meeting | None") -> None:
+    if meeting is not None:
+        with suppress(RuntimeError):  # nobody keeps the store any more
+            meeting.leave(seconds=_LEAVE_SECONDS)
+
+
+def explain_lost_ranks(problem: BaseException, meeting: "Meeting", *, seconds: float = _ROLL_CALL_SECONDS) -> BaseException:
+    """Turn what torch says of a lost rank into which rank that is; anything else stays."""
+    is_lost, is_late = _says(problem, _LOST_PEER), _says(problem, _WAITED_IN_VAIN)
+    if not is_lost and not is_late:
+        return problem
+    answers = meeting.call_roll(seconds=seconds)
+    rank, reason = meeting.place.rank, _shown_reason(problem)
+    missing = [other for other in range(meeting.place.size) if other != rank and other not in answers]
+    if missing:
+        happened = "lost its connection to" if is_lost else "waited longer than --distributed-timeout-minutes for"
+        silent = f"{_shown_ranks(missing)}, which no longer answer{'s' * (len(missing) == 1)}"
+        return RanksLostError(f"rank {rank} {happened} {silent}: {FAULTS} ({reason})")
+    if is_lost:
+        return RanksLostError(
+            f"rank {rank} lost its connection to another rank, though all of them run: look at the network ({reason})"
+        )
+    doing = "".join(f"\n  rank {other}: {what}" for other, what in answers.items())
+    return RanksLostError(
+        f"rank {rank} waited longer than --distributed-timeout-minutes, though all ranks run. If something that all wait for "
+        f"takes so long, raise it; else the ranks wait for each other, which is a fault in Braid: please report it with all that "
+        f"follows ({reason})\n  rank {rank}: {_shown_stack(traceback.extract_tb(problem.__traceback__))}{doing}"
+    )
+
+
+def _without_store(problem: BaseException, place: RankPlace) -> BaseException:
+    if not _says(problem, (*_LOST_PEER, *_WAITED_IN_VAIN)):
+        return problem
+    return RanksLostError(f"rank {place.rank} lost its connection to {store_keeper(place)} {FAULTS} ({_shown_reason(problem)})")
+
+
+def store_keeper(place: RankPlace) -> str:
+    """Who does not answer when the store in which the ranks meet does not."""
+    where = f"the store at {place.address}:{place.port}"
+    if place.launcher_keeps_store:
+        return f"other ranks, and {where}, which torchrun keeps on the first node, does not answer:"
+    return f"rank 0, as {where}, which rank 0 keeps, does not answer:"
+
+
+def report(problem: BaseException, rank: int) -> None:
+    """Tell the person: a message where there is one, else a traceback."""
+    if isinstance(problem, BraidError):
+        print(f"{PROGRAM}: error: {problem} [{type(problem).__name__}, rank {rank}]", file=sys.stderr)
+    elif isinstance(problem, (RanksLostError, InterruptedRunError)):
+        print(f"{PROGRAM}: {'error: ' * isinstance(problem, RanksLostError)}{problem}", file=sys.stderr)
+    elif type(problem).__name__ == "StoreGoneError":
+        print(f"{PROGRAM}: error: {problem}", file=sys.stderr)
+    else:
+        print(f"{PROGRAM}: rank {rank} failed:", file=sys.stderr)
+        traceback.print_exception(problem)
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def shown_place_of_main_thread() -> str:
+    """Where the main thread is, innermost call first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return _shown_stack(traceback.extract_stack(frame)) if frame is not None else "has ended"
+
+
+def _shown_stack(stack: traceback.StackSummary) -> str:
+    calls = [f"{os.path.basename(call.filename)}:{call.lineno} {call.name}" for call in stack if _is_own(call.filename)]
+    return " < ".join(reversed(calls[-6:])) or "outside of Braid"
+
+
+def _is_own(filename: str) -> bool:
+    return any(f"{os.sep}{part}{os.sep}" in filename for part in ("runtime", "multimodal")) and "site-packages" not in filename
+
+
+def _says(problem: BaseException, signs: tuple[str, ...]) -> bool:
+    return isinstance(problem, RuntimeError) and any(sign in str(problem) for sign in signs)
+
+
+def _shown_reason(problem: BaseException) -> str:
+    return (str(problem).strip().splitlines() or [type(problem).__name__])[0][:200]
+
+
+def _shown_ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"

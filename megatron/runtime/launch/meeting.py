@@ -1,0 +1,257 @@
+"""Where the ranks of a run meet before anything collective: a store that all can reach, in which each can say that it failed.
+
+torchrun keeps such a store; else rank 0 does, on MASTER_ADDR and MASTER_PORT. A store whose keeper is frozen answers nobody,
+so everything that must end is asked in a thread of its own (`ask_within`).
+"""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from threading import Thread
+from typing import TypeVar
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from megatron.runtime.launch.rank_place import RankPlace
+
+POLL_SECONDS = 0.2
+_NAME_SECONDS = 30.0
+"""A MASTER_ADDR that is no known name after so long is a wrong one."""
+_LATE_SECONDS = 15.0
+"""A failure is kept so long for ranks that have not come yet."""
+_CONNECT_SECONDS = 30.0
+_RETURN_SECONDS = 5.0
+"""A store that vanishes while a rank connects to it is not waited for any longer."""
+_HERE, _FIRST_IS_HERE, _CLAIMED, _FAILED, _DONE, _LEFT = "here", "first-is-here", "claimed", "failed", "done", "left"
+_ROLL_CALL = "roll-call"
+_TROUBLE = "trouble"
+"""Set with a failure and with a roll call, so that a rank need look for one key."""
+_Result = TypeVar("_Result")
+
+
+class StoreGoneError(RuntimeError):
+    """The store does not answer: who keeps it was killed or is frozen."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One rank's connections to the store of this attempt."""
+
+    place: RankPlace
+    store: Store
+    """For whatever the ranks decide together."""
+    opened_line: Future[Store]
+    """The same store over a connection of its own, for what must get through while the other one waits: who failed."""
+
+    @property
+    def line(self) -> Store:
+        """That connection, once it stands."""
+        return self.opened_line.result()
+
+    def wait_for_line(self) -> None:
+        """Wait until the second connection stands, which it does from the first seconds on. Raises StoreGoneError."""
+        ask_within(_LATE_SECONDS, lambda: self.line)
+
+    def claim_failure(self, *, seconds: float = 3.0) -> bool:
+        """Whether this rank is the first to fail, and so the one that tells the person. Raises StoreGoneError."""
+        self.wait_for_line()
+        return ask_within(seconds, lambda: self.line.add(_CLAIMED, 1)) == 1
+
+    def announce_failure(self, exit_code: int, *, seconds: float = 3.0) -> None:
+        """Tell all ranks to end, once the person has been told why. Raises StoreGoneError."""
+
+        def announce() -> None:
+            self.line.set(_FAILED, str(exit_code))
+            self.line.set(_TROUBLE, "1")
+
+        ask_within(seconds, announce)
+
+    def failure(self, over: Store | None = None) -> int | None:
+        """The exit code of the rank that failed; None while none has said so. over: the connection to ask over."""
+        store = over or self.line
+        return int(store.get(_FAILED)) if store.check([_TROUBLE]) and store.check([_FAILED]) else None
+
+    def wait_for_failure(self, *, seconds: float) -> int | None:
+        """Wait for the rank that failed first to have told why, and return its exit code, or None. Raises StoreGoneError."""
+        wait_until(lambda: ask_within(3.0, self.failure) is not None, seconds=seconds)
+        return ask_within(3.0, self.failure)
+
+    def say_first_is_here(self) -> None:
+        """Rank 0: its flags are in order, so that a rank whose flags are not is alone with that."""
+        self.store.set(_FIRST_IS_HERE, "1")
+
+    def knows_of_first(self) -> bool:
+        """Whether rank 0 has come, or failed."""
+        return self.line.check([_FIRST_IS_HERE]) or self.failure() is not None
+
+    def call_roll(self, *, seconds: float) -> dict[int, str]:
+        """Ask all other ranks what they are doing; returns what those said that answered in time. Raises StoreGoneError."""
+
+        def call() -> None:
+            self.line.set(_ROLL_CALL, "1")
+            self.line.set(_TROUBLE, "1")
+
+        ask_within(seconds, call)
+        others, deadline = set(range(self.place.size)) - {self.place.rank}, time.monotonic() + seconds
+        while True:
+            answers = ask_within(3.0, lambda: self._answers(others))
+            if len(answers) == len(others) or time.monotonic() > deadline:
+                return answers
+            time.sleep(POLL_SECONDS)
+
+    def _answers(self, ranks: Iterable[int]) -> dict[int, str]:
+        keys = {rank: f"{_ROLL_CALL}/{rank}" for rank in sorted(ranks)}
+        return {rank: self.line.get(key).decode() for rank, key in keys.items() if self.line.check([key])}
+
+    def roll_is_called(self) -> bool:
+        """Whether some rank asks what the others are doing."""
+        return self.line.check([_TROUBLE]) and self.line.check([_ROLL_CALL])
+
+    def answer_roll(self, doing: str) -> None:
+        """Tell what this rank is doing."""
+        self.line.set(f"{_ROLL_CALL}/{self.place.rank}", doing)
+
+    def wait_for_all(self, *, seconds: float) -> None:
+        """Wait until every rank has come here: none sees a connection break, and the store outlives whoever asks it."""
+
+        def wait() -> None:
+            if self.store.add(_DONE, 1) < self.place.size:
+                wait_until(lambda: self.store.add(_DONE, 0) >= self.place.size, seconds=seconds)
+            if self.store.add(_LEFT, 1) < self.place.size and self.place.keeps_store:
+                wait_until(lambda: self.store.add(_LEFT, 0) >= self.place.size, seconds=seconds)
+
+        ask_within(2 * seconds + 1.0, wait)
+
+    def leave(self, *, seconds: float) -> None:
+        """Before this process ends by a failure: say so, and where it keeps the store, wait until all others have."""
+
+        def leave() -> None:
+            if self.line.add(_LEFT, 1) < self.place.size and self.place.keeps_store:
+                patience = seconds if self.line.add(_HERE, 0) >= self.place.size else max(seconds, _LATE_SECONDS)
+                wait_until(lambda: self.line.add(_LEFT, 0) >= self.place.size, seconds=patience)
+
+        ask_within(max(seconds, _LATE_SECONDS) + 1.0, leave)
+
+
+def open_meeting(place: RankPlace, *, seconds: float) -> Meeting:
+    """Connect to the store, or keep it; raises StoreGoneError when nobody does within `seconds`, or another run does."""
+    where = f"the store at {place.address}:{place.port} in which the ranks meet"
+    store = ask_within(seconds + 5.0, lambda: _try_to_connect(place, seconds=seconds))
+    if isinstance(store, StoreGoneError):
+        raise store
+    if isinstance(store, Exception):
+        what = "keep" if place.keeps_store else "reach"
+        raise StoreGoneError(
+            f"rank {place.rank} cannot {what} {where} ({_first_line(store)}); check MASTER_ADDR and MASTER_PORT, and that no "
+            "other run uses that port"
+        )
+    # A restarted attempt must not read the keys of the one before.
+    prefix = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    of_attempt = PrefixStore(prefix, store)
+    if ask_within(seconds + 5.0, lambda: (of_attempt.add(_HERE, 1), of_attempt.add(f"{_HERE}/{place.rank}", 1))[1]) > 1:
+        raise StoreGoneError(
+            f"{where} already has a rank {place.rank}, so it belongs to another run; choose another MASTER_PORT for one of them"
+        )
+    return Meeting(place, of_attempt, _open_line(place, port=store.port, prefix=prefix, seconds=seconds))
+
+
+def _try_to_connect(place: RankPlace, *, seconds: float) -> TCPStore | Exception:
+    try:
+        return _connect(place, port=place.port, keeps=place.keeps_store, seconds=seconds)
+    except Exception as problem:
+        return problem
+
+
+def _first_line(problem: BaseException) -> str:
+    return (str(problem).strip() or type(problem).__name__).splitlines()[0]
+
+
+def _open_line(place: RankPlace, *, port: int, prefix: str, seconds: float) -> Future[Store]:
+    """In a thread: torch asks for names of addresses, which can take seconds."""
+    opened: Future[Store] = Future()
+
+    def connect() -> None:
+        try:
+            opened.set_result(PrefixStore(prefix, _connect(place, port=port, keeps=False, seconds=seconds)))
+        except Exception as problem:
+            opened.set_exception(problem)
+
+    Thread(target=connect, daemon=True).start()
+    return opened
+
+
+def _connect(place: RankPlace, *, port: int, keeps: bool, seconds: float) -> TCPStore:
+    """Keep the store, or connect to it: again when it vanishes meanwhile, as rank 0 may have failed and left."""
+    if keeps:
+        return _store(place, port=port, keeps=True, seconds=max(1.0, seconds))
+    deadline, was_there = time.monotonic() + seconds, False
+    while True:
+        left = max(0.0, deadline - time.monotonic())
+        _wait_for_port(place, port=port, seconds=min(left, _RETURN_SECONDS) if was_there else left)
+        was_there = True
+        try:
+            store = _store(place, port=port, keeps=False, seconds=min(max(1.0, left), _CONNECT_SECONDS))
+            store.set_timeout(timedelta(seconds=max(1.0, seconds)))
+            return store
+        except RuntimeError:
+            if time.monotonic() > deadline:
+                raise
+
+
+def _store(place: RankPlace, *, port: int, keeps: bool, seconds: float) -> TCPStore:
+    timeout, shares = timedelta(seconds=seconds), not place.launcher_keeps_store
+    return TCPStore(place.address, port, place.size, keeps, timeout, wait_for_workers=False, multi_tenant=shares)
+
+
+def _wait_for_port(place: RankPlace, *, port: int, seconds: float) -> None:
+    """Until somebody listens there; torch would wait as well, but complain with C++ stacks."""
+    start = time.monotonic()
+    while True:
+        try:
+            socket.create_connection((place.address, port), timeout=max(1.0, min(seconds, 5.0))).close()
+            return
+        except OSError as problem:
+            patience = min(seconds, _NAME_SECONDS) if isinstance(problem, socket.gaierror) else seconds
+            if time.monotonic() - start > patience:
+                keeper = "torchrun on the first node" if place.launcher_keeps_store else "rank 0"
+                raise StoreGoneError(
+                    f"rank {place.rank} waited {patience:.0f} s for {keeper} at {place.address}:{port} (MASTER_ADDR and "
+                    f"MASTER_PORT), which does not answer ({problem.strerror or problem}); was it started, and how did it end?"
+                ) from None
+            time.sleep(POLL_SECONDS)
+
+
+def wait_until(has_happened: Callable[[], bool], *, seconds: float) -> bool:
+    """Look again and again; returns whether it has happened within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (found := has_happened()) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return found
+
+
+def ask_within(seconds: float, question: Callable[[], _Result]) -> _Result:
+    """The answer of a question to the store; raises StoreGoneError when there is none in time, or the connection is lost."""
+    answers: list[_Result] = []
+    problems: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            answers.append(question())
+        except Exception as problem:
+            problems.append(problem)
+
+    thread = Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if problems:
+        lost = type(problems[0]).__name__ in ("DistNetworkError", "DistStoreError")
+        if lost:
+            raise StoreGoneError(f"the connection to the store in which the ranks meet is lost ({_first_line(problems[0])})")
+        raise problems[0]
+    if not answers:
+        raise StoreGoneError("the store in which the ranks meet does not answer")
+    return answers[0]

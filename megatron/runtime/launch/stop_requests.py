@@ -1,0 +1,87 @@
+"""What asks a run to stop early: SIGTERM (a cluster's time limit or preemption), Ctrl-C, --exit-duration-in-mins.
+
+SIGTERM during training lets all ranks finish the step, save, and end well; everything else ends the process at once. A thread
+takes the signals, as the main thread may wait inside a collective, where Python handles none.
+"""
+
+import os
+import signal
+import threading
+import time
+from enum import IntEnum
+
+from megatron.runtime.launch.failure import Ending, InterruptedRunError
+
+_SAME_SIGNAL_SECONDS = 3.0
+"""srun and torchrun both send SIGTERM to the same rank; what follows so soon is no second request."""
+
+
+class StopReason(IntEnum):
+    """Why a run stops before its last step; where ranks have several reasons, all take the largest."""
+
+    NONE = 0
+    DURATION = 1
+    SIGTERM = 2
+
+    def describe(self) -> str:
+        """What stopped the run."""
+        return "--exit-duration-in-mins" if self is StopReason.DURATION else self.name
+
+
+class StopRequests:
+    """This process's signals, and the time since it began."""
+
+    def __init__(self, ending: Ending) -> None:
+        self._ending = ending
+        self._start_seconds = time.monotonic()
+        self._is_training = False
+        self._asked_seconds: float | None = None
+
+    def listen(self) -> None:
+        """Take SIGTERM and SIGINT from now on; in the main thread."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _leave_it_to_the_thread)
+        threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
+
+    def begin_training(self) -> None:
+        """From now on there is something to save."""
+        self._is_training = True
+
+    def reason(self, *, exit_duration_minutes: float | None) -> StopReason:
+        """Whether this rank wants to stop after the step that runs."""
+        if self._asked_seconds is not None:
+            return StopReason.SIGTERM
+        seconds = time.monotonic() - self._start_seconds
+        return StopReason.DURATION if exit_duration_minutes and seconds >= 60 * exit_duration_minutes else StopReason.NONE
+
+    def _listen(self, reader: int) -> None:
+        while True:
+            for number in os.read(reader, 16):
+                if number in (signal.SIGTERM, signal.SIGINT):  # others have handlers of their own
+                    self.take(signal.Signals(number))
+
+    def take(self, number: signal.Signals) -> None:
+        """Do what a signal asks for."""
+        now = time.monotonic()
+        if number is signal.SIGTERM and self._is_training:
+            if self._asked_seconds is None:
+                self._asked_seconds = now
+                return
+            if now - self._asked_seconds < _SAME_SIGNAL_SECONDS:
+                return
+        when = "while training" if self._is_training else "before training"
+        self._ending.fail(InterruptedRunError(f"ended by {number.name} {when}", exit_code=128 + number))
+
+
+def ignore_in_worker() -> None:
+    """In a forked loader process: its training process decides when it ends."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGINT):  # a launcher may send them to all processes of a job
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _leave_it_to_the_thread(number: int, frame: object) -> None:
+    """Something must be installed for the signal to be written to the thread's pipe."""

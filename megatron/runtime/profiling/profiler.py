@@ -1,0 +1,179 @@
+"""Times real layers on the device at hand: forward, input gradient and weight gradient apart, for multimodal/cost to fit."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from megatron.runtime import platform
+from megatron.runtime.execution.activation_store import SavedTensors
+from megatron.runtime.gradients.gradients import wrap_in_gradient_buffers
+from megatron.runtime.profiling.layer_inputs import LayerInput, synthetic_input
+from multimodal.attention.packed_lengths import PackedLengths
+from multimodal.cost.packed_size import PackedSize
+from multimodal.model.initialization import initialize_parameters
+from multimodal.model.language_head import HeadOutput
+from multimodal.model.rotary import rotary_frequencies
+from multimodal.model.transformer_config import BuildOptions
+from multimodal.model.unit_stage import UnitStage
+from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
+from multimodal.values.model_graph import LayerKind, ModelGraph
+
+_EVICTING = torch.zeros(4 * 2**20, dtype=torch.uint8)
+"""What replaces a core's own cache: more than it holds."""
+
+
+class LayerTimes(NamedTuple):
+    """Seconds of one layer's computations at one size, each the median of all repetitions."""
+
+    forward: float
+    input_gradient: float
+    """0 where a layer's input has none (embeddings): there everything of the backward counts as weight gradient."""
+    weight_gradient: float
+    attention: float
+    """Core attention's forward, a part of `forward`; 0 for layers without."""
+
+
+def build_layer(
+    graph: ModelGraph,
+    unit: str,
+    kind: LayerKind,
+    *,
+    groups: ProcessGroupCollection,
+    options: BuildOptions,
+    vocab_size: int,
+) -> UnitStage:
+    """Build a stage of the unit's first layer of a kind, with trainable weights; vocab_size: padded."""
+    index = graph.unit(unit).layers.index(kind)
+    stage = UnitStage(
+        graph=graph,
+        unit_name=unit,
+        layers=range(index, index + 1),
+        groups=groups,
+        options=options,
+        vocab_size=vocab_size,
+    )
+    initialize_parameters(stage, seed=0)
+    stage.layers.requires_grad_(True)
+    return stage.train()
+
+
+def time_layer(
+    stage: UnitStage, *, sizes: Sequence[PackedSize], num_repetitions: int, min_seconds: float = 0.0
+) -> Mapping[PackedSize, LayerTimes]:
+    """Time a stage of one layer on inputs of each size, in counted tokens (see `synthetic_input`).
+
+    All sizes take turns, so that a machine that is slow for a while is slow for all of them; num_repetitions turns, and more
+    until `min_seconds` have passed. As in training, gradients go to buffers, and a core comes to every call with its own cache
+    full of something else.
+    """
+    wrap_in_gradient_buffers(stage, groups=stage.groups, is_sharded=False)
+    runs = {size: _LayerRun(stage, size) for size in dict.fromkeys(sizes)}
+    for run in runs.values():
+        run.once()  # not measured: allocations, gradient buffers, choices of kernels
+    end = time.perf_counter() + min_seconds
+    times: dict[PackedSize, list[LayerTimes]] = {size: [] for size in runs}
+    while len(times[sizes[0]]) < num_repetitions or time.perf_counter() < end:
+        for size, run in runs.items():
+            times[size].append(run.once())
+    return {size: LayerTimes(*map(median, zip(*turns, strict=True))) for size, turns in times.items()}
+
+
+class _LayerRun:
+    """One layer on one input."""
+
+    def __init__(self, stage: UnitStage, size: PackedSize) -> None:
+        self._stage, self._given = stage, synthetic_input(stage, **size._asdict())
+        self._attend = _core_attention(stage, size)
+
+    def once(self) -> LayerTimes:
+        """Run forward, input gradient, weight gradient and core attention.
+
+        A stage computes its rotary angles once for all of its layers, so their time counts with an embedding, which a unit's
+        first stage has, and is taken off any other layer's.
+        """
+        forward, input_gradient, weight_gradient = _run_once(self._stage, self._given)
+        if not self._stage.is_first:
+            forward = max(0.0, forward - seconds_of(self._compute_angles))
+        return LayerTimes(forward, input_gradient, weight_gradient, seconds_of(self._attend) if self._attend else 0.0)
+
+    def _compute_angles(self) -> None:
+        shape = self._stage.unit.transformer
+        rotary_frequencies(
+            self._given.batch.positions,
+            head_channels=shape.head_channels,
+            base=shape.rotary_base,
+            dtype=self._stage.options.precision.rotary_dtype,
+        )
+
+
+def _run_once(stage: UnitStage, given: LayerInput) -> tuple[float, float, float]:
+    queue = WeightGradientQueue()
+    outputs: list[Tensor] = []
+    storages = frozenset(parameter.untyped_storage().data_ptr() for parameter in stage.parameters())
+
+    def forward() -> None:
+        with SavedTensors(storages) if platform.device().type == "cpu" else nullcontext(), DeferWeightGradients(queue):
+            output = stage(*given)
+        outputs.append(output.loss_sum if isinstance(output, HeadOutput) else output)
+
+    forward_seconds = _cold_seconds_of(forward)
+    gradient = torch.ones_like(outputs[0])
+    backward_seconds = _cold_seconds_of(lambda: torch.autograd.backward(outputs[0], gradient))
+    queue_seconds = _cold_seconds_of(queue.compute)
+    if given.differentiable is None:
+        return forward_seconds, 0.0, backward_seconds + queue_seconds
+    given.differentiable.grad = None
+    return forward_seconds, backward_seconds, queue_seconds
+
+
+def _core_attention(stage: UnitStage, size: PackedSize) -> Callable[[], None] | None:
+    """What runs a transformer layer's core attention alone, as often as its forward does."""
+    (index,) = stage.layer_range
+    if stage.unit.layers[index] is not LayerKind.TRANSFORMER:
+        return None
+    shape, num_shares = stage.unit.transformer, stage.groups.tp.size()
+    device, dtype = torch.cuda.current_device(), stage.options.precision.params_dtype
+    heads = (shape.num_attention_heads, shape.query_groups, shape.query_groups)
+    lengths = (size.num_tokens // size.num_sequences,) * size.num_sequences
+    inputs = [
+        torch.randn(size.num_tokens, 1, number // num_shares, shape.head_channels, device=device, dtype=dtype) for number in heads
+    ]
+    attention: Any = stage.layers[str(index)].self_attention.core_attention  # type: ignore[union-attr]
+
+    def attend() -> None:
+        with torch.no_grad():
+            attention(*inputs, None, packed_seq_params=PackedLengths(lengths=lengths))
+
+    return attend
+
+
+def _cold_seconds_of(run: Callable[[], None]) -> float:
+    if platform.device().type == "cpu":
+        _EVICTING.add_(1)
+    return seconds_of(run)
+
+
+def seconds_of(run: Callable[[], None]) -> float:
+    """Time a call: until the device has done all of it, or, where one core computes alone, that core's own time."""
+    _synchronize()
+    start = _clock()
+    run()
+    _synchronize()
+    return _clock() - start
+
+
+def _clock() -> float:
+    """What else the machine does counts for nothing where one core computes alone."""
+    is_one_core = platform.device().type == "cpu" and torch.get_num_threads() == 1
+    return time.process_time() if is_one_core else time.perf_counter()
+
+
+def _synchronize() -> None:
+    if platform.device().type == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,240 @@
+"""Tells the person and the files how training goes: progress bar or lines, JSON lines, TensorBoard, pictures. Rank 0 only.
+
+A file that cannot be written is an error before training, and a warning once it goes on: a full disk costs reports, not steps.
+"""
+
+import errno
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from megatron.runtime.flags.configuration import LoggingConfig
+from megatron.runtime.report.json_log import JsonLog, check_log_file
+from megatron.runtime.report.loss_curve import draw_loss_curve
+from megatron.runtime.report.step_report import EvaluationReport, StepReport
+from megatron.runtime.step.balance_report import BalanceMean, BalanceReport
+from multimodal.schedule.draw import draw_timeline
+from multimodal.values.errors import ConfigError
+from multimodal.values.timeline import Timeline
+
+LINES_PER_BALANCE_LINE = 10
+"""How often the balance of the steps since the last time is told."""
+
+
+class Reporter(Protocol):
+    """What a training loop tells of itself."""
+
+    def say(self, message: str) -> None:
+        """One line for the person."""
+
+    def step(self, number: int, report: StepReport, balance: BalanceReport) -> None:
+        """A training step is done."""
+
+    def evaluation(self, number: int, name: str, report: EvaluationReport) -> None:
+        """An evaluation is done; name: on what."""
+
+    def timeline(self, number: int, timeline: Timeline) -> None:
+        """A step's measured timeline."""
+
+    def close(self) -> None:
+        """Training is over."""
+
+
+class SilentReporter:
+    """What all ranks but the first report to."""
+
+    def say(self, message: str) -> None:
+        """Nothing."""
+
+    def step(self, number: int, report: StepReport, balance: BalanceReport) -> None:
+        """Nothing."""
+
+    def evaluation(self, number: int, name: str, report: EvaluationReport) -> None:
+        """Nothing."""
+
+    def timeline(self, number: int, timeline: Timeline) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class ConsoleReporter:
+    """Reports to the terminal and to the files that the flags name."""
+
+    def __init__(self, logging: LoggingConfig, *, train_iters: int, first_step: int) -> None:
+        """first_step: steps that were done before this run, 0 for a new one. Raises ConfigError when a file cannot be written."""
+        self._logging, self._train_iters = logging, train_iters
+        self._console = Console()
+        check_places(logging)
+        self._json_log = JsonLog(logging.log_json, keep_until=first_step) if logging.log_json else None
+        self._losses = [(entry["step"], entry["loss"]) for entry in (self._json_log.kept if self._json_log else ())]
+        self._tensorboard = _open_tensorboard(logging.tensorboard_dir) if logging.tensorboard_dir else None
+        self._warned_of: set[str] = set()
+        self._balance = BalanceMean()
+        self._bar = (
+            _Bar(self._console, total=train_iters, done=first_step)
+            if logging.progress_bar and self._console.is_terminal
+            else None
+        )
+        self._smooth_seconds: float | None = None
+
+    def say(self, message: str) -> None:
+        """Print a line (above the progress bar); where standard output is a file on a full disk, the line is lost."""
+        try:
+            self._console.print(message, highlight=False, markup=False, soft_wrap=True)
+        except OSError as problem:
+            if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+
+    def step(self, number: int, report: StepReport, balance: BalanceReport) -> None:
+        """Count a step everywhere."""
+        self._losses.append((number, report.loss))
+        self._balance.add(number, balance)
+        if (log := self._json_log) is not None:
+            entry = {"step": number, **asdict(report), **balance.to_dict()}
+            self._write(f"--log-json {self._logging.log_json}", lambda: log.append(entry))
+        scalars = {f"train/{name}": value for name, value in asdict(report).items()}
+        for unit, imbalance in balance.imbalance_after.items():
+            scalars[f"busiest_replica_over_mean/{unit}"] = imbalance.replica
+            scalars[f"busiest_microbatch_over_mean/{unit}"] = imbalance.microbatch
+        self._add_scalars(scalars, number)
+        seconds = report.step_seconds
+        self._smooth_seconds = seconds if self._smooth_seconds is None else 0.9 * self._smooth_seconds + 0.1 * seconds
+        if self._bar is not None:
+            self._bar.advance(report)
+        elif number % self._logging.log_interval == 0 or number == self._train_iters:
+            self.say(self._line(number, report))
+            if number % (LINES_PER_BALANCE_LINE * self._logging.log_interval) == 0:
+                self._say_balance()
+
+    def evaluation(self, number: int, name: str, report: EvaluationReport) -> None:
+        """Report held-out results."""
+        self.say(
+            f"step {number}: {name}: {_shown_loss(report)}, {report.answer_accuracy:.1%} of answers right "
+            f"({report.token_accuracy:.1%} of tokens)"
+        )
+        self._add_scalars({f"{name}/{key}": value for key, value in asdict(report).items()}, number)
+
+    def timeline(self, number: int, timeline: Timeline) -> None:
+        """Write the timeline as JSON and as a picture."""
+        if folder := self._logging.report_dir:
+            title = f"Measured pipeline of step {number}"
+            self._write(f"--report-dir {folder}", lambda: timeline.to_file(folder / f"timeline_step_{number}.json"))
+            self._write(f"--report-dir {folder}", lambda: draw_timeline(timeline, folder / "timeline.png", title=title))
+
+    def close(self) -> None:
+        """Draw the loss curve and close the files."""
+        if self._bar is not None:
+            self._bar.stop()
+        self._say_balance()
+        if (folder := self._logging.report_dir) and self._losses:
+            self._write(f"--report-dir {folder}", lambda: draw_loss_curve(self._losses, folder / "loss.png"))
+        if self._json_log is not None:
+            self._json_log.close()
+        if self._tensorboard is not None:
+            self._write(f"--tensorboard-dir {self._logging.tensorboard_dir}", self._tensorboard.close)
+
+    def __enter__(self) -> "ConsoleReporter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _say_balance(self) -> None:
+        if line := self._balance.tell():
+            self.say(line)
+
+    def _add_scalars(self, scalars: Mapping[str, float], number: int) -> None:
+        if (tensorboard := self._tensorboard) is None:
+            return
+
+        def add() -> None:
+            for name, value in scalars.items():
+                tensorboard.add_scalar(name, value, number)
+
+        if not self._write(f"--tensorboard-dir {self._logging.tensorboard_dir}", add):
+            self._tensorboard = None  # its writing thread has ended
+            with suppress(OSError):
+                tensorboard.close()
+
+    def _write(self, place: str, write: Callable[[], None]) -> bool:
+        """Do what a full disk must not end training for; returns whether it went well, and warns of a place once."""
+        try:
+            write()
+        except OSError as problem:
+            if place not in self._warned_of:
+                self._warned_of.add(place)
+                self.say(f"warning: {place}: cannot be written ({problem.strerror or problem}); training goes on without it")
+            return False
+        return True
+
+    def _line(self, number: int, report: StepReport) -> str:
+        left = (self._smooth_seconds or 0.0) * (self._train_iters - number)
+        return (
+            f"step {number}/{self._train_iters}  {_shown_loss(report)}  grad norm {report.grad_norm:.2f}  "
+            f"lr {report.learning_rate:.2e}  "
+            f"{report.step_seconds * 1000:.0f} ms  {report.tokens_per_second:,.0f} tokens/s  MFU {report.mfu:.1%}  "
+            f"left {int(left // 60)}:{int(left % 60):02d}"
+        )
+
+
+class _Bar:
+    """The progress bar: loss, tokens/s, time left."""
+
+    def __init__(self, console: Console, *, total: int, done: int) -> None:
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._progress.add_task("training", total=total, completed=done, numbers="")
+        self._progress.start()
+
+    def advance(self, report: StepReport) -> None:
+        """One step more."""
+        self._progress.update(self._task, advance=1, numbers=f"{_shown_loss(report)}  {report.tokens_per_second:,.0f} tokens/s")
+
+    def stop(self) -> None:
+        """Leave the terminal as it was."""
+        self._progress.stop()
+
+
+def _shown_loss(report: StepReport | EvaluationReport) -> str:
+    part = f" (generators {report.generator_loss:.4f})" if report.generator_loss else ""
+    return f"loss {report.loss:.4f}{part}"
+
+
+def check_places(logging: LoggingConfig) -> None:
+    """Make the folders that reports go to; raises ConfigError where one cannot be made or written to."""
+    folders = {"--tensorboard-dir": logging.tensorboard_dir, "--report-dir": logging.report_dir}
+    for flag, folder in folders.items():
+        try:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+                    probe.write(b"a full disk takes no byte")
+        except OSError as problem:
+            raise ConfigError(f"{flag} {folder}: cannot be written to ({problem.strerror}); give another folder") from problem
+    if logging.log_json:
+        check_log_file(logging.log_json)
+
+
+def _open_tensorboard(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as problem:
+        raise ConfigError("--tensorboard-dir needs the package tensorboard: pip install 'braid[tensorboard]'") from problem
+    return SummaryWriter(str(folder))

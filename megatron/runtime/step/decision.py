@@ -1,0 +1,134 @@
+"""What is decided of a step: which samples run where and when, and what follows from it and from lengths alone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.runtime.step.sample_subsets import sample_subsets
+from multimodal.values.assignment import Assignment, Atom, Microbatch, MicrobatchPlace, Route, Routes
+from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.schedule import Schedule
+from multimodal.values.schedule_form import ScheduleForm, form_of
+
+
+@dataclass(frozen=True)
+class StepDecision:
+    """What every rank decides alike of one global batch."""
+
+    graph: ModelGraph
+    assignment: Assignment
+    schedule: Schedule
+    """Lowered."""
+    routes: Routes
+    lengths: Mapping[int, SampleLengths]
+    """By sample id."""
+
+    @cached_property
+    def num_target_tokens(self) -> int:
+        """Target tokens of the whole global batch: what the LLM's loss is divided by."""
+        return sum(sample.num_target_tokens for sample in self.lengths.values())
+
+    @cached_property
+    def num_generated_values(self) -> Mapping[str, int]:
+        """Generator -> pixel values that it makes of the whole global batch: what its loss is divided by.
+
+        One a token where the model does not describe the images (emulated runs).
+        """
+        num_tokens = {unit.name: 0 for unit in self.graph.generators}
+        for item in (item for sample in self.lengths.values() for item in sample.items if item.unit in num_tokens):
+            num_tokens[item.unit] += item.num_tokens
+        return {
+            unit.name: num_tokens[unit.name] * (unit.image.in_channels * unit.image.patch_size**2 if unit.image else 1)
+            for unit in self.graph.generators
+        }
+
+    @property
+    def samples_in_words(self) -> frozenset[int]:
+        """Samples of which no generator makes anything."""
+        return frozenset(
+            sample_id
+            for sample_id, sample in self.lengths.items()
+            if all(item.unit not in self._generators for item in sample.items)
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """LLM tokens of the whole global batch."""
+        return sum(sample.num_tokens for sample in self.lengths.values())
+
+    @cached_property
+    def form(self) -> ScheduleForm:
+        """Where the schedule cuts backwards."""
+        return form_of(self.schedule)
+
+    def subsets(self, place: MicrobatchPlace) -> tuple[Microbatch, ...]:
+        """The sample subsets that a microbatch runs as; one where its backward is not cut."""
+        return sample_subsets(place, form=self.form, graph=self.graph, assignment=self.assignment)
+
+    def part_of(self, route: Route) -> int:
+        """Index of the sample subset of the route's source that the route takes its rows from."""
+        return next(index for index, atoms in enumerate(self.subsets(route.source)) if route.atoms[0] in atoms)
+
+    def num_tokens_of(self, place: MicrobatchPlace) -> int:
+        """Tokens that a microbatch has inside its unit."""
+        return self._num_tokens(place.unit, self.assignment.atoms(place))
+
+    def num_tokens_of_subsets(self, place: MicrobatchPlace) -> tuple[int, ...]:
+        """Tokens that each sample subset of a microbatch has inside its unit."""
+        return tuple(self._num_tokens(place.unit, atoms) for atoms in self.subsets(place))
+
+    def _num_tokens(self, unit: str, atoms: Microbatch) -> int:
+        if self.graph.unit(unit).role is Role.ENCODER:
+            return sum(self.lengths[atom.sample_id].items[atom.item_index].num_tokens for atom in atoms)
+        if self.graph.unit(unit).role is Role.GENERATOR:
+            items = (item for atom in atoms for item in self.lengths[atom.sample_id].items)
+            return sum(item.num_tokens for item in items if item.unit == unit)
+        return sum(self.lengths[atom.sample_id].num_tokens for atom in atoms)
+
+    def num_rows_of_route(self, route: Route) -> int:
+        """Rows that travel along a route."""
+        return sum(piece.num_rows for piece in self.pieces_of(route))
+
+    def source_rows(self, route: Route) -> Tensor:
+        """[num_rows]: where the route's rows lie in the output of the sample subset that it takes them from."""
+        starts, total = {}, 0
+        for atom in self.subsets(route.source)[self.part_of(route)]:
+            for piece in self.output_of(route.source.unit, atom):
+                starts[piece] = total
+                total += piece.num_rows
+        return torch.cat([torch.arange(starts[piece], starts[piece] + piece.num_rows) for piece in self.pieces_of(route)])
+
+    def pieces_of(self, route: Route) -> list["OutputPiece"]:
+        """What travels along a route, in order."""
+        return [piece for atom in route.atoms for piece in self.output_of(route.source.unit, atom, route.target.unit)]
+
+    def output_of(self, unit: str, atom: Atom, target: str | None = None) -> tuple["OutputPiece", ...]:
+        """What an atom gives in its unit, in order; target: only what this unit consumes.
+
+        An encoder's item gives its tokens. The LLM gives one row, its hidden state, for each item that a generator makes of the
+        sample.
+        """
+        items = self.lengths[atom.sample_id].items
+        if self.graph.unit(unit).role is Role.ENCODER:
+            return (OutputPiece(atom, items[atom.item_index].num_output_tokens),)
+        return tuple(
+            OutputPiece(Atom(atom.sample_id, index), 1)
+            for index, item in enumerate(items)
+            if (item.unit == target if target else item.unit in self._generators)
+        )
+
+    @cached_property
+    def _generators(self) -> frozenset[str]:
+        return frozenset(unit.name for unit in self.graph.generators)
+
+
+class OutputPiece(NamedTuple):
+    """Rows that belong together in what a unit gives of a microbatch."""
+
+    item: Atom
+    num_rows: int

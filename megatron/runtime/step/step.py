@@ -1,0 +1,68 @@
+"""One step as the executor takes it, and as it gives it back."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from megatron.runtime.step.balance_report import BalanceReport
+from megatron.runtime.step.context_sharing import BY_WORKLOAD, ContextSharing
+from megatron.runtime.step.decision import StepDecision
+from megatron.runtime.step.token_placement import TokenPlacement
+from multimodal.model.stage_input import PackedInput
+from multimodal.schedule.align_replicas import Joins
+from multimodal.values.assignment import MicrobatchPlace
+from multimodal.values.timeline import TimelineEvent
+
+
+@dataclass(frozen=True)
+class Step(StepDecision):
+    """What one global batch is: decided alike on every rank, but for `inputs`, which hold what this rank loaded."""
+
+    inputs: Mapping[MicrobatchPlace, PackedInput]
+    """Of microbatches that run whole."""
+    target_samples: Mapping[MicrobatchPlace, tuple[int, ...]] = field(default_factory=dict)
+    """Sample id of every target token, per LLM microbatch of this rank."""
+    subset_inputs: Mapping[MicrobatchPlace, tuple[PackedInput, ...]] = field(default_factory=dict)
+    """Of microbatches that run in sample subsets, one per subset."""
+    joins: Joins = ()
+    """What each lane joins of other replicas' computations; empty where weights are not sharded."""
+    digest: int = 0
+    """Of the assignment; ranks compare it before they run the step."""
+    balance: BalanceReport = field(default_factory=BalanceReport)
+    """What balancing did."""
+    context_parallel_sizes: Mapping[str, int] = field(default_factory=dict)
+    """Unit -> ranks that its microbatches' tokens are spread over; 1 where nothing is said."""
+    sharing: ContextSharing = BY_WORKLOAD
+    """How they are."""
+
+    @cached_property
+    def placement(self) -> TokenPlacement:
+        """Where every token is."""
+        sizes = {name: self.context_parallel_sizes.get(name, 1) for name in self.graph.unit_names}
+        return TokenPlacement(self, sizes=sizes, sharing=self.sharing)
+
+    def changed(self, **changes: Any) -> "Step":
+        """The same step with other inputs or reports; keeps what was worked out of `placement`."""
+        other = replace(self, **changes)
+        other.__dict__["placement"] = self.placement
+        return other
+
+    def inputs_of(self, place: MicrobatchPlace) -> tuple[PackedInput, ...]:
+        """What this rank loaded for a microbatch, one per sample subset."""
+        return self.subset_inputs[place] if place in self.subset_inputs else (self.inputs[place],)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one rank knows after a step; sums over ranks are the caller's."""
+
+    loss_sum: float
+    """Sum of the target tokens' losses on this rank's microbatches and tokens (tensor parallel rank 0 of the last stage only)."""
+    generator_loss_sums: Mapping[str, float]
+    """The same of each generator: sum of the squared errors of all values."""
+    num_correct_tokens: int
+    correct_samples: Mapping[int, bool]
+    """sample id -> whether greedy decoding gives the whole answer; evaluation only."""
+    events: tuple[TimelineEvent, ...]
+    peak_activation_bytes: int

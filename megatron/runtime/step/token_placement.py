@@ -1,0 +1,203 @@
+"""Where every token of a step's microbatches is: which context parallel rank holds it, and what it is given and gives for it.
+
+All of it follows from lengths, which every rank knows, so no rank asks another.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.runtime.communication.row_shares import Rows, RowShares
+from megatron.runtime.step.context_sharing import ContextSharing
+from megatron.runtime.step.decision import StepDecision
+from multimodal.attention.own_share import OwnShare
+from multimodal.attention.packed_mask import ItemSpan, build_packed_mask
+from multimodal.attention.token_shares import TokenShares, share_tokens
+from multimodal.balance.encoder_items import list_items
+from multimodal.data.sample_source import SampleSource
+from multimodal.model.mask_rule import mask_rule_of
+from multimodal.values.assignment import Atom, Microbatch, MicrobatchPlace, Route
+from multimodal.values.errors import DataError
+from multimodal.values.model_graph import Role
+from multimodal.values.plan import Plan
+from multimodal.values.sample_lengths import ItemLengths
+
+WHOLE = -1
+"""In place of a sample subset's index: the whole microbatch."""
+
+
+class TokenPlacement:
+    """Answers for one step. Everything is worked out once, when it is first asked for; it pickles with what it knows."""
+
+    def __init__(self, step: StepDecision, *, sizes: Mapping[str, int], sharing: ContextSharing) -> None:
+        """step: what was decided; sizes: unit -> context parallel size."""
+        self._step, self._sizes, self._sharing = step, sizes, sharing
+        self._shares: dict[tuple[MicrobatchPlace, int], TokenShares] = {}
+        self._row_shares: dict[tuple[MicrobatchPlace, MicrobatchPlace], RowShares] = {}
+
+    def own_share(self, place: MicrobatchPlace, *, part: int, rank: int) -> OwnShare | None:
+        """What context parallel rank `rank` holds of a sample subset (or WHOLE); None where its unit does not spread tokens."""
+        return None if self._sizes[place.unit] == 1 else OwnShare(self._shares_of(place, part), rank)
+
+    def num_tokens(self, place: MicrobatchPlace, *, rank: int) -> tuple[int, ...]:
+        """Tokens that a context parallel rank holds of each sample subset of a microbatch."""
+        whole = self._step.num_tokens_of_subsets(place)
+        shares = [self.own_share(place, part=part, rank=rank) for part in self._parts(place)]
+        return tuple(count if share is None else share.num_tokens for count, share in zip(whole, shares, strict=True))
+
+    def row_shares(self, route: Route) -> RowShares | None:
+        """Who gives and takes which rows of a route; None where neither end spreads tokens."""
+        if self._sizes[route.source.unit] == self._sizes[route.target.unit] == 1:
+            return None
+        key = route.source, route.target
+        if key not in self._row_shares:
+            self._row_shares[key] = RowShares(given=self._given(route), taken=self._taken(route))
+        return self._row_shares[key]
+
+    def num_rows_given(self, route: Route, *, rank: int) -> int:
+        """Rows of a route that a context parallel rank of its source gives."""
+        shares = self.row_shares(route)
+        return self._step.num_rows_of_route(route) if shares is None else len(shares.given[self._index(route.source.unit, rank)])
+
+    def output_rows(self, route: Route, *, rank: int) -> Tensor:
+        """[num_rows]: where the rows that context parallel rank `rank` gives lie in its output of the route's sample subset."""
+        rows, shares = self._step.source_rows(route), self.row_shares(route)
+        if shares is None or self._sizes[route.source.unit] == 1:
+            return rows
+        is_held = self._owner_of_output(route.source, self._part_of(route)) == rank
+        own = np.cumsum(is_held) - 1
+        return torch.from_numpy(own[rows.numpy()[shares.given[rank]]])
+
+    def work_out_routes(self, plan: Plan, *, rank: int) -> None:
+        """Work out who gives and takes what on all routes of this rank, ahead of the step that needs it."""
+        for route in (route for found in self._step.routes.from_source.values() for route in found):
+            ends = (plan.units[end.unit].replicas[end.replica].ranks for end in (route.source, route.target))
+            if any(rank in ranks for ranks in ends):
+                self.row_shares(route)
+
+    def check_starts(self, place: MicrobatchPlace, *, source: SampleSource, source_index: Mapping[int, int]) -> None:
+        """Raise DataError where tokens are spread and the samples' lengths do not say where their items begin."""
+        if all(size == 1 for size in self._sizes.values()):
+            return
+        for sample_id, _ in self._subset(place, WHOLE):
+            expected = self._step.lengths[sample_id].starts
+            found = tuple(start for _, start, _ in source.text(source_index[sample_id]).item_starts)
+            if found != expected:
+                raise DataError(
+                    f"sample {sample_id}: its lengths have its items begin at tokens {list(expected)}, its text at {list(found)};"
+                    " with context parallelism a data set must give `item_starts` in its lengths"
+                )
+
+    def _parts(self, place: MicrobatchPlace) -> Sequence[int]:
+        """Indices of the sample subsets that a microbatch runs in; WHOLE alone where it is not cut."""
+        return range(len(self._step.subsets(place))) if place in self._step.form.num_parts else (WHOLE,)
+
+    def _part_of(self, route: Route) -> int:
+        return self._step.part_of(route) if route.source in self._step.form.num_parts else WHOLE
+
+    def _subset(self, place: MicrobatchPlace, part: int) -> Microbatch:
+        return self._step.assignment.atoms(place) if part == WHOLE else self._step.subsets(place)[part]
+
+    def _index(self, unit: str, rank: int) -> int:
+        return rank if self._sizes[unit] > 1 else 0
+
+    def _given(self, route: Route) -> tuple[Rows, ...]:
+        rows = self._step.source_rows(route).numpy()
+        if self._sizes[route.source.unit] == 1:
+            return (np.arange(len(rows)),)
+        owners = self._owner_of_output(route.source, self._part_of(route))[rows]
+        return tuple(np.flatnonzero(owners == rank) for rank in range(self._sizes[route.source.unit]))
+
+    def _taken(self, route: Route) -> tuple[Rows, ...]:
+        size = self._sizes[route.target.unit]
+        if size == 1:
+            return (np.arange(self._step.num_rows_of_route(route)),)
+        shares, first_token = self._shares_of(route.target, WHOLE), self._first_tokens(route.target, WHOLE)
+        spans = [
+            (first_token[piece.item], piece.num_rows if self._is_backbone(route.target) else self._item(piece.item).num_tokens)
+            for piece in self._step.pieces_of(route)
+        ]
+        if self._is_backbone(route.target):
+            tokens = np.concatenate([np.arange(first, first + count) for first, count in spans])
+            owners = _owners(shares, tokens)
+            return tuple(np.flatnonzero(owners == rank) for rank in range(size))
+        takers = [set(_owners(shares, np.arange(first, first + count)).tolist()) for first, count in spans]
+        return tuple(np.array([row for row, ranks in enumerate(takers) if rank in ranks], dtype=np.int64) for rank in range(size))
+
+    def _is_backbone(self, place: MicrobatchPlace) -> bool:
+        return self._step.graph.unit(place.unit).role is Role.BACKBONE
+
+    def _item(self, atom: Atom) -> ItemLengths:
+        return self._step.lengths[atom.sample_id].items[atom.item_index]
+
+    def _owner_of_output(self, place: MicrobatchPlace, part: int) -> Rows:
+        """Context parallel rank of every row that a sample subset gives."""
+        shares, atoms = self._shares_of(place, part), self._subset(place, part)
+        first_token = self._first_tokens(place, part)
+        if self._is_backbone(place):
+            pieces = [piece for atom in atoms for piece in self._step.output_of(place.unit, atom)]
+            tokens = [np.array([first_token[piece.item]]) for piece in pieces]
+        else:
+            tokens = [first_token[atom] + _first_of_merged(self._item(atom)) for atom in atoms]
+        return _owners(shares, np.concatenate(tokens)) if tokens else np.empty(0, dtype=np.int64)
+
+    def _shares_of(self, place: MicrobatchPlace, part: int) -> TokenShares:
+        if (place, part) not in self._shares:
+            unit = self._step.graph.unit(place.unit)
+            lengths, items = self._layout(place, part)
+            rule = mask_rule_of(unit, graph=self._step.graph, mode=self._sharing.mask_mode)
+            self._shares[place, part] = share_tokens(
+                build_packed_mask(lengths, items=items, rule=rule),
+                num_ranks=self._sizes[place.unit],
+                method=self._sharing.method,
+                block_size=self._sharing.block_size,
+            )
+        return self._shares[place, part]
+
+    def _layout(self, place: MicrobatchPlace, part: int) -> tuple[tuple[int, ...], tuple[ItemSpan, ...]]:
+        """Lengths of the sequences of a sample subset, and where encoders' items are among its tokens."""
+        atoms = self._atoms(place, part)
+        if not self._is_backbone(place):
+            return tuple(self._item(atom).num_tokens for atom in atoms), ()
+        first_token = self._first_tokens(place, part)
+        encoders = {unit.name for unit in self._step.graph.encoders}
+        items = tuple(
+            ItemSpan(first, self._item(atom).num_output_tokens, self._item(atom).unit)
+            for atom, first in first_token.items()
+            if self._item(atom).unit in encoders
+        )
+        return tuple(self._step.lengths[atom.sample_id].num_tokens for atom in atoms), items
+
+    def _atoms(self, place: MicrobatchPlace, part: int) -> Microbatch:
+        """The sequences: items of an encoder or a generator, samples of the LLM."""
+        atoms = self._subset(place, part)
+        if self._step.graph.unit(place.unit).role is Role.GENERATOR:
+            return list_items(atoms, unit=place.unit, lengths_by_sample=self._step.lengths)
+        return atoms
+
+    def _first_tokens(self, place: MicrobatchPlace, part: int) -> dict[Atom, int]:
+        """Where every item begins among the tokens of a sample subset; in the LLM also items that it hands to generators."""
+        atoms = self._atoms(place, part)
+        if not self._is_backbone(place):
+            return dict(zip(atoms, _starts([self._item(atom).num_tokens for atom in atoms]), strict=True))
+        samples = [self._step.lengths[atom.sample_id] for atom in atoms]
+        return {
+            Atom(sample.sample_id, index): first + start
+            for sample, first in zip(samples, _starts([sample.num_tokens for sample in samples]), strict=True)
+            for index, start in enumerate(sample.starts)
+        }
+
+
+def _owners(shares: TokenShares, tokens: Rows) -> Rows:
+    return shares.owners[tokens // shares.block_size].astype(np.int64)
+
+
+def _first_of_merged(item: ItemLengths) -> Rows:
+    """The first of the tokens that each row of an encoder's output was merged from, counted from the item's own first."""
+    return np.arange(item.num_output_tokens) * item.num_tokens // max(1, item.num_output_tokens)
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    return (np.cumsum(lengths) - np.asarray(lengths)).tolist() if len(lengths) else []

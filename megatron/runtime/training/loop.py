@@ -1,0 +1,304 @@
+"""The training loop: load -> assign -> schedule -> execute -> update -> report, with evaluation and checkpoints."""
+
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from megatron.runtime import platform
+from megatron.runtime.checkpoint.checkpoint import find_newest_checkpoint
+from megatron.runtime.emulation.table import EmulationTable
+from megatron.runtime.feed.agreement import agree_to_stop, check_agreement
+from megatron.runtime.feed.data_sets import DIGITS
+from megatron.runtime.feed.step_loader import load_steps
+from megatron.runtime.feed.step_planner import StepPlanner
+from megatron.runtime.feed.step_thread import load_steps_in_thread
+from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.launch.stop_requests import StopReason
+from megatron.runtime.report.reporting import ConsoleReporter, Reporter, SilentReporter
+from megatron.runtime.report.step_report import EvaluationReport
+from megatron.runtime.report.timeline_gathering import gather_timeline
+from megatron.runtime.step.context_sharing import ContextSharing
+from megatron.runtime.step.step import Step
+from megatron.runtime.training.prediction import build_predictor
+from megatron.runtime.training.resumption import release, save
+from megatron.runtime.training.run import Run
+from multimodal.attention.bitfield import MaskMode
+from multimodal.balance import BALANCERS
+from multimodal.balance.balance_options import BalanceOptions, Granularity
+from multimodal.balance.distribute_tokens import TokenDistribution
+from multimodal.data.blank_images import BlankImages
+from multimodal.data.global_batches import GlobalBatches
+from multimodal.data.sample_source import SampleSource
+from multimodal.kernels import describe_kernels
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes import passes_named
+from multimodal.schedule.schedule_cache import ScheduleCache
+from multimodal.values.timeline import TimelineEvent
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """How a run ended."""
+
+    done_steps: int
+    evaluation: EvaluationReport | None
+    blank_evaluation: EvaluationReport | None
+    peak_activation_bytes: int
+    """The largest of all ranks and steps; 0 when no step was left to do."""
+    stop: StopReason = StopReason.NONE
+    """What ended the run before its last step."""
+
+
+def train(run: Run) -> RunSummary:
+    """Train up to --train-iters, evaluating, saving and reporting on the way."""
+    reporter = _build_reporter(run)
+    try:
+        reporter.say(describe_run(run))
+        summary = _train(run, reporter)
+    finally:
+        reporter.close()
+        release(run)
+    reporter.say(describe_end(run, summary))
+    return summary
+
+
+@dataclass
+class _Progress:
+    """How far training has come."""
+
+    step: int
+    saved_step: int | None = None
+    evaluated_step: int | None = None
+    evaluation: tuple[EvaluationReport | None, EvaluationReport | None] = (None, None)
+    peak_bytes: int = 0
+    stop: StopReason = StopReason.NONE
+
+
+class _StoppedError(Exception):
+    """All ranks have agreed to stop before the last step."""
+
+    def __init__(self, reason: StopReason) -> None:
+        super().__init__(reason.describe())
+        self.reason = reason
+
+
+def _train(run: Run, reporter: Reporter) -> RunSummary:
+    last_step = _last_step(run.config, run.done_steps)
+    progress = _Progress(run.done_steps)
+    run.stop_requests.begin_training()
+    try:
+        _run_steps(run, reporter, progress, last_step=last_step)
+        _save_last(run, progress)
+        if run.config.evaluation.eval_iters and progress.evaluated_step != last_step:
+            progress.evaluation = _evaluate(run, reporter, last_step)
+    except _StoppedError as stopped:
+        progress.stop = stopped.reason
+        _save_last(run, progress)
+    return RunSummary(progress.step, *progress.evaluation, progress.peak_bytes, progress.stop)
+
+
+def _run_steps(run: Run, reporter: Reporter, progress: _Progress, *, last_step: int) -> None:
+    config, device = run.config, platform.device()
+    steps = _load(run, _train_planner(run), range(run.done_steps, last_step))
+    for number, (step, wait_seconds) in enumerate(_timed(steps), run.done_steps + 1):
+        agreed = check_agreement(step, number=number, wait_seconds=wait_seconds, stop=_wish_to_stop(run), device=device)
+        if agreed.stop is StopReason.SIGTERM or (agreed.stop and progress.step > run.done_steps):  # a short time has one step
+            raise _StoppedError(agreed.stop)
+        report, events = run.trainer.train_step(step, number=number)
+        progress.step = number
+        reporter.step(number, report, replace(step.balance, assign_wait_ms=1e3 * agreed.wait_seconds))
+        progress.peak_bytes = max(progress.peak_bytes, report.peak_activation_bytes)
+        if run.emulation:
+            _compare_with_simulation(run, run.emulation, reporter, step, events, is_last=number == last_step)
+        if _wants_timeline(config, number, last_step):
+            _report_timeline(run, reporter, number, events)
+        if config.evaluation.eval_iters and _is_multiple(number, config.evaluation.eval_interval):
+            progress.evaluation, progress.evaluated_step = _evaluate(run, reporter, number), number
+        if _is_multiple(number, config.checkpoint.save_interval):
+            progress.saved_step = save(run, number)
+
+
+def _save_last(run: Run, progress: _Progress) -> None:
+    if run.config.checkpoint.save and progress.saved_step != progress.step and progress.step > run.done_steps:
+        progress.saved_step = save(run, progress.step)
+
+
+def _wish_to_stop(run: Run) -> StopReason:
+    return run.stop_requests.reason(exit_duration_minutes=run.config.training.exit_duration_in_mins)
+
+
+def _load(run: Run, planner: StepPlanner, steps: range) -> Iterator[Step]:
+    if run.exchanges is not None:
+        return load_steps_in_thread(planner, steps)
+    return load_steps(planner, steps, num_workers=run.config.data.num_workers)
+
+
+def _timed(steps: Iterator[Step]) -> Iterator[tuple[Step, float]]:
+    """Every step with the seconds that taking it took."""
+    while True:
+        start = time.perf_counter()
+        step = next(steps, None)
+        if step is None:
+            return
+        yield step, time.perf_counter() - start
+
+
+def describe_run(run: Run) -> str:
+    """What runs where, in a few lines."""
+    lines = []
+    for name, unit in run.plan.units.items():
+        ranks = sorted(unit.ranks)
+        frozen = ", frozen" if run.graph.unit(name).freeze_module else ""
+        context = f"cp {unit.context_parallel_size} x " if unit.context_parallel_size > 1 else ""
+        lines.append(
+            f"{name}: dp {unit.data_parallel_size} x pp {len(unit.replicas[0].stages)} x {context}tp {unit.tensor_parallel_size} "
+            f"on rank{'s' * (len(ranks) > 1)} {'-'.join(map(str, dict.fromkeys((ranks[0], ranks[-1]))))}{frozen}"
+        )
+    samples = f"{len(run.data.train)} training samples, {run.config.training.global_batch_size} a step"
+    resumed = f"; resumed after step {run.done_steps}" if run.done_steps else ""
+    sharded = ", weights sharded" if run.config.parallelism.shards_weights else ""
+    return (
+        f"{'; '.join(lines)}\n{samples}, {run.config.training.dtype}{sharded}, schedule {_shown_schedule(run.config)}{resumed}"
+        f"\ndecisions by {describe_kernels()}"
+    )
+
+
+def _shown_schedule(config: RunConfig) -> str:
+    return " + ".join([config.training.schedule, *(name for name in config.training.schedule_passes.split(",") if name)])
+
+
+def describe_end(run: Run, summary: RunSummary) -> str:
+    """One line: how good, and where everything is."""
+    places = []
+    logging_config = run.config.logging
+    if run.config.checkpoint.save:
+        newest = find_newest_checkpoint(run.config.checkpoint.save)
+        places.append(f"checkpoint {newest}" if newest else "no checkpoint")
+    if logging_config.report_dir:
+        places.append(f"pictures {logging_config.report_dir}/loss.png and {logging_config.report_dir}/timeline.png")
+    if logging_config.log_json:
+        places.append(f"log {logging_config.log_json}")
+    if summary.stop:
+        without = "" if run.config.checkpoint.save else "; nothing is saved without --save DIR"
+        return "; ".join([f"stopped by {summary.stop.describe()} after step {summary.done_steps}{without}", *places])
+    results = f"step {summary.done_steps} done"
+    if summary.evaluation:
+        results += f": {summary.evaluation.answer_accuracy:.1%} of held-out answers right"
+    if summary.blank_evaluation:
+        results += f" ({summary.blank_evaluation.answer_accuracy:.1%} with blank images)"
+    if summary.peak_activation_bytes:
+        results += f"; activations took up to {summary.peak_activation_bytes / 2**20:.1f} MiB a rank"
+    return "; ".join([results, *places])
+
+
+def _train_planner(run: Run) -> StepPlanner:
+    training = run.config.training
+    return _planner(run, run.data.train, seed=training.seed, shuffle=run.config.data.data_path != DIGITS, forward_only=False)
+
+
+def _planner(run: Run, source: SampleSource, *, seed: int, shuffle: bool, forward_only: bool) -> StepPlanner:
+    training = run.config.training
+    build_cache = partial(ScheduleCache, run.graph, run.plan, BUILDERS[training.schedule], passes_named(training.schedule_passes))
+    schedules = build_cache(forward_only=forward_only)
+    trained = build_cache() if forward_only else schedules  # batches are balanced alike whatever they are for
+    return StepPlanner(
+        source,
+        batches=GlobalBatches(len(source), training.global_batch_size, seed, shuffle=shuffle),
+        schedules=schedules,
+        balancer=BALANCERS[training.balance],
+        rank=run.world.rank,
+        options=_balance_options(run, trained),
+        exchange=run.exchanges[forward_only] if run.exchanges else None,
+        is_emulated=run.emulation is not None,
+        shards_weights=run.config.parallelism.shards_weights,
+        sharing=ContextSharing(
+            TokenDistribution(run.config.parallelism.context_parallel_distribution),
+            run.config.parallelism.context_parallel_block_size,
+            MaskMode(run.config.model.attention_mask),
+        ),
+    )
+
+
+def _balance_options(run: Run, schedules: ScheduleCache) -> BalanceOptions:
+    training = run.config.training
+    return BalanceOptions(
+        micro_batch_size=training.micro_batch_size,
+        encoder_micro_batch_sizes=training.encoder_micro_batch_sizes,
+        granularity=Granularity(training.balance_granularity),
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "8")),
+        vocab_size=run.vocab_size,
+        predictor=build_predictor(run.config, schedules, vocab_size=run.vocab_size),
+    )
+
+
+def _report_timeline(run: Run, reporter: Reporter, number: int, events: tuple[TimelineEvent, ...]) -> None:
+    origin_seconds = run.runtime.executor.clock.origin_seconds
+    timeline = gather_timeline(events, origin_seconds=origin_seconds, plan=run.plan, rank=run.world.rank)
+    if timeline is not None:
+        reporter.timeline(number, timeline)
+
+
+def _compare_with_simulation(
+    run: Run, emulation: EmulationTable, reporter: Reporter, step: Step, events: tuple[TimelineEvent, ...], *, is_last: bool
+) -> None:
+    """Hold the last step's simulation against the median of the measured ones; the first step sets connections up."""
+    origin_seconds = run.runtime.executor.clock.origin_seconds
+    timeline = gather_timeline(events, origin_seconds=origin_seconds, plan=run.plan, rank=run.world.rank)
+    if timeline is None:
+        return
+    emulation.measured_seconds.append(timeline.duration_seconds)
+    if is_last:
+        measured = statistics.median(emulation.measured_seconds[1:] or emulation.measured_seconds)
+        simulated = emulation.simulated_seconds(step, run.plan)
+        reporter.say(
+            f"emulated step: {measured:.4f} s measured (median), {simulated:.4f} s simulated, ratio {measured / simulated:.3f}"
+        )
+
+
+def _evaluate(run: Run, reporter: Reporter, number: int) -> tuple[EvaluationReport, EvaluationReport | None]:
+    evaluation = _evaluate_on(run, run.data.valid)
+    reporter.evaluation(number, "held out", evaluation)
+    if not run.config.evaluation.eval_blank_images:
+        return evaluation, None
+    blank = _evaluate_on(run, BlankImages(run.data.valid, graph=run.graph))
+    reporter.evaluation(number, "held out, blank images", blank)
+    return evaluation, blank
+
+
+def _evaluate_on(run: Run, source: SampleSource) -> EvaluationReport:
+    planner = _planner(run, source, seed=0, shuffle=False, forward_only=True)
+    steps = range(run.config.evaluation.eval_iters)
+    return run.trainer.evaluate(_until_stopped(run, _load(run, planner, steps)))
+
+
+def _until_stopped(run: Run, steps: Iterator[Step]) -> Iterator[Step]:
+    """Steps of an evaluation, which is given up when ranks are to stop: what takes minutes would outlast a time limit."""
+    for step in steps:
+        if reason := agree_to_stop(_wish_to_stop(run), device=platform.device()):
+            raise _StoppedError(reason)
+        yield step
+
+
+def _build_reporter(run: Run) -> Reporter:
+    if run.world.rank != 0:
+        return SilentReporter()
+    return ConsoleReporter(run.config.logging, train_iters=run.config.training.train_iters, first_step=run.done_steps)
+
+
+def _last_step(config: RunConfig, done_steps: int) -> int:
+    last = max(done_steps, config.training.train_iters)
+    interval = config.training.exit_interval
+    return min(last, (done_steps // interval + 1) * interval) if interval else last
+
+
+def _wants_timeline(config: RunConfig, number: int, last_step: int) -> bool:
+    return config.logging.report_dir is not None and (
+        number == last_step or _is_multiple(number, config.logging.timeline_interval)
+    )
+
+
+def _is_multiple(number: int, interval: int | None) -> bool:
+    return interval is not None and number % interval == 0

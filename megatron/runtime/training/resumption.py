@@ -1,0 +1,160 @@
+"""Saves a run, takes it up again where it stopped, and starts one from another run's weights."""
+
+import logging
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.runtime.checkpoint.agreement import on_first_rank
+from megatron.runtime.checkpoint.checkpoint import LoadedCheckpoint, find_newest_checkpoint, load_checkpoint, save_checkpoint
+from megatron.runtime.checkpoint.claim import FolderClaim
+from megatron.runtime.checkpoint.folder import damaged, step_of
+from megatron.runtime.feed.run_data import RunData, check_same_data, describe_data
+from megatron.runtime.flags.configuration import CheckpointConfig
+from megatron.runtime.training.run import Run
+from multimodal.values.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+class Start(NamedTuple):
+    """What a run starts from."""
+
+    folder: Path
+    flag: str
+    """That named it, for messages."""
+    is_resumption: bool
+    """False: from the weights alone, at step 0."""
+
+
+def resume(run: Run) -> None:
+    """Claim --save for this run, and load what the flags name; collective.
+
+    Raises CheckpointError when another run writes to --save, when there is no checkpoint (unless --save names the same folder),
+    or when it does not belong to this run.
+    """
+    checkpoint = run.config.checkpoint
+    if checkpoint.save is not None:
+        run.claim = _claim(checkpoint.save)
+    try:
+        if checkpoint.save or checkpoint.load:
+            run.described_data = on_first_rank(lambda: describe_data(run.config, run.data), what="reading --data-path")
+        start = on_first_rank(lambda: choose_start(checkpoint), what="looking for checkpoints")
+        if start is not None:
+            _load(run, start)
+        _warn_of_earlier_run(run)
+    except BaseException:
+        release(run)
+        raise
+
+
+def release(run: Run) -> None:
+    """Let other runs write to --save."""
+    if run.claim is not None:
+        run.claim.release()
+
+
+def choose_start(checkpoint: CheckpointConfig) -> Start | None:
+    """What the flags start from; None: from new weights.
+
+    A run that starts from given weights and has saved since goes on from what it saved: so it can be requeued as it stands.
+    Raises CheckpointError when a folder that must hold a checkpoint does not.
+    """
+    own, own_flag = (checkpoint.save, "--save") if checkpoint.finetune else (checkpoint.load, "--load")
+    given, given_flag = (
+        (checkpoint.load, "--load") if checkpoint.finetune else (checkpoint.pretrained_checkpoint, "--pretrained-checkpoint")
+    )
+    newest = find_newest_checkpoint(own) if own else None
+    if own and newest:
+        if given:
+            logger.info("%s %s holds %s: going on from there, not from the weights in %s", own_flag, own, newest.name, given)
+        return Start(own, own_flag, is_resumption=True)
+    if given:
+        if find_newest_checkpoint(given) is None:
+            raise CheckpointError(f"{given_flag} {given}: no complete checkpoint there; give a folder that --save wrote to")
+        return Start(given, given_flag, is_resumption=False)
+    if own and own != checkpoint.save:
+        raise CheckpointError(
+            f"--load {own}: no complete checkpoint there; give a folder that --save wrote to, or leave --load out "
+            "(with --load equal to --save, a run without a checkpoint starts anew)"
+        )
+    if own:
+        logger.info("%s holds no checkpoint yet: starting anew", own)
+    return None
+
+
+def _claim(folder: Path) -> FolderClaim:
+    claim = FolderClaim(folder, environ=os.environ)
+    while not on_first_rank(claim.try_to_take, what=f"writing to --save {folder}"):
+        pass
+    return claim
+
+
+def _load(run: Run, start: Start) -> None:
+    checkpoint = run.config.checkpoint
+
+    def check_run(path: Path, saved: RunData) -> None:
+        if start.is_resumption:
+            check_same_data(f"{start.flag} {path}", saved=saved, current=run.described_data)
+
+    loaded = load_checkpoint(
+        start.folder,
+        graph=run.graph,
+        plan=run.plan,
+        runtime=run.runtime,
+        optimizers=run.optimizers,
+        load_optimizer=start.is_resumption and checkpoint.load_optim,
+        load_rng=start.is_resumption and checkpoint.load_rng,
+        check_run=check_run,
+    )
+    if not start.is_resumption:
+        logger.info("starting at step 0 from the weights of %s", loaded.path)
+        return
+    for unit in loaded.units_with_fresh_optimizer:
+        logger.info("unit '%s' is trained now but was not then: its optimizer starts anew", unit)
+    if checkpoint.load_optim:
+        _restore_scheduler(run, loaded)
+    else:
+        run.scheduler.step(increment=loaded.step)
+    run.done_steps = loaded.step
+
+
+def _restore_scheduler(run: Run, loaded: LoadedCheckpoint) -> None:
+    try:
+        run.scheduler.load_state_dict(dict(loaded.schedulers_state))
+    except Exception as problem:  # of whatever a stranger may have written there
+        raise damaged(loaded.path, f"its schedulers_state cannot be restored ({problem!r})") from problem
+
+
+def _warn_of_earlier_run(run: Run) -> None:
+    """Say so when --save names a folder where an older run got further than this one starts: --load would take that one up."""
+    folder = run.config.checkpoint.save
+    newest = find_newest_checkpoint(folder) if folder else None
+    if newest is not None and step_of(newest) > run.done_steps:
+        logger.warning(
+            "--save %s already holds %s of another run, which --load would resume; give another folder to keep the two apart",
+            folder,
+            newest.name,
+        )
+
+
+def save(run: Run, number: int) -> int:
+    """Write a checkpoint after step `number` and return the number; collective.
+
+    Raises CheckpointError on every rank when it cannot be written, or another run has taken the folder.
+    """
+    assert run.config.checkpoint.save is not None
+    if run.claim is not None:
+        on_first_rank(run.claim.check, what=f"saving step {number}")
+    save_checkpoint(
+        run.config.checkpoint.save,
+        step=number,
+        graph=run.graph,
+        plan=run.plan,
+        runtime=run.runtime,
+        optimizers=run.optimizers,
+        schedulers_state=run.scheduler.state_dict(),
+        run_state=run.described_data,
+        keep_last=run.config.checkpoint.keep_last_checkpoints,
+    )
+    return number

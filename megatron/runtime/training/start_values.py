@@ -1,0 +1,144 @@
+"""What every rank must have alike before a run starts, as plain printable values: flags, model, plan, data, versions.
+
+A rank with another value would decide or compute something else than its peers: train on in silence, or wait for ever.
+"""
+
+import hashlib
+import importlib.metadata
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from megatron.runtime.feed.data_sets import DIGITS, DataSets
+from megatron.runtime.flags.configuration import GROUPS, RunConfig
+from megatron.runtime.flags.field_flags import field_flags
+from megatron.runtime.flags.unit_flags import SIZE_SPELLINGS
+from megatron.runtime.launch.start_agreement import StartValues
+from megatron.runtime.training.prediction import assumed_cluster
+from multimodal.cost.cluster import Cluster
+from multimodal.cost.cost_table import CostTable
+from multimodal.data.sample_source import SampleSource
+from multimodal.kernels import kernels
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+
+MAY_DIFFER = frozenset({"log_interval", "log_json", "tensorboard_dir", "peak_tflops", "progress_bar"})
+"""Fields that change nothing in what ranks do together: only rank 0 reports, and devices may be unlike."""
+BY_CONTENT = frozenset({"model", "plan", "data_path", "tokenizer_model", "emulate", "cluster"})
+"""Input files, which may lie elsewhere on every node: what is in them is compared instead."""
+_PACKAGES = ("braid", "megatron-core", "torch", "numpy")
+_MOST_DIGESTED_LENGTHS = 100_000
+
+
+def collect_start_values(config: RunConfig, *, graph: ModelGraph, plan: Plan, data: DataSets, vocab_size: int) -> StartValues:
+    """Everything of this rank that must be alike on all; O(bytes of the manifest)."""
+    return {
+        "program": {
+            **{package: _version(package) for package in _PACKAGES},
+            "decisions by": "C++ kernels" if kernels is not None else "Python references",
+        },
+        "flags": dict(_flag_values(config)),
+        "environment": {name: os.environ.get(name, "unset") for name in _environment_names(config)},
+        "model": dict(_flat("", graph.to_dict())),
+        "plan": dict(_flat("", plan.to_dict())),
+        "tokenizer": _tokenizer_values(config, data, vocab_size),
+        "data": _data_values(config, data),
+        "costs": dict(_cost_values(config)),
+    }
+
+
+def _environment_names(config: RunConfig) -> tuple[str, ...]:
+    """Balancers ask for the size of a node, which may differ where nothing is balanced."""
+    return ("WORLD_SIZE",) if config.training.balance == "none" else ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def _flag_values(config: RunConfig) -> Iterator[tuple[str, str]]:
+    for name, group in GROUPS.items():
+        settings = getattr(config, name)
+        for flag in field_flags(group):
+            if flag.name not in MAY_DIFFER | BY_CONTENT:
+                yield flag.name, _shown_flag(flag.flag, getattr(settings, flag.name), is_switch=flag.parse is None)
+    for unit, sizes in config.parallelism.units.items():
+        for size_name, spelling in SIZE_SPELLINGS.items():
+            flag_name = f"--{unit.replace('_', '-')}-{spelling.long}"
+            yield f"{unit}.{size_name}", _shown_flag(flag_name, getattr(sizes, size_name), is_switch=False)
+    for unit, size in config.training.encoder_micro_batch_sizes.items():
+        yield f"{unit}.micro_batch_size", _shown_flag(f"--{unit.replace('_', '-')}-micro-batch-size", size, is_switch=False)
+
+
+def _shown_flag(flag: str, value: Any, *, is_switch: bool) -> str:
+    """As it would be typed: `with --lr 0.001`, `without --plan`."""
+    if is_switch:
+        is_given = bool(value) != flag.startswith("--no-")
+        return f"{'with' if is_given else 'without'} {flag}"
+    if value is None or value == ():
+        return f"without {flag}"
+    return f"with {flag} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """The leaves of nested values, by the way to them; an empty container is a leaf."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    elif isinstance(value, (list, tuple)) and any(
+        isinstance(entry, (list, tuple, Mapping)) or is_dataclass(entry) for entry in value
+    ):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping) and value:
+        for key, entry in value.items():
+            yield from _flat(f"{name}.{key}".lstrip("."), entry)
+    else:
+        yield name, str(value.value if isinstance(value, Enum) else value)
+
+
+def _tokenizer_values(config: RunConfig, data: DataSets, vocab_size: int) -> Mapping[str, str]:
+    values = {"the vocabulary": str(data.tokenizer.vocab_size), "the padded vocabulary": str(vocab_size)}
+    if config.data.tokenizer_model is not None:
+        path = Path(config.data.tokenizer_model)
+        file = path / "tokenizer.json" if path.is_dir() else path
+        values["the digest of its file"] = _digest_of_file(file)
+    return values
+
+
+def _data_values(config: RunConfig, data: DataSets) -> Mapping[str, str]:
+    """Of handwritten digits nothing: flags and seed say everything about them."""
+    path = Path(config.data.data_path)
+    if config.data.data_path == DIGITS:
+        return {"--data-path": DIGITS}
+    values = {"--data-path": "a manifest"}
+    for name, source in (("training", data.train), ("validation", data.valid)):
+        values[f"the number of {name} samples"] = str(len(source))
+        values[f"the digest of the lengths of {name} samples"] = _digest_of_lengths(source)
+    return {**values, "the digest of the manifest": _digest_of_file(path / "manifest.jsonl" if path.is_dir() else path)}
+
+
+def _digest_of_lengths(source: SampleSource) -> str:
+    """Of samples all over the set, so that the largest ones are digested in seconds."""
+    digest = hashlib.blake2b(digest_size=8)
+    for index in range(0, len(source), -(-len(source) // _MOST_DIGESTED_LENGTHS) or 1):
+        digest.update(repr(source.lengths(index)).encode())
+    return digest.hexdigest()
+
+
+def _digest_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()[:16]
+
+
+def _cost_values(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if config.training.emulate is not None:
+        yield from _flat("emulate", CostTable.from_file(config.training.emulate))
+    if config.training.cluster is not None:
+        yield from _flat("cluster", Cluster.from_file(config.training.cluster))
+    elif config.training.balance == "auto":
+        yield from _flat("cluster", assumed_cluster())
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,150 @@
+"""`braid.json`: what was written comes back; anything else is a CheckpointError that names file and way out."""
+
+import json
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.runtime.checkpoint.manifest import Manifest, check_model, read_newest, write_manifest
+from multimodal.values.errors import CheckpointError
+from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
+
+MANIFEST = Manifest(
+    step=7,
+    dtype="float32",
+    model={"units": {}},
+    plan={},
+    run_state={"seed": 1, "lr": 0.1, "path": "\udc80ü"},
+    schedulers_state={"num_steps": 7},
+    random_state={"python": [3, [1], None]},
+    files={"rank_00000.bin": 3},
+    index_crc32=5,
+)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint of step 7 with one file, and one of step 6 before it."""
+    (tmp_path / "step_00000006").mkdir()
+    folder = tmp_path / "step_00000007"
+    folder.mkdir()
+    (folder / "rank_00000.bin").write_bytes(b"abc")
+    write_manifest(folder, MANIFEST)
+    return folder
+
+
+def error_of(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as problem:
+        read_newest(folder)
+    return str(problem.value)
+
+
+def test_what_was_written_comes_back(checkpoint: Path) -> None:
+    assert read_newest(checkpoint.parent) == (checkpoint, MANIFEST)
+
+
+def test_its_layout_may_change(checkpoint: Path) -> None:
+    file = checkpoint / "braid.json"
+    file.write_text(json.dumps(json.loads(file.read_text()), indent=2, sort_keys=True))
+    assert read_newest(checkpoint)[1] == MANIFEST
+
+
+CONTENTS: dict[str, bytes] = {
+    "empty": b"",
+    "not JSON": b"step: 7",
+    "not UTF-8": b'{"format_version": 2, "dtype": "\xff"}',
+    "a list": b"[2]",
+    "text": b'"format_version"',
+    "null": b"null",
+    "deeply nested": b'{"format_version": ' + b"[" * 200_000,
+    "deeply nested and complete": b'{"format_version": 2, "model": ' + b"[" * 900 + b"]" * 900 + b"}",
+    "a huge number": b'{"format_version": ' + b"9" * 10_000 + b"}",
+    "a version that is no number": b'{"format_version": [2]}',
+    "a version that is true": b'{"format_version": true}',
+    "no version": b"{}",
+    "nothing but a version": b'{"format_version": 2}',
+}
+
+
+@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS.keys())
+def test_contents_that_are_no_manifest(checkpoint: Path, content: bytes) -> None:
+    (checkpoint / "braid.json").write_bytes(content)
+    message = error_of(checkpoint.parent)
+    assert message.startswith(f"{checkpoint} is damaged: braid.json cannot be used (")
+    assert message.endswith(f"move {checkpoint} away, and the one before it, {checkpoint.parent / 'step_00000006'}, is loaded")
+    assert len(message) < 1000
+
+
+def test_every_cut_and_every_changed_byte_is_noticed(checkpoint: Path) -> None:
+    file = checkpoint / "braid.json"
+    content = file.read_bytes()
+    for position in range(len(content)):
+        file.write_bytes(content[:position])
+        assert "braid.json cannot be used" in error_of(checkpoint)
+        if not chr(content[position]).isspace():
+            file.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+            assert str(checkpoint) in error_of(checkpoint)
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "missing": (lambda value: value.pop("plan"), "'plan' is missing"),
+    "added": (lambda value: value.update(note="x"), "'note' is not known"),
+    "text as step": (lambda value: value.update(step="7"), "step must be a int, found str"),
+    "true as step": (lambda value: value.update(step=True), "step must be a int, found bool"),
+    "a negative step": (lambda value: value.update(step=-7), "step must be from 0 to"),
+    "an endless step": (lambda value: value.update(step=10**400), "step must be from 0 to"),
+    "another step": (lambda value: value.update(step=8), "is of step 8, which the folder's name does not say"),
+    "a list of files": (lambda value: value.update(files=[]), "files must be a dict, found list"),
+    "a file elsewhere": (lambda value: value.update(files={"../x": 3}), "files must be names without folders"),
+    "an absolute file": (lambda value: value.update(files={"/etc/passwd": 3}), "files must be names without folders"),
+    "a size that is text": (lambda value: value.update(files={"rank_00000.bin": "3"}), "files must be names without folders"),
+    "a size below zero": (lambda value: value.update(files={"rank_00000.bin": -3}), "files must be names without folders"),
+    "another size": (lambda value: value.update(files={"rank_00000.bin": 4}), "rank_00000.bin has 3 bytes instead of 4"),
+    "another file": (lambda value: value.update(files={"rank_00001.bin": 4}), "rank_00001.bin is missing"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_prepared_manifest_with_a_checksum_that_fits(checkpoint: Path, name: str) -> None:
+    change, words = CHANGES[name]
+    file = checkpoint / "braid.json"
+    value = json.loads(file.read_text())
+    del value["crc32"]
+    change(value)
+    file.write_text(json.dumps({**value, "crc32": zlib.crc32(json.dumps(value, sort_keys=True).encode())}))
+    message = error_of(checkpoint.parent)
+    assert message.startswith(f"{checkpoint} is damaged: ")
+    assert words in message
+
+
+@pytest.mark.parametrize("replace_with", [None, os.mkfifo, os.mkdir], ids=["nothing", "pipe", "folder"])
+def test_no_file(checkpoint: Path, replace_with: Callable[[Path], None] | None) -> None:
+    (checkpoint / "braid.json").unlink()
+    if replace_with:
+        replace_with(checkpoint / "braid.json")
+    assert error_of(checkpoint.parent).startswith(f"{checkpoint} is damaged: braid.json is missing; move {checkpoint} away")
+
+
+def test_a_checkpoint_that_was_renamed(checkpoint: Path) -> None:
+    renamed = checkpoint.rename(checkpoint.parent / "step_00000009")
+    assert "braid.json is of step 7, which the folder's name does not say" in error_of(renamed.parent)
+
+
+@pytest.mark.parametrize(("version", "words"), [(1, "could run commands and are not read any more"), (3, "has format 3; this")])
+def test_other_formats(checkpoint: Path, version: int, words: str) -> None:
+    (checkpoint / "braid.json").write_text(json.dumps({"format_version": version}))
+    message = error_of(checkpoint.parent)
+    assert words in message
+    assert "train on with the Braid that wrote it, or give another folder to --load" in message
+
+
+@pytest.mark.parametrize("model", [{}, {"units": 3}, {"units": {"llm": None}}, {"units": {"llm": {"layers": [None]}}}])
+def test_a_model_that_is_none(checkpoint: Path, model: dict[str, Any]) -> None:
+    graph = ModelGraph((Unit("llm", Role.BACKBONE, Transformer(1, 8, 2, 8)),), ())
+    manifest = Manifest(**{**vars(MANIFEST), "model": model})
+    with pytest.raises(CheckpointError, match="its model cannot be read"):
+        check_model(checkpoint, manifest, graph=graph)

@@ -1,0 +1,6 @@
+from megatron.runtime.execution.action_handlers import HANDLERS
+from multimodal.values.schedule import ACTION_TABLE, ActionKind
+
+
+def test_every_kind_of_action_has_a_handler_and_a_row() -> None:
+    assert set(HANDLERS) == set(ActionKind) == set(ACTION_TABLE)

@@ -1,0 +1,336 @@
+"""Every rule about two or more flags, with its message."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron.runtime.flags.arguments import parse_arguments
+from megatron.runtime.flags.configuration import GROUPS, RunConfig
+from megatron.runtime.flags.cross_checks import IGNORED_FLAGS, shown_flag
+from megatron.runtime.flags.field_flags import field_flags
+from megatron.runtime.flags.freezing import apply_freezing
+from multimodal.values.errors import BraidError, ConfigError, PlanError
+from multimodal.values.model_graph import ModelGraph
+
+SHAPE = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
+UNITS = {"vision": {"role": "encoder", **SHAPE}, "language": {"role": "backbone", **SHAPE}}
+BASE = {"--data-path": "digits", "--lr": "1e-3", "--train-iters": "10", "--global-batch-size": "8", "--vision-dp": "1"}
+
+Parse = Callable[..., RunConfig]
+
+
+@pytest.fixture
+def parse(tmp_path: Path) -> Parse:
+    """Parse a line of flags on top of a base that is right; a flag of the line takes the place of the base's."""
+
+    def run(line: str = "", *, world_size: int = 2) -> RunConfig:
+        (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": UNITS}, sort_keys=False))
+        given = line.split()
+        base = [part for pair in BASE.items() if pair[0] not in given for part in pair]
+        flags = ["--model", str(tmp_path / "model.yaml"), *base, *given]
+        return parse_arguments(flags, environ={"WORLD_SIZE": str(world_size)})
+
+    return run
+
+
+IGNORED = [
+    ("--min-lr 0 --lr-decay-style constant", "--min-lr would be ignored: --lr-decay-style constant never lowers"),
+    ("--lr-decay-iters 5 --lr-decay-style constant", "--lr-decay-iters would be ignored"),
+    ("--lr-wsd-decay-iters 5", "--lr-wsd-decay-iters would be ignored: it belongs to --lr-decay-style WSD"),
+    ("--lr-wsd-decay-style linear", "--lr-wsd-decay-style would be ignored"),
+    ("--lr-warmup-init 1e-4", "--lr-warmup-init would be ignored: there is no warm-up"),
+    ("--tokenizer-model t.json", "--tokenizer-model would be ignored: a ByteTokenizer needs no file"),
+    ("--balance-granularity sample", "--balance-granularity would be ignored: only --balance orchmllm and auto"),
+    ("--cluster c.yaml --balance orchmllm", "--cluster would be ignored: only --balance auto predicts steps"),
+    ("--num-workers 1 --lengths-from decode", "--num-workers would be ignored: --lengths-from decode loads in a thread"),
+    ("--digits-samples 5 --data-path m.jsonl", "--digits-samples would be ignored: the samples come from a manifest"),
+    ("--split 8,1,1", "--split would be ignored: --data-path digits holds out"),
+    ("--allow-outside-paths", "--allow-outside-paths would be ignored: --data-path digits reads no image files"),
+    ("--max-image-pixels 100", "--max-image-pixels would be ignored: --data-path digits reads no image files"),
+    ("--eval-interval 5", "--eval-interval would be ignored: nothing is evaluated"),
+    ("--eval-blank-images", "--eval-blank-images would be ignored: nothing is evaluated"),
+    ("--save-interval 5", "--save-interval would be ignored: no checkpoint is written; add --save DIR"),
+    ("--keep-last-checkpoints 5", "--keep-last-checkpoints would be ignored"),
+    ("--no-load-optim", "--no-load-optim would be ignored: no checkpoint is resumed; add --load DIR"),
+    ("--no-load-rng", "--no-load-rng would be ignored"),
+    ("--finetune --load d --no-load-optim", "--no-load-optim would be ignored: --finetune takes over the weights alone"),
+    ("--finetune --load d --no-load-rng", "--no-load-rng would be ignored: --finetune takes over the weights alone"),
+    ("--finetune", "--finetune would be ignored: it takes over the weights of --load; add --load DIR"),
+    ("--finetune --save d", "--finetune would be ignored: it takes over the weights of --load; add --load DIR"),
+    ("--pretrained-checkpoint d --no-load-optim", "--no-load-optim would be ignored: no checkpoint is resumed"),
+    ("--timeline-interval 5", "--timeline-interval would be ignored: timelines are drawn into the report"),
+    ("--sequence-parallel", "--sequence-parallel would be ignored: every unit's tensor parallel size is 1"),
+    ("--tp-comm-overlap", "--tp-comm-overlap would be ignored: every unit's tensor parallel size is 1"),
+    ("--transformer-impl local --emulate c.yaml", "--transformer-impl would be ignored: --emulate waits as long as its table"),
+    ("--attention-backend blocks --emulate c.yaml", "--attention-backend would be ignored: --emulate waits"),
+    ("--recompute-activations --emulate c.yaml", "--recompute-granularity would be ignored: --emulate waits"),
+    ("--tp-comm-overlap-parts 2", "--tp-comm-overlap-parts would be ignored: tensor parallel collectives are not cut; add"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), IGNORED)
+def test_flags_that_would_be_ignored(parse: Parse, line: str, message: str) -> None:
+    with pytest.raises(ConfigError) as problem:
+        parse(line)
+    assert message in str(problem.value)
+
+
+def test_every_row_of_the_table_is_tried() -> None:
+    tried = {message.split(" would be")[0] for _, message in IGNORED}
+    assert {shown_flag(row.name) for row in IGNORED_FLAGS} - tried == {"--colocate-units", "--attention-mask"}
+
+
+def test_every_row_of_the_table_names_fields_that_exist() -> None:
+    names = {flag.name for group in GROUPS.values() for flag in field_flags(group)}
+    assert {name for row in IGNORED_FLAGS for name in (row.name, *row.because_of)} <= names
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--min-lr 1e-5 --lr-decay-style cosine --lr-decay-iters 8 --lr-warmup-iters 2 --lr-warmup-init 1e-6",
+        "--lr-decay-style WSD --lr-wsd-decay-iters 5 --lr-wsd-decay-style linear",
+        "--tokenizer-model t.json --tokenizer-type HuggingFaceTokenizer",
+        "--eval-interval 5 --eval-iters 2 --eval-blank-images",
+        "--save d --save-interval 5 --keep-last-checkpoints 1",
+        "--load d --no-load-optim --no-load-rng",
+        "--load d --finetune --save e",
+        "--load d/step_00000005 --finetune --save e --save-interval 5",
+        "--pretrained-checkpoint d",
+        "--pretrained-checkpoint d --load e --save ./e --no-load-optim",
+        "--report-dir d --timeline-interval 5",
+        "--data-path m.jsonl --split 1",
+        "--data-path m.jsonl --allow-outside-paths --max-image-pixels 178956970",
+        "--digits-samples 50",
+        "--seed 0 --clip-grad 0 --weight-decay 0 --num-workers 0 --adam-beta1 0",
+    ],
+)
+def test_the_same_flags_where_they_have_an_effect(parse: Parse, line: str) -> None:
+    fields = {flag[2:].removeprefix("no-").replace("-", "_") for flag in line.split() if flag.startswith("--")}
+    assert parse(line).given >= fields
+
+
+def test_sequence_parallelism_needs_one_unit_with_tensor_parallelism(parse: Parse) -> None:
+    assert parse("--sequence-parallel --llm-tp 2", world_size=3).parallelism.sequence_parallel
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--micro-batch-size 0", "--micro-batch-size must be at least 1, found 0"),
+        ("--micro-batch-size -2", "--micro-batch-size must be at least 1, found -2"),
+        ("--micro-batch-size 9", "--micro-batch-size 9 is larger than --global-batch-size 8"),
+        ("--global-batch-size 0", "--global-batch-size must be at least 1, found 0"),
+        ("--train-iters 0", "--train-iters must be at least 1, found 0"),
+        ("--seed -1", "--seed must be at least 0, found -1"),
+        ("--lr 0", "--lr must be above 0, found 0.0"),
+        ("--lr -1", "--lr must be above 0, found -1.0"),
+        ("--adam-beta1 1", "--adam-beta1 must be at least 0 and below 1, found 1.0"),
+        ("--adam-beta2 -0.5", "--adam-beta2 must be at least 0 and below 1, found -0.5"),
+        ("--lr-warmup-fraction 1", "--lr-warmup-fraction must be at least 0 and below 1"),
+        ("--seq-length 0", "--seq-length must be at least 1"),
+        ("--save d --save-interval 0", "--save-interval must be at least 1"),
+        ("--peak-tflops 0", "--peak-tflops must be above 0"),
+        ("--min-lr 0.1", "--min-lr 0.1 is above --lr 0.001"),
+        ("--lr-warmup-init 0.1 --lr-warmup-iters 2", "--lr-warmup-init 0.1 is above --lr 0.001"),
+        ("--lr-warmup-iters 10", "--lr-warmup-iters 10 leaves no step for the decay"),
+        ("--lr-warmup-iters 5 --lr-decay-iters 5", "--lr-warmup-iters 5 leaves no step for the decay"),
+        ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "--lr-warmup-iters and --lr-warmup-fraction exclude each other"),
+        ("--lr-decay-style WSD", "add --lr-wsd-decay-iters N"),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 11", "--lr-wsd-decay-iters 11 is longer than the whole decay"),
+        ("--finetune --load d --save d", "--finetune starts at step 0 and --save d would mix its checkpoints with those"),
+        ("--finetune --load d/step_00000005 --save d/", "would mix its checkpoints with those that it starts from"),
+        ("--pretrained-checkpoint ./d --save d", "--pretrained-checkpoint starts at step 0 and --save d would mix"),
+        ("--pretrained-checkpoint d --load e", "but --load e is not where --save writes"),
+        ("--pretrained-checkpoint d --load e --save f", "make --load and --save the same folder"),
+        ("--pretrained-checkpoint d --load d --finetune", "--finetune and --pretrained-checkpoint exclude each other"),
+        ("--tokenizer-type HuggingFaceTokenizer", "add --tokenizer-model PATH"),
+        ("--data-path m.jsonl --max-image-pixels 178956971", "--max-image-pixels 178956971 is more than 178956970"),
+        ("--data-path m.jsonl --split 0,1,1", "--split '0,1,1' must be one to three proportions"),
+        ("--data-path m.jsonl --split a,b,c", "--split 'a,b,c' must be"),
+        ("--data-path m.jsonl --split 1,-1,0", "--split '1,-1,0' must be"),
+        ("--data-path m.jsonl --split 1,1,1,1", "--split '1,1,1,1' must be"),
+        ("--data-path m.jsonl --eval-iters 2 --split 9,0,1", "--eval-iters 2 needs validation samples"),
+        ("--data-path m.jsonl --eval-iters 2 --split 9", "--eval-iters 2 needs validation samples"),
+        ("--plan p.yaml", "--vision-data-parallel-size and --plan exclude each other: a plan already has every unit's sizes"),
+        (
+            "--freeze vison",
+            "--freeze vison: the model has no such unit; its units are vision (encoder), language (backbone); did you",
+        ),
+        ("--freeze-projector audio", "--freeze-projector audio: the model has no such unit"),
+        ("--freeze-projector llm", "--freeze-projector language: the backbone has no projector; units with one are: vision"),
+        ("--freeze vision llm --freeze-projector vision", "every unit is frozen, so nothing would be trained"),
+    ],
+)
+def test_combinations_that_cannot_run(parse: Parse, line: str, message: str) -> None:
+    with pytest.raises(ConfigError) as problem:
+        parse(line)
+    assert message in str(problem.value)
+
+
+def test_transformer_engine_must_be_installed(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="Transformer Engine is not installed"):
+        parse("--transformer-impl transformer_engine")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("megatron.runtime.flags.cross_checks._has_cuda", lambda: False)
+    with pytest.raises(ConfigError, match="transformer_engine needs a CUDA device; use --transformer-impl local on a CPU"):
+        parse("--transformer-impl transformer_engine")
+    monkeypatch.setattr("megatron.runtime.flags.cross_checks._has_cuda", lambda: True)
+    with pytest.raises(ConfigError, match="has no float64"):
+        parse("--transformer-impl transformer_engine --dtype float64")
+    assert parse("--transformer-impl transformer_engine --bf16").model.transformer_impl == "transformer_engine"
+
+
+def test_attention_backends_must_fit_mask_device_and_precision(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="sequences cannot evaluate --attention-mask embedded; use --attention-backend blocks"):
+        parse("--attention-backend sequences --attention-mask embedded")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for name in ("flex", "triton"):
+        with pytest.raises(ConfigError, match=f"--attention-backend {name} needs a CUDA device"):
+            parse(f"--attention-backend {name}")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="Triton is not installed"):
+        parse("--attention-backend triton")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match="triton has no float64"):
+        parse("--attention-backend triton --dtype float64")
+    assert parse("--attention-backend triton --attention-mask embedded --bf16").model.attention_mask == "embedded"
+
+
+def test_context_parallelism_needs_ranks_to_share_blocks(parse: Parse) -> None:
+    for line in ("--context-parallel-distribution ring", "--context-parallel-block-size 64"):
+        with pytest.raises(ConfigError, match=f"{line.split()[0]} would be ignored: every unit's context parallel size is 1"):
+            parse(line)
+    flags = "--context-parallel-size 2 --vision-cp 2 --context-parallel-distribution ring --context-parallel-block-size 64"
+    found = parse(flags, world_size=4)
+    assert found.parallelism.units["language"].context_parallel_size == 2
+    assert found.parallelism.context_parallel_distribution == "ring"
+
+
+def test_tensor_parallel_overlap_needs_ranks_and_braid_s_layers(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse("--llm-tp 2", world_size=3).parallelism.num_overlapped_parts == 1
+    assert parse("--llm-tp 2 --tp-comm-overlap", world_size=3).parallelism.num_overlapped_parts == 4
+    line = "--llm-tp 2 --tp-comm-overlap --tp-comm-overlap-parts"
+    assert parse(f"{line} 3", world_size=3).parallelism.num_overlapped_parts == 3
+    with pytest.raises(ConfigError, match="--tp-comm-overlap-parts must be at least 2, found 1"):
+        parse(f"{line} 1", world_size=3)
+    with pytest.raises(ConfigError, match="with or without --tp-comm-overlap; leave one of them out"):
+        parse("--llm-tp 2 --tp-comm-overlap --emulate costs.yaml", world_size=3)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("megatron.runtime.flags.cross_checks._has_cuda", lambda: True)
+    with pytest.raises(ConfigError, match="layers have an overlap of their own, in user buffers that Braid does not set up"):
+        parse("--llm-tp 2 --tp-comm-overlap --transformer-impl transformer_engine", world_size=3)
+
+
+def test_sharded_weights_need_ranks_that_hold_the_same_ones(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
+    flag = "--data-parallel-sharding-strategy optim_grads_params"
+    with pytest.raises(ConfigError, match="would be ignored: no two ranks hold the same weights; raise a unit's data parallel"):
+        parse(flag)
+    for sizes, world_size in (("--vision-dp 2", 3), ("--llm-cp 2", 3)):
+        assert parse(f"{flag} {sizes}", world_size=world_size).parallelism.shards_weights
+    for name in ("gather-parameters", "reduce-by-layer"):
+        with pytest.raises(
+            ConfigError, match="once a step, but --data-parallel-sharding-strategy optim_grads_params does whenever"
+        ):
+            parse(f"{flag} --vision-dp 2 --schedule-passes split-backward,{name}", world_size=3)
+    with pytest.raises(ConfigError, match="--emulate has no weights to gather"):
+        parse(f"{flag} --vision-dp 2 --emulate costs.yaml", world_size=3)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("megatron.runtime.flags.cross_checks._has_cuda", lambda: True)
+    with pytest.raises(ConfigError, match="has been tried with --transformer-impl local alone"):
+        parse(f"{flag} --vision-dp 2 --transformer-impl transformer_engine", world_size=3)
+
+
+def test_context_parallelism_needs_a_backend_and_whole_windows(
+    tmp_path: Path, parse: Parse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="whole sequences, which unit 'language' spreads over 2 ranks; use --attention-backend"):
+        parse("--llm-cp 2 --attention-backend sequences", world_size=3)
+    image = {"image": {"patch_size": 4, "in_channels": 1, "merge_size": 3}}
+    model = yaml.safe_dump({"units": {**UNITS, "vision": {**UNITS["vision"], **image}}}, sort_keys=False)
+    (tmp_path / "merging.yaml").write_text(model)
+    flags = ["--model", str(tmp_path / "merging.yaml"), *(part for pair in BASE.items() for part in pair), "--vision-cp", "2"]
+    with pytest.raises(ConfigError, match="128 would cut what unit 'vision' merges, 9 patches at a time; choose a multiple"):
+        parse_arguments(flags, environ={"WORLD_SIZE": "3"})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match="block-size 48 is no size for --attention-backend triton; choose a power of two"):
+        parse("--llm-cp 2 --attention-backend triton --context-parallel-block-size 48", world_size=3)
+    assert parse_arguments([*flags, "--context-parallel-block-size", "144"], environ={"WORLD_SIZE": "3"}).parallelism.units
+
+
+def test_a_mask_for_items_needs_an_encoder(tmp_path: Path) -> None:
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": {"language": UNITS["language"]}}))
+    base = [part for pair in BASE.items() if pair[0] != "--vision-dp" for part in pair]
+    with pytest.raises(ConfigError, match="--attention-mask would be ignored: the model has one unit"):
+        parse_arguments(
+            ["--model", str(tmp_path / "model.yaml"), *base, "--attention-mask", "embedded"], environ={"WORLD_SIZE": "1"}
+        )
+
+
+def test_a_plan_excludes_colocation(tmp_path: Path) -> None:
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": UNITS}, sort_keys=False))
+    base = [part for pair in BASE.items() if pair[0] != "--vision-dp" for part in pair]
+    with pytest.raises(ConfigError, match="--plan and --colocate-units exclude each other"):
+        parse_arguments(["--model", str(tmp_path / "model.yaml"), *base, "--plan", "p.yaml", "--colocate-units"], environ={})
+
+
+def test_one_unit_has_nobody_to_share_ranks_with(tmp_path: Path) -> None:
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": {"llm": UNITS["language"]}}))
+    base = [part for pair in BASE.items() if pair[0] != "--vision-dp" for part in pair]
+    with pytest.raises(ConfigError, match="--colocate-units would be ignored: the model has one unit"):
+        parse_arguments(["--model", str(tmp_path / "model.yaml"), *base, "--colocate-units"], environ={})
+
+
+@pytest.mark.parametrize(
+    "line", ["--attention-mask embedded", "--balance orchmllm --balance-granularity sample", "--eval-iters 1 --eval-blank-images"]
+)
+def test_what_is_about_encoders_needs_one(tmp_path: Path, line: str) -> None:
+    """A generator alone makes images, and takes none."""
+    units = {"llm": UNITS["language"], "painter": {**UNITS["vision"], "role": "generator", "image": {"patch_size": 4}}}
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": units}, sort_keys=False))
+    base = [part for pair in BASE.items() if pair[0] != "--vision-dp" for part in pair]
+    with pytest.raises(ConfigError, match=r"would be ignored: it .*, and the model has no encoder; leave it out"):
+        parse_arguments(
+            ["--model", str(tmp_path / "model.yaml"), *base, "--llm-dp", "1", *line.split()], environ={"WORLD_SIZE": "2"}
+        )
+
+
+def test_every_replica_needs_a_sample(parse: Parse) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--global-batch-size 2 leaves some of the 3 replicas of unit 'language' without a sample"
+    ):
+        parse("--global-batch-size 2", world_size=4)
+    assert parse("--global-batch-size 3", world_size=4).training.global_batch_size == 3
+
+
+@pytest.mark.parametrize(("world_size", "line"), [(4, "--llm-pp 2"), (3, "--vision-dp 3")])
+def test_sizes_that_do_not_fit_the_processes(parse: Parse, world_size: int, line: str) -> None:
+    with pytest.raises(PlanError, match=f"of {world_size} processes"):
+        parse(line, world_size=world_size)
+
+
+def test_freezing_marks_modules_and_projectors(parse: Parse) -> None:
+    config = parse("--freeze llm --freeze-projector vision")
+    graph = apply_freezing(ModelGraph.from_file(config.model.model), config)
+    assert (graph.unit("vision").freeze_module, graph.unit("vision").freeze_projector) == (False, True)
+    assert graph.unit("language").freeze_module
+
+
+def test_what_the_model_file_freezes_stays_frozen(parse: Parse) -> None:
+    config = parse("--freeze-projector vision")
+    frozen = ModelGraph.from_dict({"units": {**UNITS, "vision": {**UNITS["vision"], "freeze_module": True}}})
+    graph = apply_freezing(frozen, config)
+    assert graph.unit("vision").freeze_module
+    assert graph.unit("vision").freeze_projector
+    assert not graph.unit("language").freeze_module
+
+
+def test_every_error_is_a_braid_error(parse: Parse) -> None:
+    for line in ("--lr x", "--vision-tp 3 --llm-dp 1", "--freeze x"):
+        with pytest.raises(BraidError):
+            parse(line)

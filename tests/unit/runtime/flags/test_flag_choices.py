@@ -1,0 +1,45 @@
+"""Flags are parsed without importing what they choose from, so their choices are written twice; here they are held together."""
+
+from typing import Any, get_args, get_type_hints
+
+from megatron.runtime.flags.configuration import (
+    SCHEDULE_PASSES,
+    VIRTUAL_STAGE_SCHEDULES,
+    ModelConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
+from multimodal.attention.attention_backend import BACKEND_NAMES
+from multimodal.attention.bitfield import MaskMode
+from multimodal.balance import BALANCERS
+from multimodal.balance.balance_options import Granularity
+from multimodal.balance.distribute_tokens import TokenDistribution
+from multimodal.cost.activation_memory import Implementation
+from multimodal.cost.layer_costs import Recompute
+from multimodal.plan.planners.planning_request import Sharding
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes import PASSES
+
+
+def choices(group: type, name: str) -> set[Any]:
+    """What a field may be, None apart."""
+    hint = get_type_hints(group)[name]
+    return {choice for part in (hint, *get_args(hint)) for choice in get_args(part) if isinstance(choice, str)}
+
+
+def test_balance_and_schedule_offer_what_is_registered() -> None:
+    hints = get_type_hints(TrainingConfig)
+    assert set(get_args(hints["balance"])) == set(BALANCERS)
+    assert set(get_args(hints["schedule"])) == set(BUILDERS)
+    assert set(SCHEDULE_PASSES) == set(PASSES)
+    assert set(VIRTUAL_STAGE_SCHEDULES) <= set(BUILDERS)
+
+
+def test_other_choices_are_those_of_what_they_choose() -> None:
+    assert choices(ModelConfig, "attention_backend") == set(BACKEND_NAMES)
+    assert choices(ModelConfig, "attention_mask") == set(MaskMode) - {MaskMode.PACKED}  # EMBEDDED by another name
+    assert choices(ModelConfig, "transformer_impl") == set(get_args(Implementation))
+    assert choices(ParallelismConfig, "context_parallel_distribution") == set(TokenDistribution)
+    assert choices(ParallelismConfig, "data_parallel_sharding_strategy") == set(get_args(Sharding))
+    assert choices(TrainingConfig, "balance_granularity") == set(Granularity)
+    assert choices(TrainingConfig, "recompute_granularity") == set(get_args(Recompute))

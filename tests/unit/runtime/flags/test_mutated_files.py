@@ -1,0 +1,41 @@
+"""Every single mutation of a model or plan file is refused with its place, or is a file that means something."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from megatron.runtime.flags.arguments import parse_arguments
+from multimodal.values.errors import BraidError
+from tests.distributed.mutations import Inputs, Mutation, list_mutations
+from tests.distributed.small_run import NUM_RANKS, working_flags, write_working_files
+
+MUTATIONS = [mutation for mutation in list_mutations() if mutation.area in ("model", "plan")]
+
+
+def refusal_of(mutation: Mutation, folder: Path) -> str:
+    """What the flags' parser says to the run with this mutation; empty where it takes it."""
+    inputs = Inputs(folder, random.Random(0), working_flags(folder))
+    mutation.apply(inputs)
+    flags = [str(part) for pair in inputs.flags.items() for part in pair]
+    try:
+        parse_arguments(flags, environ={"WORLD_SIZE": str(NUM_RANKS)})
+    except BraidError as problem:
+        return str(problem)
+    return ""
+
+
+@pytest.mark.parametrize("area", ["model", "plan"])
+def test_every_mutation_of_a_file_is_refused_in_one_line_or_taken(area: str, tmp_path: Path) -> None:
+    write_working_files(tmp_path)
+    model = (tmp_path / "model.yaml").read_bytes()
+    wrong = []
+    for mutation in (mutation for mutation in MUTATIONS if mutation.area == area):
+        (tmp_path / "model.yaml").write_bytes(model)
+        message = refusal_of(mutation, tmp_path)
+        names = (*mutation.names, f"{area}.yaml, line" if "." in mutation.name and mutation.names else "")
+        if message and (not all(name in message for name in names) or not message.isprintable() or len(message) > 1000):
+            wrong.append(f"{mutation.name}: {message}")
+        if mutation.must_be_refused and not message:
+            wrong.append(f"{mutation.name}: taken")
+    assert not wrong, "\n".join(wrong)

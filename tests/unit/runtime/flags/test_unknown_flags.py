@@ -1,0 +1,108 @@
+"""An unknown flag is answered by what became of it in Braid, or by the spelling that must have been meant; never by chance."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Collection
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from megatron.runtime.flags.flag_parser import FlagParser
+from megatron.runtime.flags.megatron_flags import ALWAYS_ON, CALLED, IN_MODEL_FILE, KNOWN_ELSEWHERE, NOT_AVAILABLE
+from megatron.runtime.flags.unknown_flags import explain_unknown
+from multimodal.values.model_graph import ModelGraph, Transformer, Unit
+
+SHAPE = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
+GRAPH = ModelGraph.from_dict({"units": {"vision": {"role": "encoder", **SHAPE}, "language": {"role": "backbone", **SHAPE}}})
+SPELLINGS = frozenset(FlagParser(GRAPH).spellings())
+TABLES = (IN_MODEL_FILE, CALLED, ALWAYS_ON, NOT_AVAILABLE)
+LISTED = [pattern for table in TABLES for names in table.values() for pattern in names.split()]
+LIST_FLAGS = """
+import argparse
+from megatron.training.arguments import add_megatron_arguments
+for action in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions:
+    print(*action.option_strings, sep="\\n")
+"""
+
+
+def explain(flag: str) -> str:
+    return explain_unknown(flag, spellings=SPELLINGS, graph=GRAPH)
+
+
+@pytest.mark.parametrize(
+    ("flag", "answer"),
+    [
+        ("--num-layers", "it belongs in the model file, as 'num_layers' of a unit"),
+        ("--num_layers", "it belongs in the model file, as 'num_layers' of a unit"),
+        ("--vision-num-layers", "it belongs in the model file, as 'num_layers' of unit 'vision'"),
+        ("--swiglu", "it belongs in the model file, as 'activation' of a unit"),
+        ("--use-distributed-optimizer", "leave it out: always, optimizer state is shared by replicas (ZeRO-1), but in float64"),
+        ("--overlap-grad-reduce", "use --schedule-passes reduce-by-layer here"),
+        ("--train-samples", "use --train-iters here"),
+        ("--num-experts", "not available: there are no mixtures of experts"),
+        ("--llm-expert-model-parallel-size", "not available: there are no mixtures of experts"),
+        ("--hidden-dropout", "not available: there is no dropout"),
+        ("--use-te", "use --transformer-impl transformer_engine here"),
+        ("--tp", "use --llm-tp here"),
+        ("--train_iters", "it is spelt --train-iters"),
+        ("--language-micro-batch-size", "'language' is no encoder, and follows --micro-batch-size"),
+        ("--trian-iters", "did you mean --train-iters?"),
+        ("--trainiters", "did you mean --train-iters?"),
+        ("--vison-tp", "the model's units are vision, language; did you mean --vision-tp?"),
+        ("--audio-tp", "the model's units are vision, language"),
+        ("--num-layer", "did you mean Megatron's --num-layers? It belongs in the model file, as 'num_layers' of a unit"),
+    ],
+)
+def test_what_an_unknown_flag_is_told(flag: str, answer: str) -> None:
+    assert explain(flag) == answer
+
+
+@pytest.mark.parametrize("flag", ["--qqq", "--seeds-of-doubt", "--use-it", "--lx", "--save-iters", "--vision-xy", "--use-seed"])
+def test_flags_that_resemble_others_by_chance_get_no_guess(flag: str) -> None:
+    assert explain(flag) == "--help lists all flags"
+
+
+def test_a_letter_left_out_of_a_long_flag_is_found() -> None:
+    for spelling in (spelling for spelling in SPELLINGS if len(spelling) > 12):
+        assert "did you mean --" in explain(spelling[:3] + spelling[4:]), spelling
+
+
+def is_listed(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def test_no_flag_of_braid_is_listed_and_none_is_listed_twice() -> None:
+    assert not [spelling for spelling in SPELLINGS if is_listed(spelling[2:], LISTED)]
+    assert len(LISTED) == len(set(LISTED))
+
+
+def test_answers_name_flags_and_keys_that_exist() -> None:
+    spellings = SPELLINGS | set(FlagParser(None).spellings())
+    answers = [
+        word.strip("();,.")
+        for table in (CALLED, KNOWN_ELSEWHERE, ALWAYS_ON, NOT_AVAILABLE)
+        for words in table
+        for word in words.split()
+    ]
+    named = [word for word in answers if word.startswith("--")]
+    assert len(named) > 40
+    assert set(named) <= spellings
+    assert set(IN_MODEL_FILE) <= {field.name for kind in (Transformer, Unit) for field in dataclasses.fields(kind)}
+
+
+def test_every_listed_flag_is_one_of_the_installed_megatron_s() -> None:
+    if find_spec("megatron.training") is None:
+        pytest.skip("this megatron-core comes without megatron.training")
+    root = Path(__file__).parents[4]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    shown = subprocess.run(
+        [sys.executable, "-c", LIST_FLAGS], cwd=root, env=environment, check=True, capture_output=True, text=True
+    )
+    installed = {line[2:] for line in shown.stdout.splitlines() if line.startswith("--")}
+    assert [pattern for pattern in LISTED if not any(fnmatchcase(name, pattern) for name in installed)] == []
+    unanswered = [name for name in installed if not is_listed(name, LISTED) and f"--{name}" not in SPELLINGS]
+    assert len(unanswered) < len(installed) / 10

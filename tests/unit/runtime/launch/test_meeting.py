@@ -1,0 +1,175 @@
+"""Ranks that meet in a store: who failed first, who still answers, and whether all were told the same."""
+
+import socket
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from torch.distributed import PrefixStore, Store
+
+from megatron.runtime.launch.failure import RanksLostError, explain_lost_ranks
+from megatron.runtime.launch.meeting import Meeting, StoreGoneError, ask_within, open_meeting
+from megatron.runtime.launch.rank_place import RankPlace, find_rank_place
+from megatron.runtime.launch.start_agreement import agree_on_start
+from multimodal.values.errors import ConfigError
+
+NUM_RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def connected() -> list[Meeting]:
+    """Three ranks in one process."""
+    place = RankPlace(0, NUM_RANKS, 0, "127.0.0.1", 0, launcher_keeps_store=False)
+    first = open_meeting(place, seconds=10)
+    port = first.store.underlying_store.port  # type: ignore[attr-defined]
+    return [first, *(open_meeting(replace(place, rank=rank, port=port), seconds=10) for rank in range(1, NUM_RANKS))]
+
+
+@pytest.fixture
+def meetings(connected: list[Meeting], request: pytest.FixtureRequest) -> list[Meeting]:
+    """The same ranks, whose store is empty."""
+
+    def emptied(meeting: Meeting) -> Meeting:
+        store, line = (PrefixStore(request.node.nodeid, each) for each in (meeting.store, meeting.line))
+        opened: Future[Store] = Future()
+        opened.set_result(line)
+        return replace(meeting, store=store, opened_line=opened)
+
+    return [emptied(meeting) for meeting in connected]
+
+
+def test_one_rank_fails_first(meetings: list[Meeting]) -> None:
+    assert [meeting.claim_failure() for meeting in meetings] == [True, False, False]
+    assert meetings[2].wait_for_failure(seconds=0) is None
+    meetings[0].announce_failure(2)
+    assert [meeting.wait_for_failure(seconds=5) for meeting in meetings] == [2, 2, 2]
+
+
+def test_a_rank_of_another_run_is_refused(connected: list[Meeting]) -> None:
+    with pytest.raises(StoreGoneError, match="already has a rank 1, so it belongs to another run; choose another MASTER_PORT"):
+        open_meeting(connected[1].place, seconds=10)
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = RankPlace(0, 2, 0, "127.0.0.1", taken.getsockname()[1], launcher_keeps_store=False)
+        with pytest.raises(StoreGoneError, match=r"rank 0 cannot keep the store at .*in use.* check MASTER_ADDR and MASTER_PORT"):
+            open_meeting(place, seconds=1)
+
+
+def test_nobody_to_meet_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with pytest.raises(StoreGoneError, match=rf"rank 1 waited 0 s for rank 0 at 127.0.0.1:{port} .* was it started"):
+        open_meeting(RankPlace(1, 2, 1, "127.0.0.1", port, launcher_keeps_store=False), seconds=0.1)
+
+
+def test_the_keeper_of_the_store_leaves_last(meetings: list[Meeting]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(meetings[0].leave, seconds=30)
+        meetings[1].leave(seconds=30)
+        assert not leaving.done()
+        meetings[2].leave(seconds=30)
+        leaving.result()
+
+
+@pytest.mark.parametrize(
+    ("problem", "says"),
+    [
+        (
+            "Connection closed by peer [127.0.0.1]:4022",
+            "rank 0 lost its connection to rank 2, which no longer answers: frozen, killed",
+        ),
+        (
+            "Timed out waiting 1000ms for recv",
+            "rank 0 waited longer than --distributed-timeout-minutes for rank 2, which no longer",
+        ),
+    ],
+)
+def test_a_lost_rank_is_named(meetings: list[Meeting], problem: str, says: str) -> None:
+    meetings[1].answer_roll("broker.py:1 wait")
+    explained = explain_lost_ranks(RuntimeError(problem), meetings[0], seconds=0.1)
+    assert str(explained).startswith(says)
+    assert meetings[1].roll_is_called()
+    assert problem in str(explained)
+
+
+def test_a_hang_tells_what_every_rank_does(meetings: list[Meeting]) -> None:
+    for meeting in meetings[1:]:
+        meeting.answer_roll(f"broker.py:{meeting.place.rank} wait")
+    explained = str(explain_lost_ranks(RuntimeError("Timed out waiting 1000ms for recv"), meetings[0], seconds=0.1))
+    assert "a fault in Braid" in explained
+    assert "rank 1: broker.py:1 wait\n  rank 2: broker.py:2 wait" in explained
+
+
+def test_another_error_is_left_as_it_is(meetings: list[Meeting]) -> None:
+    problem = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    assert explain_lost_ranks(problem, meetings[0], seconds=0.1) is problem
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
+    with pytest.raises(StoreGoneError):
+        ask_within(0.05, lambda: time.sleep(5))
+
+
+def agree(meetings: list[Meeting], learning_rates: list[str], *, timeout_seconds: float = 20.0) -> list[BaseException | None]:
+    """Let all ranks compare what they were told; returns what each raised."""
+    values = [{"flags": {"lr": f"with --lr {rate}", "seed": "with --seed 1"}} for rate in learning_rates]
+
+    def run(meeting: Meeting) -> BaseException | None:
+        try:
+            agree_on_start(meeting, values[meeting.place.rank], timeout_seconds=timeout_seconds)
+        except (ConfigError, RanksLostError) as problem:
+            if isinstance(problem, ConfigError):
+                meeting.announce_failure(2)
+            return problem
+        return None
+
+    with ThreadPoolExecutor(NUM_RANKS) as pool:
+        return list(pool.map(run, meetings[: len(values)]))
+
+
+def test_ranks_that_were_told_the_same_start(meetings: list[Meeting]) -> None:
+    assert agree(meetings, ["0.1", "0.1", "0.1"]) == [None, None, None]
+
+
+def test_the_rank_that_differs_says_how(meetings: list[Meeting]) -> None:
+    first, second, third = agree(meetings, ["0.1", "0.1", "0.2"])
+    assert str(third) == "rank 2 was started with --lr 0.2, rank 0 with --lr 0.1; start every rank with the same flags"
+    assert isinstance(first, RanksLostError)
+    assert isinstance(second, RanksLostError)
+
+
+def test_ranks_that_do_not_come_are_named(meetings: list[Meeting]) -> None:
+    first, _ = agree(meetings, ["0.1", "0.1"], timeout_seconds=0.5)
+    assert str(first).startswith("rank 0 waited in vain for rank 2 to start (--distributed-timeout-minutes)")
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE must be the number of processes, found 'two'"),
+        ({"RANK": "-1"}, "RANK must be a whole number, found '-1'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 but WORLD_SIZE is 2: ranks count from 0 to 1"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT is 70000"),
+    ],
+)
+def test_a_wrong_environment_is_refused(environ: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        find_rank_place(environ)
+
+
+def test_without_a_launcher_a_process_is_alone() -> None:
+    assert find_rank_place({}) == RankPlace(0, 1, 0, "127.0.0.1", 0, launcher_keeps_store=False)
+
+
+def test_a_failure_waits_for_a_slow_connection(meetings: list[Meeting]) -> None:
+    """Or the others would never learn of it."""
+    opened: Future[Store] = Future()
+    slow = replace(meetings[1], opened_line=opened)
+    with ThreadPoolExecutor(1) as pool:
+        claim = pool.submit(slow.claim_failure, seconds=0.5)
+        time.sleep(0.6)
+        opened.set_result(meetings[1].line)
+        assert claim.result()

@@ -1,0 +1,154 @@
+"""What the person and the files are told, and what happens when they cannot be."""
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.runtime.flags.configuration import LoggingConfig
+from megatron.runtime.report.reporting import ConsoleReporter, check_places
+from megatron.runtime.report.step_report import EvaluationReport, StepReport
+from megatron.runtime.step.balance_report import BalanceReport
+from multimodal.balance.imbalance import Imbalance
+from multimodal.values.errors import ConfigError
+from multimodal.values.timeline import Timeline
+from tests.unit.runtime.report.test_json_log import room_for
+
+STEP = StepReport(1.5, 0.0, 2.5, 1e-3, 8, 100, 50, 0.5, 0.4, 0.05, 0.03, 0.02, 200.0, 0.1, 1000)
+BALANCE = BalanceReport(
+    {"vision": Imbalance(1.62, 2.0, 0.3), "llm": Imbalance(1.0, 1.5, 0.2)},
+    {"vision": Imbalance(1.08, 1.31, 0.1), "llm": Imbalance(1.0, 1.1, 0.1)},
+    assign_wait_ms=3.0,
+)
+Run = Callable[..., list[str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Report steps as a run does; returns the lines that a person sees."""
+
+    def report(logging: LoggingConfig, *, steps: range = range(1, 21), balance: BalanceReport = BALANCE) -> list[str]:
+        with ConsoleReporter(logging, train_iters=steps[-1], first_step=steps[0] - 1) as reporter:
+            for number in steps:
+                reporter.step(number, STEP, balance)
+                if number >= steps[-1] - 1:
+                    reporter.timeline(number, Timeline((), ()))
+            reporter.evaluation(steps[-1], "held out", EvaluationReport(1.0, 0.0, 0.5, 0.25))
+        return capsys.readouterr().out.splitlines()
+
+    return report
+
+
+def test_every_step_has_one_line(run: Run) -> None:
+    """And every tenth is followed by the balance of those since the last time, in words."""
+    lines = run(LoggingConfig(log_interval=1))
+    steps = [index for index, line in enumerate(lines) if line.startswith("step ") and "grad norm" in line]
+    assert len(steps) == 20 and len(lines) == 23
+    assert lines[10] == (
+        "balance of step 1-10: vision: busiest replica 1.08x the mean (before balancing 1.62x), busiest microbatch 1.31x the "
+        "mean (before balancing 2.00x); llm: busiest microbatch 1.10x the mean (before balancing 1.50x); waited 3 ms a step "
+        "for data"
+    )
+    assert lines[21].startswith("balance of step 11-20: ")
+
+
+def test_the_balance_of_a_short_run_is_told_at_its_end(run: Run) -> None:
+    """A mean over the steps; without a change nothing is said of before, without waiting nothing of that."""
+    unchanged = BalanceReport({"llm": Imbalance(1.2, 1.3, 0.1)}, {"llm": Imbalance(1.2, 1.3, 0.1)})
+    *_, last = run(LoggingConfig(log_interval=10), steps=range(5, 8), balance=unchanged)
+    assert last == "balance of step 5-7: llm: busiest replica 1.20x the mean, busiest microbatch 1.30x the mean"
+    *_, last = run(LoggingConfig(), steps=range(1, 2), balance=unchanged)
+    assert last.startswith("balance of step 1: llm")
+    assert not any("balance" in line for line in run(LoggingConfig(), balance=BalanceReport()))
+
+
+def test_the_log_names_its_numbers(run: Run, tmp_path: Path) -> None:
+    run(LoggingConfig(log_json=tmp_path / "log.jsonl"), steps=range(1, 3))
+    first, second = (json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines())
+    assert (first["step"], second["step"], first["loss"], first["assign_wait_ms"]) == (1, 2, 1.5, 3.0)
+    assert first["imbalance"]["vision"] == {
+        "before_balancing": {
+            "busiest_replica_over_mean": 1.62,
+            "busiest_microbatch_over_mean": 2.0,
+            "microbatch_std_over_mean": 0.3,
+        },
+        "after_balancing": {
+            "busiest_replica_over_mean": 1.08,
+            "busiest_microbatch_over_mean": 1.31,
+            "microbatch_std_over_mean": 0.1,
+        },
+    }
+
+
+@pytest.mark.parametrize("flag", ["tensorboard_dir", "report_dir", "log_json"])
+def test_places_under_a_file_are_an_error_at_the_start(tmp_path: Path, flag: str) -> None:
+    (tmp_path / "file").write_text("")
+    spelling = "--" + flag.replace("_", "-")
+    for logging in (LoggingConfig(**{flag: tmp_path / "file" / "reports"}), LoggingConfig(**{flag: Path("/proc/reports")})):
+        place = getattr(logging, flag)
+        with pytest.raises(ConfigError, match=rf"{spelling} {place}: cannot be written.*; give another"):
+            check_places(logging)
+        with pytest.raises(ConfigError, match=rf"{spelling} {place}: cannot be written.*; give another"):
+            ConsoleReporter(logging, train_iters=1, first_step=0)
+
+
+@pytest.mark.parametrize("flag", ["tensorboard_dir", "report_dir"])
+def test_a_folder_that_is_a_file_is_an_error_at_the_start(tmp_path: Path, flag: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written to .File exists.; give another folder"):
+        check_places(LoggingConfig(**{flag: tmp_path / "file"}))  # type: ignore[arg-type]
+
+
+def test_checking_changes_no_log(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text("kept\n")
+    check_places(LoggingConfig(log_json=tmp_path / "log.jsonl"))
+    assert (tmp_path / "log.jsonl").read_text() == "kept\n"
+
+
+def test_a_full_disk_is_warned_of_once_and_ends_nothing(run: Run, tmp_path: Path) -> None:
+    logging = LoggingConfig(log_json=tmp_path / "log.jsonl", report_dir=tmp_path / "report", log_interval=1)
+    with room_for(60):
+        lines = run(logging)
+    warnings = [line for line in lines if line.startswith("warning: ")]
+    assert len(warnings) == 2
+    for warning, flag in zip(warnings, (f"--log-json {logging.log_json}", f"--report-dir {logging.report_dir}"), strict=True):
+        assert warning == f"warning: {flag}: cannot be written (File too large); training goes on without it"
+    assert sum("grad norm" in line for line in lines) == 20
+    assert (tmp_path / "log.jsonl").read_text() == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
+def test_standard_output_may_run_out_of_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with suppress(OSError), open("/dev/full", "w", buffering=1) as full, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", full)
+        reporter = ConsoleReporter(LoggingConfig(log_interval=1, log_json=tmp_path / "log.jsonl"), train_iters=3, first_step=0)
+        for number in (1, 2, 3):
+            reporter.step(number, STEP, BALANCE)
+        reporter.close()
+        (tmp_path / "closed").touch()
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3 and (tmp_path / "closed").exists()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tensorboard_may_run_out_of_room(run: Run, tmp_path: Path) -> None:
+    """Its files are written by a thread, which ends; training does not."""
+    pytest.importorskip("tensorboard", reason="the optional package 'tensorboard' is not installed")
+    with room_for(500):
+        lines = run(LoggingConfig(tensorboard_dir=tmp_path / "board", log_interval=1), steps=range(1, 41))
+    assert sum("grad norm" in line for line in lines) == 40
+    place = f"--tensorboard-dir {tmp_path / 'board'}"
+    assert [line for line in lines if line.startswith("warning: ")] == [
+        f"warning: {place}: cannot be written (File too large); training goes on without it"
+    ]
+
+
+def test_a_resumed_log_gives_the_whole_loss_curve(run: Run, tmp_path: Path) -> None:
+    logging = LoggingConfig(log_json=tmp_path / "log.jsonl", report_dir=tmp_path)
+    run(logging, steps=range(1, 4))
+    (tmp_path / "loss.png").unlink()
+    run(replace(logging), steps=range(3, 6))
+    assert [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [1, 2, 3, 4, 5]
+    assert (tmp_path / "loss.png").stat().st_size > 1000

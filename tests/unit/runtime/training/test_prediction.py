@@ -1,0 +1,43 @@
+"""What predicted steps are told of a run."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron.runtime.flags.arguments import parse_arguments
+from megatron.runtime.flags.freezing import apply_freezing
+from megatron.runtime.training.prediction import build_predictor
+from multimodal.cost.run_options import RunOptions
+from multimodal.plan.disaggregated import plan_disaggregated
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.schedule_cache import ScheduleCache
+from multimodal.values.model_graph import ModelGraph
+
+SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
+
+
+def options_of(tmp_path: Path, line: str) -> RunOptions:
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": {"llm": {"role": "backbone", **SHAPE}}}))
+    flags = f"--model {tmp_path}/model.yaml --data-path digits --lr 1e-3 --train-iters 1 --global-batch-size 2 {line}"
+    config = parse_arguments(flags.split(), environ={"WORLD_SIZE": "2"})
+    graph = apply_freezing(ModelGraph.from_file(config.model.model), config)
+    plan = plan_disaggregated(graph, sizes=config.parallelism.units, world_size=2)
+    return build_predictor(config, ScheduleCache(graph, plan, BUILDERS["1f1b"]), vocab_size=128).options
+
+
+@pytest.mark.parametrize(
+    ("line", "num_parts"), [("", 1), ("--tp-comm-overlap", 4), ("--tp-comm-overlap --tp-comm-overlap-parts 6", 6)]
+)
+def test_overlapped_parts(tmp_path: Path, line: str, num_parts: int) -> None:
+    options = options_of(tmp_path, f"--llm-tp 2 {line}")
+    assert options.num_overlapped_parts == num_parts
+    assert options.transformer_impl == "local"
+
+
+@pytest.mark.parametrize(
+    ("line", "zero_stage"),
+    [("", 1), ("--dtype float64", 0), ("--data-parallel-sharding-strategy optim_grads_params", 3)],
+)
+def test_what_replicas_share(tmp_path: Path, line: str, zero_stage: int) -> None:
+    assert options_of(tmp_path, f"--llm-dp 2 {line}").zero_stage == zero_stage
