@@ -1,6 +1,7 @@
-"""Imports point one way: entry points -> megatron.runtime -> multimodal, and inside multimodal down to its values."""
+"""Imports point one way: entry points -> megatron.runtime -> multimodal, and inside both from room to room, without a circle."""
 
 import ast
+import graphlib
 
 import pytest
 
@@ -16,6 +17,29 @@ ROOMS_BELOW = {
     "model": {"attention", "balance", "values"},
     "data": {"balance", "values"},
 }
+RUNTIME_ROOMS_BELOW = {
+    "platform": set(),
+    "launch": set(),
+    "communication": set(),
+    "step": {"communication"},
+    "emulation": {"step"},
+    "gradients": {"communication"},
+    "execution": {"gradients", "emulation", "step", "communication", "platform"},
+    "checkpoint": {"execution", "gradients"},
+    "flags": {"checkpoint"},
+    "feed": {"flags", "emulation", "step", "launch"},
+    "report": {"flags", "step"},
+    "profiling": {"execution", "gradients", "emulation", "step", "communication", "platform"},
+    "training": {
+        *("feed", "report", "profiling", "flags", "checkpoint", "execution"),
+        *("gradients", "emulation", "step", "launch", "platform"),
+    },
+    "emulated_run": {"report", "execution", "emulation", "step", "platform"},
+    "drop_in": {"communication", "platform"},
+    "patches": {"drop_in", "platform"},
+}
+"""Folders of megatron/runtime, and the files beside them: none below `flags` knows what the flags are."""
+LARGEST_ROOM = 15
 PURE_ROOMS = {"values", "cost", "schedule", "balance", "plan"}
 ROOMS_WITH_KERNELS = {"schedule", "balance", "plan", "attention"}
 ENTRY_POINTS = {"pretrain_mllm", "tools", "tests", "examples", "benchmarks"}
@@ -44,7 +68,7 @@ def _is_allowed(module, name):
     if name[0] in ENTRY_POINTS or name[0] == "":
         return False
     if module[0] != "multimodal":
-        return True
+        return name[:2] != ["megatron", "runtime"] or _is_allowed_in_runtime(module[2:], name[2:])
     room = module[1] if len(module) > 1 else None
     if name[0] == "multimodal":
         target = name[1]
@@ -60,16 +84,80 @@ def _is_allowed(module, name):
     return name[:2] != ["megatron", "runtime"]
 
 
+def _is_allowed_in_runtime(module, name):
+    room = module[0] if module else None
+    return bool(name) and (name[0] == room or name[0] in RUNTIME_ROOMS_BELOW.get(room, set()))
+
+
+def find_circle(sources):
+    """Return the modules of some circle of imports, wherever in a module they stand; sources: module -> source."""
+    needs = {module: {_owner(name, sources) for name in list_imports(source)} - {None} for module, source in sources.items()}
+    try:
+        graphlib.TopologicalSorter(needs).prepare()
+    except graphlib.CycleError as problem:
+        return problem.args[1]
+    return []
+
+
+def _owner(name, modules):
+    """Return the module that a dotted name is, or is defined in; None outside of them."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_imports_point_down(path):
     assert find_violations(module_name(path), path.read_text()) == []
 
 
-def test_every_room_has_its_rule():
-    rooms = {
-        path.name for path in (ROOT / "multimodal").iterdir() if path.is_dir() and list_python_files(f"multimodal/{path.name}")
+def test_no_modules_import_each_other_in_a_circle():
+    assert find_circle({module_name(path): path.read_text() for path in MODULES}) == []
+
+
+@pytest.mark.parametrize(
+    ("later", "is_circle"),
+    [
+        ("from megatron.runtime.launch.meeting import Meeting", True),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from megatron.runtime.launch import meeting", True),
+        ("def f():\n    import megatron.runtime.launch.meeting", True),
+        ("import megatron.runtime.launch.failure", True),
+        ("from megatron.runtime.launch.rank_place import RankPlace", False),
+    ],
+)
+def test_a_planted_circle_is_found(later, is_circle):
+    sources = {
+        "megatron.runtime.launch": "",
+        "megatron.runtime.launch.meeting": "from megatron.runtime.launch.failure import Ending",
+        "megatron.runtime.launch.failure": later,
+        "megatron.runtime.launch.rank_place": "import os",
     }
-    assert rooms <= set(ROOMS_BELOW)
+    assert bool(find_circle(sources)) == is_circle
+
+
+def list_rooms(folder):
+    return {path.name for path in (ROOT / folder).iterdir() if path.is_dir() and list_python_files(f"{folder}/{path.name}")}
+
+
+def test_every_room_has_its_rule():
+    beside = {path.stem for path in (ROOT / "megatron" / "runtime").glob("*.py")} - {"__init__"}
+    assert list_rooms("multimodal") <= set(ROOMS_BELOW)
+    assert list_rooms("megatron/runtime") | beside == set(RUNTIME_ROOMS_BELOW)
+
+
+@pytest.mark.parametrize("rooms", [ROOMS_BELOW, RUNTIME_ROOMS_BELOW])
+def test_rooms_have_an_order(rooms):
+    assert all(below <= set(rooms) for below in rooms.values())
+    graphlib.TopologicalSorter(rooms).prepare()
+
+
+def test_no_room_of_the_runtime_is_crowded():
+    files = {room: list_python_files(f"megatron/runtime/{room}") for room in list_rooms("megatron/runtime")}
+    assert {room: len(found) for room, found in files.items() if len(found) - 1 > LARGEST_ROOM} == {}
+
+
+def test_the_tests_of_the_runtime_are_in_the_same_rooms():
+    assert list_rooms("tests/unit/runtime") <= list_rooms("megatron/runtime")
 
 
 @pytest.mark.parametrize(
@@ -88,6 +176,12 @@ def test_every_room_has_its_rule():
         ("multimodal.model.vision", "from megatron import runtime"),
         ("megatron.runtime.communication.broker", "import pretrain_mllm"),
         ("megatron.runtime.communication.broker", "from tools.plan import main"),
+        ("megatron.runtime.communication.broker", "from megatron.runtime.execution.executor import Executor"),
+        ("megatron.runtime.execution.executor", "from megatron.runtime.flags.configuration import RunConfig"),
+        ("megatron.runtime.gradients.gradients", "from megatron.runtime import checkpoint"),
+        ("megatron.runtime.feed.step_loader", "def f():\n    import megatron.runtime.training.loop"),
+        ("megatron.runtime.platform", "from megatron.runtime.step.step import Step"),
+        ("megatron.runtime.launch.failure", "import megatron.runtime"),
     ],
 )
 def test_planted_imports_are_found(module, line):
@@ -101,6 +195,9 @@ def test_planted_imports_are_found(module, line):
         ("multimodal.balance.longest_first_partition", "from multimodal.kernels import kernels"),
         ("multimodal.model.vision", "import torch\nfrom megatron.core import tensor_parallel"),
         ("megatron.runtime.communication.broker", "from multimodal.values.plan import Plan"),
+        ("megatron.runtime.execution.executor", "from megatron.runtime.communication.broker import Broker"),
+        ("megatron.runtime.execution.assembly", "from megatron.runtime import platform"),
+        ("megatron.runtime.execution.executor", "from megatron.runtime.execution.step_clock import StepClock"),
     ],
 )
 def test_proper_imports_pass(module, line):

@@ -1,6 +1,7 @@
 """The command line, the configuration file, and which of them wins."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -317,11 +318,18 @@ def test_help_without_a_model_says_how_to_see_the_units(capsys: pytest.CaptureFi
     assert "Give --model or --config along with --help" in " ".join(capsys.readouterr().out.split())
 
 
-def test_neither_torch_nor_megatron_core_is_imported() -> None:
-    program = (
-        "import sys, megatron.runtime.flags.arguments; "
-        "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'numpy') or name.startswith('megatron.core')])"
-    )
+@pytest.mark.parametrize(("flag", "exit_code"), [("--help", 0), ("--no-such-flag", 2)])
+def test_help_and_a_wrong_flag_import_neither_torch_nor_megatron_core(flag: str, exit_code: int) -> None:
+    program = f"""
+import os, sys, pretrain_mllm
+os._exit = sys.exit
+try:
+    pretrain_mllm.main(["{flag}"])
+except SystemExit as ended:
+    late = [name for name in sys.modules if name.split(".")[0] in ("torch", "numpy") or name.startswith("megatron.core")]
+    print("ended with", ended.code, late)
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     root = Path(__file__).parents[4]
-    shown = subprocess.run([sys.executable, "-c", program], cwd=root, check=True, capture_output=True, text=True)
-    assert shown.stdout.strip() == "[]"
+    ran = subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, check=True, capture_output=True, text=True)
+    assert ran.stdout.splitlines()[-1] == f"ended with {exit_code} []"
