@@ -9,6 +9,10 @@ import pretrain_mllm  # first, as it says how much torch is to log
 
 # isort: split
 # What pretrain_mllm.py imports when it runs; a rank that is forked from here need not wait for it.
+import megatron.runtime.launch.distributed_setup
+import megatron.runtime.training.loop
+import megatron.runtime.training.resumption
+import megatron.runtime.training.run  # noqa: F401
 
 
 def run_rank(flags: Sequence[str], environment: Mapping[str, str], folder: str, output: str) -> None:
