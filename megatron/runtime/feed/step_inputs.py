@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron.runtime.step.sample_subsets import sample_subsets
+from megatron.runtime.step.decision import sample_subsets
 from megatron.runtime.step.token_placement import WHOLE, TokenPlacement
 from multimodal.attention.packed_mask import ItemSpan
 from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch

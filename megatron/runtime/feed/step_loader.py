@@ -1,5 +1,7 @@
-"""Plans and loads steps ahead of training, in worker processes; what goes wrong there is raised where the step is taken."""
+"""Plans and loads steps ahead of training, in worker processes or a thread; failures are raised where the step is taken."""
 
+import queue
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -11,7 +13,7 @@ from megatron.runtime.step.step import Step
 from multimodal.values.errors import BraidError
 
 STEPS_AHEAD = 2
-"""Steps that each worker prepares in advance."""
+"""Steps that each worker, or the thread, prepares in advance."""
 
 
 class _ErrorsAsValues(Dataset[Step | BraidError]):
@@ -41,6 +43,30 @@ def load_steps(planner: StepPlanner, steps: range, *, num_workers: int) -> Itera
         if isinstance(loaded, BraidError):
             raise loaded
         yield loaded
+
+
+def load_steps_in_thread(planner: StepPlanner, steps: range) -> Iterator[Step]:
+    """The same in a thread of this process: for planners that talk to other ranks, as no forked worker can.
+
+    Raises what planning or loading raised, at the step that failed. Decoding, the balancing kernels and messages release the
+    interpreter, so that training goes on meanwhile.
+    """
+    prepared: queue.Queue[Step | BaseException] = queue.Queue(maxsize=STEPS_AHEAD)
+
+    def prepare() -> None:
+        for number in steps:
+            try:
+                prepared.put(planner[number])
+            except BaseException as problem:
+                prepared.put(problem)
+                return
+
+    threading.Thread(target=prepare, name="steps ahead", daemon=True).start()
+    for _ in steps:
+        step = prepared.get()
+        if isinstance(step, BaseException):
+            raise step
+        yield step
 
 
 def _start_worker(worker: int) -> None:

@@ -8,12 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.runtime.step.sample_subsets import sample_subsets
 from multimodal.values.assignment import Assignment, Atom, Microbatch, MicrobatchPlace, Route, Routes
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.schedule import Schedule
-from multimodal.values.schedule_form import ScheduleForm, form_of
+from multimodal.values.schedule_form import ScheduleForm, form_of, parts_of
 
 
 @dataclass(frozen=True)
@@ -132,3 +131,14 @@ class OutputPiece(NamedTuple):
 
     item: Atom
     num_rows: int
+
+
+def sample_subsets(
+    place: MicrobatchPlace, *, form: ScheduleForm, graph: ModelGraph, assignment: Assignment
+) -> tuple[Microbatch, ...]:
+    """The atoms of each subset: one per consumer where the schedule cuts the microbatch's backward, else all in one.
+
+    A microbatch that is cut runs its forward subset by subset, too, so that each has an autograd graph of its own. Packed samples
+    do not see each other, so that changes no number.
+    """
+    return parts_of(place, graph, assignment) if place in form.num_parts else (assignment.atoms(place),)

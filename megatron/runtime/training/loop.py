@@ -12,9 +12,8 @@ from megatron.runtime.checkpoint.checkpoint import find_newest_checkpoint
 from megatron.runtime.emulation.table import EmulationTable
 from megatron.runtime.feed.agreement import agree_to_stop, check_agreement
 from megatron.runtime.feed.data_sets import DIGITS
-from megatron.runtime.feed.step_loader import load_steps
+from megatron.runtime.feed.step_loader import load_steps, load_steps_in_thread
 from megatron.runtime.feed.step_planner import StepPlanner
-from megatron.runtime.feed.step_thread import load_steps_in_thread
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.launch.stop_requests import StopReason
 from megatron.runtime.report.reporting import ConsoleReporter, Reporter, SilentReporter
