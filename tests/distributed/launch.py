@@ -43,11 +43,13 @@ def launch(
     flags_of_rank: Mapping[int, Sequence[object]] | None = None,
     environment_of_rank: Mapping[int, Mapping[str, str]] | None = None,
     meanwhile: Callable[[Sequence[int]], None] | None = None,
+    folder: Path = REPOSITORY,
 ) -> Launched:
     """Start `num_ranks` ranks and wait; raises TimeoutExpired (after killing them) when one does not end.
 
     flags_of_rank, environment_of_rank: what single ranks get beside (and after) what all get.
     meanwhile: called once with the ranks' process ids, to send them signals.
+    folder: that they work in.
     is_new_program: start Python anew for every rank, as a user does; else ranks are forked from a process that has imported
     torch and megatron-core, which saves seconds each.
     """
@@ -68,7 +70,7 @@ def launch(
         for rank in range(num_ranks)
     ]
     ranks = [
-        _Rank(tuple(str(flag) for flag in (*flags, *(flags_of_rank or {}).get(rank, ()))), own)
+        _Rank(tuple(str(flag) for flag in (*flags, *(flags_of_rank or {}).get(rank, ()))), own, str(folder))
         for rank, own in enumerate(environments)
     ]
     run = _run_programs if is_new_program else _run_forks
@@ -79,6 +81,7 @@ def launch(
 class _Rank(NamedTuple):
     flags: tuple[str, ...]
     environment: Mapping[str, str]
+    folder: str
 
 
 def _run_programs(
@@ -87,7 +90,7 @@ def _run_programs(
     processes = [
         subprocess.Popen(
             [sys.executable, str(REPOSITORY / "pretrain_mllm.py"), *rank.flags],
-            cwd=REPOSITORY,
+            cwd=rank.folder,
             env={**os.environ, **rank.environment},
             text=True,
             stdout=subprocess.PIPE,
@@ -130,10 +133,10 @@ def _run_forks(
         return [process.exitcode for process in processes], texts
 
 
-def _run_rank(flags: Sequence[str], environment: Mapping[str, str], output: str) -> None:
+def _run_rank(flags: Sequence[str], environment: Mapping[str, str], folder: str, output: str) -> None:
     from tests.distributed.launched_rank import run_rank  # only in the forked process: it imports torch
 
-    run_rank(flags, environment, str(REPOSITORY), output)
+    run_rank(flags, environment, folder, output)
 
 
 def _free_port() -> int:

@@ -247,6 +247,7 @@ def _launch(inputs: Inputs, *, num_ranks: int = NUM_RANKS) -> Launched | str:
             timeout_seconds=HANG_SECONDS,
             flags_of_rank=own,
             environment_of_rank=inputs.environment_of_rank,
+            folder=inputs.folder,
         )
     except subprocess.TimeoutExpired:
         return f"it hangs: no end after {HANG_SECONDS:g} s"
