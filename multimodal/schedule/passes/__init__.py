@@ -6,7 +6,7 @@ from multimodal.schedule.passes.defer_receives import defer_receives
 from multimodal.schedule.passes.delay_forward import delay_forward
 from multimodal.schedule.passes.fill import fill
 from multimodal.schedule.passes.gather_parameters import gather_parameters
-from multimodal.schedule.passes.reduce_by_layer import KeepingReductionsByLayer, reduce_by_layer
+from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.passes.schedule_pass import Pass
 from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.errors import ConfigError
@@ -15,10 +15,10 @@ __all__ = ["PASSES", "Pass", "passes_named"]
 
 
 PASSES: Mapping[str, Pass] = {
-    "split-backward": KeepingReductionsByLayer(split_backward),
-    "defer-receives": KeepingReductionsByLayer(defer_receives),
-    "delay-forward": KeepingReductionsByLayer(delay_forward),
-    "fill": KeepingReductionsByLayer(fill),
+    "split-backward": split_backward,
+    "defer-receives": defer_receives,
+    "delay-forward": delay_forward,
+    "fill": fill,
     "gather-parameters": gather_parameters,
     "reduce-by-layer": reduce_by_layer,
 }
@@ -26,8 +26,10 @@ PASSES: Mapping[str, Pass] = {
 
 
 def passes_named(names: str) -> tuple[Pass, ...]:
-    """Look passes up by their names with commas between them; raises ConfigError for a name that is none."""
+    """Look passes up by their names with commas between them; raises ConfigError for an unknown name or one that stands twice."""
     found = [name for name in names.split(",") if name]
     if unknown := [name for name in found if name not in PASSES]:
         raise ConfigError(f"--schedule-passes: there is no pass '{unknown[0]}'; choose from {', '.join(PASSES)}")
+    if twice := [name for name in found if found.count(name) > 1]:
+        raise ConfigError(f"--schedule-passes names {twice[0]} twice; leave one out")
     return tuple(PASSES[name] for name in found)

@@ -1,7 +1,10 @@
 """Defer an action that would wait for a message behind the ones after it that are ready."""
 
+from collections.abc import Sequence
+
 from multimodal.schedule.dependencies import dependencies
 from multimodal.schedule.lane_times import duration_of, lane_times, sort_lanes
+from multimodal.schedule.passes.keep_earlier_passes import keeps_earlier_passes
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -10,6 +13,7 @@ from multimodal.values.schedule_form import form_of
 from multimodal.values.timeline import TimelineEvent
 
 
+@keeps_earlier_passes(never_longer=True)
 def defer_receives(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
     """Let later actions of a lane run in the time in which it would stand still for a message.
 
@@ -25,14 +29,13 @@ def defer_receives(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignm
     for lane in times:
         if any(len(plan.lanes_of_stage(*event.action[1:4])) > 1 for event in lane):
             continue
-        movable = [event for event in lane if ACTION_TABLE[event.action.kind].resource is Resource.COMPUTE]
         ready = {
             event.action: max(
                 (ends[need] for need in dependencies(event.action, graph, plan, assignment, form=form)), default=0.0
             )
-            for event in movable
+            for event in lane
         }
-        starts |= _fill_gaps(movable, ready)
+        starts |= _fill_gaps(lane, ready)
     moved = sort_lanes(schedule, starts.__getitem__)
     before = duration_of(schedule, graph=graph, plan=plan, assignment=assignment)
     after = duration_of(moved, graph=graph, plan=plan, assignment=assignment)
@@ -43,17 +46,22 @@ _WINDOW = 32
 """How many actions ahead a gap is filled from."""
 
 
-def _fill_gaps(events: list[TimelineEvent], ready: dict[Action, float]) -> dict[Action, float]:
+def _fill_gaps(events: Sequence[TimelineEvent], ready: dict[Action, float]) -> dict[Action, float]:
     """New start times of the actions that move into a gap of their lane."""
     moved: dict[Action, float] = {}
     free_at = 0.0
     for index, event in enumerate(events):
         if event.action in moved:
             continue
-        for later in events[index + 1 : index + 1 + _WINDOW]:
+        for later in events[index + 1 : index + 1 + _WINDOW] if _is_computed(event) else ():
             length = later.end_seconds - later.start_seconds
-            if later.action not in moved and ready[later.action] <= free_at and free_at + length <= event.start_seconds:
+            is_ready = _is_computed(later) and later.action not in moved and ready[later.action] <= free_at
+            if is_ready and free_at + length <= event.start_seconds:
                 moved[later.action] = free_at
                 free_at += length
         free_at = event.end_seconds
     return moved
+
+
+def _is_computed(event: TimelineEvent) -> bool:
+    return ACTION_TABLE[event.action.kind].resource is Resource.COMPUTE

@@ -3,12 +3,14 @@
 from collections import defaultdict
 
 from multimodal.schedule.lane_times import duration_of
+from multimodal.schedule.passes.keep_earlier_passes import keeps_earlier_passes
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Action, ActionKind, Lane, Schedule
 
 
+@keeps_earlier_passes(never_longer=True)
 def delay_forward(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
     """Give each pipeline stage of the LLM the fewest warm-up forwards that keep the schedule's length under unit costs.
 

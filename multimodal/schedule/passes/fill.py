@@ -16,13 +16,19 @@ def fill(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assig
     gradient becomes the filler. It runs while the message is on its way; when the message is there already, the action comes
     first, and the filler right after it. So a lane's work never waits for a weight gradient that nobody waits for, and at most
     one more microbatch's gradients are kept. Lanes that share a stage's actions with other lanes stay as they are (these must
-    agree on the order). O(actions + dependencies).
+    agree on the order), and so does what stands before a reduction by layer. O(actions + dependencies).
     """
     form = form_of(schedule)
-    return Schedule(tuple(_fill_lane(lane, form, graph, plan, assignment) for lane in schedule.lanes))
+    return Schedule(tuple(_fill_lane(lane, form, graph, plan, assignment, splits=True) for lane in schedule.lanes))
 
 
-def _fill_lane(lane: Lane, form: ScheduleForm, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Lane:
+def refill(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
+    """Do what `fill` does with weight gradients that are there, and split no backward. O(actions + dependencies)."""
+    form = form_of(schedule)
+    return Schedule(tuple(_fill_lane(lane, form, graph, plan, assignment, splits=False) for lane in schedule.lanes))
+
+
+def _fill_lane(lane: Lane, form: ScheduleForm, graph: ModelGraph, plan: Plan, assignment: Assignment, *, splits: bool) -> Lane:
     if any(len(plan.lanes_of_stage(*action[1:4])) > 1 for action in lane.actions):
         return lane
     actions: list[Action] = []
@@ -33,7 +39,7 @@ def _fill_lane(lane: Lane, form: ScheduleForm, graph: ModelGraph, plan: Plan, as
         if position in lane.fillers or (waits and action.kind is ActionKind.WEIGHT_GRADIENT):
             fillers.add(len(actions))
             actions.append(action)
-        elif waits and action.part < 0 and _can_split(action, graph, plan):
+        elif splits and waits and action.part < 0 and _can_split(action, graph, plan):
             actions.append(action._replace(kind=ActionKind.INPUT_GRADIENT))
             fillers.add(len(actions))
             actions.append(action._replace(kind=ActionKind.WEIGHT_GRADIENT))

@@ -1,10 +1,8 @@
 """Let a stage's gradients be reduced layer by layer while the backward of its last microbatch still runs."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Set
 
 from multimodal.schedule.lane_execution import execute_lanes
-from multimodal.schedule.passes.schedule_pass import Pass
 from multimodal.values.assignment import Assignment, MicrobatchPlace
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -23,10 +21,17 @@ def reduce_by_layer(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assign
     stages of one layer. Where lanes would then wait for each other in a circle if reductions blocked, all stay whole.
     O(actions + dependencies).
     """
-    form = form_of(schedule)
-    if form.reduced_by_layer:
+    if form_of(schedule).reduced_by_layer:
         return schedule
-    cut = set(_reduced_stages(schedule)) - {
+    return cut_reductions(schedule, set(_reduced_stages(schedule)), graph=graph, plan=plan, assignment=assignment)
+
+
+def cut_reductions(
+    schedule: Schedule, stages: Set[tuple[str, int]], *, graph: ModelGraph, plan: Plan, assignment: Assignment
+) -> Schedule:
+    """Cut the whole reductions of these (unit, virtual stage) where they can be cut, or none."""
+    form = form_of(schedule)
+    cut = set(stages) - {
         (action.unit, action.stage)
         for lane in schedule.lanes
         for position, action in enumerate(lane.actions)
@@ -37,22 +42,8 @@ def reduce_by_layer(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assign
     return schedule if is_stuck else found
 
 
-@dataclass(frozen=True)
-class KeepingReductionsByLayer:
-    """Lets a pass see whole reductions, and cuts them again afterwards: it may move the backwards that they stand at."""
-
-    rewrite: Pass
-
-    def __call__(self, schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
-        """Do what the pass does."""
-        if not form_of(schedule).reduced_by_layer:
-            return self.rewrite(schedule, graph=graph, plan=plan, assignment=assignment)
-        whole = Schedule(tuple(map(_with_whole, schedule.lanes)))
-        found = self.rewrite(whole, graph=graph, plan=plan, assignment=assignment)
-        return reduce_by_layer(found, graph=graph, plan=plan, assignment=assignment)
-
-
-def _with_whole(lane: Lane) -> Lane:
+def with_whole_reductions(lane: Lane) -> Lane:
+    """Undo `reduce_by_layer`: one reduction after the backward that ends the stage's gradients."""
     actions: list[Action] = []
     fillers: set[int] = set()
     for position, action in enumerate(lane.actions):

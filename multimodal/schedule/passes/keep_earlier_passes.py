@@ -1,0 +1,97 @@
+"""Let a pass that moves actions keep what earlier passes did: fillers and reductions by layer."""
+
+from collections.abc import Callable, Set
+from functools import wraps
+
+from multimodal.schedule.lane_times import duration_of
+from multimodal.schedule.passes.fill import refill
+from multimodal.schedule.passes.reduce_by_layer import cut_reductions, with_whole_reductions
+from multimodal.schedule.passes.schedule_pass import Pass
+from multimodal.schedule.text import action_to_text
+from multimodal.schedule.unit_cost_timeline import timeline_of_unit_costs
+from multimodal.values.assignment import Assignment
+from multimodal.values.errors import ScheduleError
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+from multimodal.values.schedule import ActionKind, Lane, Schedule
+from multimodal.values.schedule_form import form_of
+
+
+def keeps_earlier_passes(*, never_longer: bool = False) -> Callable[[Pass], Pass]:
+    """Return a decorator for a pass that knows neither fillers nor reductions by layer.
+
+    The pass is given every filler in line, where it stands, and every reduction whole. Afterwards the same reductions are cut
+    again, and weight gradients that stand before an action with a message are fillers again; others have no wait left to fill
+    and stay in line. If a reduction can no longer be cut, the schedule stays as it was.
+
+    never_longer: the pass promises not to make a schedule longer; where it would with fillers that run in waits or with cut
+    reductions, the schedule stays as it was, too. Raises ScheduleError for a filler that is no weight gradient.
+    """
+
+    def decorate(rewrite: Pass) -> Pass:
+        @wraps(rewrite)
+        def rewritten(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
+            cut = form_of(schedule).reduced_by_layer
+            _check_fillers(schedule)
+            found = rewrite(_plain(schedule), graph=graph, plan=plan, assignment=assignment)
+            if cut:
+                found = Schedule(tuple(_with_early_reductions(lane, cut) for lane in found.lanes))
+                found = cut_reductions(found, cut, graph=graph, plan=plan, assignment=assignment)
+                if form_of(found).reduced_by_layer != cut:
+                    return schedule
+            if any(lane.fillers for lane in schedule.lanes):
+                found = refill(found, graph=graph, plan=plan, assignment=assignment)
+            elif not cut:
+                return found
+            found = _with_unchanged_lanes(schedule, found)
+            if never_longer and _is_longer(found, schedule, graph=graph, plan=plan, assignment=assignment):
+                return schedule
+            return found
+
+        return rewritten
+
+    return decorate
+
+
+def _check_fillers(schedule: Schedule) -> None:
+    for index, lane in enumerate(schedule.lanes):
+        for position in sorted(lane.fillers):
+            if (filler := lane.actions[position]).kind is not ActionKind.WEIGHT_GRADIENT:
+                raise ScheduleError(
+                    f"lane {index}: {action_to_text(filler)} fills a wait, but passes that move actions know where to put weight "
+                    "gradients only; apply them before whatever made it a filler"
+                )
+
+
+def _plain(schedule: Schedule) -> Schedule:
+    """The same actions with whole reductions and without fillers."""
+    lanes = map(with_whole_reductions, schedule.lanes)
+    return Schedule(tuple(Lane(lane.ranks, lane.actions) for lane in lanes))
+
+
+def _with_early_reductions(lane: Lane, stages: Set[tuple[str, int]]) -> Lane:
+    """Move the reductions of these stages to right behind the last backward that they need."""
+    actions = list(lane.actions)
+    for reduction in [action for action in actions if action.kind is ActionKind.REDUCE_GRADIENTS]:
+        own = [at for at, action in enumerate(actions) if action.microbatch >= 0 and action[1:4] == reduction[1:4]]
+        if (reduction.unit, reduction.stage) in stages and own:
+            actions.remove(reduction)
+            actions.insert(own[-1] + 1, reduction)
+    return Lane(lane.ranks, tuple(actions))
+
+
+def _with_unchanged_lanes(before: Schedule, after: Schedule) -> Schedule:
+    """Leave lanes as they were where no action moved."""
+    pairs = zip(before.lanes, after.lanes, strict=True)
+    return Schedule(tuple(old if old.actions == new.actions else new for old, new in pairs))
+
+
+def _is_longer(after: Schedule, before: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> bool:
+    """True if the schedule takes longer under unit costs, either with fillers in line or with fillers that run in waits."""
+    if after == before:
+        return False
+    in_line = [duration_of(each, graph=graph, plan=plan, assignment=assignment) for each in (after, before)]
+    if in_line[0] is None or (in_line[1] is not None and in_line[0] > in_line[1]):
+        return True
+    timelines = [timeline_of_unit_costs(each, graph=graph, plan=plan, assignment=assignment) for each in (after, before)]
+    return timelines[0].duration_seconds > timelines[1].duration_seconds

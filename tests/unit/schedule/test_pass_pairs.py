@@ -1,0 +1,170 @@
+"""Passes after one another: every pair, and some triples, in every order, on random cases."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.dependencies import dependencies, needs_message
+from multimodal.schedule.lane_times import duration_of
+from multimodal.schedule.passes import PASSES, passes_named
+from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.schedule.text import schedule_from_text, schedule_to_text
+from multimodal.schedule.unit_cost_timeline import timeline_of_unit_costs
+from multimodal.schedule.validate import validate_schedule
+from multimodal.values.errors import ConfigError, ScheduleError
+from multimodal.values.schedule import Action, ActionKind, Lane, Schedule
+from multimodal.values.schedule_form import form_of
+from tests.unit.schedule.schedule_cases import Case, build_case, build_graph, built_cases, deal
+
+PAIRS = list(itertools.permutations(PASSES, 2))
+
+
+def apply(case: Case, schedule: Schedule, name: str) -> Schedule:
+    graph, plan, assignment = case
+    return PASSES[name](schedule, graph=graph, plan=plan, assignment=assignment)
+
+
+def check(case: Case, schedule: Schedule) -> None:
+    """Validate in both dialects: no action is lost, none stands twice, and nothing waits in a circle."""
+    graph, plan, assignment = case
+    validate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, lowered=False)
+    lowered = insert_communication(schedule, graph=graph, plan=plan, assignment=assignment)
+    validate_schedule(lowered, graph=graph, plan=plan, assignment=assignment, lowered=True)
+
+
+def seconds(case: Case, schedule: Schedule) -> list[float]:
+    """Return how long a schedule takes under unit costs with fillers in line and, if it has any, with fillers in waits."""
+    graph, plan, assignment = case
+    in_line = duration_of(schedule, graph=graph, plan=plan, assignment=assignment)
+    assert in_line is not None
+    if not any(lane.fillers for lane in schedule.lanes):
+        return [in_line, 0.0]
+    return [in_line, timeline_of_unit_costs(schedule, graph=graph, plan=plan, assignment=assignment).duration_seconds]
+
+
+def assert_kept(case: Case, before: Schedule, after: Schedule) -> None:
+    """What `before` cuts, splits, gathers and fills, `after` does, too."""
+    was, now = form_of(before), form_of(after)
+    assert was.split <= now.split
+    assert was.num_parts.items() <= now.num_parts.items()
+    assert was.reduced_by_layer <= now.reduced_by_layer
+    assert was.gathers_parameters <= now.gathers_parameters
+    for old, new in zip(before.lanes, after.lanes, strict=True):
+        assert num_leading_gathers(old.actions) <= num_leading_gathers(new.actions)
+        assert_halves_of_reductions_stand_by_their_backward(new.actions)
+        if old.actions == new.actions:
+            assert old.fillers <= new.fillers
+    for lane, position in unfilled(before, after):
+        assert not waits_for_message(case, after, lane, position), "a filler is lost"
+
+
+def unfilled(before: Schedule, after: Schedule) -> Iterator[tuple[Lane, int]]:
+    """Where fillers of `before` stand in line; the parts of one that is cut count as the whole."""
+    filled = [{lane.actions[position]._replace(part=-1) for position in lane.fillers} for lane in before.lanes]
+    for index, lane in enumerate(after.lanes):
+        for position, action in enumerate(lane.actions):
+            if position not in lane.fillers and filled[index] & {action, action._replace(part=-1)}:
+                yield lane, position
+
+
+def waits_for_message(case: Case, schedule: Schedule, lane: Lane, position: int) -> bool:
+    """True if what follows, but for weight gradients, is a computation that needs a message."""
+    graph, plan, assignment = case
+    rest = [action for action in lane.actions[position:] if action.kind is not ActionKind.WEIGHT_GRADIENT]
+    if not rest:
+        return False
+    needs = dependencies(rest[0], graph, plan, assignment, form=form_of(schedule))
+    return any(needs_message(need, rest[0], plan) for need in needs)
+
+
+def num_leading_gathers(actions: tuple[Action, ...]) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda action: action.kind is ActionKind.GATHER_PARAMETERS, actions))
+
+
+def assert_halves_of_reductions_stand_by_their_backward(actions: tuple[Action, ...]) -> None:
+    for position, action in enumerate(actions):
+        if action.kind is ActionKind.REDUCE_GRADIENTS and action.part == 0:
+            rest = actions[position + 1 : position + 3]
+            assert action._replace(part=1) in rest
+            assert rest[0] == action._replace(part=1) or rest[0].kind is ActionKind.BACKWARD
+
+
+@settings(max_examples=60, deadline=None)
+@given(built=built_cases(), triple=st.permutations(sorted(PASSES)))
+def test_a_pass_keeps_what_those_before_it_did(built: tuple[Case, str], triple: list[str]) -> None:
+    case, builder = built
+    for names in (*PAIRS, tuple(triple[:3])):
+        schedule = BUILDERS[builder](*case)
+        for name in names:
+            after = apply(case, schedule, name)
+            check(case, after)
+            assert_kept(case, schedule, after)
+            if name in ("defer-receives", "delay-forward"):
+                assert all(new <= old for new, old in zip(seconds(case, after), seconds(case, schedule), strict=True))
+            schedule = after
+
+
+@settings(max_examples=40, deadline=None)
+@given(built=built_cases(), name=st.sampled_from(sorted(PASSES)))
+def test_a_pass_twice_changes_nothing_or_makes_nothing_longer(built: tuple[Case, str], name: str) -> None:
+    """The two that move actions into waits may find more the second time; `--schedule-passes` refuses a name given twice."""
+    case, builder = built
+    once = apply(case, BUILDERS[builder](*case), name)
+    twice = apply(case, once, name)
+    if name in ("defer-receives", "delay-forward"):
+        check(case, twice)
+        assert seconds(case, twice) <= seconds(case, once)
+    else:
+        assert twice == once
+
+
+def test_a_name_that_stands_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--schedule-passes names fill twice; leave one out"):
+        passes_named("fill,gather-parameters,fill")
+
+
+def test_split_backward_cuts_what_fill_has_split() -> None:
+    """Entrain's case on two encoder stages: sample 1 of the first microbatch runs in the LLM's second one."""
+    case = build_case(
+        build_graph("vision"),
+        {"vision": (1, 2, 1), "llm": (1, 1, 1)},
+        {"vision": [[[0, 1], [2]]], "llm": [[[0], [1, 2]]]},
+    )
+    filled = apply(case, BUILDERS["1f1b"](*case), "fill")
+    assert "I vision/0/1/0; {W vision/0/1/0} B vision/0/1/1" in schedule_to_text(filled)
+    cut = apply(case, filled, "split-backward")
+    check(case, cut)
+    text = schedule_to_text(cut)
+    assert "I vision/0/1/0#0; I vision/0/1/0#1; {W vision/0/1/0#0; W vision/0/1/0#1} B vision/0/1/1" in text
+    assert "B vision/0/0/0#0; B vision/0/0/0#1; B vision/0/0/1" in text
+
+
+def test_early_parts_stand_before_the_last_and_reductions_by_layer_stay() -> None:
+    """The first encoder microbatch's consumers end at once on two replicas of the LLM."""
+    case = build_case(
+        build_graph("vision"), {"vision": (1, 1, 1), "llm": (2, 1, 1)}, {"vision": [[[0, 1]]], "llm": [[[0]], [[1]]]}
+    )
+    cut = apply(case, BUILDERS["gpipe"](*case), "reduce-by-layer")
+    after = apply(case, cut, "split-backward")
+    first = schedule_to_text(after).splitlines()[0]
+    assert first.endswith("F vision/0/0/0; B vision/0/0/0#0; RG vision/0/0#0; B vision/0/0/0#1; RG vision/0/0#1")
+
+
+def test_fill_stops_before_a_reduction_by_layer() -> None:
+    """What fills the last backward may be what its reduction needs: whichever pass comes first has its way."""
+    case = build_case(build_graph(), {"llm": (2, 2, 1)}, {"llm": deal(4, 2)})
+    text = "RG llm/0/1#0; B llm/0/1/1; RG llm/0/1#1"
+    cut = apply(case, BUILDERS["gpipe"](*case), "reduce-by-layer")
+    assert text in schedule_to_text(apply(case, cut, "fill"))
+
+
+@pytest.mark.parametrize("name", ["split-backward", "defer-receives", "delay-forward"])
+def test_a_filler_that_is_no_weight_gradient_is_refused(name: str) -> None:
+    case = build_case(build_graph(), {"llm": (1, 1, 1)}, {"llm": deal(2, 1)})
+    schedule = schedule_from_text("lane 0: {F llm/0/0/1} F llm/0/0/0; B llm/0/0/0; B llm/0/0/1; RG llm/0/0")
+    with pytest.raises(ScheduleError, match="lane 0: F llm/0/0/1 fills a wait, but .* apply them before"):
+        apply(case, schedule, name)
