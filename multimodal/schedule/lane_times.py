@@ -30,9 +30,16 @@ def lane_times(
     return tuple(tuple(events[index][action] for action in lane.actions) for index, lane in enumerate(schedule.lanes))
 
 
-def duration_of(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> float | None:
-    """How long a compute-dialect schedule takes under unit costs; None when it cannot finish."""
-    execution = execute_lanes(schedule, graph=graph, plan=plan, assignment=assignment, lowered=False)
+def duration_of(
+    schedule: Schedule,
+    *,
+    graph: ModelGraph,
+    plan: Plan,
+    assignment: Assignment,
+    duration: Callable[[Action], float] | None = None,
+) -> float | None:
+    """Return how long a compute-dialect schedule takes under unit costs, or those given; None when it cannot finish."""
+    execution = execute_lanes(schedule, graph=graph, plan=plan, assignment=assignment, lowered=False, duration=duration)
     if execution.stuck(schedule):
         return None
     return execution.duration_seconds

@@ -9,6 +9,8 @@ from multimodal.attention.bitfield import MaskMode
 from multimodal.balance.distribute_tokens import TokenDistribution
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import Pass
+from multimodal.schedule.passes.defer_receives import defer_receives
+from multimodal.schedule.passes.delay_forward import delay_forward
 from multimodal.schedule.passes.fill import fill
 from multimodal.schedule.passes.gather_parameters import gather_parameters
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
@@ -51,12 +53,15 @@ def gradient_cases(draw: st.DrawFn) -> GradientCase:
 
 @st.composite
 def passes(draw: st.DrawFn) -> tuple[Pass, ...]:
-    """Nothing; split backwards, cut microbatches, both, weight gradients as fillers; reductions by layer; what a run may use."""
+    """Nothing; split backwards, cut microbatches, both, weight gradients as fillers; reductions by layer; what a run may use, and
+    passes that move what earlier ones made."""
     seed = draw(st.integers(0, 1000))
     split, cut, filled = SplitStages(seed), CutMicrobatches(seed), FillWithWeightGradients(seed)
     chosen: tuple[Pass, ...] = (split_backward, fill, gather_parameters)
     layered = (reduce_by_layer,), (gather_parameters, cut, reduce_by_layer)
-    return draw(st.sampled_from([(), (split,), (cut,), (split, filled), (split, cut, filled), (cut, split), chosen, *layered]))
+    moving = (fill, split_backward, defer_receives), (reduce_by_layer, fill, delay_forward, split_backward)
+    single: tuple[tuple[Pass, ...], ...] = ((), (split,), (cut,))
+    return draw(st.sampled_from([*single, (split, filled), (split, cut, filled), (cut, split), chosen, *layered, *moving]))
 
 
 @st.composite

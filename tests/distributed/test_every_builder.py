@@ -1,5 +1,6 @@
 """Every builder on every kind of model, units with unequal numbers of replicas: loss and gradients of one process."""
 
+import itertools
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -88,6 +89,23 @@ def _assign(source: RandomSource, plan: Plan, graph: ModelGraph) -> Assignment:
 def test_every_pass_leaves_a_generator_what_it_is(ranks: RankPool, name: str) -> None:
     case = build_case("1f1b", MODELS["encoder, LLM and generator"])
     assert_matches(replace(case, passes=passes_named(name)), ranks)
+
+
+@pytest.mark.parametrize("names", [",".join(pair) for pair in itertools.permutations(PASSES, 2)])
+def test_every_pair_of_passes_keeps_the_gradients(ranks: RankPool, names: str) -> None:
+    """An encoder of two stages, whose first microbatch goes to two of the LLM's, and two replicas of an LLM of two stages."""
+    units = {name: UNITS[name] for name in MODELS["encoder and LLM"]}
+    graph = ModelGraph.from_dict({"units": units})
+    source = RandomSource(graph, tuple(replace(shape, items=_of(units, shape)) for shape in SAMPLES), 12)
+    first, second, third = (Replica((Stage((rank,), ((0, 2),)), Stage((rank + 1,), ((2, 4),)))) for rank in (0, 2, 4))
+    plan = Plan({"vision": UnitPlan((first,)), "llm": UnitPlan((second, third))})
+    assignment = Assignment.from_dict(
+        {
+            "vision": [[[(0, 0), (1, 0)], [(2, 0)]]],
+            "llm": [[[(0, -1)], [(2, -1)], [(4, -1)]], [[(3, -1)], [(1, -1)]]],
+        }
+    )
+    assert_matches(GradientCase(graph, plan, assignment, source, builder="1f1b", passes=passes_named(names)), ranks)
 
 
 @pytest.mark.parametrize("model", MODELS)
