@@ -48,8 +48,10 @@ def duration_of(
 def sort_lanes(schedule: Schedule, key: Callable[[Action], float], added: Mapping[int, list[Action]] | None = None) -> Schedule:
     """Sort every lane by time, actions of one time as they stood; `added`: more actions per lane, after those of their time.
 
+    schedule: without fillers, whose carriers would not be the same (see `keeps_earlier_passes`).
     When every action's time lies strictly after the times of all that it needs, the result cannot deadlock.
     """
+    assert not any(lane.fillers for lane in schedule.lanes), "fillers would be lost"
     return Schedule(
         tuple(
             Lane(lane.ranks, tuple(sorted((*lane.actions, *(added or {}).get(index, ())), key=key)))

@@ -78,7 +78,8 @@ Errors are also:
 - schedules that would be `1f1b` under another name: `dip` and `encoders-replicated` without an encoder, `encoders-colocated`
   with fewer than two, `encoders-replicated` with an LLM of one stage, `eager-1f1b` where every rank holds the whole model;
 - passes that could change nothing: `fill` and `defer-receives` where every rank holds the whole model, `delay-forward` where
-  the LLM shares all its ranks with other units, `split-backward` without an encoder, and any pass named twice.
+  the LLM shares all its ranks with other units, `split-backward` without an encoder, any pass named twice, and
+  `defer-receives` after `delay-forward`, which it would undo.
 
 What a step's samples decide is no error: `split-backward` may find no microbatch with several consumers, `dip-16` fewer than
 16 microbatches. Nor are `reduce-by-layer` under a schedule that splits all backwards and `gather-parameters` in float64,

@@ -104,9 +104,10 @@ def _check_units(choice: _Choice) -> Iterator[str]:
 
 
 def _check_passes(choice: _Choice) -> Iterator[str]:
+    from multimodal.schedule.passes import passes_named  # only here: it takes longer than to read all flags
+
+    passes_named(",".join(choice.passes))
     for name in choice.passes:
-        if choice.passes.count(name) > 1:
-            yield f"--schedule-passes names {name} twice; leave one out"
         if reason := _why_useless(name, choice):
             yield f"--schedule-passes {name} would be ignored: {reason}, or leave it out"
 

@@ -154,6 +154,10 @@ WRONG = [
     ),
     ("--colocate-units --schedule eager-1f1b", "every rank holds the whole model, so no backward is late; leave it out"),
     ("--vision-dp 1 --llm-pp 2 --schedule-passes fill,fill", "--schedule-passes names fill twice; leave one out"),
+    (
+        "--vision-dp 1 --llm-pp 2 --schedule-passes delay-forward,defer-receives",
+        "put delay-forward after defer-receives, such as --schedule-passes defer-receives,delay-forward",
+    ),
     ("--vision-dp 1 --llm-pp 2 --schedule-passes gather-parameters", "gather-parameters would be ignored: no two ranks hold"),
     (
         "--vision-dp 1 --llm-pp 2 --schedule-passes reduce-by-layer",
