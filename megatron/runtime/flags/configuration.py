@@ -1,7 +1,7 @@
 """What a run is told: one frozen dataclass per group of flags; each field's docstring is the flag's help.
 
 A field `eval_iters` is the flag `--eval-iters`; a boolean that is on by default is the flag that turns it off
-(`load_optim` is `--no-load-optim`). What may be combined with what is decided in `cross_checks.py`.
+(`load_optim` is `--no-load-optim`). What may be combined with what is said in `flag_rules.py` and checked in `cross_checks.py`.
 """
 
 from collections.abc import Mapping

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron.runtime.flags.configuration import GROUPS, VIRTUAL_STAGE_SCHEDULES
-from megatron.runtime.flags.cross_checks import ENCODER_FLAGS, EXCLUSIVE_FLAGS, EXCLUSIVE_SIZES, IGNORED_FLAGS, shown_flag
+from megatron.runtime.flags.cross_checks import shown_flag
 from megatron.runtime.flags.field_flags import FieldFlag, field_docstrings, field_flags
+from megatron.runtime.flags.flag_rules import ENCODER_FLAGS, EXCLUSIVE_FLAGS, EXCLUSIVE_SIZES, IGNORED_FLAGS
 from megatron.runtime.flags.unit_flags import MICRO_BATCH_HELP, SIZE_SPELLINGS, plain_endings
 from multimodal.plan.unit_sizes import UnitSizes
 

@@ -8,8 +8,9 @@ import yaml
 
 from megatron.runtime.flags.arguments import parse_arguments
 from megatron.runtime.flags.configuration import GROUPS, RunConfig
-from megatron.runtime.flags.cross_checks import IGNORED_FLAGS, shown_flag
+from megatron.runtime.flags.cross_checks import shown_flag
 from megatron.runtime.flags.field_flags import field_flags
+from megatron.runtime.flags.flag_rules import IGNORED_FLAGS
 from megatron.runtime.flags.freezing import apply_freezing
 from multimodal.values.errors import BraidError, ConfigError, PlanError
 from multimodal.values.model_graph import ModelGraph
@@ -175,10 +176,10 @@ def test_transformer_engine_must_be_installed(parse: Parse, monkeypatch: pytest.
     with pytest.raises(ConfigError, match="Transformer Engine is not installed"):
         parse("--transformer-impl transformer_engine")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr("megatron.runtime.flags.cross_checks._has_cuda", lambda: False)
+    monkeypatch.setattr("megatron.runtime.flags.flag_rules._has_cuda", lambda: False)
     with pytest.raises(ConfigError, match="transformer_engine needs a CUDA device; use --transformer-impl local on a CPU"):
         parse("--transformer-impl transformer_engine")
-    monkeypatch.setattr("megatron.runtime.flags.cross_checks._has_cuda", lambda: True)
+    monkeypatch.setattr("megatron.runtime.flags.flag_rules._has_cuda", lambda: True)
     with pytest.raises(ConfigError, match="has no float64"):
         parse("--transformer-impl transformer_engine --dtype float64")
     assert parse("--transformer-impl transformer_engine --bf16").model.transformer_impl == "transformer_engine"
@@ -221,7 +222,7 @@ def test_tensor_parallel_overlap_needs_ranks_and_braid_s_layers(parse: Parse, mo
     with pytest.raises(ConfigError, match="with or without --tp-comm-overlap; leave one of them out"):
         parse("--llm-tp 2 --tp-comm-overlap --emulate costs.yaml", world_size=3)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr("megatron.runtime.flags.cross_checks._has_cuda", lambda: True)
+    monkeypatch.setattr("megatron.runtime.flags.flag_rules._has_cuda", lambda: True)
     with pytest.raises(ConfigError, match="layers have an overlap of their own, in user buffers that Braid does not set up"):
         parse("--llm-tp 2 --tp-comm-overlap --transformer-impl transformer_engine", world_size=3)
 
@@ -240,7 +241,7 @@ def test_sharded_weights_need_ranks_that_hold_the_same_ones(parse: Parse, monkey
     with pytest.raises(ConfigError, match="--emulate has no weights to gather"):
         parse(f"{flag} --vision-dp 2 --emulate costs.yaml", world_size=3)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr("megatron.runtime.flags.cross_checks._has_cuda", lambda: True)
+    monkeypatch.setattr("megatron.runtime.flags.flag_rules._has_cuda", lambda: True)
     with pytest.raises(ConfigError, match="has been tried with --transformer-impl local alone"):
         parse(f"{flag} --vision-dp 2 --transformer-impl transformer_engine", world_size=3)
 
