@@ -15,6 +15,7 @@ DOCUMENTS = [path for path in list_text_files() if path.suffix == ".md"]
 README = (ROOT / "README.md").read_text()
 
 NAME = re.compile(r"`([a-z0-9][a-z0-9-]*)`")
+NAME_OF_KIND = re.compile(r"`([A-Z]{1,2})`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 FOLDERS = "benchmarks|csrc|docs|examples|megatron/runtime|multimodal|scripts|tests|tools"
@@ -67,6 +68,12 @@ def test_the_table_of_actions_has_every_kind():
     table = between((ROOT / "docs" / "schedule.md").read_text(), "## The actions", "## The text form")
     lines = [line for line in table.splitlines() if line.startswith("|")]
     assert {kind for line in lines for kind in re.findall(r"`([A-Z]{1,2}) ", line)} == {kind.value for kind in ActionKind}
+
+
+def test_the_table_of_what_the_executor_does_has_every_kind():
+    table = between((ROOT / "docs" / "runtime.md").read_text(), "| action | what happens |", "Where weights are sharded")
+    names = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert {kind for name in names for kind in NAME_OF_KIND.findall(name)} == {kind.value for kind in ActionKind}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
