@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatron.runtime.flags.configuration import FOLDED_SCHEDULE, VIRTUAL_STAGE_SCHEDULES, RunConfig
+from megatron.runtime.flags.field_flags import flag_of
 from megatron.runtime.flags.unit_flags import LLM
 from multimodal.plan.unit_grid import V_SHAPE_RANGES
 from multimodal.values.errors import ConfigError
@@ -47,7 +48,7 @@ def _check_virtual_stages(choice: _Choice) -> Iterator[str]:
     if choice.plan_file:
         return
     for name, unit in choice.plan.units.items():
-        count, flag = len(unit.replicas[0].stages[0].layer_ranges), f"--{_dashed(name)}-virtual-pipeline-model-parallel-size"
+        count, flag = len(unit.replicas[0].stages[0].layer_ranges), f"{flag_of(name)}-virtual-pipeline-model-parallel-size"
         if count > 1 and choice.schedule not in VIRTUAL_STAGE_SCHEDULES:
             yield (
                 f"{flag} {count}: --schedule {choice.schedule} has no use for virtual stages; choose --schedule "
@@ -129,7 +130,3 @@ def _why_useless(name: str, choice: _Choice) -> str:
     if name == "split-backward" and not choice.graph.encoders:
         return "it cuts backwards of encoders, and the model has none; add one"
     return ""
-
-
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")
