@@ -67,7 +67,7 @@ def build_run(costs: Path, schedule: str, passes: str, *, num_iterations: int) -
     """Make what is run from a cost table and names; raises BraidError."""
     table = CostTable.from_file(costs)
     model = build_table_model(table)
-    if schedule == "encoders-replicated":
+    if BUILDERS[schedule].copies_encoders:
         table, model = replicate_encoders(table)
     check_virtual_stages(schedule, model[0], model[1])
     lowered = build_schedule(BUILDERS[schedule], *model, passes=passes_named(passes))

@@ -34,7 +34,6 @@ from multimodal.data.uniform_lengths import uniform_lengths
 from multimodal.plan.planners.planning_request import OVERLAPPED_PARTS
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.builders.interleaved_1f1b import interleaves
 from multimodal.schedule.chrome_trace import write_chrome_trace
 from multimodal.schedule.draw import draw_timeline
 from multimodal.schedule.passes import PASSES, Pass, passes_named
@@ -162,7 +161,7 @@ def build_steps(flags: argparse.Namespace) -> Iterator[Step]:
     if flags.costs is not None:
         table = CostTable.from_file(flags.costs)
         model = build_table_model(table)
-        if flags.schedule == "encoders-replicated":
+        if BUILDERS[flags.schedule].copies_encoders:
             table, model = replicate_encoders(table)
         yield Step(*model, TableCosts(table))
         return
@@ -216,11 +215,12 @@ def simulate_step(step: Step, *, builder: str, passes: Sequence[Pass]) -> Simula
 
 
 def check_virtual_stages(builder: str, graph: ModelGraph, plan: Plan) -> None:
-    """Refuse to interleave where there is nothing to; raises ConfigError."""
-    if builder == "interleaved-1f1b" and not interleaves(graph, plan):
+    """Refuse a schedule for virtual stages where the plan has none in its shape; raises ConfigError."""
+    row = BUILDERS[builder]
+    if row.layout is not None and not row.layout.is_met(graph, plan):
         raise ConfigError(
-            f"--schedule {builder} needs virtual stages: a unit whose stages hold several layer ranges each, dealt in turn; give "
-            "one several 'layers' per stage in the plan (ranks that appear twice in a --costs table), or choose --schedule 1f1b"
+            f"--schedule {builder} needs virtual stages: {row.layout.wanted}; give one several 'layers' per stage in the plan "
+            f"(ranks that appear twice in a --costs table), or choose --schedule {row.otherwise}"
         )
 
 

@@ -1,13 +1,11 @@
 """Tries the balancers on the batch at hand and takes the one whose step is predicted to be shortest."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from multimodal.balance.balance_options import BalanceOptions, Predictor
 from multimodal.balance.batch_work import BatchWork
-from multimodal.balance.disttrain import balance_disttrain, reorder_llm
-from multimodal.balance.entrain import balance_entrain
-from multimodal.balance.in_order import balance_in_order
-from multimodal.balance.post_balancing import balance_every_unit, follow_llm, place_every_unit
+from multimodal.balance.disttrain import reorder_llm
+from multimodal.balance.post_balancing import balance_samples, follow_llm, place_every_unit
 from multimodal.balance.validate_inputs import validate_inputs
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
@@ -15,26 +13,29 @@ from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 
 
-def balance_auto(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
+def balance_auto(
+    lengths: Sequence[SampleLengths],
+    *,
+    graph: ModelGraph,
+    plan: Plan,
+    options: BalanceOptions,
+    balancers: Sequence[Callable[..., Assignment]],
+) -> Assignment:
     """Return the assignment with the shortest predicted step among the candidates; the data's order is one of them.
 
-    Candidates: none; every unit by itself (OrchMLLM); DistTrain's two reorderings; Entrain's deferral; and the LLM's balanced
-    microbatches reordered as DistTrain does, with encoders balanced by themselves or beside them. The prediction is
+    Candidates are what the balancers make of the batch, and the LLM's balanced microbatches reordered as DistTrain does, with
+    encoders balanced by themselves or beside them. The prediction is
     that of `options.predictor`, or without it the work of the busiest replica. Ties go to the first, so the result is never
     predicted to be worse than none. All of it is deterministic, so that ranks agree: what is bounded is the number of
     candidates and the size of what is simulated, not the time that they take.
 
-    Raises AssignmentError as `validate_inputs` does.
+    balancers: the data's order first. Raises AssignmentError as `validate_inputs` does.
     """
     validate_inputs(lengths, graph=graph, options=options)
-    balanced = balance_every_unit(lengths, graph=graph, plan=plan, options=options)
     work = BatchWork(graph, lengths, options)
-    reordered = reorder_llm(balanced.units[graph.backbone.name], work, plan=plan)
+    reordered = reorder_llm(balance_samples(work, plan=plan), work, plan=plan)
     candidates = [
-        balance_in_order(lengths, graph=graph, plan=plan, options=options),
-        balanced,
-        balance_disttrain(lengths, graph=graph, plan=plan, options=options),
-        balance_entrain(lengths, graph=graph, plan=plan, options=options),
+        *(balance(lengths, graph=graph, plan=plan, options=options) for balance in balancers),
         place_every_unit(reordered, work, plan=plan),
         follow_llm(reordered, work, plan=plan),
     ]

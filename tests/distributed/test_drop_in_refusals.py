@@ -108,7 +108,7 @@ def _last_microbatch_first(*values: Any, **options: Any) -> Schedule:
     ],
 )
 def test_schedules_that_a_loop_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch, builder: Any, message: str) -> None:
-    monkeypatch.setitem(BUILDERS, "odd", builder)  # type: ignore[arg-type]
+    monkeypatch.setitem(BUILDERS, "odd", replace(BUILDERS["1f1b"], build=builder))
     with pytest.raises(ConfigError, match=message):
         build_pipeline_schedule("odd", shape=SHAPE, runnable=RUNNABLE)
 

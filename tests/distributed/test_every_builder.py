@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.runtime.flags.configuration import FOLDED_SCHEDULE, VIRTUAL_STAGE_SCHEDULES
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
-from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.builders import BUILDERS, VirtualStages
 from multimodal.schedule.passes import PASSES, passes_named
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
@@ -112,18 +111,18 @@ def test_every_pair_of_passes_keeps_the_gradients(ranks: RankPool, names: str) -
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("builder", sorted(BUILDERS))
+@pytest.mark.parametrize("builder", [name for name, row in sorted(BUILDERS.items()) if row.can_train])
 def test_every_builder_trains_every_model(ranks: RankPool, builder: str, model: str) -> None:
     assert_matches(build_case(builder, MODELS[model]), ranks)
 
 
-@pytest.mark.parametrize("builder", VIRTUAL_STAGE_SCHEDULES)
+@pytest.mark.parametrize("builder", [name for name, row in BUILDERS.items() if row.virtual_stages is not VirtualStages.NO_USE])
 def test_virtual_stages_of_every_unit_made_from_sizes(ranks: RankPool, builder: str) -> None:
     """Five layers in four ranges; three and two microbatches on two stages, so that groups are uneven, too."""
     units = {name: {**UNITS[name], "num_layers": 5} for name in MODELS["encoder, LLM and generator"]}
     graph = ModelGraph.from_dict({"units": units})
     sizes = {name: UnitSizes(1, 2, 1, 2 if name == "llm" else 1, 2) for name in units}
-    plan = plan_disaggregated(graph, sizes=sizes, world_size=8, is_folded=builder == FOLDED_SCHEDULE)
+    plan = plan_disaggregated(graph, sizes=sizes, world_size=8, is_folded=BUILDERS[builder].is_folded)
     source = RandomSource(graph, tuple(replace(shape, items=_of(units, shape)) for shape in SAMPLES), 12)
     assert_matches(GradientCase(graph, plan, _assign(source, plan, graph), source, builder=builder), ranks)
 

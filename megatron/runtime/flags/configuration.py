@@ -10,8 +10,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from multimodal.balance import BALANCERS, UNBALANCED
 from multimodal.data.image_limits import DEFAULT_MAX_PIXELS
 from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes import PASSES
 
 AT_LEAST_ONE: Mapping[str, Any] = MappingProxyType({"minimum": 1})
 AT_LEAST_ZERO: Mapping[str, Any] = MappingProxyType({"minimum": 0})
@@ -23,12 +26,9 @@ PER_UNIT: Mapping[str, Any] = MappingProxyType({"per_unit": True})
 """Filled from the flags that carry a unit's name; has no flag of its own."""
 
 
-SCHEDULE_PASSES = ("split-backward", "defer-receives", "delay-forward", "fill", "gather-parameters", "reduce-by-layer")
-"""What --schedule-passes may name."""
-FOLDED_SCHEDULE = "zb-v"
-"""Under it, two virtual stages per rank form a V; under every other schedule virtual stages are dealt in turn."""
-VIRTUAL_STAGE_SCHEDULES = ("interleaved-1f1b", "breadth-first", "zb-h1", FOLDED_SCHEDULE)
-"""Schedules that gain from virtual stages."""
+def schedules_to_train() -> tuple[str, ...]:
+    """List the schedules that a run may have."""
+    return tuple(name for name, row in BUILDERS.items() if row.can_train)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,28 +112,13 @@ class TrainingConfig:
         default=None, metadata={"shorthand": ("recompute_activations", "selective", None)}
     )
     """Recompute in the backward instead of storing: the attention core (selective) or whole layers (full)."""
-    schedule: Literal[
-        "gpipe",
-        "breadth-first",
-        "1f1b",
-        "eager-1f1b",
-        "interleaved-1f1b",
-        "zb-h1",
-        "zb-v",
-        "dip",
-        "dip-2",
-        "dip-4",
-        "dip-8",
-        "dip-16",
-        "encoders-colocated",
-        "encoders-replicated",
-    ] = "1f1b"
-    """Order of forwards and backwards on every rank; interleaved-1f1b and zb-v need virtual stages."""
-    schedule_passes: str = field(default="", metadata={"metavar": "A,B"})
-    """Rewrite it, one after another: split-backward, defer-receives, delay-forward, fill, gather-parameters, reduce-by-layer."""
+    schedule: str = field(default="1f1b", metadata={"choices": schedules_to_train})
+    """Order of forwards and backwards on every rank; some need virtual stages."""
+    schedule_passes: str = field(default="", metadata={"metavar": "A,B", "names": lambda: tuple(PASSES)})
+    """Rewrite it, one after another."""
     emulate: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "COSTS.yaml"})
     """Wait as long as this table says instead of computing, and hold the measured step against the simulated one."""
-    balance: Literal["none", "sorted", "llm-only", "whole-sample", "orchmllm", "disttrain", "entrain", "auto"] = "none"
+    balance: str = field(default=UNBALANCED, metadata={"choices": lambda: tuple(BALANCERS)})
     """How samples and items are distributed over replicas and microbatches."""
     balance_granularity: Literal["item", "sample"] = "item"
     """Whether an encoder's balancing moves every image and clip by itself, or all of a sample together."""

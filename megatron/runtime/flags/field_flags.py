@@ -65,12 +65,18 @@ class FieldFlag:
         )
 
 
-@cache
 def field_flags(group: type) -> tuple[FieldFlag, ...]:
-    """List the flags of a configuration dataclass, in the order of its fields; fields filled per unit have none."""
-    hints = get_type_hints(group)
+    """List the flags of a configuration dataclass, in the order of its fields; fields filled per unit have none.
+
+    A field whose metadata has `choices` chooses a name from what is registered when this is called; one that has `names` takes
+    several such names.
+    """
+    hints = _field_hints(group)
     helps = field_docstrings(group)
     return tuple(_field_flag(f, hints[f.name], helps[f.name]) for f in fields(group) if not f.metadata.get("per_unit"))
+
+
+_field_hints = cache(get_type_hints)
 
 
 @cache
@@ -136,8 +142,10 @@ def _field_flag(field: Field[Any], hint: Any, help_text: str) -> FieldFlag:
         flag, opposite = reversed(spellings) if field.default else spellings
         return FieldFlag(flag=flag, opposite=opposite, **shared)
     hint = _without_none(hint)
-    if get_origin(hint) is Literal:
-        choices = get_args(hint)
+    if names := metadata.get("names"):
+        shared["help"] = f"{help_text.removesuffix('.')}: {', '.join(names())}."
+    if get_origin(hint) is Literal or "choices" in metadata:
+        choices = metadata["choices"]() if "choices" in metadata else get_args(hint)
         return FieldFlag(flag=flag_of(field.name), parse=str, metavar="{" + ",".join(choices) + "}", choices=choices, **shared)
     is_list = get_origin(hint) is tuple
     parse, metavar = _PARSERS[get_args(hint)[0] if is_list else hint]

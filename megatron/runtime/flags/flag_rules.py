@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.runtime.checkpoint.folder import folder_of_run
-from megatron.runtime.flags.configuration import SCHEDULE_PASSES, RunConfig
+from megatron.runtime.flags.configuration import RunConfig
+from multimodal.balance import BALANCERS
 from multimodal.data.image_limits import PILLOW_MAX_PIXELS
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes import PASSES, PassRow
 
 
 class IgnoredFlag(NamedTuple):
@@ -30,6 +33,11 @@ class Rule(NamedTuple):
     """A format string over `c`, the configuration."""
 
 
+def _passes(config: RunConfig) -> list[PassRow]:
+    """List the passes that are named; what is wrong with a name, `check_schedule` says."""
+    return [PASSES[name] for name in config.training.schedule_passes.split(",") if name in PASSES]
+
+
 _NO_DECAY = "--lr-decay-style constant never lowers the learning rate; choose another style or leave it out"
 _NO_WSD = "it belongs to --lr-decay-style WSD; choose that style or leave it out"
 _NO_EVALUATION = "nothing is evaluated; add --eval-iters N or leave it out"
@@ -39,6 +47,11 @@ _NO_LOAD = "no checkpoint is resumed; add --load DIR or leave it out"
 _EMULATED = "--emulate waits as long as its table says, whatever would compute; leave one of them out"
 _FINETUNE = "--finetune takes over the weights alone; leave it out"
 _NO_WEIGHTS = "it takes over the weights of --load; add --load DIR or leave it out"
+_PLACE_ITEMS = " and ".join(name for name, row in BALANCERS.items() if row.places_items)
+_PREDICT = " and ".join(name for name, row in BALANCERS.items() if row.needs_costs)
+_SPLITTING_SCHEDULES = ", ".join(f"--schedule {name}" for name, row in BUILDERS.items() if row.splits_backwards)
+_SPLITTING_PASSES = ", ".join(name for name, row in PASSES.items() if row.splits_backwards)
+_ONCE_A_STEP = " and ".join(name for name, row in PASSES.items() if not row.works_with_sharded_weights)
 _STYLE, _EVALUATION = ("lr_decay_style",), ("eval_iters",)
 
 IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
@@ -61,14 +74,14 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     IgnoredFlag(
         "balance_granularity",
         ("balance",),
-        lambda c: c.training.balance not in ("orchmllm", "auto"),
-        "only --balance orchmllm and auto place an encoder's items by themselves; choose one or leave it out",
+        lambda c: not BALANCERS[c.training.balance].places_items,
+        f"only --balance {_PLACE_ITEMS} place an encoder's items by themselves; choose one or leave it out",
     ),
     IgnoredFlag(
         "cluster",
         ("balance",),
-        lambda c: c.training.balance != "auto",
-        "only --balance auto predicts steps; choose it or leave it out",
+        lambda c: not BALANCERS[c.training.balance].needs_costs,
+        f"only --balance {_PREDICT} predicts steps; choose it or leave it out",
     ),
     IgnoredFlag(
         "tp_comm_overlap_parts",
@@ -122,7 +135,12 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         "timelines are drawn into the report; add --report-dir DIR or leave it out",
     ),
     *(
-        IgnoredFlag(name, ("emulate",), lambda c: c.training.emulate is not None and c.training.balance != "auto", _EMULATED)
+        IgnoredFlag(
+            name,
+            ("emulate",),
+            lambda c: c.training.emulate is not None and not BALANCERS[c.training.balance].needs_costs,
+            _EMULATED,
+        )
         for name in ("transformer_impl", "attention_backend", "recompute_granularity")
     ),
     IgnoredFlag(
@@ -219,10 +237,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda c: (
             c.model.transformer_impl == "transformer_engine"
-            and (c.training.schedule in ("zb-h1", "zb-v") or "fill" in c.training.schedule_passes.split(","))
+            and (BUILDERS[c.training.schedule].splits_backwards or any(row.splits_backwards for row in _passes(c)))
         ),
-        "--transformer-impl transformer_engine cannot split backwards into input and weight gradients, as --schedule zb-h1, "
-        "--schedule zb-v and --schedule-passes fill do; use --transformer-impl local, or another schedule",
+        "--transformer-impl transformer_engine cannot split backwards into input and weight gradients, as "
+        f"{_SPLITTING_SCHEDULES} and --schedule-passes {_SPLITTING_PASSES} do; use --transformer-impl local, or another schedule",
     ),
     Rule(
         lambda c: c.model.attention_backend == "sequences" and c.model.attention_mask != "causal",
@@ -261,18 +279,9 @@ RULES: tuple[Rule, ...] = (
         "one of them out",
     ),
     Rule(
-        lambda c: (
-            c.parallelism.shards_weights
-            and not {"gather-parameters", "reduce-by-layer"}.isdisjoint(c.training.schedule_passes.split(","))
-        ),
-        "--schedule-passes {c.training.schedule_passes}: gather-parameters and reduce-by-layer move weights and gradients of a "
-        "stage once a step, but --data-parallel-sharding-strategy optim_grads_params does whenever a layer computes; leave them "
-        "out",
-    ),
-    Rule(
-        lambda c: any(name not in SCHEDULE_PASSES for name in c.training.schedule_passes.split(",") if name),
-        "--schedule-passes {c.training.schedule_passes} must be names of passes with commas between them, of "
-        + ", ".join(SCHEDULE_PASSES),
+        lambda c: c.parallelism.shards_weights and not all(row.works_with_sharded_weights for row in _passes(c)),
+        f"--schedule-passes {{c.training.schedule_passes}}: {_ONCE_A_STEP} move weights and gradients of a stage once a step, "
+        "but --data-parallel-sharding-strategy optim_grads_params does whenever a layer computes; leave them out",
     ),
     Rule(
         lambda c: (

@@ -1,15 +1,17 @@
 """Write docs/flags.md from the configuration dataclasses: `python -m megatron.runtime.flags.page docs/flags.md`."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from megatron.runtime.flags.configuration import GROUPS, VIRTUAL_STAGE_SCHEDULES
+from megatron.runtime.flags.configuration import GROUPS
 from megatron.runtime.flags.cross_checks import shown_flag
 from megatron.runtime.flags.field_flags import FieldFlag, field_docstrings, field_flags
 from megatron.runtime.flags.flag_rules import ENCODER_FLAGS, EXCLUSIVE_FLAGS, EXCLUSIVE_SIZES, IGNORED_FLAGS
 from megatron.runtime.flags.unit_flags import MICRO_BATCH_HELP, SIZE_SPELLINGS, plain_endings
 from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.schedule.builders import BUILDERS, ScheduleRow, VirtualStages
+from multimodal.schedule.passes import PASSES, Need
 
 INTRODUCTION = """\
 # The flags of pretrain_mllm.py
@@ -47,9 +49,9 @@ VIRTUAL_STAGES = """\
 `--llm-pp 2 --llm-vpp 2` cuts the LLM into 4 layer ranges and gives rank 0 the first and the third, rank 1 the second and the
 fourth, as Megatron deals model chunks; the embedding is in the first range, the head in the last. Transformer layers are
 divided as evenly as they can be, and microbatches need not come out even with the pipeline size. The schedules that use such
-stages are VIRTUAL; `zb-v` wants exactly 2 per rank and folds them: rank 0 has the first and the last, rank 1 the two between.
-Without virtual stages `interleaved-1f1b` and `zb-v` are errors, as virtual stages are with any other schedule. A unit with
-one pipeline stage has none. Encoders and generators take the same flags. (`interleaved-1f1b` also takes units without virtual
+stages are VIRTUAL; FOLDED wants exactly 2 per rank and folds them: rank 0 has the first and the last, rank 1 the two between.
+Without virtual stages these are errors: NEEDING; as virtual stages are with any other schedule. A unit with one pipeline
+stage has none. Encoders and generators take the same flags. (`interleaved-1f1b` also takes units without virtual
 stages that lie on one grid of ranks one after another, `--colocate-units --vision-pp 2 --llm-pp 2`: each is then one chunk of
 every rank.)
 """
@@ -75,12 +77,9 @@ Errors are also:
 - without any encoder in the model ENCODER_FLAGS;
 - `--sequence-parallel` and `--tp-comm-overlap` where every tensor parallel size is 1; `--context-parallel-distribution` and
   `--context-parallel-block-size` where every context parallel size is 1; `--data-parallel-sharding-strategy
-  optim_grads_params`, `gather-parameters` and `reduce-by-layer` where no two ranks hold the same weights;
-- schedules that would be `1f1b` under another name: `dip` and `encoders-replicated` without an encoder, `encoders-colocated`
-  with fewer than two, `encoders-replicated` with an LLM of one stage, `eager-1f1b` where every rank holds the whole model;
-- passes that could change nothing: `fill` and `defer-receives` where every rank holds the whole model, `delay-forward` where
-  the LLM shares all its ranks with other units, `split-backward` without an encoder, any pass named twice, and
-  `defer-receives` after `delay-forward`, which it would undo.
+  optim_grads_params` where no two ranks hold the same weights;
+- schedules that would be another one under another name: FOR_SCHEDULES;
+- passes that could change nothing: FOR_PASSES; any pass named twice; and UNDONE, which it would undo.
 
 What a step's samples decide is no error: `split-backward` may find no microbatch with several consumers, `dip-16` fewer than
 16 microbatches. Nor are `reduce-by-layer` under a schedule that splits all backwards and `gather-parameters` in float64,
@@ -102,11 +101,15 @@ def _sections() -> Iterator[str]:
         if name == "parallelism":
             yield UNITS
             yield _table(("flag", "also", "LLM, as in Megatron", "meaning"), _unit_rows())
-            yield VIRTUAL_STAGES.replace("VIRTUAL;", ", ".join(f"`{name}`" for name in VIRTUAL_STAGE_SCHEDULES) + ";")
+            yield (
+                VIRTUAL_STAGES.replace("VIRTUAL", _schedules(lambda row: row.virtual_stages is not VirtualStages.NO_USE))
+                .replace("FOLDED", _schedules(lambda row: row.is_folded))
+                .replace("NEEDING", _schedules(lambda row: row.layout is not None))
+            )
             yield PLACEMENT
     yield "## Flags that need another\n\nGiven where they have no effect, these are errors:\n"
     yield _table(("flag", "error"), ((f"`{shown_flag(row.name)}`", row.reason) for row in IGNORED_FLAGS))
-    yield PLAN_DEPENDENT.replace("ENCODER_FLAGS", ", ".join(f"`{shown_flag(name)}`" for name in ENCODER_FLAGS))
+    yield _plan_dependent()
     yield "These exclude each other:\n"
     pairs = [
         *EXCLUSIVE_FLAGS,
@@ -114,6 +117,32 @@ def _sections() -> Iterator[str]:
         ("plan", "UNIT.tensor_parallel_size", "a plan already has every unit's sizes (likewise all others)"),
     ]
     yield _table(("flags", "because"), ((f"`{shown_flag(a)}`, `{shown_flag(b)}`", reason) for a, b, reason in pairs))
+
+
+def _plan_dependent() -> str:
+    """Fill in which schedules and passes ask what of a plan."""
+    schedules = {
+        "without an encoder": _schedules(lambda row: row.fewest_encoders == 1),
+        "with fewer than two encoders": _schedules(lambda row: row.fewest_encoders > 1),
+        "with an LLM of one stage": _schedules(lambda row: row.fewest_llm_stages > 1),
+        "where every rank holds the whole model": _schedules(lambda row: row.needs_messages),
+    }
+    passes = {f"without {need.value}": _listed(name for name, row in PASSES.items() if row.need is need) for need in Need}
+    return (
+        PLAN_DEPENDENT.replace("ENCODER_FLAGS", _listed(map(shown_flag, ENCODER_FLAGS)))
+        .replace("FOR_SCHEDULES", ", ".join(f"{names} {where}" for where, names in schedules.items() if names))
+        .replace("FOR_PASSES", ", ".join(f"{names} {where}" for where, names in passes.items() if names))
+        .replace("UNDONE", _listed(f"{later}` after `{name}" for name, row in PASSES.items() for later in row.undone_by))
+    )
+
+
+def _schedules(is_meant: Callable[[ScheduleRow], bool]) -> str:
+    """List the schedules of a run whose row says so."""
+    return _listed(name for name, row in BUILDERS.items() if row.can_train and is_meant(row))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _row(flag: FieldFlag) -> tuple[str, str, str]:

@@ -1,8 +1,9 @@
 """The plan of a run: the plan file's, or made from the size flags."""
 
-from megatron.runtime.flags.configuration import FOLDED_SCHEDULE, RunConfig
+from megatron.runtime.flags.configuration import RunConfig
 from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated
+from multimodal.schedule.builders import BUILDERS
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, read_plan
 
@@ -20,4 +21,4 @@ def build_plan(config: RunConfig, graph: ModelGraph, world_size: int) -> Plan:
         sizes.ranks_per_replica == 1 and sizes.data_parallel_size in (None, 1) for sizes in parallelism.units.values()
     )
     planner = plan_colocated if parallelism.colocate_units or is_alone else plan_disaggregated
-    return planner(graph, sizes=parallelism.units, world_size=world_size, is_folded=config.training.schedule == FOLDED_SCHEDULE)
+    return planner(graph, sizes=parallelism.units, world_size=world_size, is_folded=BUILDERS[config.training.schedule].is_folded)

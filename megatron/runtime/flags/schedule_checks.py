@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatron.runtime.flags.configuration import FOLDED_SCHEDULE, VIRTUAL_STAGE_SCHEDULES, RunConfig
+from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.flags.field_flags import flag_of
 from megatron.runtime.flags.unit_flags import LLM
 from multimodal.plan.unit_grid import V_SHAPE_RANGES
+from multimodal.schedule.builders import BUILDERS, ScheduleRow, VirtualStages
+from multimodal.schedule.passes import PASSES, Need, passes_named
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -15,7 +17,8 @@ from multimodal.values.plan import Plan
 class _Choice(NamedTuple):
     """What is checked: a choice of schedule, on a plan."""
 
-    schedule: str
+    name: str
+    schedule: ScheduleRow
     passes: tuple[str, ...]
     graph: ModelGraph
     plan: Plan
@@ -37,7 +40,8 @@ class _Choice(NamedTuple):
 def check_schedule(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> None:
     """Check the schedule, its passes and the units' virtual stages against each other and the plan; raises ConfigError."""
     passes = tuple(name for name in config.training.schedule_passes.split(",") if name)
-    choice = _Choice(config.training.schedule, passes, graph, plan, str(config.parallelism.plan or ""))
+    name = config.training.schedule
+    choice = _Choice(name, BUILDERS[name], passes, graph, plan, str(config.parallelism.plan or ""))
     for check in (_check_virtual_stages, _check_shape, _check_units, _check_passes):
         for problem in check(choice):
             raise ConfigError(problem)
@@ -47,30 +51,32 @@ def _check_virtual_stages(choice: _Choice) -> Iterator[str]:
     """Virtual stages of the size flags want a schedule that makes use of them; a plan file may cut layers as it likes."""
     if choice.plan_file:
         return
+    schedule, others = choice.schedule, [name for name, row in BUILDERS.items() if row.can_train]
     for name, unit in choice.plan.units.items():
         count, flag = len(unit.replicas[0].stages[0].layer_ranges), f"{flag_of(name)}-virtual-pipeline-model-parallel-size"
-        if count > 1 and choice.schedule not in VIRTUAL_STAGE_SCHEDULES:
+        if count > 1 and schedule.virtual_stages is VirtualStages.NO_USE:
+            fitting = [other for other in others if BUILDERS[other].virtual_stages is not VirtualStages.NO_USE]
             yield (
-                f"{flag} {count}: --schedule {choice.schedule} has no use for virtual stages; choose --schedule "
-                f"{' or '.join(VIRTUAL_STAGE_SCHEDULES)}, or leave {flag} out"
+                f"{flag} {count}: --schedule {choice.name} has no use for virtual stages; choose --schedule "
+                f"{' or '.join(fitting)}, or leave {flag} out"
             )
-        if count > V_SHAPE_RANGES and choice.schedule == FOLDED_SCHEDULE:
+        if count > V_SHAPE_RANGES and schedule.is_folded:
+            dealt = [
+                each
+                for each in others
+                if BUILDERS[each].virtual_stages is VirtualStages.EXPECTED and not BUILDERS[each].is_folded
+            ]
             yield (
-                f"{flag} {count}: --schedule {choice.schedule} folds {V_SHAPE_RANGES} virtual stages per pipeline rank into a V; "
-                f"use {V_SHAPE_RANGES}, or --schedule interleaved-1f1b"
+                f"{flag} {count}: --schedule {choice.name} folds {V_SHAPE_RANGES} virtual stages per pipeline rank into a V; "
+                f"use {V_SHAPE_RANGES}, or --schedule {' or '.join(dealt)}"
             )
 
 
 def _check_shape(choice: _Choice) -> Iterator[str]:
     """Schedules for virtual stages want a plan with such stages, in the right shape."""
-    from multimodal.schedule.builders.interleaved_1f1b import interleaves  # only here: it takes longer than to read all flags
-    from multimodal.schedule.builders.zb_v import is_v_shaped
-
-    if choice.schedule == "interleaved-1f1b" and not interleaves(choice.graph, choice.plan):
-        yield _missing_shape(choice, wanted="a unit whose stages hold several layer ranges each, dealt in turn", instead="1f1b")
-    if choice.schedule == FOLDED_SCHEDULE and not any(map(is_v_shaped, choice.plan.units.values())):
-        wanted = "a unit whose stages hold two layer ranges each in the shape of a V, the first stage the first and the last"
-        yield _missing_shape(choice, wanted=wanted, instead="zb-h1")
+    layout = choice.schedule.layout
+    if layout is not None and not layout.is_met(choice.graph, choice.plan):
+        yield _missing_shape(choice, wanted=layout.wanted, instead=choice.schedule.otherwise)
 
 
 def _missing_shape(choice: _Choice, *, wanted: str, instead: str) -> str:
@@ -81,32 +87,27 @@ def _missing_shape(choice: _Choice, *, wanted: str, instead: str) -> str:
     flags = f"--{LLM}-virtual-pipeline-model-parallel-size 2 beside --{LLM}-pipeline-model-parallel-size 2 or more"
     fix = f"give a unit such 'layers' in {choice.plan_file}" if choice.plan_file else f"add {flags}"
     return (
-        f"--schedule {choice.schedule} needs virtual stages: {wanted}; found the layers {found}, stage by stage; {fix}, or "
+        f"--schedule {choice.name} needs virtual stages: {wanted}; found the layers {found}, stage by stage; {fix}, or "
         f"choose --schedule {instead}"
     )
 
 
 def _check_units(choice: _Choice) -> Iterator[str]:
-    """Schedules that are another word for 1f1b on this model and plan."""
-    name, num_encoders = choice.schedule, len(choice.graph.encoders)
-    ignored = f"--schedule {name} would be ignored:"
-    if name in ("dip", "encoders-replicated") and not num_encoders:
-        yield f"{ignored} it arranges encoders, and the model has none; leave it out, which is --schedule 1f1b"
-    if name == "encoders-colocated" and num_encoders < 2:
-        count = num_encoders or "none"
-        yield f"{ignored} it runs several encoders as one, and the model has {count}; leave it out, which is --schedule 1f1b"
-    if name == "encoders-replicated" and len(choice.plan.units[choice.graph.backbone.name].replicas[0].stages) == 1:
+    """Schedules that are another word for a plainer one on this model and plan."""
+    row, backbone, num_encoders = choice.schedule, choice.graph.backbone.name, len(choice.graph.encoders)
+    ignored, leave_out = f"--schedule {choice.name} would be ignored:", f"leave it out, which is --schedule {row.otherwise}"
+    if num_encoders < row.fewest_encoders:
+        yield f"{ignored} it {row.role_of_encoders}, and the model has {num_encoders or 'none'}; {leave_out}"
+    if len(choice.plan.units[backbone].replicas[0].stages) < row.fewest_llm_stages:
         yield (
-            f"{ignored} it repeats the encoders in every stage of '{choice.graph.backbone.name}', which has one; raise "
-            f"--{LLM}-pipeline-model-parallel-size or leave it out, which is --schedule 1f1b"
+            f"{ignored} it needs '{backbone}' to have at least {row.fewest_llm_stages} stages; raise "
+            f"--{LLM}-pipeline-model-parallel-size or {leave_out}"
         )
-    if name == "eager-1f1b" and choice.is_whole_on_every_rank:
-        yield f"{ignored} every rank holds the whole model, so no backward is late; leave it out, which is --schedule 1f1b"
+    if row.needs_messages and choice.is_whole_on_every_rank:
+        yield f"{ignored} every rank holds the whole model, so no backward is late; {leave_out}"
 
 
 def _check_passes(choice: _Choice) -> Iterator[str]:
-    from multimodal.schedule.passes import passes_named  # only here: it takes longer than to read all flags
-
     passes_named(",".join(choice.passes))
     for name in choice.passes:
         if reason := _why_useless(name, choice):
@@ -115,18 +116,19 @@ def _check_passes(choice: _Choice) -> Iterator[str]:
 
 def _why_useless(name: str, choice: _Choice) -> str:
     """Say why a pass can change nothing on this plan, and what to change; empty where it can."""
-    backbone = choice.graph.backbone.name
-    elsewhere = {rank for unit, plan in choice.plan.units.items() if unit != backbone for rank in plan.ranks}
-    is_alone = all(unit.data_parallel_size * unit.context_parallel_size == 1 for unit in choice.plan.units.values())
-    if name in ("gather-parameters", "reduce-by-layer") and is_alone:
+    need, backbone = PASSES[name].need, choice.graph.backbone.name
+    if need is Need.COPIES and all(
+        unit.data_parallel_size * unit.context_parallel_size == 1 for unit in choice.plan.units.values()
+    ):
         return f"no two ranks hold the same weights; raise a unit's data parallel size (such as --{LLM}-data-parallel-size 2)"
-    if name in ("defer-receives", "fill") and choice.is_whole_on_every_rank:
+    if need is Need.MESSAGES and choice.is_whole_on_every_rank:
         return (
             "every rank holds the whole model and waits for no message; raise a unit's pipeline size (such as "
             f"--{LLM}-pipeline-model-parallel-size 2)"
         )
-    if name == "delay-forward" and elsewhere.issuperset(choice.plan.units[backbone].ranks):
+    elsewhere = {rank for unit, plan in choice.plan.units.items() if unit != backbone for rank in plan.ranks}
+    if need is Need.OWN_RANKS and elsewhere.issuperset(choice.plan.units[backbone].ranks):
         return f"it leaves ranks as they are that '{backbone}' shares with other units, and those are all; give it its own ranks"
-    if name == "split-backward" and not choice.graph.encoders:
+    if need is Need.ENCODERS and not choice.graph.encoders:
         return "it cuts backwards of encoders, and the model has none; add one"
     return ""

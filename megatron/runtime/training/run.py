@@ -31,6 +31,7 @@ from megatron.runtime.training.start_values import collect_start_values
 from megatron.runtime.training.trainer import Trainer
 from multimodal.attention.bitfield import MaskMode
 from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.schedule.passes import passes_named
 from multimodal.values.errors import CheckpointError, ModelError, PlanError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -104,7 +105,7 @@ def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests)
         timeout=world.timeout,
         seconds=emulation.seconds if emulation else None,
         shards_weights=config.parallelism.shards_weights,
-        reduces_by_layer="reduce-by-layer" in config.training.schedule_passes.split(","),
+        reduces_by_layer=any(row.reduces_by_layer for row in passes_named(config.training.schedule_passes)),
     )
     optimizers = _build_optimizers(config, runtime, dtype)
     scheduler = build_scheduler(config.optimizer, optimizers.values(), train_iters=config.training.train_iters)

@@ -18,6 +18,7 @@ from megatron.runtime.flags.field_flags import field_flags
 from megatron.runtime.flags.unit_flags import SIZE_SPELLINGS
 from megatron.runtime.launch.start_agreement import StartValues
 from megatron.runtime.training.prediction import assumed_cluster
+from multimodal.balance import BALANCERS, UNBALANCED
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
 from multimodal.data.sample_source import SampleSource
@@ -52,7 +53,7 @@ def collect_start_values(config: RunConfig, *, graph: ModelGraph, plan: Plan, da
 
 def _environment_names(config: RunConfig) -> tuple[str, ...]:
     """Balancers ask for the size of a node, which may differ where nothing is balanced."""
-    return ("WORLD_SIZE",) if config.training.balance == "none" else ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    return ("WORLD_SIZE",) if config.training.balance == UNBALANCED else ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def _flag_values(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -133,7 +134,7 @@ def _cost_values(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from _flat("emulate", CostTable.from_file(config.training.emulate))
     if config.training.cluster is not None:
         yield from _flat("cluster", Cluster.from_file(config.training.cluster))
-    elif config.training.balance == "auto":
+    elif BALANCERS[config.training.balance].needs_costs:
         yield from _flat("cluster", assumed_cluster())
 
 

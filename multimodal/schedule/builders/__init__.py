@@ -1,8 +1,11 @@
-"""Builders: from Plan and Assignment to a schedule in the compute dialect, one file each."""
+"""Schedules: builders from Plan and Assignment to the compute dialect, one file each, and what others ask about each."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from multimodal.schedule.builders.breadth_first import build_breadth_first
 from multimodal.schedule.builders.dip import build_dip
@@ -10,10 +13,10 @@ from multimodal.schedule.builders.eager_1f1b import build_eager_1f1b
 from multimodal.schedule.builders.encoders_colocated import build_encoders_colocated
 from multimodal.schedule.builders.encoders_replicated import build_encoders_replicated
 from multimodal.schedule.builders.gpipe import build_gpipe
-from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b
+from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, interleaves
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
 from multimodal.schedule.builders.zb_h1 import build_zb_h1
-from multimodal.schedule.builders.zb_v import build_zb_v
+from multimodal.schedule.builders.zb_v import build_zb_v, is_v_shaped
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -21,26 +24,177 @@ from multimodal.values.schedule import Schedule
 
 
 class Builder(Protocol):
-    """What every builder looks like."""
+    """A function that builds a schedule."""
 
     def __call__(self, graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False) -> Schedule:
         """Build a schedule in the compute dialect; raises ScheduleError where the plan's layout does not allow it."""
 
 
-DIP_ROUNDS = (2, 4, 8, 16)
-"""Into how many rounds `dip-N` can cut a step."""
+class VirtualStages(Enum):
+    """What a schedule makes of stages that hold several layer ranges."""
 
-BUILDERS: Mapping[str, Builder] = {
-    "gpipe": build_gpipe,
-    "breadth-first": build_breadth_first,
-    "1f1b": build_one_f_one_b,
-    "eager-1f1b": build_eager_1f1b,
-    "interleaved-1f1b": build_interleaved_1f1b,
-    "zb-h1": build_zb_h1,
-    "zb-v": build_zb_v,
-    "dip": build_dip,
-    **{f"dip-{rounds}": partial(build_dip, num_rounds=rounds) for rounds in DIP_ROUNDS},
-    "encoders-colocated": build_encoders_colocated,
-    "encoders-replicated": build_encoders_replicated,
+    NO_USE = "no use"
+    """It runs such plans, and gains nothing."""
+    OPTIONAL = "optional"
+    """It is meant for plans with and without them."""
+    EXPECTED = "expected"
+    """It is meant for them; without them it is another schedule."""
+
+
+class Layout(NamedTuple):
+    """A shape that a plan must have."""
+
+    is_met: Callable[[ModelGraph, Plan], bool]
+    wanted: str
+    """The shape in words, for messages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleRow:
+    """One schedule: its builder, and all that flags, planners, estimates, tools and pages ask about it."""
+
+    build: Builder
+    meaning: str
+    """What it does, in one line."""
+    source: str = ""
+    """The paper that it comes from, or is the baseline of."""
+    can_train: bool = True
+    """False if it can only be simulated and planned with."""
+    splits_backwards: bool = False
+    """True if every backward is an input gradient and a weight gradient, which only `--transformer-impl local` can run."""
+    in_flight: float = 1.0
+    """Microbatches that a stage keeps at most, over those of 1F1B; infinite if it keeps more the more a step has."""
+    virtual_stages: VirtualStages = VirtualStages.NO_USE
+    is_folded: bool = False
+    """True if a stage's two layer ranges form a V; in all other schedules layer ranges are dealt in turn."""
+    layout: Layout | None = None
+    """Its builder raises ScheduleError for other plans."""
+    num_rounds: int = 0
+    """If units that share ranks run in phases: rounds of such phases in a step. More rounds keep less and wait more."""
+    copies_encoders: bool = False
+    """True if each stage of the LLM holds a replica of every encoder."""
+    fewest_encoders: int = 0
+    role_of_encoders: str = ""
+    """What it does with encoders, for the message where there are fewer."""
+    fewest_llm_stages: int = 1
+    needs_messages: bool = False
+    """True if it changes nothing where every rank holds the whole model."""
+    otherwise: str = "1f1b"
+    """The schedule that it amounts to where the model or the plan lack what it needs."""
+    is_tried_first: bool = False
+    """True if a search tries it on every kind of layout that it suits, not only on the best layouts."""
+
+    def __call__(self, graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False) -> Schedule:
+        """Build the schedule: a row is a `Builder`."""
+        return self.build(graph, plan, assignment, forward_only=forward_only)
+
+    @property
+    def keeps_all(self) -> bool:
+        """True if stages keep more activations the more microbatches a step has."""
+        return math.isinf(self.in_flight)
+
+    def is_for(self, graph: ModelGraph, *, has_virtual_stages: bool) -> bool:
+        """Return True if the schedule is meant for such a model, with or without several layer ranges per stage."""
+        unmeant = VirtualStages.NO_USE if has_virtual_stages else VirtualStages.EXPECTED
+        return self.virtual_stages is not unmeant and len(graph.encoders) >= self.fewest_encoders
+
+
+DIP_ROUNDS = (2, 4, 8, 16)
+"""Numbers of rounds that `dip-N` offers."""
+
+EAGER_FACTOR = 2.0
+"""Microbatches in flight under eager 1F1B, over those of 1F1B."""
+
+_DEALT = Layout(interleaves, "a unit whose stages hold several layer ranges each, dealt in turn")
+_V_SHAPED = Layout(
+    lambda graph, plan: any(map(is_v_shaped, plan.units.values())),
+    "a unit whose stages hold two layer ranges each in the shape of a V, the first stage the first and the last",
+)
+_ZERO_BUBBLE = "Qi et al., Zero Bubble Pipeline Parallelism"
+
+BUILDERS: dict[str, ScheduleRow] = {
+    "gpipe": ScheduleRow(
+        build=build_gpipe, meaning="all forwards, then all backwards", source="Huang et al., GPipe", in_flight=math.inf
+    ),
+    "breadth-first": ScheduleRow(
+        build=build_breadth_first,
+        meaning="all microbatches through one layer range before the next",
+        source="Lamy-Poirier, Breadth-First Pipeline Parallelism",
+        in_flight=math.inf,
+        virtual_stages=VirtualStages.EXPECTED,
+        otherwise="gpipe",
+    ),
+    "1f1b": ScheduleRow(
+        build=build_one_f_one_b,
+        meaning="one forward, one backward in turn after the warm-up",
+        source="Narayanan et al., PipeDream-flush",
+    ),
+    "eager-1f1b": ScheduleRow(
+        build=partial(build_eager_1f1b, memory_factor=EAGER_FACTOR),
+        meaning="1F1B whose forwards run ahead where memory allows",
+        source="Entrain 4.5.3",
+        in_flight=EAGER_FACTOR,
+        needs_messages=True,
+    ),
+    "interleaved-1f1b": ScheduleRow(
+        build=build_interleaved_1f1b,
+        meaning="1F1B over layer ranges that are dealt to the stages in turn",
+        source="Narayanan et al., Megatron-LM 2.2",
+        virtual_stages=VirtualStages.EXPECTED,
+        layout=_DEALT,
+    ),
+    "zb-h1": ScheduleRow(
+        build=build_zb_h1,
+        meaning="1F1B with weight gradients where a lane would be idle",
+        source=_ZERO_BUBBLE,
+        splits_backwards=True,
+        virtual_stages=VirtualStages.OPTIONAL,
+        is_tried_first=True,
+    ),
+    "zb-v": ScheduleRow(
+        build=build_zb_v,
+        meaning="no bubble on stages that hold the layers in the shape of a V",
+        source=_ZERO_BUBBLE,
+        splits_backwards=True,
+        virtual_stages=VirtualStages.EXPECTED,
+        is_folded=True,
+        layout=_V_SHAPED,
+        otherwise="zb-h1",
+    ),
+    "dip": ScheduleRow(
+        build=build_dip,
+        meaning="encoder forwards, then the LLM, then encoder backwards, on the same ranks",
+        source="DIP",
+        in_flight=math.inf,
+        num_rounds=1,
+        fewest_encoders=1,
+        role_of_encoders="arranges encoders",
+    ),
+    **{
+        f"dip-{rounds}": ScheduleRow(
+            build=partial(build_dip, num_rounds=rounds),
+            meaning=f"the phases of dip in {rounds} rounds",
+            source="DIP",
+            in_flight=math.inf,
+            num_rounds=rounds,
+        )
+        for rounds in DIP_ROUNDS
+    },
+    "encoders-colocated": ScheduleRow(
+        build=build_encoders_colocated,
+        meaning="several encoders in the same stages run as if they were one",
+        source="Cornstarch 2",
+        fewest_encoders=2,
+        role_of_encoders="runs several encoders as one",
+    ),
+    "encoders-replicated": ScheduleRow(
+        build=build_encoders_replicated,
+        meaning="every stage of the LLM runs all encoders",
+        source="Cornstarch 2",
+        copies_encoders=True,
+        fewest_encoders=1,
+        role_of_encoders="arranges encoders",
+        fewest_llm_stages=2,
+    ),
 }
-"""Every builder by the name that selects it."""
+"""Every schedule by the name that selects it. What reads it reads it when called, so that a row can be added at any time."""

@@ -1,6 +1,8 @@
-"""Passes: functions from one schedule to another, one file each."""
+"""Passes: functions from one schedule to another, one file each, and what others ask about each."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
 
 from multimodal.schedule.passes.defer_receives import defer_receives
 from multimodal.schedule.passes.delay_forward import delay_forward
@@ -9,29 +11,100 @@ from multimodal.schedule.passes.gather_parameters import gather_parameters
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.passes.schedule_pass import Pass
 from multimodal.schedule.passes.split_backward import split_backward
+from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ConfigError
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+from multimodal.values.schedule import Schedule
 
-__all__ = ["PASSES", "Pass", "passes_named"]
+__all__ = ["PASSES", "Need", "Pass", "PassRow", "passes_named"]
 
 
-PASSES: Mapping[str, Pass] = {
-    "split-backward": split_backward,
-    "defer-receives": defer_receives,
-    "delay-forward": delay_forward,
-    "fill": fill,
-    "gather-parameters": gather_parameters,
-    "reduce-by-layer": reduce_by_layer,
+class Need(Enum):
+    """What a model or a plan must have for a pass to change anything."""
+
+    COPIES = "ranks that hold the same weights"
+    MESSAGES = "ranks that wait for each other's activations"
+    OWN_RANKS = "ranks of the LLM that no other unit has"
+    ENCODERS = "an encoder"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassRow:
+    """One pass: its function, and all that flags, planners and pages ask about it."""
+
+    rewrite: Pass
+    meaning: str
+    """What it does, in one line."""
+    source: str = ""
+    """The paper or the system that it comes from."""
+    need: Need
+    """Without it, the pass changes nothing."""
+    splits_backwards: bool = False
+    """True if it makes input and weight gradients of backwards, which only `--transformer-impl local` can run."""
+    works_with_sharded_weights: bool = True
+    """False if it moves weights or gradients of a stage once a step; weights that are sharded move with every layer."""
+    reduces_by_layer: bool = False
+    """True if ranks must be set up to reduce gradients layer by layer."""
+    is_planned: bool = False
+    """True if every planned run has it where it changes anything, because it costs nothing."""
+    least_zero_stage: int = 0
+    """It changes nothing where replicas share less."""
+    undone_by: Mapping[str, str] = field(default_factory=dict)
+    """Later pass -> how it would undo this one; nothing in a schedule says why its forwards stand late."""
+
+    def __call__(self, schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
+        """Rewrite the schedule: a row is a `Pass`."""
+        return self.rewrite(schedule, graph=graph, plan=plan, assignment=assignment)
+
+
+PASSES: dict[str, PassRow] = {
+    "split-backward": PassRow(
+        rewrite=split_backward,
+        meaning="runs an encoder's backward sample subset by sample subset",
+        source="Entrain 4.5.3",
+        need=Need.ENCODERS,
+    ),
+    "defer-receives": PassRow(
+        rewrite=defer_receives, meaning="runs actions that are ready while a lane waits for a message", need=Need.MESSAGES
+    ),
+    "delay-forward": PassRow(
+        rewrite=delay_forward,
+        meaning="shortens the LLM's warm-up",
+        source="Optimus",
+        need=Need.OWN_RANKS,
+        undone_by={"defer-receives": "would move delayed forwards back into the warm-up, to where a lane waits"},
+    ),
+    "fill": PassRow(
+        rewrite=fill,
+        meaning="lets weight gradients fill waits for messages",
+        source="Qi et al., Zero Bubble Pipeline Parallelism",
+        need=Need.MESSAGES,
+        splits_backwards=True,
+    ),
+    "gather-parameters": PassRow(
+        rewrite=gather_parameters,
+        meaning="gathers updated weights in the next step, stage by stage",
+        source="Megatron-LM's --overlap-param-gather",
+        need=Need.COPIES,
+        works_with_sharded_weights=False,
+        is_planned=True,
+        least_zero_stage=1,
+    ),
+    "reduce-by-layer": PassRow(
+        rewrite=reduce_by_layer,
+        meaning="reduces gradients layer by layer during the last backward",
+        source="Megatron-LM's --overlap-grad-reduce",
+        need=Need.COPIES,
+        works_with_sharded_weights=False,
+        reduces_by_layer=True,
+        is_planned=True,
+    ),
 }
 """Every pass that can be chosen by name. `reorder` needs an order, so a balancer calls it; lowering is always the last one."""
 
 
-_UNDOES: Mapping[tuple[str, str], str] = {
-    ("delay-forward", "defer-receives"): "would move delayed forwards back into the warm-up, to where a lane waits",
-}
-"""(pass, later pass) -> how the later one undoes what the earlier did; nothing in a schedule says why its forwards stand late."""
-
-
-def passes_named(names: str) -> tuple[Pass, ...]:
+def passes_named(names: str) -> tuple[PassRow, ...]:
     """Look passes up by their names with commas between them.
 
     Raises ConfigError for an unknown name, one given twice, and an order in which a pass undoes an earlier one.
@@ -41,10 +114,10 @@ def passes_named(names: str) -> tuple[Pass, ...]:
         raise ConfigError(f"--schedule-passes: there is no pass '{unknown[0]}'; choose from {', '.join(PASSES)}")
     if twice := [name for name in found if found.count(name) > 1]:
         raise ConfigError(f"--schedule-passes names {twice[0]} twice; leave one out")
-    for (first, second), how in _UNDOES.items():
-        if first in found and second in found[found.index(first) :]:
+    for index, first in enumerate(found):
+        for second in (later for later in found[index:] if later in PASSES[first].undone_by):
             raise ConfigError(
-                f"--schedule-passes {names}: {second} after {first} {how}; put {first} after {second}, such as "
-                f"--schedule-passes {second},{first}, or leave one out"
+                f"--schedule-passes {names}: {second} after {first} {PASSES[first].undone_by[second]}; put {first} after "
+                f"{second}, such as --schedule-passes {second},{first}, or leave one out"
             )
     return tuple(PASSES[name] for name in found)

@@ -326,7 +326,7 @@ os._exit = sys.exit
 try:
     pretrain_mllm.main(["{flag}"])
 except SystemExit as ended:
-    late = [name for name in sys.modules if name.split(".")[0] in ("torch", "numpy") or name.startswith("megatron.core")]
+    late = [name for name in sys.modules if name.split(".")[0] == "torch" or name.startswith("megatron.core")]
     print("ended with", ended.code, late)
 """
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}

@@ -8,14 +8,13 @@ import pytest
 import yaml
 
 from megatron.runtime.flags.arguments import parse_arguments
-from megatron.runtime.flags.configuration import FOLDED_SCHEDULE, VIRTUAL_STAGE_SCHEDULES, RunConfig
+from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.flags.run_plan import build_plan
 from multimodal.cost.cluster import Cluster
 from multimodal.data.uniform_lengths import uniform_lengths
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.plan_search import VIRTUAL_SCHEDULES
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.builders import BUILDERS, VirtualStages
 from multimodal.values.errors import ConfigError, PlanError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -110,7 +109,7 @@ def test_what_a_planner_prescribes_is_not_refused(tmp_path: Path, planner: str, 
 @pytest.mark.parametrize("schedule", sorted(BUILDERS))
 def test_only_schedules_for_virtual_stages_take_them(parse: Parse, schedule: str) -> None:
     line = f"--vision-dp 1 --llm-pp 2 --llm-vpp 2 --schedule {schedule}"
-    if schedule in VIRTUAL_STAGE_SCHEDULES:
+    if BUILDERS[schedule].virtual_stages is not VirtualStages.NO_USE:
         assert parse(line, world_size=3).training.schedule == schedule
         return
     with pytest.raises(ConfigError) as problem:
@@ -118,11 +117,7 @@ def test_only_schedules_for_virtual_stages_take_them(parse: Parse, schedule: str
     assert f"--llm-virtual-pipeline-model-parallel-size 2: --schedule {schedule} has no use for virtual stages" in str(
         problem.value
     )
-    assert "choose --schedule interleaved-1f1b or breadth-first or zb-h1 or zb-v" in str(problem.value)
-
-
-def test_planners_choose_the_same_schedules_for_virtual_stages() -> None:
-    assert {*VIRTUAL_SCHEDULES, FOLDED_SCHEDULE} == set(VIRTUAL_STAGE_SCHEDULES)
+    assert "choose --schedule breadth-first or interleaved-1f1b or zb-h1 or zb-v" in str(problem.value)
 
 
 def test_a_plan_file_may_cut_layers_as_it_likes_but_gives_a_schedule_what_it_needs(parse: Parse, tmp_path: Path) -> None:
@@ -150,7 +145,7 @@ WRONG = [
     ),
     (
         "--colocate-units --schedule encoders-replicated",
-        "it repeats the encoders in every stage of 'llm', which has one; raise --llm",
+        "it needs 'llm' to have at least 2 stages; raise --llm",
     ),
     ("--colocate-units --schedule eager-1f1b", "every rank holds the whole model, so no backward is late; leave it out"),
     ("--vision-dp 1 --llm-pp 2 --schedule-passes fill,fill", "--schedule-passes names fill twice; leave one out"),
