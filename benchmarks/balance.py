@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 from numpy.typing import NDArray
+from partition_bound import partition_lower_bound
 from published_post_balancing import (
     Batches,
     published_linear,
@@ -38,9 +39,9 @@ from rich.console import Console
 from rich.table import Table
 from scipy.sparse import csr_matrix
 
-from multimodal.balance.longest_first_partition import partition_longest_first
-from multimodal.balance.post_balance import post_balance_array, post_balance_lower_bound
-from multimodal.balance.rearrange_nodes import rearrange_nodes
+from multimodal.balance.algorithms.longest_first_partition import partition_longest_first
+from multimodal.balance.algorithms.post_balance import post_balance_array
+from multimodal.balance.nodes.rearrange_nodes import rearrange_nodes
 from multimodal.balance.unit_cost import CostForm, UnitCost
 from multimodal.data.length_table import read_length_table
 from multimodal.values.model_graph import AudioInput, ImageInput, ModelGraph, Role, Transformer, Unit
@@ -184,7 +185,7 @@ def _measure(drawn: Drawn, cost: UnitCost | Mapping[str, UnitCost], method: str,
     for name, bins in found.items():
         lengths = drawn.lengths[name]
         each = batch_costs(lengths, bins, max(num_batches, drawn.num_replicas), costs[name])
-        over_bound.append(each.max() / post_balance_lower_bound(lengths, num_bins=drawn.num_replicas, cost=costs[name]))
+        over_bound.append(each.max() / partition_lower_bound(lengths, num_bins=drawn.num_replicas, cost=costs[name]))
         over_mean.append(each.max() / each.mean())
     fits = num_batches <= drawn.num_replicas
     volume_left, node_milliseconds = _rearrange(drawn, found) if fits else (None, None)

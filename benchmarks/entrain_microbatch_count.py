@@ -22,7 +22,7 @@ from microbatch_assignment import DEFAULT_LENGTHS, Groups, Loads, Pool, generate
 from rich.console import Console
 from rich.table import Table
 
-from multimodal.balance.entrain_assignment import assign_entrain
+from multimodal.balance.algorithms.entrain_assignment import assign_entrain
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.lane_execution import execute_lanes
 from multimodal.schedule.passes.split_backward import split_backward
@@ -107,7 +107,7 @@ def measure(pool: Pool, *, num_batches: int) -> dict[str, float]:
                 num_microbatches=NUM_MICROBATCHES,
                 min_num_microbatches=least,
             )
-            replicas = [(replica.encoder_microbatches, replica.llm_microbatches) for replica in placed.replicas]
+            replicas = [(replica.encoder_microbatches, replica.llm_microbatches) for replica in placed]
             for builder in ("1f1b", "eager-1f1b"):
                 found.setdefault(f"{name}, {builder}", []).append(slowest(replicas, builder) / ideal)
     return {name: float(np.mean(each)) for name, each in found.items()}

@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -39,10 +40,11 @@ from published_microbatch_assignment import (
 from rich.console import Console
 from rich.table import Table
 
-from multimodal.balance.entrain_assignment import assign_entrain, assign_entrain_reference
-from multimodal.balance.pipeline_steps import pipeline_steps
-from multimodal.balance.reorder_microbatches import pipeline_seconds, reorder_microbatches
-from multimodal.balance.reorder_samples import reorder_samples
+from multimodal.balance.algorithms import entrain_assignment
+from multimodal.balance.algorithms.entrain_assignment import assign_entrain
+from multimodal.balance.algorithms.longest_first_partition import partition_longest_first
+from multimodal.balance.algorithms.pipeline_recursion import pipeline_steps
+from multimodal.balance.algorithms.reorder_microbatches import pipeline_seconds, reorder_microbatches
 from multimodal.data.length_table import read_length_table
 from multimodal.values.model_graph import AudioInput, ImageInput, ModelGraph, Role, Transformer, Unit
 
@@ -138,12 +140,9 @@ def _in_order(encoder: Loads, llm: Loads, num_replicas: int, num_microbatches: i
     return [_cut(group, num_microbatches) for group in groups]
 
 
-def _disttrain(*, ascending: bool) -> Assign:
-    def assign(encoder: Loads, llm: Loads, num_replicas: int, num_microbatches: int) -> Sequence[tuple[Groups, Groups]]:
-        groups = reorder_samples((encoder + llm).tolist(), num_groups=num_replicas, ascending=ascending)
-        return [_cut(np.sort(group), num_microbatches) for group in groups]
-
-    return assign
+def _disttrain(encoder: Loads, llm: Loads, num_replicas: int, num_microbatches: int) -> Sequence[tuple[Groups, Groups]]:
+    groups = partition_longest_first((encoder + llm).tolist(), num_bins=num_replicas)
+    return [_cut(np.sort(group), num_microbatches) for group in groups]
 
 
 def _published_disttrain(encoder: Loads, llm: Loads, num_replicas: int, num_microbatches: int) -> Sequence[tuple[Groups, Groups]]:
@@ -165,9 +164,14 @@ def _entrain(assign_samples: Callable[..., object], *, lower_count: bool = False
             num_microbatches=num_microbatches,
             min_num_microbatches=1 if lower_count else None,
         )
-        return [(replica.encoder_microbatches, replica.llm_microbatches) for replica in placed.replicas]
+        return [(replica.encoder_microbatches, replica.llm_microbatches) for replica in placed]
 
     return assign
+
+
+def _assign_in_python(llm: Loads, **arguments: object) -> object:
+    with mock.patch.object(entrain_assignment, "kernels", None):
+        return assign_entrain(llm, **arguments)
 
 
 def _published_entrain(encoder: Loads, llm: Loads, num_replicas: int, num_microbatches: int) -> Sequence[tuple[Groups, Groups]]:
@@ -176,12 +180,11 @@ def _published_entrain(encoder: Loads, llm: Loads, num_replicas: int, num_microb
 
 METHODS: Mapping[str, Assign] = {
     "in order": _in_order,
-    "DistTrain as published, Python": _published_disttrain,
-    "DistTrain, ascending": _disttrain(ascending=True),
-    "DistTrain, descending": _disttrain(ascending=False),
+    "DistTrain as published (ascending), Python": _published_disttrain,
+    "DistTrain, descending": _disttrain,
     "Entrain as published, Python": _published_entrain,
     "Braid's Entrain, K_eff": _entrain(assign_entrain, lower_count=True),
-    "Braid's Entrain, Python": _entrain(assign_entrain_reference),
+    "Braid's Entrain, Python": _entrain(_assign_in_python),
     "Braid's Entrain": _entrain(assign_entrain),
 }
 

@@ -20,15 +20,14 @@ import numpy as np
 
 # Also puts the checkout on the path.
 from balance import DEFAULT_LENGTHS, NUM_REPLICAS, SAMPLES_PER_REPLICA, Lengths, generate_lengths, read_lengths
+from node_bounds import inter_node_bytes, lp_bound, single_node_bound
 from published_node_rearrangement import published_node_rearrangement
 from rich.console import Console
 from rich.table import Table
 from scipy.sparse import csr_matrix
 
-from multimodal.balance.node_programs import lp_bound, single_node_bound
-from multimodal.balance.node_volumes import inter_node_bytes
-from multimodal.balance.post_balance import post_balance_array
-from multimodal.balance.rearrange_nodes import rearrange_nodes
+from multimodal.balance.algorithms.post_balance import post_balance_array
+from multimodal.balance.nodes.rearrange_nodes import rearrange_nodes
 
 RANKS_PER_NODE = 8
 CLAIMED_RATIO, CLAIMED_MILLISECONDS = 1.05, 50.0

@@ -6,8 +6,7 @@ said so.
 
 from collections.abc import Sequence
 
-from multimodal.balance.pipeline_recursion import PipelineRecursion
-from multimodal.balance.pipeline_steps import pipeline_steps
+from multimodal.balance.algorithms.pipeline_recursion import PipelineRecursion, pipeline_steps
 
 Groups = list[list[int]]
 

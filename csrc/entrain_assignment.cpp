@@ -10,7 +10,7 @@ namespace braid {
 
 namespace {
 
-// The microbatches of all pairs, the lightest pairs at both ends. Reference: multimodal/balance/pair_order.py
+// The microbatches of all pairs, the lightest pairs at both ends. Reference: multimodal/balance/algorithms/pairwise_deferral.py
 Samples order_pairs(const std::vector<Samples>& pairs, const std::vector<double>& work) {
     std::vector<double> negative_totals;
     for (const Samples& pair : pairs) negative_totals.push_back(-sum_in_order(work.data(), pair));

@@ -1,4 +1,4 @@
-// Entrain's hierarchical microbatch assignment (Alg. 4). Reference: multimodal/balance/entrain_assignment.py
+// Entrain's hierarchical microbatch assignment (Alg. 4). Reference: multimodal/balance/algorithms/entrain_assignment.py
 
 #pragma once
 

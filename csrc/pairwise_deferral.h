@@ -1,5 +1,5 @@
 // Which microbatches run as a pair, and which samples the second takes over (Entrain 4.5.2).
-// Reference: multimodal/balance/pairwise_deferral.py
+// Reference: multimodal/balance/algorithms/pairwise_deferral.py
 
 #pragma once
 

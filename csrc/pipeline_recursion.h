@@ -1,4 +1,4 @@
-// When the steps of one pipeline end. Reference: multimodal/balance/pipeline_recursion.py
+// When the steps of one pipeline end. Reference: multimodal/balance/algorithms/pipeline_recursion.py
 
 #pragma once
 

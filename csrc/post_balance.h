@@ -1,5 +1,5 @@
 // Post-balancing: spreads the items of a batch over bins so that the costliest bin costs little (OrchMLLM, Alg. 1, 2, 4 and 5).
-// Reference: multimodal/balance/post_balance_reference.py
+// Reference: multimodal/balance/algorithms/post_balance.py
 
 #pragma once
 

@@ -1,5 +1,5 @@
 // Which node gets which new batch, so that the most that any rank sends to other nodes is little (OrchMLLM, Alg. 3).
-// Reference: multimodal/balance/node_search.py
+// Reference: multimodal/balance/nodes/node_search.py
 
 #pragma once
 

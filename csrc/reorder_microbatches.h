@@ -1,4 +1,4 @@
-// In which order the microbatches of a pipeline run (DistTrain, Alg. 3). Reference: multimodal/balance/reorder_microbatches.py
+// In which order the microbatches of a pipeline run (DistTrain, Alg. 3). Reference: multimodal/balance/algorithms/reorder_microbatches.py
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Which replica gets which sample (Entrain 4.3). Reference: multimodal/balance/replica_assignment.py
+// Which replica gets which sample (Entrain 4.3). Reference: multimodal/balance/algorithms/greedy_assignment.py
 
 #pragma once
 

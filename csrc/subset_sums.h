@@ -1,4 +1,4 @@
-// Which sums the subsets of some loads have. Reference: multimodal/balance/subset_sums.py
+// Which sums the subsets of some loads have. Reference: multimodal/balance/algorithms/pairwise_deferral.py
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// What samples cost each unit, as the assignment kernels read it. Reference: multimodal/balance/replica_assignment.py
+// What samples cost each unit, as the assignment kernels read it. Reference: multimodal/balance/algorithms/greedy_assignment.py
 
 #pragma once
 

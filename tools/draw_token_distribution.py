@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 from multimodal.attention.bitfield import BitfieldMask, MaskSegment, build_bitfield_mask
 from multimodal.attention.block_summary import count_block_workloads
 from multimodal.attention.token_shares import TokenShares, share_tokens
-from multimodal.balance.distribute_tokens import TokenDistribution, rank_workloads
+from multimodal.balance.algorithms.distribute_tokens import TokenDistribution, rank_workloads
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

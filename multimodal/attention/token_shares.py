@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from multimodal.attention.bitfield import BitfieldMask
 from multimodal.attention.block_summary import count_block_workloads
-from multimodal.balance.distribute_tokens import TokenDistribution, distribute_tokens
+from multimodal.balance.algorithms.distribute_tokens import TokenDistribution, distribute_tokens
 
 
 @dataclass(frozen=True, eq=False)

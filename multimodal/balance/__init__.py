@@ -10,7 +10,7 @@ from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.disttrain import balance_disttrain
 from multimodal.balance.entrain import balance_entrain
 from multimodal.balance.in_order import balance_in_order, balance_sorted
-from multimodal.balance.post_balancing import balance_every_unit, balance_llm_only, balance_whole_samples
+from multimodal.balance.orchmllm import balance_every_unit, balance_llm_only, balance_whole_samples
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from multimodal.balance.balance_options import BalanceOptions, Predictor
-from multimodal.balance.batch_work import BatchWork
+from multimodal.balance.batch_work import BatchWork, read_batch
 from multimodal.balance.disttrain import reorder_llm
-from multimodal.balance.post_balancing import balance_samples, follow_llm, place_every_unit
-from multimodal.balance.validate_inputs import validate_inputs
+from multimodal.balance.orchmllm import balance_llm
+from multimodal.balance.placement import follow_llm, place_every_unit
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -31,9 +31,8 @@ def balance_auto(
 
     balancers: the data's order first. Raises AssignmentError as `validate_inputs` does.
     """
-    validate_inputs(lengths, graph=graph, options=options)
-    work = BatchWork(graph, lengths, options)
-    reordered = reorder_llm(balance_samples(work, plan=plan), work, plan=plan)
+    work = read_batch(lengths, graph=graph, options=options)
+    reordered = reorder_llm(balance_llm(work, plan=plan), work, plan=plan)
     candidates = [
         *(balance(lengths, graph=graph, plan=plan, options=options) for balance in balancers),
         place_every_unit(reordered, work, plan=plan),
@@ -64,7 +63,7 @@ def _shortest(candidates: Sequence[Assignment], lengths: Sequence[SampleLengths]
 
 
 def busiest_replica_seconds(assignment: Assignment, work: BatchWork, *, plan: Plan) -> float:
-    """Largest work of a replica over its ranks, in FLOPs: a prediction that knows no schedule."""
+    """Return the largest work of a replica over its ranks, in FLOPs: a prediction that knows no schedule."""
     return max(
         sum(sum(work.flops(unit, microbatch)) for microbatch in microbatches) / len(plan.units[unit].replicas[replica].ranks)
         for unit, replicas in assignment.units.items()

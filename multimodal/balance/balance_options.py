@@ -1,6 +1,6 @@
-"""What a balancer is told beside the lengths."""
+"""What a balancer is told beside the lengths, and the check of both."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import ceil
@@ -9,7 +9,12 @@ from typing import Protocol
 
 from multimodal.balance.unit_cost import UnitCost
 from multimodal.values.assignment import Assignment
+from multimodal.values.errors import AssignmentError
+from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
+
+MOST_TOKENS = 2**31 - 1
+"""In one item or text: beyond it, sums of squares would not be exact."""
 
 
 class Prediction(Protocol):
@@ -17,11 +22,11 @@ class Prediction(Protocol):
 
     @property
     def seconds(self) -> float:
-        """Seconds that it would take."""
+        """Predicted duration of the step."""
 
     @property
     def least_seconds(self) -> float:
-        """A number that `seconds` is not below, found quickly."""
+        """A lower bound of `seconds` that is computed quickly."""
 
 
 class Predictor(Protocol):
@@ -32,7 +37,7 @@ class Predictor(Protocol):
 
 
 class Granularity(StrEnum):
-    """What an encoder's balancing moves as one."""
+    """The smallest thing that balancing an encoder moves."""
 
     ITEM = "item"
     """Every image and every clip by itself."""
@@ -42,7 +47,7 @@ class Granularity(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceOptions:
-    """Sizes, costs and what else shapes an assignment."""
+    """Sizes, costs and whatever else shapes an assignment."""
 
     micro_batch_size: int = 1
     """Samples in one microbatch of the LLM. Balancers that equalise work take it as the mean: it sets their number."""
@@ -57,8 +62,54 @@ class BalanceOptions:
     vocab_size: int = 32768
     """Of the LLM's head, whose work counts."""
     predictor: Predictor | None = None
-    """What `auto` compares; without it, the largest work of a replica."""
+    """Predicts the steps that `auto` compares; without it, `auto` compares the largest work of a replica."""
 
     def count_microbatches(self, num_samples: int, *, num_replicas: int) -> int:
-        """Microbatches that every LLM replica is to have: `num_microbatches`, or as many as `micro_batch_size` makes."""
+        """Return how many microbatches every LLM replica gets: `num_microbatches`, or as many as `micro_batch_size` makes."""
         return self.num_microbatches or ceil(num_samples / (num_replicas * self.micro_batch_size))
+
+
+def validate_inputs(lengths: Sequence[SampleLengths], *, graph: ModelGraph, options: BalanceOptions) -> None:
+    """Check a global batch and the options; raises AssignmentError with what to change. O(items)."""
+    if not lengths:
+        raise AssignmentError("the global batch has no samples; give at least one (check --global-batch-size and the data)")
+    for problem in (*_option_problems(graph, options), *_sample_problems(lengths, graph)):
+        raise AssignmentError(problem)
+
+
+def _option_problems(graph: ModelGraph, options: BalanceOptions) -> Iterator[str]:
+    encoders = [unit.name for unit in graph.encoders]
+    if options.micro_batch_size < 1:
+        yield f"micro batch size {options.micro_batch_size} must be at least 1; set --micro-batch-size"
+    if options.num_microbatches is not None and options.num_microbatches < 1:
+        yield f"{options.num_microbatches} microbatches per replica; there must be at least 1"
+    for name, size in options.encoder_micro_batch_sizes.items():
+        if name not in encoders:
+            yield (
+                f"an encoder micro batch size is given for '{name}', which is no encoder of the model "
+                f"(encoders: {', '.join(encoders) or 'none'}); remove it"
+            )
+        if size < 1:
+            yield f"unit '{name}': micro batch size {size} must be at least 1; set --{name}-micro-batch-size"
+    if unknown := [name for name in options.unit_costs if name not in graph.unit_names]:
+        yield f"a cost is given for '{unknown[0]}', which is no unit of the model; remove it"
+    if options.ranks_per_node < 1:
+        yield f"{options.ranks_per_node} ranks per node; there must be at least 1"
+
+
+def _sample_problems(lengths: Sequence[SampleLengths], graph: ModelGraph) -> Iterator[str]:
+    encoders, generators = [unit.name for unit in graph.encoders], [unit.name for unit in graph.generators]
+    seen: set[int] = set()
+    for sample in lengths:
+        if sample.sample_id in seen:
+            yield f"sample {sample.sample_id} is in the global batch twice; give every sample an id of its own"
+        seen.add(sample.sample_id)
+        counts = sample.num_text_tokens, sample.num_target_tokens, *(count for item in sample.items for count in item[1:])
+        if wrong := [count for count in counts if not (isinstance(count, int) and 0 <= count <= MOST_TOKENS)]:
+            yield f"sample {sample.sample_id} has a length of {wrong[0]} tokens; lengths are integers from 0 to {MOST_TOKENS}"
+        for index, item in enumerate(sample.items):
+            if item.unit not in encoders and item.unit not in generators:
+                yield (
+                    f"item {index} of sample {sample.sample_id} is for unit '{item.unit}', which is no encoder of the model "
+                    f"(encoders: {', '.join(encoders) or 'none'}); remove the item or add the encoder"
+                )

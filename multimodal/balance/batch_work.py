@@ -1,24 +1,23 @@
-"""How much work each sample and each item of a global batch is for each unit: what balancers make equal."""
+"""The work of a global batch: FLOPs or declared costs of each sample and item for each unit, and how evenly they are spread."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean, pstdev
+from typing import NamedTuple
 
-from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.encoder_items import list_items
+from multimodal.balance.balance_options import BalanceOptions, validate_inputs
 from multimodal.balance.unit_cost import UnitCost
 from multimodal.cost.flops import UnitFlops, unit_flops
 from multimodal.cost.layer_flops import UnitLoad, item_load, sample_load
-from multimodal.values.assignment import Atom, Microbatch
+from multimodal.values.assignment import Assignment, Atom, Microbatch
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths, index_by_sample
 
-_UNITS_PER_TOKEN = 1024
+_AMOUNT_PER_TOKEN = 1024
 """Work is counted in integers, so that sums are exact and every rank decides alike."""
-
-
-_MEAN_AMOUNT = 1 << 16
-"""What a sample of mean work counts as a whole."""
+_MEAN_SAMPLE_AMOUNT = 1 << 16
+"""The amount of a sample of mean work in all units together."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +34,21 @@ class BatchWork:
         return index_by_sample(sorted(self.lengths, key=lambda sample: sample.sample_id))
 
     @cached_property
+    def samples(self) -> list[Atom]:
+        """All samples of the batch, in the order of their ids."""
+        return [Atom(sample_id) for sample_id in self.lengths_by_sample]
+
+    @cached_property
     def _flops(self) -> Mapping[str, UnitFlops]:
         vocab_size = self.options.vocab_size
         return {name: unit_flops(self.graph, name, vocab_size=vocab_size) for name in self.graph.unit_names}
 
     def cost(self, unit: str) -> UnitCost:
-        """How the unit's cost grows with what `amounts` returns: as declared, else linearly."""
+        """Return the unit's cost as a function of what `amounts` returns: as declared, else linear."""
         return self.options.unit_costs.get(unit, UnitCost())
 
     def amounts(self, unit: str, groups: Sequence[Sequence[Atom]]) -> list[int]:
-        """What `cost` is a function of, per group of atoms that stay together.
+        """Return the argument of `cost` for each group of atoms that stay together.
 
         Tokens where the unit's cost is declared. Else FLOPs of forward and backward, in 1/1024 of one token's linear work:
         these add up over packed sequences of any lengths, attention included.
@@ -53,21 +57,21 @@ class BatchWork:
             return [sum(self.load(unit, atom).num_tokens for atom in group) for group in groups]
         flops = self._flops[unit]
         of_token = flops.of(UnitLoad(num_tokens=1)) or flops.of(UnitLoad(num_squared=1)) or 1.0
-        scale = _UNITS_PER_TOKEN / of_token
+        scale = _AMOUNT_PER_TOKEN / of_token
         return [round(scale * sum(flops.of(self.load(unit, atom)) for atom in group)) for group in groups]
 
-    def whole_amounts(self, samples: Sequence[Atom]) -> list[int]:
-        """`whole_flops` of each sample as integers, so that sums are exact."""
-        totals = [self.whole_flops(sample) for sample in samples]
+    def whole_sample_amounts(self) -> list[int]:
+        """Return `whole_sample_flops` of all samples as integers, so that sums are exact."""
+        totals = [self.whole_sample_flops(sample) for sample in self.samples]
         mean = sum(totals) / len(totals) if any(totals) else 1.0
-        return [round(_MEAN_AMOUNT * total / mean) for total in totals]
+        return [round(_MEAN_SAMPLE_AMOUNT * total / mean) for total in totals]
 
-    def whole_flops(self, sample: Atom) -> float:
-        """FLOPs, forward and backward, that a sample asks of all units together."""
-        return sum(sum(self.flops(unit, atoms)) for unit, atoms in self.parts((sample,)).items())
+    def whole_sample_flops(self, sample: Atom) -> float:
+        """Return the FLOPs of a sample's forward and backward in all units together."""
+        return sum(sum(self.flops(unit, atoms)) for unit, atoms in self.atoms_by_unit((sample,)).items())
 
-    def parts(self, samples: Microbatch) -> dict[str, Microbatch]:
-        """unit -> what it processes of these samples."""
+    def atoms_by_unit(self, samples: Microbatch) -> dict[str, Microbatch]:
+        """Return unit -> the atoms of these samples that it processes: items for encoders, samples for the others."""
         encoders = {
             unit.name: list_items(samples, unit=unit.name, lengths_by_sample=self.lengths_by_sample)
             for unit in self.graph.encoders
@@ -75,13 +79,58 @@ class BatchWork:
         return {**encoders, self.graph.backbone.name: samples, **{unit.name: samples for unit in self.graph.generators}}
 
     def flops(self, unit: str, atoms: Sequence[Atom]) -> tuple[float, float]:
-        """FLOPs of these atoms' forward and of their backward."""
+        """Return the FLOPs of these atoms' forward and of their backward."""
         loads, flops = [self.load(unit, atom) for atom in atoms], self._flops[unit]
         return sum(map(flops.forward.of, loads)), sum(map(flops.backward.of, loads))
 
     def load(self, unit: str, atom: Atom) -> UnitLoad:
-        """What one atom asks of a unit."""
+        """Return the tokens of one atom as the unit processes them."""
         sample = self.lengths_by_sample[atom.sample_id]
         if atom.item_index < 0:
             return sample_load(self.graph.unit(unit), sample)
         return item_load(sample.items[atom.item_index].num_tokens, sample.items[atom.item_index].num_output_tokens)
+
+
+def read_batch(lengths: Sequence[SampleLengths], *, graph: ModelGraph, options: BalanceOptions) -> BatchWork:
+    """Return the work of a global batch once it and the options are checked; raises AssignmentError as `validate_inputs` does."""
+    validate_inputs(lengths, graph=graph, options=options)
+    return BatchWork(graph, lengths, options)
+
+
+def list_items(samples: Iterable[Atom], *, unit: str, lengths_by_sample: Mapping[int, SampleLengths]) -> Microbatch:
+    """List the items of `samples` that an encoder processes, sample by sample, in document order."""
+    return tuple(
+        Atom(sample.sample_id, index)
+        for sample in samples
+        for index, item in enumerate(lengths_by_sample[sample.sample_id].items)
+        if item.unit == unit
+    )
+
+
+class Imbalance(NamedTuple):
+    """Of one unit's work in one global batch; 1.0 is perfect balance."""
+
+    replica: float
+    """Largest over mean cost of the replicas: how long the others wait for the slowest."""
+    microbatch: float
+    """Largest over mean cost of all microbatches."""
+    microbatch_std: float
+    """Standard deviation of the microbatches' costs, as a fraction of their mean."""
+
+
+def unit_imbalance(assignment: Assignment, work: BatchWork, *, unit: str) -> Imbalance:
+    """Measure how unevenly an assignment spreads one unit's work; a unit without work is balanced. O(atoms)."""
+    cost = work.cost(unit)
+    replicas = [
+        [cost.batch_cost(work.amounts(unit, [(atom,) for atom in microbatch])) for microbatch in replica]
+        for replica in assignment.units[unit]
+    ]
+    microbatches = [cost for replica in replicas for cost in replica]
+    mean = fmean(microbatches) if microbatches else 0.0
+    deviation = pstdev(microbatches) / mean if mean else 0.0
+    return Imbalance(_largest_over_mean([sum(replica) for replica in replicas]), _largest_over_mean(microbatches), deviation)
+
+
+def _largest_over_mean(costs: Sequence[float]) -> float:
+    total = sum(costs)
+    return max(costs) * len(costs) / total if total else 1.0

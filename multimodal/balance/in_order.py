@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 
 from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.batch_work import BatchWork
-from multimodal.balance.encoder_placement import cut_evenly, deal, follow_samples
-from multimodal.balance.generator_samples import place_generators
-from multimodal.balance.validate_inputs import validate_inputs
+from multimodal.balance.batch_work import BatchWork, read_batch
+from multimodal.balance.placement import cut_evenly, deal, follow_llm
 from multimodal.values.assignment import Assignment, Atom, Microbatch
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -24,30 +22,22 @@ def balance_in_order(lengths: Sequence[SampleLengths], *, graph: ModelGraph, pla
 
     lengths: the global batch in its order. Raises AssignmentError as `validate_inputs` does. O(items).
     """
-    validate_inputs(lengths, graph=graph, options=options)
-    return _deal_in_order(lengths, BatchWork(graph, lengths, options), plan=plan)
+    return _deal_in_order(lengths, read_batch(lengths, graph=graph, options=options), plan=plan)
 
 
 def balance_sorted(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
-    """Do the same with the samples sorted by their LLM tokens, longest first: microbatches of like samples.
+    """Do as `balance_in_order` with the samples sorted by their LLM tokens, longest first: microbatches of like samples.
 
     Ties go by sample id. Raises AssignmentError as `validate_inputs` does. O(n log n).
     """
-    validate_inputs(lengths, graph=graph, options=options)
-    ordered = sorted(lengths, key=lambda sample: (-sample.num_tokens, sample.sample_id))
-    return _deal_in_order(ordered, BatchWork(graph, lengths, options), plan=plan)
+    work = read_batch(lengths, graph=graph, options=options)
+    return _deal_in_order(sorted(lengths, key=lambda sample: (-sample.num_tokens, sample.sample_id)), work, plan=plan)
 
 
 def _deal_in_order(ordered: Sequence[SampleLengths], work: BatchWork, *, plan: Plan) -> Assignment:
-    graph, backbone = work.graph, work.graph.backbone.name
-    num_replicas = plan.units[backbone].data_parallel_size
+    num_replicas = plan.units[work.graph.backbone.name].data_parallel_size
     microbatches = _cut([Atom(sample.sample_id) for sample in ordered], work.options, num_replicas=num_replicas)
-    llm = deal(microbatches, num_replicas=num_replicas)
-    encoders = {
-        unit.name: follow_samples(microbatches, work, unit=unit.name, num_replicas=plan.units[unit.name].data_parallel_size)
-        for unit in graph.encoders
-    }
-    return Assignment({**encoders, backbone: llm, **place_generators(llm, graph=graph, plan=plan)})
+    return follow_llm(deal(microbatches, num_replicas=num_replicas), work, plan=plan)
 
 
 def _cut(samples: Sequence[Atom], options: BalanceOptions, *, num_replicas: int) -> list[Microbatch]:

@@ -1,4 +1,4 @@
-"""Holds a balancer's assignments against the data loader's order, batch by batch."""
+"""Compares a balancer's assignments with the data loader's order, batch by batch."""
 
 import statistics
 import time
@@ -6,20 +6,31 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+from scipy.sparse import csr_matrix
+
 from multimodal.balance import Balancer
 from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.batch_work import BatchWork
-from multimodal.balance.imbalance import Imbalance, unit_imbalance
+from multimodal.balance.batch_work import BatchWork, Imbalance, unit_imbalance
 from multimodal.balance.in_order import balance_in_order
-from multimodal.balance.node_traffic import NodeTraffic, measure_traffic, moved_volume
+from multimodal.balance.nodes.rearrange_nodes import rearrange_nodes
 from multimodal.values.assignment import Assignment, validate_assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 
 
+class NodeTraffic(NamedTuple):
+    """Bytes that the rank with most of them sends to other nodes."""
+
+    before: int
+    """Where new batch j goes to replica j."""
+    after: int
+    """After node-wise rearrangement."""
+
+
 class UnitMeasure(NamedTuple):
-    """One unit in one batch."""
+    """Measures of one unit in one batch."""
 
     before: Imbalance
     after: Imbalance
@@ -28,7 +39,7 @@ class UnitMeasure(NamedTuple):
 
 @dataclass
 class BalanceMeasure:
-    """Of several batches."""
+    """Measures of several batches."""
 
     units: dict[str, list[UnitMeasure]] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
@@ -93,3 +104,25 @@ def _measure_unit(before: Assignment, after: Assignment, work: BatchWork, *, uni
     volume = moved_volume(before, after, work, unit=unit, bytes_per_token=bytes_per_token)
     traffic = measure_traffic(volume, ranks_per_node=work.options.ranks_per_node)
     return UnitMeasure(unit_imbalance(before, work, unit=unit), unit_imbalance(after, work, unit=unit), traffic)
+
+
+def moved_volume(before: Assignment, after: Assignment, work: BatchWork, *, unit: str, bytes_per_token: int) -> csr_matrix:
+    """Return [num_replicas, num_replicas] bytes of raw data that each replica loaded of each new batch. O(atoms).
+
+    before: places atoms with who loads them; after: makes the new batches.
+    """
+    loaded = before.place_of_atom[unit]
+    sources, batches, volumes = [], [], []
+    for atom, (replica, _) in after.place_of_atom[unit].items():
+        sources.append(loaded[atom][0])
+        batches.append(replica)
+        volumes.append(bytes_per_token * work.load(unit, atom).num_tokens)
+    num_replicas = len(after.units[unit])
+    entries = np.array(volumes, dtype=np.int64), (np.array(sources, dtype=np.int64), np.array(batches, dtype=np.int64))
+    return csr_matrix(entries, shape=(num_replicas, num_replicas))
+
+
+def measure_traffic(volume: csr_matrix, *, ranks_per_node: int) -> NodeTraffic:
+    """Compare the bytes between nodes without and with node-wise rearrangement (OrchMLLM, Alg. 3)."""
+    arranged = rearrange_nodes(volume, ranks_per_node=ranks_per_node)
+    return NodeTraffic(int(arranged.bytes_before.max()), int(arranged.bytes_after.max()))

@@ -19,7 +19,7 @@ from megatron.runtime.step.context_sharing import ContextSharing
 from megatron.runtime.step.step import Step
 from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.packed_mask import ItemSpan
-from multimodal.balance.distribute_tokens import TokenDistribution
+from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.data.packing import pack_encoder_microbatch
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.parameter_sharding import ParameterSharding, full_shape, sharding_of, take_shard

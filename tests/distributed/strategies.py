@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from multimodal.attention.bitfield import MaskMode
-from multimodal.balance.distribute_tokens import TokenDistribution
+from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import Pass
 from multimodal.schedule.passes.defer_receives import defer_receives

@@ -170,7 +170,7 @@ def test_the_tests_of_the_runtime_are_in_the_same_rooms():
         ("multimodal.balance.in_order", "from ..plan import planner"),
         ("multimodal.plan.search", "def f():\n    import megatron.core"),
         ("multimodal.values.plan", "from multimodal.kernels import kernels"),
-        ("multimodal.balance.post_balance", "from multimodal import _kernels"),
+        ("multimodal.balance.algorithms.post_balance", "from multimodal import _kernels"),
         ("multimodal.data.packing", "from multimodal.model import vision"),
         ("multimodal.model.vision", "import megatron.runtime.communication.broker"),
         ("multimodal.model.vision", "from megatron import runtime"),
@@ -192,7 +192,7 @@ def test_planted_imports_are_found(module, line):
     ("module", "line"),
     [
         ("multimodal.plan.search", "from multimodal.balance import BALANCERS"),
-        ("multimodal.balance.longest_first_partition", "from multimodal.kernels import kernels"),
+        ("multimodal.balance.algorithms.longest_first_partition", "from multimodal.kernels import kernels"),
         ("multimodal.model.vision", "import torch\nfrom megatron.core import tensor_parallel"),
         ("megatron.runtime.communication.broker", "from multimodal.values.plan import Plan"),
         ("megatron.runtime.execution.executor", "from megatron.runtime.communication.broker import Broker"),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from multimodal.balance.encoder_items import list_items
+from multimodal.balance.batch_work import list_items
 from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
 from multimodal.schedule.repeated_work import repeated_places
 from multimodal.values.assignment import Assignment

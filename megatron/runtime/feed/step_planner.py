@@ -19,7 +19,7 @@ from megatron.runtime.step.context_sharing import BY_WORKLOAD, ContextSharing
 from megatron.runtime.step.step import Step
 from multimodal.balance import Balancer
 from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.generator_samples import drop_idle_samples
+from multimodal.balance.placement import drop_idle_samples
 from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
 from multimodal.schedule.schedule_cache import ScheduleCache

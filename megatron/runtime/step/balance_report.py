@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.batch_work import BatchWork
-from multimodal.balance.imbalance import Imbalance, unit_imbalance
+from multimodal.balance.batch_work import BatchWork, Imbalance, unit_imbalance
 from multimodal.balance.in_order import balance_in_order
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from multimodal.attention.bitfield import MaskMode
-from multimodal.balance.distribute_tokens import TokenDistribution
+from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 
 
 @dataclass(frozen=True, slots=True)

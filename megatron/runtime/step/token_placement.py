@@ -15,7 +15,7 @@ from megatron.runtime.step.decision import StepDecision
 from multimodal.attention.own_share import OwnShare
 from multimodal.attention.packed_mask import ItemSpan, build_packed_mask
 from multimodal.attention.token_shares import TokenShares, share_tokens
-from multimodal.balance.encoder_items import list_items
+from multimodal.balance.batch_work import list_items
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.mask_rule import mask_rule_of
 from multimodal.values.assignment import Atom, Microbatch, MicrobatchPlace, Route

@@ -26,8 +26,8 @@ from megatron.runtime.training.resumption import release, save
 from megatron.runtime.training.run import Run
 from multimodal.attention.bitfield import MaskMode
 from multimodal.balance import BALANCERS
+from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.balance.balance_options import BalanceOptions, Granularity
-from multimodal.balance.distribute_tokens import TokenDistribution
 from multimodal.data.blank_images import BlankImages
 from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource

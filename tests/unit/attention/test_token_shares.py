@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from multimodal.attention.attention_mask import AttentionMask
 from multimodal.attention.token_shares import TokenShares, share_tokens
-from multimodal.balance.distribute_tokens import TokenDistribution
+from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from tests.unit.attention.mask_cases import build_mask, item, random_masks, text
 
 

@@ -1,9 +1,8 @@
 import pytest
 
 from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.batch_work import BatchWork
-from multimodal.balance.imbalance import Imbalance, unit_imbalance
-from multimodal.balance.node_traffic import NodeTraffic, measure_traffic, moved_volume
+from multimodal.balance.batch_work import BatchWork, Imbalance, unit_imbalance
+from multimodal.balance.measure_balance import NodeTraffic, measure_traffic, moved_volume
 from multimodal.balance.unit_cost import CostForm, UnitCost
 from multimodal.values.assignment import Assignment, Atom
 

@@ -14,8 +14,8 @@ from megatron.runtime.flags.field_flags import field_flags
 from multimodal.attention.attention_backend import BACKEND_NAMES
 from multimodal.attention.bitfield import MaskMode
 from multimodal.balance import BALANCERS
+from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.balance.balance_options import Granularity
-from multimodal.balance.distribute_tokens import TokenDistribution
 from multimodal.cost.activation_memory import Implementation
 from multimodal.cost.layer_costs import Recompute
 from multimodal.plan.planners.planning_request import Sharding

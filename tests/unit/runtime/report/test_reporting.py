@@ -12,7 +12,7 @@ from megatron.runtime.flags.configuration import LoggingConfig
 from megatron.runtime.report.reporting import ConsoleReporter, check_places
 from megatron.runtime.report.step_report import EvaluationReport, StepReport
 from megatron.runtime.step.balance_report import BalanceReport
-from multimodal.balance.imbalance import Imbalance
+from multimodal.balance.batch_work import Imbalance
 from multimodal.values.errors import ConfigError
 from multimodal.values.timeline import Timeline
 from tests.unit.runtime.report.test_json_log import room_for

@@ -1,0 +1,120 @@
+"""Local search on a partition: the costliest bin gives an item to a cheaper one, or swaps one."""
+
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+GOOD_ENOUGH = 1000
+"""A costliest bin within one part in so many of the lower bound is not improved on."""
+
+
+class _Exchange(NamedTuple):
+    """The costly bin gives its item at index `give` and gets the cheap one's at `take`, or nothing when that is past its end."""
+
+    costlier: int
+    """Cost of the costlier of the two bins afterwards."""
+    give: int
+    take: int
+
+
+class _Pair(NamedTuple):
+    """A costly and a cheap bin with the items (ranks, ascending) that they hold."""
+
+    costly_cost: int
+    cheap_cost: int
+    givers: list[int]
+    takers: list[int]
+    may_move: bool
+    """True if the cheap bin has room for one more."""
+
+
+def refine_by_exchange(
+    bin_of_item: Sequence[int],
+    additive: Sequence[int],
+    padded: Sequence[int] | None,
+    *,
+    num_bins: int,
+    max_items_per_bin: int,
+    bound: int,
+    num_steps: int,
+) -> list[int]:
+    """Return a partition whose costliest bin is no costlier than in the given one.
+
+    Again and again the costliest bin is relieved: the cheapest bins are tried first, and the best exchange with the first one
+    that has any is made, such that both cost less than the costliest did. Ends when that bin is within a thousandth of
+    `bound`, when no exchange helps it, or when the budget is spent.
+
+    bin_of_item, additive, padded: per item, longest first; a bin costs the sum of `additive` plus its number of items times
+        its largest `padded` (None: nothing is padded).
+    bound: the least cost of the costliest bin in any partition.
+    num_steps: looks at items (at pairs of items where something is padded); a count and no time, so that all ranks agree.
+
+    Ties go to the bin with the lower index when cheap, with the higher one when costly, and to the first exchange in the order
+    of the given, then the taken item. An exchange takes O(items in two bins), or its square where something is padded.
+    """
+    members: list[list[int]] = [[] for _ in range(num_bins)]
+    for item, index in enumerate(bin_of_item):
+        members[index].append(item)
+    by_cost = sorted((bin_cost(items, additive, padded), index) for index, items in enumerate(members))
+    while num_steps > 0 and by_cost[-1][0] > bound + bound // GOOD_ENOUGH:
+        cost, costly = by_cost[-1]
+        for cheap_cost, cheap in by_cost:
+            if cheap_cost >= cost or num_steps <= 0:
+                return _bins(members)
+            pair = _Pair(cost, cheap_cost, members[costly], members[cheap], len(members[cheap]) < max_items_per_bin)
+            num_steps -= _num_looks(pair, padded)
+            offers = _differences(pair, additive) if padded is None else _all_pairs(pair, additive, padded)
+            best = min(offers, key=lambda offer: offer.costlier, default=None)
+            if best is not None and best.costlier < cost:
+                break
+        else:
+            return _bins(members)
+        by_cost = [entry for entry in by_cost if entry[1] not in (costly, cheap)]
+        given = members[costly].pop(best.give)
+        if best.take < len(members[cheap]):
+            insort(members[costly], members[cheap].pop(best.take))
+        insort(members[cheap], given)
+        for index in (costly, cheap):
+            insort(by_cost, (bin_cost(members[index], additive, padded), index))
+    return _bins(members)
+
+
+def bin_cost(items: Sequence[int], additive: Sequence[int], padded: Sequence[int] | None) -> int:
+    """Return the cost of a bin of these items, longest first: their additive costs, and their number times the largest padded."""
+    padding = len(items) * padded[items[0]] if padded is not None and items else 0
+    return sum(additive[item] for item in items) + padding
+
+
+def _num_looks(pair: _Pair, padded: Sequence[int] | None) -> int:
+    if padded is None:
+        return len(pair.givers) + len(pair.takers)
+    return len(pair.givers) * (len(pair.takers) + pair.may_move)
+
+
+def _differences(pair: _Pair, additive: Sequence[int]) -> Iterator[_Exchange]:
+    """Per given item, the two exchanges around the one that would make both bins equal; moves along both lists once."""
+    difference = pair.costly_cost - pair.cheap_cost
+    takes = [additive[item] for item in pair.takers] + [0]
+    take = 0
+    for give, item in enumerate(pair.givers):
+        while take < len(pair.takers) and 2 * (additive[item] - takes[take]) < difference:
+            take += 1
+        for index in (take, take - 1):
+            if 0 <= index < len(pair.takers) + pair.may_move:
+                moved = additive[item] - takes[index]
+                yield _Exchange(max(pair.costly_cost - moved, pair.cheap_cost + moved), give, index)
+
+
+def _all_pairs(pair: _Pair, additive: Sequence[int], padded: Sequence[int]) -> Iterator[_Exchange]:
+    """Every exchange: padding changes with the longest item, so the best one need not be near the middle."""
+    for give, given in enumerate(pair.givers):
+        others = pair.givers[:give] + pair.givers[give + 1 :]
+        for take in range(len(pair.takers) + pair.may_move):
+            costly = sorted(others + pair.takers[take : take + 1])
+            cheap = sorted([given, *pair.takers[:take], *pair.takers[take + 1 :]])
+            yield _Exchange(max(bin_cost(costly, additive, padded), bin_cost(cheap, additive, padded)), give, take)
+
+
+def _bins(members: Sequence[Sequence[int]]) -> list[int]:
+    bin_of_item = {item: index for index, items in enumerate(members) for item in items}
+    return [bin_of_item[item] for item in range(len(bin_of_item))]

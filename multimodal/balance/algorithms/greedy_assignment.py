@@ -1,0 +1,158 @@
+"""Entrain's two greedy steps: samples over replicas (4.3), and a replica's samples over encoder microbatches (4.5.1)."""
+
+from collections.abc import Iterable, Sequence
+
+
+def sum_in_order(loads: Sequence[float], members: Iterable[int]) -> float:
+    """Return the sum over the members, added from first to last (the kernel's result, to the last bit)."""
+    total = 0.0
+    for sample in members:
+        total += loads[sample]
+    return total
+
+
+def sort_descending(values: Sequence[float]) -> list[int]:
+    """Return the indices of the values, largest first; equal ones by index."""
+    return sorted(range(len(values)), key=values.__getitem__, reverse=True)
+
+
+def dominant_shares(units: Sequence[Sequence[float]], *, members: Sequence[int]) -> list[float]:
+    """Return, for each member, the largest share that it has in any unit's total over the members; 0 where it has no load.
+
+    units: [num_units][num_samples] loads. O(units x members).
+    """
+    shares = [0.0] * len(members)
+    for loads in units:
+        total = sum_in_order(loads, members)
+        if total > 0:
+            shares = [max(share, loads[sample] / total) for share, sample in zip(shares, members, strict=True)]
+    return shares
+
+
+def assign_replicas(llm: Sequence[float], *, encoders: Sequence[Sequence[float]], num_replicas: int) -> list[int]:
+    """Return the replica of every sample, so that neither encoders nor LLM of any replica have much more work than the others'.
+
+    Two greedy rules are tried. Entrain's: by encoder load in descending order, each sample to the replica with the least LLM
+    load; encoder loads spread because the heavy samples come first, but nothing balances them. And one for all units at once:
+    by the largest share that a sample has in any unit's total in descending order, each sample to where the largest of its
+    units' loads (relative to the unit's total) is then least. The rule is taken whose most loaded (replica, unit) is lighter,
+    relative to the unit's total; Entrain's if they are alike.
+
+    llm: [num_samples]; encoders: [num_encoders][num_samples]; equal samples go by index, and equal replicas as well. No replica
+    stays empty that a sample could fill. O(n log n + n x replicas x units).
+    """
+    units = [llm, *encoders]
+    published = _assign_by_llm_load(llm, encoders, num_replicas)
+    shares = dominant_shares(units, members=range(len(llm)))
+    order, joint = sort_descending(shares), [0] * len(llm)
+    bins = _spread(order, units=units, members=range(len(llm)), weights=shares, num_bins=num_replicas, counts_break_ties=True)
+    for sample, replica in zip(order, bins, strict=True):
+        joint[sample] = replica
+    return min(published, joint, key=lambda replicas: _heaviest_share(units, replicas, num_replicas))
+
+
+def _assign_by_llm_load(llm: Sequence[float], encoders: Sequence[Sequence[float]], num_replicas: int) -> list[int]:
+    shares = dominant_shares(encoders, members=range(len(llm)))
+    bins = [(0.0, 0.0, 0)] * num_replicas  # LLM load, encoder share, number of samples
+    replicas = [0] * len(llm)
+    for sample in sort_descending(shares):
+        replica = min(range(num_replicas), key=bins.__getitem__)
+        llm_load, encoder_share, count = bins[replica]
+        bins[replica] = llm_load + llm[sample], encoder_share + shares[sample], count + 1
+        replicas[sample] = replica
+    return replicas
+
+
+def _heaviest_share(units: Sequence[Sequence[float]], replicas: Sequence[int], num_replicas: int) -> float:
+    """Return the largest load of any unit in any replica, relative to the unit's total."""
+    heaviest = 0.0
+    for loads in units:
+        total, load_of_replica = sum_in_order(loads, range(len(loads))), [0.0] * num_replicas
+        for load, replica in zip(loads, replicas, strict=True):
+            load_of_replica[replica] += load
+        if total > 0:
+            heaviest = max(heaviest, max(load_of_replica) / total)
+    return heaviest
+
+
+def effective_num_microbatches(
+    encoders: Sequence[Sequence[float]], *, members: Sequence[int], num_microbatches: int, min_num_microbatches: int = 1
+) -> int:
+    """Return Entrain's K_eff: as many microbatches as can all have the encoder load of the heaviest sample, at most those wanted.
+
+    K_eff = min(K, floor(sum of encoder loads / largest encoder load)); of several encoders, the one that allows most decides, so
+    that a rare modality does not take the others' microbatches away. Where no sample has encoder work, K. In any case at
+    least `min_num_microbatches` (a pipeline that is to be full needs as many as it has stages), and at most one per sample.
+    """
+    allowed = 0
+    for loads in encoders:
+        largest = max(loads[sample] for sample in members)
+        if largest > 0:
+            # Compared before it is converted: the quotient of a tiny load may not fit an integer.
+            quotient = sum_in_order(loads, members) / largest
+            allowed = max(allowed, num_microbatches if quotient >= num_microbatches else int(quotient))
+    return min(max(allowed or num_microbatches, min_num_microbatches), num_microbatches, len(members))
+
+
+def stratify(
+    llm: Sequence[float], *, encoders: Sequence[Sequence[float]], members: Sequence[int], num_microbatches: int
+) -> list[int]:
+    """Return the encoder microbatch of every member of a replica, in the members' order.
+
+    The members with encoder work are divided into a coarse-grained half (high LLM load) and a fine-grained half; first the
+    coarse ones, then the fine ones go, by descending encoder load, each to the microbatch that has the least. So both halves
+    are spread evenly, and deferral later finds small LLM loads to move in every microbatch. Of several encoders, a sample goes to
+    where the largest load of an encoder that it needs (relative to that encoder's total) is then least; merging the
+    encoders, as the paper does, is a matter of handing in the sum of their loads.
+
+    Samples without encoder work do not matter to the encoders, but the greedy rule would put all of them into one microbatch.
+    They go last, by descending LLM load, each to the microbatch with the least LLM load.
+
+    `num_microbatches` is at most the number of members; none stays empty. Ties go by LLM load, then by index. O(n log n + n K).
+    """
+    shares = dominant_shares(encoders, members=members)
+    by_llm_load = sort_descending([llm[sample] for sample in members])
+    encoded = [position for position in by_llm_load if shares[position] > 0]
+    num_coarse = min(len(encoded) // 2, max(0, len(encoded) - num_microbatches))
+    order = [position for position in by_llm_load if shares[position] <= 0]
+    for stratum in (encoded[num_coarse:], encoded[:num_coarse]):
+        order = sorted(stratum, key=lambda position: (-shares[position], position)) + order
+    bins = _spread([members[at] for at in order], units=encoders, members=members, weights=llm, num_bins=num_microbatches)
+    microbatches = [0] * len(members)
+    for position, microbatch in zip(order, bins, strict=True):
+        microbatches[position] = microbatch
+    return microbatches
+
+
+def _spread(
+    samples: Sequence[int],
+    *,
+    units: Sequence[Sequence[float]],
+    members: Sequence[int],
+    weights: Sequence[float],
+    num_bins: int,
+    counts_break_ties: bool = False,
+) -> list[int]:
+    """Return the bin of each of these samples, put one after the other where the largest load is then least.
+
+    Of the loads of the units that a sample needs, relative to the units' totals over the members, the largest counts. Empty bins
+    come first; ties go to the least sum of weights, then (`counts_break_ties`) to the fewest samples, then by index.
+    """
+    totals = [sum_in_order(loads, members) for loads in units]
+    load = [[0.0] * num_bins for _ in units]
+    weight, count, bins = [0.0] * num_bins, [0] * num_bins, []
+    for sample in samples:
+        needed = [(loads[sample], total, bin_loads) for loads, total, bin_loads in zip(units, totals, load, strict=True)]
+        needed = [unit for unit in needed if unit[0] > 0]
+
+        def rank(index: int, needed: Sequence[tuple[float, float, list[float]]] = needed) -> tuple[bool, float, float, int]:
+            largest = max(((bin_loads[index] + sample_load) / total for sample_load, total, bin_loads in needed), default=0.0)
+            return count[index] > 0, largest, weight[index], count[index] if counts_break_ties else 0
+
+        best = min(range(num_bins), key=rank)
+        for sample_load, _, bin_loads in needed:
+            bin_loads[best] += sample_load
+        weight[best] += weights[sample]
+        count[best] += 1
+        bins.append(best)
+    return bins

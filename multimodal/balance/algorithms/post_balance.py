@@ -1,0 +1,124 @@
+"""Post-balancing: spreads the items of a drawn batch over bins so that the costliest bin costs as little as possible."""
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from multimodal.balance.algorithms.exchange_refinement import refine_by_exchange
+from multimodal.balance.algorithms.longest_first_partition import Partition, partition_longest_first_reference
+from multimodal.balance.algorithms.padded_partition import partition_padded
+from multimodal.balance.algorithms.validate_arguments import validate_bins
+from multimodal.balance.unit_cost import LINEAR_COST, Integers, UnitCost, integer_costs
+from multimodal.kernels import kernels
+
+REFINEMENT_STEPS = 2**18
+"""Default budget of the local search, about half a millisecond of the C++ kernel."""
+
+_MOST_ROUNDS = 16
+
+
+def post_balance(
+    lengths: ArrayLike,
+    *,
+    num_bins: int,
+    cost: UnitCost = LINEAR_COST,
+    max_items_per_bin: int | None = None,
+    refinement_steps: int = REFINEMENT_STEPS,
+) -> Partition:
+    """Return per bin (a replica, or a microbatch) the indices of its items, longest first.
+
+    The greedy step depends on how the unit's cost grows (OrchMLLM, Sec. 5.1 and Appendix A):
+
+    - linear (Alg. 1) and linear+quadratic (Alg. 4): longest first onto the cheapest bin. Both are sums over items, so the
+      costliest bin is at most 4/3 - 1/(3 num_bins) times the optimum (Graham 1969) while bins have no limit. The paper compares
+      the sums of lengths with a tolerance, then those of squares; that is no order (a < b < c < a can happen), and the cost
+      itself is what counts. Its tolerance survives as the unit that costs are rounded to, see `IntegerCosts`.
+    - padded (Alg. 2): binary search over the bound; optimal, see `partition_padded`.
+    - padded-attention (Alg. 5): the same search, and trials that fill bins less and place the rest where it is cheapest.
+
+    A local search then exchanges items between the costliest and cheaper bins, see `refine_by_exchange`; it never makes the
+    costliest bin costlier. Equal lengths go by item index, equal costs by bin index.
+
+    lengths: [num_items] whole numbers of tokens, not negative, at least one.
+    num_bins: at least 1; with fewer items than bins some stay empty.
+    max_items_per_bin: a bin that holds so many is full; None: no limit.
+    refinement_steps: budget of the local search in looks at items, 0 for none. It is no time, which would end the search at
+        different places on different ranks: the result is a function of the arguments alone.
+
+    Runs as a C++ kernel where that is built, with the same result. Raises AssignmentError when an argument is out of range.
+    O(n log num_bins + refinement_steps).
+    """
+    bins = post_balance_array(
+        lengths, num_bins=num_bins, cost=cost, max_items_per_bin=max_items_per_bin, refinement_steps=refinement_steps
+    )
+    items = np.lexsort((-np.asarray(lengths), bins)).tolist()
+    ends = np.cumsum(np.bincount(bins, minlength=num_bins)).tolist()
+    return tuple(tuple(items[begin:end]) for begin, end in zip([0, *ends[:-1]], ends, strict=True))
+
+
+def post_balance_array(
+    lengths: ArrayLike,
+    *,
+    num_bins: int,
+    cost: UnitCost = LINEAR_COST,
+    max_items_per_bin: int | None = None,
+    refinement_steps: int = REFINEMENT_STEPS,
+) -> NDArray[np.int32]:
+    """Return the bin of each item, [num_items] int32, of the partition that `post_balance` returns.
+
+    The form for large batches: an int64 array goes to the kernel as it is. Arguments and errors are those of `post_balance`.
+    """
+    costs = integer_costs(lengths, cost=cost)
+    limit = validate_bins(len(costs.lengths), num_bins=num_bins, max_items_per_bin=max_items_per_bin)
+    balance = post_balance_reference if kernels is None else kernels.post_balance
+    return balance(
+        costs.lengths,
+        costs.additive,
+        costs.padded,
+        num_bins=num_bins,
+        max_items_per_bin=limit,
+        refinement_steps=refinement_steps,
+    )
+
+
+def post_balance_reference(
+    lengths: Integers,
+    additive: Integers | None,
+    padded: Integers | None,
+    *,
+    num_bins: int,
+    max_items_per_bin: int,
+    refinement_steps: int,
+) -> NDArray[np.int32]:
+    """Do in Python what the kernel does: a greedy step by the form of the cost, then the local search unless that was exact."""
+    order = np.argsort(-lengths, kind="stable")
+    added = [0] * len(order) if additive is None else additive[order].tolist()
+    padding = None if padded is None else padded[order].tolist()
+    bound = lower_bound(added, padding, num_bins=num_bins)
+    limits = {"num_bins": num_bins, "max_items_per_bin": max_items_per_bin}
+    if padding is not None:
+        bins = partition_padded(added, padding, **limits, lower_bound=bound)
+    else:
+        bins = [0] * len(order)
+        for index, members in enumerate(partition_longest_first_reference(added, **limits)):
+            for item in members:
+                bins[item] = index
+    if additive is not None:
+        bins = refine_by_exchange(bins, added, padding, **limits, bound=bound, num_steps=refinement_steps)
+    bin_of_item = np.empty(len(order), dtype=np.int32)
+    bin_of_item[order] = bins
+    return bin_of_item
+
+
+def lower_bound(additive: list[int], padded: list[int] | None, *, num_bins: int) -> int:
+    """Return a lower bound of the cost of the costliest bin; costs descend.
+
+    It is the largest of: the mean; the costliest item; the cheapest k + 1 of the first k num_bins + 1 items, of which one bin
+    holds k + 1. No item is padded beyond itself there, so where something is padded the bound is loose.
+    """
+    costs = additive if padded is None else [sum(pair) for pair in zip(additive, padded, strict=True)]
+    crowded = (
+        sum(costs[(num_bins - 1) * round_index : num_bins * round_index + 1])
+        for round_index in range(_MOST_ROUNDS + 1)
+        if num_bins * round_index < len(costs)
+    )
+    return max(-(-sum(costs) // num_bins), *crowded)

@@ -1,0 +1,157 @@
+"""Orders the microbatches of one pipeline so that its stages wait little (DistTrain 5.2, Alg. 3)."""
+
+import operator
+from collections.abc import Iterable, Sequence
+from functools import lru_cache, partial
+
+import numpy as np
+import numpy.typing as npt
+
+from multimodal.balance.algorithms.pipeline_recursion import (
+    PipelineRecursion,
+    PipelineStep,
+    Seconds,
+    pipeline_end,
+    pipeline_steps,
+)
+from multimodal.balance.algorithms.validate_arguments import Loads, read_loads, validate_count
+from multimodal.kernels import kernels
+from multimodal.values.errors import AssignmentError
+
+
+def reorder_microbatches(
+    forward_seconds: npt.ArrayLike, *, backward_seconds: npt.ArrayLike, num_stages: int, num_swaps: int | None = None
+) -> tuple[int, ...]:
+    """Return an order of the microbatches in which 1F1B (interleaved, where stages hold several chunks) ends early.
+
+    forward_seconds, backward_seconds: [num_virtual_stages, num_microbatches], virtual stages from the first of the encoder to the
+        last of the LLM or the generator; virtual stage v is on stage v % num_stages. Stages without a backward take 0 s for it.
+    num_stages: of the pipeline; num_virtual_stages is a multiple of it.
+    num_swaps: how many exchanges of two microbatches are tried at the end, beyond the paper; 0: none; None: up to 256, but no
+        more than keep the work within some 300,000 steps (about a millisecond).
+
+    DistTrain's order is built (`fill_intervals`); it and the orders by ascending and descending time of a microbatch compete
+    with the given one, the best is improved by exchanges, and an order that ends no earlier than the given one is not taken.
+    What counts is `pipeline_end`: messages between stages take no time. Equal microbatches go by index.
+
+    O((num_microbatches + num_swaps) x steps). Raises AssignmentError when shapes do not fit or a duration is negative, not a
+    number, or too large.
+    """
+    forward, backward = _prepare(forward_seconds, backward_seconds=backward_seconds, num_stages=num_stages)
+    if num_swaps is None:
+        num_swaps = min(256, 300_000 // (2 * len(forward) * (forward.shape[1] - 1)))
+    validate_count(num_swaps, name="num_swaps", least=0)
+    if kernels is None:
+        return reorder_microbatches_reference(forward, backward, num_stages=num_stages, num_swaps=num_swaps)
+    codes = _step_codes(num_stages, len(forward) // num_stages, forward.shape[1] - 1)
+    return tuple(kernels.reorder_microbatches(forward, backward, codes, num_stages=num_stages, num_swaps=num_swaps))
+
+
+def pipeline_seconds(
+    order: Sequence[int], *, forward_seconds: npt.ArrayLike, backward_seconds: npt.ArrayLike, num_stages: int
+) -> float:
+    """Return the duration of a pipeline with microbatches in this order; arguments and errors as in `reorder_microbatches`."""
+    forward, backward = _prepare(forward_seconds, backward_seconds=backward_seconds, num_stages=num_stages)
+    num_microbatches = forward.shape[1] - 1
+    if sorted(order) != list(range(num_microbatches)):
+        raise AssignmentError(f"order {tuple(order)}: give each of the {num_microbatches} microbatches once")
+    steps = pipeline_steps(num_stages, len(forward) // num_stages, num_microbatches)
+    return pipeline_end(order, steps=steps, num_stages=num_stages, forward=forward.tolist(), backward=backward.tolist())
+
+
+def fill_intervals(
+    steps: Sequence[PipelineStep], *, num_stages: int, forward: Seconds, backward: Seconds, totals: Sequence[float]
+) -> list[int]:
+    """Return DistTrain's order of microbatches (Alg. 3).
+
+    First comes the smallest microbatch, to reach all stages soon; last the next `num_stages` - 1 smallest, because nothing fills
+    the waits for the last backwards; between them, for one position after the other, the microbatch whose forwards on stage 0
+    take the time closest to the wait that they fill (`PipelineRecursion.interval`). totals: each microbatch's size, all its
+    seconds together.
+
+    Where the listing leaves things open, or slips: its loop would need num_stages - 2 microbatches more than there are, so here
+    it ends when none is left; the microbatches of the first interval are picked one by one, each for its even part of what is
+    left to fill; the last ones come in descending order, which ends earlier than ascending.
+    """
+    by_size = sorted(range(len(totals)), key=totals.__getitem__)
+    first, last, pending = by_size[0], by_size[num_stages - 1 : 0 : -1], sorted(by_size[num_stages:])
+    first_stage = range(0, len(forward), num_stages)
+    recursion = PipelineRecursion(steps, num_stages=num_stages, forward=forward, backward=backward)
+    recursion.append(first)
+    order = [first]
+    while pending:
+        interval = recursion.interval()
+        closest = min(pending, key=lambda index: abs(_sum(forward[stage][index] for stage in first_stage) - interval))
+        pending.remove(closest)
+        recursion.append(closest)
+        order.append(closest)
+    return order + last
+
+
+def _prepare(forward_seconds: npt.ArrayLike, *, backward_seconds: npt.ArrayLike, num_stages: int) -> tuple[Loads, Loads]:
+    """Check the durations and append the mean over all microbatches, which stands for one that is not known yet."""
+    forward = read_loads(forward_seconds, name="forward seconds")
+    backward = read_loads(backward_seconds, name="backward seconds")
+    if forward.ndim != 2 or 0 in forward.shape or forward.shape != backward.shape:
+        raise AssignmentError(
+            f"forward seconds of shape {forward.shape} and backward seconds of shape {backward.shape}: "
+            "give both a row per virtual stage with an entry per microbatch, of at least one each"
+        )
+    if operator.index(num_stages) < 1 or len(forward) % num_stages:
+        raise AssignmentError(f"{len(forward)} virtual stages on {num_stages} stages: every stage must hold equally many")
+    read_loads([forward.sum(), backward.sum()], name="sums of forward and backward seconds")
+    with_mean = (np.column_stack((seconds, seconds.mean(axis=1))) for seconds in (forward, backward))
+    return next(with_mean), next(with_mean)
+
+
+@lru_cache(maxsize=16)
+def _step_codes(num_stages: int, num_chunks: int, num_microbatches: int) -> npt.NDArray[np.int64]:
+    """Return the steps as the kernel reads them: (position * num_virtual_stages + virtual_stage) * 2 + is_forward."""
+    steps = pipeline_steps(num_stages, num_chunks, num_microbatches)
+    num_virtual_stages = num_stages * num_chunks
+    return np.array([(step.position * num_virtual_stages + step.virtual_stage) * 2 + step.is_forward for step in steps])
+
+
+def reorder_microbatches_reference(
+    forward_seconds: Loads, backward_seconds: Loads, *, num_stages: int, num_swaps: int
+) -> tuple[int, ...]:
+    """Do in Python what the kernel does; the last microbatch of both stands for one that is not known yet."""
+    forward, backward = forward_seconds.tolist(), backward_seconds.tolist()
+    num_microbatches = len(forward[0]) - 1
+    steps = pipeline_steps(num_stages, len(forward) // num_stages, num_microbatches)
+    end_of = partial(pipeline_end, steps=steps, num_stages=num_stages, forward=forward, backward=backward)
+    given = list(range(num_microbatches))
+    totals = [_sum(row[index] for rows in zip(forward, backward, strict=True) for row in rows) for index in given]
+    given_end = end_of(given)
+    best, best_end = given, given_end
+    for order in (
+        fill_intervals(steps, num_stages=num_stages, forward=forward, backward=backward, totals=totals),
+        sorted(given, key=totals.__getitem__),
+        sorted(given, key=totals.__getitem__, reverse=True),
+    ):
+        if (end := end_of(order)) < best_end:
+            best, best_end = order, end
+    improved = best.copy()
+    for first, then in _swaps(num_microbatches, num_swaps):
+        improved[first], improved[then] = improved[then], improved[first]
+        if (end := end_of(improved)) <= best_end:
+            best_end = end
+        else:
+            improved[first], improved[then] = improved[then], improved[first]
+    return tuple(improved if best_end < given_end else given)
+
+
+def _swaps(num_microbatches: int, num_swaps: int) -> Sequence[tuple[int, int]]:
+    """Return pairs of positions from Knuth's MMIX linear congruential generator: the same everywhere."""
+    state, positions = 0, []
+    for _ in range(2 * num_swaps):
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        positions.append((state >> 33) % num_microbatches)
+    return list(zip(positions[::2], positions[1::2], strict=True))
+
+
+def _sum(values: Iterable[float]) -> float:
+    total = 0.0
+    for value in values:
+        total += value
+    return total

@@ -1,0 +1,77 @@
+"""Balances the drawn batch: the LLM's samples alone, whole samples, or every unit on its own (OrchMLLM)."""
+
+from collections.abc import Mapping, Sequence
+
+from multimodal.balance.algorithms.post_balance import post_balance
+from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.batch_work import BatchWork, read_batch
+from multimodal.balance.placement import Replicas, follow_llm, place_every_unit
+from multimodal.balance.unit_cost import LINEAR_COST, UnitCost
+from multimodal.values.assignment import Assignment, Atom, Microbatch
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+from multimodal.values.sample_lengths import SampleLengths
+
+
+def balance_llm_only(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
+    """Balance the LLM's work over its replicas and their microbatches; encoders take the items of the LLM's microbatches.
+
+    This is what balancing before the batch is drawn can do at best ("pre-balancing", OrchMLLM 3.2): one phase is balanced, the
+    others are not. Ties go by sample id. Raises AssignmentError as `validate_inputs` does.
+    """
+    work = read_batch(lengths, graph=graph, options=options)
+    return follow_llm(balance_llm(work, plan=plan), work, plan=plan)
+
+
+def balance_whole_samples(
+    lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions
+) -> Assignment:
+    """Balance the work of samples in all units together over replicas and microbatches; each stays whole, with its items.
+
+    Like `balance_llm_only`, but a sample weighs the FLOPs of all its parts. Units that share lanes, or form one interleaved
+    chain, are as busy as the sum of their microbatches of one number, and wait for nobody else's. Declared costs of units do
+    not count here, since they have no common measure. Ties go by sample id. Raises AssignmentError as `validate_inputs` does.
+    """
+    work = read_batch(lengths, graph=graph, options=options)
+    return follow_llm(_balance_samples(work, work.whole_sample_amounts(), LINEAR_COST, plan=plan), work, plan=plan)
+
+
+def balance_every_unit(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
+    """Balance every unit's work over its own replicas (OrchMLLM's post-balancing), and inside each over its microbatches.
+
+    The LLM's samples go over its replicas by their work, and each replica's over its microbatches. An encoder's items (or the
+    items of a sample together, by `options.granularity`) go over its own replicas by their own work, wherever their samples are:
+    the output of the encoder is routed straight to its consumer, which is OrchMLLM's composition of two rearrangements.
+
+    The result does not depend on the order of `lengths`. Raises AssignmentError as `validate_inputs` does.
+    """
+    work = read_batch(lengths, graph=graph, options=options)
+    return place_every_unit(balance_llm(work, plan=plan), work, plan=plan)
+
+
+def balance_llm(work: BatchWork, *, plan: Plan) -> Replicas:
+    """Balance the LLM's work over its replicas, then over their microbatches."""
+    backbone = work.graph.backbone.name
+    amounts = work.amounts(backbone, [(sample,) for sample in work.samples])
+    return _balance_samples(work, amounts, work.cost(backbone), plan=plan)
+
+
+def _balance_samples(work: BatchWork, amounts: Sequence[int], cost: UnitCost, *, plan: Plan) -> Replicas:
+    """Balance samples over the LLM's replicas, then over equally many microbatches in each (fewer where samples are few)."""
+    num_replicas = plan.units[work.graph.backbone.name].data_parallel_size
+    count = work.options.count_microbatches(len(amounts), num_replicas=num_replicas)
+    amount_of = dict(zip(work.samples, amounts, strict=True))
+    return tuple(
+        tuple(filter(None, _partition(samples, amount_of, cost, num_bins=min(count, len(samples)))))
+        for samples in _partition(work.samples, amount_of, cost, num_bins=num_replicas)
+    )
+
+
+def _partition(
+    samples: Sequence[Atom], amount_of: Mapping[Atom, int], cost: UnitCost, *, num_bins: int
+) -> tuple[Microbatch, ...]:
+    """Partition samples; inside a bin they keep their order."""
+    if not samples:
+        return ((),) * num_bins
+    bins = post_balance([amount_of[sample] for sample in samples], num_bins=num_bins, cost=cost)
+    return tuple(tuple(samples[index] for index in sorted(members)) for members in bins)

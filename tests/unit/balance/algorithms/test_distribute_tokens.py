@@ -1,0 +1,108 @@
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multimodal.balance.algorithms.distribute_tokens import TokenDistribution, distribute_tokens, rank_workloads
+from multimodal.values.errors import AssignmentError
+from tests.unit.balance.without_kernels import without_kernels
+
+WORKLOADS = st.one_of(st.lists(st.integers(0, 9), max_size=30), st.lists(st.integers(0, 2**57), max_size=30)).map(
+    lambda workloads: np.array(workloads, dtype=np.int64)
+)
+
+
+def loads(workloads, num_ranks, **options):
+    workloads = np.array(workloads)
+    return rank_workloads(workloads, distribute_tokens(workloads, num_ranks=num_ranks, **options), num_ranks=num_ranks)
+
+
+def test_the_longest_block_goes_to_the_least_loaded_rank():
+    assert distribute_tokens([7, 5, 4, 4], num_ranks=2).tolist() == [0, 1, 1, 0]
+
+
+def test_without_equal_counts_only_workloads_matter():
+    assert loads([6, 1, 1, 1, 1, 2], 2, has_equal_counts=False).tolist() == [6, 6]
+    assert loads([6, 1, 1, 1, 1, 2], 2).tolist() == [8, 4]
+
+
+def test_blocks_are_exchanged_after_the_greedy_step():
+    # Greedy alone: 7 + 4 + 3 = 14 and 6 + 5 + 1 = 12.
+    assert loads([7, 6, 5, 4, 3, 1], 2).tolist() == [13, 13]
+
+
+def test_zigzag_pairs_the_first_chunk_with_the_last():
+    assert distribute_tokens([1] * 8, num_ranks=2, method="zigzag").tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
+    assert loads(range(1, 33), 4, method="zigzag").tolist() == [132] * 4
+
+
+def test_ring_cuts_in_order():
+    assert distribute_tokens([1] * 5, num_ranks=2, method="ring").tolist() == [0, 0, 0, 1, 1]
+
+
+def test_random_depends_on_the_seed_alone():
+    first = distribute_tokens([5] * 64, num_ranks=4, method="random", seed=1)
+    assert np.array_equal(first, distribute_tokens([0] * 64, num_ranks=4, method="random", seed=1))
+    assert not np.array_equal(first, distribute_tokens([5] * 64, num_ranks=4, method="random", seed=2))
+
+
+@pytest.mark.parametrize(("method", "largest_difference"), [("lpt", 1), ("random", 1), ("ring", 1), ("zigzag", 2)])
+@given(workloads=WORKLOADS, num_ranks=st.integers(1, 9))
+def test_every_block_has_a_rank_and_counts_are_even(method, largest_difference, workloads, num_ranks):
+    owners = distribute_tokens(workloads, num_ranks=num_ranks, method=method)
+    assert owners.dtype == np.int32
+    assert owners.shape == workloads.shape
+    counts = np.bincount(owners, minlength=num_ranks)
+    assert len(counts) == num_ranks
+    assert counts.max() - counts.min() <= largest_difference
+
+
+@given(workloads=WORKLOADS, num_ranks=st.integers(1, 9), has_equal_counts=st.booleans())
+def test_the_kernel_equals_its_reference(workloads, num_ranks, has_equal_counts):
+    options = {"num_ranks": num_ranks, "has_equal_counts": has_equal_counts}
+    found, expected = (distribute(workloads, **options) for distribute in (distribute_tokens, without_kernels(distribute_tokens)))
+    assert found.dtype == expected.dtype
+    assert np.array_equal(found, expected)
+
+
+@given(workloads=st.lists(st.integers(1, 12), min_size=1, max_size=7), num_ranks=st.integers(1, 3))
+def test_the_most_loaded_rank_keeps_grahams_bound(workloads, num_ranks):
+    best = min(
+        np.bincount(owners, weights=workloads, minlength=num_ranks).max()
+        for owners in product(range(num_ranks), repeat=len(workloads))
+    )
+    most = loads(workloads, num_ranks, has_equal_counts=False).max()
+    assert best <= most
+    assert 3 * num_ranks * most <= (4 * num_ranks - 1) * best
+
+
+@pytest.mark.parametrize("num_ranks", [8, 16, 32, 64])
+def test_packed_documents_of_64k_tokens_are_balanced(num_ranks):
+    lengths = np.random.default_rng(0).lognormal(2.5, 0.8, 60).astype(int) + 1
+    workloads = np.concatenate([np.arange(1, length + 1) for length in lengths])[:512]
+    balanced, zigzag = (loads(workloads, num_ranks, method=method) for method in ("lpt", "zigzag"))
+    assert balanced.max() <= 1.01 * balanced.mean()
+    assert zigzag.max() > 1.1 * zigzag.mean()
+
+
+@pytest.mark.parametrize(
+    ("workloads", "options", "message"),
+    [
+        ([1, 2], {"num_ranks": 0}, "cannot distribute 2 blocks of tokens over 0 ranks; expected at least 1"),
+        ([1, -2], {"num_ranks": 2}, "block 1 has a workload of -2; expected at least 0"),
+        ([1.0, float("nan")], {"num_ranks": 2}, "of type float64 and shape [(]2,[)]; expected whole numbers"),
+        ([[1, 2]], {"num_ranks": 2}, "shape [(]1, 2[)]"),
+        ([2**62, 2**62], {"num_ranks": 2}, "the workloads of 2 blocks add up to 9.22e[+]18, which does not fit int64"),
+        ([1], {"num_ranks": 1, "method": "snake"}, "'snake' is no token distribution; expected one of lpt, zigzag, ring, random"),
+    ],
+)
+def test_wrong_arguments_are_named(workloads, options, message):
+    with pytest.raises(AssignmentError, match=message):
+        distribute_tokens(workloads, **options)
+
+
+def test_no_blocks_have_no_ranks():
+    for method in TokenDistribution:
+        assert distribute_tokens([], num_ranks=3, method=method).tolist() == []

@@ -1,0 +1,101 @@
+"""The recursion against the simulator of schedules, and intervals against the end of every step."""
+
+import numpy as np
+import pytest
+
+from multimodal.balance.algorithms.pipeline_recursion import PipelineRecursion, PipelineStep, pipeline_steps
+from multimodal.balance.algorithms.reorder_microbatches import pipeline_seconds
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.schedule.simulate import simulate_schedule
+from multimodal.values.schedule import ActionKind
+from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
+from tests.unit.schedule.uniform_costs import GivenCosts
+
+
+def durations(num_virtual_stages, num_microbatches, seed):
+    generator = np.random.default_rng(seed)
+    shape = num_virtual_stages, num_microbatches
+    return generator.integers(0, 9, shape).astype(float), generator.integers(0, 19, shape).astype(float)
+
+
+def simulated_seconds(case, builder, forward, backward, order, first_stages):
+    def seconds(action):
+        table = forward if action.kind is ActionKind.FORWARD else backward
+        return (
+            0.0
+            if action.kind is ActionKind.REDUCE_GRADIENTS
+            else table[first_stages[action.unit] + action.stage, order[action.microbatch]]
+        )
+
+    graph, plan, assignment = case
+    given = {"graph": graph, "plan": plan, "assignment": assignment}
+    schedule = insert_communication(BUILDERS[builder](*case), **given)
+    return simulate_schedule(schedule, **given, costs=GivenCosts(seconds=seconds)).iteration_seconds
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_chunks", "num_microbatches"), [(1, 1, 3), (3, 1, 2), (4, 1, 9), (2, 2, 5), (3, 2, 7)]
+)
+def test_one_unit_takes_what_the_simulator_says(num_stages, num_chunks, num_microbatches):
+    groupings = {"llm": deal(num_microbatches, 1)}
+    case = build_case(build_graph(), {"llm": (1, num_stages, 1)}, groupings, layouts={"llm": {"chunks": num_chunks}})
+    for seed in range(5):
+        forward, backward = durations(num_stages * num_chunks, num_microbatches, seed)
+        order = np.random.default_rng(seed).permutation(num_microbatches).tolist()
+        found = pipeline_seconds(order, forward_seconds=forward, backward_seconds=backward, num_stages=num_stages)
+        builder = "1f1b" if num_chunks == 1 else "interleaved-1f1b"
+        assert found == simulated_seconds(case, builder, forward, backward, order, {"llm": 0})
+
+
+def test_an_encoder_in_front_of_the_llm_is_part_of_the_pipeline():
+    groupings = {"vision": deal(7, 1), "llm": deal(7, 1)}
+    case = build_case(build_graph("vision"), {"vision": (1, 2, 1), "llm": (1, 3, 1)}, groupings)
+    for seed in range(5):
+        forward, backward = durations(5, 7, seed)
+        order = np.random.default_rng(seed).permutation(7).tolist()
+        found = pipeline_seconds(order, forward_seconds=forward, backward_seconds=backward, num_stages=5)
+        assert found == simulated_seconds(case, "1f1b", forward, backward, order, {"vision": 0, "llm": 2})
+
+
+def test_the_steps_of_every_stage_are_1f1b():
+    steps = pipeline_steps(3, 1, 4)
+    of_stage = [
+        " ".join(f"{'BF'[step.is_forward]}{step.position}" for step in steps if step.virtual_stage == stage) for stage in range(3)
+    ]
+    assert of_stage == ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]
+
+
+def test_the_interval_is_the_wait_that_a_forward_fills():
+    # Two stages, forward 1 s and backward 2 s on each: stage 0 ends F0 at 1 and could start B0 at 4.
+    forward, backward = [[1.0] * 4] * 2, [[2.0] * 4] * 2
+    recursion = PipelineRecursion(pipeline_steps(2, 1, 3), num_stages=2, forward=forward, backward=backward)
+    recursion.append(0)
+    assert recursion.interval() == 3.0
+    # Then F1 until 2, B0 from 4 to 6; stage 1 runs F1 until 5 and B1 until 7.
+    recursion.append(1)
+    assert recursion.interval() == 1.0
+
+
+def test_intervals_after_the_warm_up_do_not_depend_on_what_is_not_known():
+    generator = np.random.default_rng(3)
+    forward, backward = generator.random((2, 4, 13))
+    steps = pipeline_steps(4, 1, 12)
+    intervals = []
+    for unknown in (0.0, 5.0):
+        forward[:, -1] = backward[:, -1] = unknown
+        recursion = PipelineRecursion(steps, num_stages=4, forward=forward.tolist(), backward=backward.tolist())
+        found = []
+        for microbatch in range(12):
+            if microbatch >= 4:
+                found.append(recursion.interval())
+            recursion.append(microbatch)
+        intervals.append(found)
+    assert intervals[0] == intervals[1] and len(set(intervals[0])) == 8
+
+
+def test_what_a_step_needs():
+    assert PipelineStep(True, 0, 2).needed(3) is None
+    assert PipelineStep(False, 2, 2).needed(3) is None
+    assert PipelineStep(True, 2, 1).needed(3) == PipelineStep(True, 1, 1)
+    assert PipelineStep(False, 0, 1).needed(3) == PipelineStep(False, 1, 1)

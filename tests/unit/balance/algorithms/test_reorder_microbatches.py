@@ -1,0 +1,107 @@
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multimodal.balance.algorithms.pipeline_recursion import pipeline_steps
+from multimodal.balance.algorithms.reorder_microbatches import (
+    fill_intervals,
+    pipeline_seconds,
+    reorder_microbatches,
+)
+from multimodal.values.errors import AssignmentError
+from tests.unit.balance.without_kernels import without_kernels
+
+SECONDS = st.one_of(st.integers(0, 9), st.floats(0, 10), st.floats(0, 1e300))
+
+
+@st.composite
+def pipelines(draw):
+    num_stages, num_chunks, num_microbatches = (draw(st.integers(1, most)) for most in (4, 3, 12))
+    row = st.lists(SECONDS, min_size=num_microbatches, max_size=num_microbatches)
+    table = st.lists(row, min_size=num_stages * num_chunks, max_size=num_stages * num_chunks)
+    return {"forward_seconds": draw(table), "backward_seconds": draw(table), "num_stages": num_stages}
+
+
+def stragglers(num_stages, num_microbatches, seed):
+    """One encoder stage whose time varies, LLM stages that vary less."""
+    generator = np.random.default_rng(seed)
+    forward = np.repeat(generator.lognormal(0, 0.2, (1, num_microbatches)), num_stages, axis=0)
+    forward[0] = generator.lognormal(0, 0.8, num_microbatches)
+    return {"forward_seconds": forward, "backward_seconds": 2 * forward, "num_stages": num_stages}
+
+
+@settings(max_examples=60)
+@given(pipeline=pipelines(), num_swaps=st.sampled_from([None, 0, 9]))
+def test_the_kernel_equals_its_reference_and_never_ends_later(pipeline, num_swaps):
+    order = reorder_microbatches(**pipeline, num_swaps=num_swaps)
+    assert order == without_kernels(reorder_microbatches)(**pipeline, num_swaps=num_swaps)
+    given_order = range(len(pipeline["forward_seconds"][0]))
+    given_seconds, seconds = pipeline_seconds(given_order, **pipeline), pipeline_seconds(order, **pipeline)
+    assert seconds < given_seconds or order == tuple(given_order)
+
+
+def test_small_pipelines_come_close_to_the_best_order():
+    found, best = [], []
+    for seed in range(6):
+        pipeline = stragglers(3, 6, seed)
+        found.append(pipeline_seconds(reorder_microbatches(**pipeline), **pipeline))
+        best.append(min(pipeline_seconds(order, **pipeline) for order in permutations(range(6))))
+    assert all(seconds >= least for seconds, least in zip(found, best, strict=True))
+    assert np.mean(np.array(found) / best) < 1.02
+
+
+@pytest.mark.parametrize(("num_stages", "num_chunks"), [(4, 1), (2, 2)])
+def test_stragglers_cost_less_after_reordering(num_stages, num_chunks):
+    given_seconds, reordered, improved = [], [], []
+    for seed in range(10):
+        pipeline = stragglers(num_stages * num_chunks, 16, seed) | {"num_stages": num_stages}
+        given_seconds.append(pipeline_seconds(range(16), **pipeline))
+        reordered.append(pipeline_seconds(reorder_microbatches(**pipeline, num_swaps=0), **pipeline))
+        improved.append(pipeline_seconds(reorder_microbatches(**pipeline), **pipeline))
+    assert sum(improved) < sum(reordered) < 0.99 * sum(given_seconds)
+
+
+def test_intervals_are_filled_as_the_paper_lists_it():
+    # Stage 0 alone varies. First the smallest (2), last the two next smallest (4, 0), descending.
+    sizes = [2.0, 6.0, 1.0, 4.0, 1.5, 5.0, 3.0]
+    forward = [[*sizes, 3.0], [1.0] * 8, [1.0] * 8]
+    backward = [[2.0 * value for value in row] for row in forward]
+    totals = [3 * size + 6 for size in sizes]
+    order = fill_intervals(pipeline_steps(3, 1, 7), num_stages=3, forward=forward, backward=backward, totals=totals)
+    assert order[0] == 2 and order[-2:] == [0, 4] and sorted(order) == list(range(7))
+    # After F of 2 at stage 0 (1 s) its backward is there at 1 + 2 + 4 = 7 s: 6 s for two forwards, so 3 s is closest, then 3 s.
+    assert order[1] == 6
+
+
+def test_equal_microbatches_stay_as_they_are():
+    pipeline = {"forward_seconds": np.ones((4, 9)), "backward_seconds": np.full((4, 9), 2.0), "num_stages": 4}
+    assert reorder_microbatches(**pipeline) == tuple(range(9))
+
+
+@pytest.mark.parametrize("reorder", [reorder_microbatches, without_kernels(reorder_microbatches)])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"forward_seconds": [[1, -1], [1, 1]]}, r"forward seconds: entry \(0, 1\) is -1.0; loads must be finite"),
+        ({"backward_seconds": [[1, 1], [float("nan"), 1]]}, r"backward seconds: entry \(1, 0\) is nan"),
+        ({"forward_seconds": [[1e308, 1], [1e308, 1]]}, "forward seconds: the loads add up to inf"),
+        ({"forward_seconds": [[1e308, 1], [1, 1]], "backward_seconds": [[1e308, 1], [1, 1]]}, "sums of forward and backward"),
+        ({"forward_seconds": [[], []], "backward_seconds": [[], []]}, r"shape \(2, 0\) and backward"),
+        ({"forward_seconds": [1, 2]}, r"forward seconds of shape \(2,\) and backward seconds of shape \(2, 2\): give both a row"),
+        ({"num_stages": 0}, "2 virtual stages on 0 stages: every stage must hold equally many"),
+        ({"num_stages": 4}, "2 virtual stages on 4 stages"),
+        ({"num_swaps": -1}, "num_swaps is -1; it must be from 0"),
+    ],
+)
+def test_wrong_arguments_are_named(reorder, change, message):
+    pipeline = {"forward_seconds": [[1, 2], [3, 4]], "backward_seconds": [[1, 2], [3, 4]], "num_stages": 2}
+    with pytest.raises(AssignmentError, match=message):
+        reorder(**(pipeline | change))
+
+
+def test_an_order_that_is_none_is_refused():
+    with pytest.raises(AssignmentError, match=r"order \(0, 0\): give each of the 2 microbatches once"):
+        pipeline_seconds([0, 0], forward_seconds=[[1, 2]], backward_seconds=[[1, 2]], num_stages=1)

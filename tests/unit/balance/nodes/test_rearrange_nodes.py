@@ -1,0 +1,199 @@
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.sparse import coo_matrix, csr_matrix
+
+from benchmarks.node_bounds import inter_node_bytes, lp_bound, single_node_bound
+from multimodal.balance.nodes.node_search import NodeSearchLimits
+from multimodal.balance.nodes.rearrange_nodes import rearrange_nodes
+from multimodal.values.errors import AssignmentError
+from tests.unit.balance.without_kernels import without_kernels
+
+BOTH = pytest.mark.parametrize("rearrange", [rearrange_nodes, without_kernels(rearrange_nodes)])
+
+
+@st.composite
+def matrices(draw, max_ranks=12, max_bytes=9):
+    num_ranks = draw(st.integers(1, max_ranks))
+    rows = st.lists(st.one_of(st.just(0), st.integers(0, max_bytes)), min_size=num_ranks, max_size=num_ranks)
+    return np.array(draw(st.lists(rows, min_size=num_ranks, max_size=num_ranks)), dtype=np.int64)
+
+
+def balanced_volumes(*, num_ranks, samples_per_rank=12, seed=0):
+    """Long-tailed samples, dealt to new batches in the order of their lengths."""
+    draw = np.random.default_rng(seed)
+    lengths = draw.lognormal(5, 1, num_ranks * samples_per_rank).astype(np.int64) + 1
+    batches = np.argsort(np.argsort(-lengths)) % num_ranks
+    return coo_matrix((lengths, (np.repeat(np.arange(num_ranks), samples_per_rank), batches)), shape=(num_ranks, num_ranks))
+
+
+def sent_to_other_nodes(volume, permutation, ranks_per_node):
+    """Straight from equation (5)."""
+    rank_of_batch = {batch: rank for rank, batch in enumerate(permutation)}
+    return [
+        sum(held for batch, held in enumerate(row) if rank_of_batch[batch] // ranks_per_node != rank // ranks_per_node)
+        for rank, row in enumerate(volume.tolist())
+    ]
+
+
+def best_by_brute_force(volume, ranks_per_node):
+    return min(max(sent_to_other_nodes(volume, order, ranks_per_node)) for order in permutations(range(len(volume))))
+
+
+@BOTH
+def test_batches_go_where_most_of_them_is(rearrange):
+    volume = np.array([[0, 0, 5, 0], [0, 0, 0, 5], [5, 0, 0, 0], [0, 5, 0, 0]])
+    found = rearrange(volume, ranks_per_node=2)
+    assert found.permutation.tolist() == [2, 3, 0, 1]
+    assert found.bytes_before.tolist() == [5, 5, 5, 5]
+    assert found.bytes_after.tolist() == [0, 0, 0, 0]
+
+
+@BOTH
+def test_batches_that_may_stay_stay_on_their_rank(rearrange):
+    volume = np.diag([3, 3, 3, 3, 3]) + np.fliplr(np.eye(5, dtype=np.int64))
+    assert rearrange(volume, ranks_per_node=2).permutation.tolist() == [0, 1, 2, 3, 4]
+
+
+@BOTH
+def test_the_heaviest_sender_counts_not_the_sum(rearrange):
+    found = rearrange(np.array([[4, 6], [0, 4]]), ranks_per_node=1)
+    assert found.bytes_before.tolist() == [6, 0]
+    assert found.bytes_after.tolist() == [4, 4]
+
+
+@BOTH
+@pytest.mark.parametrize("num_ranks", [0, 1, 5])
+def test_nothing_to_send_changes_nothing(rearrange, num_ranks):
+    found = rearrange(np.zeros((num_ranks, num_ranks), dtype=np.int64), ranks_per_node=2)
+    assert found.permutation.tolist() == list(range(num_ranks))
+    assert found.bytes_after.tolist() == [0] * num_ranks
+
+
+@pytest.mark.parametrize("method", ["search", "exact"])
+@pytest.mark.parametrize("ranks_per_node", [4, 7])
+def test_one_node_sends_nothing_outside(method, ranks_per_node):
+    volume = np.arange(16).reshape(4, 4)
+    found = rearrange_nodes(volume, ranks_per_node=ranks_per_node, method=method)
+    assert found.permutation.tolist() == [0, 1, 2, 3]
+    assert found.bytes_before.tolist() == [0, 0, 0, 0]
+
+
+@given(volume=matrices(max_ranks=6), ranks_per_node=st.integers(1, 4))
+@settings(max_examples=40)
+def test_exact_is_the_optimum_and_search_is_near(volume, ranks_per_node):
+    best = best_by_brute_force(volume, ranks_per_node)
+    exact = rearrange_nodes(volume, ranks_per_node=ranks_per_node, method="exact")
+    found = rearrange_nodes(volume, ranks_per_node=ranks_per_node)
+    assert exact.bytes_after.max() == best
+    assert best <= found.bytes_after.max() <= found.bytes_before.max()
+    assert lp_bound(volume, ranks_per_node=ranks_per_node) <= best + 1e-6
+    for node in range(-(-len(volume) // ranks_per_node)):
+        assert single_node_bound(volume, ranks_per_node=ranks_per_node, node=node) <= best + 1e-6
+
+
+@given(
+    volume=matrices(),
+    ranks_per_node=st.integers(1, 5),
+    first=st.integers(1, 6),
+    length=st.integers(1, 4),
+    most=st.integers(0, 99),
+)
+def test_the_kernel_equals_its_reference(volume, ranks_per_node, first, length, most):
+    limits = NodeSearchLimits(first, length, most)
+    found = rearrange_nodes(volume, ranks_per_node=ranks_per_node, limits=limits)
+    expected = without_kernels(rearrange_nodes)(volume, ranks_per_node=ranks_per_node, limits=limits)
+    assert np.array_equal(found.permutation, expected.permutation)
+    assert np.array_equal(found.bytes_after, expected.bytes_after)
+
+
+@pytest.mark.parametrize("num_ranks", [24, 30])
+def test_the_kernel_equals_its_reference_on_long_tailed_samples(num_ranks):
+    volume = balanced_volumes(num_ranks=num_ranks)
+    found = rearrange_nodes(volume, ranks_per_node=8)
+    assert np.array_equal(found.permutation, without_kernels(rearrange_nodes)(volume, ranks_per_node=8).permutation)
+    assert np.array_equal(found.bytes_after, inter_node_bytes(volume, found.permutation, ranks_per_node=8))
+
+
+@given(volume=matrices(), ranks_per_node=st.integers(1, 5))
+def test_the_bytes_are_those_of_the_permutation(volume, ranks_per_node):
+    found = rearrange_nodes(volume, ranks_per_node=ranks_per_node)
+    assert sorted(found.permutation.tolist()) == list(range(len(volume)))
+    assert found.bytes_before.tolist() == sent_to_other_nodes(volume, range(len(volume)), ranks_per_node)
+    assert found.bytes_after.tolist() == sent_to_other_nodes(volume, found.permutation.tolist(), ranks_per_node)
+    assert found.bytes_after.max() <= found.bytes_before.max()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_search_comes_within_two_percent_of_the_optimum_on_long_tailed_samples(seed):
+    volume = balanced_volumes(num_ranks=32, seed=seed)
+    exact = rearrange_nodes(volume, ranks_per_node=8, method="exact").bytes_after.max()
+    found = rearrange_nodes(volume, ranks_per_node=8)
+    assert exact <= found.bytes_after.max() <= 1.02 * exact
+    assert found.bytes_after.max() < 0.9 * found.bytes_before.max()
+
+
+def test_all_forms_of_a_matrix_are_the_same():
+    rows = balanced_volumes(num_ranks=16).tocsr()
+    halves = np.stack([rows.data // 2, rows.data - rows.data // 2], axis=1).ravel()
+    in_duplicates = csr_matrix((halves, np.repeat(rows.indices, 2), 2 * rows.indptr), shape=rows.shape)
+    forms = [rows.tocoo(), rows.tocsc(), in_duplicates, rows.toarray(), rows.toarray().astype(float)]
+    expected = rearrange_nodes(rows, ranks_per_node=8)
+    for form in [*forms, (rows.indptr, rows.indices, rows.data)]:
+        assert np.array_equal(rearrange_nodes(form, ranks_per_node=8).permutation, expected.permutation)
+    assert in_duplicates.nnz == len(halves), "the caller's matrix stays as it is"
+    assert expected.permutation.tolist() != list(range(16))
+
+
+def test_large_volumes_stay_exact():
+    volume = np.array([[0, 2**61 + 1, 2**61], [0, 0, 3], [2**61 - 1, 0, 2**61]])
+    found = rearrange_nodes(volume, ranks_per_node=1)
+    assert found.bytes_after.tolist() == sent_to_other_nodes(volume, found.permutation.tolist(), 1)
+    assert np.array_equal(found.permutation, without_kernels(rearrange_nodes)(volume, ranks_per_node=1).permutation)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("volume", "ranks_per_node", "message"),
+    [
+        ([[0, 1], [-2, 0]], 1, "rank 1 holds -2 bytes of new batch 0; expected a whole number of at least 0"),
+        ([[0, np.nan], [0, 0]], 1, "rank 0 holds nan bytes of new batch 1"),
+        ([[0, 0], [0, np.inf]], 1, "rank 1 holds inf bytes of new batch 1"),
+        ([[0, 0.5], [0, 0]], 1, "rank 0 holds 0.5 bytes of new batch 1"),
+        ([[0, 0], [0, 1e300]], 1, "rank 1 holds 1e[+]300 bytes of new batch 1"),
+        ([[2**62, 2**62], [0, 0]], 1, "the bytes of rank 0 add up to 9.22e[+]18, which does not fit int64"),
+        ([[0, 1, 2], [0, 0, 0]], 1, "of 2 ranks and 3 new batches; expected one new batch per rank"),
+        ([[0, 1j], [0, 0]], 1, "of type complex128; expected whole numbers of bytes"),
+        ([0, 1], 1, "of 1 ranks and 2 new batches"),
+        (([0, 2, 1], [0, 1], [1, 1]), 1, "the volumes are no matrix"),
+        (([0, 1, 1], [7], [1]), 1, "the volumes are no matrix"),
+        ([[1]], 0, "cannot put 0 ranks on a node; expected ranks_per_node of at least 1"),
+    ],
+)
+def test_wrong_volumes_are_named(rearrange, volume, ranks_per_node, message):
+    with pytest.raises(AssignmentError, match=message):
+        rearrange(volume, ranks_per_node=ranks_per_node)
+
+
+def test_an_unknown_method_is_refused():
+    with pytest.raises(AssignmentError, match="'ilp' is no method of node-wise rearrangement; expected one of search, exact"):
+        rearrange_nodes([[0]], ranks_per_node=1, method="ilp")
+
+
+def test_exact_says_when_its_time_is_up():
+    with pytest.raises(AssignmentError, match="of 64 ranks on 8 nodes was not solved in 0 s; allow more time or choose"):
+        rearrange_nodes(balanced_volumes(num_ranks=64), ranks_per_node=8, method="exact", time_limit_seconds=0)
+
+
+@pytest.mark.parametrize("permutation", [[0, 1], [0, 0, 1], [1, 2, 3], [[0, 1, 2]]])
+def test_only_permutations_are_measured(permutation):
+    with pytest.raises(AssignmentError, match="does not give each of 3 ranks one batch; expected every number from 0 to 2 once"):
+        inter_node_bytes(np.eye(3, dtype=np.int64), permutation, ranks_per_node=1)
+
+
+def test_the_bound_of_an_empty_matrix_is_zero():
+    assert lp_bound(np.zeros((4, 4), dtype=np.int64), ranks_per_node=2) == 0
+    assert single_node_bound(np.diag([0, 0, 5, 5]), ranks_per_node=2, node=0) == 0

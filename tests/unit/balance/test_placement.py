@@ -1,0 +1,65 @@
+import pytest
+
+from multimodal.balance.placement import drop_idle_samples, place_generators
+from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace, validate_assignment
+from multimodal.values.errors import AssignmentError
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+
+SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 8}
+GRAPH = ModelGraph.from_dict(
+    {
+        "units": {
+            "llm": {"role": "backbone", **SHAPE},
+            **{name: {"role": "generator", **SHAPE} for name in ("painter", "engraver")},
+        }
+    }
+)
+LENGTHS = tuple(
+    SampleLengths(sample, tuple(ItemLengths(unit, 4, 0) for unit in units), 5, 5)
+    for sample, units in enumerate([("painter",), (), ("engraver", "painter"), ("painter", "painter"), ("engraver",)])
+)
+LLM = (((Atom(0), Atom(1)), (Atom(4),)), ((Atom(2), Atom(3)),))
+
+
+def build_plan(**data_parallel_sizes: int) -> Plan:
+    units, rank = {}, 0
+    for name, size in data_parallel_sizes.items():
+        units[name] = UnitPlan(tuple(Replica((Stage((rank + index,), ((0, 3),)),)) for index in range(size)))
+        rank += size
+    return Plan(units)
+
+
+PLAN = build_plan(llm=2, painter=1, engraver=3)
+
+
+def test_generators_follow_the_llm_in_its_order() -> None:
+    placed = place_generators(LLM, graph=GRAPH, plan=PLAN)
+    assert placed["painter"] == ((LLM[0][0], LLM[1][0], LLM[0][1]),)
+    assert placed["engraver"] == ((LLM[0][0],), (LLM[1][0],), (LLM[0][1],))
+
+
+def test_samples_without_work_are_dropped_and_so_are_empty_microbatches() -> None:
+    assignment = Assignment({"llm": LLM, **place_generators(LLM, graph=GRAPH, plan=PLAN)})
+    kept = drop_idle_samples(assignment, graph=GRAPH, lengths=LENGTHS)
+    assert kept.units["llm"] == LLM
+    assert kept.units["painter"] == (((Atom(0),), (Atom(2), Atom(3))),)
+    assert kept.units["engraver"] == ((), ((Atom(2),),), ((Atom(4),),))
+    for each in (assignment, kept):
+        validate_assignment(each, graph=GRAPH, plan=PLAN, lengths=LENGTHS)
+    routes = kept.routes(GRAPH).from_source
+    assert [route.target.unit for route in routes[MicrobatchPlace("llm", 0, 0)]] == ["painter"]
+    assert [route.target.unit for route in routes[MicrobatchPlace("llm", 1, 0)]] == ["engraver", "painter"]
+
+
+def test_a_sample_with_work_must_be_placed() -> None:
+    units = {"llm": LLM, "painter": (((Atom(0),), (Atom(3),)),), "engraver": (((Atom(2), Atom(4)),), (), ())}
+    with pytest.raises(AssignmentError, match="unit 'painter': sample 2 is placed nowhere"):
+        validate_assignment(Assignment(units), graph=GRAPH, plan=PLAN, lengths=LENGTHS)
+
+
+def test_nothing_changes_without_generators() -> None:
+    graph = ModelGraph.from_dict({"units": {"llm": {"role": "backbone", **SHAPE}}})
+    assignment = Assignment({"llm": LLM})
+    assert drop_idle_samples(assignment, graph=graph, lengths=LENGTHS) is assignment
