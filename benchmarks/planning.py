@@ -29,7 +29,7 @@ from rich.table import Table
 from scipy.optimize import linprog
 
 from multimodal.cost.cluster import Cluster
-from multimodal.data.uniform_lengths import uniform_lengths
+from multimodal.data.length_table import uniform_lengths
 from multimodal.plan.planners.allocation import solve_allocation
 from multimodal.plan.planners.allocation_search import AllocationProblem, search_allocation
 from multimodal.plan.planners.braid import plan_braid

@@ -19,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from multimodal.cost.activation_memory import Implementation
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layer_profile import LayerProfile
-from multimodal.data.length_table import read_length_table
-from multimodal.data.uniform_lengths import uniform_lengths
+from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.draw_plans import draw_plans
 from multimodal.plan.planners.per_gpu import plan_per_gpu

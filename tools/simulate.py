@@ -29,8 +29,7 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_costs import StepCosts
 from multimodal.cost.table_costs import TableCosts
 from multimodal.cost.table_model import build_table_model
-from multimodal.data.length_table import read_length_table
-from multimodal.data.uniform_lengths import uniform_lengths
+from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.planners.planning_request import OVERLAPPED_PARTS
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS

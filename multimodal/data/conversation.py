@@ -1,4 +1,4 @@
-"""From the ordered segments of a sample to its tokens: role markers, image placeholders, and what is trained on.
+"""From the ordered segments of a sample to its tokens: role markers, image placeholders and training targets.
 
 A sample reads `begin`, then its turns. A turn is a run of text segments of one role: the role's marker, the texts, and for
 assistant and document turns `end`. An image is `vision_start`, one placeholder per output token, `vision_end`; inside a turn
@@ -31,7 +31,7 @@ _ROLES_WITH_END = ("assistant", "document")
 
 @dataclass(frozen=True, slots=True)
 class TextSegment:
-    """A piece of text and who says it."""
+    """A text and the role of its speaker."""
 
     role: str
     """One of ROLES."""
@@ -64,7 +64,7 @@ class Conversation:
     item_starts: tuple[tuple[int, int, int], ...]
     """(item_index, start, num_output_tokens) of the items that fit; see `SampleText`."""
     is_cut: bool
-    """Whether the sample was longer than allowed."""
+    """True if the sample was longer than allowed."""
 
     @property
     def num_target_tokens(self) -> int:
@@ -73,8 +73,8 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """Tokens that belong together; an item's piece has its output tokens inside."""
+class _TokenRun:
+    """Tokens that belong together; an item's run has its output tokens inside."""
 
     token_ids: list[int]
     is_trained: bool = False
@@ -83,12 +83,12 @@ class _Piece:
 
     @property
     def is_item(self) -> bool:
-        """Whether it stands or falls as a whole."""
+        """True if it is left out where it does not fit whole."""
         return self.is_generated or self.num_output_tokens > 0
 
     @property
     def trained(self) -> list[bool]:
-        """Which tokens are to be predicted; of a generated item only the one that announces it."""
+        """[num_tokens]: True where a token is to be predicted; in a generated item only the one that announces it."""
         return [True, False] if self.is_generated else [self.is_trained] * len(self.token_ids)
 
 
@@ -101,15 +101,15 @@ def build_conversation(segments: Sequence[Segment], *, tokenizer: Tokenizer, seq
     trained: list[bool] = [False]
     item_starts: list[tuple[int, int, int]] = []
     is_cut = False
-    for piece in _pieces(segments, tokenizer=tokenizer):
+    for run in _token_runs(segments, tokenizer=tokenizer):
         room = seq_length - len(token_ids)
-        is_cut = len(piece.token_ids) > room
-        if piece.is_item and not is_cut:
-            start = len(token_ids) + (0 if piece.is_generated else 1)
-            item_starts.append((len(item_starts), start, piece.num_output_tokens))
-        if not (piece.is_item and is_cut):
-            token_ids += piece.token_ids[:room]
-            trained += piece.trained[:room]
+        is_cut = len(run.token_ids) > room
+        if run.is_item and not is_cut:
+            start = len(token_ids) + (0 if run.is_generated else 1)
+            item_starts.append((len(item_starts), start, run.num_output_tokens))
+        if not (run.is_item and is_cut):
+            token_ids += run.token_ids[:room]
+            trained += run.trained[:room]
         if is_cut:
             break
     return Conversation(np.array(token_ids, dtype=np.int32), np.array(trained, dtype=np.bool_), tuple(item_starts), is_cut)
@@ -136,7 +136,7 @@ def build_sample_text(conversation: Conversation, *, pad_id: int) -> SampleText:
     )
 
 
-def _pieces(segments: Sequence[Segment], *, tokenizer: Tokenizer) -> Iterator[_Piece]:
+def _token_runs(segments: Sequence[Segment], *, tokenizer: Tokenizer) -> Iterator[_TokenRun]:
     special = tokenizer.special
     roles = [_role(segment) for segment in segments if not isinstance(segment, ItemSegment)]
     trained_role = "document" if set(roles) == {"document"} else "assistant"
@@ -147,22 +147,24 @@ def _pieces(segments: Sequence[Segment], *, tokenizer: Tokenizer) -> Iterator[_P
         next_role = roles[num_seen] if num_seen < len(roles) else turn
         if turn is not None and next_role != turn:
             if turn in _ROLES_WITH_END:
-                yield _Piece([special.end], turn == trained_role)
+                yield _TokenRun([special.end], turn == trained_role)
             turn = None
         if isinstance(segment, ItemSegment):
             placeholders = [special.image] * segment.num_output_tokens
-            yield _Piece([special.vision_start, *placeholders, special.vision_end], num_output_tokens=segment.num_output_tokens)
+            yield _TokenRun(
+                [special.vision_start, *placeholders, special.vision_end], num_output_tokens=segment.num_output_tokens
+            )
             continue
         num_seen += 1
         if turn is None:
-            yield _Piece([markers[_role(segment)]])
+            yield _TokenRun([markers[_role(segment)]])
         turn = _role(segment)
         if isinstance(segment, GeneratedSegment):
-            yield _Piece([special.vision_start, special.vision_end], is_generated=True)
+            yield _TokenRun([special.vision_start, special.vision_end], is_generated=True)
             continue
-        yield _Piece(tokenizer.encode(segment.text), turn == trained_role)
+        yield _TokenRun(tokenizer.encode(segment.text), turn == trained_role)
     if turn in _ROLES_WITH_END:
-        yield _Piece([special.end], turn == trained_role)
+        yield _TokenRun([special.end], turn == trained_role)
 
 
 def _role(segment: TextSegment | GeneratedSegment) -> str:

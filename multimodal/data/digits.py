@@ -4,13 +4,15 @@ The glyphs are the 1797 digits of 8x8 pixels that scikit-learn carries (UCI's op
 nothing is downloaded. Every sixth glyph is kept for validation; training never shows it.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from multimodal.data.conversation import Conversation, ItemSegment, TextSegment, build_conversation, build_sample_text
+from multimodal.data.conversation import Conversation, ItemSegment, Segment, TextSegment, build_conversation, build_sample_text
 from multimodal.data.digits_layout import (
     MAX_DIGITS,
     MAX_PICTURES,
@@ -27,8 +29,9 @@ from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ImageInput
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 
+Split = Literal["train", "valid"]
+
 _VALIDATION_EVERY = 6
-_STREAMS = {"train": 0, "valid": 1}
 _CACHED_SAMPLES = 4096
 
 
@@ -38,58 +41,68 @@ class HandwrittenDigits(NamedTuple):
     ink: npt.NDArray[np.float32]
     """[num_glyphs, 8, 8], from 0 (paper) to 1."""
     digits: npt.NDArray[np.int64]
-    """[num_glyphs], which digit each is."""
+    """[num_glyphs]: the digit that each shows."""
 
 
-class DigitsSource:
+class RandomPictures(ABC):
     """A `SampleSource` that draws sample `index` from (seed, split, index) alone; lengths and texts need no pixels."""
+
+    _STREAMS: ClassVar[Mapping[Split, int]]
+    """Numbers of the random streams, different for each kind of sample."""
 
     def __init__(
         self,
         num_samples: int,
         *,
         seed: int,
-        split: Literal["train", "valid"],
+        split: Split,
         unit: str,
         image: ImageInput,
         tokenizer: Tokenizer,
         seq_length: int,
     ) -> None:
-        """unit: the encoder that takes the pictures, image: how it cuts them; seq_length: bound of a sample, which none may pass.
+        """unit: the encoder that takes the pictures, or the generator that makes them; image: how it cuts them.
 
-        Raises ModelError when the encoder's pixel bounds admit no picture, ConfigError when scikit-learn is missing or a
-        sample might be longer than seq_length.
+        seq_length: the most tokens of a sample. Raises ModelError when the unit's pixel bounds admit no picture, ConfigError when
+        scikit-learn is missing or a sample might be longer than seq_length.
         """
-        self._num_samples = num_samples
-        self._unit = unit
-        self._image = image
-        self._tokenizer = tokenizer
+        self._num_samples, self._unit, self._image, self._tokenizer = num_samples, unit, image, tokenizer
         self._seq_length = seq_length
-        self._entropy = (seed, _STREAMS[split])
-        self._layouts = possible_layouts(image)
-        self._glyphs = load_handwritten_digits()
-        self._pool = glyph_pool(split)
+        self._entropy = (seed, self._STREAMS[split])
+        self._glyphs, self._pool = load_handwritten_digits(), glyph_pool(split)
         self._cached: dict[int, tuple[DigitsSample, Conversation]] = {}
-        self._check_seq_length()
+        self._prepare()
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Compute what drawing needs; raises ModelError or ConfigError where the arguments admit no sample."""
+
+    @abstractmethod
+    def _draw(self, random: np.random.Generator) -> DigitsSample:
+        """Draw a sample."""
+
+    @abstractmethod
+    def _segments(self, sample: DigitsSample) -> Sequence[Segment]:
+        """Return the segments of a sample, its pictures in their order."""
 
     def __len__(self) -> int:
         """Number of samples."""
         return self._num_samples
 
     def sample(self, index: int) -> DigitsSample:
-        """What sample `index` shows and asks; raises IndexError beyond the end."""
+        """Return the pictures, question and answer of a sample; raises IndexError beyond the end."""
         return self._at(index)[0]
 
     def lengths(self, index: int) -> SampleLengths:
         """Lengths of one sample; `sample_id` is its index."""
         sample, conversation = self._at(index)
+        outputs = [num_outputs for _, _, num_outputs in conversation.item_starts]
         items = tuple(
-            ItemLengths(self._unit, rows * columns, rows * columns // self._image.merge_size**2)
-            for rows, columns in (self._grid(picture) for picture in sample.pictures)
+            ItemLengths(self._unit, rows * columns, output)
+            for (rows, columns), output in zip(map(self._grid, sample.pictures), outputs, strict=True)
         )
-        num_text_tokens = len(conversation.token_ids) - sum(item.num_output_tokens for item in items)
         starts = tuple(start for _, start, _ in conversation.item_starts)
-        return SampleLengths(index, items, num_text_tokens, conversation.num_target_tokens, starts)
+        return SampleLengths(index, items, len(conversation.token_ids) - sum(outputs), conversation.num_target_tokens, starts)
 
     def text(self, index: int) -> SampleText:
         """Tokens, labels and picture positions of one sample."""
@@ -98,8 +111,7 @@ class DigitsSource:
     def item(self, index: int, item_index: int) -> ItemPixels:
         """Render one picture; ink is 1, paper -1."""
         picture = self.sample(index).pictures[item_index]
-        ink = render_ink(picture, glyphs=self._glyphs)
-        pixels = np.repeat((2 * ink - 1)[:, :, None], self._image.in_channels, axis=2)
+        pixels = np.repeat((2 * render_ink(picture, glyphs=self._glyphs) - 1)[:, :, None], self._image.in_channels, axis=2)
         patches = cut_patches(pixels, patch_size=self._image.patch_size, merge_size=self._image.merge_size)
         return ItemPixels(patches, self._grid(picture))
 
@@ -107,28 +119,41 @@ class DigitsSource:
         """(rows, columns) of patches of one picture."""
         return self._grid(self.sample(index).pictures[item_index])
 
+    def _grid(self, picture: DigitsPicture) -> tuple[int, int]:
+        patches = picture.layout.cell_pixels // self._image.patch_size
+        return picture.layout.rows * patches, picture.layout.columns * patches
+
     def _at(self, index: int) -> tuple[DigitsSample, Conversation]:
         if not 0 <= index < self._num_samples:
             raise IndexError(f"sample {index} of {self._num_samples}")
         if index not in self._cached:
             if len(self._cached) >= _CACHED_SAMPLES:
                 self._cached.clear()
-            self._cached[index] = self._draw(index)
+            sample = self._draw(np.random.Generator(np.random.Philox(np.random.SeedSequence((*self._entropy, index)))))
+            segments = self._segments(sample)
+            conversation = build_conversation(segments, tokenizer=self._tokenizer, seq_length=self._seq_length)
+            self._cached[index] = sample, conversation
         return self._cached[index]
 
-    def _draw(self, index: int) -> tuple[DigitsSample, Conversation]:
-        random = np.random.Generator(np.random.Philox(np.random.SeedSequence((*self._entropy, index))))
-        sample = draw_digits_sample(random, layouts=self._layouts, pool=self._pool, digits=self._glyphs.digits)
-        conversation = build_conversation(
-            [
-                *(ItemSegment(rows * columns // self._image.merge_size**2) for rows, columns in map(self._grid, sample.pictures)),
-                TextSegment("user", QUESTIONS[sample.kind]),
-                TextSegment("assistant", sample.answer),
-            ],
-            tokenizer=self._tokenizer,
-            seq_length=self._seq_length,
-        )
-        return sample, conversation
+
+class DigitsSource(RandomPictures):
+    """Pictures of digits to read, count or add up."""
+
+    _STREAMS: ClassVar[Mapping[Split, int]] = {"train": 0, "valid": 1}
+
+    def _prepare(self) -> None:
+        self._layouts = possible_layouts(self._image)
+        self._check_seq_length()
+
+    def _draw(self, random: np.random.Generator) -> DigitsSample:
+        return draw_digits_sample(random, layouts=self._layouts, pool=self._pool, digits=self._glyphs.digits)
+
+    def _segments(self, sample: DigitsSample) -> Sequence[Segment]:
+        return [
+            *(ItemSegment(rows * columns // self._image.merge_size**2) for rows, columns in map(self._grid, sample.pictures)),
+            TextSegment("user", QUESTIONS[sample.kind]),
+            TextSegment("assistant", sample.answer),
+        ]
 
     def _check_seq_length(self) -> None:
         token_pixels = self._image.patch_size * self._image.merge_size
@@ -140,11 +165,6 @@ class DigitsSource:
                 f"a sample of the digits data has up to {longest} tokens ({MAX_PICTURES} pictures of {picture} and the text), "
                 f"--seq-length is {self._seq_length}; set it to {longest} or more, or lower the encoder's max_pixels"
             )
-
-    def _grid(self, picture: DigitsPicture) -> tuple[int, int]:
-        """(rows, columns) of patches."""
-        patches = picture.layout.cell_pixels // self._image.patch_size
-        return picture.layout.rows * patches, picture.layout.columns * patches
 
 
 def render_ink(picture: DigitsPicture, *, glyphs: HandwrittenDigits) -> npt.NDArray[np.float32]:
@@ -159,8 +179,8 @@ def render_ink(picture: DigitsPicture, *, glyphs: HandwrittenDigits) -> npt.NDAr
     return ink
 
 
-def glyph_pool(split: Literal["train", "valid"]) -> npt.NDArray[np.int64]:
-    """Indices of the glyphs of a split."""
+def glyph_pool(split: Split) -> npt.NDArray[np.int64]:
+    """Return the indices of the glyphs of a split."""
     held_out = np.arange(len(load_handwritten_digits().digits)) % _VALIDATION_EVERY == 0
     return np.flatnonzero(held_out if split == "valid" else ~held_out)
 

@@ -1,4 +1,4 @@
-"""What one sample of the digits data shows and asks, drawn at random without touching a pixel.
+"""The pictures, question and answer of one sample of the digits data, drawn at random without touching a pixel.
 
 A picture is a grid of square cells, filled with digits from the top left in reading order; the last cells may stay empty, so
 its size does not give away how many digits it shows. A cell is one LLM token wide and high, or two.
@@ -64,16 +64,16 @@ class DigitsPicture:
 
 @dataclass(frozen=True, slots=True)
 class DigitsSample:
-    """One or two pictures, a question about all of their digits, and the answer."""
+    """Pictures, a question about all of their digits (or that asks for them), and the answer."""
 
     pictures: tuple[DigitsPicture, ...]
     kind: str
-    """A key of QUESTIONS."""
+    """A key of QUESTIONS, or "draw"."""
     answer: str
 
 
 def possible_layouts(image_input: ImageInput) -> tuple[Layout, ...]:
-    """The layouts whose area lies within the encoder's pixel bounds; raises ModelError when none does."""
+    """Return the layouts whose area lies within the encoder's pixel bounds; raises ModelError when none does."""
     token_pixels = image_input.patch_size * image_input.merge_size
     layouts = tuple(
         Layout(rows, columns, side * token_pixels)
@@ -99,7 +99,7 @@ def draw_digits_sample(
 ) -> DigitsSample:
     """Draw one sample.
 
-    layouts: all equally frequent; pool: indices of the glyphs to choose from; digits: [num_glyphs], which digit each glyph is.
+    layouts: equally frequent; pool: indices of the glyphs to choose from; digits: [num_glyphs], the digit that each shows.
     """
     kind = _KINDS[int(np.searchsorted(_KINDS_UP_TO, random.random()))]
     num_pictures = MAX_PICTURES if random.random() < _TWO_PICTURES_SHARE else 1
@@ -120,7 +120,7 @@ def _draw_picture(
     sizes = random.integers(smallest, layout.cell_pixels + 1, size=num_digits)
     tops, lefts = (random.random((2, num_digits)) * (layout.cell_pixels - sizes + 1)).astype(np.int64)
     placed = zip(glyphs.tolist(), sizes.tolist(), tops.tolist(), lefts.tolist(), strict=True)
-    return DigitsPicture(layout, tuple(PlacedGlyph(*place) for place in placed))
+    return DigitsPicture(layout, tuple(PlacedGlyph(*glyph) for glyph in placed))
 
 
 def _answer(kind: str, shown: Sequence[int]) -> str:

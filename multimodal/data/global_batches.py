@@ -1,4 +1,4 @@
-"""Which samples each global batch consumes: a pure function of the step, so that resuming is exact."""
+"""The samples that each global batch consumes: a pure function of the step, so that resuming is exact."""
 
 from dataclasses import dataclass
 from functools import lru_cache

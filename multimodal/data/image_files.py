@@ -1,23 +1,57 @@
-"""Opens image files that others made: some formats, a bounded size, pixels of a known range; every fault is a DataError."""
+"""Opens image files that others made: in their folder, of some formats, of bounded size; every fault is a DataError."""
 
 import os
 import warnings
+from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
 
-from multimodal.data.image_limits import PILLOW_MAX_PIXELS
 from multimodal.data.image_processing import image_to_patches
-from multimodal.data.sample_source import ItemPixels
+from multimodal.data.sample_source import PILLOW_MAX_PIXELS, ItemPixels
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ImageInput
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
-"""What is opened, whatever a file is called; Pillow's other decoders, some of which start programs, never see a file."""
+"""The formats that are opened, whatever a file is called; Pillow's other decoders, some of which start programs, see no file."""
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "I;16", "I;16L", "I;16B", "I;16N")
 """Pixels whose black and white are known."""
 
 
-warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # what is between Pillow's two limits, --max-image-pixels decides
+warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # --max-image-pixels decides between Pillow's two limits
+
+
+class ManifestPaths:
+    """Looks up the files that a manifest names; one that somebody else wrote must not name files outside its folder."""
+
+    def __init__(self, folder: Path, *, allows_outside: bool) -> None:
+        """folder: the manifest's; allows_outside: True if absolute paths, `..` and links may lead out of it."""
+        self._folder, self._allows_outside = folder, allows_outside
+        self._root = os.path.realpath(folder)
+        self._real_folders: dict[str, str] = {}
+
+    def resolve(self, path: str, *, where: str) -> str:
+        """Return a path that can be opened; raises DataError when there is no such file or it lies outside."""
+        full = os.path.join(self._folder, path)
+        if not os.path.isfile(full):
+            raise DataError(f"{where}: {full} does not exist; restore the file or remove that line")
+        if not self._allows_outside and not self._is_inside(real := self._real_path(full)):
+            raise DataError(
+                f"{where}: {path} leads to {real}, which is not in the manifest's folder {self._root}; move the file there, "
+                "or add --allow-outside-paths if you trust the manifest"
+            )
+        return full
+
+    def _is_inside(self, real: str) -> bool:
+        return os.path.commonpath((real, self._root)) == self._root
+
+    def _real_path(self, path: str) -> str:
+        """Follow links; a folder's only once, since a manifest names many files in few folders."""
+        if os.path.islink(path):
+            return os.path.realpath(path)
+        folder, name = os.path.split(path)
+        if folder not in self._real_folders:
+            self._real_folders[folder] = os.path.realpath(folder)
+        return os.path.join(self._real_folders[folder], name)
 
 
 def read_image_size(path: str, *, where: str) -> tuple[int, int]:
@@ -48,14 +82,14 @@ def read_image(path: str, *, size: tuple[int, int], image_input: ImageInput, whe
     """
     try:
         with Image.open(path, formats=FORMATS) as image:
-            found = image.size
-            if found == size:
+            actual_size = image.size
+            if actual_size == size:
                 image.load()
     except Exception as problem:  # as above
         raise _unreadable(path, where=where, problem=problem) from problem
-    if found != size:
+    if actual_size != size:
         raise DataError(
-            f"{where}: {path} is {found[0]}x{found[1]} pixels but the manifest says {size[0]}x{size[1]}; "
+            f"{where}: {path} is {actual_size[0]}x{actual_size[1]} pixels but the manifest says {size[0]}x{size[1]}; "
             "correct width and height there, or replace the file"
         )
     if image.mode in ("I", "F"):

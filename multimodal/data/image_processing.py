@@ -1,4 +1,4 @@
-"""From a decoded image to patches at the image's native resolution, by Qwen2-VL's rule.
+"""Cuts a decoded image into patches at its native resolution, by Qwen2-VL's rule.
 
 The size of the result follows from (width, height) alone, so token counts are known before any pixel is decoded.
 Pixels are resized bicubically and normalised to [-1, 1] by (x / 255 - 0.5) / 0.5. A transparent image is laid on white;

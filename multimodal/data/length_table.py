@@ -1,4 +1,4 @@
-"""Reads lengths of real data sets: one row per sample with image sizes, text tokens and seconds of audio."""
+"""Lengths of samples: read from a table of a real data set, one row per sample, or all alike."""
 
 import csv
 import gzip
@@ -11,14 +11,14 @@ from typing import Any
 
 from multimodal.data.image_processing import image_grid
 from multimodal.values.errors import DataError
-from multimodal.values.model_graph import ModelGraph, Unit
+from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 
 AUDIO_TOKENS_PER_SECOND = 50
 """Whisper's encoder: 100 frames a second, halved by its convolutions."""
 _CSV_TEXT: Mapping[str, Any] = {"newline": "", "encoding": "utf-8-sig"}
 _MAX_NUMBER = 2**31 - 1
-"""Of tokens, words and seconds: what a sample cannot have, the balancers' sums need not hold."""
+"""The most tokens, words or seconds of a sample, so that the balancers' sums are exact."""
 _MAX_DIGITS = 10
 _TEXT_COLUMNS = ("text_tokens", "text_tokens_gpt2")
 _COLUMNS = ("image_sizes", *_TEXT_COLUMNS, "audio_seconds")
@@ -54,6 +54,34 @@ def read_length_table(path: str | Path, *, graph: ModelGraph) -> tuple[SampleLen
     if not samples:
         raise DataError(f"{path}: has no rows; give a file with at least one sample")
     return tuple(samples)
+
+
+def uniform_lengths(graph: ModelGraph, *, tokens: Mapping[str, int], num_samples: int) -> tuple[SampleLengths, ...]:
+    """Return samples that are all alike, as papers state them, with one item for each encoder and generator in `tokens`.
+
+    tokens: unit -> tokens inside the unit. The backbone's are all tokens of its sequence, those that come from encoders
+    (`merge_factor` times fewer than inside the encoder) included; the rest is text, and all text counts in the loss.
+
+    Raises DataError for a unit that the model lacks, or when the backbone's tokens cannot hold the encoders'.
+    """
+    backbone = graph.backbone.name
+    if unknown := [name for name in tokens if name not in graph.unit_names]:
+        raise DataError(f"lengths are given for '{unknown[0]}'; the model's units are {', '.join(graph.unit_names)}")
+    if backbone not in tokens:
+        raise DataError(f"no length is given for the backbone; add {backbone}=TOKENS")
+    items = []
+    for unit in graph.units:
+        if unit.name in tokens and unit.role is not Role.BACKBONE:
+            is_encoder = unit.role is Role.ENCODER
+            num_outputs = -(-tokens[unit.name] // unit.merge_factor) if is_encoder else 0
+            items.append(ItemLengths(unit.name, tokens[unit.name], num_outputs))
+    num_text_tokens = tokens[backbone] - sum(item.num_output_tokens for item in items)
+    if num_text_tokens < 1:
+        raise DataError(
+            f"{backbone}={tokens[backbone]} tokens have no room for text beside the {tokens[backbone] - num_text_tokens} tokens "
+            f"that encoders hand on; raise {backbone}'s length"
+        )
+    return tuple(SampleLengths(sample, tuple(items), num_text_tokens, num_text_tokens) for sample in range(num_samples))
 
 
 def _is_audio(unit: Unit) -> bool:
@@ -133,11 +161,11 @@ def _audio(row: Mapping[str, Any], encoder: Unit | None) -> Iterable[ItemLengths
 
 
 def _number(row: Mapping[str, Any], name: str) -> float:
-    found = row.get(name)
+    text = row.get(name)
     try:
-        number = float(found or 0)
+        number = float(text or 0)
     except (TypeError, ValueError):
         number = math.nan
     if not 0 <= number <= _MAX_NUMBER:
-        raise ValueError(f"{name} is {str(found)[:50]!r}, expected a number from 0 to {_MAX_NUMBER:,}")
+        raise ValueError(f"{name} is {str(text)[:50]!r}, expected a number from 0 to {_MAX_NUMBER:,}")
     return number

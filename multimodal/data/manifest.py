@@ -15,12 +15,10 @@ from multimodal.data.conversation import (
     build_sample_text,
     find_item_behind_text,
 )
-from multimodal.data.image_files import check_image_size, read_image, read_image_size
-from multimodal.data.image_limits import DEFAULT_MAX_PIXELS
+from multimodal.data.image_files import ManifestPaths, check_image_size, read_image, read_image_size
 from multimodal.data.image_processing import image_grid
 from multimodal.data.manifest_lines import AudioSegment, ImageSegment, ManifestLine, read_manifest_lines
-from multimodal.data.manifest_paths import ManifestPaths
-from multimodal.data.sample_source import ItemPixels, SampleText
+from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, ItemPixels, SampleText
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.errors import DataError, ModelError
 from multimodal.values.model_graph import ImageInput, ModelGraph, Unit
@@ -53,7 +51,7 @@ class ManifestSource:
     """
 
     skipped: Mapping[str, int]
-    """Why samples were left out -> how many."""
+    """Reason for which samples were left out -> their number."""
     num_cut: int
     """Samples that were longer than seq_length and lost their end."""
 
@@ -73,8 +71,8 @@ class ManifestSource:
         graph: its encoder takes the images, but its generator, if it has one, makes those that are the assistant's; samples with
         images that no unit takes are left out.
         seq_length: longer samples are cut at the end (`build_conversation`).
-        needs_items_first: whether images must come before the text of their sample, as --attention-mask prefix wants it.
-        allows_outside_paths: whether image files may lie outside the manifest's folder (`ManifestPaths`).
+        needs_items_first: images must come before the text of their sample, as --attention-mask prefix wants it.
+        allows_outside_paths: image files may lie outside the manifest's folder (`ManifestPaths`).
         max_image_pixels: the largest image (width x height of its file) that is decoded.
 
         Raises DataError for a manifest that is missing, malformed or without a usable sample, for image files that are missing,
@@ -136,7 +134,7 @@ class ManifestSource:
         return self._samples[index].images[item_index].grid
 
     def _index(self, line: ManifestLine) -> _IndexedSample | str:
-        """Return the sample, or why it is left out."""
+        """Return the sample, or the reason for which it is left out."""
         if any(isinstance(segment, AudioSegment) for segment in line.segments):
             return "with audio, which no unit of the model takes"
         if any(isinstance(segment, ImageSegment) and self._unit_of(segment) is None for segment in line.segments):
@@ -185,26 +183,26 @@ class ManifestSource:
 
 
 def _check_items_first(conversation: Conversation, images: Sequence[_IndexedImage], *, where: str) -> None:
-    found = find_item_behind_text(conversation)
-    if found is not None:
+    item_index = find_item_behind_text(conversation)
+    if item_index is not None:
         raise DataError(
-            f"{where}: {images[found].path} stands behind text, but --attention-mask prefix has a sample's images before all of "
-            "its text; put the images first there, or use --attention-mask embedded"
+            f"{where}: {images[item_index].path} stands behind text, but --attention-mask prefix has images before all of "
+            "a sample's text; put the images first there, or use --attention-mask embedded"
         )
 
 
 def _image_unit(units: Sequence[Unit], *, verb: str) -> Unit | None:
     """Find the unit that takes, or makes, the manifest's images."""
-    found = [unit for unit in units if unit.image is not None]
-    if len(found) > 1:
-        names = ", ".join(unit.name for unit in found)
+    with_images = [unit for unit in units if unit.image is not None]
+    if len(with_images) > 1:
+        names = ", ".join(unit.name for unit in with_images)
         raise ModelError(f"units {names} all {verb} images, and a manifest does not say which image is whose; keep one of them")
-    for unit in found:
+    for unit in with_images:
         if unit.image is not None and unit.image.in_channels not in (1, 3):
             raise ModelError(
                 f"unit '{unit.name}': in_channels is {unit.image.in_channels}, but image files have 1 (grey) or 3 (RGB)"
             )
-    return found[0] if found else None
+    return with_images[0] if with_images else None
 
 
 def _image_input(unit: Unit) -> ImageInput:

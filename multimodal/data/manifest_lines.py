@@ -15,7 +15,7 @@ from multimodal.data.conversation import ROLES, TextSegment
 from multimodal.values.errors import DataError
 
 _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")
-"""What gzip, zstd, bzip2 and xz files begin with."""
+"""The first bytes of gzip, zstd, bzip2 and xz files."""
 SEGMENT_TYPES = ("text", "image", "audio")
 
 
@@ -28,7 +28,7 @@ class ImageSegment:
     size: tuple[int, int] | None
     """(width, height)."""
     is_answer: bool = False
-    """Whether the assistant answers with it."""
+    """True if the assistant answers with it."""
 
 
 @dataclass(frozen=True, slots=True)

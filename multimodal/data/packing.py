@@ -1,4 +1,4 @@
-"""Atoms into microbatches: variable-length sequences laid end to end, without padding."""
+"""Packs atoms into microbatches: sequences of variable length laid end to end, without padding."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class EncoderMicrobatch:
     positions: torch.Tensor
     """[num_tokens, 2], int64: (row, column) of each patch in its image."""
     cu_seqlens: torch.Tensor
-    """[num_items + 1], int32: where each item begins among the patches, and the total."""
+    """[num_items + 1], int32: the start of each item among the patches, and the total."""
     output_spans: Mapping[Atom, tuple[int, int]]
     """Atom -> (start, length) among the packed output tokens of the projector."""
 
@@ -38,7 +38,7 @@ class LanguageMicrobatch:
     labels: torch.Tensor
     """[num_tokens], int64, already shifted."""
     is_target: torch.Tensor
-    """[num_tokens], bool: which labels count in the loss."""
+    """[num_tokens], bool: True where a label counts in the loss."""
     item_spans: Mapping[Atom, tuple[int, int]]
     """Atom of each item -> (start, length) among the packed tokens."""
     sample_ids: tuple[int, ...]
@@ -56,14 +56,14 @@ def pack_encoder_microbatch(
 
     atoms: at least one; index_of_sample: sample id -> index in `source`. Raises DataError when an item cannot be decoded.
     """
-    places = [(index_of_sample[atom.sample_id], atom.item_index) for atom in atoms]
-    grids = [source.item_grid(*place) for place in places]
+    indices = [(index_of_sample[atom.sample_id], atom.item_index) for atom in atoms]
+    grids = [source.item_grid(*index) for index in indices]
     positions = np.concatenate([patch_positions(grid, merge_size=merge_size) for grid in grids])
     starts = _starts([rows * columns for rows, columns in grids])
     output_starts = starts // merge_size**2
     spans = zip(output_starts[:-1].tolist(), np.diff(output_starts).tolist(), strict=True)
     return EncoderMicrobatch(
-        patches=torch.from_numpy(np.concatenate([source.item(*place).patches for place in places])) if with_pixels else None,
+        patches=torch.from_numpy(np.concatenate([source.item(*index).patches for index in indices])) if with_pixels else None,
         positions=torch.from_numpy(positions),
         cu_seqlens=torch.from_numpy(starts),
         output_spans=dict(zip(atoms, spans, strict=True)),
@@ -97,5 +97,5 @@ def pack_language_microbatch(
 
 
 def _starts(lengths: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """Where each of several runs begins when laid end to end, and the total; int32, as attention kernels expect."""
+    """Return the start of each sequence when all are laid end to end, and the total; int32, as attention kernels expect."""
     return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)

@@ -1,4 +1,4 @@
-"""What every data set offers: lengths without decoding, the text of a sample, the pixels of one of its items."""
+"""The interface of every data set: lengths without decoding, the text of a sample, the pixels of one of its items."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -7,6 +7,11 @@ import numpy as np
 import numpy.typing as npt
 
 from multimodal.values.sample_lengths import SampleLengths
+
+DEFAULT_MAX_PIXELS = 89_478_485
+"""The most pixels of an image file that are decoded by default; beyond, Pillow warns of decompression bombs (256 MiB as RGB)."""
+PILLOW_MAX_PIXELS = 2 * DEFAULT_MAX_PIXELS
+"""Pillow opens nothing larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +27,13 @@ class SampleText:
     item_starts: tuple[tuple[int, int, int], ...]
     """(item_index, start, num_output_tokens) of every item, `start` counting tokens from the sample's first.
 
-    What a generator makes has no output tokens; its start is the token whose hidden state the generator is given.
+    An image that a generator makes has no output tokens; its start is the token whose hidden state the generator is given.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class ItemPixels:
-    """One image, cut into patches: what an encoder takes, or what a generator is to make."""
+    """One image, cut into patches: the input of an encoder, or the image that a generator is to make."""
 
     patches: npt.NDArray[np.float32]
     """[num_patches, in_channels * patch_size * patch_size], in merge-window order: the merge_size x merge_size patches of

@@ -1,15 +1,11 @@
 """A data set cut into training, validation and test samples, in Megatron's `--split` notation."""
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
 from multimodal.values.errors import ConfigError, DataError
-from multimodal.values.sample_lengths import SampleLengths
 
 
 class Splits(NamedTuple):
@@ -42,39 +38,6 @@ def split_indices(num_samples: int, *, split: str, seed: int) -> Splits:
     order = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed))).permutation(num_samples)
     train, valid, test = np.split(order, np.cumsum(sizes)[:2])
     return Splits(np.sort(train), np.sort(valid), np.sort(test))
-
-
-class SourceSubset:
-    """A `SampleSource` that shows some samples of another one, such as those of one split."""
-
-    def __init__(self, source: SampleSource, indices: Sequence[int] | npt.NDArray[np.int64]) -> None:
-        """Show the samples `indices` of `source`, in that order."""
-        self._source = source
-        self._indices = np.asarray(indices, dtype=np.int64)
-
-    def __len__(self) -> int:
-        """Count the samples shown."""
-        return len(self._indices)
-
-    def lengths(self, index: int) -> SampleLengths:
-        """Lengths of one sample; `sample_id` is its index in this subset."""
-        found = self._source.lengths(self._at(index))
-        return replace(found, sample_id=index)
-
-    def text(self, index: int) -> SampleText:
-        """Tokens, labels and item positions of one sample."""
-        return self._source.text(self._at(index))
-
-    def item(self, index: int, item_index: int) -> ItemPixels:
-        """Decode one item of a sample."""
-        return self._source.item(self._at(index), item_index)
-
-    def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
-        """(rows, columns) of patches of one item."""
-        return self._source.item_grid(self._at(index), item_index)
-
-    def _at(self, index: int) -> int:
-        return int(self._indices[index])
 
 
 def _parse_split(split: str) -> tuple[float, float, float]:

@@ -28,7 +28,7 @@ class SpecialTokens:
 
 
 class Tokenizer(Protocol):
-    """What the data sets ask of a tokenizer."""
+    """The interface of a tokenizer, as the data sets use it."""
 
     special: SpecialTokens
 

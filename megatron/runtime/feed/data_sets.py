@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from megatron.runtime.flags.configuration import RunConfig
 from multimodal.data.digits import DigitsSource
 from multimodal.data.digits_to_draw import DigitsToDrawSource
-from multimodal.data.interleaved_source import InterleavedSource
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.sample_source import SampleSource
-from multimodal.data.splits import SourceSubset, split_indices
+from multimodal.data.source_views import InterleavedSource, SourceSubset
+from multimodal.data.splits import split_indices
 from multimodal.data.tokenizer import Tokenizer, build_tokenizer
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Unit

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from multimodal.balance import BALANCERS, UNBALANCED
-from multimodal.data.image_limits import DEFAULT_MAX_PIXELS
+from multimodal.data.sample_source import DEFAULT_MAX_PIXELS
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megatron.runtime.checkpoint.folder import folder_of_run
 from megatron.runtime.flags.configuration import RunConfig
 from multimodal.balance import BALANCERS
-from multimodal.data.image_limits import PILLOW_MAX_PIXELS
+from multimodal.data.sample_source import PILLOW_MAX_PIXELS
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES, PassRow
 

@@ -28,9 +28,9 @@ from multimodal.attention.bitfield import MaskMode
 from multimodal.balance import BALANCERS
 from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.balance.balance_options import BalanceOptions, Granularity
-from multimodal.data.blank_images import BlankImages
 from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
+from multimodal.data.source_views import BlankImages
 from multimodal.kernels import describe_kernels
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import passes_named

@@ -7,7 +7,7 @@ import pytest
 
 from multimodal.data.digits import DigitsSource, load_handwritten_digits
 from multimodal.data.digits_to_draw import DigitsToDrawSource
-from multimodal.data.interleaved_source import InterleavedSource
+from multimodal.data.source_views import InterleavedSource
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.errors import ConfigError, ModelError
 from multimodal.values.model_graph import ImageInput

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from multimodal.data.image_files import FORMATS, check_image_size, read_image, read_image_size
-from multimodal.data.image_limits import DEFAULT_MAX_PIXELS
+from multimodal.data.sample_source import DEFAULT_MAX_PIXELS
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ImageInput
 

@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from multimodal.data.length_table import read_length_table
-from multimodal.data.uniform_lengths import uniform_lengths
+from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multimodal.data.manifest import ManifestSource
-from multimodal.data.splits import SourceSubset, split_indices
+from multimodal.data.source_views import SourceSubset
+from multimodal.data.splits import split_indices
 from multimodal.values.errors import ConfigError, DataError
 
 

@@ -11,7 +11,7 @@ from megatron.runtime.flags.arguments import parse_arguments
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.flags.run_plan import build_plan
 from multimodal.cost.cluster import Cluster
-from multimodal.data.uniform_lengths import uniform_lengths
+from multimodal.data.length_table import uniform_lengths
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.schedule.builders import BUILDERS, VirtualStages

@@ -1,4 +1,4 @@
-"""Same texts and lengths, no pixels."""
+"""A source without its pixels: same texts and lengths."""
 
 import os
 from collections.abc import Callable
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from multimodal.data.blank_images import BlankImages
 from multimodal.data.manifest import ManifestSource
+from multimodal.data.source_views import BlankImages
 from multimodal.values.model_graph import ModelGraph
 
 

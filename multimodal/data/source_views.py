@@ -1,0 +1,104 @@
+"""Sources that show the samples of others: some of them, those of several in turn, or all without their pixels."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.sample_lengths import SampleLengths
+
+
+class SourceView(ABC):
+    """A `SampleSource` each of whose samples is one of another source, under an index of its own."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Count the samples."""
+
+    @abstractmethod
+    def _at(self, index: int) -> tuple[SampleSource, int]:
+        """Return the source of a sample and its index there; raises IndexError beyond the end."""
+
+    def lengths(self, index: int) -> SampleLengths:
+        """Lengths of one sample; `sample_id` is its index here."""
+        source, position = self._at(index)
+        return replace(source.lengths(position), sample_id=index)
+
+    def text(self, index: int) -> SampleText:
+        """Tokens, labels and item positions of one sample."""
+        source, position = self._at(index)
+        return source.text(position)
+
+    def item(self, index: int, item_index: int) -> ItemPixels:
+        """Decode one item of a sample."""
+        source, position = self._at(index)
+        return source.item(position, item_index)
+
+    def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
+        """(rows, columns) of patches of one item."""
+        source, position = self._at(index)
+        return source.item_grid(position, item_index)
+
+
+class SourceSubset(SourceView):
+    """Some samples of a source, such as those of one split."""
+
+    def __init__(self, source: SampleSource, indices: Sequence[int] | npt.NDArray[np.int64]) -> None:
+        """Show the samples `indices` of `source`, in that order."""
+        self._source = source
+        self._indices = np.asarray(indices, dtype=np.int64)
+
+    def __len__(self) -> int:
+        """Count the samples shown."""
+        return len(self._indices)
+
+    def _at(self, index: int) -> tuple[SampleSource, int]:
+        return self._source, int(self._indices[index])
+
+
+class InterleavedSource(SourceView):
+    """The samples of several sources in turn: sample `index` is sample `index // n` of source `index % n` of n.
+
+    As long as the shortest source allows.
+    """
+
+    def __init__(self, sources: Sequence[SampleSource]) -> None:
+        """sources: at least one."""
+        self._sources = tuple(sources)
+
+    def __len__(self) -> int:
+        """Count the samples."""
+        return len(self._sources) * min(map(len, self._sources))
+
+    def _at(self, index: int) -> tuple[SampleSource, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self._sources[index % len(self._sources)], index // len(self._sources)
+
+
+class BlankImages(SourceView):
+    """The texts and lengths of a source with zeros (mid-grey) for pixels, to see whether a model looks at the images."""
+
+    def __init__(self, source: SampleSource, *, graph: ModelGraph) -> None:
+        """`graph` says how many values a patch of each encoder has."""
+        self._source = source
+        self._patch_dims = {unit.name: unit.image.in_channels * unit.image.patch_size**2 for unit in graph.encoders if unit.image}
+
+    def __len__(self) -> int:
+        """Count the samples."""
+        return len(self._source)
+
+    def item(self, index: int, item_index: int) -> ItemPixels:
+        """Zeros of the item's shape, without decoding it; an image that a generator is to make stays as it is."""
+        item = self._source.lengths(index).items[item_index]
+        if item.unit not in self._patch_dims:
+            return self._source.item(index, item_index)
+        patches = np.zeros((item.num_tokens, self._patch_dims[item.unit]), dtype=np.float32)
+        return ItemPixels(patches, self._source.item_grid(index, item_index))
+
+    def _at(self, index: int) -> tuple[SampleSource, int]:
+        return self._source, index
