@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.balanced_iteration import LENGTHS, MODEL, ROOT, VOCAB_SIZE, long_tailed
-from megatron.runtime.emulated_run import EmulatedRun, emulate
+from megatron.runtime.emulation.emulated_run import EmulatedRun, emulate
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.step_predictor import StepPredictor

@@ -33,7 +33,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron.runtime.emulated_run import EmulatedRun, emulate, run_on_ranks
+from megatron.runtime.emulation.emulated_run import EmulatedRun, emulate, run_on_ranks
 from megatron.runtime.emulation.emulated_stage import wait
 from megatron.runtime.platform import CpuTorch
 from multimodal.cost.step_costs import ComputeCost, TransferCost

@@ -10,7 +10,6 @@ import argparse
 import os
 import sys
 import tempfile
-from datetime import timedelta
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,8 +26,8 @@ import torch.distributed as dist
 
 from megatron.runtime import platform
 from megatron.runtime.checkpoint.checkpoint import load_checkpoint
-from megatron.runtime.execution.assembly import RankRuntime, assemble
 from megatron.runtime.feed.step_inputs import load_inputs
+from megatron.runtime.session import Session, SessionOptions
 from multimodal.data.digits import glyph_pool, load_handwritten_digits
 from multimodal.data.digits_to_draw import DigitsToDrawSource
 from multimodal.data.tokenizer import ByteTokenizer
@@ -39,7 +38,6 @@ from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_SAMPLES = 8
-TIMEOUT = timedelta(minutes=1)
 VOCABULARY_MULTIPLE = 128
 """What --make-vocab-size-divisible-by is by default."""
 Picture = npt.NDArray[np.float32]
@@ -82,17 +80,16 @@ def whole_plan(graph: ModelGraph) -> Plan:
     return Plan({unit.name: UnitPlan((Replica((Stage((0,), ((0, len(unit.layers)),)),)),)) for unit in graph.units})
 
 
-def load_model(graph: ModelGraph, folder: Path) -> RankRuntime:
+def load_model(graph: ModelGraph, folder: Path) -> Session:
     """The model with the newest checkpoint's parameters; raises CheckpointError."""
-    plan = whole_plan(graph)
     vocab_size = -(-ByteTokenizer().vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    runtime = assemble(graph, plan, rank=0, world_size=1, options=BuildOptions(), vocab_size=vocab_size, seed=0, timeout=TIMEOUT)
-    load_checkpoint(folder, graph=graph, plan=plan, runtime=runtime, optimizers={}, load_optimizer=False, load_rng=False)
-    return runtime
+    session = Session(SessionOptions(graph, BuildOptions(), vocab_size), plan=whole_plan(graph))
+    load_checkpoint(folder, session=session, load_optimizer=False, load_rng=False)
+    return session
 
 
 @torch.no_grad()
-def draw_answers(runtime: RankRuntime, graph: ModelGraph, source: DigitsToDrawSource) -> list[Picture]:
+def draw_answers(session: Session, graph: ModelGraph, source: DigitsToDrawSource) -> list[Picture]:
     """What the generator makes of each question, given the LLM's hidden states."""
     (painter,), backbone = graph.generators, graph.backbone.name
     samples = ((tuple(Atom(index) for index in range(len(source))),),)
@@ -106,7 +103,7 @@ def draw_answers(runtime: RankRuntime, graph: ModelGraph, source: DigitsToDrawSo
         routes=assignment.routes(graph),
         source_index={index: index for index in range(len(source))},
     ).inputs
-    llm, generator = (runtime.stages[name, 0].eval() for name in (backbone, painter.name))
+    llm, generator = (session.stages[name, 0].eval() for name in (backbone, painter.name))
     conditions = llm(None, inputs[MicrobatchPlace(backbone, 0, 0)]).conditions
     batch = inputs[MicrobatchPlace(painter.name, 0, 0)]
     patches = generator(None, batch, conditions).predicted.split(batch.lengths)

@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.runtime.emulated_run import EmulatedRun, emulate
+from megatron.runtime.emulation.emulated_run import EmulatedRun, emulate
 from multimodal.cost.cost_table import CostTable
 from multimodal.cost.replicated_table import replicate_encoders
 from multimodal.cost.table_costs import TableCosts

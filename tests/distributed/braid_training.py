@@ -3,17 +3,13 @@
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from megatron.runtime.execution.assembly import RankRuntime, assemble
 from megatron.runtime.feed.step_planner import plan_step
-from megatron.runtime.gradients.gradients import clip_gradients, global_gradient_norm
-from megatron.runtime.gradients.unit_optimizer import build_optimizer_config, build_unit_optimizer
+from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
+from megatron.runtime.session import Session, SessionOptions
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.model.transformer_config import BuildOptions, Precision
-from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.schedule_cache import ScheduleCache
 from multimodal.values.plan import Plan
 from tests.distributed.gradient_case import SEED, single_rank_plan
 from tests.distributed.rank_pool import TIMEOUT
@@ -33,15 +29,13 @@ from tests.distributed.text_only_case import (
 
 def initial_weights() -> dict[str, np.ndarray]:
     """Every parameter whole, under Braid's names; on one rank."""
-    (stage,) = _assemble(single_rank_plan(GRAPH)).stages.values()
+    (stage,) = _session(single_rank_plan(GRAPH)).stages.values()
     return {name: parameter.detach().numpy().copy() for name, parameter in stage.named_parameters()}
 
 
 def braid_losses(plan: Plan) -> list[float]:
     """Train 20 steps on this rank; returns its share of the summed losses."""
-    runtime = _assemble(plan)
-    optimizer = _build_optimizer(runtime)
-    schedules = ScheduleCache(GRAPH, plan, BUILDERS["1f1b"])
+    session = _session(plan)
     losses = []
     for number in range(NUM_STEPS):
         source = batch_of_step(number)
@@ -53,33 +47,18 @@ def braid_losses(plan: Plan) -> list[float]:
             source,
             lengths=lengths,
             assignment=assignment,
-            schedules=schedules,
+            schedules=session.schedules(),
             rank=dist.get_rank(),
             source_index={index: index for index in range(len(source))},
         )
-        runtime.zero_gradients()
-        optimizer.zero_grad()
-        losses.append(runtime.executor.execute(step, is_training=True).loss_sum / step.num_target_tokens)
-        runtime.finish_gradients()
-        _update(runtime, optimizer)
+        losses.append(session.forward_backward(step).loss_sum / step.num_target_tokens)
+        session.finish_gradients()
+        session.update(gathers_later=False)
     return losses
 
 
-def _assemble(plan: Plan) -> RankRuntime:
-    return assemble(
-        GRAPH,
-        plan,
-        rank=dist.get_rank(),
-        world_size=plan.num_ranks,
-        options=BuildOptions(Precision(torch.float64)),
-        vocab_size=VOCAB_SIZE,
-        seed=SEED,
-        timeout=TIMEOUT,
-    )
-
-
-def _build_optimizer(runtime: RankRuntime) -> MegatronOptimizer:
-    config = build_optimizer_config(
+def _session(plan: Plan) -> Session:
+    optimizer = build_optimizer_config(
         lr=LEARNING_RATE,
         min_lr=LEARNING_RATE,
         weight_decay=WEIGHT_DECAY,
@@ -88,16 +67,8 @@ def _build_optimizer(runtime: RankRuntime) -> MegatronOptimizer:
         clip_grad=CLIP_GRAD,
         dtype=torch.float64,
     )
-    optimizer = build_unit_optimizer(runtime.gradients["llm"], config=config)
-    assert optimizer is not None
-    for group in optimizer.param_groups:  # what the learning rate schedule does in each step
-        group["weight_decay"] = WEIGHT_DECAY * group["wd_mult"]
-    return optimizer
-
-
-def _update(runtime: RankRuntime, optimizer: MegatronOptimizer) -> None:
-    optimizer.prepare_grads()
-    counts = runtime.memberships["llm"].groups.dp_cp.rank() == 0
-    norm = global_gradient_norm([(optimizer, counts)], device=torch.device("cpu"))
-    clip_gradients(optimizer.get_parameters(), norm=norm, max_norm=CLIP_GRAD)
-    optimizer.step_with_ready_grads()
+    build = BuildOptions(Precision(torch.float64))
+    session = Session(SessionOptions(GRAPH, build, VOCAB_SIZE, seed=SEED, timeout=TIMEOUT, optimizer=optimizer), plan=plan)
+    for group in (group for unit in session.optimizers.values() for group in unit.param_groups):
+        group["weight_decay"] = WEIGHT_DECAY * group["wd_mult"]  # what the learning rate schedule does in each step
+    return session

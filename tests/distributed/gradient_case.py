@@ -10,11 +10,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.runtime.execution.assembly import RankRuntime, assemble
 from megatron.runtime.feed.sample_exchange import SampleExchange
 from megatron.runtime.feed.step_planner import plan_step
 from megatron.runtime.gradients.sharded_layer import ShardedLayer
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
+from megatron.runtime.session import Session, SessionOptions
 from megatron.runtime.step.context_sharing import ContextSharing
 from megatron.runtime.step.step import Step
 from multimodal.attention.bitfield import MaskMode
@@ -104,37 +104,38 @@ class RankGradients:
     shardings: Mapping[tuple[str, str], ParameterSharding]
 
 
-def build_runtime(case: GradientCase) -> RankRuntime:
+def build_session(case: GradientCase) -> Session:
     """This rank's part of a case, in float64 so that the comparison is exact.
 
     Biases and norm weights are drawn at random: as zeros and ones they would hide what adds or scales twice.
     """
-    runtime = assemble(
+    build = BuildOptions(
+        Precision(torch.float64),
+        sequence_parallel=case.sequence_parallel,
+        recompute=case.recompute,
+        attention_backend=case.attention_backend,
+        attention_mask=case.attention_mask,
+        num_overlapped_parts=case.num_overlapped_parts,
+    )
+    options = SessionOptions(
         case.graph,
-        case.plan,
-        rank=dist.get_rank(),
-        world_size=case.plan.num_ranks,
-        options=BuildOptions(
-            Precision(torch.float64),
-            sequence_parallel=case.sequence_parallel,
-            recompute=case.recompute,
-            attention_backend=case.attention_backend,
-            attention_mask=case.attention_mask,
-            num_overlapped_parts=case.num_overlapped_parts,
-        ),
-        vocab_size=case.source.vocab_size,
+        build,
+        case.source.vocab_size,
         seed=SEED,
         timeout=TIMEOUT,
-        shards_weights=case.shards_weights,
+        builder=BUILDERS[case.builder],
+        passes=case.passes,
         reduces_by_layer=reduce_by_layer in case.passes,
+        shards_weights=case.shards_weights,
     )
-    with whole_weights(runtime):
-        for (unit, _), stage in runtime.stages.items():
+    session = Session(options, plan=case.plan)
+    with whole_weights(session):
+        for (unit, _), stage in session.stages.items():
             for name, parameter in stage.named_parameters():
                 if parameter.dim() == 1:
                     _randomize(parameter, f"{unit}.{name}", sharding_of(stage.unit, name), stage)
-    runtime.zero_gradients()
-    return runtime
+    session.zero_gradients()
+    return session
 
 
 def plan_case(case: GradientCase, assignment: Assignment | None = None, *, forward_only: bool = False) -> Step:
@@ -160,36 +161,36 @@ def plan_case(case: GradientCase, assignment: Assignment | None = None, *, forwa
     )
 
 
-def sharded_layers(runtime: RankRuntime) -> list[ShardedLayer]:
+def sharded_layers(session: Session) -> list[ShardedLayer]:
     """Of all units of a rank, in one order on all ranks that share them."""
-    return [layer for unit in runtime.gradients.values() if isinstance(unit, ShardedUnit) for layer in unit.layers]
+    return [layer for unit in session.gradients.values() if isinstance(unit, ShardedUnit) for layer in unit.layers]
 
 
 @contextmanager
-def whole_weights(runtime: RankRuntime) -> Iterator[None]:
+def whole_weights(session: Session) -> Iterator[None]:
     """Have all of a rank's weights inside, to read or to change."""
     with ExitStack() as gathered:
-        for layer in sharded_layers(runtime):
+        for layer in sharded_layers(session):
             gathered.enter_context(layer.whole())
         yield
 
 
 def run_on_rank(case: GradientCase) -> RankGradients:
     """One step of a case on this rank."""
-    return run_step(build_runtime(case), plan_case(case))
+    return run_step(build_session(case), plan_case(case))
 
 
-def run_step(runtime: RankRuntime, step: Step) -> RankGradients:
+def run_step(session: Session, step: Step) -> RankGradients:
     """Execute a step and report."""
-    result = runtime.executor.execute(step, is_training=True)
-    runtime.finish_gradients()
-    return _report(runtime, {step.graph.backbone.name: result.loss_sum, **result.generator_loss_sums})
+    result = session.executor.execute(step, is_training=True)
+    session.finish_gradients()
+    return _report(session, {step.graph.backbone.name: result.loss_sum, **result.generator_loss_sums})
 
 
 def run_reference(case: GradientCase) -> RankGradients:
     """The same batch in one process, sample by sample, without executor, broker, plan or assignment."""
     plan = single_rank_plan(case.graph)
-    runtime = build_runtime(
+    session = build_session(
         replace(
             case,
             plan=plan,
@@ -200,7 +201,7 @@ def run_reference(case: GradientCase) -> RankGradients:
             num_overlapped_parts=1,
         )
     )
-    stages = {unit: stage.train() for (unit, _), stage in runtime.stages.items()}
+    stages = {unit: stage.train() for (unit, _), stage in session.stages.items()}
     divisors = _loss_divisors(case)
     loss_sums = dict.fromkeys(divisors, 0.0)
     for index in range(len(case.source)):
@@ -210,7 +211,7 @@ def run_reference(case: GradientCase) -> RankGradients:
             loss_sums[unit] += float(sum_of_unit)
         if loss.requires_grad:
             loss.backward()
-    return _report(runtime, loss_sums)
+    return _report(session, loss_sums)
 
 
 def _loss_divisors(case: GradientCase) -> dict[str, int]:
@@ -228,15 +229,15 @@ def single_rank_plan(graph: ModelGraph) -> Plan:
     return Plan({unit.name: UnitPlan((Replica((Stage((0,), ((0, len(unit.layers)),)),)),)) for unit in graph.units})
 
 
-def _report(runtime: RankRuntime, loss_sums: Mapping[str, float]) -> RankGradients:
+def _report(session: Session, loss_sums: Mapping[str, float]) -> RankGradients:
     gradients, shardings = {}, {}
-    for layer in sharded_layers(runtime):
+    for layer in sharded_layers(session):
         if layer.gradient_share is not None:
             parts = [torch.empty_like(layer.gradient_share) for _ in range(layer.group.size())]
             dist.all_gather(parts, layer.gradient_share, group=layer.group)
             for parameter, gradient in zip(layer.parameters, layer.split(torch.cat(parts)), strict=True):
                 parameter.main_grad = gradient
-    for (unit, _), stage in runtime.stages.items():
+    for (unit, _), stage in session.stages.items():
         for name, parameter in stage.named_parameters():
             if parameter.requires_grad:
                 gradients[unit, name] = parameter.main_grad.detach().numpy().copy()

@@ -13,11 +13,11 @@ import torch
 from megatron.runtime.communication.row_shares import RowShares
 from megatron.runtime.execution import action_handlers, forward_action, message_flow
 from megatron.runtime.execution.activation_store import ActivationStore
-from megatron.runtime.execution.assembly import RankRuntime
 from megatron.runtime.feed import step_inputs, step_planner
 from megatron.runtime.gradients import gradients, sharded_layer
 from megatron.runtime.gradients.gradients import UnitGradients
 from megatron.runtime.gradients.sharded_layer import ShardedLayer
+from megatron.runtime.session import Session
 from megatron.runtime.step.step import Step
 from multimodal.attention import context_parallel
 from multimodal.attention.packed_attention import PackedAttention
@@ -28,7 +28,7 @@ from multimodal.model.unit_stage import UnitStage
 from multimodal.model.weight_gradient_queue import LinearWeightGradient
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.schedule import Place
-from tests.distributed.gradient_case import GradientCase, RankGradients, build_runtime, plan_case, run_step
+from tests.distributed.gradient_case import GradientCase, RankGradients, build_session, plan_case, run_step
 
 Error = Callable[[GradientCase], RankGradients]
 
@@ -48,7 +48,7 @@ def _run_with(name: str, case: GradientCase) -> RankGradients:
         **ERRORS_OF_SHARDED_WEIGHTS,
     }
     with errors[name]():
-        return run_step(build_runtime(case), plan_case(case))
+        return run_step(build_session(case), plan_case(case))
 
 
 @contextmanager
@@ -385,7 +385,7 @@ ERRORS_OF_SHARDED_WEIGHTS: Mapping[str, Callable[[], Any]] = {
     "only the last microbatch's gradients stay": _last_microbatch_replaces_the_others,
     "sharded norms are not summed over tensor parallel ranks": _sharded_norms_not_summed_over_tensor_parallel_ranks,
     "shares of weights come together in another order": _weights_of_the_rank_before,
-    "shares of tied embeddings are not summed": lambda: patch.object(RankRuntime, "finish_gradients"),
+    "shares of tied embeddings are not summed": lambda: patch.object(Session, "finish_gradients"),
 }
 
 ERRORS_OF_MASKS: Mapping[str, Callable[[], Any]] = {
@@ -408,7 +408,7 @@ PLANTED_ERRORS: Mapping[str, Callable[[], Any]] = {
     "the loss is a mean of means": lambda: _loss(_mean_of_means),
     "the loss is averaged over replicas": lambda: _loss(_mean_over_replicas),
     "gradients are not summed over replicas": _no_sum_over_replicas,
-    "gradients of tied embeddings are not summed": lambda: patch.object(RankRuntime, "finish_gradients"),
+    "gradients of tied embeddings are not summed": lambda: patch.object(Session, "finish_gradients"),
     "a norm is not summed under sequence parallelism": _one_norm_not_summed_over_tensor_parallel_ranks,
     "gradients stop at a stage's border": lambda: patch.object(message_flow, "_gradient_of", torch.zeros_like),
     "packed samples attend to each other": _samples_attend_to_each_other,

@@ -97,6 +97,6 @@ def load(case: TrainingCase, folder: Path) -> tuple[int, set[float]]:
 
 
 def saved_tensors(training: Training) -> list[torch.Tensor]:
-    parameters = [parameter for stage in training.runtime.stages.values() for parameter in stage.parameters()]
-    states = [state for optimizer in training.optimizers.values() for state in optimizer.optimizer.state.values()]
+    parameters = [parameter for stage in training.session.stages.values() for parameter in stage.parameters()]
+    states = [state for optimizer in training.session.optimizers.values() for state in optimizer.optimizer.state.values()]
     return [*parameters, *(state[name] for state in states for name in ("exp_avg", "exp_avg_sq", "step"))]

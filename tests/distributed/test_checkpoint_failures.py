@@ -41,7 +41,7 @@ def load(case: TrainingCase, folder: Path, load_optimizer: bool = True) -> tuple
     """The loaded step and the values found in the parameters."""
     training = Training(case)
     step = training.load(folder, load_optimizer=load_optimizer).step
-    parameters = [parameter for stage in training.runtime.stages.values() for parameter in stage.parameters()]
+    parameters = [parameter for stage in training.session.stages.values() for parameter in stage.parameters()]
     return step, {value for parameter in parameters for value in parameter.detach().unique().tolist()}
 
 
@@ -74,7 +74,7 @@ def save_error(case: TrainingCase, folder: Path, failure: str) -> str:
 
 def fill(training: Training, value: float) -> None:
     with torch.no_grad():
-        for stage in training.runtime.stages.values():
+        for stage in training.session.stages.values():
             for parameter in stage.parameters():
                 parameter.fill_(value)
 

@@ -13,7 +13,7 @@ from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, UnitPlan
 from tests.distributed.corpus_source import CORPUS, read_documents
-from tests.distributed.gradient_case import GradientCase, build_runtime, plan_case
+from tests.distributed.gradient_case import GradientCase, build_session, plan_case
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.random_source import RandomSource
 from tests.distributed.rank_pool import RankPool
@@ -67,7 +67,7 @@ def test_samples_that_are_decoded_first_say_where_their_items_are(ranks: RankPoo
 def evaluate_on_rank(case: GradientCase) -> tuple[int, dict[int, bool]]:
     """What this rank says of a forward in which greedy decoding is compared with the targets."""
     step = plan_case(case, forward_only=True)
-    result = build_runtime(case).executor.execute(step, is_training=False)
+    result = build_session(case).executor.execute(step, is_training=False)
     return result.num_correct_tokens, dict(result.correct_samples)
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from megatron.runtime.emulated_run import EmulatedRun, emulate_on_rank
+from megatron.runtime.emulation.emulated_run import EmulatedRun, emulate_on_rank
 from multimodal.cost.cost_table import CostTable
 from multimodal.cost.replicated_table import replicate_encoders
 from multimodal.cost.table_costs import TableCosts

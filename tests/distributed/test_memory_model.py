@@ -14,7 +14,7 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from tests.distributed.gradient_case import GradientCase, build_runtime, plan_case
+from tests.distributed.gradient_case import GradientCase, build_session, plan_case
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
 
@@ -64,7 +64,7 @@ CLUSTER = Cluster.from_dict(
 
 def measured_bytes(case: GradientCase) -> int:
     """Runs on a rank."""
-    return build_runtime(case).executor.execute(plan_case(case), is_training=True).peak_activation_bytes
+    return build_session(case).executor.execute(plan_case(case), is_training=True).peak_activation_bytes
 
 
 def predicted_bytes(case: GradientCase) -> list[int]:

@@ -20,7 +20,7 @@ from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.schedule import Action, ActionKind, Lane, Schedule
-from tests.distributed.gradient_case import GradientCase, RankGradients, build_runtime, plan_case, run_on_rank, run_step
+from tests.distributed.gradient_case import GradientCase, RankGradients, build_session, plan_case, run_on_rank, run_step
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
@@ -97,7 +97,7 @@ def run_counting(case: GradientCase) -> tuple[RankGradients, list[tuple[int, int
         return complete(reduction)
 
     with patch.object(ReductionByLayer, "complete", counting):
-        return run_step(build_runtime(case), plan_case(case)), counts
+        return run_step(build_session(case), plan_case(case)), counts
 
 
 def test_all_but_what_the_backward_does_not_reach_is_started_before_it_ends(ranks: RankPool) -> None:
@@ -148,11 +148,11 @@ def test_gradients_of_a_whole_reduction_are_the_same_to_rounding(ranks: RankPool
 def train(case: TrainingCase, folder: Path, passes: tuple[Any, ...]) -> RankReport:
     training = Training(case, passes=passes)
     losses = [training.train_step(number) for number in range(3)]
-    training.runtime.complete_parameters()
+    training.session.complete_parameters()
     training.save(folder, step=3)
     at_checkpoint = training.parameters()
     losses.append(training.train_step(3))
-    training.runtime.complete_parameters()
+    training.session.complete_parameters()
     return RankReport(losses, at_checkpoint, training.parameters())
 
 

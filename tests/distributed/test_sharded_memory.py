@@ -37,7 +37,7 @@ def held_bytes(case: TrainingCase) -> int:
     before = {identity for identity, _ in _storages()}
     training = Training(case)
     training.train_step(0)
-    for optimizer in training.optimizers.values():
+    for optimizer in training.session.optimizers.values():
         optimizer.zero_grad()
     gc.collect()
     return sum({identity: size for identity, size in _storages() if identity not in before}.values())
@@ -91,7 +91,7 @@ def test_ranks_hold_what_the_memory_model_says(ranks: RankPool, graph: ModelGrap
 def gathered_bytes(case: TrainingCase) -> int:
     """The most that a rank has of gathered weights and of gradients before they are shared, in a step; runs on a rank."""
     training = Training(case)
-    parameters = [parameter for stage in training.runtime.stages.values() for parameter in stage.parameters()]
+    parameters = [parameter for stage in training.session.stages.values() for parameter in stage.parameters()]
     under_way: dict[ShardedLayer, int] = {}
     found = [0]
     start, finish, release = ShardedLayer.start_reduction, ShardedLayer.finish_reduction, ShardedLayer.release

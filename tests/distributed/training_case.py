@@ -1,7 +1,6 @@
 """A small model that trains on random samples, under any plan: what checkpoints are saved of and resumed into."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from megatron.runtime.checkpoint.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
-from megatron.runtime.execution.assembly import assemble
 from megatron.runtime.feed.step_planner import plan_step
-from megatron.runtime.gradients.gradients import clip_gradients, global_gradient_norm
-from megatron.runtime.gradients.unit_optimizer import build_optimizer_config, build_unit_optimizer
+from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
+from megatron.runtime.session import Session, SessionOptions
 from megatron.runtime.step.context_sharing import ContextSharing
 from megatron.runtime.step.loss_sums import LossSums
+from megatron.runtime.step.step import Step
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.in_order import balance_in_order
 from multimodal.model.parameter_sharding import ParameterSharding, join_shards, sharding_of
@@ -24,10 +23,8 @@ from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
-from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import Pass
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
-from multimodal.schedule.schedule_cache import ScheduleCache
 from multimodal.values.model_graph import ImageInput, ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan
 from tests.distributed.gradient_case import whole_weights
@@ -112,76 +109,56 @@ class Training:
 
     def __init__(self, case: TrainingCase, *, passes: Sequence[Pass] = ()) -> None:
         self.case, self.rank = case, dist.get_rank()
-        self.runtime = assemble(
-            case.graph,
-            case.plan,
-            rank=self.rank,
-            world_size=dist.get_world_size(),
-            options=BuildOptions(Precision(case.dtype), sequence_parallel=case.sequence_parallel),
-            vocab_size=case.vocab_size,
-            seed=case.seed,
-            timeout=TIMEOUT,
-            shards_weights=case.shards_weights,
-            reduces_by_layer=reduce_by_layer in passes,
-        )
-        config = build_optimizer_config(
+        optimizer = build_optimizer_config(
             lr=0.01, min_lr=0.0, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, clip_grad=1.0, dtype=case.dtype
         )
-        built = {name: build_unit_optimizer(gradients, config=config) for name, gradients in self.runtime.gradients.items()}
-        self.optimizers = {name: optimizer for name, optimizer in built.items() if optimizer is not None}
-        self.schedules = ScheduleCache(case.graph, case.plan, BUILDERS["1f1b"], passes)
+        options = SessionOptions(
+            case.graph,
+            BuildOptions(Precision(case.dtype), sequence_parallel=case.sequence_parallel),
+            case.vocab_size,
+            seed=case.seed,
+            timeout=TIMEOUT,
+            optimizer=optimizer,
+            passes=passes,
+            reduces_by_layer=reduce_by_layer in passes,
+            shards_weights=case.shards_weights,
+        )
+        self.session = Session(options, plan=case.plan)
 
     def train_step(self, number: int) -> float:
         """Train on the global batch that `number` draws; returns its loss."""
+        step = self.plan_step(number)
+        result = self.session.forward_backward(step)
+        self.session.finish_gradients()
+        self.session.update(gathers_later=step.form.gathers_parameters)
+        return sum(LossSums.of_step(step, result).means(_sum_over_ranks))
+
+    def plan_step(self, number: int) -> Step:
+        """The global batch that `number` draws, under the session's plan."""
         shapes = SHAPES
         if self.case.graph.generators:
             shapes = tuple(replace(shape, items=shape.items + made) for shape, made in zip(SHAPES, IMAGES_TO_MAKE, strict=True))
         source = RandomSource(self.case.graph, shapes, self.case.vocab_size, seed=number)
         lengths = [source.lengths(index) for index in range(len(source))]
-        graph, plan = self.case.graph, self.case.plan
+        graph, plan = self.case.graph, self.session.plan
         assignment = balance_in_order(lengths, graph=graph, plan=plan, options=BalanceOptions(micro_batch_size=1))
-        step = plan_step(
+        return plan_step(
             source,
             lengths=lengths,
             assignment=assignment,
-            schedules=self.schedules,
+            schedules=self.session.schedules(),
             rank=self.rank,
             source_index={index: index for index in range(len(source))},
             sharing=ContextSharing(block_size=4),
             shards_weights=self.case.shards_weights,
         )
-        if not step.form.gathers_parameters:
-            self.runtime.complete_parameters()
-        self.runtime.zero_gradients()
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad()
-        result = self.runtime.executor.execute(step, is_training=True)
-        self.runtime.finish_gradients()
-        self._update(gathers_later=step.form.gathers_parameters)
-        return sum(LossSums.of_step(step, result).means(_sum_over_ranks))
-
-    def _update(self, *, gathers_later: bool) -> None:
-        for optimizer in self.optimizers.values():
-            optimizer.prepare_grads()
-        counted = [
-            (o, o.config.use_distributed_optimizer or self.runtime.memberships[unit].groups.dp_cp.rank() == 0)
-            for unit, o in self.optimizers.items()
-        ]
-        norm = global_gradient_norm(counted, device=torch.device("cpu"))
-        for unit, optimizer in self.optimizers.items():
-            clip_gradients(optimizer.get_parameters(), norm=norm, max_norm=1.0)
-            with self.runtime.gradients[unit].gathering_later() if gathers_later else nullcontext():
-                optimizer.step_with_ready_grads()
 
     def save(self, folder: Path, *, step: int, keep_last: int = 2, run_state: dict[str, Any] | None = None) -> Path:
         """Save a checkpoint."""
         return save_checkpoint(
             folder,
             step=step,
-            graph=self.case.graph,
-            plan=self.case.plan,
-            runtime=self.runtime,
-            optimizers=self.optimizers,
+            session=self.session,
             schedulers_state={"num_steps": step},
             run_state=run_state or {"seed": self.case.seed},
             keep_last=keep_last,
@@ -191,10 +168,7 @@ class Training:
         """Load the newest checkpoint."""
         return load_checkpoint(
             folder,
-            graph=self.case.graph,
-            plan=self.case.plan,
-            runtime=self.runtime,
-            optimizers=self.optimizers,
+            session=self.session,
             load_optimizer=load_optimizer,
             load_rng=load_rng,
         )
@@ -202,8 +176,8 @@ class Training:
     def parameters(self) -> "RankParameters":
         """Copies of all parameters of this rank; the copy of tied embeddings on a last stage goes by a name of its own."""
         found = {}
-        with whole_weights(self.runtime):
-            for (unit, _), stage in self.runtime.stages.items():
+        with whole_weights(self.session):
+            for (unit, _), stage in self.session.stages.items():
                 for name, parameter in stage.named_parameters():
                     sharding = sharding_of(stage.unit, name)
                     label = f"{name} (copy)" if getattr(parameter, "shared", False) else name

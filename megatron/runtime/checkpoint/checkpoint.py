@@ -1,6 +1,6 @@
 """Checkpoints: sharded, atomic, and independent of the plan.
 
-Every rank writes the pieces it holds (`tensors`, `pieces`, `storage`) into a hidden folder that
+Every rank writes the pieces it holds (`storage`) into a hidden folder that
 gets its final name when all of it is on the disk (`folder`): a complete checkpoint is one that has its name.
 """
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megatron.runtime.checkpoint.agreement import on_all_ranks, on_first_rank, on_this_rank
 from megatron.runtime.checkpoint.folder import (
@@ -26,18 +25,17 @@ from megatron.runtime.checkpoint.index import TensorIndex, read_index
 from megatron.runtime.checkpoint.manifest import Manifest, check_dtype, check_model, read_newest, write_manifest
 from megatron.runtime.checkpoint.random_state import capture_random_state, restore_random_state
 from megatron.runtime.checkpoint.storage import read_tensors, write_tensors
-from megatron.runtime.checkpoint.tensors import HeldTensor, adopt_group_steps, make_room, model_tensors, optimizer_tensors
-from megatron.runtime.execution.assembly import RankRuntime
+from megatron.runtime.session import Session
+from megatron.runtime.state.held_tensors import HeldTensor, adopt_group_steps, make_room, model_tensors, optimizer_tensors
 from multimodal.values.errors import CheckpointError
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
 
 __all__ = ["LoadedCheckpoint", "find_newest_checkpoint", "load_checkpoint", "save_checkpoint"]
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What a checkpoint says beside what it put into the runtime and the optimizers."""
+    """What a checkpoint says beside what it put into the session."""
 
     step: int
     run_state: Mapping[str, Any]
@@ -51,10 +49,7 @@ def save_checkpoint(
     folder: Path,
     *,
     step: int,
-    graph: ModelGraph,
-    plan: Plan,
-    runtime: RankRuntime,
-    optimizers: Mapping[str, MegatronOptimizer],
+    session: Session,
     schedulers_state: Mapping[str, Any],
     run_state: Mapping[str, Any],
     keep_last: int,
@@ -65,16 +60,16 @@ def save_checkpoint(
     the same step is replaced. Raises CheckpointError on every rank when it fails on any; earlier checkpoints are then untouched.
     """
     what = f"saving step {step} to {folder}"
-    runtime.complete_parameters()
+    session.complete_parameters()
     partial = on_first_rank(lambda: open_partial(folder, step=step), what=what)
     try:
-        tensors = [*model_tensors(runtime), *optimizer_tensors(runtime, optimizers)]
+        tensors = [*model_tensors(session.state), *optimizer_tensors(session.state)]
         written = on_all_ranks(lambda: write_tensors(partial, tensors), what=what)
         manifest = Manifest(
             step=step,
-            dtype=_dtype(runtime),
-            model=graph.to_dict(),
-            plan=plan.to_dict(),
+            dtype=_dtype(session),
+            model=session.graph.to_dict(),
+            plan=session.plan.to_dict(),
             run_state=dict(run_state),
             schedulers_state=dict(schedulers_state),
             random_state=capture_random_state(),
@@ -95,10 +90,7 @@ def save_checkpoint(
 def load_checkpoint(
     folder: Path,
     *,
-    graph: ModelGraph,
-    plan: Plan,
-    runtime: RankRuntime,
-    optimizers: Mapping[str, MegatronOptimizer],
+    session: Session,
     load_optimizer: bool,
     load_rng: bool,
     check_run: Callable[[Path, Mapping[str, Any]], None] | None = None,
@@ -114,21 +106,21 @@ def load_checkpoint(
     Raises CheckpointError on every rank when nothing is there, a file is damaged, or it is of another model or (with
     `load_optimizer`) precision.
     """
-    dtype = _dtype(runtime) if load_optimizer else None
-    path, manifest = on_first_rank(lambda: _find(folder, graph, dtype, check_run), what=f"loading {folder}")
+    dtype = _dtype(session) if load_optimizer else None
+    path, manifest = on_first_rank(lambda: _find(folder, session.graph, dtype, check_run), what=f"loading {folder}")
     what = f"loading {path}"
-    model = model_tensors(runtime)
+    model = model_tensors(session.state)
     index = on_this_rank(lambda: _read_index(path, manifest, model), what=what)
     on_all_ranks(lambda: read_tensors(path, model, index=index), what=what)
-    for optimizer in optimizers.values():
+    for optimizer in session.optimizers.values():
         optimizer.reload_model_params()
     fresh_units: list[set[str]] = []
     if load_optimizer:
-        fresh_units = on_all_ranks(lambda: make_room(runtime, optimizers, saved=index.keys()), what=what)
-        tensors = [tensor for tensor in optimizer_tensors(runtime, optimizers) if tensor.key in index]
+        fresh_units = on_all_ranks(lambda: make_room(session.state, saved=index.keys()), what=what)
+        tensors = [tensor for tensor in optimizer_tensors(session.state) if tensor.key in index]
         on_all_ranks(lambda: _check_shapes(path, tensors, index=index), what=what)
         on_all_ranks(lambda: read_tensors(path, tensors, index=index), what=what)
-        adopt_group_steps(runtime, optimizers, tensors)
+        adopt_group_steps(session.state, tensors)
     if load_rng:
         on_all_ranks(lambda: _restore_random_state(path, manifest), what=what)
     return LoadedCheckpoint(
@@ -181,6 +173,5 @@ def _restore_random_state(path: Path, manifest: Manifest) -> None:
         raise damaged(path, f"its random_state cannot be restored ({problem})") from problem
 
 
-def _dtype(runtime: RankRuntime) -> str:
-    stage = next(iter(runtime.stages.values()))
-    return str(stage.options.precision.params_dtype).removeprefix("torch.")
+def _dtype(session: Session) -> str:
+    return str(session.options.build.precision.params_dtype).removeprefix("torch.")

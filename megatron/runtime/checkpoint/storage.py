@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron.runtime.checkpoint.files import PieceReader, PieceWriter
 from megatron.runtime.checkpoint.index import TensorIndex
-from megatron.runtime.checkpoint.pieces import Piece
-from megatron.runtime.checkpoint.tensors import HeldTensor
+from megatron.runtime.state.held_tensors import HeldTensor, Piece
 
 
 class WrittenFiles(NamedTuple):

@@ -42,6 +42,11 @@ class MessageChannel:
             work.wait()
         self._sent.clear()
 
+    def close(self) -> None:
+        """Give the groups up; collective, when no message is under way."""
+        for group in (self._to_higher, self._to_lower):
+            dist.destroy_process_group(group)
+
     def connect(self, pairs: Iterable[tuple[int, int]], *, device: torch.device) -> None:
         """Exchange one byte over each (source, target) pair, in the same order everywhere.
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Stage, UnitPlan
 
 
@@ -41,15 +42,20 @@ class GroupBook:
             if self._rank in ranks:
                 self._groups[ranks] = group
 
+    def close(self) -> None:
+        """Give all groups up; collective, when no message is under way."""
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        self._groups.clear()
+
     def __getitem__(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         return self._groups[ranks]
 
 
-def build_memberships(plan: Plan, *, rank: int, timeout: timedelta) -> dict[str, Membership]:
-    """Make all process groups of the plan and return this rank's place in each unit it belongs to."""
+def build_memberships(plan: Plan, *, rank: int, book: GroupBook) -> dict[str, Membership]:
+    """Make all process groups of the plan in `book` and return this rank's place in each unit it belongs to; collective."""
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # where sequence parallel layers gather their inputs
         parallel_state._set_global_memory_buffer()
-    book = GroupBook(rank=rank, timeout=timeout)
     book.create(_all_rank_sets(plan))
     found = {}
     for name, unit in plan.units.items():
@@ -118,3 +124,17 @@ def _embedding_ranks(plan: Plan, name: str, tensor_rank: int) -> tuple[tuple[int
     stages = plan.units[name].replicas[0].virtual_stages
     ends = (_holders_of_parameters(plan, name, stage.stage_index, tensor_rank) for stage in (stages[0], stages[-1]))
     return tuple(tuple(sorted({first, last})) for first, last in zip(*ends, strict=True))
+
+
+def message_pairs(graph: ModelGraph, plan: Plan) -> set[tuple[int, int]]:
+    """All (source, target) rank pairs that may ever exchange a message, in either direction."""
+    pairs: set[tuple[int, int]] = set()
+    for name, unit in plan.units.items():
+        for replica in unit.replicas:
+            for first, second in zip(replica.virtual_stages, replica.virtual_stages[1:], strict=False):
+                pairs |= set(zip(first.ranks, second.ranks, strict=True))
+            for target in graph.downstream(name):
+                for other in plan.units[target].replicas:
+                    ends = replica.virtual_stages[-1].ranks, other.virtual_stages[0].ranks
+                    pairs |= {(source, sink) for source in ends[0] for sink in ends[1]}
+    return {pair for source, target in pairs for pair in ((source, target), (target, source)) if source != target}

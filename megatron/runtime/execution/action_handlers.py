@@ -52,13 +52,13 @@ def _receive(run: RunningStep, action: Action) -> None:
 
 
 def _gather_parameters(run: RunningStep, action: Action) -> None:
-    run.start_collective(action, run.executor.gather_parameters)
+    run.start_collective(action, run.executor.gradients[action.unit].start_gathering)
 
 
 def _reduce_gradients(run: RunningStep, action: Action) -> None:
     """A whole reduction or, after the backward that did the other layers, the last part of one; before it, get ready for that."""
-    executor = run.executor
-    run.start_collective(action, executor.expect_last_backward if action.part == 0 else executor.reduce_gradients)
+    unit = run.executor.gradients[action.unit]
+    run.start_collective(action, unit.expect_last_backward if action.part == 0 else unit.start_reduction)
 
 
 HANDLERS: Mapping[ActionKind, Callable[[RunningStep, Action], None]] = {

@@ -1,7 +1,6 @@
 """What one rank has for all its steps: its stages, its groups, the broker and the clock."""
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -10,23 +9,19 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.runtime.communication.broker import Broker
 from megatron.runtime.execution.activation_store import storage_identity
 from megatron.runtime.execution.step_clock import StepClock
-from megatron.runtime.gradients.sharded_stage import ShardedStage
+from megatron.runtime.gradients.gradients import UnitGradients
+from megatron.runtime.gradients.sharded_unit import ShardedUnit
 from multimodal.model.unit_stage import UnitStage
 from multimodal.schedule.dependencies import must_travel
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Place
 
-StartCollective = Callable[[str, int], Callable[[], None]]
-"""Called with (unit, virtual stage): starts a collective operation and returns what waits for it."""
-
 
 class RankResources:
     """Holds what outlives a step: this rank's stages, the broker, the clock.
 
-    stages: (unit, virtual stage) -> module; groups: unit -> this rank's groups there (tp, cp and tp_cp); reduce_gradients,
-    gather_parameters: start these for a stage and return what waits for them; expect_last_backward: let the stage's next backward
-    start reducing; sharded: those of the stages whose weights are.
+    stages: (unit, virtual stage) -> module; groups: unit -> this rank's groups there (tp, cp and tp_cp); gradients: by unit.
     """
 
     def __init__(
@@ -39,15 +34,17 @@ class RankResources:
         groups: Mapping[str, ProcessGroupCollection],
         broker: Broker,
         device: torch.device,
-        reduce_gradients: StartCollective,
-        gather_parameters: StartCollective = lambda unit, stage: _nothing,
-        expect_last_backward: StartCollective = lambda unit, stage: _nothing,
-        sharded: Mapping[tuple[str, int], ShardedStage] = MappingProxyType({}),
+        gradients: Mapping[str, UnitGradients | ShardedUnit],
     ) -> None:
         self.graph, self.plan, self.rank, self.stages, self.device = graph, plan, rank, stages, device
-        self.broker, self.reduce_gradients, self.gather_parameters = broker, reduce_gradients, gather_parameters
-        self.expect_last_backward = expect_last_backward
-        self.sharded, self.lane = sharded, plan.lane_of_rank[rank]
+        self.broker, self.gradients, self.lane = broker, gradients, plan.lane_of_rank[rank]
+        self.sharded = {
+            (name, index): stage
+            for name, unit in gradients.items()
+            if isinstance(unit, ShardedUnit)
+            for index, stage in unit.sharded.items()
+        }
+        """Those of the stages whose weights are."""
         self._shares_stages = any(
             len(plan.lanes_of_stage(name, index, stage.index)) > 1
             for name, unit in plan.units.items()
@@ -87,7 +84,3 @@ class RankResources:
     def must_travel(self, source: Place, target: Place) -> bool:
         """Whether what is computed at `source` comes to `target` by messages."""
         return must_travel(source, target, self.plan)
-
-
-def _nothing() -> None:
-    """What waits for nothing."""

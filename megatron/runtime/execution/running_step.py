@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.runtime.communication.broker import Link, MessageKey
 from megatron.runtime.execution.activation_store import ActivationStore, size_of
-from megatron.runtime.execution.rank_resources import RankResources, StartCollective
+from megatron.runtime.execution.rank_resources import RankResources
 from megatron.runtime.step.step import Step
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.assignment import MicrobatchPlace, Route
@@ -75,9 +75,9 @@ class RunningStep:
         while self.fillers:
             self._run_filler()
 
-    def start_collective(self, action: Action, start: StartCollective) -> None:
-        """Start a collective action; it is finished where it is needed, or at the step's end."""
-        self.collectives[action] = start(action.unit, action.stage)
+    def start_collective(self, action: Action, start: Callable[[int], Callable[[], None]]) -> None:
+        """Start a collective action of a stage; what `start` returns waits for it where it is needed, or at the step's end."""
+        self.collectives[action] = start(action.stage)
 
     def finish_collective(self, action: Action) -> None:
         """Wait for a collective action, if it is under way; its event is the time the lane stood still for it."""

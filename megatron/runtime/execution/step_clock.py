@@ -1,13 +1,20 @@
-"""Measures when each action of a step ran, by host time on CPU and by events on the stream on CUDA."""
+"""Measures when each action of a step ran, by host time on CPU and by events on the stream on CUDA.
 
+One rank keeps the events of its own lane; together they are the measured timeline of a step.
+"""
+
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from multimodal.values.plan import Plan
 from multimodal.values.schedule import ACTION_TABLE, Action, Resource
-from multimodal.values.timeline import TimelineEvent
+from multimodal.values.timeline import Timeline, TimelineEvent
 
 Mark = float | torch.cuda.Event
 
@@ -71,3 +78,47 @@ def seconds_by_resource(events: tuple[TimelineEvent, ...]) -> dict[str, float]:
     for event in events:
         split[kinds[ACTION_TABLE[event.action.kind].resource]] += event.end_seconds - event.start_seconds
     return split
+
+
+class _LaneEvents(NamedTuple):
+    """One rank's share of a timeline, with what aligns its clock."""
+
+    events: tuple[TimelineEvent, ...]
+    host: str
+    origin_seconds: float
+    barrier_seconds: float
+
+
+def gather_timeline(events: tuple[TimelineEvent, ...], *, origin_seconds: float, plan: Plan, rank: int) -> Timeline | None:
+    """Collective; the timeline on rank 0, None elsewhere.
+
+    events: this rank's, in seconds from `origin_seconds` on its host clock. Ranks of one host share that clock; the clocks of
+    other hosts are aligned to rank 0's at a barrier, to about a network round trip. The first rank to start is at 0 seconds.
+    """
+    dist.barrier()
+    mine = _LaneEvents(
+        events if plan.lanes[plan.lane_of_rank[rank]][0] == rank else (),
+        socket.gethostname(),
+        origin_seconds,
+        time.perf_counter(),
+    )
+    gathered: list[_LaneEvents] | None = [mine] * dist.get_world_size() if rank == 0 else None
+    dist.gather_object(mine, gathered)
+    if gathered is None:
+        return None
+    starts = [_start_on_first_clock(lane, gathered[0]) for lane in gathered]
+    earliest = min(starts)
+    return Timeline(
+        plan.lanes,
+        tuple(
+            event._replace(start_seconds=event.start_seconds + start - earliest, end_seconds=event.end_seconds + start - earliest)
+            for lane, start in zip(gathered, starts, strict=True)
+            for event in lane.events
+        ),
+    )
+
+
+def _start_on_first_clock(lane: _LaneEvents, first: _LaneEvents) -> float:
+    if lane.host == first.host:
+        return lane.origin_seconds
+    return lane.origin_seconds + first.barrier_seconds - lane.barrier_seconds

@@ -1,27 +1,29 @@
 """Megatron's learning rate schedule over the optimizers of all units of a rank."""
 
-from collections.abc import Iterable
 from typing import Any
 
-from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.runtime.flags.configuration import OptimizerSettings
+from megatron.runtime.session import Session
 
 
 class _AllGroups:
-    """What the scheduler asks of an optimizer: parameter groups; empty on a rank that trains nothing."""
+    """Stands for one optimizer before the scheduler: the parameter groups of all units under the current plan."""
 
-    def __init__(self, optimizers: Iterable[MegatronOptimizer]) -> None:
-        self.param_groups: list[dict[str, Any]] = [group for optimizer in optimizers for group in optimizer.param_groups]
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Empty on a rank that trains nothing."""
+        return [group for optimizer in self._session.optimizers.values() for group in optimizer.param_groups]
 
 
-def build_scheduler(
-    settings: OptimizerSettings, optimizers: Iterable[MegatronOptimizer], *, train_iters: int
-) -> OptimizerParamScheduler:
+def build_scheduler(settings: OptimizerSettings, session: Session, *, train_iters: int) -> OptimizerParamScheduler:
     """Counts optimizer steps (Megatron counts samples: the same for a constant global batch size)."""
     return OptimizerParamScheduler(
-        _AllGroups(optimizers),
+        _AllGroups(session),
         init_lr=settings.lr_warmup_init,
         max_lr=settings.lr,
         min_lr=settings.min_lr,

@@ -5,11 +5,11 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 from megatron.runtime import platform
 from megatron.runtime.checkpoint.checkpoint import find_newest_checkpoint
 from megatron.runtime.emulation.table import EmulationTable
+from megatron.runtime.execution.step_clock import gather_timeline
 from megatron.runtime.feed.agreement import agree_to_stop, check_agreement
 from megatron.runtime.feed.data_sets import DIGITS
 from megatron.runtime.feed.step_loader import load_steps, load_steps_in_thread
@@ -18,7 +18,6 @@ from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.launch.stop_requests import StopReason
 from megatron.runtime.report.reporting import ConsoleReporter, Reporter, SilentReporter
 from megatron.runtime.report.step_report import EvaluationReport
-from megatron.runtime.report.timeline_gathering import gather_timeline
 from megatron.runtime.step.context_sharing import ContextSharing
 from megatron.runtime.step.step import Step
 from megatron.runtime.training.prediction import build_predictor
@@ -32,9 +31,6 @@ from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
 from multimodal.data.source_views import BlankImages
 from multimodal.kernels import describe_kernels
-from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.passes import passes_named
-from multimodal.schedule.schedule_cache import ScheduleCache
 from multimodal.values.timeline import TimelineEvent
 
 
@@ -148,9 +144,9 @@ def _timed(steps: Iterator[Step]) -> Iterator[tuple[Step, float]]:
 def describe_run(run: Run) -> str:
     """What runs where, in a few lines."""
     lines = []
-    for name, unit in run.plan.units.items():
+    for name, unit in run.session.plan.units.items():
         ranks = sorted(unit.ranks)
-        frozen = ", frozen" if run.graph.unit(name).freeze_module else ""
+        frozen = ", frozen" if run.session.graph.unit(name).freeze_module else ""
         context = f"cp {unit.context_parallel_size} x " if unit.context_parallel_size > 1 else ""
         lines.append(
             f"{name}: dp {unit.data_parallel_size} x pp {len(unit.replicas[0].stages)} x {context}tp {unit.tensor_parallel_size} "
@@ -200,16 +196,13 @@ def _train_planner(run: Run) -> StepPlanner:
 
 def _planner(run: Run, source: SampleSource, *, seed: int, shuffle: bool, forward_only: bool) -> StepPlanner:
     training = run.config.training
-    build_cache = partial(ScheduleCache, run.graph, run.plan, BUILDERS[training.schedule], passes_named(training.schedule_passes))
-    schedules = build_cache(forward_only=forward_only)
-    trained = build_cache() if forward_only else schedules  # batches are balanced alike whatever they are for
     return StepPlanner(
         source,
         batches=GlobalBatches(len(source), training.global_batch_size, seed, shuffle=shuffle),
-        schedules=schedules,
+        schedules=run.session.schedules(forward_only=forward_only),
         balancer=BALANCERS[training.balance],
         rank=run.world.rank,
-        options=_balance_options(run, trained),
+        options=_balance_options(run),
         exchange=run.exchanges[forward_only] if run.exchanges else None,
         is_emulated=run.emulation is not None,
         shards_weights=run.config.parallelism.shards_weights,
@@ -221,21 +214,22 @@ def _planner(run: Run, source: SampleSource, *, seed: int, shuffle: bool, forwar
     )
 
 
-def _balance_options(run: Run, schedules: ScheduleCache) -> BalanceOptions:
+def _balance_options(run: Run) -> BalanceOptions:
+    """Evaluations are balanced like training steps, which costs no other schedules."""
     training = run.config.training
     return BalanceOptions(
         micro_batch_size=training.micro_batch_size,
         encoder_micro_batch_sizes=training.encoder_micro_batch_sizes,
         granularity=Granularity(training.balance_granularity),
         ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "8")),
-        vocab_size=run.vocab_size,
-        predictor=build_predictor(run.config, schedules, vocab_size=run.vocab_size),
+        vocab_size=run.session.options.vocab_size,
+        predictor=build_predictor(run.config, run.session.schedules(), vocab_size=run.session.options.vocab_size),
     )
 
 
 def _report_timeline(run: Run, reporter: Reporter, number: int, events: tuple[TimelineEvent, ...]) -> None:
-    origin_seconds = run.runtime.executor.clock.origin_seconds
-    timeline = gather_timeline(events, origin_seconds=origin_seconds, plan=run.plan, rank=run.world.rank)
+    origin_seconds = run.session.executor.clock.origin_seconds
+    timeline = gather_timeline(events, origin_seconds=origin_seconds, plan=run.session.plan, rank=run.world.rank)
     if timeline is not None:
         reporter.timeline(number, timeline)
 
@@ -244,14 +238,14 @@ def _compare_with_simulation(
     run: Run, emulation: EmulationTable, reporter: Reporter, step: Step, events: tuple[TimelineEvent, ...], *, is_last: bool
 ) -> None:
     """Hold the last step's simulation against the median of the measured ones; the first step sets connections up."""
-    origin_seconds = run.runtime.executor.clock.origin_seconds
-    timeline = gather_timeline(events, origin_seconds=origin_seconds, plan=run.plan, rank=run.world.rank)
+    origin_seconds = run.session.executor.clock.origin_seconds
+    timeline = gather_timeline(events, origin_seconds=origin_seconds, plan=run.session.plan, rank=run.world.rank)
     if timeline is None:
         return
     emulation.measured_seconds.append(timeline.duration_seconds)
     if is_last:
         measured = statistics.median(emulation.measured_seconds[1:] or emulation.measured_seconds)
-        simulated = emulation.simulated_seconds(step, run.plan)
+        simulated = emulation.simulated_seconds(step, run.session.plan)
         reporter.say(
             f"emulated step: {measured:.4f} s measured (median), {simulated:.4f} s simulated, ratio {measured / simulated:.3f}"
         )
@@ -262,7 +256,7 @@ def _evaluate(run: Run, reporter: Reporter, number: int) -> tuple[EvaluationRepo
     reporter.evaluation(number, "held out", evaluation)
     if not run.config.evaluation.eval_blank_images:
         return evaluation, None
-    blank = _evaluate_on(run, BlankImages(run.data.valid, graph=run.graph))
+    blank = _evaluate_on(run, BlankImages(run.data.valid, graph=run.session.graph))
     reporter.evaluation(number, "held out, blank images", blank)
     return evaluation, blank
 

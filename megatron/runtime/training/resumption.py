@@ -99,10 +99,7 @@ def _load(run: Run, start: Start) -> None:
 
     loaded = load_checkpoint(
         start.folder,
-        graph=run.graph,
-        plan=run.plan,
-        runtime=run.runtime,
-        optimizers=run.optimizers,
+        session=run.session,
         load_optimizer=start.is_resumption and checkpoint.load_optim,
         load_rng=start.is_resumption and checkpoint.load_rng,
         check_run=check_run,
@@ -149,10 +146,7 @@ def save(run: Run, number: int) -> int:
     save_checkpoint(
         run.config.checkpoint.save,
         step=number,
-        graph=run.graph,
-        plan=run.plan,
-        runtime=run.runtime,
-        optimizers=run.optimizers,
+        session=run.session,
         schedulers_state=run.scheduler.state_dict(),
         run_state=run.described_data,
         keep_last=run.config.checkpoint.keep_last_checkpoints,

@@ -99,8 +99,8 @@ def test_a_collective_is_finished_once_where_it_is_needed() -> None:
     log: list[Any] = []
     running = running_step(log, num_questions=0)
     gather = Action(ActionKind.GATHER_PARAMETERS, "llm", 0, 1)
-    running.start_collective(gather, lambda unit, stage: lambda: log.append((unit, stage)))
+    running.start_collective(gather, lambda stage: lambda: log.append(stage))
     assert log == []
     running.finish_collective(gather)
     running.finish_collective(gather)
-    assert log == [("llm", 1)]
+    assert log == [1]

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import torch.multiprocessing as multiprocessing
 
 from megatron.runtime import platform
 from megatron.runtime.emulation.emulated_inputs import with_emulated_inputs
-from megatron.runtime.execution.assembly import RankRuntime, assemble
-from megatron.runtime.report.timeline_gathering import gather_timeline
+from megatron.runtime.emulation.emulated_stage import EmulatedStage, Seconds
+from megatron.runtime.execution.step_clock import gather_timeline
+from megatron.runtime.session import Session, SessionOptions
 from megatron.runtime.step.step import Step
 from multimodal.cost.step_costs import StepCosts
 from multimodal.model.transformer_config import BuildOptions, Precision
@@ -95,57 +97,56 @@ def _serve_rank(
 
 def emulate_on_rank(run: EmulatedRun, *, rank: int) -> tuple[Timeline, ...]:
     """This rank's part, where torch.distributed is up; collective. The timelines on rank 0, nothing elsewhere."""
-    runtime = assemble(
-        run.graph,
-        run.plan,
-        rank=rank,
-        world_size=run.plan.num_ranks,
-        options=BuildOptions(Precision(torch.float32)),
-        vocab_size=_VOCAB_SIZE,
-        seed=0,
-        timeout=TIMEOUT,
-        seconds=lambda action: run.costs.compute(action).seconds,
-    )
-    step = emulated_step(run, rank=rank)
-    timelines = [_run_step(runtime, step, run.plan, rank) for _ in range(run.num_iterations + 1)]
+    session = emulated_session(run.graph, run.plan, seconds=lambda action: run.costs.compute(action).seconds)
+    step = emulated_step(run.graph, run.plan, run.assignment, run.schedule, num_tokens=run.num_tokens, rank=rank)
+    timelines = [_run_step(session, step) for _ in range(run.num_iterations + 1)]
     return tuple(timeline for timeline in timelines[1:] if timeline is not None)
 
 
-def _run_step(runtime: RankRuntime, step: Step, plan: Plan, rank: int) -> Timeline | None:
-    runtime.zero_gradients()
+def emulated_session(graph: ModelGraph, plan: Plan, *, seconds: Seconds) -> Session:
+    """A session whose stages wait instead of computing; nothing is updated."""
+    build = BuildOptions(Precision(torch.float32))
+    options = SessionOptions(graph, build, _VOCAB_SIZE, timeout=TIMEOUT, build_stage=partial(EmulatedStage, seconds=seconds))
+    return Session(options, plan=plan)
+
+
+def _run_step(session: Session, step: Step) -> Timeline | None:
     dist.barrier()
-    result = runtime.executor.execute(step, is_training=True)
-    runtime.finish_gradients()
-    return gather_timeline(result.events, origin_seconds=runtime.executor.clock.origin_seconds, plan=plan, rank=rank)
+    result = session.forward_backward(step)
+    session.finish_gradients()
+    origin_seconds = session.executor.clock.origin_seconds
+    return gather_timeline(result.events, origin_seconds=origin_seconds, plan=session.plan, rank=dist.get_rank())
 
 
-def emulated_step(run: EmulatedRun, *, rank: int) -> Step:
-    """The step of an emulated run: every sample has one target token, every item and text `num_tokens` tokens."""
+def emulated_step(
+    graph: ModelGraph, plan: Plan, assignment: Assignment, schedule: Schedule, *, num_tokens: int, rank: int
+) -> Step:
+    """A step without data: every sample has one target token, every item and text `num_tokens` tokens."""
     step = Step(
-        graph=run.graph,
-        assignment=run.assignment,
-        schedule=run.schedule,
-        routes=run.assignment.routes(run.graph),
-        lengths={sample.sample_id: sample for sample in _lengths(run)},
+        graph=graph,
+        assignment=assignment,
+        schedule=schedule,
+        routes=assignment.routes(graph),
+        lengths={sample.sample_id: sample for sample in _lengths(graph, assignment, num_tokens)},
         inputs={},
-        context_parallel_sizes={name: unit.context_parallel_size for name, unit in run.plan.units.items()},
+        context_parallel_sizes={name: unit.context_parallel_size for name, unit in plan.units.items()},
     )
-    return with_emulated_inputs(step, plan=run.plan, rank=rank)
+    return with_emulated_inputs(step, plan=plan, rank=rank)
 
 
-def _lengths(run: EmulatedRun) -> Sequence[SampleLengths]:
-    backbone = run.graph.backbone.name
-    samples = sorted(atom.sample_id for replica in run.assignment.units[backbone] for group in replica for atom in group)
+def _lengths(graph: ModelGraph, assignment: Assignment, num_tokens: int) -> Sequence[SampleLengths]:
+    backbone = graph.backbone.name
+    samples = sorted(atom.sample_id for replica in assignment.units[backbone] for group in replica for atom in group)
     unit_of: dict[int, dict[int, str]] = {sample: {} for sample in samples}
-    for unit in run.graph.units:
+    for unit in graph.units:
         if unit.role is Role.ENCODER:
-            for atom in run.assignment.place_of_atom[unit.name]:
+            for atom in assignment.place_of_atom[unit.name]:
                 unit_of[atom.sample_id][atom.item_index] = unit.name
     found = []
     for sample, units in unit_of.items():
         num_items = max(units, default=-1) + 1
         names = [units.get(index, backbone) for index in range(num_items)]
-        items = [ItemLengths(name, run.num_tokens, run.num_tokens) for name in names]
-        items += [ItemLengths(unit.name, run.num_tokens, 0) for unit in run.graph.generators]
-        found.append(SampleLengths(sample, tuple(items), run.num_tokens, 1))
+        items = [ItemLengths(name, num_tokens, num_tokens) for name in names]
+        items += [ItemLengths(unit.name, num_tokens, 0) for unit in graph.generators]
+        found.append(SampleLengths(sample, tuple(items), num_tokens, 1))
     return found

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.runtime.checkpoint.pieces import Box, boxes_of_flat_range, pieces_of_shard
+from megatron.runtime.state.held_tensors import Box, boxes_of_flat_range, pieces_of_shard
 from multimodal.model.parameter_sharding import WHOLE, ParameterSharding, take_shard
 
 SHARDINGS = [WHOLE, ParameterSharding(0), ParameterSharding(1), ParameterSharding(0, 2)]

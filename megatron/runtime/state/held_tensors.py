@@ -1,5 +1,11 @@
-"""Which tensors of a checkpoint this rank holds, under names that no plan changes: `model.<unit>.<parameter>` and so on."""
+"""Weights and optimizer state that this rank holds, under names that no plan changes: `model.<unit>.<parameter>` and so on.
 
+A rank holds a tensor parallel shard of a parameter, of which a sharded optimizer (ZeRO-1) keeps a range of flat elements. In the
+whole parameter such a range is a few rectangles (three for a matrix: rest of a row, whole rows, start of a row; twice that for a
+gated MLP's two blocks), each contiguous in the rank's memory: it is written, read and sent in place, and nothing is gathered.
+"""
+
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,20 +16,51 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from megatron.runtime.checkpoint.pieces import Piece, pieces_of_shard
-from megatron.runtime.execution.assembly import RankRuntime
+from megatron.runtime.gradients.gradients import UnitGradients
 from megatron.runtime.gradients.sharded_layer import WeightPiece
 from megatron.runtime.gradients.sharded_optimizer import ShardedOptimizer
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
 from multimodal.model.parameter_sharding import WHOLE, ParameterSharding, full_shape, sharding_of
 from multimodal.model.unit_stage import UnitStage
 
+
+class TrainedState(NamedTuple):
+    """What one rank trains under one plan."""
+
+    stages: Mapping[tuple[str, int], UnitStage]
+    """(unit, virtual stage) -> module."""
+    gradients: Mapping[str, UnitGradients | ShardedUnit]
+    """By unit."""
+    optimizers: Mapping[str, MegatronOptimizer]
+    """By unit, where this rank trains anything; empty where nothing is updated."""
+
+
+class Box(NamedTuple):
+    """A rectangle of a tensor: where it starts in every dimension, and its sizes."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """A rectangle of a whole parameter, and this rank's values there."""
+
+    offsets: tuple[int, ...]
+    values: Tensor
+    """Shaped like the rectangle; a view of what the rank trains with."""
+
+    @property
+    def box(self) -> Box:
+        """Where it lies."""
+        return Box(self.offsets, tuple(self.values.shape))
+
+
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """This rank's part of one tensor of the checkpoint."""
+    """This rank's part of one tensor."""
 
     key: str
     shape: tuple[int, ...]
@@ -84,15 +121,15 @@ class _OptimizerPart(NamedTuple):
         return torch.tensor([float(self.group.get("step", 0))])
 
 
-def model_tensors(runtime: RankRuntime) -> list[HeldTensor]:
+def model_tensors(state: TrainedState) -> list[HeldTensor]:
     """All parameters of this rank's stages, frozen ones too; the pieces are views of them.
 
     Of sharded weights only what this rank keeps.
     """
-    sharded = {name: unit for name, unit in runtime.gradients.items() if isinstance(unit, ShardedUnit)}
+    sharded = {name: unit for name, unit in state.gradients.items() if isinstance(unit, ShardedUnit)}
     pieces: dict[Tensor, WeightPiece] = {piece.parameter: piece for unit in sharded.values() for piece in unit.pieces}
     held = []
-    for parameter in _parameters(runtime):
+    for parameter in _parameters(state):
         if parameter.unit not in sharded:
             held.append(parameter.hold("model", parameter.value.detach().view(-1), range(parameter.value.numel())))
         elif piece := pieces.get(parameter.value):
@@ -100,10 +137,10 @@ def model_tensors(runtime: RankRuntime) -> list[HeldTensor]:
     return held
 
 
-def optimizer_tensors(runtime: RankRuntime, optimizers: Mapping[str, MegatronOptimizer]) -> list[HeldTensor]:
+def optimizer_tensors(state: TrainedState) -> list[HeldTensor]:
     """Moments, step counts and float32 main parameters that this rank's optimizers keep; the pieces are views of them."""
     held = []
-    for parameter, part in _optimizer_parts(runtime, optimizers):
+    for parameter, part in _optimizer_parts(state):
         if part.main.dtype != parameter.value.dtype:
             held.append(parameter.hold("main", part.main.detach().view(-1), part.elements))
         if part.state:
@@ -113,13 +150,13 @@ def optimizer_tensors(runtime: RankRuntime, optimizers: Mapping[str, MegatronOpt
     return held
 
 
-def make_room(runtime: RankRuntime, optimizers: Mapping[str, MegatronOptimizer], *, saved: Collection[str]) -> set[str]:
+def make_room(state: TrainedState, *, saved: Collection[str]) -> set[str]:
     """Give optimizers that never stepped the state that the tensors named `saved` will fill.
 
     Parameters without saved state start afresh; returns their units.
     """
     fresh_units = set()
-    for parameter, part in _optimizer_parts(runtime, optimizers):
+    for parameter, part in _optimizer_parts(state):
         if not all(parameter.key(kind) in saved for kind in (*_MOMENTS, "step")):
             part.state.clear()
             fresh_units.add(parameter.unit)
@@ -130,25 +167,23 @@ def make_room(runtime: RankRuntime, optimizers: Mapping[str, MegatronOptimizer],
     return fresh_units
 
 
-def adopt_group_steps(runtime: RankRuntime, optimizers: Mapping[str, MegatronOptimizer], loaded: Iterable[HeldTensor]) -> None:
+def adopt_group_steps(state: TrainedState, loaded: Iterable[HeldTensor]) -> None:
     """Give loaded step counts back to optimizers that count per group (Transformer Engine's, Apex's)."""
     counts = {tensor.key: tensor.pieces[0].values for tensor in loaded}
-    for parameter, part in _optimizer_parts(runtime, optimizers):
+    for parameter, part in _optimizer_parts(state):
         if parameter.key("step") in counts and "step" not in part.state:
             part.group["step"] = int(counts[parameter.key("step")])
 
 
-def _parameters(runtime: RankRuntime) -> Iterator[_Parameter]:
-    for (unit, _), stage in runtime.stages.items():
+def _parameters(state: TrainedState) -> Iterator[_Parameter]:
+    for (unit, _), stage in state.stages.items():
         for name, value in stage.named_parameters():
             yield _Parameter(unit, name, value, sharding_of(stage.unit, name), stage)
 
 
-def _optimizer_parts(
-    runtime: RankRuntime, optimizers: Mapping[str, MegatronOptimizer]
-) -> Iterator[tuple[_Parameter, _OptimizerPart]]:
-    for parameter in _parameters(runtime):
-        if part := _optimizer_part(optimizers.get(parameter.unit), parameter.value):
+def _optimizer_parts(state: TrainedState) -> Iterator[tuple[_Parameter, _OptimizerPart]]:
+    for parameter in _parameters(state):
+        if part := _optimizer_part(state.optimizers.get(parameter.unit), parameter.value):
             yield parameter, part
 
 
@@ -171,3 +206,51 @@ def _optimizer_part(optimizer: MegatronOptimizer | None, parameter: Tensor) -> _
     main = groups[index]["params"][position]
     kept = optimizer._get_model_param_range_map(parameter)["param"]
     return _OptimizerPart(main, range(kept.start, kept.end), groups[index], states[main])
+
+
+def pieces_of_shard(
+    values: Tensor, *, elements: range, shape: tuple[int, ...], sharding: ParameterSharding, rank: int, tensor_parallel_size: int
+) -> tuple[Piece, ...]:
+    """The rectangles of the whole parameter that `values` covers.
+
+    values: [len(elements)], contiguous: these flat elements of the shard; shape: of the shard; rank: tensor parallel rank.
+    """
+    found, position = [], 0
+    for block, box in _boxes_by_block(elements, shape=shape, sharding=sharding):
+        size = math.prod(box.sizes)
+        offsets = list(box.offsets)
+        if sharding.dimension is not None:
+            rows = shape[sharding.dimension] // sharding.num_blocks
+            offsets[sharding.dimension] += rows * (block * (tensor_parallel_size - 1) + rank)
+        found.append(Piece(tuple(offsets), values[position : position + size].view(box.sizes)))
+        position += size
+    return tuple(found)
+
+
+def boxes_of_flat_range(shape: tuple[int, ...], elements: range) -> tuple[Box, ...]:
+    """A range of a tensor's flat elements as rectangles, in the order of the elements."""
+    if len(shape) == 1:
+        return (Box((elements.start,), (len(elements),)),) if elements else ()
+    row_size = math.prod(shape[1:])
+    found, cursor = [], elements.start
+    while cursor < elements.stop:
+        row, column = divmod(cursor, row_size)
+        num_rows = (elements.stop - cursor) // row_size
+        if column == 0 and num_rows > 0:
+            found.append(Box((row, *(0 for _ in shape[1:])), (num_rows, *shape[1:])))
+            cursor += num_rows * row_size
+            continue
+        stop = min(elements.stop, (row + 1) * row_size)
+        inner = boxes_of_flat_range(shape[1:], range(column, column + stop - cursor))
+        found.extend(Box((row, *box.offsets), (1, *box.sizes)) for box in inner)
+        cursor = stop
+    return tuple(found)
+
+
+def _boxes_by_block(elements: range, *, shape: tuple[int, ...], sharding: ParameterSharding) -> Iterator[tuple[int, Box]]:
+    assert sharding.num_blocks == 1 or sharding.dimension == 0, "blocks are stacked along the first dimension"
+    block_size = math.prod(shape) // sharding.num_blocks
+    for block in range(sharding.num_blocks):
+        inside = range(max(elements.start, block * block_size), min(elements.stop, (block + 1) * block_size))
+        for box in boxes_of_flat_range(shape, inside):
+            yield block, box

@@ -1,0 +1,246 @@
+"""All of one rank's run that depends on the plan, as one object that can go on under another plan in the running process."""
+
+import gc
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+from megatron.runtime import platform
+from megatron.runtime.communication.broker import Broker
+from megatron.runtime.communication.message_channel import MessageChannel
+from megatron.runtime.communication.units import GroupBook, Membership, build_memberships, message_pairs
+from megatron.runtime.execution.executor import Executor
+from megatron.runtime.gradients.gradients import UnitGradients, clip_gradients, global_gradient_norm
+from megatron.runtime.gradients.sharded_unit import ShardedUnit
+from megatron.runtime.gradients.unit_optimizer import build_unit_optimizer
+from megatron.runtime.state.handover import hold_state, take_over
+from megatron.runtime.state.held_tensors import TrainedState
+from megatron.runtime.step.step import Step, StepResult
+from multimodal.model.initialization import initialize_parameters
+from multimodal.model.transformer_config import BuildOptions
+from multimodal.model.unit_stage import UnitStage
+from multimodal.schedule.builders import BUILDERS, Builder
+from multimodal.schedule.passes import Pass
+from multimodal.schedule.schedule_cache import ScheduleCache
+from multimodal.values.errors import PlanError
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan, validate_plan
+
+_DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """What a session is built from beside the plan; the same on every rank, and under every plan."""
+
+    graph: ModelGraph
+    build: BuildOptions
+    vocab_size: int
+    """Padded."""
+    seed: int = 0
+    """Draws the initial weights."""
+    timeout: timedelta = _DEFAULT_TIMEOUT
+    """How long a rank waits for its peers."""
+    optimizer: OptimizerConfig | None = None
+    """None: nothing is updated."""
+    builder: Builder = BUILDERS["1f1b"]
+    passes: Sequence[Pass] = ()
+    """Of the schedules."""
+    reduces_by_layer: bool = False
+    """Have schedules (`reduce-by-layer`) that reduce gradients layer by layer."""
+    shards_weights: bool = False
+    """Share weights and gradients, too, among the ranks that hold the same ones (ZeRO-3), not only optimizer state."""
+    build_stage: Callable[..., UnitStage] | None = None
+    """Builds a stage that stands in for a real one (`EmulatedStage`); called with `stage_index` and what UnitStage takes."""
+
+
+class Session:
+    """Process groups, stages, gradients, optimizers, schedules and the executor of one rank under the current plan.
+
+    torch.distributed must be up. Building one, every method and `change_plan` are collective over all ranks.
+    """
+
+    plan: Plan
+    memberships: Mapping[str, Membership]
+    """By unit, of those that this rank belongs to."""
+    stages: Mapping[tuple[str, int], UnitStage]
+    """(unit, virtual stage) -> module."""
+    gradients: Mapping[str, UnitGradients | ShardedUnit]
+    optimizers: Mapping[str, MegatronOptimizer]
+    """By unit, of those that this rank trains."""
+    executor: Executor
+
+    def __init__(self, options: SessionOptions, *, plan: Plan) -> None:
+        """Build this rank's part, newly initialised; raises PlanError when plan, model and ranks do not fit."""
+        self.options = options
+        self._check_plan(plan)
+        self._build(plan)
+
+    @property
+    def graph(self) -> ModelGraph:
+        """The model."""
+        return self.options.graph
+
+    @property
+    def state(self) -> TrainedState:
+        """What this rank trains."""
+        return TrainedState(self.stages, self.gradients, self.optimizers)
+
+    def schedules(self, *, forward_only: bool = False) -> ScheduleCache:
+        """The schedules of the current plan, for training steps or for evaluations."""
+        if forward_only not in self._schedules:
+            self._schedules[forward_only] = ScheduleCache(
+                self.graph, self.plan, self.options.builder, tuple(self.options.passes), forward_only
+            )
+        return self._schedules[forward_only]
+
+    def change_plan(self, plan: Plan) -> None:
+        """Go on under another plan, with the same weights and optimizer state; between two steps.
+
+        Nothing has changed when it raises PlanError, as plan, model and ranks do not fit. What was made of the old plan outside
+        (planners of steps, steps that they have prepared) is of no use afterwards. Until the new plan's part is built, the
+        state is in host memory, so a device never holds it twice.
+        """
+        self._check_plan(plan)
+        self.complete_parameters()
+        held = hold_state(self.state)
+        self.close()
+        self._build(plan)
+        take_over(held, self.state)
+
+    def close(self) -> None:
+        """Give up this rank's part, and its process groups."""
+        dist.barrier()
+        self.stages, self.gradients, self.optimizers = {}, {}, {}
+        del self.executor, self.memberships
+        gc.collect()  # hooks and buffers refer to each other
+        self._channel.close()
+        self._groups.close()
+
+    def forward_backward(self, step: Step) -> StepResult:
+        """Run a step's schedule; gradients are what its global batch gives, once `finish_gradients` has been called."""
+        self.zero_gradients()
+        if not step.form.gathers_parameters:
+            self.complete_parameters()
+        return self.executor.execute(step, is_training=True)
+
+    def zero_gradients(self) -> None:
+        """Forget the gradients of the last step."""
+        for unit in self.gradients.values():
+            unit.zero()
+        for optimizer in self.optimizers.values():
+            # In an unsharded optimizer `grad` is the gradient buffer itself: left there, a backward would add it twice.
+            optimizer.zero_grad()
+
+    def finish_gradients(self) -> None:
+        """Do what follows the schedule's own reductions, in one order on every rank."""
+        for unit in self.gradients.values():
+            unit.sum_shared_embeddings()
+
+    def complete_parameters(self) -> None:
+        """Gather what a sharded optimizer updated and no schedule has gathered since."""
+        for unit in self.gradients.values():
+            unit.complete_parameters()
+
+    def update(self, *, gathers_later: bool) -> float:
+        """Clip gradients and step; returns their global norm. A norm that is not finite changes nothing.
+
+        gathers_later: the next schedule gathers what a sharded optimizer updates.
+        """
+        for optimizer in self.optimizers.values():
+            optimizer.prepare_grads()
+        counted = [(optimizer, self._counts_in_norm(unit)) for unit, optimizer in self.optimizers.items()]
+        norm = global_gradient_norm(counted, device=platform.device())
+        if math.isfinite(norm):
+            for unit, optimizer in self.optimizers.items():
+                if optimizer.config.clip_grad > 0:
+                    clip_gradients(optimizer.get_parameters(), norm=norm, max_norm=optimizer.config.clip_grad)
+                with self.gradients[unit].gathering_later() if gathers_later else nullcontext():
+                    optimizer.step_with_ready_grads()
+        return norm
+
+    def _counts_in_norm(self, unit: str) -> bool:
+        is_sharded: bool = self.optimizers[unit].config.use_distributed_optimizer
+        return is_sharded or self.memberships[unit].groups.dp_cp.rank() == 0
+
+    def _check_plan(self, plan: Plan) -> None:
+        validate_plan(plan, graph=self.graph, world_size=dist.get_world_size())
+        check_vocabulary(self.options.vocab_size, graph=self.graph, plan=plan)
+
+    def _build(self, plan: Plan) -> None:
+        rank, options, device = dist.get_rank(), self.options, platform.device()
+        self.plan = plan
+        self._schedules: dict[bool, ScheduleCache] = {}
+        self._groups = GroupBook(rank=rank, timeout=options.timeout)
+        self.memberships = build_memberships(plan, rank=rank, book=self._groups)
+        self.stages = dict(_build_stages(options, plan=plan, memberships=self.memberships))
+        self.gradients = {name: self._build_gradients(member) for name, member in self.memberships.items()}
+        self.optimizers = {}
+        if options.optimizer is not None:
+            built = {name: build_unit_optimizer(unit, config=options.optimizer) for name, unit in self.gradients.items()}
+            self.optimizers = {name: optimizer for name, optimizer in built.items() if optimizer is not None}
+        self._channel = MessageChannel(rank=rank, world_size=dist.get_world_size(), timeout=options.timeout)
+        if device.type == "cuda":
+            self._channel.connect(message_pairs(self.graph, plan), device=device)
+        self.executor = Executor(
+            graph=self.graph,
+            plan=plan,
+            rank=rank,
+            stages=self.stages,
+            groups={name: member.groups for name, member in self.memberships.items()},
+            broker=Broker(rank=rank, channel=self._channel, device=device, dtype=options.build.precision.params_dtype),
+            device=device,
+            gradients=self.gradients,
+        )
+
+    def _build_gradients(self, member: Membership) -> UnitGradients | ShardedUnit:
+        own = {index: module for (unit, index), module in self.stages.items() if unit == member.unit}
+        if self.options.shards_weights and member.groups.dp_cp.size() > 1:
+            return ShardedUnit(own, graph=self.graph, membership=member)
+        return UnitGradients(
+            own,
+            membership=member,
+            is_sharded=self.options.build.precision.params_dtype != torch.float64,
+            reduces_by_layer=self.options.reduces_by_layer,
+        )
+
+
+def _build_stages(
+    options: SessionOptions, *, plan: Plan, memberships: Mapping[str, Membership]
+) -> Iterator[tuple[tuple[str, int], UnitStage]]:
+    """Build this rank's virtual stages, newly initialised."""
+    for name, member in memberships.items():
+        for stage in plan.units[name].replicas[member.replica_index].virtual_stages:
+            if stage.stage_index != member.stage_index:
+                continue
+            parts = {
+                "graph": options.graph,
+                "unit_name": name,
+                "layers": stage.layers,
+                "groups": member.groups,
+                "options": options.build,
+                "vocab_size": options.vocab_size,
+            }
+            if options.build_stage is not None:
+                yield (name, stage.index), options.build_stage(stage_index=stage.index, **parts)
+                continue
+            built = UnitStage(**parts)
+            initialize_parameters(built, seed=options.seed)
+            yield (name, stage.index), built
+
+
+def check_vocabulary(vocab_size: int, *, graph: ModelGraph, plan: Plan) -> None:
+    """Raise PlanError when the padded vocabulary cannot be split over the LLM's tensor parallel ranks."""
+    tensor_parallel_size = plan.units[graph.backbone.name].tensor_parallel_size
+    if vocab_size % tensor_parallel_size:
+        raise PlanError(
+            f"the padded vocabulary of {vocab_size} is not divisible by the LLM's tensor parallel size {tensor_parallel_size}; "
+            f"set --make-vocab-size-divisible-by to a multiple of {tensor_parallel_size}"
+        )

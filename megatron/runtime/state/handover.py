@@ -1,0 +1,193 @@
+"""Hands weights and optimizer state from the ranks that hold them to the ranks that need them, by names that no plan changes.
+
+Every rank tells which rectangles of whole tensors it holds, and which it wants. What it holds itself it copies, the rest it gets
+from one rank that holds it; nothing is gathered whole, and nothing is sent to a rank that has it.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.runtime import platform
+from megatron.runtime.state.held_tensors import (
+    Box,
+    HeldTensor,
+    Piece,
+    TrainedState,
+    adopt_group_steps,
+    make_room,
+    model_tensors,
+    optimizer_tensors,
+)
+from multimodal.values.errors import CheckpointError
+
+_Boxes = Mapping[str, tuple[Box, ...]]
+"""Tensor's name -> rectangles of it."""
+
+
+class _Part(NamedTuple):
+    """Values that come to a rank from one holder."""
+
+    key: str
+    box: Box
+    """Of the whole tensor."""
+    holder: int
+
+
+def hold_state(state: TrainedState) -> list[HeldTensor]:
+    """Return all that this rank holds, in host memory, so that the device is free for what takes it over."""
+    return [
+        replace(tensor, pieces=tuple(piece._replace(values=piece.values.cpu()) for piece in tensor.pieces))
+        for tensor in (*model_tensors(state), *optimizer_tensors(state))
+    ]
+
+
+def take_over(held: Sequence[HeldTensor], state: TrainedState) -> None:
+    """Fill `state` on every rank from what all ranks hold; collective.
+
+    held: by `hold_state` of an earlier state of the same model; empty on a rank that had none. Optimizers that never stepped stay
+    so. Raises CheckpointError on every rank when no rank holds some part of what is needed.
+    """
+    holders = _find_holders(held)
+    _fill(model_tensors(state), held, holders=holders)
+    make_room(state, saved=holders.keys())
+    wanted = [tensor for tensor in optimizer_tensors(state) if tensor.key in holders]
+    _fill(wanted, held, holders=holders)
+    adopt_group_steps(state, wanted)
+
+
+_Holders = Mapping[str, Mapping[Box, list[int]]]
+"""Tensor's name -> rectangles that fill it without overlap, and the ranks that hold each."""
+
+
+def _find_holders(held: Iterable[HeldTensor]) -> _Holders:
+    """Gather who holds what; collective. Copies count where they are cut like what they are copies of."""
+    originals = _boxes_by_key(tensor for tensor in held if not tensor.is_copy)
+    told: list[tuple[_Boxes, _Boxes]] = _gather((originals, _boxes_by_key(tensor for tensor in held if tensor.is_copy)))
+    found: dict[str, dict[Box, list[int]]] = {}
+    for rank, (boxes_by_key, _) in enumerate(told):
+        for key, boxes in boxes_by_key.items():
+            for box in boxes:
+                found.setdefault(key, {}).setdefault(box, []).append(rank)
+    for rank, (_, boxes_by_key) in enumerate(told):
+        for key, boxes in boxes_by_key.items():
+            for box in boxes:
+                if rank not in (ranks := found.get(key, {}).get(box, [rank])):
+                    ranks.append(rank)
+    return found
+
+
+def _fill(wanted: Sequence[HeldTensor], held: Sequence[HeldTensor], *, holders: _Holders) -> None:
+    """Fill the pieces of `wanted`, kind by kind so that little is under way at once; collective."""
+    rank = dist.get_rank()
+    told: list[_Boxes] = _gather(_boxes_by_key(wanted))
+    _check_held(told[rank], holders)
+    sources = {(tensor.key, piece.box): piece.values for tensor in held for piece in tensor.pieces}
+    targets: dict[str, list[Piece]] = {}
+    for tensor in wanted:
+        targets.setdefault(tensor.key, []).extend(tensor.pieces)
+    for kind in sorted({_kind(key) for boxes in told for key in boxes}):
+        outgoing: list[list[Tensor]] = [[] for _ in told]
+        for receiver, boxes in enumerate(told):
+            for part, source in _parts(boxes, holders, kind=kind, receiver=receiver):
+                if part.holder == rank:
+                    outgoing[receiver].append(_view(sources[part.key, source], source, part.box))
+        incoming = [part for part, _ in _parts(told[rank], holders, kind=kind, receiver=rank)]
+        for part, values in _exchange(outgoing, incoming, dtypes={tensor.key: tensor.dtype for tensor in wanted}):
+            for target in targets[part.key]:
+                if _intersection(target.box, part.box) == part.box:
+                    _view(target.values, target.box, part.box).copy_(values)
+
+
+def _check_held(wanted: _Boxes, holders: _Holders) -> None:
+    """Agree that everything can be had; collective."""
+    missing = next(
+        (
+            f"{key}, elements {list(box.sizes)} at {list(box.offsets)}"
+            for key, boxes in wanted.items()
+            for box in boxes
+            if sum(math.prod(common.sizes) for other in holders.get(key, ()) if (common := _intersection(box, other)))
+            != math.prod(box.sizes)
+        ),
+        None,
+    )
+    for rank, found in enumerate(_gather(missing)):
+        if found is not None:
+            raise CheckpointError(
+                f"rank {rank} needs {found}, which the ranks that are left do not hold; resume from the last checkpoint (--load)"
+            )
+
+
+def _parts(boxes: _Boxes, holders: _Holders, *, kind: str, receiver: int) -> Iterator[tuple[_Part, Box]]:
+    """What one rank gets, in an order that it and the holders share, each with the holder's rectangle that it is cut from."""
+    for key, wanted in boxes.items():
+        if _kind(key) != kind:
+            continue
+        for box in wanted:
+            for source, ranks in holders[key].items():
+                if common := _intersection(box, source):
+                    yield _Part(key, common, receiver if receiver in ranks else ranks[receiver % len(ranks)]), source
+
+
+def _exchange(
+    outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[_Part], *, dtypes: Mapping[str, torch.dtype]
+) -> Iterator[tuple[_Part, Tensor]]:
+    """Send to every rank what it gets, as bytes, and yield what this rank gets; collective."""
+    device = platform.device()
+    sent = [_bytes_of(values) for values in outgoing]
+    sizes = [math.prod(part.box.sizes) * dtypes[part.key].itemsize for part in incoming]
+    per_holder = [
+        sum(size for part, size in zip(incoming, sizes, strict=True) if part.holder == rank) for rank in range(len(sent))
+    ]
+    received = torch.empty(sum(per_holder), dtype=torch.uint8, device=device)
+    dist.all_to_all_single(received, torch.cat(sent).to(device), per_holder, [len(content) for content in sent])
+    starts = [sum(per_holder[:rank]) for rank in range(len(sent))]
+    for part, size in zip(incoming, sizes, strict=True):
+        content = received[starts[part.holder] : starts[part.holder] + size]
+        starts[part.holder] += size
+        yield part, content.clone().view(dtypes[part.key]).view(part.box.sizes)  # a copy is aligned for any dtype
+
+
+def _bytes_of(values: Sequence[Tensor]) -> Tensor:
+    contents = [each.contiguous().view(-1).view(torch.uint8) for each in values]
+    return torch.cat(contents) if contents else torch.empty(0, dtype=torch.uint8)
+
+
+def _boxes_by_key(tensors: Iterable[HeldTensor]) -> _Boxes:
+    """All rectangles, each once: a rank may hold a tensor and a copy of it."""
+    found: dict[str, dict[Box, None]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.key, {}).update((piece.box, None) for piece in tensor.pieces)
+    return {key: tuple(boxes) for key, boxes in found.items()}
+
+
+def _kind(key: str) -> str:
+    return key.partition(".")[0]
+
+
+def _intersection(first: Box, second: Box) -> Box | None:
+    """The rectangle that two rectangles of a tensor have in common."""
+    offsets = tuple(map(max, first.offsets, second.offsets))
+    sizes = tuple(
+        min(start + size, other_start + other_size) - offset
+        for start, size, other_start, other_size, offset in zip(*first, *second, offsets, strict=True)
+    )
+    return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+def _view(values: Tensor, box: Box, inner: Box) -> Tensor:
+    """The part of a rectangle's values that an inner rectangle covers."""
+    for dimension, (start, inner_start, size) in enumerate(zip(box.offsets, inner.offsets, inner.sizes, strict=True)):
+        values = values.narrow(dimension, inner_start - start, size)
+    return values
+
+
+def _gather(mine: Any) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered

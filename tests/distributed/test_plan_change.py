@@ -1,0 +1,155 @@
+"""The plan changes between two steps of the same processes, and training goes on as if nothing had happened."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.runtime.flags.configuration import OptimizerSettings
+from megatron.runtime.state.handover import hold_state, take_over
+from megatron.runtime.state.held_tensors import model_tensors, optimizer_tensors
+from megatron.runtime.training.learning_rate import build_scheduler
+from megatron.runtime.training.trainer import Trainer
+from multimodal.values.errors import CheckpointError, PlanError
+from multimodal.values.plan import Plan
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.training_case import RankParameters, Training, TrainingCase, build_graph, build_plan, join_parameters, run
+
+TIED, DRAWING = build_graph(tied=True), build_graph(with_generator=True)
+ONE_RANK = {"vision": (1, 1, 1), "llm": (1, 1, 1), "painter": (1, 1, 1), "colocated": True}
+WIDE = {"vision": (1, 1, 2), "llm": (2, 1, 2)}
+DEEP = {"vision": (2, 1, 1), "llm": (1, 2, 2)}
+SPREAD = {"vision": (1, 2, 1), "llm": (1, 1, 2, 2)}
+COLOCATED = {"vision": (2, 1, 3), "llm": (1, 3, 2), "colocated": True}
+DRAWING_WIDE = {"vision": (1, 1, 2), "llm": (2, 1, 1), "painter": (1, 1, 2)}
+DRAWING_DEEP = {"vision": (1, 1, 1), "llm": (1, 3, 1), "painter": (2, 1, 1)}
+CHANGES = {
+    "tied: there and back over a pipeline": (TIED, (WIDE, DEEP, WIDE)),
+    "tied: context parallel, shared ranks, own ranks": (TIED, (SPREAD, COLOCATED, DEEP)),
+    "with a generator": (DRAWING, (DRAWING_WIDE, DRAWING_DEEP, DRAWING_WIDE)),
+}
+STEPS_A_PLAN = 2
+SETTINGS = OptimizerSettings(lr=0.01, lr_warmup_iters=5, weight_decay=0.1, clip_grad=1.0)
+"""The learning rate is another in every step."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank reports."""
+
+    losses: list[float]
+    parameters: RankParameters
+
+
+def plans_of(graph: Any, sizes: tuple[dict[str, Any], ...]) -> list[Plan]:
+    return [build_plan(graph, **each) for each in sizes]
+
+
+def train(case: TrainingCase, plans: list[Plan], steps_a_plan: int) -> Report:
+    """Train under one plan after another; the case has the first."""
+    training = Training(case)
+    scheduler = build_scheduler(SETTINGS, training.session, train_iters=10)
+    trainer = Trainer(training.session, scheduler=scheduler, settings=SETTINGS, peak_tflops=1.0)
+    losses = []
+    for index, plan in enumerate(plans):
+        if index:
+            trainer.change_plan(plan)
+        for number in range(index * steps_a_plan, (index + 1) * steps_a_plan):
+            report, _ = trainer.train_step(training.plan_step(number), number=number)
+            losses.append(report.loss)
+    return Report(losses, training.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "shards_weights"),
+    [
+        *((name, torch.float64, False) for name in CHANGES),
+        ("tied: there and back over a pipeline", torch.float64, True),
+        ("tied: context parallel, shared ranks, own ranks", torch.float32, False),
+    ],
+    ids=str,
+)
+def test_training_goes_on_as_if_nothing_had_happened(
+    ranks: RankPool, name: str, dtype: torch.dtype, shards_weights: bool
+) -> None:
+    graph, sizes = CHANGES[name]
+    plans = plans_of(graph, sizes)
+    case = TrainingCase(graph, plans[0], dtype, shards_weights=shards_weights)
+    reference = replace(case, plan=build_plan(graph, **ONE_RANK), shards_weights=False)
+    (expected,) = run(ranks, train, reference, [reference.plan], STEPS_A_PLAN * len(plans))
+    found: list[Report] = run(ranks, train, case, plans, STEPS_A_PLAN)
+    assert len({tuple(report.losses) for report in found}) == 1
+    tolerance = 1e-9 if dtype == torch.float64 else 2e-5
+    assert np.allclose(found[0].losses, expected.losses, rtol=tolerance, atol=0)
+    whole = join_parameters(plans[-1], [report.parameters for report in found])
+    for key, values in join_parameters(reference.plan, [expected.parameters]).items():
+        assert np.allclose(whole[key], values, rtol=tolerance, atol=1e-9 if dtype == torch.float64 else 1e-4), key
+
+
+def there_and_back(case: TrainingCase, other: Plan) -> tuple[int, bool]:
+    """Returns how many values this rank's optimizers keep, and whether they and the weights are the same after two changes."""
+    training = Training(case)
+    for number in range(2):
+        training.train_step(number)
+    training.session.complete_parameters()
+    before = values_of(training)
+    training.session.change_plan(other)
+    training.session.change_plan(case.plan)
+    after = values_of(training)
+    same = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    return sum(values.numel() for key, values in before.items() if key.startswith("exp_avg.")), same
+
+
+def values_of(training: Training) -> dict[str, torch.Tensor]:
+    state = training.session.state
+    return {
+        f"{held.key} {piece.offsets} {held.is_copy}": piece.values.clone()
+        for held in (*model_tensors(state), *optimizer_tensors(state))
+        for piece in held.pieces
+    }
+
+
+@pytest.mark.parametrize("shards_weights", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sharded_optimizer_state_comes_back_bit_for_bit(ranks: RankPool, dtype: torch.dtype, shards_weights: bool) -> None:
+    plan, other = plans_of(TIED, (WIDE, COLOCATED))
+    found = run(ranks, there_and_back, TrainingCase(TIED, plan, dtype, shards_weights=shards_weights), other)
+    assert all(same for _, same in found)
+    llm = plan.units["llm"].ranks
+    unsharded = run(ranks, there_and_back, TrainingCase(TIED, plan, torch.float64), other)
+    assert all(found[rank][0] < 0.7 * unsharded[rank][0] for rank in llm), "each of two replicas keeps about half"
+
+
+def try_wrong_plans(case: TrainingCase, wrong: Plan) -> tuple[str, str, list[float]]:
+    """Ask for a plan that does not fit, lose part of the state, and train on."""
+    training = Training(case)
+    training.train_step(0)
+    message = lost = ""
+    try:
+        training.session.change_plan(wrong)
+    except PlanError as problem:
+        message = str(problem)
+    held = hold_state(training.session.state) if dist.get_rank() else []
+    try:
+        take_over(held, training.session.state)
+    except CheckpointError as problem:
+        lost = str(problem)
+    return message, lost, [training.train_step(1), training.train_step(2)]
+
+
+def test_a_wrong_plan_changes_nothing_and_lost_state_is_told(ranks: RankPool) -> None:
+    plan, wrong = build_plan(TIED, vision=(1, 1, 1), llm=(1, 2, 1)), build_plan(TIED, **DEEP)
+    found = run(ranks, try_wrong_plans, TrainingCase(TIED, plan), wrong)
+    reference = run(ranks, plain_losses, TrainingCase(TIED, plan))
+    for message, lost, losses in found:
+        assert "the plan uses 6 ranks but the run has 3" in message
+        assert "rank 0 needs model.vision." in lost and "resume from the last checkpoint" in lost
+        assert losses == reference[0]
+
+
+def plain_losses(case: TrainingCase) -> list[float]:
+    training = Training(case)
+    return [training.train_step(number) for number in range(3)][1:]
