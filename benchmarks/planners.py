@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.layer_flops import sample_load
+from multimodal.cost.unit_load import sample_load
 from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.plan_run import plan_run

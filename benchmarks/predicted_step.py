@@ -34,8 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.table import Table
 
-from multimodal.cost.interpolated import Interpolated
-from multimodal.cost.layer_curves import LayerCurves
+from multimodal.cost.layer_curves import Interpolated, LayerCurves
 from multimodal.cost.layer_profile import LayerProfile
 from multimodal.data.digits import DigitsSource
 from multimodal.data.tokenizer import ByteTokenizer

@@ -20,6 +20,7 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions, Granularity
 from multimodal.balance.measure_balance import measure_balance
 from multimodal.balance.unit_cost import CostForm, UnitCost
+from multimodal.cost.layers.registry import read_model
 from multimodal.data.length_table import read_length_table
 from multimodal.values.errors import BraidError, ConfigError
 from multimodal.values.length_batches import draw_length_batches
@@ -87,7 +88,7 @@ def build_graph(flags: argparse.Namespace) -> ModelGraph:
     if (flags.model is None) == (flags.units is None):
         raise ConfigError("give exactly one of --units and --model")
     if flags.model is not None:
-        return ModelGraph.from_file(flags.model)
+        return read_model(flags.model)
     *encoders, backbone = flags.units
     roles = {**dict.fromkeys(encoders, "encoder"), backbone: "backbone"}
     return ModelGraph.from_dict({"units": {name: {"role": role, **SHAPE} for name, role in roles.items()}})

@@ -16,9 +16,10 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from multimodal.cost.activation_memory import Implementation
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layer_profile import LayerProfile
+from multimodal.cost.layers.layer import Implementation
+from multimodal.cost.layers.registry import read_model
 from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.draw_plans import draw_plans
@@ -117,7 +118,7 @@ def build_request(flags: argparse.Namespace) -> PlanningRequest:
     """Read the files; raises BraidError."""
     if (flags.lengths is None) == (flags.uniform_lengths is None):
         raise ConfigError("give exactly one of --lengths and --uniform-lengths")
-    graph = freeze_units(ModelGraph.from_file(flags.model), modules=flags.freeze, projectors=flags.freeze_projector)
+    graph = freeze_units(read_model(flags.model), modules=flags.freeze, projectors=flags.freeze_projector)
     if flags.lengths is not None:
         lengths = read_length_table(flags.lengths, graph=graph)
     else:

@@ -39,14 +39,12 @@ from megatron.runtime.profiling.profiler import LayerTimes, build_layer, time_la
 from megatron.runtime.profiling.step_profiler import time_runtime, time_update
 from multimodal.cost.draw_curves import MeasuredLayer, draw_curves
 from multimodal.cost.fit_quadratic import FitError, fit_error, fit_quadratic
-from multimodal.cost.interpolated import Interpolated
-from multimodal.cost.layer_curves import Curve, LayerCurves
-from multimodal.cost.layer_profile import LayerProfile, ProfileKey
-from multimodal.cost.packed_size import PackedSize
-from multimodal.cost.step_profile import StepProfile
+from multimodal.cost.layer_curves import Curve, Interpolated, LayerCurves, PackedSize
+from multimodal.cost.layer_profile import LayerProfile, ProfileKey, StepProfile
+from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer, read_model
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.values.errors import BraidError, ConfigError
-from multimodal.values.model_graph import LayerKind, ModelGraph, Unit
+from multimodal.values.model_graph import ModelGraph, Unit
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 SECONDS_PER_SIZE = 0.2
@@ -120,7 +118,7 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def _run(given: argparse.Namespace) -> None:
-    graph = ModelGraph.from_file(given.model)
+    graph = read_model(given.model)
     _check(given, graph)
     platform.install()
     is_cuda = platform.device().type == "cuda"
@@ -161,10 +159,10 @@ def _units(graph: ModelGraph, given: argparse.Namespace) -> list[Unit]:
 
 
 def _layers(graph: ModelGraph, given: argparse.Namespace) -> Iterator[tuple[ProfileKey, int]]:
-    """What can be built: of units without an image (audio, or a generator that only plans know) the transformer layers."""
+    """Keys and tensor parallel sizes of all layers that can be built."""
     for unit in _units(graph, given):
         for kind in dict.fromkeys(unit.layers):
-            if unit is graph.backbone or unit.image is not None or kind is LayerKind.TRANSFORMER:
+            if describe_layer(graph, unit, kind, vocab_size=0).can_be_built:
                 for size in given.tp:
                     yield (unit.name, kind, size, 1), size
 
@@ -172,7 +170,7 @@ def _layers(graph: ModelGraph, given: argparse.Namespace) -> Iterator[tuple[Prof
 def _profile(graph: ModelGraph, key: ProfileKey, options: BuildOptions, given: argparse.Namespace) -> Row:
     """Time and fit one layer, and hold it against sizes in between."""
     unit, kind, size, _ = key
-    sequences = given.sequences if kind is LayerKind.TRANSFORMER and given.fit == "quadratic" else (1,)
+    sequences = given.sequences if LAYER_KINDS[kind].attends and given.fit == "quadratic" else (1,)
     fitted, held_out = packed_sizes(given.sizes, sequences), sizes_between(given.sizes, sequences)
     vocab_size = given.vocab_size or graph.backbone.vocab_size or 50304
     with fake_ranks(size):
@@ -185,7 +183,7 @@ def _profile(graph: ModelGraph, key: ProfileKey, options: BuildOptions, given: a
     errors: dict[str, FitError] = {}
     seconds = {name: {size: getattr(one, name) for size, one in times.items()} for name in LayerTimes._fields}
     for name, measured in seconds.items():
-        is_linear = kind is not LayerKind.TRANSFORMER or name == "weight_gradient"
+        is_linear = not LAYER_KINDS[kind].attends or name == "weight_gradient"
         curves[name] = _fit(fitted, [measured[size] for size in fitted], given, is_linear=is_linear)
         errors[name] = fit_error(curves[name], held_out, [measured[size] for size in held_out])
     return Row(key, LayerCurves(**curves), fitted, seconds, errors, update)
@@ -232,7 +230,7 @@ def _draw(rows: Sequence[Row], given: argparse.Namespace) -> None:
     layers = [
         MeasuredLayer(f"{row.key[0]}, {row.key[1]}, tp {row.key[2]}", row.curves, row.fitted, row.seconds)
         for row in rows
-        if row.key[1] is LayerKind.TRANSFORMER
+        if LAYER_KINDS[row.key[1]].attends
     ]
     draw_curves(layers, given.picture)
 

@@ -18,10 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
-from multimodal.cost.activation_memory import Implementation
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
 from multimodal.cost.layer_profile import LayerProfile
+from multimodal.cost.layers.layer import Implementation
+from multimodal.cost.layers.registry import read_model
 from multimodal.cost.memory import ZERO_STAGES, default_zero_stage
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.replicated_table import replicate_encoders
@@ -164,7 +165,7 @@ def build_steps(flags: argparse.Namespace) -> Iterator[Step]:
             table, model = replicate_encoders(table)
         yield Step(*model, TableCosts(table))
         return
-    graph, cluster = ModelGraph.from_file(flags.model), Cluster.from_file(flags.cluster)
+    graph, cluster = read_model(flags.model), Cluster.from_file(flags.cluster)
     plan = read_plan(flags.plan, graph=graph)
     if flags.tp_comm_overlap and all(unit.tensor_parallel_size == 1 for unit in plan.units.values()):
         raise ConfigError(f"--tp-comm-overlap would be ignored: {flags.plan} has tensor parallel size 1 everywhere; leave it out")

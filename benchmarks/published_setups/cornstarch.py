@@ -23,7 +23,7 @@ from multimodal.cost.calibrate_compute import calibrate_compute
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layer_costs import LayerCosts
 from multimodal.cost.layer_execution import LayerExecution
-from multimodal.cost.layer_flops import add_loads, sample_load
+from multimodal.cost.unit_load import add_loads, sample_load
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.values.backward_need import layers_backward_need
 from multimodal.values.model_graph import ModelGraph

@@ -21,11 +21,10 @@ from benchmarks.published_setups.rows import Row, single
 from multimodal.cost.calibrate_compute import calibrate_compute
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layer_costs import LayerCosts
-from multimodal.cost.layer_flops import item_load
+from multimodal.cost.unit_load import item_load
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.values.errors import PlanError
-from multimodal.values.model_graph import LayerKind
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 
 BATCH_SIZE, SEQUENCE_LENGTH, NUM_IMAGES, IMAGE_TOKENS = 1920, 8192, 7, 1024
@@ -87,7 +86,7 @@ def _layer_seconds(model: str, cluster: Cluster, tensor_parallel_size: int, num_
     graph = read_model(model)
     costs = LayerCosts(graph, cluster, graph.backbone.vocab_size or 0, num_overlapped_parts=num_parts)
     load = item_load(SEQUENCE_LENGTH, SEQUENCE_LENGTH)
-    layer = costs.seconds("llm", LayerKind.TRANSFORMER, load, tensor_parallel_size=tensor_parallel_size)
+    layer = costs.seconds("llm", "transformer", load, tensor_parallel_size=tensor_parallel_size)
     return layer.forward + layer.input_gradient + layer.weight_gradient
 
 

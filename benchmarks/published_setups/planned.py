@@ -8,8 +8,9 @@ from typing import Any
 
 from multimodal.cost.calibrate_compute import calibrate_compute
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.layer_costs import LayerCosts, Recompute
+from multimodal.cost.layer_costs import LayerCosts
 from multimodal.cost.layer_execution import DEFAULT_EXECUTION, LayerExecution
+from multimodal.cost.layers.layer import Recompute
 from multimodal.cost.run_options import RunOptions
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.planned_run import PlannedRun

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from multimodal.balance.balance_options import BalanceOptions, validate_inputs
 from multimodal.balance.unit_cost import UnitCost
 from multimodal.cost.flops import UnitFlops, unit_flops
-from multimodal.cost.layer_flops import UnitLoad, item_load, sample_load
+from multimodal.cost.unit_load import UnitLoad, item_load, sample_load
 from multimodal.values.assignment import Assignment, Atom, Microbatch
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths, index_by_sample

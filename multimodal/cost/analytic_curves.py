@@ -5,29 +5,28 @@ A matrix product of w FLOPs on one rank reaches `efficiency x w / (w + half)` of
 """
 
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.layer_curves import LayerCurves
-from multimodal.cost.layer_flops import UnitLoad, layer_forward_flops, num_products
-from multimodal.cost.memory_traffic import layer_traffic_bytes
-from multimodal.cost.quadratic import Quadratic
-from multimodal.values.model_graph import LayerKind, ModelGraph, Unit
+from multimodal.cost.layer_curves import LayerCurves, Quadratic
+from multimodal.cost.layers.collectives import ATTENTION_BACKWARD
+from multimodal.cost.layers.layer import Layer
+from multimodal.cost.unit_load import UnitLoad
 
 _ONE_TOKEN = UnitLoad(1, 1, 1)
-ATTENTION_BACKWARD = 2.5
-"""Flash attention's backward over its forward: five products instead of two, since scores are not kept but computed again
-(Dao et al., FlashAttention, section 3)."""
 
 
-def analytic_curves(
-    graph: ModelGraph, unit: Unit, kind: LayerKind, *, num_ranks: int, cluster: Cluster, vocab_size: int
-) -> LayerCurves:
+def analytic_curves(layer: Layer, *, num_ranks: int, cluster: Cluster) -> LayerCurves:
     """Return the curves of one layer on one of the `num_ranks` (tensor x context parallel) ranks that share it.
 
     Input and weight gradients repeat the forward's products with weights once each; attention's backward belongs to the input
-    gradient, as does that of the elementwise work (`layer_traffic_bytes`). vocab_size: padded.
+    gradient, as does that of the elementwise work (`Layer.traffic`).
     """
-    products = _products(graph, unit, kind, num_ranks=num_ranks, cluster=cluster, vocab_size=vocab_size)
-    attention = _attention(graph, unit, kind, num_ranks=num_ranks, cluster=cluster)
-    moving, moving_back = _elementwise(unit, kind, num_ranks=num_ranks, cluster=cluster, vocab_size=vocab_size)
+    linear, attention_flops = layer.forward_flops(_ONE_TOKEN)
+    half = cluster.half_efficiency_gflop * 1e9
+    speed, attention_speed = cluster.flops_per_second, cluster.attention_flops_per_second
+    products = Quadratic(layer.num_products * half / speed, linear / num_ranks / speed)
+    attention = Quadratic()
+    if attention_flops:
+        attention = Quadratic(half / attention_speed, 0.0, attention_flops / num_ranks / attention_speed)
+    moving, moving_back = _elementwise(layer, num_ranks=num_ranks, cluster=cluster)
     return LayerCurves(
         forward=products.plus(attention, moving),
         input_gradient=products.plus(attention.times(ATTENTION_BACKWARD), moving_back),
@@ -36,26 +35,10 @@ def analytic_curves(
     )
 
 
-def _products(graph: ModelGraph, unit: Unit, kind: LayerKind, *, num_ranks: int, cluster: Cluster, vocab_size: int) -> Quadratic:
-    flops = layer_forward_flops(graph, unit, kind, _ONE_TOKEN, vocab_size=vocab_size).linear
-    constant = num_products(kind) * cluster.half_efficiency_gflop * 1e9
-    return Quadratic(constant / cluster.flops_per_second, flops / num_ranks / cluster.flops_per_second)
-
-
-def _attention(graph: ModelGraph, unit: Unit, kind: LayerKind, *, num_ranks: int, cluster: Cluster) -> Quadratic:
-    flops = layer_forward_flops(graph, unit, kind, _ONE_TOKEN, vocab_size=0).attention
-    if not flops:
-        return Quadratic()
-    speed = cluster.attention_flops_per_second
-    return Quadratic(cluster.half_efficiency_gflop * 1e9 / speed, 0.0, flops / num_ranks / speed)
-
-
-def _elementwise(
-    unit: Unit, kind: LayerKind, *, num_ranks: int, cluster: Cluster, vocab_size: int
-) -> tuple[Quadratic, Quadratic]:
+def _elementwise(layer: Layer, *, num_ranks: int, cluster: Cluster) -> tuple[Quadratic, Quadratic]:
     """Forward and backward."""
     if cluster.memory_bandwidth_gbytes_per_second is None:
         return Quadratic(), Quadratic()
-    traffic = layer_traffic_bytes(unit, kind, vocab_size=vocab_size, bytes_per_element=cluster.bytes_per_element)
+    traffic = layer.traffic(cluster.bytes_per_element)
     bytes_per_second = num_ranks * cluster.memory_bandwidth_gbytes_per_second * 1e9
     return Quadratic(linear=traffic.forward / bytes_per_second), Quadratic(linear=traffic.input_gradient / bytes_per_second)

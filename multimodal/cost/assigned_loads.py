@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from multimodal.cost.layer_flops import UnitLoad, add_loads, item_load, sample_load
+from multimodal.cost.unit_load import UnitLoad, add_loads, item_load, sample_load
 from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.sample_lengths import SampleLengths, index_by_sample

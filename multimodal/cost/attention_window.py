@@ -2,8 +2,7 @@
 
 from typing import NamedTuple
 
-from multimodal.cost.layer_curves import LayerCurves
-from multimodal.cost.quadratic import Quadratic
+from multimodal.cost.layer_curves import LayerCurves, Quadratic
 
 
 class AttentionWindow(NamedTuple):

@@ -5,11 +5,21 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from multimodal.cost.hardware import PEAK_TFLOPS, peak_tflops
 from multimodal.values.errors import ConfigError
 from multimodal.values.file_form import read_file
 from multimodal.values.typed_reader import Plain
 
+PEAK_TFLOPS: Mapping[str, Mapping[str, float]] = {
+    "H200": {"bfloat16": 989.0, "float32": 67.0, "float64": 67.0},
+    "H100": {"bfloat16": 989.0, "float32": 67.0, "float64": 67.0},
+    "H800": {"bfloat16": 989.0, "float32": 67.0, "float64": 1.0},
+    "B200": {"bfloat16": 2250.0, "float32": 80.0, "float64": 40.0},
+    "A100": {"bfloat16": 312.0, "float32": 19.5, "float64": 19.5},
+    "A800": {"bfloat16": 312.0, "float32": 19.5, "float64": 9.7},
+    "A40": {"bfloat16": 149.7, "float32": 37.4, "float64": 0.58},
+    "L40S": {"bfloat16": 362.0, "float32": 91.6, "float64": 1.4},
+}
+"""Part of the device's name -> dtype -> TFLOP/s, from the makers' data sheets (dense, without sparsity)."""
 BYTES_OF_DTYPE: Mapping[str, int] = {"bfloat16": 2, "float32": 4, "float64": 8}
 _COUNT = {"minimum": 1, "maximum": 2**16}
 _POSITIVE = {"above": 0, "maximum": 1e15}
@@ -111,6 +121,14 @@ class Cluster:
     def from_file(cls, path: str | Path) -> "Cluster":
         """Read a YAML or JSON cluster file; a ConfigError names the line."""
         return read_file(path, cls.from_dict, error=ConfigError)
+
+
+def peak_tflops(device_name: str, dtype: str) -> float | None:
+    """Return the peak of a device in TFLOP/s, or None when it is not in the table."""
+    for name, peaks in PEAK_TFLOPS.items():
+        if name in device_name:
+            return peaks[dtype]
+    return None
 
 
 def _peak_of_device(entries: Mapping[str, Plain]) -> float:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from multimodal.cost.layer_curves import LayerCurves
-from multimodal.cost.packed_size import PackedSize
+from multimodal.cost.layer_curves import LayerCurves, PackedSize
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

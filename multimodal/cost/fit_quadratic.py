@@ -6,9 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
-from multimodal.cost.layer_curves import Curve
-from multimodal.cost.packed_size import PackedSize
-from multimodal.cost.quadratic import Quadratic
+from multimodal.cost.layer_curves import Curve, PackedSize, Quadratic
 
 
 class FitError(NamedTuple):

@@ -7,8 +7,8 @@ trainable computes input gradients only, a frozen encoder nothing).
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from multimodal.cost.layer_flops import UnitLoad, add_loads, layer_forward_flops, sample_load
-from multimodal.cost.layer_seconds import passes_gradient
+from multimodal.cost.layers.registry import describe_layer
+from multimodal.cost.unit_load import UnitLoad, add_loads, sample_load
 from multimodal.values.backward_need import layers_backward_need
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
@@ -43,9 +43,10 @@ def unit_flops(graph: ModelGraph, unit_name: str, *, vocab_size: int) -> UnitFlo
     forward, backward = [0.0] * 3, [0.0] * 3
     for index, kind in enumerate(unit.layers):
         need = layers_backward_need(graph, unit_name, range(index, index + 1))
-        num_gradients = passes_gradient(kind, need) + need.trains_weights
+        layer = describe_layer(graph, unit, kind, vocab_size=vocab_size)
+        num_gradients = layer.passes_gradient(need) + need.trains_weights
         for column, load in enumerate((UnitLoad(num_tokens=1), UnitLoad(num_squared=1), UnitLoad(num_outputs=1))):
-            linear, attention = layer_forward_flops(graph, unit, kind, load, vocab_size=vocab_size)
+            linear, attention = layer.forward_flops(load)
             forward[column] += linear + attention
             backward[column] += linear * num_gradients + attention * (2 if need.has_backward else 0)
     return UnitFlops(LoadFlops(*forward), LoadFlops(*backward))

@@ -2,24 +2,48 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from multimodal.cost.analytic_curves import analytic_curves
 from multimodal.cost.attention_window import windowed
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.layer_collectives import LayerCollectives, layer_collectives
-from multimodal.cost.layer_curves import Curve, LayerCurves, counted_tokens, leaves_unit
+from multimodal.cost.layer_curves import Curve, LayerCurves, Quadratic, counted_tokens
 from multimodal.cost.layer_execution import DEFAULT_EXECUTION, LayerExecution
-from multimodal.cost.layer_flops import UnitLoad
-from multimodal.cost.layer_profile import LayerProfile
-from multimodal.cost.layer_seconds import NO_SECONDS, LayerSeconds
-from multimodal.cost.quadratic import Quadratic
-from multimodal.values.model_graph import LayerKind, ModelGraph
+from multimodal.cost.layer_profile import LayerProfile, ProfileKey
+from multimodal.cost.layers.collectives import LayerCollectives
+from multimodal.cost.layers.layer import Layer, Recompute
+from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer
+from multimodal.cost.unit_load import UnitLoad
+from multimodal.values.backward_need import BackwardNeed
+from multimodal.values.model_graph import ModelGraph
 
-Recompute = Literal["selective", "full"]
-"""What a transformer layer computes again in its backward: `selective` (core attention) or `full` (the whole layer)."""
-_CurveKey = tuple[str, LayerKind, int, int]
-_Key = tuple[str, LayerKind, int, int, Recompute | None, tuple[int, ...] | None]
+_Key = tuple[str, str, int, int, Recompute | None, tuple[int, ...] | None]
+
+
+class LayerSeconds(NamedTuple):
+    """Seconds of one layer over one load, on one of the ranks that share it; a full backward takes both gradients.
+
+    B = B_input + B_weight (Cornstarch 4.2; "Bd" and "Bw" there). Which of them runs is `BackwardNeed`'s to say.
+    """
+
+    forward: float
+    """Collectives inside the layer included."""
+    input_gradient: float
+    """Everything of the backward but weight gradients: attention's backward, recomputation and collectives included."""
+    weight_gradient: float
+    forward_waiting: float = 0.0
+    """Share of `forward` in which the rank computes nothing because it waits for a collective inside the layer."""
+    input_gradient_waiting: float = 0.0
+    """The same share of `input_gradient`."""
+
+    def backward(self, kind: str, need: BackwardNeed) -> float:
+        """Return the seconds of the backward that a layer of this kind needs."""
+        input_gradient = self.input_gradient if LAYER_KINDS[kind].passes_gradient(need) else 0.0
+        return input_gradient + (self.weight_gradient if need.trains_weights else 0.0)
+
+
+NO_SECONDS = LayerSeconds(0.0, 0.0, 0.0)
+"""Of an empty load."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +74,7 @@ class LayerCosts:
     def seconds(
         self,
         unit: str,
-        kind: LayerKind,
+        kind: str,
         load: UnitLoad,
         *,
         tensor_parallel_size: int = 1,
@@ -77,7 +101,7 @@ class LayerCosts:
         waiting, waiting_back = prepared.waiting(load)
         return LayerSeconds(forward + waiting, input_gradient + waiting_back, weight_gradient, waiting, waiting_back)
 
-    def curves(self, unit: str, kind: LayerKind, *, tensor_parallel_size: int, context_parallel_size: int) -> LayerCurves:
+    def curves(self, unit: str, kind: str, *, tensor_parallel_size: int, context_parallel_size: int) -> LayerCurves:
         """Return what the layer's computations cost on one rank, without collectives and recomputation."""
         key = unit, kind, tensor_parallel_size, context_parallel_size
         if key not in self._curves:
@@ -85,47 +109,46 @@ class LayerCosts:
             self._curves[key] = measured or self._analytic(unit, kind, tensor_parallel_size * context_parallel_size)
         return self._curves[key]
 
-    def _analytic(self, unit: str, kind: LayerKind, num_ranks: int) -> LayerCurves:
-        curves = analytic_curves(
-            self.graph, self.graph.unit(unit), kind, num_ranks=num_ranks, cluster=self.cluster, vocab_size=self.vocab_size
-        )
+    def _analytic(self, unit: str, kind: str, num_ranks: int) -> LayerCurves:
+        layer = self._describe(unit, kind)
+        curves = analytic_curves(layer, num_ranks=num_ranks, cluster=self.cluster)
         window = next((window for window in self.execution.windows if window.unit == unit), None)
-        return curves if window is None or kind is not LayerKind.TRANSFORMER else windowed(curves, window)
+        return curves if window is None or not layer.attends else windowed(curves, window)
+
+    def _describe(self, unit: str, kind: str) -> Layer:
+        return describe_layer(self.graph, self.graph.unit(unit), kind, vocab_size=self.vocab_size)
 
     def _prepare(
         self,
         unit: str,
-        kind: LayerKind,
+        kind: str,
         tensor_parallel_size: int,
         context_parallel_size: int,
         recompute: Recompute | None,
         ranks: tuple[int, ...] | None,
     ) -> "_Prepared":
         """Look up once what all loads of a layer share."""
-        described = self.graph.unit(unit)
+        layer = self._describe(unit, kind)
         curves = self.curves(unit, kind, tensor_parallel_size=tensor_parallel_size, context_parallel_size=context_parallel_size)
         neighbours = range(tensor_parallel_size * context_parallel_size)
-        collectives = layer_collectives(
-            described,
-            kind,
+        collectives = layer.collectives(
             tensor_parallel_size=tensor_parallel_size,
             ranks=neighbours if ranks is None else ranks,
             cluster=self.cluster,
         )
         repeated: list[Curve] = []
-        if recompute == "full" and kind is LayerKind.TRANSFORMER:
+        if recompute == "full" and layer.recomputes:
             repeated.append(curves.forward)
-        if collectives.is_spread or (recompute == "selective" and kind is LayerKind.TRANSFORMER):
+        if collectives.is_spread or (recompute == "selective" and layer.attends):
             repeated.append(curves.attention)  # once: gathered attention repeats itself, selective or not
-        at_exit = leaves_unit(described.role, kind)
-        is_cut = tensor_parallel_size > 1 and kind is LayerKind.TRANSFORMER
+        is_cut = collectives.tensor != Quadratic()
         cutting = _constant(curves.weight_gradient) * (self.num_overlapped_parts - 1) if is_cut else 0.0
         prepared = _Prepared(
             curves,
             tuple(repeated),
             collectives,
             recompute,
-            at_exit,
+            layer.is_at_exit,
             self.execution.repeated_collectives,
             self.num_overlapped_parts,
             cutting,
@@ -135,7 +158,7 @@ class LayerCosts:
         return prepared
 
     @cached_property
-    def _curves(self) -> dict[_CurveKey, LayerCurves]:
+    def _curves(self) -> dict[ProfileKey, LayerCurves]:
         return {}
 
     @cached_property
@@ -178,5 +201,5 @@ class _Prepared(NamedTuple):
 
 
 def _constant(curve: Curve) -> float:
-    """What a product costs however small; measured curves that are no quadratic do not tell."""
+    """Seconds that a product takes however small; measured curves that are no quadratic do not tell."""
     return curve.constant if isinstance(curve, Quadratic) else 0.0

@@ -1,11 +1,76 @@
-"""What one layer costs as curves over tokens: the form of both the analytic model and a profile."""
+"""Seconds of a layer's computations as curves over tokens: the form of both the analytic model and a profile."""
 
+from bisect import bisect_right
 from typing import NamedTuple
 
-from multimodal.cost.interpolated import Interpolated
-from multimodal.cost.layer_flops import UnitLoad
-from multimodal.cost.quadratic import Quadratic
-from multimodal.values.model_graph import LayerKind, Role
+from multimodal.cost.unit_load import UnitLoad
+
+
+class PackedSize(NamedTuple):
+    """`num_tokens` tokens, packed as `num_sequences` sequences of equal length."""
+
+    num_tokens: int
+    num_sequences: int = 1
+
+    @property
+    def num_squared(self) -> float:
+        """Sum of the squares of the sequences' lengths."""
+        return self.num_tokens**2 / self.num_sequences
+
+
+class Quadratic(NamedTuple):
+    """Seconds (Entrain 4.4.1): `constant + linear x tokens + quadratic x squares + sequence x sequences`.
+
+    For sequences packed together, `squares` is the sum of the squares of their lengths: tokens attend inside their own sequence
+    only, so the form is exact for packing, too. `sequence` is what each of them adds whatever its length, such as the calls of an
+    attention that takes one sequence at a time.
+    """
+
+    constant: float = 0.0
+    linear: float = 0.0
+    quadratic: float = 0.0
+    sequence: float = 0.0
+
+    def at(self, num_tokens: float, num_squared: float, num_sequences: float = 1) -> float:
+        """Evaluate."""
+        return self.constant + self.linear * num_tokens + self.quadratic * num_squared + self.sequence * num_sequences
+
+    def shared(self, factor: float) -> "Quadratic":
+        """The same work times `factor`, as on more or fewer ranks; what calls cost whatever their size stays."""
+        return Quadratic(self.constant, factor * self.linear, factor * self.quadratic, self.sequence)
+
+    def times(self, factor: float) -> "Quadratic":
+        """Scale."""
+        return Quadratic(*(factor * coefficient for coefficient in self))
+
+    def plus(self, *others: "Quadratic") -> "Quadratic":
+        """Sum up."""
+        return Quadratic(*map(sum, zip(self, *others, strict=True)))
+
+
+class Interpolated(NamedTuple):
+    """Straight lines between at least two measured points (DistTrain's profiler), of which the outermost go on beyond them."""
+
+    tokens: tuple[float, ...]
+    """Ascending."""
+    seconds: tuple[float, ...]
+
+    def at(self, num_tokens: float, num_squared: float, num_sequences: float = 1) -> float:
+        """Evaluate; several packed sequences cost as much as equal ones of their mean length (weighted by tokens), one by one."""
+        if not num_tokens:
+            return 0.0
+        length = num_squared / num_tokens
+        return num_tokens / length * self._at_one(length)
+
+    def shared(self, factor: float) -> "Interpolated":
+        """The same work times `factor`, as on more or fewer ranks."""
+        return Interpolated(self.tokens, tuple(factor * value for value in self.seconds))
+
+    def _at_one(self, length: float) -> float:
+        right = min(max(bisect_right(self.tokens, length), 1), len(self.tokens) - 1)
+        (before, after), (low, high) = self.tokens[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
+        return max(0.0, low + (high - low) * (length - before) / (after - before))
+
 
 Curve = Quadratic | Interpolated
 """Answers `at(num_tokens, num_squared, num_sequences)`: seconds of packed sequences, given the sum of their squared lengths."""
@@ -25,12 +90,7 @@ class LayerCurves(NamedTuple):
         return LayerCurves(*(curve.shared(factor) for curve in self))
 
 
-def leaves_unit(role: Role, kind: LayerKind) -> bool:
-    """Whether a layer's cost depends on the tokens that leave the unit, and not on those inside it."""
-    return kind is LayerKind.HEAD or (kind is LayerKind.PROJECTOR and role is Role.ENCODER)
-
-
 def counted_tokens(load: UnitLoad, *, at_exit: bool) -> tuple[int, int, int]:
-    """Tokens, sum of squares and sequences that a layer's cost depends on; at_exit: see `leaves_unit`."""
+    """Tokens, sum of squares and sequences that a layer's cost depends on; at_exit: `Layer.is_at_exit`."""
     num_tokens, num_squared, num_outputs, num_sequences = load
     return (num_outputs, num_outputs * num_outputs, num_sequences) if at_exit else (num_tokens, num_squared, num_sequences)

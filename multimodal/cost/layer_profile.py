@@ -14,23 +14,43 @@ step: {computation_seconds: 1.9e-04, weight_update_seconds: 4.6e-09, ...}   # be
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from multimodal.cost.layer_curves import LayerCurves
-from multimodal.cost.layer_profile_form import curves_from_plain, curves_to_dict
-from multimodal.cost.step_profile import StepProfile
+from multimodal.cost.layer_curves import Curve, Interpolated, LayerCurves, Quadratic
+from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.values.errors import ConfigError
 from multimodal.values.file_form import read_file, write_mapping
-from multimodal.values.model_graph import LayerKind, ModelGraph
+from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import MOST_RANKS
 from multimodal.values.typed_reader import Plain
 
-ProfileKey = tuple[str, LayerKind, int, int]
+ProfileKey = tuple[str, str, int, int]
 """(unit, layer kind, tensor parallel size, context parallel size)."""
 _SIZES = ("tensor_parallel_size", "context_parallel_size")
+_REQUIRED_CURVES = ("forward", "input_gradient", "weight_gradient")
+_SECONDS = {"minimum": 0, "maximum": 1e9}
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """Seconds that a step was measured to take on one rank beside its layers: the runtime's own work, and the optimizer's."""
+
+    seconds: float = field(default=0.0, metadata=_SECONDS)
+    """Of every step, however much it computes: clearing gradients, starting, summing up."""
+    computation_seconds: float = field(default=0.0, metadata=_SECONDS)
+    """Of every forward and every backward: finding its inputs, handing on its outputs."""
+    unit_update_seconds: float = field(default=0.0, metadata=_SECONDS)
+    """Of the gradient norm, clipping and the optimizer, for every unit that a rank trains."""
+    weight_update_seconds: float = field(default=0.0, metadata=_SECONDS)
+    """The same, for every weight that the rank updates."""
+
+    def to_dict(self) -> dict[str, float]:
+        """Plain form, read back by `from_dict`."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -43,7 +63,7 @@ class LayerProfile:
     step: StepProfile | None = None
     """What steps take beside their layers; None: nothing but what the cluster's description says."""
 
-    def find(self, unit: str, kind: LayerKind, tensor_parallel_size: int, context_parallel_size: int) -> LayerCurves | None:
+    def find(self, unit: str, kind: str, tensor_parallel_size: int, context_parallel_size: int) -> LayerCurves | None:
         """Return a layer's curves; where other sizes were profiled, the nearest, with its work shared by more or fewer ranks.
 
         None when this kind of layer was not profiled in this unit.
@@ -71,8 +91,8 @@ class LayerProfile:
         """Plain form, read back by `from_dict`."""
         units: dict[str, dict[str, list[dict[str, Any]]]] = {}
         for (unit, kind, *sizes), curves in self.curves.items():
-            entry = {**dict(zip(_SIZES, sizes, strict=True)), **curves_to_dict(curves)}
-            units.setdefault(unit, {}).setdefault(str(kind), []).append(entry)
+            entry = {**dict(zip(_SIZES, sizes, strict=True)), **_curves_to_dict(curves)}
+            units.setdefault(unit, {}).setdefault(kind, []).append(entry)
         plain = {"device": self.device, "dtype": self.dtype, "units": units}
         return plain if self.step is None else {**plain, "step": self.step.to_dict()}
 
@@ -88,7 +108,7 @@ class LayerProfile:
                 key = unit, kind, *_sizes(entry)
                 if key in curves:
                     entry.fail(f"tp {key[2]}, cp {key[3]} is listed twice; leave one out")
-                curves[key] = curves_from_plain(entry, also=_SIZES)
+                curves[key] = _curves_from_plain(entry, also=_SIZES)
         step = top["step"].build(StepProfile) if "step" in top else None
         device, dtype = (top[key].read(str) if key in top else "" for key in ("device", "dtype"))
         return cls(device, dtype, curves, step)
@@ -103,17 +123,51 @@ class LayerProfile:
         write_mapping(path, self.to_dict(), has_short_lists=True)
 
 
-def _entries(unit: str, kinds: Plain) -> Iterator[tuple[LayerKind, Plain]]:
+def _entries(unit: str, kinds: Plain) -> Iterator[tuple[str, Plain]]:
     found = replace(kinds, where=f"unit '{unit}'").mapping(expected="a mapping from kinds of layer to lists of curves")
     for name, entries in found.items():
-        if name not in tuple(LayerKind):
-            entries.fail(f"is no kind of layer; known are {', '.join(LayerKind)}")
+        if name not in LAYER_KINDS:
+            entries.fail(f"is no kind of layer; known are {', '.join(LAYER_KINDS)}")
         expected = "a list with one mapping of curves per tensor parallel size"
         for entry in entries.entries(called=f"{entries.where}, entry", expected=expected):
-            yield LayerKind(name), entry
+            yield name, entry
 
 
 def _sizes(entry: Plain) -> tuple[int, int]:
     sizes = entry.mapping()
     tensor, context = (sizes[name].read(int, minimum=1, maximum=MOST_RANKS) if name in sizes else 1 for name in _SIZES)
     return tensor, context
+
+
+def _curves_to_dict(curves: LayerCurves) -> dict[str, Any]:
+    """Plain form, read back by `_curves_from_plain`."""
+    return {name: _curve_to_plain(curve) for name, curve in curves._asdict().items()}
+
+
+def _curves_from_plain(value: Plain, *, also: tuple[str, ...] = ()) -> LayerCurves:
+    """Build from the plain form; also: further keys that may stand there. Raises the error of `value`, naming the place."""
+    parts = value.mapping(known=(*LayerCurves._fields, *also), required=_REQUIRED_CURVES)
+    return LayerCurves(**{name: _curve_from_plain(part) for name, part in parts.items() if name not in also})
+
+
+def _curve_to_plain(curve: Curve) -> Any:
+    if isinstance(curve, Quadratic):
+        return list(curve)
+    return {"tokens": list(curve.tokens), "seconds": list(curve.seconds)}
+
+
+def _curve_from_plain(value: Plain) -> Curve:
+    if isinstance(value.value, Mapping):
+        points = value.mapping(known=("tokens", "seconds"), required=("tokens", "seconds"))
+        tokens, seconds = (_numbers(points[name]) for name in ("tokens", "seconds"))
+        if len(tokens) != len(seconds) or len(tokens) < 2 or any(a >= b for a, b in pairwise(tokens)):
+            value.fail("expected at least two points with ascending tokens, and as many seconds as tokens")
+        return Interpolated(tokens, seconds)
+    if not isinstance(value.value, (list, tuple)) or len(value.value) not in (3, 4):  # 3: every sequence was measured alone
+        value.refuse("[c0, c1, c2, c3] or {tokens: [...], seconds: [...]}")
+    return Quadratic(*_numbers(value))
+
+
+def _numbers(value: Plain) -> tuple[float, ...]:
+    numbers: tuple[float, ...] = value.read(tuple[float, ...], minimum=0, maximum=1e12)
+    return numbers

@@ -1,7 +1,5 @@
 """Bytes that weights, gradients and optimizer state take all the time."""
 
-from multimodal.cost.activation_memory import layer_activation_bytes as layer_activation_bytes
-
 BYTES_PER_ELEMENT = 2
 """bf16 activations and weights."""
 GRADIENT_BYTES = 4

@@ -8,19 +8,19 @@ from multimodal.cost.assigned_loads import AssignedLoads
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.communication import collective_seconds, exchange_cost, message_cost
 from multimodal.cost.flops import step_flops
-from multimodal.cost.layer_costs import LayerCosts
-from multimodal.cost.layer_flops import UnitLoad
+from multimodal.cost.layer_costs import LayerCosts, LayerSeconds
 from multimodal.cost.layer_profile import LayerProfile
-from multimodal.cost.layer_seconds import LayerSeconds, passes_gradient
+from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.cost.memory import GRADIENT_BYTES
 from multimodal.cost.run_options import DEFAULT_OPTIONS, RunOptions
 from multimodal.cost.stage_layers import StageKey, StageLayers
 from multimodal.cost.step_costs import ComputeCost, TransferCost
 from multimodal.cost.step_memory import StepMemory
+from multimodal.cost.unit_load import UnitLoad
 from multimodal.cost.update_seconds import update_seconds
 from multimodal.values.assignment import Assignment, MicrobatchPlace
 from multimodal.values.backward_need import BackwardNeed
-from multimodal.values.model_graph import LayerKind, ModelGraph, Role
+from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.schedule import REPEATED_KINDS, Action, ActionKind, Place
@@ -248,13 +248,13 @@ class ModelCosts:
         return gathering + (0.0 if kind is ActionKind.FORWARD else reducing)
 
 
-def _cost_of(kind: ActionKind, one: LayerSeconds, layer: LayerKind, need: BackwardNeed) -> ComputeCost:
+def _cost_of(kind: ActionKind, one: LayerSeconds, layer: str, need: BackwardNeed) -> ComputeCost:
     """Return what one computation asks of one layer."""
     if kind is ActionKind.FORWARD:
         return ComputeCost(one.forward, one.forward_waiting)
     if kind is ActionKind.WEIGHT_GRADIENT:
         return ComputeCost(one.weight_gradient if need.trains_weights else 0.0)
-    passes = passes_gradient(layer, need)
+    passes = LAYER_KINDS[layer].passes_gradient(need)
     waiting = one.input_gradient_waiting if passes else 0.0
     if kind is ActionKind.INPUT_GRADIENT:
         return ComputeCost(one.input_gradient if passes else 0.0, waiting)

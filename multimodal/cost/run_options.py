@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from multimodal.cost.activation_memory import Implementation
-from multimodal.cost.layer_costs import Recompute
 from multimodal.cost.layer_execution import DEFAULT_EXECUTION, LayerExecution
+from multimodal.cost.layers.layer import Implementation, Recompute
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from multimodal.cost.layer_flops import layer_weights
+from multimodal.cost.layers.layer import Layer
+from multimodal.cost.layers.registry import describe_layer
 from multimodal.values.backward_need import BackwardNeed, layers_backward_need
-from multimodal.values.model_graph import LayerKind, ModelGraph
+from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 
 StageKey = tuple[str, int, int]
 """(unit, replica, virtual stage)."""
-LayerCounts = Mapping[tuple[LayerKind, BackwardNeed], int]
+LayerCounts = Mapping[tuple[str, BackwardNeed], int]
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class StageLayers:
             self._counts[stage] = Counter(self.in_order(stage))
         return self._counts[stage]
 
-    def in_order(self, stage: StageKey) -> list[tuple[LayerKind, BackwardNeed]]:
+    def in_order(self, stage: StageKey) -> list[tuple[str, BackwardNeed]]:
         """Kind and need of every layer of a stage, first to last."""
         layers, needs = self.graph.unit(stage[0]).layers, self._needs[stage[0]]
         return [(layers[layer], needs[layer]) for layer in self.plan.virtual_stage(*stage).layers]
@@ -49,9 +50,13 @@ class StageLayers:
         held = self.plan.virtual_stage(*stage).layers
         return tuple(self.layer_weights(unit, layers[layer]) for layer in held if self._needs[unit][layer].trains_weights)
 
-    def layer_weights(self, unit: str, layer: LayerKind) -> int:
+    def layer_weights(self, unit: str, kind: str) -> int:
         """Weights of one layer, all tensor parallel ranks together."""
-        return layer_weights(self.graph, self.graph.unit(unit), layer, vocab_size=self.vocab_size)
+        return self.describe(unit, kind).num_weights
+
+    def describe(self, unit: str, kind: str) -> Layer:
+        """Return what a layer of this kind costs in a unit."""
+        return describe_layer(self.graph, self.graph.unit(unit), kind, vocab_size=self.vocab_size)
 
     @cached_property
     def of_rank(self) -> Mapping[int, Sequence[StageKey]]:

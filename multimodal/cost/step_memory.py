@@ -3,16 +3,16 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from multimodal.cost.activation_memory import layer_activation_bytes
 from multimodal.cost.assigned_loads import AssignedLoads
-from multimodal.cost.layer_costs import Recompute
-from multimodal.cost.layer_flops import UnitLoad
+from multimodal.cost.layers.layer import ActivationCase, Recompute
+from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.cost.memory import GRADIENT_BYTES, layer_static_bytes
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageKey, StageLayers
+from multimodal.cost.unit_load import UnitLoad
 from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.backward_need import BackwardNeed
-from multimodal.values.model_graph import LayerKind, Role
+from multimodal.values.model_graph import Role
 from multimodal.values.schedule import Place
 
 OPEN_ACTIVATIONS, OPEN_GRADIENTS = 1, 4
@@ -67,34 +67,23 @@ class StepMemory:
         )
         return peak / sizes.tensor_parallel_size
 
-    def _layer_bytes(self, unit: str, layer: LayerKind, need: BackwardNeed, load: UnitLoad, recompute: Recompute | None) -> float:
+    def _layer_bytes(self, unit: str, layer: str, need: BackwardNeed, load: UnitLoad, recompute: Recompute | None) -> float:
         key = unit, layer, need, load, recompute
         if key not in self._known_bytes:
-            self._known_bytes[key] = self._ask_layer_bytes(*key)
+            sizes = self.layers.plan.units[unit]
+            is_spread = sizes.context_parallel_size > 1
+            case = ActivationCase(need, self.bytes_per_element, self.options.transformer_impl, recompute, is_spread)
+            total = (
+                self.layers.describe(unit, layer)
+                .activation_bytes(load, case)
+                .all_ranks(tensor_parallel_size=sizes.tensor_parallel_size, sequence_parallel=self.options.sequence_parallel)
+            )
+            self._known_bytes[key] = total / (sizes.tensor_parallel_size * sizes.context_parallel_size)
         return self._known_bytes[key]
 
     @cached_property
-    def _known_bytes(self) -> dict[tuple[str, LayerKind, BackwardNeed, UnitLoad, Recompute | None], float]:
+    def _known_bytes(self) -> dict[tuple[str, str, BackwardNeed, UnitLoad, Recompute | None], float]:
         return {}
-
-    def _ask_layer_bytes(
-        self, unit: str, layer: LayerKind, need: BackwardNeed, load: UnitLoad, recompute: Recompute | None
-    ) -> float:
-        sizes = self.layers.plan.units[unit]
-        total = layer_activation_bytes(
-            self.layers.graph.unit(unit),
-            layer,
-            load,
-            need=need,
-            vocab_size=self.layers.vocab_size,
-            tensor_parallel_size=sizes.tensor_parallel_size,
-            sequence_parallel=self.options.sequence_parallel,
-            bytes_per_element=self.bytes_per_element,
-            implementation=self.options.transformer_impl,
-            recompute=recompute,
-            is_spread=sizes.context_parallel_size > 1,
-        )
-        return total / (sizes.tensor_parallel_size * sizes.context_parallel_size)
 
     def _received_bytes(self, place: Place, load: UnitLoad) -> float:
         """What the broker brought and a gradient has to go back for: hidden states, or encoders' outputs."""
@@ -157,8 +146,8 @@ class StepMemory:
         working = 0.0
         if self.options.recompute == "full":
             largest = self.loads.largest(unit, stage[1])
-            bodies = [need for layer, need in counts if layer is LayerKind.TRANSFORMER]
-            working = max((self._layer_bytes(unit, LayerKind.TRANSFORMER, need, largest, None) for need in bodies), default=0.0)
+            repeated = [(layer, need) for layer, need in counts if LAYER_KINDS[layer].recomputes]
+            working = max((self._layer_bytes(unit, layer, need, largest, None) for layer, need in repeated), default=0.0)
         working += self.gathered_bytes(stage)
         if sizes.context_parallel_size > 1:
             shape = self.layers.graph.unit(unit).transformer

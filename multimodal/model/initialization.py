@@ -4,14 +4,13 @@ So two runs with the same seed start alike whatever their TP, PP and DP, which i
 """
 
 import hashlib
-import math
 
 import torch
 from torch import Tensor
 
-from multimodal.model.parameter_sharding import full_shape, mark_sharding, sharding_of, take_shard
+from multimodal.model.layers.registry import kind_of, sharding_of
+from multimodal.model.parameter_sharding import full_shape, mark_sharding, take_shard
 from multimodal.model.unit_stage import UnitStage
-from multimodal.values.model_graph import LayerKind
 
 
 @torch.no_grad()
@@ -20,18 +19,15 @@ def initialize_parameters(stage: UnitStage, *, seed: int) -> None:
 
     Matrices that end a residual branch get std / sqrt(2 x num_layers).
     """
-    shape = stage.unit.transformer
     size, rank = stage.groups.tp.size(), stage.groups.tp.rank()
     for name, parameter in stage.named_parameters():
-        layer = stage.unit.layers[int(name.split(".")[1])]
+        kind = kind_of(stage.unit, int(name.split(".")[1]))
         sharding = sharding_of(stage.unit, name)
         mark_sharding(parameter, sharding)
         if parameter.dim() < 2:
-            parameter.fill_(1.0 if name.endswith(("norm.weight", "layer_norm_weight")) else 0.0)
+            parameter.fill_(kind.initial_vector(name))
             continue
-        std = shape.init_method_std
-        if layer is LayerKind.TRANSFORMER and ("linear_proj" in name or "linear_fc2" in name):
-            std /= math.sqrt(2 * shape.num_layers)
+        std = kind.initial_std(stage.unit, name)
         whole = full_shape(parameter.shape, sharding, tensor_parallel_size=size)
         values = _draw(whole, std=std, name=f"{stage.unit.name}.{name}", seed=seed, device=parameter.device)
         parameter.copy_(take_shard(values, sharding, rank=rank, tensor_parallel_size=size))

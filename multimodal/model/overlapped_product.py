@@ -8,13 +8,12 @@ Under sequence parallelism rank r holds the r-th block of the rows, so a part is
 are gathered are put in their place as they come, so that nothing is left to be remapped after the products (Figure 14).
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from multimodal.model.sequence_parts import sequence_parts
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -109,3 +108,14 @@ def _multiply(blocks: Tensor, matrix: Tensor, *, into: Tensor) -> None:
     """blocks: [num_ranks, num_rows, batch, size], a slice of each rank's rows; the products are written where they belong."""
     num_ranks = len(blocks)
     torch.bmm(blocks.flatten(1, 2), matrix.expand(num_ranks, *matrix.shape), out=into.flatten(1, 2))
+
+
+def sequence_parts(num_rows: int, *, num_parts: int) -> tuple[slice, ...]:
+    """Return `num_parts` consecutive slices of `num_rows` rows, of sizes that differ by at most one, the larger ones last.
+
+    Fewer where there are fewer rows, at least one (of no rows, if there are none). Ranks that have as many rows cut alike. With
+    the larger parts last, the first one, which is waited for, is no longer than the others.
+    """
+    count = max(1, min(num_parts, num_rows))
+    bounds = [num_rows * index // count for index in range(count + 1)]
+    return tuple(slice(first, last) for first, last in itertools.pairwise(bounds))

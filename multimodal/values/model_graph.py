@@ -24,27 +24,15 @@ class Role(StrEnum):
     GENERATOR = "generator"
 
 
-class LayerKind(StrEnum):
-    """What one entry of a unit's ordered layer list is."""
-
-    PATCH_EMBEDDING = "patch_embedding"
-    TOKEN_EMBEDDING = "token_embedding"
-    TRANSFORMER = "transformer"
-    PROJECTOR = "projector"
-    HEAD = "head"
-
-
 _UNIT_NAME = re.compile(r"[^\W\d_][\w-]{0,63}")
 _EDGE_ROLES = ((Role.ENCODER, Role.BACKBONE), (Role.BACKBONE, Role.GENERATOR))
 
-SEGMENTS: Mapping[LayerKind, tuple[str, ...]] = {
-    LayerKind.PATCH_EMBEDDING: ("patch_embedding",),
-    LayerKind.TOKEN_EMBEDDING: ("token_embedding",),
-    LayerKind.TRANSFORMER: ("norm_qkv", "attention", "projection", "mlp"),
-    LayerKind.PROJECTOR: ("projector",),
-    LayerKind.HEAD: ("head",),
+_ENDS = {
+    Role.ENCODER: ("patch_embedding", "projector"),
+    Role.BACKBONE: ("token_embedding", "head"),
+    Role.GENERATOR: ("generator_projector", "generator_head"),
 }
-"""The smallest pieces of a layer that can run on their own, in order."""
+"""Kinds of the first and the last layer."""
 
 
 def _up_to(maximum: int) -> dict[str, Any]:
@@ -126,16 +114,27 @@ class Unit:
     freeze_module: bool = False
     freeze_projector: bool = False
     """Encoders (the last layer) and generators (the first one) only."""
+    layer_kinds: tuple[str, ...] | None = field(default=None, metadata={"key": "layers"})
+    """Kind of every layer, first to last, `num_layers` of them between the two ends; None: transformer layers between the role's
+    ends. The kinds are those of multimodal/cost/layers."""
 
     @cached_property
-    def layers(self) -> tuple[LayerKind, ...]:
-        """The ordered layer list that stages are ranges of."""
-        body = (LayerKind.TRANSFORMER,) * self.transformer.num_layers
-        if self.role is Role.ENCODER:
-            return (LayerKind.PATCH_EMBEDDING, *body, LayerKind.PROJECTOR)
-        if self.role is Role.GENERATOR:
-            return (LayerKind.PROJECTOR, *body, LayerKind.HEAD)
-        return (LayerKind.TOKEN_EMBEDDING, *body, LayerKind.HEAD)
+    def layers(self) -> tuple[str, ...]:
+        """The kinds of the unit's layers, in order; stages are ranges of this list."""
+        first, last = _ENDS[self.role]
+        if self.audio is not None:
+            first = "audio_embedding"
+        return self.layer_kinds or (first, *["transformer"] * self.transformer.num_layers, last)
+
+    @property
+    def is_causal(self) -> bool:
+        """True if a token attends to those before it only; the items of other units attend to all of themselves."""
+        return self.role is Role.BACKBONE
+
+    @property
+    def ties_embeddings(self) -> bool:
+        """True if the last layer multiplies with the word embeddings of the first."""
+        return self.role is Role.BACKBONE and not self.untie_embeddings_and_output_weights
 
     @property
     def merge_factor(self) -> int:
@@ -145,9 +144,9 @@ class Unit:
         return self.image.merge_size**2 if self.image is not None else 1
 
     def is_trainable(self, layer_index: int) -> bool:
-        """Whether this layer's parameters are trained."""
-        frozen = self.freeze_projector if self.layers[layer_index] is LayerKind.PROJECTOR else self.freeze_module
-        return not frozen
+        """True if this layer's parameters are trained."""
+        projector = {Role.ENCODER: len(self.layers) - 1, Role.GENERATOR: 0}.get(self.role)
+        return not (self.freeze_projector if layer_index == projector else self.freeze_module)
 
 
 @dataclass(frozen=True)
@@ -220,7 +219,8 @@ def _unit_to_dict(unit: Unit) -> dict[str, Any]:
     entry = asdict(unit)
     del entry["name"]
     transformer = entry.pop("transformer")
-    optional = {key: entry.pop(key) for key in ("image", "audio", "vocab_size")}
+    kinds = entry.pop("layer_kinds")
+    optional = {key: entry.pop(key) for key in ("image", "audio", "vocab_size")} | {"layers": kinds and list(kinds)}
     given = {key: value for key, value in optional.items() if value is not None}
     return {"role": str(entry.pop("role")), **transformer, **given, **entry}
 
@@ -296,6 +296,12 @@ def _check_unit(unit: Unit) -> None:
     def fail(key: str, problem: str) -> NoReturn:
         at.inner(key, None, where=at.where).fail(problem)
 
+    if unit.layer_kinds is not None and len(unit.layer_kinds) != shape.num_layers + 2:
+        fail(
+            "layers",
+            f"layers lists {len(unit.layer_kinds)} layers, expected num_layers + 2 = {shape.num_layers + 2}, the first and the "
+            "last layer included; change one of them",
+        )
     if shape.kv_channels is None and shape.hidden_size % shape.num_attention_heads:
         fail(
             "hidden_size",

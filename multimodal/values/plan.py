@@ -9,7 +9,7 @@ from typing import Any
 
 from multimodal.values.errors import PlanError
 from multimodal.values.file_form import at_line, read_file, write_mapping
-from multimodal.values.model_graph import MOST_LAYERS, LayerKind, ModelGraph
+from multimodal.values.model_graph import MOST_LAYERS, ModelGraph
 from multimodal.values.typed_reader import Plain
 
 MOST_RANKS = 2**20
@@ -310,7 +310,7 @@ def _covers(replica: Replica, num_layers: int) -> bool:
     )
 
 
-def split_layers(layers: tuple[LayerKind, ...], *, num_stages: int) -> tuple[tuple[int, int], ...]:
+def split_layers(layers: tuple[str, ...], *, num_stages: int) -> tuple[tuple[int, int], ...]:
     """Cut a unit's layer list into `num_stages` ranges with transformer layers as even as possible.
 
     The first layer (an embedding) joins the first range and the last (projector or head) the last one; earlier ranges get

@@ -22,7 +22,8 @@ from multimodal.attention.packed_mask import ItemSpan
 from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.data.packing import pack_encoder_microbatch
 from multimodal.data.sample_source import SampleSource
-from multimodal.model.parameter_sharding import ParameterSharding, full_shape, sharding_of, take_shard
+from multimodal.model.layers.registry import sharding_of
+from multimodal.model.parameter_sharding import ParameterSharding, full_shape, take_shard
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import torch
+from multimodal.model.generator_projector import GeneratorProjector
 
 from megatron.runtime.communication.row_shares import RowShares
 from megatron.runtime.execution import action_handlers, forward_action, message_flow
@@ -21,8 +22,7 @@ from megatron.runtime.session import Session
 from megatron.runtime.step.step import Step
 from multimodal.attention import context_parallel
 from multimodal.attention.packed_attention import PackedAttention
-from multimodal.model.generator_projector import GeneratorProjector
-from multimodal.model.language_head import LanguageHead
+from multimodal.model.layers.head import LanguageHead
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
 from multimodal.model.weight_gradient_queue import LinearWeightGradient

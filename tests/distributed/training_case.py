@@ -18,7 +18,8 @@ from megatron.runtime.step.loss_sums import LossSums
 from megatron.runtime.step.step import Step
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.in_order import balance_in_order
-from multimodal.model.parameter_sharding import ParameterSharding, join_shards, sharding_of
+from multimodal.model.layers.registry import sharding_of
+from multimodal.model.parameter_sharding import ParameterSharding, join_shards
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated

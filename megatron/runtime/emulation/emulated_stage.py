@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from multimodal.model.language_head import HeadOutput
+from multimodal.model.layers.layer_kind import HeadOutput
+from multimodal.model.layers.registry import kind_of
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
 from multimodal.model.weight_gradient_queue import active_queue
 from multimodal.values.assignment import MicrobatchPlace
-from multimodal.values.model_graph import Role
 from multimodal.values.schedule import Action, ActionKind, Place
 
 Seconds = Callable[[Action], float]
@@ -62,7 +62,8 @@ class EmulatedStage(UnitStage):
         rows = self.num_rows(batch.num_tokens)
         if self.is_last:
             rows = batch.num_output_rows if batch.hands_on else 1
-        width = self.output_size if self.is_last else self.config.hidden_size
+        last = kind_of(self.unit, self.layer_range.stop - 1)
+        width = last.output_size(self.context)
         shape = (rows, width) if self.is_last else (rows, 1, width)
         place = Place(batch.place.unit, batch.place.replica, self._stage_index, batch.place.microbatch)
 
@@ -70,8 +71,8 @@ class EmulatedStage(UnitStage):
             return batch.fraction * self._seconds(Action(kind, *place))
 
         output: Tensor = _TimedWait.apply(weight, hidden, item_embeddings, seconds, shape)  # type: ignore[no-untyped-call]
-        if self.unit.layers[self.layer_range.stop - 1] == "head":
-            is_correct = None if self.training or self.unit.role is Role.GENERATOR else torch.zeros(0, dtype=torch.bool)
+        if last.gives_loss:
+            is_correct = None if self.training or not last.picks_tokens else torch.zeros(0, dtype=torch.bool)
             return HeadOutput(output.sum(), is_correct, conditions=output if batch.hands_on else None)
         return output
 

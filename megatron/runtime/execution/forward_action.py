@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.runtime.execution.activation_store import SavedTensors, size_of
 from megatron.runtime.execution.message_flow import collect_inputs, publish_outputs
 from megatron.runtime.execution.running_step import RunningStep, microbatch_of
-from multimodal.model.language_head import HeadOutput
+from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
 from multimodal.values.assignment import Route

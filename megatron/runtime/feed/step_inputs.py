@@ -10,8 +10,7 @@ from megatron.runtime.step.token_placement import WHOLE, TokenPlacement
 from multimodal.attention.packed_mask import ItemSpan
 from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
 from multimodal.data.sample_source import SampleSource
-from multimodal.model.share_input import share_input
-from multimodal.model.stage_input import PackedInput
+from multimodal.model.stage_input import PackedInput, share_input
 from multimodal.schedule.repeated_work import repeated_places
 from multimodal.values.assignment import Assignment, Atom, Microbatch, MicrobatchPlace, Routes
 from multimodal.values.model_graph import ModelGraph, Role, Unit

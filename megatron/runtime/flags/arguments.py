@@ -18,6 +18,7 @@ from megatron.runtime.flags.freezing import apply_freezing
 from megatron.runtime.flags.run_plan import build_plan
 from megatron.runtime.flags.schedule_checks import check_schedule
 from megatron.runtime.flags.unit_flags import MICRO_BATCH_SIZE, SIZE_SPELLINGS
+from multimodal.cost.layers.registry import read_model
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
@@ -68,11 +69,11 @@ def _read_first(argv: Sequence[str]) -> dict[str, str]:
 def _read_model(model: str | None, *, entries: Mapping[str, Any], config_path: Path | None) -> ModelGraph | None:
     if model is not None:
         _check_input_file("--model", model)
-        return ModelGraph.from_file(model)
+        return read_model(model)
     entry = entries.get("--model")
     if config_path is None or entry is None or isinstance(entry, (bool, list, dict)):
         return None
-    return ModelGraph.from_file(beside(config_path, str(entry)))
+    return read_model(beside(config_path, str(entry)))
 
 
 def _check_input_file(flag: str, path: str | Path | None) -> None:

@@ -7,6 +7,7 @@ from megatron.runtime.flags.configuration import GROUPS, RunConfig
 from megatron.runtime.flags.field_flags import field_flags
 from megatron.runtime.flags.flag_rules import ENCODER_FLAGS, EXCLUSIVE_FLAGS, EXCLUSIVE_SIZES, IGNORED_FLAGS, RULES, IgnoredFlag
 from megatron.runtime.flags.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLINGS
+from multimodal.cost.layers.registry import describe_layer
 from multimodal.values.backward_need import unit_is_trainable
 from multimodal.values.errors import ConfigError, ModelError
 from multimodal.values.model_graph import ModelGraph, Role
@@ -63,13 +64,24 @@ def check_config(config: RunConfig, *, graph: ModelGraph) -> None:
         if rule.is_broken(config):
             raise ConfigError(rule.message.format(c=config))
     _check_encoder_flags(config, graph=graph)
-    if listeners := [unit.name for unit in graph.encoders if unit.audio is not None]:
-        raise ModelError(
-            f"unit '{listeners[0]}' takes audio, which can be planned and simulated but not trained yet; "
-            "remove the unit, or describe an 'image' instead"
-        )
+    _check_layers_can_be_built(graph)
     if not any(unit_is_trainable(graph, name) for name in graph.unit_names):
         raise ConfigError("every unit is frozen, so nothing would be trained; leave a --freeze or --freeze-projector out")
+
+
+def _check_layers_can_be_built(graph: ModelGraph) -> None:
+    for unit in graph.units:
+        if unit.audio is not None:
+            raise ModelError(
+                f"unit '{unit.name}' takes audio, which can be planned and simulated but not trained yet; "
+                "remove the unit, or describe an 'image' instead"
+            )
+        for index, kind in enumerate(unit.layer_kinds or ()):
+            if not describe_layer(graph, unit, kind, vocab_size=0).can_be_built:
+                raise ModelError(
+                    f"unit '{unit.name}', layers[{index}]: '{kind}' can be planned and simulated but not trained yet; "
+                    "use another kind"
+                )
 
 
 def _check_encoder_flags(config: RunConfig, *, graph: ModelGraph) -> None:

@@ -11,10 +11,10 @@ from torch import Tensor
 from megatron.runtime.communication.units import Membership
 from megatron.runtime.gradients.layer_pass import LayerPass, Visit
 from megatron.runtime.gradients.sharded_layer import ShardedLayer
-from multimodal.model.language_head import HeadOutput
+from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.backward_need import layers_backward_need
-from multimodal.values.model_graph import LayerKind, ModelGraph
+from multimodal.values.model_graph import ModelGraph
 from multimodal.values.schedule import REPEATED_KINDS, ActionKind
 
 
@@ -110,7 +110,7 @@ def _visits(stage: UnitStage, graph: ModelGraph, layers: Mapping[int, ShardedLay
     """What every kind of computation does at the stage's layers, on every replica and for every microbatch alike."""
     forward, backward = [], []
     for index in stage.layer_range:
-        is_tied = stage.shares_embedding and stage.unit.layers[index] is LayerKind.HEAD
+        is_tied = stage.unit.ties_embeddings and index == len(stage.unit.layers) - 1
         gathers = (index, 0) if is_tied else (index,)
         forward.append(Visit(index, gathers, ()))
         copies = (0,) if is_tied and 0 not in stage.layer_range else ()

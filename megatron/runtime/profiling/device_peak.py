@@ -5,7 +5,7 @@ import time
 import torch
 
 from megatron.runtime import platform
-from multimodal.cost.hardware import peak_tflops
+from multimodal.cost.cluster import peak_tflops
 
 _SIZE = 512
 _NUM_PRODUCTS = 8

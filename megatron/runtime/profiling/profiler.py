@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -15,14 +15,15 @@ from megatron.runtime.execution.activation_store import SavedTensors
 from megatron.runtime.gradients.gradients import wrap_in_gradient_buffers
 from megatron.runtime.profiling.layer_inputs import LayerInput, synthetic_input
 from multimodal.attention.packed_lengths import PackedLengths
-from multimodal.cost.packed_size import PackedSize
+from multimodal.cost.layer_curves import PackedSize
 from multimodal.model.initialization import initialize_parameters
-from multimodal.model.language_head import HeadOutput
+from multimodal.model.layers.layer_kind import HeadOutput
+from multimodal.model.layers.registry import kind_of
 from multimodal.model.rotary import rotary_frequencies
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.unit_stage import UnitStage
 from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
-from multimodal.values.model_graph import LayerKind, ModelGraph
+from multimodal.values.model_graph import ModelGraph
 
 _EVICTING = torch.zeros(4 * 2**20, dtype=torch.uint8)
 """What replaces a core's own cache: more than it holds."""
@@ -42,7 +43,7 @@ class LayerTimes(NamedTuple):
 def build_layer(
     graph: ModelGraph,
     unit: str,
-    kind: LayerKind,
+    kind: str,
     *,
     groups: ProcessGroupCollection,
     options: BuildOptions,
@@ -133,9 +134,10 @@ def _run_once(stage: UnitStage, given: LayerInput) -> tuple[float, float, float]
 
 
 def _core_attention(stage: UnitStage, size: PackedSize) -> Callable[[], None] | None:
-    """What runs a transformer layer's core attention alone, as often as its forward does."""
+    """Return a call of a layer's core attention alone, as often as its forward does; None where it has none."""
     (index,) = stage.layer_range
-    if stage.unit.layers[index] is not LayerKind.TRANSFORMER:
+    attention = kind_of(stage.unit, index).core_attention(stage.layers[str(index)])
+    if attention is None:
         return None
     shape, num_shares = stage.unit.transformer, stage.groups.tp.size()
     device, dtype = torch.cuda.current_device(), stage.options.precision.params_dtype
@@ -144,7 +146,6 @@ def _core_attention(stage: UnitStage, size: PackedSize) -> Callable[[], None] | 
     inputs = [
         torch.randn(size.num_tokens, 1, number // num_shares, shape.head_channels, device=device, dtype=dtype) for number in heads
     ]
-    attention: Any = stage.layers[str(index)].self_attention.core_attention  # type: ignore[union-attr]
 
     def attend() -> None:
         with torch.no_grad():

@@ -20,7 +20,8 @@ from megatron.runtime.gradients.gradients import UnitGradients
 from megatron.runtime.gradients.sharded_layer import WeightPiece
 from megatron.runtime.gradients.sharded_optimizer import ShardedOptimizer
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
-from multimodal.model.parameter_sharding import WHOLE, ParameterSharding, full_shape, sharding_of
+from multimodal.model.layers.registry import sharding_of
+from multimodal.model.parameter_sharding import WHOLE, ParameterSharding, full_shape
 from multimodal.model.unit_stage import UnitStage
 
 

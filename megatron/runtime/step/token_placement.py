@@ -17,7 +17,7 @@ from multimodal.attention.packed_mask import ItemSpan, build_packed_mask
 from multimodal.attention.token_shares import TokenShares, share_tokens
 from multimodal.balance.batch_work import list_items
 from multimodal.data.sample_source import SampleSource
-from multimodal.model.mask_rule import mask_rule_of
+from multimodal.model.layers.transformer import mask_rule_of
 from multimodal.values.assignment import Atom, Microbatch, MicrobatchPlace, Route
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import Role

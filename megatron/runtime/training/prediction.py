@@ -9,8 +9,7 @@ import torch
 
 from megatron.runtime.flags.configuration import RunConfig
 from multimodal.balance.step_predictor import StepPredictor
-from multimodal.cost.cluster import Cluster, Network, NodeLink
-from multimodal.cost.hardware import peak_tflops
+from multimodal.cost.cluster import Cluster, Network, NodeLink, peak_tflops
 from multimodal.cost.run_options import RunOptions
 from multimodal.schedule.schedule_cache import ScheduleCache
 

@@ -29,6 +29,7 @@ from megatron.runtime.training.learning_rate import build_scheduler
 from megatron.runtime.training.start_values import collect_start_values
 from megatron.runtime.training.trainer import Trainer
 from multimodal.attention.bitfield import MaskMode
+from multimodal.cost.layers.registry import read_model
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import passes_named
@@ -70,7 +71,7 @@ def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests)
         _check_writable(config.checkpoint.save)
     if world.rank == 0:
         check_places(config.logging)
-    graph = apply_freezing(ModelGraph.from_file(config.model.model), config)
+    graph = apply_freezing(read_model(config.model.model), config)
     _check_units(graph)
     plan = build_plan(config, graph, world.size)
     data = build_data_sets(config, graph)

@@ -51,7 +51,7 @@ class PlanningTimes:
         described = request.graph.unit(unit)
         load = request.load(unit, num_samples)
         forward, backward = [], []
-        # Only the outermost layers differ: all transformer layers of a unit have one shape and one backward.
+        # Layers of one kind in a unit have one shape and one backward.
         kinds = {}
         for index, kind in enumerate(described.layers):
             need = layers_backward_need(request.graph, unit, range(index, index + 1)) if kind not in kinds else None

@@ -1,15 +1,15 @@
 """What lengths that vary cost a pipeline, in closed form: its stages wait for the heaviest microbatch that is in them."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from multimodal.cost.layer_flops import UnitLoad
+from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.unit_layout import UnitLayout
 from multimodal.values.backward_need import layers_backward_need
-from multimodal.values.model_graph import LayerKind
 
 NUM_DRAWN = 1024
 """Microbatches drawn from the lengths."""
@@ -61,11 +61,16 @@ class LengthSpread:
         return self._draws[key]
 
     def _seconds_of_samples(self, unit: str) -> NDArray[np.float64]:
-        """Seconds of each sample in one transformer layer of the unit on one rank."""
+        """Seconds of each sample in one layer of the unit on one rank, the mean over all but the first and the last."""
         if unit not in self._works:
             rows, index = np.unique(self.request.sample_loads[unit].astype(np.int64), axis=0, return_inverse=True)
             costs = self.request.layer_costs
-            seconds = [costs.seconds(unit, LayerKind.TRANSFORMER, UnitLoad(*row)).forward for row in rows.tolist()]
+            body = self.request.graph.unit(unit).layers[1:-1]
+            shares = {kind: count / len(body) for kind, count in Counter(body).items()}
+            seconds = [
+                sum(share * costs.seconds(unit, kind, UnitLoad(*row)).forward for kind, share in shares.items())
+                for row in rows.tolist()
+            ]
             self._works[unit] = np.array(seconds)[index.ravel()]
         return self._works[unit]
 

@@ -10,15 +10,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from multimodal.cost.activation_memory import Kept, kept_bytes
-from multimodal.cost.layer_flops import UnitLoad, layer_weights
+from multimodal.cost.layers.layer import ActivationBytes, ActivationCase
+from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer
 from multimodal.cost.memory import layer_static_bytes
 from multimodal.cost.step_memory import GATHERED_GROUPS
+from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.planners.partition_layers import Range
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.unit_layout import UnitLayout
 from multimodal.values.backward_need import layers_backward_need
-from multimodal.values.model_graph import LayerKind
 
 
 class LayerMemory(NamedTuple):
@@ -26,17 +26,17 @@ class LayerMemory(NamedTuple):
 
     num_weights: int
     is_trained: bool
-    kept: Kept
-    """For the backward of one average sample, where no context parallel ranks share its tokens."""
-    kept_spread: Kept
+    activations: ActivationBytes
+    """Of one average sample, where no context parallel ranks share its tokens."""
+    spread_activations: ActivationBytes
     """The same over all ranks that do."""
     bytes_per_element: int
     zero_stage: int
 
     def activation_bytes(self, tensor_parallel_size: int, context_parallel_size: int) -> float:
-        """Kept for the backward of one average sample, of one context parallel rank."""
-        kept = self.kept_spread if context_parallel_size > 1 else self.kept
-        return kept.all_ranks(tensor_parallel_size=tensor_parallel_size, sequence_parallel=True) / context_parallel_size
+        """Bytes kept for the backward of one average sample, of one context parallel rank."""
+        found = self.spread_activations if context_parallel_size > 1 else self.activations
+        return found.all_ranks(tensor_parallel_size=tensor_parallel_size) / context_parallel_size
 
     def static_bytes(self, data_parallel_size: int) -> float:
         """Weights, gradients and optimizer state; data_parallel_size: ranks that hold the same weights."""
@@ -58,8 +58,8 @@ class MemoryEstimate:
     """
 
     request: PlanningRequest
-    _counts: dict[tuple[str, tuple[Range, ...]], tuple[tuple[LayerKind, int], ...]] = field(default_factory=dict, repr=False)
-    _layers: dict[tuple[str, LayerKind, bool], LayerMemory] = field(default_factory=dict, repr=False)
+    _counts: dict[tuple[str, tuple[Range, ...]], tuple[tuple[str, int], ...]] = field(default_factory=dict, repr=False)
+    _layers: dict[tuple[str, str, bool], LayerMemory] = field(default_factory=dict, repr=False)
 
     def static_bytes(self, unit: str, ranges: Sequence[Range], *, tensor_parallel_size: int, data_parallel_size: int) -> float:
         """Weights, gradients and optimizer state of the layers in `ranges`, per rank.
@@ -94,8 +94,10 @@ class MemoryEstimate:
         samples = float(self.heavy_samples(unit, request.default_micro_batch_size))
         working = 0.0
         if request.recompute == "full":
-            layer = self.layer(unit, LayerKind.TRANSFORMER, is_recomputed=False)
-            working = samples * layer.activation_bytes(tensor_parallel_size, context_parallel_size) / tensor_parallel_size
+            repeated = [kind for kind in dict.fromkeys(request.graph.unit(unit).layers) if LAYER_KINDS[kind].recomputes]
+            layers = [self.layer(unit, kind, is_recomputed=False) for kind in repeated]
+            largest = max((layer.activation_bytes(tensor_parallel_size, context_parallel_size) for layer in layers), default=0.0)
+            working = samples * largest / tensor_parallel_size
         if request.zero_stage == 3:
             kinds = dict.fromkeys(request.graph.unit(unit).layers)
             weights = max(self.layer(unit, kind).num_weights for kind in kinds)
@@ -129,7 +131,7 @@ class MemoryEstimate:
         root = (np.sqrt(9 * deviation**2 + 4 * weight) - 3 * deviation) / 2
         return np.asarray(np.maximum(root**2, weight / heaviest))
 
-    def _count(self, unit: str, ranges: Sequence[Range]) -> tuple[tuple[LayerKind, int], ...]:
+    def _count(self, unit: str, ranges: Sequence[Range]) -> tuple[tuple[str, int], ...]:
         key = unit, tuple(ranges)
         if key not in self._counts:
             layers = self.request.graph.unit(unit).layers
@@ -137,7 +139,7 @@ class MemoryEstimate:
             self._counts[key] = tuple(Counter(kinds).items())
         return self._counts[key]
 
-    def layer(self, unit: str, kind: LayerKind, *, is_recomputed: bool = True) -> LayerMemory:
+    def layer(self, unit: str, kind: str, *, is_recomputed: bool = True) -> LayerMemory:
         """Return what one layer of this kind needs; is_recomputed: whether as much is computed again as the request says."""
         key = unit, kind, is_recomputed
         if key not in self._layers:
@@ -146,26 +148,18 @@ class MemoryEstimate:
             need = layers_backward_need(request.graph, unit, range(index, index + 1))
             load = UnitLoad(*(math.ceil(each) for each in request.mean_loads[unit]))
 
-            def kept(*, is_spread: bool) -> Kept:
-                if not need.has_backward:
-                    return Kept(0.0, 0.0)
-                return kept_bytes(
-                    described,
-                    kind,
-                    load,
-                    need=need,
-                    vocab_size=request.vocab_size,
-                    bytes_per_element=request.cluster.bytes_per_element,
-                    implementation=request.implementation("1f1b"),
-                    recompute=request.recompute if is_recomputed else None,
-                    is_spread=is_spread,
-                )
-
+            layer = describe_layer(request.graph, described, kind, vocab_size=request.vocab_size)
+            case = ActivationCase(
+                need,
+                request.cluster.bytes_per_element,
+                request.implementation("1f1b"),
+                request.recompute if is_recomputed else None,
+            )
             self._layers[key] = LayerMemory(
-                layer_weights(request.graph, described, kind, vocab_size=request.vocab_size),
+                layer.num_weights,
                 need.trains_weights,
-                kept(is_spread=False),
-                kept(is_spread=True),
+                layer.activation_bytes(load, case),
+                layer.activation_bytes(load, case._replace(is_spread=True)),
                 request.cluster.bytes_per_element,
                 request.zero_stage,
             )

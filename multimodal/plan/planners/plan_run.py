@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 
-from multimodal.cost.layer_costs import Recompute
+from multimodal.cost.layers.layer import Recompute
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import BLOCK_SIZE, LARGEST_CONTEXT_PARALLEL, PlanningRequest
 from multimodal.plan.planners.simulate_run import FILLING, Prediction, predict_run

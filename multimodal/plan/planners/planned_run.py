@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from multimodal.cost.activation_memory import Implementation
-from multimodal.cost.layer_costs import Recompute
+from multimodal.cost.layers.layer import Implementation, Recompute
 from multimodal.plan.planners.planning_request import Sharding
 from multimodal.values.plan import Plan
 

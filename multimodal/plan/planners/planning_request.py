@@ -8,13 +8,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from multimodal.cost.activation_memory import Implementation
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.layer_costs import LayerCosts, Recompute
-from multimodal.cost.layer_flops import UnitLoad, sample_load
+from multimodal.cost.layer_costs import LayerCosts
 from multimodal.cost.layer_profile import LayerProfile
+from multimodal.cost.layers.layer import Implementation, Recompute
 from multimodal.cost.memory import default_zero_stage
 from multimodal.cost.run_options import RunOptions
+from multimodal.cost.unit_load import UnitLoad, sample_load
 from multimodal.values.backward_need import unit_is_trainable
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph, Role

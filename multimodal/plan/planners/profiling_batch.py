@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from multimodal.cost.layer_flops import UnitLoad
+from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.planners.flops_ratio import proportional_gpus
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.values.backward_need import layers_backward_need

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from multimodal.cost.communication import collective_seconds
-from multimodal.cost.layer_flops import layer_weights
+from multimodal.cost.layers.registry import describe_layer
 from multimodal.cost.memory import GRADIENT_BYTES
 from multimodal.plan.planners.candidate import Candidate, num_unit_microbatches
 from multimodal.plan.planners.layer_times import PlanningTimes, stage_times
@@ -84,7 +84,7 @@ def reduction_seconds(request: PlanningRequest, unit: str, layout: UnitLayout) -
     described = request.graph.unit(unit)
     needs = {kind: described.layers.index(kind) for kind in described.layers}
     weights = {
-        kind: layer_weights(request.graph, described, kind, vocab_size=request.vocab_size)
+        kind: describe_layer(request.graph, described, kind, vocab_size=request.vocab_size).num_weights
         if layers_backward_need(request.graph, unit, range(index, index + 1)).trains_weights
         else 0
         for kind, index in needs.items()

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from multimodal.plan.planners.layer_times import PlanningTimes
 from multimodal.plan.planners.memory_estimate import LayerMemory, MemoryEstimate
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.values.model_graph import LayerKind
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -80,9 +79,9 @@ class _StageSize(NamedTuple):
 
 
 class _Stage(NamedTuple):
-    """One of a unit's two ends: how many transformer layers it holds, and which other layers stand there."""
+    """One of a unit's two ends: which outermost layers it holds, and how many of the others, taken to be the heaviest kind."""
 
-    layers: tuple[LayerKind, ...]
+    layers: tuple[str, ...]
     num_body: Integers
     in_flight: Integers
     """Microbatches of its own under 1F1B."""
@@ -102,7 +101,8 @@ def _of_stage_size(
     ).total
     num_layers = len(seconds) - 2
     most, least = -(-num_layers // grid.pipeline), num_layers // grid.pipeline
-    first, last = seconds[0] + most * seconds[1], seconds[-1] + least * seconds[1]
+    slowest_body = max(seconds[1:-1])
+    first, last = seconds[0] + most * slowest_body, seconds[-1] + least * slowest_body
     slowest = np.where(grid.pipeline == 1, sum(seconds), np.maximum(first, last))
     kinds = request.graph.unit(unit).layers
     allowed = np.full(len(slowest), _UNLIMITED)
@@ -138,14 +138,15 @@ def _in_flight_downstream(
     Solves static + working + activations(own + downstream / dp microbatches) <= memory for the downstream microbatches.
     """
     outer = [memory.layer(unit, kind) for kind in stage.layers]
-    body = memory.layer(unit, LayerKind.TRANSFORMER)
+    bodies = [memory.layer(unit, kind) for kind in dict.fromkeys(request.graph.unit(unit).layers[1:-1])]
     copies, position = np.unique(grid.data * size.context, return_inverse=True)
 
     def static_bytes(layer: LayerMemory) -> Floats:
         return np.array([layer.static_bytes(count) for count in copies.tolist()])[position]
 
-    static = stage.num_body * static_bytes(body) + sum(map(static_bytes, outer))
-    per_sample = stage.num_body * body.activation_bytes(*size) + sum(layer.activation_bytes(*size) for layer in outer)
+    static = stage.num_body * np.maximum.reduce([*map(static_bytes, bodies)]) + sum(map(static_bytes, outer))
+    per_body = max(layer.activation_bytes(*size) for layer in bodies)
+    per_sample = stage.num_body * per_body + sum(layer.activation_bytes(*size) for layer in outer)
     working = memory.working_bytes(unit, tensor_parallel_size=size.tensor, context_parallel_size=size.context)
     room = (request.planned_memory_bytes - working) * size.tensor - static
     kept = np.where(per_sample > 0, per_sample, 1.0)

@@ -17,14 +17,14 @@ from megatron.runtime.profiling.layer_inputs import synthetic_input
 from megatron.runtime.profiling.profiler import build_layer
 from multimodal.attention.own_share import OwnShare
 from multimodal.attention.token_shares import TokenShares
-from multimodal.cost.activation_memory import layer_activation_bytes
-from multimodal.cost.layer_flops import UnitLoad
-from multimodal.cost.parameters import layer_parameters, unit_parameters
+from multimodal.cost.layers.registry import describe_layer
+from multimodal.cost.unit_load import UnitLoad
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.backward_need import BackwardNeed
-from multimodal.values.model_graph import LayerKind, ModelGraph, Role
+from multimodal.values.model_graph import ModelGraph
+from tests.unit.cost.layer_answers import layer_activation_bytes, unit_parameters
 
 LLAMA = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 160}
 QWEN = {**LLAMA, "add_qkv_bias": True}
@@ -82,9 +82,8 @@ def saved_bytes(stage: UnitStage, *inputs: Any) -> int:
     return saved.size_bytes
 
 
-def load_of(graph: ModelGraph, unit: str, kind: LayerKind, counted: int) -> UnitLoad:
-    is_projector = kind is LayerKind.PROJECTOR and graph.unit(unit).role is Role.ENCODER
-    return UnitLoad(counted * (graph.unit(unit).merge_factor if is_projector else 1), 0, counted)
+def load_of(graph: ModelGraph, unit: str, kind: str, counted: int) -> UnitLoad:
+    return UnitLoad(counted * (graph.unit(unit).merge_factor if kind == "projector" else 1), 0, counted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -99,17 +98,18 @@ def load_of(graph: ModelGraph, unit: str, kind: LayerKind, counted: int) -> Unit
         ("vision", "transformer", None),
         ("llm", "head", None),
         ("vision", "projector", None),
-        ("painter", "head", None),
+        ("painter", "generator_head", None),
     ],
 )
 def test_layers_keep_what_is_predicted(unit: str, kind: str, recompute: Any, shape: str, frozen: bool, dtype: Any) -> None:
-    graph, layer, counted = graph_of(shape), LayerKind(kind), 256
+    graph, layer, counted = graph_of(shape), kind, 256
     options = BuildOptions(Precision(dtype), recompute=recompute)
     stage = build_layer(graph, unit, layer, groups=groups(1), options=options, vocab_size=VOCABULARY)
     stage.layers.requires_grad_(not frozen)
     measured = saved_bytes(stage, *synthetic_input(stage, num_tokens=counted, num_sequences=2))
     predicted = layer_activation_bytes(
-        graph.unit(unit),
+        graph,
+        unit,
         layer,
         load_of(graph, unit, layer, counted),
         need=BackwardNeed.INPUT_GRADIENT if frozen else BackwardNeed.FULL,
@@ -124,12 +124,13 @@ def test_layers_keep_what_is_predicted(unit: str, kind: str, recompute: Any, sha
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tensor_parallel_ranks_share_what_is_predicted(shape: str, sequence_parallel: bool) -> None:
-    graph, layer = graph_of(shape), LayerKind.TRANSFORMER
+    graph, layer = graph_of(shape), "transformer"
     options = BuildOptions(sequence_parallel=sequence_parallel)
     stage = build_layer(graph, "llm", layer, groups=groups(2), options=options, vocab_size=VOCABULARY)
     measured = saved_bytes(stage, *synthetic_input(stage, num_tokens=128))
     predicted = layer_activation_bytes(
-        graph.unit("llm"),
+        graph,
+        "llm",
         layer,
         UnitLoad(128, 0, 128),
         need=BackwardNeed.FULL,
@@ -148,14 +149,15 @@ def test_tensor_parallel_ranks_share_what_is_predicted(shape: str, sequence_para
 def test_context_parallel_ranks_share_what_is_predicted(shape: str, dtype: Any, recompute: Any) -> None:
     graph, num_tokens = graph_of(shape), 512
     options = BuildOptions(Precision(dtype), recompute=recompute)
-    stage = build_layer(graph, "llm", LayerKind.TRANSFORMER, groups=groups(1, context=2), options=options, vocab_size=VOCABULARY)
+    stage = build_layer(graph, "llm", "transformer", groups=groups(1, context=2), options=options, vocab_size=VOCABULARY)
     blocks = np.array([0, 1, 1, 0], dtype=np.int32)
     share = OwnShare(TokenShares(blocks, 2, num_tokens, num_tokens // 4), 0)
     hidden = torch.randn(num_tokens // 2, 1, 64, dtype=dtype).requires_grad_()
     batch = PackedInput((300, 212), torch.from_numpy(share.positions), share=share)
     predicted = layer_activation_bytes(
-        graph.unit("llm"),
-        LayerKind.TRANSFORMER,
+        graph,
+        "llm",
+        "transformer",
         UnitLoad(num_tokens, 0, num_tokens),
         need=BackwardNeed.FULL,
         vocab_size=VOCABULARY,
@@ -191,7 +193,8 @@ def test_stages_keep_the_sum_of_their_layers(unit: str, shape: str, recompute: A
         load = UnitLoad(num_tokens, 0, num_targets)
     predicted = sum(
         layer_activation_bytes(
-            described,
+            graph,
+            unit,
             kind,
             load,
             need=BackwardNeed.FULL,
@@ -213,6 +216,6 @@ def test_parameters_are_counted_as_they_are_built(shape: str) -> None:
         for kind in dict.fromkeys(unit.layers):
             stage = build_layer(graph, unit.name, kind, groups=groups(1), options=BuildOptions(), vocab_size=VOCABULARY)
             built = sum(parameter.numel() for parameter in stage.parameters())
-            assert layer_parameters(graph, unit, kind, vocab_size=VOCABULARY) == built, (unit.name, kind)
+            assert describe_layer(graph, unit, kind, vocab_size=VOCABULARY).num_parameters == built, (unit.name, kind)
             total += built * unit.layers.count(kind)
         assert unit_parameters(graph, unit, vocab_size=VOCABULARY) == total

@@ -7,7 +7,7 @@ import pytest
 
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
-from multimodal.values.model_graph import LayerKind, ModelGraph, Role, Transformer, Unit
+from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.schedule import Action, ActionKind
 from tests.unit.cost.test_model_costs import ASSIGNMENT, COSTS
@@ -55,4 +55,4 @@ def test_only_stages_of_equal_layers_on_single_ranks_are_alike() -> None:
         costs_with(tensor_parallel_size=1, zero_stage=3, freeze_encoder=False),
     ):
         assert [together._first_alike(("llm", 0, stage))[2] for stage in range(4)] == [0, 1, 2, 3]
-    assert {layer for layer, _ in alone.stages.counts(("llm", 0, 1))} == {LayerKind.TRANSFORMER}
+    assert {layer for layer, _ in alone.stages.counts(("llm", 0, 1))} == {"transformer"}

@@ -6,18 +6,19 @@ import pytest
 
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.communication import collective_seconds
-from multimodal.cost.layer_flops import UnitLoad
-from multimodal.cost.memory import default_zero_stage, layer_activation_bytes, layer_static_bytes
+from multimodal.cost.memory import default_zero_stage, layer_static_bytes
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
+from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.unit_grid import build_unit_plan
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.backward_need import BackwardNeed
-from multimodal.values.model_graph import LayerKind, ModelGraph
+from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from multimodal.values.schedule import Action, ActionKind, Place
+from tests.unit.cost.layer_answers import layer_activation_bytes
 
 LINKS = {
     "intra_node": {"bandwidth_gbytes_per_second": 100.0, "latency_us": 2.0},
@@ -89,8 +90,7 @@ def test_gradients_are_reduced_over_context_parallel_ranks_and_optimizer_state_i
 
 def layer_bytes(**options) -> float:
     load = UnitLoad(NUM_TOKENS, NUM_TOKENS**2, 0)
-    llm = GRAPH.unit("llm")
-    return layer_activation_bytes(llm, LayerKind.TRANSFORMER, load, need=BackwardNeed.FULL, vocab_size=512, **options)
+    return layer_activation_bytes(GRAPH, "llm", "transformer", load, need=BackwardNeed.FULL, vocab_size=512, **options)
 
 
 def test_attention_that_gathers_keeps_its_inputs_only():

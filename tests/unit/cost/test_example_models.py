@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from multimodal.cost.parameters import parameter_count, unit_parameters
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph
+from tests.unit.cost.layer_answers import parameter_count, unit_parameters
 
 FOLDER = Path(__file__).parents[3] / "examples" / "models"
 TOTALS = {

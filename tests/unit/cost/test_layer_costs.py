@@ -8,15 +8,14 @@ from hypothesis import strategies as st
 
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.communication import collective_seconds
-from multimodal.cost.layer_costs import LayerCosts
-from multimodal.cost.layer_curves import LayerCurves
-from multimodal.cost.layer_flops import UnitLoad, item_load, layer_forward_flops
+from multimodal.cost.layer_costs import NO_SECONDS, LayerCosts
+from multimodal.cost.layer_curves import LayerCurves, Quadratic
 from multimodal.cost.layer_profile import LayerProfile
-from multimodal.cost.layer_seconds import NO_SECONDS
-from multimodal.cost.quadratic import Quadratic
+from multimodal.cost.layers.registry import describe_layer
+from multimodal.cost.unit_load import UnitLoad, item_load
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.errors import ConfigError
-from multimodal.values.model_graph import LayerKind, ModelGraph
+from multimodal.values.model_graph import ModelGraph
 
 LINKS = {
     "intra_node": {"bandwidth_gbytes_per_second": 100.0, "latency_us": 2.0},
@@ -26,12 +25,12 @@ CLUSTER = Cluster.from_dict({"gpus_per_node": 4, "peak_tflops": 100.0, "memory_g
 SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
 GRAPH = ModelGraph.from_dict({"units": {"vision": {"role": "encoder", **SHAPE}, "llm": {"role": "backbone", **SHAPE}}})
 PLAIN = LayerCosts(GRAPH, CLUSTER, 512)
-LAYER, HEAD = LayerKind.TRANSFORMER, LayerKind.HEAD
+LAYER, HEAD = "transformer", "head"
 LOAD = item_load(100, 80)
 
 
-def flops(unit: str, kind: LayerKind, load: UnitLoad) -> tuple[float, float]:
-    return layer_forward_flops(GRAPH, GRAPH.unit(unit), kind, load, vocab_size=512)
+def flops(unit: str, kind: str, load: UnitLoad) -> tuple[float, float]:
+    return describe_layer(GRAPH, GRAPH.unit(unit), kind, vocab_size=512).forward_flops(load)
 
 
 @pytest.mark.parametrize("unit", ["vision", "llm"])

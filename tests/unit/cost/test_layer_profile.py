@@ -9,13 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multimodal.cost.fit_quadratic import FitError, fit_error, fit_quadratic
-from multimodal.cost.interpolated import Interpolated
-from multimodal.cost.layer_curves import LayerCurves
+from multimodal.cost.layer_curves import Interpolated, LayerCurves, PackedSize, Quadratic
 from multimodal.cost.layer_profile import LayerProfile
-from multimodal.cost.packed_size import PackedSize
-from multimodal.cost.quadratic import Quadratic
 from multimodal.values.errors import ConfigError
-from multimodal.values.model_graph import LayerKind
 
 SIZES = tuple(PackedSize(tokens) for tokens in (64, 256, 1024, 4096, 16384))
 PACKED = (*SIZES, *(PackedSize(size.num_tokens, 8) for size in SIZES), PackedSize(1024, 64))
@@ -86,16 +82,14 @@ def test_a_falling_first_line_does_not_end_below_zero() -> None:
 @pytest.mark.parametrize("name", ["costs.yaml", "costs.json"])
 def test_a_profile_is_read_back_as_written(tmp_path: Path, name: str) -> None:
     curves = LayerCurves(Quadratic(1e-5, 2e-7, 3e-12, 4e-6), POINTS, Quadratic(0.0, 1.0), Quadratic())
-    profile = LayerProfile(
-        "CPU", "float32", {("llm", LayerKind.TRANSFORMER, 2, 1): curves, ("llm", LayerKind.HEAD, 1, 1): curves}
-    )
+    profile = LayerProfile("CPU", "float32", {("llm", "transformer", 2, 1): curves, ("llm", "head", 1, 1): curves})
     profile.to_file(tmp_path / name)
     assert LayerProfile.from_file(tmp_path / name) == profile
 
 
 def test_files_without_sequences_are_read_as_before() -> None:
     entry = {"forward": [1, 2, 3], "input_gradient": [0, 0, 0], "weight_gradient": [0, 0, 0, 5]}
-    curves = LayerProfile.from_dict({"units": {"llm": {"head": [entry]}}}).curves["llm", LayerKind.HEAD, 1, 1]
+    curves = LayerProfile.from_dict({"units": {"llm": {"head": [entry]}}}).curves["llm", "head", 1, 1]
     assert curves.forward == Quadratic(1.0, 2.0, 3.0, 0.0) and curves.weight_gradient.sequence == 5.0
 
 

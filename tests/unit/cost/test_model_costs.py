@@ -5,18 +5,20 @@ import pytest
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.communication import collective_seconds, message_cost
 from multimodal.cost.flops import step_flops
-from multimodal.cost.layer_flops import UnitLoad, layer_forward_flops, sample_load
-from multimodal.cost.memory import ZERO_STAGES, layer_activation_bytes, layer_static_bytes
+from multimodal.cost.layers.registry import describe_layer
+from multimodal.cost.memory import ZERO_STAGES, layer_static_bytes
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_costs import TransferCost
+from multimodal.cost.unit_load import UnitLoad, sample_load
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.errors import ConfigError
-from multimodal.values.model_graph import LayerKind, ModelGraph
+from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from multimodal.values.schedule import Action, ActionKind, Place
+from tests.unit.cost.layer_answers import layer_activation_bytes
 
 LINKS = {
     "intra_node": {"bandwidth_gbytes_per_second": 100.0, "latency_us": 2.0},
@@ -56,7 +58,9 @@ def test_all_computations_together_cost_the_steps_flops():
     # attention's backward computes its scores again, which is not the model's work: half a forward more than step_flops counts
     loads = ((unit, sample_load(unit, sample)) for unit in GRAPH.units for sample in LENGTHS)
     repeated = sum(
-        layer_forward_flops(GRAPH, unit, kind, load, vocab_size=512).attention for unit, load in loads for kind in unit.layers
+        describe_layer(GRAPH, unit, kind, vocab_size=512).forward_flops(load).attention
+        for unit, load in loads
+        for kind in unit.layers
     )
     expected = step_flops(GRAPH, LENGTHS, vocab_size=512) + 0.5 * repeated
     assert seconds * 0.5 * 100e12 == pytest.approx(expected, rel=1e-12)
@@ -126,10 +130,9 @@ def test_a_ring_takes_as_many_steps_over_the_network_as_there_are_nodes_but_one(
 
 
 def test_memory_of_a_gpt_layer_is_korthikantis():
-    llm = GRAPH.unit("llm")
-    kept = layer_activation_bytes(llm, LayerKind.TRANSFORMER, UnitLoad(10, 100, 0), need=BackwardNeed.FULL, vocab_size=512)
+    kept = layer_activation_bytes(GRAPH, "llm", "transformer", UnitLoad(10, 100, 0), need=BackwardNeed.FULL, vocab_size=512)
     assert kept == 32 * 64 * 10
-    frozen = layer_activation_bytes(llm, LayerKind.TRANSFORMER, UnitLoad(10, 100, 0), need=BackwardNeed.NONE, vocab_size=512)
+    frozen = layer_activation_bytes(GRAPH, "llm", "transformer", UnitLoad(10, 100, 0), need=BackwardNeed.NONE, vocab_size=512)
     assert frozen == 0
     # two images of ten tokens came from the encoder; their gradients go back
     assert COSTS.activation_bytes(Place("llm", 0, 0, 0)) == 32 * 64 * 60 / 2 + 2 * 10 * 64 * 2

@@ -5,13 +5,11 @@ import pytest
 from multimodal.cost.assigned_loads import AssignedLoads
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layer_costs import LayerCosts
-from multimodal.cost.layer_curves import LayerCurves
-from multimodal.cost.layer_flops import UnitLoad, add_loads, item_load, sample_load
+from multimodal.cost.layer_curves import LayerCurves, PackedSize, Quadratic
 from multimodal.cost.layer_profile import LayerProfile
-from multimodal.cost.packed_size import PackedSize
-from multimodal.cost.quadratic import Quadratic
+from multimodal.cost.unit_load import UnitLoad, add_loads, item_load, sample_load
 from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace
-from multimodal.values.model_graph import LayerKind, ModelGraph
+from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from tools.profile_layers import packed_sizes, sizes_between
 
@@ -24,7 +22,7 @@ CLUSTER = Cluster.from_dict(
 CURVES = LayerCurves(
     Quadratic(1.0, 0.1, 0.01, 4.0), Quadratic(2.0, 0.2, 0.02, 5.0), Quadratic(3.0, 0.3), Quadratic(0.5, 0.0, 0.01, 0.25)
 )
-COSTS = LayerCosts(GRAPH, CLUSTER, 512, LayerProfile("CPU", "float32", {("llm", LayerKind.TRANSFORMER, 1, 1): CURVES}))
+COSTS = LayerCosts(GRAPH, CLUSTER, 512, LayerProfile("CPU", "float32", {("llm", "transformer", 1, 1): CURVES}))
 
 
 def test_sequences_add_up_over_items_and_samples() -> None:
@@ -41,27 +39,25 @@ def test_sequences_add_up_over_items_and_samples() -> None:
 
 def test_every_packed_sequence_costs_what_was_measured() -> None:
     whole, packed = item_load(100, 0), add_loads([item_load(50, 0)] * 2)
-    one, two = (COSTS.seconds("llm", LayerKind.TRANSFORMER, load) for load in (whole, packed))
+    one, two = (COSTS.seconds("llm", "transformer", load) for load in (whole, packed))
     assert two.forward - one.forward == pytest.approx(4.0 - 0.01 * 5000)
     assert two.input_gradient - one.input_gradient == pytest.approx(5.0 - 0.02 * 5000)
     assert two.weight_gradient == one.weight_gradient
-    repeated = [COSTS.seconds("llm", LayerKind.TRANSFORMER, packed, recompute=recompute) for recompute in ("selective", "full")]
+    repeated = [COSTS.seconds("llm", "transformer", packed, recompute=recompute) for recompute in ("selective", "full")]
     assert repeated[0].input_gradient - two.input_gradient == pytest.approx(0.5 + 0.01 * 5000 + 2 * 0.25)
     assert repeated[1].input_gradient - two.input_gradient == pytest.approx(two.forward)
 
 
 def test_more_ranks_share_tokens_but_not_the_calls_for_each_sequence() -> None:
-    found = COSTS.curves("llm", LayerKind.TRANSFORMER, tensor_parallel_size=2, context_parallel_size=1).forward
+    found = COSTS.curves("llm", "transformer", tensor_parallel_size=2, context_parallel_size=1).forward
     assert found == Quadratic(1.0, 0.05, 0.005, 4.0)
 
 
 def test_a_profile_without_sequences_costs_as_before() -> None:
     curves = LayerCurves(*(Quadratic(*curve[:3]) for curve in CURVES))
-    costs = LayerCosts(GRAPH, CLUSTER, 512, LayerProfile("CPU", "float32", {("llm", LayerKind.TRANSFORMER, 1, 1): curves}))
+    costs = LayerCosts(GRAPH, CLUSTER, 512, LayerProfile("CPU", "float32", {("llm", "transformer", 1, 1): curves}))
     load = item_load(100, 0)
-    assert costs.seconds("llm", LayerKind.TRANSFORMER, load) == costs.seconds(
-        "llm", LayerKind.TRANSFORMER, load._replace(num_sequences=9)
-    )
+    assert costs.seconds("llm", "transformer", load) == costs.seconds("llm", "transformer", load._replace(num_sequences=9))
 
 
 def test_profiled_sizes_are_packed_evenly() -> None:

@@ -5,20 +5,18 @@ from dataclasses import replace
 import pytest
 
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.layer_curves import LayerCurves
-from multimodal.cost.layer_flops import layer_weights
-from multimodal.cost.layer_profile import LayerProfile
+from multimodal.cost.layer_curves import LayerCurves, Quadratic
+from multimodal.cost.layer_profile import LayerProfile, StepProfile
+from multimodal.cost.layers.registry import describe_layer
 from multimodal.cost.model_costs import ModelCosts
-from multimodal.cost.quadratic import Quadratic
 from multimodal.cost.run_options import RunOptions
-from multimodal.cost.step_profile import StepProfile
 from multimodal.cost.update_seconds import update_traffic_bytes
 from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.errors import ConfigError
-from multimodal.values.model_graph import LayerKind, ModelGraph
+from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from multimodal.values.schedule import Action, ActionKind
@@ -37,7 +35,7 @@ ALONE = plan_colocated(GRAPH, sizes={}, world_size=1)
 
 def weights(unit: str, layers: range) -> int:
     described = GRAPH.unit(unit)
-    return sum(layer_weights(GRAPH, described, described.layers[layer], vocab_size=512) for layer in layers)
+    return sum(describe_layer(GRAPH, described, described.layers[layer], vocab_size=512).num_weights for layer in layers)
 
 
 def costs(
@@ -48,7 +46,7 @@ def costs(
 
 
 def profile_of(graph_unit: str = "llm") -> LayerProfile:
-    return LayerProfile("CPU", "float32", {(graph_unit, LayerKind.TRANSFORMER, 1, 1): CURVES}, STEP)
+    return LayerProfile("CPU", "float32", {(graph_unit, "transformer", 1, 1): CURVES}, STEP)
 
 
 def test_every_forward_and_backward_pays_for_the_runtime_but_no_weight_gradient() -> None:

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from multimodal.model.initialization import initialize_parameters
-from multimodal.model.parameter_sharding import join_shards, parameter_sharding
+from multimodal.model.layers.registry import sharding_of
+from multimodal.model.parameter_sharding import join_shards
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
-from multimodal.values.model_graph import LayerKind, ModelGraph
+from multimodal.values.model_graph import ModelGraph
 from tests.unit.model.rank_groups import groups_of
 
 # megatron-core takes every group for one of size 1 while torch.distributed is not initialised.
@@ -47,9 +48,7 @@ def joined(unit: str, *, size: int, cuts: tuple[int, ...], seed: int = 5) -> dic
             dict(build(unit, range(first, last), size=size, rank=rank, seed=seed).named_parameters()) for rank in range(size)
         ]
         for name in shards[0]:
-            layer = GRAPH.unit(unit).layers[int(name.split(".")[1])]
-            sharding = parameter_sharding(name, is_gated=layer is LayerKind.TRANSFORMER)
-            whole = join_shards([shard[name].detach() for shard in shards], sharding)
+            whole = join_shards([shard[name].detach() for shard in shards], sharding_of(GRAPH.unit(unit), name))
             assert name not in found or torch.equal(found[name], whole), "two copies of one parameter differ"
             found[name] = whole
     return found

@@ -3,15 +3,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from multimodal.model.layers.registry import sharding_of
 from multimodal.model.parameter_sharding import (
     WHOLE,
     ParameterSharding,
     full_shape,
     join_shards,
     mark_sharding,
-    parameter_sharding,
     take_shard,
 )
+from multimodal.values.model_graph import ModelGraph
 
 
 @given(size=st.integers(1, 4), blocks=st.integers(1, 2), rows=st.integers(1, 3), dimension=st.sampled_from([None, 0, 1]))
@@ -49,7 +50,10 @@ def test_each_rank_holds_its_share_of_gate_and_up() -> None:
     ],
 )
 def test_every_parameter_knows_its_split(name: str, is_gated: bool, expected: ParameterSharding) -> None:
-    assert parameter_sharding(name, is_gated=is_gated) == expected
+    shape = {"num_layers": 2, "hidden_size": 4, "num_attention_heads": 1, "ffn_hidden_size": 4}
+    described = {"role": "backbone", "activation": "swiglu" if is_gated else "gelu", **shape}
+    llm = ModelGraph.from_dict({"units": {"llm": described}}).backbone
+    assert sharding_of(llm, name) == expected
 
 
 @pytest.mark.parametrize(("sharding", "is_split", "dimension"), [(ParameterSharding(1), True, 1), (WHOLE, False, -1)])

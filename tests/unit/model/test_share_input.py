@@ -7,8 +7,7 @@ import torch
 from multimodal.attention.own_share import OwnShare
 from multimodal.attention.packed_mask import ItemSpan
 from multimodal.attention.token_shares import TokenShares
-from multimodal.model.share_input import share_input
-from multimodal.model.stage_input import PackedInput
+from multimodal.model.stage_input import PackedInput, share_input
 
 SHARES = TokenShares(np.array([0, 1, 1, 0, 2], dtype=np.int32), 4, num_tokens=9, block_size=2)
 """Tokens 0 1 | 2 3 4 5 | 6 7 | 8; the last of four ranks has none."""

@@ -3,7 +3,7 @@ import pytest
 from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace
 from multimodal.values.backward_need import BackwardNeed, layers_backward_need
 from multimodal.values.errors import ModelError
-from multimodal.values.model_graph import ImageInput, LayerKind, ModelGraph
+from multimodal.values.model_graph import ImageInput, ModelGraph
 
 SHAPE = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 16}
 UNITS = {
@@ -16,7 +16,7 @@ UNITS = {
 def test_a_generator_stands_behind_the_backbone_by_default():
     graph = ModelGraph.from_dict({"units": UNITS})
     assert graph.edges == (("vision", "llm"), ("llm", "painter"))
-    assert graph.unit("painter").layers == (LayerKind.PROJECTOR, *[LayerKind.TRANSFORMER] * 2, LayerKind.HEAD)
+    assert graph.unit("painter").layers == ("generator_projector", *["transformer"] * 2, "generator_head")
     assert ModelGraph.from_dict(graph.to_dict()) == graph
 
 

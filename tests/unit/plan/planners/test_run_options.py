@@ -15,7 +15,6 @@ from multimodal.plan.planners.planning_request import SPLIT_SCHEDULES, FixedSize
 from multimodal.plan.planners.simulate_run import predict_run
 from multimodal.plan.planners.unit_layout import UnitLayout
 from multimodal.schedule.builders import BUILDERS
-from multimodal.values.model_graph import LayerKind
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.schedule import ActionKind
 from tests.unit.plan.planners.planning_cases import CLUSTER, LLM, TEXT_ONLY, request, with_memory
@@ -54,7 +53,7 @@ def test_the_implementation_decides_what_is_kept():
         asked = request(TEXT_ONLY, transformer_impl=implementation)
         run = Candidate({"llm": even_layout(LLM, 1, 1, 1)}).to_run(asked, planner="test", seconds=0.0, started=0.0)
         assert run.transformer_impl == implementation and f"--transformer-impl {implementation}" in run.flags
-        kept = MemoryEstimate(asked).layer("llm", LayerKind.TRANSFORMER).activation_bytes(1, 1)
+        kept = MemoryEstimate(asked).layer("llm", "transformer").activation_bytes(1, 1)
         peaks[implementation] = predict_run(run, asked).peak_memory_bytes, kept
     assert all(local > fused for local, fused in zip(*(peaks[name] for name in ("local", "transformer_engine")), strict=True))
 
@@ -64,7 +63,7 @@ def test_the_optimizer_is_shared_as_training_shares_it(dtype, size, zero_stage):
     asked = request(TEXT_ONLY)
     asked = replace(asked, cluster=replace(CLUSTER, dtype=dtype))
     assert asked.zero_stage == zero_stage
-    layer = MemoryEstimate(asked).layer("llm", LayerKind.TRANSFORMER)
+    layer = MemoryEstimate(asked).layer("llm", "transformer")
     expected = layer_static_bytes(
         layer.num_weights, is_trained=True, data_parallel_size=4, zero_stage=zero_stage, bytes_per_element=size
     )

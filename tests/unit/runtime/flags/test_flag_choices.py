@@ -16,8 +16,7 @@ from multimodal.attention.bitfield import MaskMode
 from multimodal.balance import BALANCERS
 from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.balance.balance_options import Granularity
-from multimodal.cost.activation_memory import Implementation
-from multimodal.cost.layer_costs import Recompute
+from multimodal.cost.layers.layer import Implementation, Recompute
 from multimodal.plan.planners.planning_request import Sharding
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES

@@ -1,10 +1,15 @@
 """The LLM's first layer: token ids to hidden states, with the encoders' outputs in the places of their items."""
 
+from typing import Any
+
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn import Module
+
+from multimodal.model.layers.layer_kind import LayerContext, LayerKind, StagePass
 
 
 class TokenEmbedding(torch.nn.Module):
@@ -28,3 +33,23 @@ class TokenEmbedding(torch.nn.Module):
         if item_rows is not None and item_embeddings is not None:
             hidden = hidden.index_copy(0, item_rows, item_embeddings.to(hidden.dtype))
         return hidden[:, None]
+
+
+class TokenEmbeddingKind(LayerKind):
+    """Reads `batch.token_ids`, and the encoders' outputs."""
+
+    column_parallel = ("word_embeddings",)
+    takes_hidden = False
+
+    def build(self, context: LayerContext, index: int) -> TokenEmbedding:
+        """Build it for the padded vocabulary."""
+        return TokenEmbedding(config=context.config, groups=context.groups, vocab_size=context.vocab_size)
+
+    def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
+        """Look all tokens up."""
+        embedded: Tensor = layer(given.batch.token_ids, given.batch.item_rows, given.item_embeddings)
+        return embedded
+
+    def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
+        """Token ids."""
+        return {"token_ids": torch.randint(context.vocab_size, (num_tokens,), device=torch.cuda.current_device())}, None

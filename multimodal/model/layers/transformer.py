@@ -1,23 +1,73 @@
-"""The TransformerLayer specs of both implementations, with packed attention in place of megatron-core's own."""
+"""Transformer layers: megatron-core's, in both implementations, with packed attention in place of its own."""
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+from torch.nn import Module
 
 from multimodal.attention.attention_backend import AUTO, SEQUENCES, choose_backend
+from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.masked_attention import MaskedAttention
 from multimodal.attention.packed_attention import PackedAttention, RecomputedPackedAttention
 from multimodal.attention.packed_mask import MaskRule
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
+from multimodal.model.layers.layer_kind import LayerContext, LayerKind, StagePass
 from multimodal.model.norm import Norm
 from multimodal.model.overlapped_linear import OverlappedColumnParallelLinear, OverlappedRowParallelLinear
 from multimodal.values.errors import ConfigError
+from multimodal.values.model_graph import ModelGraph, Role, Unit
 
 MLP_SUBMODULES = MLPSubmodules(linear_fc1=DeferrableColumnParallelLinear, linear_fc2=DeferrableRowParallelLinear)
+
+
+def mask_rule_of(unit: Unit, *, graph: ModelGraph, mode: MaskMode) -> MaskRule:
+    """Return how a unit's tokens attend: the LLM's as `mode` says, all others to the whole sequence, which is one item."""
+    if not unit.is_causal:
+        return MaskRule(is_causal=False)
+    encoders = tuple(each.name for each in graph.units if each.role is Role.ENCODER)
+    return MaskRule(is_causal=True, mode=mode, modalities=encoders)
+
+
+class TransformerKind(LayerKind):
+    """Reads rotary angles and the lengths of packed sequences."""
+
+    column_parallel = ("linear_qkv", "linear_fc1")
+    row_parallel = ("linear_proj", "linear_fc2")
+    residual_ends = ("linear_proj", "linear_fc2")
+    recomputes = True
+
+    def build(self, context: LayerContext, index: int) -> Module:
+        """Build megatron-core's layer from its spec."""
+        options = context.options
+        spec = transformer_layer_spec(
+            implementation=options.transformer_impl,
+            rule=mask_rule_of(context.unit, graph=context.graph, mode=options.attention_mask),
+            recompute=options.recompute,
+            attention_backend=options.attention_backend,
+            is_shared=context.groups.cp.size() > 1,
+            num_overlapped_parts=options.num_overlapped_parts,
+        )
+        layer: Module = build_module(spec, config=context.config, layer_number=index, pg_collection=context.groups)
+        return layer
+
+    def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
+        """Run it on packed sequences."""
+        output: Tensor = layer(hidden, attention_mask=None, rotary_pos_emb=given.frequencies, packed_seq_params=given.lengths)[0]
+        return output
+
+    def num_blocks(self, unit: Unit, module: str) -> int:
+        """A gated first MLP layer stacks [gate; up]."""
+        return 2 if module == "linear_fc1" and unit.transformer.activation == "swiglu" else 1
+
+    def core_attention(self, layer: Module) -> Module:
+        """Return megatron-core's `core_attention`."""
+        attention: Module = layer.self_attention.core_attention  # type: ignore[union-attr, assignment]
+        return attention
 
 
 def transformer_layer_spec(
@@ -29,7 +79,7 @@ def transformer_layer_spec(
     is_shared: bool = False,
     num_overlapped_parts: int = 1,
 ) -> ModuleSpec:
-    """Spec of one transformer layer.
+    """Return the spec of one transformer layer.
 
     rule: how tokens attend; attention_backend: who computes that (`attention_backend.py`); is_shared: whether the tokens of a
     sequence are spread over ranks; num_overlapped_parts: into which tensor parallel collectives are cut, each beside the product

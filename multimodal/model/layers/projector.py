@@ -8,9 +8,13 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn import Module
 
-from multimodal.model.layer_spec import MLP_SUBMODULES
+from multimodal.model.layers.layer_kind import LayerContext, LayerKind, StagePass
+from multimodal.model.layers.transformer import MLP_SUBMODULES
 from multimodal.model.norm import Norm
+from multimodal.values.errors import ModelError
+from multimodal.values.model_graph import Unit
 
 
 class Projector(torch.nn.Module):
@@ -53,3 +57,39 @@ class Projector(torch.nn.Module):
         output, bias = self.mlp(merged)
         result: Tensor = (output + bias)[:, 0]
         return result
+
+
+class ProjectorKind(LayerKind):
+    """Gives the rows that the LLM takes; their width is its hidden size."""
+
+    column_parallel = ("linear_fc1",)
+    row_parallel = ("linear_fc2",)
+
+    def build(self, context: LayerContext, index: int) -> Projector:
+        """Build it for the LLM downstream."""
+        return Projector(
+            config=context.config,
+            groups=context.groups,
+            merge_factor=context.unit.merge_factor,
+            projector_hidden_size=context.unit.projector_hidden_size,
+            output_size=self.output_size(context),
+        )
+
+    def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
+        """Merge and map; returns [num_merged_tokens, output_size]."""
+        projected: Tensor = layer(hidden, given.batch.num_tokens)
+        return projected
+
+    def output_size(self, context: LayerContext) -> int:
+        """Return the hidden size of the units downstream; raises ModelError where they differ."""
+        unit, graph = context.unit, context.graph
+        sizes = {graph.unit(name).transformer.hidden_size for name in graph.downstream(unit.name)}
+        if len(sizes) > 1:
+            raise ModelError(
+                f"unit '{unit.name}' feeds units of different hidden sizes {sorted(sizes)}; it can feed only one size"
+            )
+        return sizes.pop() if sizes else unit.transformer.hidden_size
+
+    def num_tokens_per_output(self, unit: Unit) -> int:
+        """Return the neighbouring tokens that are merged."""
+        return unit.merge_factor

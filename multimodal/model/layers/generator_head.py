@@ -1,13 +1,16 @@
 """A generator's last layer: norm, the values of each patch, and their squared error."""
 
+from typing import Any
+
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn import Module
 
 from multimodal.model.deferrable_linear import deferrable_linear
-from multimodal.model.language_head import HeadOutput
+from multimodal.model.layers.layer_kind import HeadOutput, LayerContext, LayerKind, StagePass
 from multimodal.model.norm import Norm
 
 
@@ -36,3 +39,22 @@ class GeneratorHead(torch.nn.Module):
         wide = predicted if predicted.dtype == torch.float64 else predicted.float()
         loss_sum = (wide - patches).square().sum()
         return HeadOutput(loss_sum, None, predicted=None if self.training else wide.detach())
+
+
+class GeneratorHeadKind(LayerKind):
+    """Compares with `batch.patches`."""
+
+    gives_loss = True
+
+    def build(self, context: LayerContext, index: int) -> GeneratorHead:
+        """Build it for the patches of the unit's images."""
+        return GeneratorHead(config=context.config, groups=context.groups, patch_channels=context.patch_channels)
+
+    def run(self, layer: Module, hidden: Tensor, given: StagePass) -> HeadOutput:
+        """Predict all patches."""
+        output: HeadOutput = layer(hidden, patches=given.batch.patches)
+        return output
+
+    def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
+        """Patches to be made."""
+        return {"patches": context.random(num_tokens, context.patch_channels)}, None

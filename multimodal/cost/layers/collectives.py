@@ -1,16 +1,15 @@
-"""Collectives inside a transformer layer: what they take, and in how much of that its ranks compute nothing."""
+"""Collectives inside a layer: what they take, and in how much of that its ranks compute nothing."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from multimodal.cost.analytic_curves import ATTENTION_BACKWARD
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.communication import collective_seconds
-from multimodal.cost.quadratic import Quadratic
-from multimodal.values.model_graph import LayerKind, Unit
+from multimodal.cost.layer_curves import Quadratic
 
-_PER_PASS = 4
-"""A transformer layer all-gathers and reduce-scatters its activations twice per pass (sequence parallelism)."""
+ATTENTION_BACKWARD = 2.5
+"""Flash attention's backward over its forward: five products instead of two, since scores are not kept but computed again
+(Dao et al., FlashAttention, section 3)."""
 
 
 class LayerCollectives(NamedTuple):
@@ -58,28 +57,7 @@ def _beside(moving: float, computing: float, num_parts: int) -> float:
     return max(0.0, moving - computing) * (num_parts - 1) / num_parts
 
 
-def layer_collectives(
-    unit: Unit, kind: LayerKind, *, tensor_parallel_size: int, ranks: Sequence[int], cluster: Cluster
-) -> LayerCollectives:
-    """Return the collectives of one layer.
-
-    ranks: of the stage; the tensor parallel rank is the faster index. Tensor parallel ranks exchange their context parallel
-    rank's hidden states; context parallel ranks gather keys and values, one key head at a time, and reduce their gradients.
-    """
-    if kind is not LayerKind.TRANSFORMER:
-        return LayerCollectives()
-    shape, size = unit.transformer, cluster.bytes_per_element
-    tensor_group, context_group = ranks[:tensor_parallel_size], ranks[::tensor_parallel_size]
-    hidden_bytes = size * shape.hidden_size / len(context_group)
-    num_steps = shape.query_groups // tensor_parallel_size
-    group_bytes = size * 2 * shape.head_channels
-    return LayerCollectives(
-        _collective(hidden_bytes, ranks=tensor_group, cluster=cluster).times(_PER_PASS),
-        _collective(group_bytes, ranks=context_group, cluster=cluster).times(num_steps),
-        num_steps,
-    )
-
-
-def _collective(bytes_per_token: float, *, ranks: Sequence[int], cluster: Cluster) -> Quadratic:
+def collective_per_token(bytes_per_token: float, *, ranks: Sequence[int], cluster: Cluster) -> Quadratic:
+    """Return the seconds of one all-gather or reduce-scatter over tokens."""
     latency = collective_seconds(0.0, ranks=ranks, cluster=cluster)
     return Quadratic(latency, collective_seconds(bytes_per_token, ranks=ranks, cluster=cluster) - latency)

@@ -1,0 +1,36 @@
+"""The LLM's last layer: norm, output projection and the loss of the target tokens."""
+
+from multimodal.cost.layers.layer import INDEX_BYTES, WIDE_BYTES, ActivationBytes, ActivationCase, Layer, LayerTraffic
+from multimodal.cost.unit_load import UnitLoad
+from multimodal.values.model_graph import Role
+
+
+class HeadLayer(Layer):
+    """Logits of target tokens only."""
+
+    position = "last"
+    roles = (Role.BACKBONE,)
+    is_at_exit = True
+
+    @property
+    def num_weights(self) -> int:
+        """Hidden size times vocabulary, also where the matrix is that of the word embeddings."""
+        return self.unit.transformer.hidden_size * self.vocab_size
+
+    @property
+    def num_vector_entries(self) -> int:
+        """The norm."""
+        return self.norm_vector_entries()
+
+    def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
+        """The norm's bytes of all tokens; logits, inputs and indices of targets."""
+        size = case.bytes_per_element
+        logits = max(size, WIDE_BYTES) * self.vocab_size
+        rows = (size * self.unit.transformer.hidden_size if case.need.trains_weights else 0.0) + 2 * INDEX_BYTES
+        norm = load.num_tokens * self.exit_norm_bytes(case)
+        return ActivationBytes(norm, float(load.num_outputs * logits), load.num_outputs * rows)
+
+    def traffic(self, bytes_per_element: int) -> LayerTraffic:
+        """Logits are written and read twice (maximum, sum of exponentials); the backward reads them and writes their gradient."""
+        hidden, logits = bytes_per_element * self.unit.transformer.hidden_size, WIDE_BYTES * self.vocab_size
+        return LayerTraffic(float(2 * hidden + 3 * logits), float(3 * hidden + 2 * logits))

@@ -1,0 +1,182 @@
+"""What the cost model asks of a layer: the class that every kind of layer is, and the values that it answers with."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+from multimodal.cost.cluster import Cluster
+from multimodal.cost.layers.collectives import LayerCollectives
+from multimodal.cost.unit_load import UnitLoad
+from multimodal.values.backward_need import BackwardNeed
+from multimodal.values.model_graph import ModelGraph, Role, Unit
+
+Recompute = Literal["selective", "full"]
+"""What a layer computes again in its backward: `selective` (core attention) or `full` (the whole layer)."""
+Implementation = Literal["local", "transformer_engine"]
+"""Who computes a transformer layer, as --transformer-impl says: megatron-core's torch layers, or fused kernels."""
+Position = Literal["first", "between", "last"]
+WIDE_BYTES = 4
+"""Norms, logits and statistics are fp32 where layers compute in bf16."""
+INDEX_BYTES = 8
+
+
+class LayerFlops(NamedTuple):
+    """Forward FLOPs of a layer; a backward costs as much per kind of gradient for weights, and twice as much for attention."""
+
+    linear: float
+    """Matrix products with weights."""
+    attention: float = 0.0
+    """Attention itself: products of activations with activations."""
+
+
+class LayerTraffic(NamedTuple):
+    """Bytes that the elementwise work on one counted token moves through memory, all tensor parallel ranks together.
+
+    Matrix products reuse what they load and are bound by arithmetic; norms, residuals, activation functions, rotations and
+    softmax are bound by memory: seconds = bytes / bandwidth.
+    """
+
+    forward: float
+    input_gradient: float
+    """All of the backward: weight gradients are matrix products, which read what they need themselves."""
+
+
+class ActivationBytes(NamedTuple):
+    """Bytes that one layer keeps from its forward to the end of its backward, as on one rank that has it alone."""
+
+    whole: float = 0.0
+    """Divided by sequence parallelism only."""
+    split: float = 0.0
+    """Divided by tensor parallelism: heads, inner widths, the vocabulary."""
+    replicated: float = 0.0
+    """The same on every tensor parallel rank."""
+
+    def all_ranks(self, *, tensor_parallel_size: int = 1, sequence_parallel: bool = True) -> float:
+        """Bytes of all tensor parallel ranks together."""
+        copies = 1 if sequence_parallel else tensor_parallel_size
+        return copies * self.whole + self.split + tensor_parallel_size * self.replicated
+
+
+class ActivationCase(NamedTuple):
+    """What the bytes that a layer keeps depend on, beside its load."""
+
+    need: BackwardNeed
+    bytes_per_element: int = 2
+    """Of activations."""
+    implementation: Implementation = "transformer_engine"
+    recompute: Recompute | None = None
+    is_spread: bool = False
+    """True if context parallel ranks share the tokens: attention keeps its inputs and repeats itself, as `selective` does."""
+
+
+@dataclass(frozen=True)
+class Layer(ABC):
+    """One layer of a unit. A kind of layer is a subclass, registered in `registry.py`; all tensor parallel ranks count together.
+
+    FLOPs are counted as in Megatron's formula: 2 per multiply-add, causal attention at half its square, no recomputation; norms,
+    biases and other elementwise work are left out.
+    """
+
+    graph: ModelGraph
+    unit: Unit
+    vocab_size: int
+    """Padded."""
+
+    position: ClassVar[Position] = "between"
+    """Where in a unit's list of layers the kind may stand."""
+    roles: ClassVar[tuple[Role, ...]] = tuple(Role)
+    """Units that may have it."""
+    num_products: ClassVar[int] = 1
+    """Matrix products with weights that a forward consists of."""
+    is_at_exit: ClassVar[bool] = False
+    """True if the cost depends on the tokens that leave the unit, not on those inside it."""
+    attends: ClassVar[bool] = False
+    """True if tokens see each other, so that the cost depends on how they are packed into sequences."""
+    recomputes: ClassVar[bool] = False
+    """True if full recomputation keeps the layer's input alone."""
+    is_deep: ClassVar[bool] = False
+    """True if training the layer's weights takes nearly all of its input gradient. Other layers are about one matrix deep."""
+
+    @property
+    @abstractmethod
+    def num_weights(self) -> int:
+        """Weights of the layer's matrices."""
+
+    @property
+    def num_vector_entries(self) -> int:
+        """Entries of norms and biases."""
+        return 0
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, exactly as multimodal/model builds them."""
+        return self.num_weights + self.num_vector_entries
+
+    @property
+    def can_be_built(self) -> bool:
+        """True if multimodal/model builds the layer; others are planned and simulated only."""
+        return True
+
+    def forward_flops(self, load: UnitLoad) -> LayerFlops:
+        """FLOPs of a forward over a load."""
+        return LayerFlops(2.0 * (load.num_outputs if self.is_at_exit else load.num_tokens) * self.num_weights)
+
+    @abstractmethod
+    def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
+        """Bytes kept by a layer that has a backward; ask `activation_bytes`.
+
+        Where its weights are trained, the inputs of its products are kept, too.
+        """
+
+    def activation_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
+        """Bytes kept over one microbatch's load; none without a backward."""
+        return self.saved_bytes(load, case) if case.need.has_backward else ActivationBytes()
+
+    def traffic(self, bytes_per_element: int) -> LayerTraffic:
+        """Bytes moved per counted token, as if every operation were one kernel; here the input read and the output written."""
+        moved = float(2 * bytes_per_element * self.unit.transformer.hidden_size)
+        return LayerTraffic(moved, moved)
+
+    def collectives(self, *, tensor_parallel_size: int, ranks: Sequence[int], cluster: Cluster) -> LayerCollectives:
+        """Collectives inside the layer; ranks: of the stage, the tensor parallel rank is the faster index."""
+        return LayerCollectives()
+
+    @classmethod
+    def passes_gradient(cls, need: BackwardNeed) -> bool:
+        """True if a gradient passes through the layer.
+
+        Through a deep layer it does even when nothing upstream is trained: only the input gradient of its first matrix is spared,
+        which is not told apart here.
+        """
+        return need.sends_gradient or (need.trains_weights and cls.is_deep)
+
+    @property
+    def input_values(self) -> int:
+        """Numbers that a token of a unit's first layer is made from, or that a generator makes of one."""
+        unit = self.unit
+        if unit.image is not None:
+            return unit.image.in_channels * unit.image.patch_size**2
+        return 2 * unit.audio.num_mel_bins if unit.audio is not None else unit.transformer.hidden_size
+
+    def norm_vector_entries(self) -> int:
+        """Parameters of one norm over hidden states."""
+        return self.unit.transformer.hidden_size * (2 if self.unit.transformer.normalization == "LayerNorm" else 1)
+
+    def norm_bytes(self, *, trains: bool, size: int, is_passed: bool = True) -> float:
+        """Bytes per token that a torch norm keeps: its input, at least in fp32, and its statistics.
+
+        RMSNorm with a trained weight keeps the normalised input as well, and where no gradient of the input is needed
+        (is_passed) the normalised input alone.
+        """
+        wide, hidden = max(size, WIDE_BYTES), self.unit.transformer.hidden_size
+        if self.unit.transformer.normalization == "LayerNorm":
+            return float(wide * (hidden + 2))
+        return float(wide * (hidden * (is_passed + trains) + 1))
+
+    def exit_norm_bytes(self, case: ActivationCase) -> float:
+        """Bytes per token that the norm before a unit's last product keeps."""
+        size = case.bytes_per_element
+        if case.implementation != "local":
+            return float(size * self.unit.transformer.hidden_size)
+        return self.norm_bytes(trains=case.need.trains_weights, size=size, is_passed=case.need.sends_gradient)

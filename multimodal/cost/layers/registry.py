@@ -1,0 +1,59 @@
+"""All kinds of layer that a unit may list, by name."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from multimodal.cost.layers.audio_embedding import AudioEmbeddingLayer
+from multimodal.cost.layers.generator_head import GeneratorHeadLayer
+from multimodal.cost.layers.generator_projector import GeneratorProjectorLayer
+from multimodal.cost.layers.head import HeadLayer
+from multimodal.cost.layers.layer import Layer
+from multimodal.cost.layers.patch_embedding import PatchEmbeddingLayer
+from multimodal.cost.layers.projector import ProjectorLayer
+from multimodal.cost.layers.token_embedding import TokenEmbeddingLayer
+from multimodal.cost.layers.transformer import TransformerLayer
+from multimodal.values.errors import ModelError
+from multimodal.values.file_form import read_file
+from multimodal.values.model_graph import ModelGraph, Unit
+
+LAYER_KINDS: dict[str, type[Layer]] = {
+    "patch_embedding": PatchEmbeddingLayer,
+    "audio_embedding": AudioEmbeddingLayer,
+    "token_embedding": TokenEmbeddingLayer,
+    "transformer": TransformerLayer,
+    "projector": ProjectorLayer,
+    "head": HeadLayer,
+    "generator_projector": GeneratorProjectorLayer,
+    "generator_head": GeneratorHeadLayer,
+}
+"""Each has a module of its name in multimodal/model/layers, unless it can only be planned."""
+
+
+def describe_layer(graph: ModelGraph, unit: Unit, kind: str, *, vocab_size: int) -> Layer:
+    """Return what a layer of this kind costs in a unit; vocab_size: padded."""
+    return LAYER_KINDS[kind](graph, unit, vocab_size)
+
+
+def read_model(path: str | Path) -> ModelGraph:
+    """Read a YAML or JSON model file and check its kinds of layer; a ModelError names the line."""
+    return read_file(path, _checked_model, error=ModelError)
+
+
+def _checked_model(value: Mapping[str, Any]) -> ModelGraph:
+    graph = ModelGraph.from_dict(value)
+    for unit in graph.units:
+        for index in range(len(unit.layers)):
+            _check_kind(unit, index)
+    return graph
+
+
+def _check_kind(unit: Unit, index: int) -> None:
+    position = "first" if index == 0 else "last" if index == len(unit.layers) - 1 else "between"
+    fitting = [name for name, kind in LAYER_KINDS.items() if kind.position == position and unit.role in kind.roles]
+    if unit.layers[index] not in fitting:
+        raise ModelError(
+            f"unit '{unit.name}', layers[{index}]: '{unit.layers[index]}' is no kind of layer that a {unit.role} has "
+            f"{'between the two ends' if position == 'between' else position}; use one of {', '.join(fitting)}",
+            place=("units", unit.name, "layers", index),
+        )

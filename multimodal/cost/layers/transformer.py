@@ -1,0 +1,127 @@
+"""A transformer layer: norm and QKV, attention, projection, norm, MLP up, MLP down."""
+
+from collections.abc import Sequence
+
+from multimodal.cost.cluster import Cluster
+from multimodal.cost.layers.collectives import LayerCollectives, collective_per_token
+from multimodal.cost.layers.layer import WIDE_BYTES, ActivationBytes, ActivationCase, Layer, LayerFlops, LayerTraffic
+from multimodal.cost.unit_load import UnitLoad
+
+_PER_PASS = 4
+"""All-gathers and reduce-scatters of activations: twice each per pass (sequence parallelism)."""
+
+
+class TransformerLayer(Layer):
+    """Attention and MLP, of the shape that the unit's `transformer` describes."""
+
+    num_products = 4
+    attends = True
+    recomputes = True
+    is_deep = True
+
+    @property
+    def num_weights(self) -> int:
+        """QKV, projection, and two matrices of the MLP or three with a gate."""
+        shape = self.unit.transformer
+        query, key_value = self._widths
+        mlp = shape.ffn_hidden_size * shape.hidden_size * (3 if self._is_gated else 2)
+        return shape.hidden_size * (query + key_value) + query * shape.hidden_size + mlp
+
+    @property
+    def num_vector_entries(self) -> int:
+        """Two norms, and the biases that the shape asks for."""
+        shape = self.unit.transformer
+        inner = shape.ffn_hidden_size * (2 if self._is_gated else 1)
+        qkv_bias = sum(self._widths) if shape.add_qkv_bias or shape.add_bias_linear else 0
+        return 2 * self.norm_vector_entries() + qkv_bias + (2 * shape.hidden_size + inner if shape.add_bias_linear else 0)
+
+    def forward_flops(self, load: UnitLoad) -> LayerFlops:
+        """Products with weights are linear in tokens, attention in the squares of sequences."""
+        masked = 0.5 if self.unit.is_causal else 1.0
+        return LayerFlops(2.0 * load.num_tokens * self.num_weights, 4.0 * self._widths[0] * load.num_squared * masked)
+
+    def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
+        """Bytes by implementation; with full recomputation the input alone."""
+        if case.recompute == "full":
+            return ActivationBytes(float(case.bytes_per_element * load.num_tokens * self.unit.transformer.hidden_size))
+        is_selective = case.is_spread or case.recompute == "selective"
+        per_token = self._local_bytes if case.implementation == "local" else self._fused_bytes
+        whole, split = per_token(trains=case.need.trains_weights, size=case.bytes_per_element, is_selective=is_selective)
+        return ActivationBytes(load.num_tokens * whole, load.num_tokens * split)
+
+    def _fused_bytes(self, *, trains: bool, size: int, is_selective: bool) -> tuple[float, float]:
+        """Bytes per token that fused kernels keep, whole and split (Korthikanti et al., 2022, section 4, with flash attention).
+
+        Inputs of both norms (2h), queries, keys, values and the attention's output, and the MLP's first product; if weights are
+        trained, also the inputs of the matrix products (2h and the MLP's inner width). For GPT's shape that is 32h bytes in bf16,
+        Korthikanti's 34h less its two dropout masks.
+        """
+        shape = self.unit.transformer
+        query, key_value = self._widths
+        first_product = shape.ffn_hidden_size * (2 if self._is_gated else 1)
+        output = 0 if is_selective and not trains else query
+        whole = 2 * shape.hidden_size * (2 if trains else 1)
+        split = query + key_value + output + first_product + (shape.ffn_hidden_size if trains else 0)
+        return float(size * whole), float(size * split)
+
+    def _local_bytes(self, *, trains: bool, size: int, is_selective: bool) -> tuple[float, float]:
+        """Bytes per token that torch's autograd saves, whole and split; checked against real stages.
+
+        Rotated queries and keys and the cosines and sines of both; keys and values repeated to as many heads as queries have
+        (without repetition the values are a view that keeps the whole qkv product); the attention's output, once as its kernel
+        made it and once as the projection's input; a SwiGLU's product, both of its factors and their product; norms as
+        `norm_bytes`.
+        """
+        shape = self.unit.transformer
+        query, key_value = self._widths
+        qkv = query + key_value
+        whole = 2 * self.norm_bytes(trains=trains, size=size) + (2 * size * shape.hidden_size if trains else 0.0)
+        whole += 4 * size * shape.head_channels
+        is_repeated = shape.query_groups < shape.num_attention_heads
+        if is_selective:
+            attention = float(size * (query + key_value / 2 + qkv))
+        else:
+            attention = size * (3 * query + (query if is_repeated else qkv)) + WIDE_BYTES * shape.num_attention_heads
+        inner = shape.ffn_hidden_size * (4 if self._is_gated else 1)
+        inputs = query + shape.ffn_hidden_size if trains else 0
+        return whole, attention + size * (inner + inputs)
+
+    def traffic(self, bytes_per_element: int) -> LayerTraffic:
+        """Count elements per token, h the hidden size, f the inner one, r queries and keys together.
+
+        | operation | forward | backward |
+        |---|---|---|
+        | two norms | read and write: 4h | read the gradient and the input, write: 6h |
+        | two residual sums | read two, write one: 6h | the branch's gradient is added to the stream's: 6h |
+        | rotary positions | read and write: 2r | the same |
+        | GELU | read and write: 2f | read the gradient and the input, write: 3f |
+        | or SwiGLU | read two, write one: 3f | read the gradient and two inputs, write two: 5f |
+        """
+        shape, hidden = self.unit.transformer, self.unit.transformer.hidden_size
+        rotated = 2 * (shape.num_attention_heads + shape.query_groups) * shape.head_channels
+        forward = 10 * hidden + rotated + shape.ffn_hidden_size * (3 if self._is_gated else 2)
+        backward = 12 * hidden + rotated + shape.ffn_hidden_size * (5 if self._is_gated else 3)
+        return LayerTraffic(float(bytes_per_element * forward), float(bytes_per_element * backward))
+
+    def collectives(self, *, tensor_parallel_size: int, ranks: Sequence[int], cluster: Cluster) -> LayerCollectives:
+        """Hidden states between tensor parallel ranks; keys and values, one head at a time, between context parallel ones."""
+        shape, size = self.unit.transformer, cluster.bytes_per_element
+        tensor_group, context_group = ranks[:tensor_parallel_size], ranks[::tensor_parallel_size]
+        hidden_bytes = size * shape.hidden_size / len(context_group)
+        num_steps = shape.query_groups // tensor_parallel_size
+        group_bytes = size * 2 * shape.head_channels
+        return LayerCollectives(
+            collective_per_token(hidden_bytes, ranks=tensor_group, cluster=cluster).times(_PER_PASS),
+            collective_per_token(group_bytes, ranks=context_group, cluster=cluster).times(num_steps),
+            num_steps,
+        )
+
+    @property
+    def _is_gated(self) -> bool:
+        return self.unit.transformer.activation == "swiglu"
+
+    @property
+    def _widths(self) -> tuple[int, int]:
+        """Widths of queries, and of keys and values together."""
+        shape = self.unit.transformer
+        return shape.num_attention_heads * shape.head_channels, 2 * shape.query_groups * shape.head_channels

@@ -1,0 +1,142 @@
+"""The LLM's last layer: norm, output projection, and the loss of the target tokens."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region, gather_from_tensor_model_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, all_reduce
+from torch.nn import Module
+
+from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear
+from multimodal.model.layers.layer_kind import HeadOutput, LayerContext, LayerKind, StagePass
+from multimodal.model.norm import Norm
+
+
+class LanguageHead(torch.nn.Module):
+    """Only target tokens reach the output projection: the others have no loss, so their logits are never made."""
+
+    def __init__(
+        self, *, config: TransformerConfig, groups: ProcessGroupCollection, vocab_size: int, shares_embedding: bool
+    ) -> None:
+        super().__init__()
+        plain = dataclasses.replace(config, sequence_parallel=False)
+        self.is_sequence_sharded = config.sequence_parallel
+        self.group = groups.tp
+        self.norm = Norm(config, config.hidden_size, eps=config.layernorm_epsilon)
+        self.output_layer = DeferrableColumnParallelLinear(
+            config.hidden_size,
+            vocab_size,
+            config=plain,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=False,
+            skip_weight_param_allocation=shares_embedding,
+            tp_group=groups.tp,
+        )
+
+    def forward(
+        self,
+        hidden: Tensor,
+        *,
+        target_rows: Tensor,
+        targets: Tensor,
+        shared_weight: Tensor | None,
+        generator_rows: Tensor | None = None,
+    ) -> HeadOutput:
+        """Score the targets, and hand on what generators are given.
+
+        hidden: [rows, 1, hidden_size] (padded and / tp under sequence parallelism); target_rows, targets: [num_targets];
+        generator_rows: [num_generated_items], rows whose normalised hidden states generators are given.
+        """
+        hidden = self.norm(hidden)
+        if self.is_sequence_sharded:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
+        conditions = None if generator_rows is None else hidden.index_select(0, generator_rows)[:, 0]
+        logits, _ = self.output_layer(hidden.index_select(0, target_rows), weight=shared_weight)
+        logits = logits[:, 0]
+        loss_sum = vocab_parallel_cross_entropy(logits, targets, group=self.group).sum()
+        if self.training:
+            return HeadOutput(loss_sum, None, conditions)
+        all_logits = gather_from_tensor_model_parallel_region(logits.detach(), group=self.group)
+        is_correct = all_logits.argmax(-1) == targets if len(targets) else torch.ones_like(targets, dtype=torch.bool)
+        return HeadOutput(loss_sum, is_correct, conditions)
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, first_id: int, group: ProcessGroup) -> Tensor:
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        largest = wide.max(dim=-1, keepdim=True).values
+        all_reduce(largest, op=ReduceOp.MAX, group=group)
+        exponentials = (wide - largest).exp_()
+        local = targets - first_id
+        is_mine = (local >= 0) & (local < logits.shape[-1])
+        local = local.clamp(0, logits.shape[-1] - 1)
+        target_logit = torch.where(is_mine, wide.gather(-1, local[:, None])[:, 0] - largest[:, 0], 0.0)
+        total = torch.stack((exponentials.sum(-1), target_logit))
+        all_reduce(total, group=group)
+        ctx.save_for_backward(exponentials.div_(total[0][:, None]), local, is_mine)
+        ctx.dtype = logits.dtype
+        losses: Tensor = total[0].log() - total[1]
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        probabilities, local, is_mine = ctx.saved_tensors
+        grad_logits = probabilities.clone()
+        rows = torch.arange(len(local), device=local.device)
+        grad_logits[rows, local] -= is_mine.to(grad_logits.dtype)
+        return (grad_logits * gradient[:, None]).to(ctx.dtype), None, None, None
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, *, group: ProcessGroup) -> Tensor:
+    """Return the loss of each token, in float32 (float64 for float64 logits).
+
+    megatron-core has the same, but reads its process group from global state and casts to float32, which exact checks in float64
+    must not do.
+
+    logits: [num_tokens, vocab_size / tp], this rank's contiguous share; targets: [num_tokens], int64.
+    Returns [num_tokens], the same on every rank of the group.
+    """
+    if logits.shape[0] == 0:
+        return logits.sum(-1)
+    losses: Tensor = _VocabParallelCrossEntropy.apply(logits, targets, group.rank() * logits.shape[-1], group)
+    return losses
+
+
+class HeadKind(LayerKind):
+    """Reads `batch.target_rows`, `batch.targets` and `batch.generator_rows`."""
+
+    column_parallel = ("output_layer",)
+    gives_loss = True
+    picks_tokens = True
+
+    def build(self, context: LayerContext, index: int) -> LanguageHead:
+        """Build it for the padded vocabulary, without weights of its own where the embeddings are tied."""
+        return LanguageHead(
+            config=context.config,
+            groups=context.groups,
+            vocab_size=context.vocab_size,
+            shares_embedding=context.unit.ties_embeddings,
+        )
+
+    def run(self, layer: Module, hidden: Tensor, given: StagePass) -> HeadOutput:
+        """Score the targets."""
+        output: HeadOutput = layer(
+            hidden,
+            target_rows=given.batch.target_rows,
+            targets=given.batch.targets,
+            shared_weight=given.shared_weight,
+            generator_rows=given.batch.generator_rows,
+        )
+        return output
+
+    def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
+        """Every token has a target."""
+        device = torch.cuda.current_device()
+        targets = torch.randint(context.vocab_size, (num_tokens,), device=device)
+        return {"target_rows": torch.arange(num_tokens, device=device), "targets": targets}, None

@@ -1,0 +1,143 @@
+"""What a stage asks of a layer: the class that every kind of layer is, and the values that they exchange."""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import Module
+
+from multimodal.attention.packed_lengths import PackedLengths
+from multimodal.model.parameter_sharding import WHOLE, ParameterSharding
+from multimodal.model.stage_input import PackedInput
+from multimodal.model.transformer_config import BuildOptions
+from multimodal.values.model_graph import ModelGraph, Unit
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What a layer is built from."""
+
+    graph: ModelGraph
+    unit: Unit
+    config: TransformerConfig
+    groups: ProcessGroupCollection
+    """Tensor, context and pipeline parallel groups of this rank in the unit."""
+    options: BuildOptions
+    vocab_size: int = 0
+    """Padded; the LLM only."""
+
+    @property
+    def patch_channels(self) -> int:
+        """Values of one patch of the unit's images."""
+        assert self.unit.image is not None, f"unit '{self.unit.name}' has no image"
+        return self.unit.image.in_channels * self.unit.image.patch_size**2
+
+    @property
+    def condition_size(self) -> int:
+        """Width of what the LLM hands to generators."""
+        return self.graph.backbone.transformer.hidden_size
+
+    def random(self, *shape: int) -> Tensor:
+        """Return random values on the device, of the type that the unit computes in."""
+        return torch.randn(*shape, device=torch.cuda.current_device(), dtype=self.options.precision.params_dtype)
+
+
+@dataclass(frozen=True)
+class StagePass:
+    """What all layers of a stage may read in one forward."""
+
+    batch: PackedInput
+    item_embeddings: Tensor | None
+    """What other units hand over: [num_item_tokens, hidden_size] or, for a generator, [num_images, condition_size]."""
+    frequencies: Tensor
+    """[num_rows, 1, 1, head_channels]: rotary angles of all tokens."""
+    lengths: PackedLengths
+    shared_weight: Tensor | None
+    """[vocab_size / tp, hidden_size]: tied word embeddings, where the stage has them."""
+
+
+class HeadOutput(NamedTuple):
+    """The result of a head for one microbatch."""
+
+    loss_sum: Tensor
+    """Sum of the losses of the target tokens (LLM) or of all generated values (generator), float32 (float64 in float64 runs)."""
+    is_correct: Tensor | None
+    """[num_targets]: True if greedy decoding picks the target; LLM only, and only outside of training."""
+    conditions: Tensor | None = None
+    """[num_generated_items, hidden_size], for generators; LLM only, None where there is nothing to generate."""
+    predicted: Tensor | None = None
+    """[num_tokens, patch_channels]: a generator's patches; only outside of training."""
+
+
+class LayerKind(ABC):
+    """How layers of one kind are built, split, started and run. Has no state: weights are in the module."""
+
+    column_parallel: ClassVar[tuple[str, ...]] = ()
+    """Modules whose weights and biases are split over tensor parallel ranks by outputs."""
+    row_parallel: ClassVar[tuple[str, ...]] = ()
+    """Modules whose weights are split by inputs."""
+    residual_ends: ClassVar[tuple[str, ...]] = ()
+    """Modules that end a residual branch; their weights start smaller."""
+    recomputes: ClassVar[bool] = False
+    """True if full recomputation keeps the layer's input alone."""
+    takes_hidden: ClassVar[bool] = True
+    """False for a unit's first layer, which makes hidden states of what it reads in the batch."""
+    gives_loss: ClassVar[bool] = False
+    """True if `run` returns a HeadOutput."""
+    picks_tokens: ClassVar[bool] = False
+    """True if outside of training that says which targets decoding picks."""
+
+    @abstractmethod
+    def build(self, context: LayerContext, index: int) -> Module:
+        """Build the layer at `index` of its unit, uninitialised."""
+
+    @abstractmethod
+    def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor | HeadOutput:
+        """Run the layer.
+
+        hidden: [rows, 1, hidden_size], padded and / tp under sequence parallelism. Returns the same shape; a unit's first layer
+        (`hidden` is None) returns all rows of the batch, [num_tokens, 1, hidden_size], which the stage pads and shares.
+        """
+
+    def sharding(self, unit: Unit, name: str) -> ParameterSharding:
+        """Return how a parameter is split over tensor parallel ranks; name: `<module>. ... .weight` or `.bias`."""
+        owner, _, tensor = name.rpartition(".")
+        owner = owner.rpartition(".")[2]
+        if owner in self.column_parallel and tensor in ("weight", "bias"):
+            return ParameterSharding(0, self.num_blocks(unit, owner))
+        return ParameterSharding(1) if owner in self.row_parallel and tensor == "weight" else WHOLE
+
+    def num_blocks(self, unit: Unit, module: str) -> int:
+        """Return how many stacked matrices a column parallel module holds, of each of which a rank has its part."""
+        return 1
+
+    def initial_std(self, unit: Unit, name: str) -> float:
+        """Return the standard deviation of a matrix at the start: that of Megatron's scheme."""
+        shape = unit.transformer
+        ends_branch = any(f"{module}." in name for module in self.residual_ends)
+        return shape.init_method_std / (math.sqrt(2 * shape.num_layers) if ends_branch else 1)
+
+    def initial_vector(self, name: str) -> float:
+        """Return the value of all entries of a vector at the start: 1 for norms, 0 for biases."""
+        return 1.0 if name.endswith(("norm.weight", "layer_norm_weight")) else 0.0
+
+    def output_size(self, context: LayerContext) -> int:
+        """Return the width of what the layer hands on."""
+        return context.unit.transformer.hidden_size
+
+    def num_tokens_per_output(self, unit: Unit) -> int:
+        """Return how many tokens leave as one."""
+        return 1
+
+    def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
+        """Return what the layer reads beside hidden states, for profiling: fields of PackedInput, and `item_embeddings`."""
+        return {}, None
+
+    def core_attention(self, layer: Module) -> Module | None:
+        """Return the module that computes core attention, for profiling; None where tokens do not attend."""
+        return None

@@ -1,0 +1,42 @@
+"""All kinds of layer that can be built and trained, by name."""
+
+from multimodal.model.layers.generator_head import GeneratorHeadKind
+from multimodal.model.layers.generator_projector import GeneratorProjectorKind
+from multimodal.model.layers.head import HeadKind
+from multimodal.model.layers.layer_kind import LayerKind
+from multimodal.model.layers.patch_embedding import PatchEmbeddingKind
+from multimodal.model.layers.projector import ProjectorKind
+from multimodal.model.layers.token_embedding import TokenEmbeddingKind
+from multimodal.model.layers.transformer import TransformerKind
+from multimodal.model.parameter_sharding import ParameterSharding
+from multimodal.values.errors import ModelError
+from multimodal.values.model_graph import Unit
+
+LAYER_KINDS: dict[str, LayerKind] = {
+    "patch_embedding": PatchEmbeddingKind(),
+    "token_embedding": TokenEmbeddingKind(),
+    "transformer": TransformerKind(),
+    "projector": ProjectorKind(),
+    "head": HeadKind(),
+    "generator_projector": GeneratorProjectorKind(),
+    "generator_head": GeneratorHeadKind(),
+}
+"""The same names as in multimodal/cost/layers, where every kind has its costs."""
+
+
+def kind_of(unit: Unit, index: int) -> LayerKind:
+    """Return the kind of a unit's layer at `index`; raises ModelError where it cannot be built."""
+    name = unit.layers[index]
+    if name not in LAYER_KINDS:
+        raise ModelError(
+            f"unit '{unit.name}', layers[{index}]: '{name}' can be planned and simulated, but not trained; "
+            f"kinds of layer that can be are {', '.join(LAYER_KINDS)}",
+            place=("units", unit.name, "layers", index),
+        )
+    return LAYER_KINDS[name]
+
+
+def sharding_of(unit: Unit, name: str) -> ParameterSharding:
+    """Return the sharding of a parameter of a UnitStage of `unit`, by its name there (`layers.<layer index>. ...`)."""
+    _, index, rest = name.split(".", 2)
+    return kind_of(unit, int(index)).sharding(unit, rest)
