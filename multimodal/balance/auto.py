@@ -53,7 +53,7 @@ def _unique(candidates: Iterable[Assignment]) -> Iterator[Assignment]:
 
 def _shortest(candidates: Sequence[Assignment], lengths: Sequence[SampleLengths], predictor: Predictor) -> Assignment:
     """Return the first of the candidates that take shortest, without predicting those that cannot win."""
-    predictions = [predictor.predict(candidate, lengths) for candidate in candidates]
+    predictions = predictor.predict_each(candidates, lengths)
     best_seconds, best = float("inf"), -1
     for index in sorted(range(len(candidates)), key=lambda index: predictions[index].least_seconds):
         if predictions[index].least_seconds > best_seconds:

@@ -32,8 +32,8 @@ class Prediction(Protocol):
 class Predictor(Protocol):
     """Predicts steps, deterministically."""
 
-    def predict(self, assignment: Assignment, lengths: Sequence[SampleLengths]) -> Prediction:
-        """Predict a step of these samples."""
+    def predict_each(self, assignments: Sequence[Assignment], lengths: Sequence[SampleLengths]) -> Sequence[Prediction]:
+        """Predict a step of these samples under each of several assignments."""
 
 
 class Granularity(StrEnum):

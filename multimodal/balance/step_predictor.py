@@ -13,7 +13,7 @@ from multimodal.schedule.simulate import simulate_seconds
 from multimodal.values.assignment import Assignment
 from multimodal.values.backward_need import stage_backward_need
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.schedule import Action, ActionKind
+from multimodal.values.schedule import ActionKind
 
 MOST_SIMULATED_COMPUTATIONS = 20_000
 """Forwards and backwards of a step, over all lanes, up to which it is simulated: about a second."""
@@ -30,9 +30,13 @@ class StepPredictor:
 
     def predict(self, assignment: Assignment, lengths: Sequence[SampleLengths]) -> "StepPrediction":
         """Predict a step of these samples."""
+        return self.predict_each((assignment,), lengths)[0]
+
+    def predict_each(self, assignments: Sequence[Assignment], lengths: Sequence[SampleLengths]) -> "list[StepPrediction]":
+        """Predict a step of these samples under each of several assignments; what they have in common is computed once."""
         graph, plan = self.schedules.graph, self.schedules.plan
-        costs = ModelCosts(graph, plan, assignment, lengths, self.cluster, self.vocab_size, self.options)
-        return StepPrediction(self.schedules, costs)
+        first = ModelCosts(graph, plan, assignments[0], lengths, self.cluster, self.vocab_size, self.options)
+        return [StepPrediction(self.schedules, first.of_assignment(assignment)) for assignment in assignments]
 
 
 @dataclass(frozen=True)
@@ -55,15 +59,11 @@ class StepPrediction:
         graph, plan = self.costs.graph, self.costs.plan
         work_of_lane: dict[int, float] = defaultdict(float)
         for unit, replicas in self.costs.assignment.units.items():
-            for replica, microbatches in enumerate(replicas):
+            for replica in range(len(replicas)):
                 for stage in range(plan.units[unit].num_virtual_stages):
                     has_backward = stage_backward_need(graph, plan, unit, replica, stage).has_backward
                     kinds = (ActionKind.FORWARD, *((ActionKind.BACKWARD,) if has_backward else ()))
-                    work = sum(
-                        self.costs.compute(Action(kind, unit, replica, stage, microbatch)).seconds
-                        for microbatch in range(len(microbatches))
-                        for kind in kinds
-                    )
+                    work = self.costs.stage_seconds(unit, replica, stage, kinds=kinds)
                     for lane in plan.lanes_of_stage(unit, replica, stage):
                         work_of_lane[lane] += work
         return max(work_of_lane.values(), default=0.0)

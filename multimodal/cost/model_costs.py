@@ -1,7 +1,7 @@
 """Costs of a step from first principles: FLOPs over speed, bytes over bandwidth."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from multimodal.cost.assigned_loads import AssignedLoads
@@ -24,6 +24,9 @@ from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.schedule import REPEATED_KINDS, Action, ActionKind, Place
+
+_OF_EVERY_ASSIGNMENT = ("layer_costs", "stages", "_compute_costs", "_firsts_alike", "_stages_alike", "_links")
+"""Attributes of `ModelCosts`, computed when asked for, that hold for any placement of the samples."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,21 @@ class ModelCosts:
             return own
         late = self._slowest_seconds(kind, action.unit, action.stage, action.microbatch) - own.seconds
         return ComputeCost(own.seconds + late, own.tensor_parallel_seconds + late)
+
+    def stage_seconds(self, unit: str, replica: int, stage: int, *, kinds: Sequence[ActionKind]) -> float:
+        """Return the seconds of a stage's computations of some kinds, over all microbatches."""
+        places = [MicrobatchPlace(unit, replica, index) for index in range(self.assignment.num_microbatches(unit, replica))]
+        if self.options.zero_stage < 3:
+            loads = [self.loads.at(place) for place in places]
+            return sum(self._compute_cost(kind, unit, replica, stage, load).seconds for load in loads for kind in kinds)
+        return sum(self._slowest_seconds(kind, unit, stage, place.microbatch) for place in places for kind in kinds)
+
+    def of_assignment(self, assignment: Assignment) -> "ModelCosts":
+        """Return the costs of the same samples placed otherwise; what does not depend on the placement is not computed again."""
+        other = replace(self, assignment=assignment)
+        for name in _OF_EVERY_ASSIGNMENT:
+            other.__dict__[name] = getattr(self, name)
+        return other
 
     def transfer(self, send: Action) -> TransferCost:
         """Cost of the message that a send starts: inside a unit its hidden states, between units the routed atoms' outputs."""
