@@ -30,9 +30,8 @@ from scipy.optimize import linprog
 
 from multimodal.cost.cluster import Cluster
 from multimodal.data.length_table import uniform_lengths
-from multimodal.plan.planners.allocation import solve_allocation
-from multimodal.plan.planners.allocation_search import AllocationProblem, search_allocation
-from multimodal.plan.planners.braid import plan_braid
+from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners.allocation_search import AllocationProblem, search_allocation, solve_allocation
 from multimodal.plan.planners.disttrain import build_problem, plan_disttrain
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.unit_options import UnitOptions, pareto_rows
@@ -134,7 +133,7 @@ def _linear_program(work: list[float], minimums: list[float], num_gpus: float) -
 def measure_braid() -> dict[str, Any]:
     """Time one search."""
     start = time.perf_counter()
-    run = plan_braid(braid_request(0.6 * CLAIMED_BRAID_SECONDS))
+    run = PLANNERS["braid"](braid_request(0.6 * CLAIMED_BRAID_SECONDS))
     seconds = time.perf_counter() - start
     return {"seconds": seconds, "iteration_seconds": run.objective_seconds, "gpus": run.num_gpus, "notes": list(run.notes)}
 

@@ -23,9 +23,8 @@ from multimodal.cost.layers.registry import read_model
 from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.draw_plans import draw_plans
-from multimodal.plan.planners.per_gpu import plan_per_gpu
 from multimodal.plan.planners.plan_file import write_plan_file
-from multimodal.plan.planners.plan_run import plan_run
+from multimodal.plan.planners.plan_run import plan_per_gpu, plan_run
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, Sharding
 from multimodal.plan.planners.simulate_run import SEED, Prediction

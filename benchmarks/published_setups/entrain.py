@@ -19,9 +19,9 @@ from multimodal.cost.cluster import Cluster
 from multimodal.cost.layer_execution import LayerExecution
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.plan.colocated import plan_colocated
+from multimodal.plan.planners.entrain import gpu_block, sample_work, stable_batch_size
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes
-from multimodal.plan.planners.profiling_batch import gpu_block, sample_work, stable_batch_size
 from multimodal.plan.planners.simulate_run import assign
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.length_batches import draw_length_batches
@@ -114,7 +114,7 @@ def _dip_run(setup: Setup) -> PlannedRun:
         setup.graph.unit_names, UnitSizes(tensor_parallel_size=TENSOR_PARALLEL_SIZE, pipeline_parallel_size=stages)
     )
     plan = plan_colocated(setup.graph, sizes=sizes, world_size=NUM_GPUS)
-    return PlannedRun("dip", plan, schedule="dip", passes=setup.passes, micro_batch_size=MICRO_BATCH_SIZE)
+    return PlannedRun(plan, planner="dip", schedule="dip", passes=setup.passes, micro_batch_size=MICRO_BATCH_SIZE)
 
 
 def _profiling_batch(setup: Setup, cluster: Cluster) -> int:

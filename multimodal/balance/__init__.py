@@ -1,6 +1,6 @@
 """Which sample goes where: balancers turn lengths into an Assignment, every rank the same one; and what others ask about each."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -13,7 +13,7 @@ from multimodal.balance.in_order import balance_in_order, balance_sorted
 from multimodal.balance.orchmllm import balance_every_unit, balance_llm_only, balance_whole_samples
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
+from multimodal.values.plan import Plan, UnitPlan
 from multimodal.values.sample_lengths import SampleLengths
 
 
@@ -51,15 +51,34 @@ class BalancerRow:
     needs_costs: bool = False
     """True if it predicts steps, and so needs a description of the machine."""
     tried_first_on: frozenset[Placement] = frozenset()
-    """Plans on which a search tries it at once; it tries all others on the best plans."""
+    """Plans on which a search tries it at once; the others are tried on the best plans only."""
+    is_for_these_alone: bool = False
+    """True if neither a search nor `auto` should try it on other plans."""
 
     def __call__(self, lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
         """Place every sample and every item: a row is a `Balancer`."""
         return self.balance(lengths, graph=graph, plan=plan, options=options)
 
+    def suits(self, placements: Collection[Placement]) -> bool:
+        """Return True if `auto` and searches try it on such plans."""
+        return not self.needs_costs and (not self.is_for_these_alone or not self.tried_first_on.isdisjoint(placements))
+
+
+def placements_of(units: Sequence[UnitPlan]) -> tuple[Placement, ...]:
+    """Return how units are placed that have work to do; units that share all ranks may meet late, or run in phases."""
+    ranks = [frozenset(unit.ranks) for unit in units]
+    if len(units) == 1 or any(each != ranks[0] for each in ranks):
+        is_chain = any(len(stage.layer_ranges) > 1 for unit in units for stage in unit.replicas[0].stages)
+        return (Placement.CHAIN,) if is_chain else (Placement.OWN_RANKS,)
+    if len({unit.data_parallel_size for unit in units}) > 1:
+        return (Placement.PHASES,)
+    is_pipeline = any(unit.num_virtual_stages > 1 for unit in units)
+    return (Placement.SHARED_PIPELINE,) if is_pipeline else (Placement.SHARED_RANKS, Placement.PHASES)
+
 
 def _balance_auto(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
-    tried = [row.balance for row in BALANCERS.values() if not row.needs_costs]
+    placements = placements_of(tuple(plan.units.values()))
+    tried = [row.balance for row in BALANCERS.values() if row.suits(placements)]
     return balance_auto(lengths, graph=graph, plan=plan, options=options, balancers=tried)
 
 
@@ -84,6 +103,7 @@ BALANCERS: dict[str, BalancerRow] = {
         meaning="the work of all units together balanced over replicas, then over microbatches",
         keeps_samples_whole=True,
         tried_first_on=frozenset({Placement.CHAIN, Placement.SHARED_RANKS, Placement.SHARED_PIPELINE}),
+        is_for_these_alone=True,
     ),
     "orchmllm": BalancerRow(
         balance=balance_every_unit,

@@ -1,13 +1,14 @@
 """One point of a planner's search: unit layouts, how they share ranks, and a microbatch size."""
 
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.planning_request import PlanningRequest, plain_schedule
 from multimodal.plan.planners.unit_layout import Groups, UnitLayout, lay_out_units
+from multimodal.schedule.builders import BUILDERS
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 
@@ -37,7 +38,7 @@ class Candidate:
     @property
     def schedule(self) -> str:
         """The plainest builder that fits the layouts."""
-        return "interleaved-1f1b" if any(layout.virtual_stages > 1 for layout in self.layouts.values()) else "1f1b"
+        return plain_schedule(has_virtual_stages=any(layout.virtual_stages > 1 for layout in self.layouts.values()))
 
     def build_plan(self, graph: ModelGraph) -> Plan:
         """Deal ranks; raises PlanError."""
@@ -47,27 +48,27 @@ class Candidate:
         self,
         request: PlanningRequest,
         *,
-        planner: str,
         seconds: float,
-        started: float,
         balance: str = "none",
         schedule: str | None = None,
     ) -> PlannedRun:
-        """Return the planner's answer; started: `time.perf_counter()` when the planner began."""
-        plan = self.build_plan(request.graph)
-        return PlannedRun(
-            planner,
-            plan,
-            schedule=schedule or self.schedule,
-            passes=request.passes(plan),
-            transformer_impl=request.implementation(schedule or self.schedule),
-            balance=balance,
-            micro_batch_size=self.micro_batch_size,
-            recompute=request.recompute,
-            sharding=request.sharding or "optim",
-            objective_seconds=seconds,
-            planning_seconds=time.perf_counter() - started,
-        )
+        """Return the planner's answer; seconds: what it expects of a step."""
+        run = build_run(request, self.build_plan(request.graph), schedule=schedule or self.schedule, seconds=seconds)
+        return replace(run, balance=balance, micro_batch_size=self.micro_batch_size)
+
+
+def build_run(request: PlanningRequest, plan: Plan, *, schedule: str, seconds: float) -> PlannedRun:
+    """Return a run of a plan with what the request says of it, or what follows from the schedule."""
+    return PlannedRun(
+        plan,
+        schedule=schedule,
+        passes=request.passes(plan),
+        micro_batch_size=request.default_micro_batch_size,
+        recompute=request.recompute,
+        transformer_impl=request.implementation(schedule),
+        sharding=request.sharding or "optim",
+        objective_seconds=seconds,
+    )
 
 
 def num_unit_microbatches(request: PlanningRequest, candidate: Candidate, unit: str) -> int:
@@ -76,11 +77,14 @@ def num_unit_microbatches(request: PlanningRequest, candidate: Candidate, unit: 
     return -(-count // candidate.layouts[unit].data_parallel_size)
 
 
-def samples_in_flight(request: PlanningRequest, candidate: Candidate, unit: str, stage_index: int) -> float:
-    """Samples whose activations a stage keeps under 1F1B, or interleaved 1F1B where it has several layer ranges.
+def samples_in_flight(
+    request: PlanningRequest, candidate: Candidate, unit: str, stage_index: int, *, schedule: str | None = None
+) -> float:
+    """Samples whose activations a stage keeps under a schedule, by default the candidate's.
 
-    Stage s of P keeps P - s microbatches, and what keeps the units downstream full: an encoder as many of its microbatches as
-    the LLM has in flight, a generator's upstream as many as the generator. See `forward_limits` in schedule/builders.
+    Under 1F1B (interleaved where it has several layer ranges), stage s of P keeps P - s microbatches, and what keeps the units
+    downstream full: an encoder as many of its microbatches as the LLM has in flight, a generator's upstream as many as the
+    generator. See `forward_limits` in schedule/builders.
     """
     graph, layouts, size = request.graph, candidate.layouts, candidate.micro_batch_size
     layout = layouts[unit]
@@ -88,7 +92,8 @@ def samples_in_flight(request: PlanningRequest, candidate: Candidate, unit: str,
     chunks = layout.virtual_stages
     own = depth - stage_index if chunks == 1 else (2 * (depth - stage_index - 1) + (chunks - 1) * depth + 1) / chunks
     behind = _in_flight_downstream(graph, layouts, unit) / layout.data_parallel_size
-    return size * min(own + behind, num_unit_microbatches(request, candidate, unit))
+    in_flight = BUILDERS[schedule or candidate.schedule].in_flight * (own + behind)
+    return size * min(in_flight, num_unit_microbatches(request, candidate, unit))
 
 
 def _in_flight_downstream(graph: ModelGraph, layouts: Mapping[str, UnitLayout], unit: str) -> float:
@@ -103,20 +108,23 @@ def _in_flight_downstream(graph: ModelGraph, layouts: Mapping[str, UnitLayout], 
     )
 
 
-def peak_bytes(request: PlanningRequest, memory: MemoryEstimate, candidate: Candidate) -> Mapping[str, float]:
+def peak_bytes(
+    request: PlanningRequest, memory: MemoryEstimate, candidate: Candidate, *, schedule: str | None = None
+) -> Mapping[str, float]:
     """Unit -> most bytes that a rank of it needs for it, besides those that one layer works with."""
+    in_flight = partial(samples_in_flight, request, candidate, schedule=schedule)
     return {
         unit: max(
-            memory.stage_bytes(unit, layout, stage, num_samples=samples_in_flight(request, candidate, unit, stage))
+            memory.stage_bytes(unit, layout, stage, num_samples=in_flight(unit, stage))
             for stage in range(layout.pipeline_parallel_size)
         )
         for unit, layout in candidate.layouts.items()
     }
 
 
-def fits(request: PlanningRequest, memory: MemoryEstimate, candidate: Candidate) -> bool:
-    """Whether the estimated peak is within the memory to count on."""
-    peaks = peak_bytes(request, memory, candidate)
+def fits(request: PlanningRequest, memory: MemoryEstimate, candidate: Candidate, *, schedule: str | None = None) -> bool:
+    """Return True if the estimated peak under a schedule, by default the candidate's, is within the memory to count on."""
+    peaks = peak_bytes(request, memory, candidate, schedule=schedule)
     working = {
         unit: memory.working_bytes(
             unit, tensor_parallel_size=layout.tensor_parallel_size, context_parallel_size=layout.context_parallel_size

@@ -1,38 +1,34 @@
 """Cornstarch: every module partitioned by itself, loosely coupled by the time of an LLM stage (Cornstarch 5.2, Alg. 1)."""
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
 from multimodal.plan.planners.candidate import Candidate
-from multimodal.plan.planners.choose import choose_candidate
-from multimodal.plan.planners.infeasible import infeasible
 from multimodal.plan.planners.layer_times import PlanningTimes
-from multimodal.plan.planners.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.partition_layers import partition_unit, range_seconds
+from multimodal.plan.planners.megatron import largest_fitting, shared_data_parallel_sizes
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.shared_grid import largest_fitting, shared_data_parallel_sizes
-from multimodal.plan.planners.unit_layout import UnitLayout
+from multimodal.plan.planners.step_estimate import choose_candidate
+from multimodal.plan.planners.unit_layout import UnitLayout, partition_unit, range_seconds
+from multimodal.plan.planners.unit_options import infeasible
 from multimodal.values.model_graph import Unit
 
 
 def plan_cornstarch(request: PlanningRequest) -> PlannedRun:
     """Plan with backwards as freezing makes them (Cornstarch 4.2). Raises PlanError when nothing fits."""
-    return _plan(request, planner="cornstarch", is_frozen_aware=True)
+    return _plan(request, is_frozen_aware=True)
 
 
 def plan_cornstarch_unaware(request: PlanningRequest) -> PlannedRun:
     """Plan as if every backward took twice its forward: the baseline of Cornstarch's Table 3."""
-    return _plan(request, planner="cornstarch-unaware", is_frozen_aware=False)
+    return _plan(request, is_frozen_aware=False)
 
 
-def _plan(request: PlanningRequest, *, planner: str, is_frozen_aware: bool) -> PlannedRun:
-    started = time.perf_counter()
-    times, memory = PlanningTimes(request, is_frozen_aware=is_frozen_aware), MemoryEstimate(request)
-    chosen, seconds = choose_candidate(request, _candidates(request, times), times=times, memory=memory, planner=planner)
-    return chosen.to_run(request, planner=planner, seconds=seconds, started=started)
+def _plan(request: PlanningRequest, *, is_frozen_aware: bool) -> PlannedRun:
+    times = PlanningTimes(request, is_frozen_aware=is_frozen_aware)
+    chosen, seconds = choose_candidate(request, _candidates(request, times), times=times)
+    return chosen.to_run(request, seconds=seconds)
 
 
 def _candidates(request: PlanningRequest, times: PlanningTimes) -> Iterator[Candidate]:
@@ -90,5 +86,5 @@ def match_stage_seconds(request: PlanningRequest, times: PlanningTimes, unit: Un
             if not is_late:
                 break
     if chosen is None:
-        raise infeasible(request, planner="cornstarch")
+        raise infeasible(request)
     return chosen

@@ -1,16 +1,13 @@
 """DistTrain: every unit on ranks of its own, sized by the adaptive resource allocation of its Algorithm 1."""
 
-import time
-
 from multimodal.plan.planners.allocation_search import AllocationChoice, AllocationProblem, search_allocation
 from multimodal.plan.planners.candidate import Candidate
-from multimodal.plan.planners.infeasible import infeasible
 from multimodal.plan.planners.layer_times import PlanningTimes
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.unit_layout import UnitLayout, deal_ranges
-from multimodal.plan.planners.unit_options import Bools, UnitOptions, list_options
+from multimodal.plan.planners.unit_options import Bools, UnitOptions, infeasible, list_options
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import Unit
 from multimodal.values.plan import split_layers
@@ -24,14 +21,13 @@ def plan_disttrain(request: PlanningRequest) -> PlannedRun:
 
     The number of virtual stages of the LLM is the person's (`fixed_sizes`), as there, and 1 by default.
     """
-    started = time.perf_counter()
     problem = build_problem(request)
     try:
         choice = search_allocation(problem)
     except PlanError:
-        raise infeasible(request, planner="disttrain") from None
+        raise infeasible(request) from None
     candidate = build_candidate(request, problem, choice)
-    return candidate.to_run(request, planner="disttrain", seconds=choice.seconds, started=started, balance=BALANCE)
+    return candidate.to_run(request, seconds=choice.seconds, balance=BALANCE)
 
 
 def build_candidate(request: PlanningRequest, problem: AllocationProblem, choice: AllocationChoice) -> Candidate:

@@ -1,22 +1,19 @@
 """Encoders-colocated: all encoders fused into the same stages, one after another, in front of the LLM's (Cornstarch 2)."""
 
-import time
 from collections.abc import Iterator, Sequence
 from itertools import product
 
 from multimodal.plan.planners.candidate import Candidate
-from multimodal.plan.planners.choose import choose_candidate
-from multimodal.plan.planners.layer_times import PlanningTimes
-from multimodal.plan.planners.megatron import even_layout
-from multimodal.plan.planners.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.shared_grid import (
+from multimodal.plan.planners.megatron import (
     largest_fitting,
     shared_context_parallel_sizes,
     shared_data_parallel_sizes,
     shared_tensor_parallel_sizes,
 )
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.step_estimate import choose_candidate
+from multimodal.plan.planners.unit_layout import even_layout
 
 MOST_EXTRA_STAGES = 8
 
@@ -27,11 +24,9 @@ def plan_encoders_colocated(request: PlanningRequest) -> PlannedRun:
     All units have the same dp, the encoders the same tp, cp and pp, the others the same tp and cp.
     Raises PlanError when nothing fits.
     """
-    started = time.perf_counter()
-    times, memory = PlanningTimes(request), MemoryEstimate(request)
-    chosen, seconds = choose_candidate(request, _candidates(request), times=times, memory=memory, planner="encoders-colocated")
+    chosen, seconds = choose_candidate(request, _candidates(request))
     schedule = "encoders-colocated" if len(request.graph.encoders) > 1 else "1f1b"
-    return chosen.to_run(request, planner="encoders-colocated", seconds=seconds, started=started, schedule=schedule)
+    return chosen.to_run(request, seconds=seconds, schedule=schedule)
 
 
 def _candidates(request: PlanningRequest) -> Iterator[Candidate]:

@@ -1,18 +1,19 @@
 """Encoders-replicated: the LLM's pipeline, with a copy of every encoder in each of its stages (Cornstarch, section 2)."""
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
 from multimodal.plan.planners.candidate import Candidate
-from multimodal.plan.planners.choose import choose_candidate
-from multimodal.plan.planners.layer_times import PlanningTimes
-from multimodal.plan.planners.megatron import even_layout
-from multimodal.plan.planners.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.megatron import (
+    largest_fitting,
+    shared_context_parallel_sizes,
+    shared_tensor_parallel_sizes,
+)
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.shared_grid import largest_fitting, shared_context_parallel_sizes, shared_tensor_parallel_sizes
+from multimodal.plan.planners.step_estimate import choose_candidate
+from multimodal.plan.planners.unit_layout import even_layout
 from multimodal.values.errors import PlanError
 
 
@@ -23,13 +24,11 @@ def plan_encoders_replicated(request: PlanningRequest) -> PlannedRun:
     copies beside other stages than the first compute is repeated work. Generators get ranks of their own behind the LLM.
     Raises PlanError when nothing fits, or dp or pp of an encoder are fixed to something else.
     """
-    started = time.perf_counter()
-    times, memory = PlanningTimes(request), MemoryEstimate(request)
-    chosen, seconds = choose_candidate(request, _candidates(request), times=times, memory=memory, planner="encoders-replicated")
+    chosen, seconds = choose_candidate(request, _candidates(request))
     replicated = _replicate(request, chosen)
     is_repeated = request.graph.encoders and chosen.layouts[request.graph.backbone.name].pipeline_parallel_size > 1
     schedule = "encoders-replicated" if is_repeated else "1f1b"
-    return replicated.to_run(request, planner="encoders-replicated", seconds=seconds, started=started, schedule=schedule)
+    return replicated.to_run(request, seconds=seconds, schedule=schedule)
 
 
 def _candidates(request: PlanningRequest) -> Iterator[Candidate]:

@@ -1,38 +1,32 @@
 """Entrain: GPUs by stable proportions of real work, then intra- and inter-module balancing (Entrain, Alg. 2 and 3)."""
 
 import itertools
-import time
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from multimodal.balance import BALANCERS
 from multimodal.cost.communication import message_cost
-from multimodal.plan.planners.candidate import Candidate, fits, num_unit_microbatches, samples_in_flight
-from multimodal.plan.planners.infeasible import infeasible
+from multimodal.cost.unit_load import UnitLoad
+from multimodal.plan.planners.candidate import Candidate, fits
+from multimodal.plan.planners.flops_ratio import proportional_gpus
 from multimodal.plan.planners.layer_times import PlanningTimes
+from multimodal.plan.planners.megatron import shared_data_parallel_sizes
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.partition_layers import partition_unit
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.profiling_batch import (
-    gpu_block,
-    num_trials,
-    replica_allocation,
-    sample_work,
-    stable_batch_size,
-)
-from multimodal.plan.planners.shared_grid import shared_data_parallel_sizes
-from multimodal.plan.planners.step_estimate import unit_stage_seconds
-from multimodal.plan.planners.unit_layout import UnitLayout
+from multimodal.plan.planners.step_estimate import choose, unit_stage_seconds
+from multimodal.plan.planners.unit_layout import UnitLayout, partition_unit
+from multimodal.values.backward_need import layers_backward_need
 from multimodal.values.model_graph import Role, Unit
 
-BALANCE = "entrain" if "entrain" in BALANCERS else "orchmllm"
+BALANCE = "entrain"
 """Entrain's hierarchical assignment; its plans count on it."""
-EAGER_FACTOR = 2
-"""Microbatches in flight under eager 1F1B over those of 1F1B, as `build_eager_1f1b` has them."""
+AHEAD = "eager-1f1b"
+"""Its schedule where memory allows."""
 
 
 def plan_entrain(request: PlanningRequest) -> PlannedRun:
@@ -42,47 +36,28 @@ def plan_entrain(request: PlanningRequest) -> PlannedRun:
     dynamic programming and the combination with the least T = sum of tau + (K - 1) beta_max + resharding is taken (Alg. 3).
     Backwards are split, and forwards run ahead where memory allows it (4.5.3). Raises PlanError when nothing fits.
     """
-    started = time.perf_counter()
     times, memory = PlanningTimes(request), MemoryEstimate(request)
     work, block = sample_work(request), gpu_block(request)
-    best: tuple[float, int] | None = None
-    chosen: Candidate | None = None
-    batch_size = 0
-    for data in shared_data_parallel_sizes(request, request.graph.unit_names, micro_batch_size=request.default_micro_batch_size):
-        if request.num_gpus // data // block < len(request.graph.units):
-            continue
-        size = stable_batch_size(work, num_gpus=request.num_gpus, data_parallel_size=data, block=block)
-        for candidate in _candidates(request, times, _proportions(work, size), data):
-            rank = (iteration_seconds(request, times, candidate), candidate.num_gpus)
-            if (best is None or rank < best) and fits(request, memory, candidate):
-                best, chosen, batch_size = rank, candidate, size
-    if best is None or chosen is None:
-        raise infeasible(request, planner="entrain")
+    stable_size = partial(stable_batch_size, work, num_gpus=request.num_gpus, block=block)
+    data_sizes = shared_data_parallel_sizes(request, request.graph.unit_names, micro_batch_size=request.default_micro_batch_size)
+    batch_sizes = {
+        data: stable_size(data_parallel_size=data)
+        for data in data_sizes
+        if request.num_gpus // data // block >= len(request.graph.units)
+    }
+    chosen, seconds = choose(
+        request,
+        (each for data, size in batch_sizes.items() for each in _candidates(request, times, _proportions(work, size), data)),
+        seconds=partial(iteration_seconds, request, times),
+        fits=partial(fits, request, memory),
+    )
     is_pipeline = sum(layout.pipeline_parallel_size for layout in chosen.layouts.values()) > 1
-    schedule = "eager-1f1b" if is_pipeline and runs_ahead(request, memory, chosen) else "1f1b"
-    run = chosen.to_run(request, planner="entrain", seconds=best[0], started=started, balance=BALANCE, schedule=schedule)
+    schedule = AHEAD if is_pipeline and fits(request, memory, chosen, schedule=AHEAD) else chosen.schedule
+    run = chosen.to_run(request, seconds=seconds, balance=BALANCE, schedule=schedule)
+    batch_size = batch_sizes[chosen.layouts[request.graph.backbone.name].data_parallel_size]
     notes = (f"minimum stable profiling batch: {batch_size} samples ({num_trials()} trials)",)
     passes = (*run.passes, "split-backward") if request.graph.encoders else run.passes
     return replace(run, passes=passes, notes=notes)
-
-
-def runs_ahead(request: PlanningRequest, memory: MemoryEstimate, candidate: Candidate) -> bool:
-    """Whether stages can keep as many microbatches as eager 1F1B has in flight; every unit has ranks of its own."""
-    return all(
-        _eager_bytes(request, memory, candidate, unit, stage) <= request.planned_memory_bytes
-        for unit, layout in candidate.layouts.items()
-        for stage in range(layout.pipeline_parallel_size)
-    )
-
-
-def _eager_bytes(request: PlanningRequest, memory: MemoryEstimate, candidate: Candidate, unit: str, stage: int) -> float:
-    layout = candidate.layouts[unit]
-    most = candidate.micro_batch_size * num_unit_microbatches(request, candidate, unit)
-    in_flight = min(most, EAGER_FACTOR * samples_in_flight(request, candidate, unit, stage))
-    working = memory.working_bytes(
-        unit, tensor_parallel_size=layout.tensor_parallel_size, context_parallel_size=layout.context_parallel_size
-    )
-    return memory.stage_bytes(unit, layout, stage, num_samples=in_flight) + working
 
 
 def _proportions(work: Mapping[str, NDArray[np.float64]], size: int) -> dict[str, float]:
@@ -149,3 +124,92 @@ def reshard_seconds(request: PlanningRequest, candidate: Candidate) -> float:
         )
         total += 2 * (cost.latency_seconds + cost.occupied_seconds)
     return total
+
+
+POOL_SIZE = 1024
+"""Samples whose work is computed; batches are drawn from them."""
+LARGEST_BATCH = 1 << 16
+"""Where the proportions lie on the border between two allocations, no batch is large enough; then this one must do."""
+
+
+def sample_work(request: PlanningRequest, *, seed: int = 0) -> Mapping[str, NDArray[np.float64]]:
+    """Return unit -> seconds of single samples, forward and backward on one GPU, of at most `POOL_SIZE` samples of the data."""
+    random = np.random.default_rng(seed)
+    count = len(request.lengths)
+    rows = np.arange(count) if count <= POOL_SIZE else np.sort(random.choice(count, POOL_SIZE, replace=False))
+    found = {}
+    for unit in request.graph.units:
+        loads = request.sample_loads[unit.name][rows]
+        distinct, position = np.unique(loads, axis=0, return_inverse=True)
+        kinds = {kind: (unit.layers.index(kind), unit.layers.count(kind)) for kind in dict.fromkeys(unit.layers)}
+        needs = {
+            kind: layers_backward_need(request.graph, unit.name, range(index, index + 1)) for kind, (index, _) in kinds.items()
+        }
+        seconds = []
+        for row in distinct.tolist():
+            load = UnitLoad(*map(int, row))
+            layers = {kind: request.layer_costs.seconds(unit.name, kind, load, recompute=request.recompute) for kind in kinds}
+            seconds.append(sum(kinds[kind][1] * (one.forward + one.backward(kind, needs[kind])) for kind, one in layers.items()))
+        found[unit.name] = np.array(seconds)[position.ravel()]
+    return found
+
+
+def num_trials(*, alpha: float = 0.05, error: float = 0.05) -> int:
+    """Return k = ceil(ln alpha / ln(1 - p_error)): so many equal outcomes bound the error with confidence 1 - alpha (Eq. C.5)."""
+    return math.ceil(math.log(alpha) / math.log(1 - error))
+
+
+def gpu_block(request: PlanningRequest) -> int:
+    """Return what every unit's number of GPUs must be a multiple of: 1, or what fixed tp and cp ask for."""
+    size = request.default_micro_batch_size
+    sizes = (
+        (request.tensor_parallel_sizes(unit), request.context_parallel_sizes(unit, micro_batch_size=size))
+        for unit in request.graph.unit_names
+    )
+    return math.lcm(*(math.gcd(*tensor) * math.gcd(*context) for tensor, context in sizes))
+
+
+def replica_allocation(work: Mapping[str, float], *, num_gpus: int, data_parallel_size: int, block: int = 1) -> dict[str, int]:
+    """Divide a replica's GPUs over units in proportion to their work, at least one block each (Entrain's ProportionalAllocation).
+
+    block: GPUs are handed out by so many, so that none are lost to sizes that a unit's tensor parallelism does not allow.
+    """
+    blocks = proportional_gpus(dict(work), fewest=dict.fromkeys(work, 1), num_gpus=num_gpus // data_parallel_size // block)
+    return {unit: block * count for unit, count in blocks.items()}
+
+
+def stable_batch_size(
+    work: Mapping[str, NDArray[np.float64]],
+    *,
+    num_gpus: int,
+    data_parallel_size: int,
+    block: int = 1,
+    first_size: int = 8,
+    alpha: float = 0.05,
+    error: float = 0.05,
+    seed: int = 0,
+) -> int:
+    """Return b_min: random batches of so many samples keep giving the same allocation (Entrain, Alg. 2).
+
+    work: unit -> seconds of each sample of a pool, from which batches are drawn with replacement; block: as for
+    `replica_allocation`. Doubles the size from
+    `first_size` until k trials agree with a reference draw. Terminates by the law of large numbers unless the proportions lie on
+    a border, where it stops at `LARGEST_BATCH`. O(k x b_min) per size.
+    """
+    random = np.random.default_rng(seed)
+    names = list(work)
+    columns = np.stack([work[name] for name in names])
+    trials = num_trials(alpha=alpha, error=error)
+
+    def draw(size: int) -> dict[str, int]:
+        rows = random.integers(0, columns.shape[1], size)
+        means = dict(zip(names, columns[:, rows].mean(axis=1).tolist(), strict=True))
+        return replica_allocation(means, num_gpus=num_gpus, data_parallel_size=data_parallel_size, block=block)
+
+    size = first_size
+    while size < LARGEST_BATCH:
+        reference = draw(size)
+        if all(draw(size) == reference for _ in range(trials)):
+            return size
+        size *= 2
+    return size

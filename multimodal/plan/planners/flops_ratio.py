@@ -1,22 +1,19 @@
 """Flops-ratio: GPUs in proportion to the units' FLOPs (the strawman of DistTrain 4.2)."""
 
 import math
-import time
 from collections.abc import Mapping
 
 import numpy as np
 
 from multimodal.cost.flops import unit_flops
 from multimodal.plan.planners.candidate import Candidate
-from multimodal.plan.planners.infeasible import infeasible
 from multimodal.plan.planners.layer_times import PlanningTimes
-from multimodal.plan.planners.megatron import even_layout
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.step_estimate import estimate_seconds
-from multimodal.plan.planners.unit_layout import UnitLayout
-from multimodal.plan.planners.unit_options import UnitOptions, list_options
+from multimodal.plan.planners.unit_layout import UnitLayout, even_layout
+from multimodal.plan.planners.unit_options import UnitOptions, infeasible, list_options
 from multimodal.values.model_graph import Role
 
 
@@ -26,7 +23,6 @@ def plan_flops_ratio(request: PlanningRequest) -> PlannedRun:
     What it overlooks is what DistTrain's allocation is about: tensor parallelism costs communication, so equal FLOPs per GPU are
     not equal times. A unit whose share is below the fewest GPUs it fits in gets those. Raises PlanError when nothing fits.
     """
-    started = time.perf_counter()
     times, memory = PlanningTimes(request), MemoryEstimate(request)
     graph, size = request.graph, request.default_micro_batch_size
     options = {
@@ -34,13 +30,11 @@ def plan_flops_ratio(request: PlanningRequest) -> PlannedRun:
         for name in graph.unit_names
     }
     fewest = {name: int(each.gpus.min()) if len(each) else request.num_gpus + 1 for name, each in options.items()}
-    if sum(fewest.values()) > request.num_gpus:
-        raise infeasible(request, planner="flops-ratio")
     layouts = _lay_out(request, options, fewest)
     if layouts is None:
-        raise infeasible(request, planner="flops-ratio")
+        raise infeasible(request)
     candidate = Candidate({name: layouts[name] for name in graph.unit_names}, size)
-    return candidate.to_run(request, planner="flops-ratio", seconds=estimate_seconds(request, times, candidate), started=started)
+    return candidate.to_run(request, seconds=estimate_seconds(request, times, candidate))
 
 
 def _lay_out(

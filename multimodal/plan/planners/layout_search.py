@@ -10,16 +10,13 @@ from multimodal.plan.planners.allocation_search import AllocationProblem, rank_a
 from multimodal.plan.planners.candidate import Candidate, fits
 from multimodal.plan.planners.disttrain import build_candidate, build_problem
 from multimodal.plan.planners.layer_times import PlanningTimes
-from multimodal.plan.planners.length_spread import LengthSpread
-from multimodal.plan.planners.megatron import even_layout
-from multimodal.plan.planners.megatron_balanced import Grid, build_run, even_grid, grid_fits, grid_seconds, list_grids
+from multimodal.plan.planners.megatron import micro_batch_sizes
+from multimodal.plan.planners.megatron_balanced import Grid, even_grid, grid_fits, grid_run, grid_seconds, list_grids
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.partition_layers import partition_unit
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import MICRO_BATCH_SIZES, PlanningRequest
-from multimodal.plan.planners.shared_grid import micro_batch_sizes
-from multimodal.plan.planners.step_estimate import estimate_seconds, lower_bound_seconds
-from multimodal.plan.planners.unit_layout import UnitLayout, deal_ranges
+from multimodal.plan.planners.step_estimate import LengthSpread, estimate_seconds, lower_bound_seconds
+from multimodal.plan.planners.unit_layout import UnitLayout, deal_ranges, even_layout, partition_unit
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import Unit
 
@@ -95,10 +92,7 @@ def _kinds(request: PlanningRequest) -> Iterator[list[PlannedRun]]:
                 request, virtual_stages=virtual_stages, leaves_ranks=leaves_ranks, left_out=request.idle_units
             )
             scored = list_scored(request, times, memory, spread, problem) if len(problem.llm) else ()
-            yield [
-                candidate.to_run(request, planner="braid", seconds=seconds, started=time.perf_counter())
-                for candidate, seconds in scored
-            ]
+            yield [candidate.to_run(request, seconds=seconds) for candidate, seconds in scored]
     if request.zero_stage != 3:  # its estimate would have to know what replicas share
         yield from _grids(request, times, memory, spread)
 
@@ -119,10 +113,7 @@ def _grids(
         if len(kept) < MOST_PER_KIND // 2 and is_near and grid_fits(request, memory, grid):
             kept.append((seconds, grid))
     evened = [_evened(request, times, memory, spread, kept) for kept in kinds.values()]
-    return [
-        [build_run(request, grid, planner="braid", seconds=seconds, started=time.perf_counter()) for seconds, grid in kept]
-        for kept in (*kinds.values(), *evened)
-    ]
+    return [[grid_run(request, grid, seconds=seconds) for seconds, grid in kept] for kept in (*kinds.values(), *evened)]
 
 
 def _evened(

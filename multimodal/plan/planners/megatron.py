@@ -1,24 +1,15 @@
 """Megatron-LM: one rigid grid, in which encoders and generators are extra pipeline stages beside the LLM's (DistTrain 2.1)."""
 
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
 from multimodal.plan.planners.candidate import Candidate
-from multimodal.plan.planners.choose import choose_candidate
-from multimodal.plan.planners.layer_times import PlanningTimes
-from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.shared_grid import (
-    largest_fitting,
-    shared_context_parallel_sizes,
-    shared_data_parallel_sizes,
-    shared_tensor_parallel_sizes,
-)
-from multimodal.plan.planners.unit_layout import UnitLayout, deal_ranges
+from multimodal.plan.planners.planning_request import MOST_MICRO_BATCH_TOKENS, PlanningRequest
+from multimodal.plan.planners.step_estimate import choose_candidate
+from multimodal.plan.planners.unit_layout import even_layout
+from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import Unit
-from multimodal.values.plan import split_layers
 
 MOST_EXTRA_STAGES = 8
 """Stages that an encoder or a generator is cut into when it does not fit into fewer."""
@@ -30,10 +21,8 @@ def plan_megatron(request: PlanningRequest) -> PlannedRun:
     An encoder or a generator gets as few stages as memory allows (usually 1), and the LLM the number that makes the step
     shortest, so the baseline is as good as tuning makes it. Raises PlanError when nothing fits.
     """
-    started = time.perf_counter()
-    times, memory = PlanningTimes(request), MemoryEstimate(request)
-    chosen, seconds = choose_candidate(request, _candidates(request), times=times, memory=memory, planner="megatron")
-    return chosen.to_run(request, planner="megatron", seconds=seconds, started=started)
+    chosen, seconds = choose_candidate(request, _candidates(request))
+    return chosen.to_run(request, seconds=seconds)
 
 
 def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
@@ -58,7 +47,65 @@ def _num_stages(request: PlanningRequest, unit: Unit, backbone: str, pipeline: i
     return request.fixed(unit.name).pipeline_parallel_size or min(extra, unit.transformer.num_layers)
 
 
-def even_layout(unit: Unit, tensor: int, data: int, num_stages: int, virtual_stages: int = 1, *, context: int = 1) -> UnitLayout:
-    """Cut a unit's layers evenly into stages, dealt in turn where they are virtual."""
-    ranges = split_layers(unit.layers, num_stages=num_stages * virtual_stages)
-    return UnitLayout(tensor, data, deal_ranges(ranges, num_stages=num_stages), context)
+def shared_tensor_parallel_sizes(request: PlanningRequest, units: Sequence[str]) -> tuple[int, ...]:
+    """Return the tensor parallel sizes that all units allow; raises PlanError when fixed sizes leave none."""
+    return _shared(
+        [request.tensor_parallel_sizes(unit) for unit in units],
+        units=units,
+        what="tensor parallel size",
+        flag="tensor-model-parallel-size",
+    )
+
+
+def shared_data_parallel_sizes(request: PlanningRequest, units: Sequence[str], *, micro_batch_size: int) -> tuple[int, ...]:
+    """Return the data parallel sizes that all units allow; raises PlanError when fixed sizes leave none."""
+    return _shared(
+        [request.data_parallel_sizes(unit, micro_batch_size=micro_batch_size) for unit in units],
+        units=units,
+        what="data parallel size",
+        flag="data-parallel-size",
+    )
+
+
+def shared_context_parallel_sizes(request: PlanningRequest, units: Sequence[str], *, micro_batch_size: int) -> tuple[int, ...]:
+    """Return the context parallel sizes of units that share one: the fixed one, else all that suit any of them.
+
+    Raises PlanError when several are fixed.
+    """
+    fixed = [unit for unit in units if request.fixed(unit).context_parallel_size is not None]
+    sizes = {unit: request.context_parallel_sizes(unit, micro_batch_size=micro_batch_size) for unit in fixed or units}
+    if fixed:
+        return _shared(list(sizes.values()), units=fixed, what="context parallel size", flag="context-parallel-size")
+    return tuple(sorted(set.union(*map(set, sizes.values()))))
+
+
+def _shared(sizes: Sequence[Iterable[int]], *, units: Sequence[str], what: str, flag: str) -> tuple[int, ...]:
+    common = sorted(set.intersection(*map(set, sizes)))
+    if not common:
+        found = ", ".join(f"'{unit}' {list(each)}" for unit, each in zip(units, sizes, strict=True))
+        raise PlanError(
+            f"this planner gives {' and '.join(units)} one {what}, but they allow none together ({found}); fix the same "
+            f"--UNIT-{flag} for all, or choose a planner that gives every unit its own"
+        )
+    return tuple(common)
+
+
+def micro_batch_sizes(request: PlanningRequest, choices: Sequence[int]) -> Iterator[int]:
+    """Yield the fixed microbatch size, or the choices that divide the global batch and make no overlong microbatches."""
+    if request.micro_batch_size is not None:
+        yield request.micro_batch_size
+        return
+    longest = max(loads[0] for loads in request.mean_loads.values())
+    yield from (
+        size
+        for size in choices
+        if size == 1 or (request.global_batch_size % size == 0 and size * longest <= MOST_MICRO_BATCH_TOKENS)
+    )
+
+
+def largest_fitting(sizes: Sequence[int], *, gpus_per_replica: int, num_gpus: int, count: int = 2) -> Sequence[int]:
+    """Return the largest data parallel sizes that fit, in ascending order: fewer replicas only make every stage busier.
+
+    Two, since the largest may lose a little where gradients are reduced over more of them.
+    """
+    return [size for size in sizes if size * gpus_per_replica <= num_gpus][-count:]

@@ -1,27 +1,24 @@
 """Megatron-LM balanced: encoder and LLM layers as one chain over the virtual stages of one grid (Optimus, Appendix B)."""
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
-from multimodal.plan.planners.candidate import Candidate, samples_in_flight
-from multimodal.plan.planners.infeasible import infeasible
+from multimodal.plan.planners.candidate import Candidate, build_run, samples_in_flight
 from multimodal.plan.planners.layer_times import PlanningTimes
-from multimodal.plan.planners.length_spread import LengthSpread
-from multimodal.plan.planners.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.partition_layers import Range, even_out_lanes, partition_layers, unit_pieces
-from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
-from multimodal.plan.planners.shared_grid import (
+from multimodal.plan.planners.megatron import (
     largest_fitting,
     shared_context_parallel_sizes,
     shared_data_parallel_sizes,
     shared_tensor_parallel_sizes,
 )
-from multimodal.plan.planners.step_estimate import reduction_seconds
-from multimodal.plan.planners.unit_layout import UnitLayout, lay_out_grid
+from multimodal.plan.planners.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, plain_schedule
+from multimodal.plan.planners.step_estimate import LengthSpread, choose, reduction_seconds
+from multimodal.plan.planners.unit_layout import Range, UnitLayout, even_out_lanes, lay_out_grid, partition_layers, unit_pieces
 
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8, 12)
 """Layer ranges per pipeline stage that are tried; Optimus' tables have 6 and 12."""
@@ -42,6 +39,12 @@ class Grid:
     """Per stage of the grid, one microbatch through all its ranges."""
     virtual_stages: int
 
+    @property
+    def num_gpus(self) -> int:
+        """Ranks in all."""
+        layout = next(iter(self.layouts.values()))
+        return self.num_stages * layout.ranks_per_stage * layout.data_parallel_size
+
     def with_replicas(self, data: int) -> "Grid":
         """Return the grid with another data parallel size."""
         layouts = {unit: replace(layout, data_parallel_size=data) for unit, layout in self.layouts.items()}
@@ -56,41 +59,21 @@ def plan_megatron_balanced(request: PlanningRequest) -> PlannedRun:
     one after another in the chain. tp, cp, pp, V and dp are those with the shortest expected step.
     Raises PlanError when nothing fits.
     """
-    started = time.perf_counter()
     times, memory = PlanningTimes(request), MemoryEstimate(request)
-    best: tuple[float, int] | None = None
-    chosen: Grid | None = None
-    for grid in list_grids(request, times):
-        rank = (grid_seconds(request, grid), _num_gpus(grid))
-        if (best is None or rank < best) and grid_fits(request, memory, grid):
-            best, chosen = rank, grid
-    if best is None or chosen is None:
-        raise infeasible(request, planner="megatron-balanced")
-    return build_run(request, chosen, planner="megatron-balanced", seconds=best[0], started=started)
+    grid, seconds = choose(
+        request,
+        list_grids(request, times),
+        seconds=partial(grid_seconds, request),
+        fits=partial(grid_fits, request, memory),
+    )
+    return grid_run(request, grid, seconds=seconds)
 
 
-def build_run(request: PlanningRequest, grid: Grid, *, planner: str, seconds: float, started: float) -> PlannedRun:
+def grid_run(request: PlanningRequest, grid: Grid, *, seconds: float) -> PlannedRun:
     """Deal ranks to a grid."""
-    schedule = "interleaved-1f1b" if grid.virtual_stages > 1 else "1f1b"
     layout = grid.layouts[request.graph.backbone.name]
     plan = lay_out_grid(request.graph, grid.held, num_stages=grid.num_stages, layout=layout)
-    return PlannedRun(
-        planner,
-        plan,
-        schedule=schedule,
-        passes=request.passes(plan),
-        micro_batch_size=request.default_micro_batch_size,
-        recompute=request.recompute,
-        sharding=request.sharding or "optim",
-        transformer_impl=request.implementation(schedule),
-        objective_seconds=seconds,
-        planning_seconds=time.perf_counter() - started,
-    )
-
-
-def _num_gpus(grid: Grid) -> int:
-    layout = next(iter(grid.layouts.values()))
-    return grid.num_stages * layout.ranks_per_stage * layout.data_parallel_size
+    return build_run(request, plan, schedule=plain_schedule(has_virtual_stages=grid.virtual_stages > 1), seconds=seconds)
 
 
 def list_grids(request: PlanningRequest, times: PlanningTimes, *, layers_per_range: Sequence[int] = ()) -> Iterator[Grid]:

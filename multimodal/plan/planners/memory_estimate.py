@@ -15,9 +15,8 @@ from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer
 from multimodal.cost.memory import layer_static_bytes
 from multimodal.cost.step_memory import GATHERED_GROUPS
 from multimodal.cost.unit_load import UnitLoad
-from multimodal.plan.planners.partition_layers import Range
-from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.unit_layout import UnitLayout
+from multimodal.plan.planners.planning_request import PlanningRequest, plain_schedule
+from multimodal.plan.planners.unit_layout import Range, UnitLayout
 from multimodal.values.backward_need import layers_backward_need
 
 
@@ -152,7 +151,7 @@ class MemoryEstimate:
             case = ActivationCase(
                 need,
                 request.cluster.bytes_per_element,
-                request.implementation("1f1b"),
+                request.implementation(plain_schedule()),
                 request.recompute if is_recomputed else None,
             )
             self._layers[key] = LayerMemory(

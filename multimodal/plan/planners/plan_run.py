@@ -1,7 +1,7 @@
-"""Runs a planner until its plan's simulated peak of memory fits, and returns the plan with what it will reach."""
+"""Runs a planner until its plan's simulated peak of memory fits, and compares what runs will reach."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
@@ -10,7 +10,7 @@ from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import BLOCK_SIZE, LARGEST_CONTEXT_PARALLEL, PlanningRequest
 from multimodal.plan.planners.simulate_run import FILLING, Prediction, predict_run
 from multimodal.values.errors import PlanError
-from multimodal.values.plan import validate_plan
+from multimodal.values.plan import UnitPlan, validate_plan
 
 MOST_ROUNDS = 5
 RECOMPUTES: tuple[Recompute | None, ...] = (None, "full")
@@ -20,8 +20,11 @@ MARGIN = 0.98
 """Aim a little below the limit in the next round."""
 
 
+Planner = Callable[[PlanningRequest], PlannedRun]
+
+
 def plan_run(
-    planner: Callable[[PlanningRequest], PlannedRun],
+    planner: Planner,
     request: PlanningRequest,
     *,
     max_actions: int | None,
@@ -64,7 +67,7 @@ def _context_sizes(request: PlanningRequest) -> list[tuple[int, ...]]:
 
 
 def _plan_in_memory(
-    planner: Callable[[PlanningRequest], PlannedRun],
+    planner: Planner,
     request: PlanningRequest,
     predict: Callable[[PlannedRun, PlanningRequest], Prediction],
 ) -> tuple[PlannedRun, Prediction]:
@@ -83,3 +86,96 @@ def _plan_in_memory(
         f"{request.memory_bytes / 1e9:.3g} GB may be used, after {MOST_ROUNDS} attempts with less; use more GPUs, a smaller "
         "microbatch, or lower the memory headroom"
     )
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A run with the prediction that it is ranked by."""
+
+    run: PlannedRun
+    prediction: Prediction
+
+    @property
+    def key(self) -> tuple[float, int]:
+        """Shorter steps first; of equals, fewer GPUs."""
+        return self.prediction.iteration_seconds, self.run.num_gpus
+
+
+def run_key(run: PlannedRun) -> str:
+    """Return what tells runs apart that a search has seen."""
+    how = (
+        run.schedule,
+        run.passes,
+        run.balance,
+        run.micro_batch_size,
+        run.recompute,
+        run.transformer_impl,
+        run.sharding,
+        run.tp_comm_overlap,
+    )
+    return repr((run.plan.units, *how))
+
+
+def has_tensor_parallelism(run: PlannedRun) -> bool:
+    """Whether some unit has a tensor parallel size above 1."""
+    return any(unit.tensor_parallel_size > 1 for unit in run.plan.units.values())
+
+
+def has_virtual_stages(run: PlannedRun) -> bool:
+    """Whether some stage holds several layer ranges."""
+    return any(len(stage.layer_ranges) > 1 for unit in run.plan.units.values() for stage in unit.replicas[0].stages)
+
+
+def describe(ranked: Ranked) -> str:
+    """One line: time, MFU, memory, bubbles by kind, distance to the ideal, and the units' sizes."""
+    run, found = ranked.run, ranked.prediction
+    bubbles = ", ".join(f"{kind} {share:.1%}" for kind, share in found.bubble.items() if share >= 0.0005)
+    units = ", ".join(f"{unit} {describe_sizes(plan)}" for unit, plan in run.plan.units.items())
+    above = found.iteration_seconds / found.ideal_seconds - 1 if found.ideal_seconds else 0.0
+    return (
+        f"{found.iteration_seconds:.4g} s, MFU {found.mfu:.1%}, {found.peak_memory_bytes / 1e9:.3g} GB, {above:.1%} above ideal "
+        f"({bubbles}): {units}; {run.schedule}, --balance {run.balance}, microbatch {run.micro_batch_size}"
+        + (f", recomputing {run.recompute}" if run.recompute else "")
+        + (", overlapped tensor parallelism" if run.tp_comm_overlap else "")
+        + (", weights sharded" if run.sharding != "optim" else "")
+        + (f" (found by {run.planner})" if run.planner else "")
+    )
+
+
+def describe_sizes(unit: UnitPlan) -> str:
+    """Sizes as error messages show them: `tp 2 x pp 4 x dp 3`; cp where it is not 1."""
+    stages = len(unit.replicas[0].stages)
+    virtual = f" (v {unit.num_virtual_stages / stages:g})" if unit.num_virtual_stages > stages else ""
+    context = f"cp {unit.context_parallel_size} x " if unit.context_parallel_size > 1 else ""
+    return f"tp {unit.tensor_parallel_size} x {context}pp {stages}{virtual} x dp {unit.data_parallel_size}"
+
+
+NUM_STEPS = 8
+"""Eighths of the GPUs are tried."""
+
+
+def plan_per_gpu(planner: Planner, request: PlanningRequest, *, max_actions: int | None) -> tuple[PlannedRun, Prediction]:
+    """Plan for 8/8, 7/8, ... 1/8 of the GPUs, and return the plan with most tokens per second and GPU.
+
+    Of equals, the one with more GPUs. A search by simulation gets its share of the time budget for each.
+    Raises PlanError when no number of GPUs is enough.
+    """
+    sizes = sorted({max(1, request.num_gpus * step // NUM_STEPS) for step in range(1, NUM_STEPS + 1)}, reverse=True)
+    budget = request.time_budget_seconds / len(sizes)
+    best: tuple[PlannedRun, Prediction] | None = None
+    problem: PlanError | None = None
+    seconds = 0.0
+    for size in sizes:
+        smaller = replace(request, num_gpus=size, time_budget_seconds=budget)
+        try:
+            run, prediction = plan_run(planner, smaller, max_actions=max_actions)
+        except PlanError as found:
+            problem = problem or found
+            break
+        seconds += run.planning_seconds
+        if best is None or prediction.tokens_per_second_per_gpu > best[1].tokens_per_second_per_gpu * (1 + 1e-9):
+            best = run, prediction
+    if best is None:
+        assert problem is not None
+        raise problem
+    return replace(best[0], planning_seconds=seconds), best[1]

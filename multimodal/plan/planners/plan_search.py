@@ -2,30 +2,22 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
-from multimodal.plan.planners.infeasible import infeasible
+from multimodal.balance import BALANCERS, UNBALANCED, Placement, placements_of
 from multimodal.plan.planners.layout_search import best_layouts
-from multimodal.plan.planners.plan_run import plan_run
+from multimodal.plan.planners.plan_run import Planner, Ranked, has_tensor_parallelism, has_virtual_stages, plan_run, run_key
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import LARGEST_CONTEXT_PARALLEL, PlanningRequest
-from multimodal.plan.planners.ranked_run import Ranked, has_tensor_parallelism, has_virtual_stages, run_key, shares_ranks
 from multimodal.plan.planners.simulate_run import predict_run
-from multimodal.schedule.builders import DIP_ROUNDS
+from multimodal.plan.planners.unit_layout import fold_stages
+from multimodal.plan.planners.unit_options import infeasible
+from multimodal.schedule.builders import BUILDERS, ScheduleRow
 from multimodal.values.errors import BraidError
 
-Planner = Callable[[PlanningRequest], PlannedRun]
-PHASED = ("dip", *(f"dip-{rounds}" for rounds in DIP_ROUNDS))
-"""Tried where units share ranks."""
-SCHEDULES, VIRTUAL_SCHEDULES = ("zb-h1", "1f1b", "eager-1f1b", *PHASED), ("interleaved-1f1b", "zb-h1", "breadth-first")
-"""Tried on the best layouts besides the schedule that they come with."""
-WHOLE_BALANCES = ("whole-sample", "disttrain", "llm-only")
-"""Keep samples whole: a chain is interleaved where its units' microbatches hold the same samples."""
-BALANCES = ("orchmllm", "entrain", *WHOLE_BALANCES, "none")
-"""Tried on the best layouts."""
 RANKING_SHARE = 0.1
 """Of `max_actions`: how large a simulation may be that only ranks."""
 RANKING_FILLING = 2.0
@@ -79,11 +71,14 @@ class PlanSearch:
                 )
             except BraidError:
                 continue
+            if not BUILDERS[run.schedule].can_train:
+                continue
             self.others.append((prediction.iteration_seconds, planner))
             self._keep(Ranked(run, prediction))
             best = min(each.prediction.iteration_seconds for each in self.ranked) if self.ranked else math.inf
-            if self.request.lengths_vary and run.balance == "none" and prediction.iteration_seconds < HOPELESS * best:
-                self.try_run(replace(run, balance="whole-sample" if has_virtual_stages(run) else "orchmllm"))
+            if self.request.lengths_vary and run.balance == UNBALANCED and prediction.iteration_seconds < HOPELESS * best:
+                placement = Placement.CHAIN if has_virtual_stages(run) else Placement.OWN_RANKS
+                self.try_run(replace(run, balance=_first_balances(placement)[0]))
 
     def rank_layouts(self) -> None:
         """Simulate the most promising layouts while there is time.
@@ -120,50 +115,52 @@ class PlanSearch:
     def _forms(self, layout: PlannedRun) -> Iterator[Form]:
         """Schedules and balancers to try on the first layout of a kind; the best of them is what the others of the kind get.
 
-        Where units share ranks and have equally many replicas, a sample's items can stay with it, and ranks meet in the end
-        only (`whole-sample`, `disttrain`, `entrain`); else units are balanced each by itself and run in phases, so that they
-        meet seldom.
+        Those whose rows say so: where units share ranks and have equally many replicas, a sample's items can stay with it, and
+        ranks meet in the end only; else units are balanced each by itself and run in phases, so that they meet seldom.
         """
-        if not self.request.lengths_vary:
-            balances: tuple[str, ...] = ("none",)
-        elif has_virtual_stages(layout):
-            balances = WHOLE_BALANCES[:2]
-        else:
-            balances = ("orchmllm", "disttrain")
         busy = [unit for name, unit in layout.plan.units.items() if name not in self.request.idle_units]
-        if shares_ranks(busy):
-            meets_late = len({unit.data_parallel_size for unit in busy}) == 1
-            is_pipeline = any(unit.num_virtual_stages > 1 for unit in busy)
-            if meets_late:
-                deferring = () if is_pipeline else ("entrain",)
-                whole = ("whole-sample", "disttrain", *deferring) if self.request.lengths_vary else balances
-                yield from ((layout.schedule, each) for each in whole)
-            if not (meets_late and is_pipeline):
-                apart = "orchmllm" if self.request.lengths_vary else "none"
-                yield self._phased(layout, apart), apart
-            return
-        for balance in balances:
-            if not has_virtual_stages(layout):
-                yield "zb-h1", balance
-            yield layout.schedule, balance
+        for placement in placements_of(busy):
+            balances = _first_balances(placement) if self.request.lengths_vary else (UNBALANCED,)
+            if placement is Placement.PHASES:
+                yield from ((self._phased(layout, balance), balance) for balance in balances)
+                continue
+            is_apart = placement is Placement.OWN_RANKS
+            first = [name for name, row in self._fitting(layout) if is_apart and row.is_tried_first]
+            yield from ((schedule, balance) for balance in balances for schedule in (*first, layout.schedule))
+
+    def _fitting(self, run: PlannedRun) -> list[tuple[str, ScheduleRow]]:
+        """List the schedules that are meant for a run's plan, those that keep least first."""
+        has_several = has_virtual_stages(run)
+        rows = [
+            (name, row)
+            for name, row in BUILDERS.items()
+            if row.can_train and row.is_for(self.request.graph, has_virtual_stages=has_several)
+        ]
+        return sorted(rows, key=lambda entry: (not entry[1].is_tried_first, entry[1].in_flight))
 
     def _phased(self, layout: PlannedRun, balance: str) -> str:
         """Return the phased schedule with the fewest rounds that fits: the fewer, the less waits, and the more is kept."""
-        if self._fits(layout, (PHASED[-1], balance)):
-            return next((name for name in PHASED if self._fits(layout, (name, balance))), PHASED[-1])
-        return PHASED[-1]
+        phased = sorted((row.num_rounds, name) for name, row in BUILDERS.items() if row.num_rounds and row.can_train)
+        names = [name for _, name in phased]
+        if self._fits(layout, (names[-1], balance)):
+            return next((name for name in names if self._fits(layout, (name, balance))), names[-1])
+        return names[-1]
 
     def _fits(self, layout: PlannedRun, form: Form) -> bool:
         run = self._formed(layout, form)
         return run is not None and self.try_run(run) is not None
 
     def _formed(self, layout: PlannedRun, form: Form) -> PlannedRun | None:
-        """Give a run a schedule, what can run it, and a balancer; None where the person's implementation cannot."""
+        """Give a run a schedule, what can run it, and a balancer; None where it does not suit the plan or the implementation."""
         schedule, balance = form
+        row, plan = BUILDERS[schedule], layout.plan
         request = replace(self.request, sharding=layout.sharding)
-        if not request.allows(schedule):
+        if row.is_folded:
+            plan = fold_stages(plan)
+        if not request.allows(schedule) or (row.layout is not None and not row.layout.is_met(request.graph, plan)):
             return None
-        return replace(layout, schedule=schedule, balance=balance, transformer_impl=request.implementation(schedule))
+        implementation = request.implementation(schedule)
+        return replace(layout, plan=plan, schedule=schedule, balance=balance, transformer_impl=implementation)
 
     def _seconds(self, share: float) -> float:
         return share * self.request.time_budget_seconds
@@ -187,13 +184,16 @@ class PlanSearch:
             yield replace(run, transformer_impl="local", tp_comm_overlap=True)
 
     def _balances(self, run: PlannedRun) -> Iterator[PlannedRun]:
-        if self.request.lengths_vary:
-            names = WHOLE_BALANCES if has_virtual_stages(run) else BALANCES
-            yield from (replace(run, balance=name) for name in names if name != run.balance)
+        if not self.request.lengths_vary:
+            return
+        placements = placements_of([unit for name, unit in run.plan.units.items() if name not in self.request.idle_units])
+        for name, row in sorted(BALANCERS.items(), key=lambda entry: not entry[1].tried_first_on):
+            is_whole = row.keeps_samples_whole or not has_virtual_stages(run)
+            if name != run.balance and is_whole and row.suits(placements):
+                yield replace(run, balance=name)
 
     def _schedules(self, run: PlannedRun) -> Iterator[PlannedRun]:
-        names = VIRTUAL_SCHEDULES if has_virtual_stages(run) else SCHEDULES
-        others = (self._formed(run, (name, run.balance)) for name in names if name != run.schedule)
+        others = (self._formed(run, (name, run.balance)) for name, _ in self._fitting(run) if name != run.schedule)
         for other in filter(None, others):
             yield replace(other, transformer_impl="local", tp_comm_overlap=True) if run.tp_comm_overlap else other
 
@@ -240,7 +240,7 @@ class PlanSearch:
                 break
             slowest = max(slowest, time.process_time() - began)
         if not self.final:
-            raise infeasible(self.request, planner="braid")
+            raise infeasible(self.request)
         return min(self.final, key=lambda each: each.key)
 
     def _is_undecided(self) -> bool:
@@ -276,3 +276,8 @@ class PlanSearch:
             return
         if prediction.peak_memory_bytes <= self.request.memory_bytes:
             self.final.append(Ranked(ranked.run, prediction))
+
+
+def _first_balances(placement: Placement) -> tuple[str, ...]:
+    """List the balancers that are tried at once on such plans."""
+    return tuple(name for name, row in BALANCERS.items() if placement in row.tried_first_on)

@@ -11,8 +11,9 @@ from multimodal.values.plan import Plan
 class PlannedRun:
     """A plan with the flags that belong to it."""
 
-    planner: str
     plan: Plan
+    planner: str = field(default="", kw_only=True)
+    """The name of the planner that found it."""
     schedule: str = "1f1b"
     """A name of `BUILDERS`."""
     passes: tuple[str, ...] = ()

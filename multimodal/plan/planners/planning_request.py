@@ -15,6 +15,8 @@ from multimodal.cost.layers.layer import Implementation, Recompute
 from multimodal.cost.memory import default_zero_stage
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.unit_load import UnitLoad, sample_load
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes import PASSES
 from multimodal.values.backward_need import unit_is_trainable
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph, Role
@@ -36,8 +38,11 @@ Sharding = Literal["optim", "optim_grads_params"]
 """What replicas share: the optimizer's state (ZeRO-1), or gradients and weights as well (ZeRO-3); Megatron's names."""
 OVERLAPPED_PARTS = 4
 """Of `--tp-comm-overlap`, where a run does not say."""
-SPLIT_SCHEDULES = ("zb-h1", "zb-v")
-"""Schedules that split backwards, which only the `local` implementation can do."""
+
+
+def plain_schedule(*, has_virtual_stages: bool = False) -> str:
+    """Return the schedule that planners plan for where they name none."""
+    return "interleaved-1f1b" if has_virtual_stages else "1f1b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +153,12 @@ class PlanningRequest:
         """Whose layers run a schedule: Transformer Engine computes in bfloat16, whole backwards and weights that are whole."""
         if self.transformer_impl is not None:
             return self.transformer_impl
-        is_local = schedule in SPLIT_SCHEDULES or self.cluster.dtype != "bfloat16" or self.zero_stage == 3
+        is_local = BUILDERS[schedule].splits_backwards or self.cluster.dtype != "bfloat16" or self.zero_stage == 3
         return "local" if is_local else "transformer_engine"
 
     def allows(self, schedule: str) -> bool:
         """Whether the implementation that a person has decided on can run a schedule."""
-        return self.implementation(schedule) == "local" or (schedule not in SPLIT_SCHEDULES and self.zero_stage != 3)
+        return self.implementation(schedule) == "local" or (not BUILDERS[schedule].splits_backwards and self.zero_stage != 3)
 
     def passes(self, plan: Plan) -> tuple[str, ...]:
         """Passes that every planned run has, so that collectives over replicas hide behind computations as far as they can.
@@ -167,7 +172,7 @@ class PlanningRequest:
         )
         if not has_copies or self.zero_stage == 3:
             return ()
-        return ("gather-parameters", "reduce-by-layer") if self.zero_stage else ("reduce-by-layer",)
+        return tuple(name for name, row in PASSES.items() if row.is_planned and self.zero_stage >= row.least_zero_stage)
 
     def run_options(
         self,

@@ -33,8 +33,6 @@ SEED = 0
 """Of the order in which samples are drawn: files are often sorted, and training shuffles."""
 VARIED_FACTOR = 6
 """Where lengths vary, so many times as large a step is simulated whole: what a part of it takes says little."""
-GROWING = ("gpipe", "breadth-first", "dip")
-"""Builders (or beginnings of their names) that keep more the more microbatches a step has."""
 FILLING = 3.0
 """The larger of two simulated batches fills all pipelines so many times, the smaller one half as often."""
 
@@ -143,7 +141,7 @@ def predict_run(
             request.lengths, batch_size=request.global_batch_size, num_batches=num_batches, seed=SEED
         )
     ]
-    steps = [_of_batch(batch, part, simulate, keeps_all=run.schedule.startswith(GROWING)) for batch, part in parts]
+    steps = [_of_batch(batch, part, simulate, keeps_all=BUILDERS[run.schedule].keeps_all) for batch, part in parts]
     num_ranks = sum(map(len, plan.lanes))
     total = sum(step.seconds for step in steps) + len(steps) * _update_seconds(run, request)
     kinds = steps[0].bubble_seconds

@@ -4,7 +4,7 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
 from multimodal.plan.planners.candidate import Candidate
-from multimodal.plan.planners.megatron import even_layout
+from multimodal.plan.planners.unit_layout import even_layout
 from multimodal.values.assignment import Assignment, validate_assignment
 from tests.unit.plan.planners.planning_cases import TWO, random_lengths
 

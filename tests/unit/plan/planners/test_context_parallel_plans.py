@@ -10,13 +10,12 @@ from multimodal.plan.planners.allocation_search import search_allocation
 from multimodal.plan.planners.candidate import Candidate
 from multimodal.plan.planners.disttrain import build_problem
 from multimodal.plan.planners.layer_times import PlanningTimes
-from multimodal.plan.planners.megatron import even_layout
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.plan_run import plan_run
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.simulate_run import predict_run
 from multimodal.plan.planners.step_estimate import estimate_seconds, reduction_seconds
-from multimodal.plan.planners.unit_layout import UnitLayout, lay_out_units
+from multimodal.plan.planners.unit_layout import UnitLayout, even_layout, lay_out_units
 from multimodal.values.errors import PlanError
 from multimodal.values.plan import validate_plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
@@ -132,7 +131,7 @@ def test_estimated_and_simulated_memory_agree(context, implementation, recompute
     asked = request(TEXT_ONLY, lengths=(document,), global_batch_size=4, num_gpus=64)
     asked = replace(asked, transformer_impl=implementation, recompute=recompute)
     candidate = candidate_of(context=context, data=2)
-    found = predict_run(candidate.to_run(asked, planner="test", seconds=0.0, started=0.0), asked).peak_memory_bytes
+    found = predict_run(candidate.to_run(asked, seconds=0.0), asked).peak_memory_bytes
     memory = MemoryEstimate(asked)
     estimated = max(memory.stage_bytes("llm", candidate.layouts["llm"], stage, num_samples=2 - stage) for stage in (0, 1))
     estimated += memory.working_bytes("llm", tensor_parallel_size=2, context_parallel_size=context)
@@ -145,7 +144,7 @@ def test_estimated_and_simulated_time_agree():
     seconds = {}
     for context in (1, 4):
         candidate = candidate_of(context=context)
-        run = candidate.to_run(asked, planner="test", seconds=0.0, started=0.0)
+        run = candidate.to_run(asked, seconds=0.0)
         seconds[context] = predict_run(run, asked).iteration_seconds
         assert estimate_seconds(asked, PlanningTimes(asked), candidate) == pytest.approx(seconds[context], rel=0.03)
     assert seconds[4] < 0.35 * seconds[1]
@@ -161,7 +160,7 @@ def test_gradients_are_reduced_over_shares_of_tokens_too():
 def test_a_share_of_the_replicas_has_the_memory_of_the_whole():
     document = SampleLengths(0, (), 8 * 1024, 1000)
     asked = request(TEXT_ONLY, lengths=(document,), global_batch_size=32, num_gpus=64)
-    run = candidate_of(context=2, data=8, tensor=1).to_run(asked, planner="test", seconds=0.0, started=0.0)
+    run = candidate_of(context=2, data=8, tensor=1).to_run(asked, seconds=0.0)
     whole, share = predict_run(run, asked), predict_run(run, asked, max_actions=20)
     assert share.replica_share == 8
     assert share.peak_memory_bytes == pytest.approx(whole.peak_memory_bytes, abs=1)
@@ -174,7 +173,7 @@ def test_units_of_other_context_parallel_sizes_share_ranks():
         "llm": even_layout(LLM, 2, 1, 1, context=4),
     }
     asked = long_request(num_gpus=8)
-    run = Candidate(layouts, groups=(("vision", "llm"),)).to_run(asked, planner="test", seconds=0.0, started=0.0)
+    run = Candidate(layouts, groups=(("vision", "llm"),)).to_run(asked, seconds=0.0)
     assert set(run.plan.units["vision"].ranks) == set(run.plan.units["llm"].ranks) == set(range(8))
     assert math.isfinite(predict_run(run, asked).iteration_seconds)
 

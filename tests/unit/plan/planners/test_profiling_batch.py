@@ -3,17 +3,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from multimodal.plan.planners.entrain import plan_entrain
-from multimodal.plan.planners.flops_ratio import proportional_gpus
-from multimodal.plan.planners.planning_request import FixedSizes
-from multimodal.plan.planners.profiling_batch import (
+from multimodal.plan.planners.entrain import (
     LARGEST_BATCH,
     gpu_block,
     num_trials,
+    plan_entrain,
     replica_allocation,
     sample_work,
     stable_batch_size,
 )
+from multimodal.plan.planners.flops_ratio import proportional_gpus
+from multimodal.plan.planners.planning_request import FixedSizes
 from tests.unit.plan.planners.planning_cases import TWO, frozen, request, with_memory
 
 

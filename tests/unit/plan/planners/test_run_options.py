@@ -9,11 +9,10 @@ from multimodal.balance.balance_options import BalanceOptions
 from multimodal.cost.memory import layer_static_bytes
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.candidate import Candidate
-from multimodal.plan.planners.megatron import even_layout
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.planning_request import SPLIT_SCHEDULES, FixedSizes
+from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.simulate_run import predict_run
-from multimodal.plan.planners.unit_layout import UnitLayout
+from multimodal.plan.planners.unit_layout import UnitLayout, even_layout
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.schedule import ActionKind
@@ -29,7 +28,7 @@ def test_the_schedules_that_split_backwards_are_known(name):
     assignment = BALANCERS["none"](lengths, graph=TEXT_ONLY, plan=plan, options=BalanceOptions(vocab_size=4096))
     schedule = BUILDERS[name](TEXT_ONLY, plan, assignment)
     kinds = {action.kind for lane in schedule.lanes for action in lane.actions}
-    assert (ActionKind.WEIGHT_GRADIENT in kinds) == (name in SPLIT_SCHEDULES)
+    assert (ActionKind.WEIGHT_GRADIENT in kinds) == BUILDERS[name].splits_backwards
 
 
 def test_fused_layers_are_counted_on_only_where_they_can_run():
@@ -43,7 +42,7 @@ def test_fused_layers_are_counted_on_only_where_they_can_run():
 
 def test_braid_tries_no_schedule_that_the_wanted_layers_cannot_run():
     run = PLANNERS["braid"](request(TEXT_ONLY, transformer_impl="transformer_engine"))
-    assert run.schedule not in SPLIT_SCHEDULES and "--transformer-impl transformer_engine" in run.flags
+    assert not BUILDERS[run.schedule].splits_backwards and "--transformer-impl transformer_engine" in run.flags
     assert not any("zb-h1" in note for note in run.notes)
 
 
@@ -51,7 +50,7 @@ def test_the_implementation_decides_what_is_kept():
     peaks = {}
     for implementation in ("local", "transformer_engine"):
         asked = request(TEXT_ONLY, transformer_impl=implementation)
-        run = Candidate({"llm": even_layout(LLM, 1, 1, 1)}).to_run(asked, planner="test", seconds=0.0, started=0.0)
+        run = Candidate({"llm": even_layout(LLM, 1, 1, 1)}).to_run(asked, seconds=0.0)
         assert run.transformer_impl == implementation and f"--transformer-impl {implementation}" in run.flags
         kept = MemoryEstimate(asked).layer("llm", "transformer").activation_bytes(1, 1)
         peaks[implementation] = predict_run(run, asked).peak_memory_bytes, kept
@@ -68,7 +67,7 @@ def test_the_optimizer_is_shared_as_training_shares_it(dtype, size, zero_stage):
         layer.num_weights, is_trained=True, data_parallel_size=4, zero_stage=zero_stage, bytes_per_element=size
     )
     assert layer.static_bytes(4) == expected
-    run = Candidate({"llm": even_layout(LLM, 1, 4, 1)}).to_run(asked, planner="test", seconds=0.0, started=0.0)
+    run = Candidate({"llm": even_layout(LLM, 1, 4, 1)}).to_run(asked, seconds=0.0)
     memory = MemoryEstimate(asked)
     estimated = memory.stage_bytes("llm", even_layout(LLM, 1, 4, 1), 0, num_samples=1)
     assert predict_run(run, asked).peak_memory_bytes == pytest.approx(estimated, rel=0.1)
@@ -76,10 +75,7 @@ def test_the_optimizer_is_shared_as_training_shares_it(dtype, size, zero_stage):
 
 def test_training_needs_sequence_parallelism_wherever_there_is_tensor_parallelism():
     asked = request(TEXT_ONLY)
-    flags = [
-        Candidate({"llm": even_layout(LLM, tensor, 1, 1)}).to_run(asked, planner="test", seconds=0.0, started=0.0).training_flags
-        for tensor in (1, 2)
-    ]
+    flags = [Candidate({"llm": even_layout(LLM, tensor, 1, 1)}).to_run(asked, seconds=0.0).training_flags for tensor in (1, 2)]
     assert ["--sequence-parallel" in each for each in flags] == [False, True]
 
 
@@ -97,17 +93,14 @@ def test_sharded_weights_are_planned_and_said():
 
 def test_collectives_over_replicas_hide_where_there_are_replicas():
     asked = request(TEXT_ONLY)
-    alone, copies = (
-        Candidate({"llm": even_layout(LLM, 1, data, 1)}).to_run(asked, planner="test", seconds=0.0, started=0.0)
-        for data in (1, 4)
-    )
+    alone, copies = (Candidate({"llm": even_layout(LLM, 1, data, 1)}).to_run(asked, seconds=0.0) for data in (1, 4))
     assert alone.passes == () and copies.passes == ("gather-parameters", "reduce-by-layer")
 
 
 def test_overlapped_tensor_parallelism_is_predicted_to_help_where_products_are_large():
     long = tuple(SampleLengths(index, (), 32_768, 10) for index in range(4))
     asked = with_memory(request(TEXT_ONLY, transformer_impl="local", lengths=long), 1000.0)
-    run = Candidate({"llm": even_layout(LLM, 4, 1, 1)}).to_run(asked, planner="test", seconds=0.0, started=0.0)
+    run = Candidate({"llm": even_layout(LLM, 4, 1, 1)}).to_run(asked, seconds=0.0)
     overlapped = replace(run, tp_comm_overlap=True)
     assert "--tp-comm-overlap" in overlapped.flags and "--tp-comm-overlap" not in run.flags
     assert predict_run(overlapped, asked).iteration_seconds < predict_run(run, asked).iteration_seconds

@@ -1,8 +1,8 @@
 import pytest
 
 from multimodal.plan.planners.candidate import Candidate
-from multimodal.plan.planners.megatron import even_layout
 from multimodal.plan.planners.simulate_run import keep_replicas, predict_run
+from multimodal.plan.planners.unit_layout import even_layout
 from multimodal.values.plan import Plan
 from tests.unit.plan.planners.planning_cases import LLM, TWO, VISION, request
 
@@ -36,7 +36,7 @@ def test_replicas_that_overlap_in_part_have_no_share():
 def test_a_share_of_a_colocated_plan_predicts_the_whole():
     asked = request(TWO, num_gpus=16, global_batch_size=64, lengths=request(TWO).lengths[:1])
     candidate = colocated(encoder_tensor=1, encoder_data=16, tensor=2, data=4, pipeline=2)
-    run = candidate.to_run(asked, planner="test", seconds=0.0, started=0.0)
+    run = candidate.to_run(asked, seconds=0.0)
     whole, share = predict_run(run, asked), predict_run(run, asked, max_actions=100)
     assert share.replica_share == 4
     assert share.iteration_seconds == pytest.approx(whole.iteration_seconds, rel=0.06)
@@ -45,8 +45,6 @@ def test_a_share_of_a_colocated_plan_predicts_the_whole():
 
 def test_predictions_average_consecutive_batches():
     asked = request(TWO, global_batch_size=16)
-    run = colocated(encoder_tensor=1, encoder_data=8, tensor=1, data=4, pipeline=2).to_run(
-        asked, planner="test", seconds=0.0, started=0.0
-    )
+    run = colocated(encoder_tensor=1, encoder_data=8, tensor=1, data=4, pipeline=2).to_run(asked, seconds=0.0)
     one, three = (predict_run(run, asked, num_batches=count).iteration_seconds for count in (1, 3))
     assert one != three and 0.5 < one / three < 2
