@@ -15,8 +15,8 @@ from megatron.runtime.feed.step_planner import plan_step
 from megatron.runtime.gradients.sharded_layer import ShardedLayer
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
 from megatron.runtime.session import Session, SessionOptions
-from megatron.runtime.step.context_sharing import ContextSharing
 from megatron.runtime.step.step import Step
+from megatron.runtime.step.token_placement import ContextSharing
 from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.packed_mask import ItemSpan
 from multimodal.balance.algorithms.distribute_tokens import TokenDistribution

@@ -11,7 +11,7 @@ from unittest.mock import Mock, patch
 import torch
 from multimodal.model.generator_projector import GeneratorProjector
 
-from megatron.runtime.communication.row_shares import RowShares
+from megatron.runtime.communication.broker import RowShares
 from megatron.runtime.execution import action_handlers, forward_action, message_flow
 from megatron.runtime.execution.activation_store import ActivationStore
 from megatron.runtime.feed import step_inputs, step_planner

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from megatron.runtime.checkpoint import folder as checkpoint_folder
 from megatron.runtime.checkpoint.checkpoint import find_newest_checkpoint
-from megatron.runtime.checkpoint.files import PieceWriter
 from megatron.runtime.checkpoint.manifest import read_newest, write_manifest
+from megatron.runtime.checkpoint.storage import PieceWriter
 from multimodal.values.errors import CheckpointError
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.distributed.rank_pool import RankPool

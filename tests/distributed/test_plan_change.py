@@ -11,8 +11,7 @@ import torch.distributed as dist
 from megatron.runtime.flags.configuration import OptimizerSettings
 from megatron.runtime.state.handover import hold_state, take_over
 from megatron.runtime.state.held_tensors import model_tensors, optimizer_tensors
-from megatron.runtime.training.learning_rate import build_scheduler
-from megatron.runtime.training.trainer import Trainer
+from megatron.runtime.training.trainer import Trainer, build_scheduler
 from multimodal.values.errors import CheckpointError, PlanError
 from multimodal.values.plan import Plan
 from tests.distributed.rank_pool import RankPool

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.runtime.gradients.reduction_by_layer import ReductionByLayer
+from megatron.runtime.gradients.scheduled_collectives import ReductionByLayer
 from multimodal.schedule.passes.defer_receives import defer_receives
 from multimodal.schedule.passes.fill import fill
 from multimodal.schedule.passes.gather_parameters import gather_parameters

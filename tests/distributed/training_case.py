@@ -13,9 +13,8 @@ from megatron.runtime.checkpoint.checkpoint import LoadedCheckpoint, load_checkp
 from megatron.runtime.feed.step_planner import plan_step
 from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
 from megatron.runtime.session import Session, SessionOptions
-from megatron.runtime.step.context_sharing import ContextSharing
-from megatron.runtime.step.loss_sums import LossSums
-from megatron.runtime.step.step import Step
+from megatron.runtime.step.step import LossSums, Step
+from megatron.runtime.step.token_placement import ContextSharing
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.in_order import balance_in_order
 from multimodal.model.layers.registry import sharding_of

@@ -1,18 +1,18 @@
 """Checkpoints: sharded, atomic, and independent of the plan.
 
-Every rank writes the pieces it holds (`storage`) into a hidden folder that
-gets its final name when all of it is on the disk (`folder`): a complete checkpoint is one that has its name.
+Every rank writes the pieces it holds (`storage`) into a hidden folder that gets its final name when all of it is on the disk
+(`folder`): a complete checkpoint is one that has its name. What fails on one rank becomes the same CheckpointError on all.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.runtime.checkpoint.agreement import on_all_ranks, on_first_rank, on_this_rank
 from megatron.runtime.checkpoint.folder import (
     complete_partial,
     damaged,
@@ -22,8 +22,15 @@ from megatron.runtime.checkpoint.folder import (
     remove_checkpoint,
 )
 from megatron.runtime.checkpoint.index import TensorIndex, read_index
-from megatron.runtime.checkpoint.manifest import Manifest, check_dtype, check_model, read_newest, write_manifest
-from megatron.runtime.checkpoint.random_state import capture_random_state, restore_random_state
+from megatron.runtime.checkpoint.manifest import (
+    Manifest,
+    capture_random_state,
+    check_dtype,
+    check_model,
+    read_newest,
+    restore_random_state,
+    write_manifest,
+)
 from megatron.runtime.checkpoint.storage import read_tensors, write_tensors
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, adopt_group_steps, make_room, model_tensors, optimizer_tensors
@@ -175,3 +182,51 @@ def _restore_random_state(path: Path, manifest: Manifest) -> None:
 
 def _dtype(session: Session) -> str:
     return str(session.options.build.precision.params_dtype).removeprefix("torch.")
+
+
+_Result = TypeVar("_Result")
+
+
+def on_all_ranks(action: Callable[[], _Result], *, what: str) -> list[_Result]:
+    """Run `action` on every rank and return the results of all of them, in rank order.
+
+    what: names the step in the error. Raises CheckpointError on every rank when the action failed on any.
+    """
+    result, problem = None, None
+    try:
+        result = action()
+    except CheckpointError as error:
+        problem = str(error)
+    except CheckpointException as error:  # torch gathered it from all ranks
+        rank, (cause, _) = min(error.failures.items())
+        problem = str(cause) if isinstance(cause, CheckpointError) else f"{what} failed on rank {rank}: {_describe(cause)}"
+    except Exception as error:
+        problem = f"{what} failed on rank {dist.get_rank()}: {_describe(error)}"
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (problem, result))
+    if problems := [found for found, _ in outcomes if found is not None]:
+        raise CheckpointError(_printable(problems[0]))
+    return [found for _, found in outcomes]
+
+
+def on_this_rank(action: Callable[[], _Result], *, what: str) -> _Result:
+    """Run `action` on every rank and return this rank's own result, which nobody else gets; errors as in `on_all_ranks`."""
+    kept: list[_Result] = []
+    on_all_ranks(lambda: kept.append(action()), what=what)
+    return kept[0]
+
+
+def on_first_rank(action: Callable[[], _Result], *, what: str) -> _Result:
+    """Run `action` on rank 0 alone and return its result on every rank; errors as in `on_all_ranks`."""
+    results = on_all_ranks(lambda: action() if dist.get_rank() == 0 else None, what=what)
+    first: Any = results[0]
+    return first  # type: ignore[no-any-return]
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _printable(message: str) -> str:
+    """Without control characters: a message may quote what a stranger wrote into a checkpoint."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in message)

@@ -2,25 +2,193 @@
 
 torch.distributed.checkpoint plans both on rank 0 (who writes what several ranks hold, which saved rectangles a wanted one
 overlaps) and checks that the written rectangles fill every tensor without overlap; here is told which rectangles there are. Files
-are Braid's own (`files`): bare numbers and JSON, where torch's would be pickles.
+are Braid's own, where torch's would be pickles: one per writing rank, the bytes of its pieces one after another and nothing else,
+and `tensors.json` (`index`), which says what they are. Neither holds anything that could be executed.
 """
 
-from collections.abc import Iterable, Sequence
+import os
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
 
-from megatron.runtime.checkpoint.files import PieceReader, PieceWriter
-from megatron.runtime.checkpoint.index import TensorIndex
+from megatron.runtime.checkpoint.folder import damaged
+from megatron.runtime.checkpoint.index import INDEX_NAME, SavedPiece, SavedTensor, TensorIndex, index_to_json
 from megatron.runtime.state.held_tensors import HeldTensor, Piece
+
+
+class PieceWriter(StorageWriter):
+    """Writes this rank's pieces into its file, and on rank 0 `tensors.json`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.sizes: dict[str, int] = {}
+        """File name -> bytes, of what this rank wrote."""
+        self.index_crc32 = 0
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
+        """Write the pieces that torch's plan gives to this rank; raises OSError."""
+        written: list[WriteResult] = []
+        if plan.items:
+            name = f"rank_{dist.get_rank():05d}.bin"
+            with open(self._folder / name, "wb") as file:
+                for item in plan.items:
+                    values = planner.resolve_data(item)
+                    assert isinstance(values, Tensor)
+                    assert item.index.offset is not None
+                    content, start = _bytes_of(values), file.tell()
+                    file.write(content)
+                    piece = SavedPiece(name, start, tuple(item.index.offset), tuple(values.shape), zlib.crc32(content))
+                    written.append(WriteResult(item.index, len(content), piece))
+                self.sizes[name] = file.tell()
+                _sync(file)
+        return _done(written)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write `tensors.json`, on rank 0; raises OSError."""
+        pieces: dict[str, list[SavedPiece]] = {}
+        for result in (result for of_rank in results for result in of_rank):
+            pieces.setdefault(result.index.fqn, []).append(result.storage_data)
+        index = {}
+        for key, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)
+            index[key] = SavedTensor(tensor.properties.dtype, tuple(tensor.size), tuple(pieces[key]))
+        content = index_to_json(index)
+        with open(self._folder / INDEX_NAME, "wb") as file:
+            file.write(content)
+            _sync(file)
+        self.sizes[INDEX_NAME], self.index_crc32 = len(content), zlib.crc32(content)
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing is kept from save to save."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """The folder is there."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Torch's plan will do."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Torch's plans will do."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Checkpoints are found by `folder`."""
+        return True
+
+
+class PieceReader(StorageReader):
+    """Reads from the files of all ranks the pieces that this rank needs something of."""
+
+    def __init__(self, folder: Path, *, index: TensorIndex) -> None:
+        self._folder = folder
+        self._index = index
+        self._pieces: Mapping[MetadataIndex, SavedPiece] = {
+            MetadataIndex(key, piece.offsets): piece for key, tensor in index.items() for piece in tensor.pieces
+        }
+
+    def read_metadata(self) -> Metadata:  # type: ignore[override]  # torch asks for ranks' own metadata where more is taken
+        """`tensors.json`, in torch's form."""
+        return Metadata({key: _describe(tensor) for key, tensor in self._index.items()})
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
+        """Fill what torch's plan asks for; raises CheckpointError for bytes that are not those written, and OSError."""
+        wanted: dict[tuple[SavedPiece, str], list[ReadItem]] = {}
+        for item in plan.items:
+            wanted.setdefault((self._pieces[item.storage_index], item.storage_index.fqn), []).append(item)
+        for name, pieces in groupby(sorted(wanted), key=lambda place: place[0].file):
+            with open(self._folder / name, "rb") as file:
+                for piece, key in pieces:
+                    values = self._read(file, piece, key=key)
+                    for item in wanted[piece, key]:
+                        _fill(item, values, planner)
+        return _done(None)
+
+    def _read(self, file: BinaryIO, piece: SavedPiece, *, key: str) -> Tensor:
+        dtype = self._index[key].dtype
+        content = torch.empty(piece.size_bytes(dtype), dtype=torch.uint8)
+        buffer = content.numpy().data
+        file.seek(piece.start)
+        if file.readinto(buffer) != len(buffer) or zlib.crc32(buffer) != piece.crc32:  # type: ignore[attr-defined]
+            raise damaged(self._folder, f"{piece.file} does not hold what was written (the checksum of {key} differs)")
+        return content.view(dtype).view(piece.sizes)
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing is kept from load to load."""
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """The index is there."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Torch's plan will do."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Torch's plans will do."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Checkpoints are found by `folder`."""
+        return True
+
+
+def _describe(tensor: SavedTensor) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)) for piece in tensor.pieces]
+    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
+
+
+def _fill(item: ReadItem, values: Tensor, planner: LoadPlanner) -> None:
+    for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        values = values.narrow(dimension, start, length)
+    target = planner.resolve_tensor(item).detach()
+    target.copy_(values)
+    planner.commit_tensor(item, target)
+
+
+def _bytes_of(values: Tensor) -> memoryview:
+    return values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _done(result: Any) -> "Future[Any]":
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
 
 
 class WrittenFiles(NamedTuple):

@@ -15,8 +15,8 @@ from megatron.runtime.feed.agreement import assignment_digest
 from megatron.runtime.feed.sample_exchange import SampleExchange
 from megatron.runtime.feed.step_inputs import load_inputs
 from megatron.runtime.step.balance_report import report_balance
-from megatron.runtime.step.context_sharing import BY_WORKLOAD, ContextSharing
 from megatron.runtime.step.step import Step
+from megatron.runtime.step.token_placement import BY_WORKLOAD, ContextSharing
 from multimodal.balance import Balancer
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.placement import drop_idle_samples

@@ -1,28 +1,31 @@
-"""From the command line and a configuration file to a `RunConfig`.
+"""From the command line, a configuration file and the model file to a checked `RunConfig`, frozen units and the plan.
 
 Neither torch nor megatron-core is imported on this path, so `--help` and every complaint are instant.
 """
 
 import argparse
+import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.runtime.flags.config_file import beside, parse_config_file, read_config_file
 from megatron.runtime.flags.configuration import GROUPS, RunConfig
 from megatron.runtime.flags.cross_checks import check_config, check_plan, drop_overruled, ignored_flags
 from megatron.runtime.flags.field_flags import field_flags
 from megatron.runtime.flags.flag_parser import FlagParser
-from megatron.runtime.flags.freezing import apply_freezing
-from megatron.runtime.flags.run_plan import build_plan
 from megatron.runtime.flags.schedule_checks import check_schedule
-from megatron.runtime.flags.unit_flags import MICRO_BATCH_SIZE, SIZE_SPELLINGS
+from megatron.runtime.flags.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLINGS
 from multimodal.cost.layers.registry import read_model
+from multimodal.plan.colocated import plan_colocated
+from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
-from multimodal.values.errors import ConfigError
+from multimodal.schedule.builders import BUILDERS
+from multimodal.values.errors import BraidError, ConfigError
+from multimodal.values.file_form import at_line, read_mapping
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import MOST_RANKS
+from multimodal.values.plan import MOST_RANKS, Plan, read_plan
 from multimodal.values.typed_reader import shown
 
 
@@ -139,3 +142,132 @@ def _world_size(environ: Mapping[str, str]) -> int:
             f"the environment variable WORLD_SIZE must be the number of processes, found {shown(text)}; launch with torchrun"
         )
     return int(text)
+
+
+def build_plan(config: RunConfig, graph: ModelGraph, world_size: int) -> Plan:
+    """Build the plan that the flags ask for on `world_size` processes.
+
+    A plan file is taken as it is; `--colocate-units` shares all ranks; else every unit gets ranks of its own. One process and
+    sizes of 1 throughout can only be colocated, so that needs no flag. Raises PlanError when the plan does not fit.
+    """
+    parallelism = config.parallelism
+    if parallelism.plan is not None:
+        return read_plan(parallelism.plan, graph=graph, world_size=world_size)
+    is_alone = world_size == 1 and all(
+        sizes.ranks_per_replica == 1 and sizes.data_parallel_size in (None, 1) for sizes in parallelism.units.values()
+    )
+    planner = plan_colocated if parallelism.colocate_units or is_alone else plan_disaggregated
+    return planner(graph, sizes=parallelism.units, world_size=world_size, is_folded=BUILDERS[config.training.schedule].is_folded)
+
+
+def apply_freezing(graph: ModelGraph, config: RunConfig) -> ModelGraph:
+    """Apply `--freeze` and `--freeze-projector` on top of what the model file freezes.
+
+    The backbone may be called `llm` whatever its name. Raises ConfigError for a unit that does not exist, and for the projector
+    of the backbone, which has none.
+    """
+    modules = {_unit_name(graph, name, flag="--freeze") for name in config.model.freeze}
+    projectors = {_unit_name(graph, name, flag="--freeze-projector") for name in config.model.freeze_projector}
+    if graph.backbone.name in projectors:
+        owners = ", ".join(unit.name for unit in (*graph.encoders, *graph.generators)) or "none"
+        raise ConfigError(
+            f"--freeze-projector {graph.backbone.name}: the backbone has no projector; units with one are: {owners} "
+            f"(to freeze the backbone itself, use --freeze {graph.backbone.name})"
+        )
+    units = tuple(
+        replace(
+            unit,
+            freeze_module=unit.freeze_module or unit.name in modules,
+            freeze_projector=unit.freeze_projector or unit.name in projectors,
+        )
+        for unit in graph.units
+    )
+    return replace(graph, units=units)
+
+
+def _unit_name(graph: ModelGraph, name: str, *, flag: str) -> str:
+    if name in graph.unit_names:
+        return name
+    if name == LLM:
+        return graph.backbone.name
+    close = difflib.get_close_matches(name, graph.unit_names, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    units = ", ".join(f"{unit.name} ({unit.role})" for unit in graph.units)
+    raise ConfigError(f"{flag} {name}: the model has no such unit; its units are {units}{hint}")
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Flag -> value as it stands in the file. Raises ConfigError when a key appears twice, or in two spellings."""
+    mapping = read_mapping(path, error=ConfigError)
+    entries: dict[str, Any] = {}
+    for key, value in mapping.items():
+        if (flag := _flag(key)) in entries:
+            raise at_line(path, ConfigError(f"{flag} is there twice; keep one", place=(key,)))
+        entries[flag] = value
+    return entries
+
+
+def _flag(key: str) -> str:
+    return "--" + key.lstrip("-").replace("_", "-")
+
+
+def parse_config_file(entries: Mapping[str, Any], *, parser: FlagParser, path: Path) -> dict[str, Any]:
+    """Destination -> value, by the same parser as the command line; input paths are found beside the file.
+
+    Raises ConfigError that starts with the file's path.
+    """
+    try:
+        tokens = [token for flag, value in entries.items() for token in _tokens(flag, value, parser=parser)]
+        values = parser.parse_given(tokens)
+    except ConfigError as problem:
+        raise _at_flag(path, problem) from None
+    input_paths = {flag.name for group in GROUPS.values() for flag in field_flags(group) if flag.is_input_path}
+    return {name: beside(path, value) if name in input_paths else value for name, value in values.items()}
+
+
+def _at_flag(path: Path, problem: ConfigError) -> BraidError:
+    """The same error, with the file and the line of the first key whose flag it names."""
+    keys = read_mapping(path, error=ConfigError)
+    named = [key for key in keys if re.search(rf"{re.escape(_flag(key))}(?![\w-])", str(problem))]
+    return at_line(path, ConfigError(str(problem), place=tuple(named[:1])))
+
+
+def beside(path: Path, value: str | Path) -> Any:
+    """Return the path relative to the folder of the configuration file where that exists, else as it stands."""
+    candidate = path.parent / value
+    return type(value)(candidate) if candidate.exists() else value
+
+
+def _tokens(flag: str, value: Any, *, parser: FlagParser) -> list[str]:
+    if flag in ("--config", "--help"):
+        raise ConfigError(f"{flag} cannot stand in a configuration file")
+    action = parser.action_of(flag)
+    if action is None:
+        parser.reject_unknown(flag)
+        return []
+    if value is None:
+        raise ConfigError(f"{flag} has no value; give it one or remove the line")
+    if action.nargs == 0:
+        return _switch_tokens(flag, value, parser=parser)
+    if isinstance(value, list) and action.nargs == "+":
+        for entry in value:
+            if isinstance(entry, (bool, list, dict)) or str(entry or "-").startswith("-"):
+                raise ConfigError(f"{flag} expects {_expected(action)}, found {shown(entry)} in its list")
+        return [flag, *map(str, value)] if value else []
+    if isinstance(value, (bool, list, dict)):
+        raise ConfigError(f"{flag} expects {_expected(action)}, found {shown(value)}")
+    return [f"{flag}={value}"]
+
+
+def _switch_tokens(flag: str, value: Any, *, parser: FlagParser) -> list[str]:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{flag} is a switch: expected true or false, found {shown(value)}")
+    if value:
+        return [flag]
+    opposite = flag.replace("--no-", "--", 1) if flag.startswith("--no-") else flag.replace("--", "--no-", 1)
+    assert parser.action_of(opposite) is not None
+    return [opposite]
+
+
+def _expected(action: argparse.Action) -> str:
+    return "one or more of " + str(action.metavar) if action.nargs == "+" else f"one value ({action.metavar})"

@@ -13,9 +13,14 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron.runtime.communication.overlapped_collectives import overlapping, start_gradient_reduction, start_parameter_gathering
 from megatron.runtime.communication.units import Membership
-from megatron.runtime.gradients.reduction_by_layer import ReductionByLayer, wrap_with_layer_buckets
+from megatron.runtime.gradients.scheduled_collectives import (
+    ReductionByLayer,
+    overlapping,
+    start_gradient_reduction,
+    start_parameter_gathering,
+    wrap_with_layer_buckets,
+)
 from multimodal.model.unit_stage import UnitStage
 
 

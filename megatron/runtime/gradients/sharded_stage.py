@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.runtime.communication.units import Membership
-from megatron.runtime.gradients.layer_pass import LayerPass, Visit
-from megatron.runtime.gradients.sharded_layer import ShardedLayer
+from megatron.runtime.gradients.sharded_layer import LayerPass, ShardedLayer, Visit
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.backward_need import layers_backward_need

@@ -1,4 +1,7 @@
-"""Times real layers on the device at hand: forward, input gradient and weight gradient apart, for multimodal/cost to fit."""
+"""Times real layers on the device at hand: forward, input gradient and weight gradient apart, for multimodal/cost to fit.
+
+Also finds the peak that MFU is measured against: from the table of known accelerators, else measured by a matrix product.
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,17 +16,52 @@ from torch import Tensor
 from megatron.runtime import platform
 from megatron.runtime.execution.activation_store import SavedTensors
 from megatron.runtime.gradients.gradients import wrap_in_gradient_buffers
-from megatron.runtime.profiling.layer_inputs import LayerInput, synthetic_input
 from multimodal.attention.packed_lengths import PackedLengths
+from multimodal.cost.cluster import peak_tflops
 from multimodal.cost.layer_curves import PackedSize
 from multimodal.model.initialization import initialize_parameters
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.layers.registry import kind_of
 from multimodal.model.rotary import rotary_frequencies
+from multimodal.model.stage_input import PackedInput
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.unit_stage import UnitStage
 from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
 from multimodal.values.model_graph import ModelGraph
+
+
+class LayerInput(NamedTuple):
+    """Arguments of a stage of one layer."""
+
+    hidden: Tensor | None
+    batch: PackedInput
+    item_embeddings: Tensor | None = None
+
+    @property
+    def differentiable(self) -> Tensor | None:
+        """The tensor that an input gradient is taken of; None where only weights have gradients."""
+        return self.hidden if self.hidden is not None else self.item_embeddings
+
+
+def synthetic_input(stage: UnitStage, *, num_tokens: int, num_sequences: int = 1) -> LayerInput:
+    """Return random inputs for a stage of one layer.
+
+    num_tokens: counted tokens, as `counted_tokens` of multimodal/cost counts them: those that leave an encoder's projector, the
+    targets of the LLM's head, else the tokens of the unit; a multiple of num_sequences, which have equal lengths.
+    """
+    unit, (index,) = stage.unit, stage.layer_range
+    kind = kind_of(unit, index)
+    num_tokens *= kind.num_tokens_per_output(unit)
+    length = num_tokens // num_sequences
+    positions = torch.arange(length, device=torch.cuda.current_device()).repeat(num_sequences)
+    if not unit.is_causal:
+        positions = torch.stack((positions // 16, positions % 16), dim=1)
+    parts, item_embeddings = kind.random_input(stage.context, num_tokens=num_tokens, num_sequences=num_sequences)
+    hidden = None
+    if kind.takes_hidden:
+        hidden = stage.context.random(stage.num_rows(num_tokens), 1, unit.transformer.hidden_size).requires_grad_()
+    return LayerInput(hidden, PackedInput((length,) * num_sequences, positions, **parts), item_embeddings)
+
 
 _EVICTING = torch.zeros(4 * 2**20, dtype=torch.uint8)
 """What replaces a core's own cache: more than it holds."""
@@ -178,3 +216,28 @@ def _clock() -> float:
 def _synchronize() -> None:
     if platform.device().type == "cuda":
         torch.cuda.synchronize()
+
+
+_PRODUCT_SIZE = 512
+_NUM_PRODUCTS = 8
+
+
+def find_peak_tflops(dtype: torch.dtype) -> float:
+    """TFLOP/s of this process's device; on a CPU what this process gets of it, other ranks computing at the same time."""
+    if torch.cuda.is_available():
+        known = peak_tflops(torch.cuda.get_device_name(), str(dtype).removeprefix("torch."))
+        if known is not None:
+            return known
+    return _measure_tflops(dtype)
+
+
+def _measure_tflops(dtype: torch.dtype) -> float:
+    matrix = torch.randn(_PRODUCT_SIZE, _PRODUCT_SIZE, device=platform.device()).to(dtype)
+    best_seconds = float("inf")
+    for _ in range(_NUM_PRODUCTS):
+        _synchronize()
+        start = time.perf_counter()
+        matrix @ matrix
+        _synchronize()
+        best_seconds = min(best_seconds, time.perf_counter() - start)
+    return 2.0 * _PRODUCT_SIZE**3 / best_seconds / 1e12

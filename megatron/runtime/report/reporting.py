@@ -4,10 +4,11 @@ A file that cannot be written is an error before training, and a warning once it
 """
 
 import errno
+import statistics
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -17,12 +18,51 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron.runtime.flags.configuration import LoggingConfig
 from megatron.runtime.report.json_log import JsonLog, check_log_file
-from megatron.runtime.report.loss_curve import draw_loss_curve
-from megatron.runtime.report.step_report import EvaluationReport, StepReport
 from megatron.runtime.step.balance_report import BalanceMean, BalanceReport
 from multimodal.schedule.draw import draw_timeline
 from multimodal.values.errors import ConfigError
 from multimodal.values.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What all ranks know after a training step; seconds are means over ranks, `step_seconds` the slowest rank's."""
+
+    loss: float
+    """What is trained: the mean over the LLM's target tokens, plus every generator's mean over its values."""
+    generator_loss: float
+    """The generators' part of it; 0 without one."""
+    grad_norm: float
+    learning_rate: float
+    num_samples: int
+    num_tokens: int
+    num_target_tokens: int
+    step_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    waiting_seconds: float
+    optimizer_seconds: float
+    tokens_per_second: float
+    mfu: float
+    peak_activation_bytes: int
+    """The largest of all ranks."""
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """How the model does on held-out samples."""
+
+    loss: float
+    generator_loss: float
+    """The generators' part of it; 0 without one."""
+    token_accuracy: float
+    """Share of target tokens that greedy decoding gets right, given all before."""
+    answer_accuracy: float
+    """Share of samples whose whole answer greedy decoding gives: each token is its first choice, after the right ones before.
+
+    Of those that answer in words alone, as tokens cannot tell whether an image is right; NaN where none does.
+    """
+
 
 LINES_PER_BALANCE_LINE = 10
 """How often the balance of the steps since the last time is told."""
@@ -238,3 +278,25 @@ def _open_tensorboard(folder: Path) -> Any:
     except ImportError as problem:
         raise ConfigError("--tensorboard-dir needs the package tensorboard: pip install 'braid[tensorboard]'") from problem
     return SummaryWriter(str(folder))
+
+
+def draw_loss_curve(losses: list[tuple[int, float]], path: Path) -> None:
+    """Loss by step as PNG, with its running mean."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    steps, values = zip(*losses, strict=True)
+    axes.plot(steps, values, linewidth=0.6, color="#9ab8d8", label="each step")
+    axes.plot(steps, _running_mean(values), linewidth=1.8, color="#1f4e8c", label="running mean")
+    axes.set(xlabel="step", ylabel="loss per target token", title="Training loss", ylim=(0, None))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def _running_mean(values: tuple[float, ...]) -> list[float]:
+    width = max(1, len(values) // 40)
+    return [statistics.fmean(values[max(0, last - width) : last]) for last in range(1, len(values) + 1)]

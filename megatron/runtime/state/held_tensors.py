@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megatron.runtime.gradients.gradients import UnitGradients
 from megatron.runtime.gradients.sharded_layer import WeightPiece
-from megatron.runtime.gradients.sharded_optimizer import ShardedOptimizer
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
+from megatron.runtime.gradients.unit_optimizer import ShardedOptimizer
 from multimodal.model.layers.registry import sharding_of
 from multimodal.model.parameter_sharding import WHOLE, ParameterSharding, full_shape
 from multimodal.model.unit_stage import UnitStage

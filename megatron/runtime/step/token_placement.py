@@ -4,17 +4,19 @@ All of it follows from lengths, which every rank knows, so no rank asks another.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.runtime.communication.row_shares import Rows, RowShares
-from megatron.runtime.step.context_sharing import ContextSharing
+from megatron.runtime.communication.broker import Rows, RowShares
 from megatron.runtime.step.decision import StepDecision
+from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.own_share import OwnShare
 from multimodal.attention.packed_mask import ItemSpan, build_packed_mask
 from multimodal.attention.token_shares import TokenShares, share_tokens
+from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.balance.batch_work import list_items
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.layers.transformer import mask_rule_of
@@ -23,6 +25,23 @@ from multimodal.values.errors import DataError
 from multimodal.values.model_graph import Role
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths
+
+
+@dataclass(frozen=True, slots=True)
+class ContextSharing:
+    """What must be alike on every rank, so that each can work out what any other holds."""
+
+    method: TokenDistribution = TokenDistribution.LPT
+    """How blocks of tokens are dealt."""
+    block_size: int = 128
+    """Tokens of a block, which stay together; a multiple of what an encoder merges into one token."""
+    mask_mode: MaskMode = MaskMode.CAUSAL
+    """What items do in the LLM's attention: decides how much work a block is."""
+
+
+BY_WORKLOAD = ContextSharing()
+"""Unless asked otherwise."""
+
 
 WHOLE = -1
 """In place of a sample subset's index: the whole microbatch."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from megatron.runtime import platform
 from megatron.runtime.checkpoint.checkpoint import find_newest_checkpoint
-from megatron.runtime.emulation.table import EmulationTable
 from megatron.runtime.execution.step_clock import gather_timeline
 from megatron.runtime.feed.agreement import agree_to_stop, check_agreement
 from megatron.runtime.feed.data_sets import DIGITS
@@ -16,11 +15,10 @@ from megatron.runtime.feed.step_loader import load_steps, load_steps_in_thread
 from megatron.runtime.feed.step_planner import StepPlanner
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.launch.stop_requests import StopReason
-from megatron.runtime.report.reporting import ConsoleReporter, Reporter, SilentReporter
-from megatron.runtime.report.step_report import EvaluationReport
-from megatron.runtime.step.context_sharing import ContextSharing
+from megatron.runtime.report.reporting import ConsoleReporter, EvaluationReport, Reporter, SilentReporter
 from megatron.runtime.step.step import Step
-from megatron.runtime.training.prediction import build_predictor
+from megatron.runtime.step.token_placement import ContextSharing
+from megatron.runtime.training.prediction import EmulationTable, build_predictor
 from megatron.runtime.training.resumption import release, save
 from megatron.runtime.training.run import Run
 from multimodal.attention.bitfield import MaskMode

@@ -5,11 +5,16 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.runtime.checkpoint.agreement import on_first_rank
-from megatron.runtime.checkpoint.checkpoint import LoadedCheckpoint, find_newest_checkpoint, load_checkpoint, save_checkpoint
+from megatron.runtime.checkpoint.checkpoint import (
+    LoadedCheckpoint,
+    find_newest_checkpoint,
+    load_checkpoint,
+    on_first_rank,
+    save_checkpoint,
+)
 from megatron.runtime.checkpoint.claim import FolderClaim
 from megatron.runtime.checkpoint.folder import damaged, step_of
-from megatron.runtime.feed.run_data import RunData, check_same_data, describe_data
+from megatron.runtime.feed.data_sets import RunData, check_same_data, describe_data
 from megatron.runtime.flags.configuration import CheckpointConfig
 from megatron.runtime.training.run import Run
 from multimodal.values.errors import CheckpointError

@@ -11,23 +11,20 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.runtime.checkpoint.claim import FolderClaim
 from megatron.runtime.emulation.emulated_stage import EmulatedStage
-from megatron.runtime.emulation.table import EmulationTable
-from megatron.runtime.feed.data_sets import DataSets, build_data_sets, padded_vocab_size
-from megatron.runtime.feed.run_data import RunData
+from megatron.runtime.feed.data_sets import DataSets, RunData, build_data_sets, padded_vocab_size
 from megatron.runtime.feed.sample_exchange import SampleExchange
+from megatron.runtime.flags.arguments import apply_freezing, build_plan
 from megatron.runtime.flags.configuration import RunConfig
-from megatron.runtime.flags.freezing import apply_freezing
-from megatron.runtime.flags.run_plan import build_plan
 from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
 from megatron.runtime.launch.distributed_setup import World
 from megatron.runtime.launch.failure import Ending
 from megatron.runtime.launch.stop_requests import StopRequests
-from megatron.runtime.profiling.device_peak import find_peak_tflops
+from megatron.runtime.profiling.profiler import find_peak_tflops
 from megatron.runtime.report.reporting import check_places
 from megatron.runtime.session import Session, SessionOptions, check_vocabulary
-from megatron.runtime.training.learning_rate import build_scheduler
+from megatron.runtime.training.prediction import EmulationTable
 from megatron.runtime.training.start_values import collect_start_values
-from megatron.runtime.training.trainer import Trainer
+from megatron.runtime.training.trainer import Trainer, build_scheduler
 from multimodal.attention.bitfield import MaskMode
 from multimodal.cost.layers.registry import read_model
 from multimodal.model.transformer_config import BuildOptions, Precision

@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from megatron.runtime.feed.data_sets import DIGITS, DataSets
+from megatron.runtime.feed.data_sets import DIGITS, DataSets, file_digest
 from megatron.runtime.flags.configuration import GROUPS, RunConfig
 from megatron.runtime.flags.field_flags import field_flags
 from megatron.runtime.flags.unit_flags import SIZE_SPELLINGS
@@ -98,9 +98,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
 def _tokenizer_values(config: RunConfig, data: DataSets, vocab_size: int) -> Mapping[str, str]:
     values = {"the vocabulary": str(data.tokenizer.vocab_size), "the padded vocabulary": str(vocab_size)}
     if config.data.tokenizer_model is not None:
-        path = Path(config.data.tokenizer_model)
-        file = path / "tokenizer.json" if path.is_dir() else path
-        values["the digest of its file"] = _digest_of_file(file)
+        values["the digest of its file"] = file_digest(Path(config.data.tokenizer_model), inside="tokenizer.json")
     return values
 
 
@@ -113,7 +111,7 @@ def _data_values(config: RunConfig, data: DataSets) -> Mapping[str, str]:
     for name, source in (("training", data.train), ("validation", data.valid)):
         values[f"the number of {name} samples"] = str(len(source))
         values[f"the digest of the lengths of {name} samples"] = _digest_of_lengths(source)
-    return {**values, "the digest of the manifest": _digest_of_file(path / "manifest.jsonl" if path.is_dir() else path)}
+    return {**values, "the digest of the manifest": file_digest(path, inside="manifest.jsonl")}
 
 
 def _digest_of_lengths(source: SampleSource) -> str:
@@ -122,11 +120,6 @@ def _digest_of_lengths(source: SampleSource) -> str:
     for index in range(0, len(source), -(-len(source) // _MOST_DIGESTED_LENGTHS) or 1):
         digest.update(repr(source.lengths(index)).encode())
     return digest.hexdigest()
-
-
-def _digest_of_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").hexdigest()[:16]
 
 
 def _cost_values(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.runtime.flags.config_file import read_config_file
+from megatron.runtime.flags.arguments import read_config_file
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
 from multimodal.cost.layer_profile import LayerProfile

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.runtime.communication.receive_watch import ReceiveWatch
+from megatron.runtime.communication.message_channel import ReceiveWatch
 
 CPU = torch.device("cpu")
 

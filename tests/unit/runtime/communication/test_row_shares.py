@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.runtime.communication.broker import Link, pieces_of
-from megatron.runtime.communication.row_shares import Rows, RowShares
+from megatron.runtime.communication.broker import Link, Rows, RowShares, pieces_of
 
 NUM_ROWS = 12
 

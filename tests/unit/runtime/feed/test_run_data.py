@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.runtime.feed.data_sets import DataSets
-from megatron.runtime.feed.run_data import RunData, check_same_data, describe_data
+from megatron.runtime.feed.data_sets import DataSets, RunData, check_same_data, describe_data
 from megatron.runtime.flags.configuration import (
     DataConfig,
     ModelConfig,

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron.runtime.flags.arguments import parse_arguments
+from megatron.runtime.flags.arguments import build_plan, parse_arguments
 from megatron.runtime.flags.configuration import GROUPS, RunConfig
-from megatron.runtime.flags.run_plan import build_plan
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.errors import ConfigError, ModelError, PlanError
 from multimodal.values.model_graph import ModelGraph

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.runtime.flags.arguments import parse_arguments
+from megatron.runtime.flags.arguments import apply_freezing, parse_arguments
 from megatron.runtime.flags.configuration import GROUPS, RunConfig
 from megatron.runtime.flags.cross_checks import shown_flag
 from megatron.runtime.flags.field_flags import field_flags
 from megatron.runtime.flags.flag_rules import IGNORED_FLAGS
-from megatron.runtime.flags.freezing import apply_freezing
 from multimodal.values.errors import BraidError, ConfigError, PlanError
 from multimodal.values.model_graph import ModelGraph
 

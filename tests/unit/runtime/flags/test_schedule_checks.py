@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron.runtime.flags.arguments import parse_arguments
+from megatron.runtime.flags.arguments import build_plan, parse_arguments
 from megatron.runtime.flags.configuration import RunConfig
-from megatron.runtime.flags.run_plan import build_plan
 from multimodal.cost.cluster import Cluster
 from multimodal.data.length_table import uniform_lengths
 from multimodal.plan.planners import PLANNERS

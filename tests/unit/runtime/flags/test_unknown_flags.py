@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.runtime.flags.flag_parser import FlagParser
+from megatron.runtime.flags.flag_parser import FlagParser, explain_unknown
 from megatron.runtime.flags.megatron_flags import ALWAYS_ON, CALLED, IN_MODEL_FILE, KNOWN_ELSEWHERE, NOT_AVAILABLE
-from megatron.runtime.flags.unknown_flags import explain_unknown
 from multimodal.values.model_graph import ModelGraph, Transformer, Unit
 
 SHAPE = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}

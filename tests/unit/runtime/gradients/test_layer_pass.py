@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron.runtime.gradients.layer_pass import LayerPass, Visit
+from megatron.runtime.gradients.sharded_layer import LayerPass, Visit
 from multimodal.values.schedule import ActionKind
 
 FORWARD = [Visit(0, (0,), ()), Visit(1, (1,), ()), Visit(2, (2,), ())]

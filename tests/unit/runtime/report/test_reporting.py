@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.runtime.flags.configuration import LoggingConfig
-from megatron.runtime.report.reporting import ConsoleReporter, check_places
-from megatron.runtime.report.step_report import EvaluationReport, StepReport
+from megatron.runtime.report.reporting import ConsoleReporter, EvaluationReport, StepReport, check_places
 from megatron.runtime.step.balance_report import BalanceReport
 from multimodal.balance.batch_work import Imbalance
 from multimodal.values.errors import ConfigError

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from megatron.runtime.feed.step_planner import plan_step
-from megatron.runtime.step.context_sharing import ContextSharing
 from megatron.runtime.step.step import Step
-from megatron.runtime.step.token_placement import WHOLE
+from megatron.runtime.step.token_placement import WHOLE, ContextSharing
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.schedule_cache import ScheduleCache
 from multimodal.values.assignment import MicrobatchPlace

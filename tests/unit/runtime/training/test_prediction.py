@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.runtime.flags.arguments import parse_arguments
-from megatron.runtime.flags.freezing import apply_freezing
+from megatron.runtime.flags.arguments import apply_freezing, parse_arguments
 from megatron.runtime.training.prediction import build_predictor
 from multimodal.cost.run_options import RunOptions
 from multimodal.plan.disaggregated import plan_disaggregated

@@ -1,13 +1,17 @@
-"""Reduces a stage's gradients bucket by bucket while the backward that completes them still runs.
+"""Megatron's collectives over replicas, started and finished when the schedule says so.
 
-Megatron does so in its own hooks, which count parameters per bucket and start each as soon as it is full. Here buckets start in
-one fixed order, so that replicas make the same calls even where one of them has other microbatches, or none; and the schedule
-says in which backward.
+Megatron ties both moments to hooks of modules and parameters, which its two `overlap_` settings turn on. Here they are on only
+while Megatron's own starting and finishing functions run.
+
+A reduction may also go bucket by bucket while the backward that completes the gradients still runs. Megatron starts a bucket as
+soon as it is full. Here buckets start in one fixed order, so that replicas make the same calls even where one of them has other
+microbatches, or none; and the schedule says in which backward.
 """
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -15,7 +19,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron.runtime.communication.overlapped_collectives import finish_gradient_reduction, overlapping
 from multimodal.model.unit_stage import UnitStage
 
 
@@ -111,3 +114,39 @@ class _FirstStage:
 
     def rank(self) -> int:
         return 0
+
+
+def start_gradient_reduction(wrapped: DistributedDataParallel) -> Callable[[], None]:
+    """Start summing gradients over replicas (reduce-scatter under a sharded optimizer); returns what waits for it."""
+    with overlapping(wrapped, "overlap_grad_reduce"):
+        wrapped.start_grad_sync()
+    return partial(finish_gradient_reduction, wrapped)
+
+
+def finish_gradient_reduction(wrapped: DistributedDataParallel) -> None:
+    """Wait for what was started of it."""
+    with overlapping(wrapped, "overlap_grad_reduce"):
+        wrapped.finish_grad_sync()
+
+
+def start_parameter_gathering(wrapped: DistributedDataParallel) -> Callable[[], None]:
+    """Start gathering what each replica's optimizer updated; returns what waits for it."""
+    with overlapping(wrapped, "overlap_param_gather"):
+        wrapped.start_param_sync()
+
+    def finish() -> None:
+        with overlapping(wrapped, "overlap_param_gather"):
+            for bucket_group in wrapped.bucket_groups:
+                bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+    return finish
+
+
+@contextmanager
+def overlapping(wrapped: DistributedDataParallel, setting: str) -> Iterator[None]:
+    """Turn on one of Megatron's overlap settings for what runs inside."""
+    setattr(wrapped.ddp_config, setting, True)
+    try:
+        yield
+    finally:
+        setattr(wrapped.ddp_config, setting, False)
