@@ -3,10 +3,16 @@
 from multimodal.cost.layers.layer import LayerFlops
 from multimodal.cost.layers.patch_embedding import PatchEmbeddingLayer
 from multimodal.cost.unit_load import UnitLoad
+from multimodal.values.model_graph import Unit
 
 
 class AudioEmbeddingLayer(PatchEmbeddingLayer):
     """From a spectrogram to hidden states. Planned and simulated; multimodal/model does not build it yet."""
+
+    @classmethod
+    def fits(cls, unit: Unit) -> bool:
+        """True if the unit takes sound."""
+        return unit.audio is not None
 
     @property
     def num_weights(self) -> int:

@@ -98,6 +98,11 @@ class Layer(ABC):
     is_deep: ClassVar[bool] = False
     """True if training the layer's weights takes nearly all of its input gradient. Other layers are about one matrix deep."""
 
+    @classmethod
+    def fits(cls, unit: Unit) -> bool:
+        """True if a unit of this description may have the layer, where its position and role are right."""
+        return True
+
     @property
     @abstractmethod
     def num_weights(self) -> int:

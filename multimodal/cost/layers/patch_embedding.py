@@ -2,7 +2,7 @@
 
 from multimodal.cost.layers.layer import ActivationBytes, ActivationCase, Layer
 from multimodal.cost.unit_load import UnitLoad
-from multimodal.values.model_graph import Role
+from multimodal.values.model_graph import Role, Unit
 
 
 class PatchEmbeddingLayer(Layer):
@@ -10,6 +10,11 @@ class PatchEmbeddingLayer(Layer):
 
     position = "first"
     roles = (Role.ENCODER,)
+
+    @classmethod
+    def fits(cls, unit: Unit) -> bool:
+        """True if the unit takes images."""
+        return unit.audio is None
 
     @property
     def num_weights(self) -> int:

@@ -50,7 +50,9 @@ def _checked_model(value: Mapping[str, Any]) -> ModelGraph:
 
 def _check_kind(unit: Unit, index: int) -> None:
     position = "first" if index == 0 else "last" if index == len(unit.layers) - 1 else "between"
-    fitting = [name for name, kind in LAYER_KINDS.items() if kind.position == position and unit.role in kind.roles]
+    fitting = [
+        name for name, kind in LAYER_KINDS.items() if kind.position == position and unit.role in kind.roles and kind.fits(unit)
+    ]
     if unit.layers[index] not in fitting:
         raise ModelError(
             f"unit '{unit.name}', layers[{index}]: '{unit.layers[index]}' is no kind of layer that a {unit.role} has "

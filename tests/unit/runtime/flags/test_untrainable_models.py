@@ -1,19 +1,40 @@
 """Models that can be planned but not trained are refused before anything starts."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from megatron.runtime.flags.arguments import parse_arguments
+from multimodal.cost.layers.registry import LAYER_KINDS
+from multimodal.cost.layers.transformer import TransformerLayer
 from multimodal.values.errors import ModelError
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
 UNITS = {"audio": {"role": "encoder", **SHAPE, "audio": {}}, "language": {"role": "backbone", **SHAPE}}
 
 
+def parse(units: dict[str, Any], folder: Path) -> None:
+    (folder / "model.yaml").write_text(yaml.safe_dump({"units": units}, sort_keys=False))
+    flags = ["--model", str(folder / "model.yaml"), "--data-path", "digits", "--lr", "1e-3", "--train-iters", "10"]
+    parse_arguments([*flags, "--global-batch-size", "8"], environ={"WORLD_SIZE": "2"})
+
+
 def test_audio_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": UNITS}, sort_keys=False))
-    flags = ["--model", str(tmp_path / "model.yaml"), "--data-path", "digits", "--lr", "1e-3", "--train-iters", "10"]
     with pytest.raises(ModelError, match="unit 'audio' takes audio, which can be planned and simulated but not trained yet"):
-        parse_arguments([*flags, "--global-batch-size", "8"], environ={"WORLD_SIZE": "2"})
+        parse(UNITS, tmp_path)
+
+
+class CountedLayer(TransformerLayer):
+    """A kind that multimodal/model does not build."""
+
+    can_be_built = False
+
+
+def test_a_layer_that_nobody_builds_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAYER_KINDS, "counted", CountedLayer)
+    language = {**UNITS["language"], "layers": ["token_embedding", "transformer", "counted", "head"]}
+    found = r"unit 'language', layers\[2\]: 'counted' can be planned and simulated but not trained yet"
+    with pytest.raises(ModelError, match=found):
+        parse({"vision": {"role": "encoder", **SHAPE}, "language": language}, tmp_path)

@@ -1,0 +1,133 @@
+"""The recipe "Add a layer kind" of docs/layout.md: counted, planned, simulated and trained beside transformer layers."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import yaml
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.runtime import platform
+from megatron.runtime.profiling.layer_inputs import synthetic_input
+from megatron.runtime.profiling.profiler import build_layer
+from multimodal.cost.layers.layer import ActivationCase, LayerFlops
+from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer, read_model
+from multimodal.cost.unit_load import UnitLoad
+from multimodal.model.initialization import initialize_parameters
+from multimodal.model.layers import registry as kinds
+from multimodal.model.stage_input import PackedInput
+from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.model.unit_stage import UnitStage
+from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners.simulate_run import predict_run
+from multimodal.values.backward_need import BackwardNeed
+from multimodal.values.errors import ModelError
+from multimodal.values.model_graph import ModelGraph
+from tests.distributed.gated_residual import NAME, register, remove
+from tests.distributed.gradient_comparison import assert_matches
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.test_tensor_parallel_overlap import CHANGES, build_case
+from tests.unit.cost.test_activation_memory import groups, saved_bytes
+from tests.unit.plan.planners.planning_cases import TEXT_ONLY, request
+
+HIDDEN, INNER, VOCABULARY = 16, 24, 32
+SHAPE = {"hidden_size": HIDDEN, "num_attention_heads": 4, "ffn_hidden_size": INNER, "init_method_std": 0.3}
+
+
+@pytest.fixture
+def kind() -> Iterator[str]:
+    """The new kind, registered in this process."""
+    register()
+    yield NAME
+    remove()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """This process is one of two ranks, of which the other is not there."""
+    platform.install()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def read(folder: Path, *body: str) -> ModelGraph:
+    """An LLM of these layers between its ends, through a model file."""
+    llm = {"role": "backbone", "num_layers": len(body), **SHAPE, "layers": ["token_embedding", *body, "head"]}
+    (folder / "model.yaml").write_text(yaml.safe_dump({"units": {"llm": llm}}))
+    return read_model(folder / "model.yaml")
+
+
+def test_a_unit_may_mix_kinds_and_is_counted(kind: str, alone: None, tmp_path: Path) -> None:
+    graph = read(tmp_path, kind, "transformer", kind)
+    assert graph.backbone.layers == ("token_embedding", kind, "transformer", kind, "head")
+    assert ModelGraph.from_dict(graph.to_dict()) == graph
+    layer = describe_layer(graph, graph.backbone, kind, vocab_size=VOCABULARY)
+    assert layer.forward_flops(UnitLoad(10, 100, 3, 1)) == LayerFlops(2.0 * 10 * 2 * HIDDEN * INNER)
+    stage = build_layer(graph, "llm", kind, groups=groups(1), options=BuildOptions(), vocab_size=VOCABULARY)
+    assert layer.num_parameters == sum(parameter.numel() for parameter in stage.parameters()) == 2 * HIDDEN * INNER + HIDDEN
+    for need, is_trained in ((BackwardNeed.FULL, True), (BackwardNeed.INPUT_GRADIENT, False)):
+        stage.layers.requires_grad_(is_trained)
+        counted = layer.activation_bytes(UnitLoad(64), ActivationCase(need, bytes_per_element=4)).all_ranks()
+        assert counted == saved_bytes(stage, *synthetic_input(stage, num_tokens=64))
+
+
+def test_it_is_planned_and_simulated(kind: str) -> None:
+    body = [kind, "transformer"] * (TEXT_ONLY.backbone.transformer.num_layers // 2)
+    mixed = replace(TEXT_ONLY, units=(replace(TEXT_ONLY.backbone, layer_kinds=("token_embedding", *body, "head")),))
+    seconds = {}
+    for name, graph in (("transformer", TEXT_ONLY), ("mixed", mixed)):
+        asked = request(graph)
+        seconds[name] = predict_run(PLANNERS["braid"](asked), asked).iteration_seconds
+    assert 0 < seconds["mixed"] < seconds["transformer"], "the new layers have fewer weights and no attention"
+
+
+def test_it_trains_as_plain_torch_does(kind: str, alone: None, tmp_path: Path) -> None:
+    options = BuildOptions(Precision(torch.float64))
+    graph, layers = read(tmp_path, kind, kind), range(4)
+    stage = UnitStage(graph=graph, unit_name="llm", layers=layers, groups=groups(1), options=options, vocab_size=VOCABULARY)
+    initialize_parameters(stage, seed=3)
+    tokens, rows = torch.arange(7) % VOCABULARY, torch.tensor([1, 4, 5])
+    batch = PackedInput((4, 3), torch.arange(7), token_ids=tokens, target_rows=rows, targets=tokens[rows + 1])
+    loss = stage.train()(None, batch).loss_sum
+    loss.backward()
+    weights = {name: value.detach().clone().requires_grad_() for name, value in stage.named_parameters()}
+    hidden = weights["layers.0.word_embeddings.weight"][tokens]
+    for index in (1, 2):
+        up, down, gate = (weights[f"layers.{index}.{name}"] for name in ("up.weight", "down.weight", "gate"))
+        assert torch.equal(gate, torch.full_like(gate, 0.5))
+        hidden = hidden + gate * (F.gelu(hidden @ up.t()) @ down.t())
+    hidden = F.rms_norm(hidden, (HIDDEN,), weights["layers.3.norm.weight"], 1e-5)
+    expected = F.cross_entropy(hidden[rows] @ weights["layers.3.output_layer.weight"].t(), tokens[rows + 1], reduction="sum")
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    for name, parameter in stage.named_parameters():
+        torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_it_trains_under_any_plan(kind: str, ranks: RankPool) -> None:
+    """Encoder under tp 2 and LLM under tp 4, each with both kinds, equal one process that takes the samples one by one."""
+    ranks.run(register, world_size=8)
+    try:
+        for change in ("plain", "no sequence parallelism", "weights shared", "zb-h1 with recomputation"):
+            case = build_case("tp 2 and 4", **CHANGES[change])
+            units = [replace(unit, layer_kinds=(unit.layers[0], kind, *unit.layers[2:])) for unit in case.graph.units]
+            assert_matches(replace(case, graph=replace(case.graph, units=tuple(units))), ranks)
+    finally:
+        ranks.run(remove, world_size=8)
+
+
+def test_a_kind_that_is_not_there_is_refused_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"model.yaml, line \d+: unit 'llm', layers\[1\]: 'gated_residual' is no kind of layer"):
+        read(tmp_path, NAME, "transformer")
+
+
+def test_every_kind_that_is_built_is_counted(kind: str) -> None:
+    assert set(kinds.LAYER_KINDS) <= set(LAYER_KINDS)
+    for name, built in kinds.LAYER_KINDS.items():
+        assert built.recomputes == LAYER_KINDS[name].recomputes, name
+        assert built.takes_hidden == (LAYER_KINDS[name].position != "first"), name
