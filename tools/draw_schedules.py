@@ -83,11 +83,12 @@ def main() -> None:
     """Build, lower, validate and draw."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/figures")
     folder.mkdir(parents=True, exist_ok=True)
-    for name, build in BUILDERS.items():
-        graph, plan, assignment = build_example(FIGURES[name])
+    for name, figure in FIGURES.items():
+        build, (graph, plan, assignment) = BUILDERS[name], build_example(figure)
+        assignment = build.assignment_for(assignment, graph=graph, plan=plan)
         schedule = build_schedule(build, graph, plan, assignment)
         timeline = timeline_of_unit_costs(schedule, graph=graph, plan=plan, assignment=assignment, lowered=True)
-        draw_timeline(timeline, folder / f"{name}.png", title=FIGURES[name].title)
+        draw_timeline(timeline, folder / f"{name}.png", title=figure.title)
 
 
 if __name__ == "__main__":

@@ -25,12 +25,12 @@ warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.runtime.emulation.emulated_run import EmulatedRun, emulate
+from megatron.runtime.flags.field_flags import refusing
 from multimodal.cost.cost_table import CostTable
-from multimodal.cost.replicated_table import replicate_encoders
 from multimodal.cost.table_costs import TableCosts
 from multimodal.cost.table_model import build_table_model
 from multimodal.schedule.build_schedule import build_schedule
-from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.builders import BUILDERS, simulated_only
 from multimodal.schedule.draw import draw_timeline
 from multimodal.schedule.passes import PASSES, passes_named
 from multimodal.schedule.simulate import simulate_schedule
@@ -67,8 +67,6 @@ def build_run(costs: Path, schedule: str, passes: str, *, num_iterations: int) -
     """Make what is run from a cost table and names; raises BraidError."""
     table = CostTable.from_file(costs)
     model = build_table_model(table)
-    if BUILDERS[schedule].copies_encoders:
-        table, model = replicate_encoders(table)
     check_virtual_stages(schedule, model[0], model[1])
     lowered = build_schedule(BUILDERS[schedule], *model, passes=passes_named(passes))
     return EmulatedRun(*model, lowered, TableCosts(table), num_iterations)
@@ -102,7 +100,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--costs", type=Path, metavar="COSTS.yaml", help="seconds per stage; see docs/simulate.md")
-    parser.add_argument("--schedule", choices=tuple(BUILDERS), default="1f1b", help="the builder")
+    names = [name for name, row in BUILDERS.items() if row.can_train]
+    parser.add_argument("--schedule", type=refusing(simulated_only()), choices=names, default="1f1b", help="the builder")
     parser.add_argument("--schedule-passes", default="", metavar="A,B", help=f"of {', '.join(PASSES)}")
     parser.add_argument("--iterations", type=int, default=5, metavar="N", help="measured steps (the median counts)")
     parser.add_argument("--report-dir", type=Path, metavar="DIR", help="folder for timelines and a picture")

@@ -28,6 +28,7 @@ from multimodal.plan.planners.plan_run import plan_per_gpu, plan_run
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, Sharding
 from multimodal.plan.planners.simulate_run import SEED, Prediction
+from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import BraidError, ConfigError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import UnitPlan
@@ -216,8 +217,10 @@ def print_plan(planned: Planned, request: PlanningRequest) -> None:
         f"{run.planner}: {run.num_gpus} of {request.num_gpus} GPUs, planned in {_time(run.planning_seconds)}\n"
         f"iteration {_time(prediction.iteration_seconds)} (ideal {_time(prediction.ideal_seconds)}), MFU {prediction.mfu:.1%}, "
         f"{prediction.tokens_per_second_per_gpu:.5g} tokens/s per GPU\n"
-        f"peak memory {prediction.peak_memory_bytes / 1e9:.2f} GB of {request.cluster.memory_gb:g} GB\n{run.training_flags}"
+        f"peak memory {prediction.peak_memory_bytes / 1e9:.2f} GB of {request.cluster.memory_gb:g} GB"
     )
+    if BUILDERS[run.schedule].can_train:
+        console.print(run.training_flags)
     units = Table("unit", "tp", "cp", "pp", "virtual", "dp", "GPUs", "transformer layers per stage", box=None)
     for name, unit in run.plan.units.items():
         sizes = unit_sizes(unit)

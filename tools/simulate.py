@@ -158,12 +158,14 @@ def _flag(name: str) -> str:
 
 def build_steps(flags: argparse.Namespace) -> Iterator[Step]:
     """Yield what is to be simulated, step by step."""
+    row = BUILDERS[flags.schedule]
     if flags.costs is not None:
         table = CostTable.from_file(flags.costs)
         model = build_table_model(table)
-        if BUILDERS[flags.schedule].copies_encoders:
+        if row.copies_encoders:
             table, model = replicate_encoders(table)
-        yield Step(*model, TableCosts(table))
+        graph, plan, assignment = model
+        yield Step(graph, plan, row.assignment_for(assignment, graph=graph, plan=plan), TableCosts(table))
         return
     graph, cluster = read_model(flags.model), Cluster.from_file(flags.cluster)
     plan = read_plan(flags.plan, graph=graph)
@@ -180,6 +182,7 @@ def build_steps(flags: argparse.Namespace) -> Iterator[Step]:
         )
         assignment = BALANCERS[flags.balance or "none"](lengths, graph=graph, plan=plan, options=options)
         validate_assignment(assignment, graph=graph, plan=plan, lengths=lengths)
+        assignment = row.assignment_for(assignment, graph=graph, plan=plan)
         costs = ModelCosts(graph, plan, assignment, lengths, cluster, vocab_size, run_options(flags, cluster), profile)
         yield Step(graph, plan, assignment, costs)
 

@@ -28,10 +28,9 @@ class AssignedLoads:
 
     def of_action(self, action: Action) -> UnitLoad:
         """The load of a computation: its microbatch's, or that of a part of it."""
-        if action.part < 0:
-            work = action.work
-            return self.at(MicrobatchPlace(work.unit, work.replica, work.microbatch))
         place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
+        if action.part < 0:
+            return self.at(place)
         return self.of_atoms(action.unit, parts_of(place, self.graph, self.assignment)[action.part])
 
     def of_atoms(self, unit: str, atoms: Sequence[Atom]) -> UnitLoad:

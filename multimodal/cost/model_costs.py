@@ -23,7 +23,7 @@ from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.schedule import REPEATED_KINDS, Action, ActionKind, Place
+from multimodal.values.schedule import Action, ActionKind, Place
 
 _OF_EVERY_ASSIGNMENT = ("layer_costs", "stages", "_compute_costs", "_firsts_alike", "_stages_alike", "_links")
 """Attributes of `ModelCosts`, computed when asked for, that hold for any placement of the samples."""
@@ -87,11 +87,11 @@ class ModelCosts:
     def compute(self, action: Action) -> ComputeCost:
         """Cost of one computation; a part's backward costs its own atoms' share."""
         load = self.loads.of_action(action)
-        kind = REPEATED_KINDS.get(action.kind, action.kind)
-        own = self._compute_cost(kind, action.unit, action.replica, action.stage, load)
-        if self.options.zero_stage < 3 or action.kind in REPEATED_KINDS or action.part >= 0:
+        own = self._compute_cost(action.kind, action.unit, action.replica, action.stage, load)
+        is_alone = action.microbatch >= self.assignment.num_own_microbatches(action.unit, action.replica)
+        if self.options.zero_stage < 3 or is_alone or action.part >= 0:
             return own
-        late = self._slowest_seconds(kind, action.unit, action.stage, action.microbatch) - own.seconds
+        late = self._slowest_seconds(action.kind, action.unit, action.stage, action.microbatch) - own.seconds
         return ComputeCost(own.seconds + late, own.tensor_parallel_seconds + late)
 
     def stage_seconds(self, unit: str, replica: int, stage: int, *, kinds: Sequence[ActionKind]) -> float:
@@ -197,7 +197,7 @@ class ModelCosts:
             self._slowest[key] = max(
                 self._compute_cost(kind, unit, replica, stage, self.loads.at(MicrobatchPlace(unit, replica, microbatch))).seconds
                 for replica in range(self.plan.units[unit].data_parallel_size)
-                if microbatch < self.assignment.num_microbatches(unit, replica)
+                if microbatch < self.assignment.num_own_microbatches(unit, replica)
             )
         return self._slowest[key]
 

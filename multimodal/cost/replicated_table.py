@@ -13,7 +13,7 @@ def replicate_encoders(table: CostTable) -> tuple[CostTable, TableModel]:
     """Return the table with every encoder in one stage, and a model in which each rank of the LLM has a copy of it.
 
     A copy takes what all stages of its encoder took together, forward and backward. The ranks that encoders had are gone; the
-    others close up. The copy beside the LLM's first stage works for real (it has all microbatches), the others repeat it.
+    others close up. The copy beside the LLM's first stage has all microbatches, the others none of their own.
 
     Raises ConfigError as `build_table_model`.
     """

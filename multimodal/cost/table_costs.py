@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from multimodal.cost.cost_table import CostTable, StageSeconds
 from multimodal.cost.step_costs import ComputeCost, TransferCost
-from multimodal.values.schedule import REPEATED_KINDS, Action, ActionKind, Place
+from multimodal.values.schedule import Action, ActionKind, Place
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class TableCosts:
     def compute(self, action: Action) -> ComputeCost:
         """Seconds of one computation."""
         stage, microbatch = self._stage(action.place), action.microbatch
-        if REPEATED_KINDS.get(action.kind, action.kind) is ActionKind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             return ComputeCost(stage.forward[microbatch])
         if action.kind is ActionKind.INPUT_GRADIENT:
             return ComputeCost(stage.input_gradient[microbatch])

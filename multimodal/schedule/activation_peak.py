@@ -21,7 +21,7 @@ def peak_activation_bytes(
     forwards = compiled.forward_of_place
     has_forward = np.flatnonzero(forwards >= 0)
     num_bytes = np.zeros(len(forwards), np.int64)
-    num_bytes[has_forward] = [activation_bytes(compiled.actions[node].work) for node in forwards[has_forward].tolist()]
+    num_bytes[has_forward] = [activation_bytes(compiled.actions[node].place) for node in forwards[has_forward].tolist()]
     freed_at = _freed_at(compiled, times)
     places = np.where(arrays.kinds == 0, compiled.place_of_node, -1)[arrays.lane_nodes]
     keeps = (places >= 0) & (forwards[places] == arrays.lane_nodes) if len(forwards) else np.zeros(0, np.bool_)

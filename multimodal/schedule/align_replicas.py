@@ -13,7 +13,7 @@ from multimodal.schedule.dependencies import dependencies
 from multimodal.values.assignment import Assignment, MicrobatchPlace
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import ACTION_TABLE, REPEATED_KINDS, Action, ActionKind, Resource, Schedule
+from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Resource, Schedule
 from multimodal.values.schedule_form import form_of
 
 
@@ -141,7 +141,7 @@ class _Alignment:
     def _join(self, action: Action) -> Join:
         place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
         num_passes = len(self.form.parts(place)) if action.kind is ActionKind.FORWARD else 1
-        return Join(REPEATED_KINDS.get(action.kind, action.kind), action.unit, action.stage, num_passes)
+        return Join(action.kind, action.unit, action.stage, num_passes)
 
     def _head(self, lane: int) -> Action | None:
         actions = self.lanes[lane]

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
-from multimodal.schedule.repeated_work import consumers_beside, copy_beside, repeated_places
 from multimodal.values.assignment import Assignment, MicrobatchPlace
 from multimodal.values.backward_need import stage_backward_need
-from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Action, ActionKind, Place
 from multimodal.values.schedule_form import PLAIN, ScheduleForm, parts_of
@@ -46,9 +45,6 @@ def dependencies(
     `form` says where the schedule cuts backwards. In a split backward the input gradient takes the backward's place, and the
     weight gradient needs it. Where a microbatch's backward is cut into sample subsets, a subset's backward needs the same subset
     at the stage after it; at the last stage, the backward of the one downstream microbatch that the subset routes to.
-
-    Where encoders are replicated, every stage of the LLM also waits for the copies on its ranks to have repeated what the
-    microbatch takes of other replicas, and a copy repeats a backward once its stage has done the backwards of what took it.
 
     In the lowered dialect (`lowered=True`) a dependency between different rank groups is carried by a message: the producer's
     send, then the consumer's receive, then the consumer. The sends' and receives' own dependencies are the same in both.
@@ -97,8 +93,6 @@ def message(producer: Action, consumer: Action) -> tuple[Action, Action]:
 def _forward_needs(action: Action, graph: ModelGraph, plan: Plan, assignment: Assignment, form: ScheduleForm) -> Iterator[Action]:
     if form.gathers_parameters and _is_trained(action, graph, plan):
         yield Action(ActionKind.GATHER_PARAMETERS, *action.place[:3])
-    if form.repeats_encoders and action.unit == graph.backbone.name:
-        yield from _copies(action, graph, plan, assignment)
     if action.stage > 0:
         yield action._replace(stage=action.stage - 1)
         return
@@ -107,36 +101,6 @@ def _forward_needs(action: Action, graph: ModelGraph, plan: Plan, assignment: As
         source = route.source
         last_stage = plan.units[source.unit].num_virtual_stages - 1
         yield Action(ActionKind.FORWARD, source.unit, source.replica, last_stage, source.microbatch)
-
-
-def _copies(action: Action, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Iterator[Action]:
-    """What an encoder's copy on these ranks computes of a microbatch of the LLM; its own microbatches are forwards."""
-    own = MicrobatchPlace(action.unit, action.replica, action.microbatch)
-    for route in assignment.routes(graph).to_target.get(own, ()):
-        source = route.source
-        copy = copy_beside(action.place, source.unit, plan=plan)
-        if copy not in (-1, source.replica):
-            yield repeated(ActionKind.REPEATED_FORWARD, Place(source.unit, source.replica, 0, source.microbatch), copy)
-
-
-def repeated(kind: ActionKind, original: Place, replica: int) -> Action:
-    """The action with which a replica repeats another one's."""
-    return Action(kind, *original._replace(replica=replica), peer=original)
-
-
-def _repeated_forward_needs(
-    action: Action, graph: ModelGraph, plan: Plan, assignment: Assignment, form: ScheduleForm
-) -> Iterator[Action]:
-    if form.gathers_parameters and _is_trained(action, graph, plan):
-        yield Action(ActionKind.GATHER_PARAMETERS, *action.place[:3])
-
-
-def _repeated_backward_needs(
-    action: Action, graph: ModelGraph, plan: Plan, assignment: Assignment, form: ScheduleForm
-) -> Iterator[Action]:
-    yield action._replace(kind=ActionKind.REPEATED_FORWARD)
-    for place in consumers_beside(action.work, action.replica, graph=graph, plan=plan, assignment=assignment):
-        yield Action(form.gradient_kind(place), *place)
 
 
 def _is_trained(action: Action, graph: ModelGraph, plan: Plan) -> bool:
@@ -189,9 +153,6 @@ def _reduce_needs(action: Action, graph: ModelGraph, plan: Plan, assignment: Ass
             parts = parts[:-1]
         for part in parts:
             yield Action(form.last_kind(place), *place, part=part)
-    if form.repeats_encoders and graph.unit(action.unit).role is Role.ENCODER:
-        for original in repeated_places(action.unit, action.replica, graph=graph, plan=plan, assignment=assignment):
-            yield repeated(ActionKind.REPEATED_BACKWARD, original, action.replica)
 
 
 def _send_forward_needs(
@@ -219,8 +180,6 @@ _RULES: Mapping[ActionKind, _Rule] = {
     ActionKind.BACKWARD: _backward_needs,
     ActionKind.INPUT_GRADIENT: _backward_needs,
     ActionKind.WEIGHT_GRADIENT: _weight_needs,
-    ActionKind.REPEATED_FORWARD: _repeated_forward_needs,
-    ActionKind.REPEATED_BACKWARD: _repeated_backward_needs,
     ActionKind.SEND_FORWARD: _send_forward_needs,
     ActionKind.SEND_BACKWARD: _send_backward_needs,
     ActionKind.RECEIVE_FORWARD: _receive_needs(ActionKind.SEND_FORWARD),

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multimodal.values.schedule import ACTION_TABLE, REPEATED_KINDS, ActionKind, Resource
+from multimodal.values.schedule import ACTION_TABLE, ActionKind, Resource
 from multimodal.values.timeline import Timeline, TimelineEvent
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ _COMPUTATIONS = {
     ActionKind.BACKWARD: "backward",
     ActionKind.INPUT_GRADIENT: "input gradient",
     ActionKind.WEIGHT_GRADIENT: "weight gradient",
-    ActionKind.REPEATED_FORWARD: "repeated forward",
-    ActionKind.REPEATED_BACKWARD: "repeated backward",
 }
 LANE_HEIGHT_INCHES = 0.42
 _LARGEST_NUMBER_POINTS = 8.0
@@ -37,9 +35,9 @@ _SMALLEST_NUMBER_POINTS = 4.5
 def draw_timeline(timeline: Timeline, path: str | Path, *, title: str) -> None:
     """Write a timeline as PNG: rows are lanes, labelled with ranks and units; the number in a box is its microbatch.
 
-    Forwards are light, backwards and input gradients dark, weight gradients darkest in their unit's colour, repeated work is
-    crossed out; a lane's later layer ranges have a dark frame; waiting for a message is hatched, idle time is white. Needs
-    matplotlib (the extra `plots`), which is imported here and draws without a display.
+    Forwards are light, backwards and input gradients dark, weight gradients darkest in their unit's colour; a lane's later layer
+    ranges have a dark frame; waiting for a message is hatched, idle time is white. Needs matplotlib (the extra `plots`), which
+    is imported here and draws without a display.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -102,7 +100,7 @@ def _draw_event(
             ha="center",
             va="center_baseline",
             fontsize=points,
-            color="#222222" if REPEATED_KINDS.get(kind, kind) is ActionKind.FORWARD else "white",
+            color="#222222" if kind is ActionKind.FORWARD else "white",
             clip_on=True,
         )
 
@@ -123,8 +121,7 @@ def _look(kind: ActionKind, unit_index: int) -> dict[str, Any]:
         return {"facecolor": _WAIT_COLOUR, "edgecolor": "#d2d2d2", "hatch": "////"}
     backward, forward, weight_gradient = _UNIT_COLOURS[unit_index % len(_UNIT_COLOURS)]
     colours = {ActionKind.FORWARD: forward, ActionKind.WEIGHT_GRADIENT: weight_gradient}
-    look = {"facecolor": colours.get(REPEATED_KINDS.get(kind, kind), backward), "edgecolor": "white"}
-    return look | ({"hatch": "xxx"} if kind in REPEATED_KINDS else {})
+    return {"facecolor": colours.get(kind, backward), "edgecolor": "white"}
 
 
 def _dress(axes: "Axes", timeline: Timeline, title: str) -> None:

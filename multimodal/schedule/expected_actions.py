@@ -1,12 +1,11 @@
 """Every action that a step consists of, whatever the order: what builders place and what the validator expects."""
 
-from multimodal.schedule.dependencies import dependencies, message, needs_message, repeated
-from multimodal.schedule.repeated_work import repeated_places
+from multimodal.schedule.dependencies import dependencies, message, needs_message
 from multimodal.values.assignment import Assignment, MicrobatchPlace
 from multimodal.values.backward_need import BackwardNeed, layers_backward_need
-from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import REPEATED_KINDS, Action, ActionKind
+from multimodal.values.schedule import Action, ActionKind
 from multimodal.values.schedule_form import PLAIN, ScheduleForm
 
 _new = tuple.__new__
@@ -20,8 +19,7 @@ def compute_actions(
 
     A stage has backwards where `stage_backward_need` says so, and reduces gradients where it trains something, even on a
     replica without microbatches (the reduction is collective). Where `form` splits a backward, its two halves take its place: a
-    stage that trains nothing has no weight gradient. Where it replicates encoders, copies repeat what others do. `forward_only`
-    leaves the forwards alone.
+    stage that trains nothing has no weight gradient. `forward_only` leaves the forwards alone.
     """
     found: list[Action] = []
     for unit in graph.unit_names:
@@ -36,10 +34,6 @@ def compute_actions(
                 found += _whole(ActionKind.FORWARD, unit, replica, stage, microbatches)
                 if need.has_backward:
                     found += _backwards(unit, replica, stage, microbatches, need, form)
-                if form.repeats_encoders and graph.unit(unit).role is Role.ENCODER:
-                    kinds = REPEATED_KINDS if need.has_backward else (ActionKind.REPEATED_FORWARD,)
-                    originals = repeated_places(unit, replica, graph=graph, plan=plan, assignment=assignment)
-                    found += [repeated(kind, original, replica) for original in originals for kind in kinds]
                 if need.trains_weights and form.gathers_parameters:
                     found.append(Action(ActionKind.GATHER_PARAMETERS, unit, replica, stage))
                 if need.trains_weights:

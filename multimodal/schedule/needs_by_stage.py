@@ -69,7 +69,7 @@ def _column(need: Action, rows: Mapping[_Block, list[int]], num_members: int) ->
 
 def _is_even(form: ScheduleForm, blocks: Mapping[_Block, list[int]]) -> bool:
     """Whether the backwards of a stage are all whole or all split, and a microbatch has but one per stage."""
-    if form.num_parts or form.repeats_encoders:
+    if form.num_parts:
         return False
     return not form.split or not any(kind is ActionKind.BACKWARD for kind, *_ in blocks)
 

@@ -11,7 +11,6 @@ from multimodal.schedule.step_table import KIND_NUMBERS, resource_number, take_r
 from multimodal.values.schedule import ActionKind, Lane, Resource
 
 _COMPUTE, _RECEIVE = resource_number(Resource.COMPUTE), resource_number(Resource.RECEIVE)
-_FORWARDS = [KIND_NUMBERS[kind] for kind in (ActionKind.FORWARD, ActionKind.REPEATED_FORWARD)]
 _LACKING = np.iinfo(np.int64).min
 
 
@@ -94,12 +93,12 @@ def _places(numbered: NumberedLanes, nodes: Integers, is_compute: np.ndarray) ->
     """Per node the number of its place, and the forward of every place."""
     table = numbered.table
     computed = np.flatnonzero(is_compute)
-    places, first, inverse = np.unique(table.work_places[nodes[computed]], return_index=True, return_inverse=True)
+    places, first, inverse = np.unique(table.places[nodes[computed]], return_index=True, return_inverse=True)
     number_of = np.argsort(np.argsort(first))
     place_of_node = np.full(len(nodes), -1)
     place_of_node[computed] = number_of[inverse.ravel()]
     forward_of_place = np.full(len(places), -1)
-    forwards = computed[np.isin(table.computed_kinds[nodes[computed]], _FORWARDS)]
+    forwards = computed[table.computed_kinds[nodes[computed]] == KIND_NUMBERS[ActionKind.FORWARD]]
     forward_of_place[place_of_node[forwards]] = forwards
     return place_of_node, forward_of_place
 

@@ -12,7 +12,7 @@ from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import ACTION_TABLE, REPEATED_KINDS, Action, ActionKind, Lane, Resource, Schedule
+from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Lane, Resource, Schedule
 from multimodal.values.schedule_form import ScheduleForm, form_of
 
 CollectiveKey = tuple[ActionKind, str, int, int]
@@ -50,7 +50,7 @@ class ScheduleStructure:
     receive_positions: Integers
     """Per node where a send's receive stands; -1 where there is none."""
     place_of_node: Integers
-    """Number of the place that a computation is of (repeated work has places of its own); -1 for sends."""
+    """Number of the place that a computation is of; -1 for sends."""
     forward_of_place: Integers
     """The forward of every place; -1 where there is none."""
 
@@ -178,9 +178,9 @@ class _Numbering:
         place_of_node = [-1] * len(self.nodes)
         for node, action in enumerate(self.nodes):
             if ACTION_TABLE[action.kind].resource is Resource.COMPUTE:
-                place = action[1:6] if action.kind in REPEATED_KINDS else action[1:5]
+                place = action[1:5]
                 place_of_node[node] = numbers.setdefault(place, len(numbers))
-                if REPEATED_KINDS.get(action.kind, action.kind) is ActionKind.FORWARD:
+                if action.kind is ActionKind.FORWARD:
                     forwards[place_of_node[node]] = node
         return _integers(place_of_node), _integers([forwards.get(place, -1) for place in range(len(numbers))])
 

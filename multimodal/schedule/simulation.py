@@ -9,7 +9,7 @@ import numpy as np
 from multimodal.schedule.compile_schedule import CompiledSchedule
 from multimodal.schedule.event_arrays import EventTimes, NodeKind
 from multimodal.schedule.simulated_timeline import build_timeline
-from multimodal.values.schedule import REPEATED_KINDS, Place
+from multimodal.values.schedule import Place
 from multimodal.values.timeline import Timeline
 
 
@@ -60,13 +60,10 @@ class Simulation:
 
     @cached_property
     def stage_seconds(self) -> Mapping[Place, float]:
-        """Seconds of computation per microbatch and virtual stage, forward and backward together; repeated work left out."""
+        """Seconds of computation per microbatch and virtual stage, forward and backward together."""
         seconds: dict[Place, float] = {}
         arrays = self.compiled.arrays
         for node in np.flatnonzero(arrays.kinds == NodeKind.COMPUTE).tolist():
-            action = self.compiled.actions[node]
-            if action.kind in REPEATED_KINDS:
-                continue
-            place = action.place
+            place = self.compiled.actions[node].place
             seconds[place] = seconds.get(place, 0.0) + float(arrays.seconds[node])
         return seconds

@@ -16,7 +16,7 @@ from multimodal.schedule.unit_cost import unit_cost
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import ACTION_TABLE, REPEATED_KINDS, Action, ActionKind, Resource, Schedule
+from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Resource, Schedule
 from multimodal.values.schedule_form import PLAIN, ScheduleForm
 
 StageKey = tuple[str, int, int]
@@ -74,16 +74,6 @@ class StepTable:
     def places(self) -> Integers:
         """[num_computed] a number of each action's place, which is the same for all that is done with one microbatch there."""
         return self.computed_stages * (2 + int(self.microbatches.max(initial=0))) + 1 + self.microbatches
-
-    @cached_property
-    def work_places(self) -> Integers:
-        """[num_computed] as `places`, but repeated work has a place of its own for each original."""
-        places = self.places.copy()
-        originals: dict[tuple[object, ...], int] = {}
-        beyond = int(places.max(initial=0)) + 1
-        for number in np.flatnonzero(np.isin(self.computed_kinds, [KIND_NUMBERS[kind] for kind in REPEATED_KINDS])).tolist():
-            places[number] = beyond + originals.setdefault(self.computed[number][1:6], len(originals))
-        return places
 
     def lanes_of_actions(self, numbers: Integers) -> tuple[Integers, Integers]:
         """Per action the lanes of its stage: starts, lanes."""

@@ -35,8 +35,8 @@ def _expected_keys(numbered: NumberedLanes, *, forward_only: bool) -> Integers:
 
 
 def _is_forward(table: StepTable) -> Bools:
-    forwards = [KIND_NUMBERS[kind] for kind in (ActionKind.FORWARD, ActionKind.REPEATED_FORWARD)]
-    return np.isin(table.computed_kinds, forwards)
+    is_forward: Bools = table.computed_kinds == KIND_NUMBERS[ActionKind.FORWARD]
+    return is_forward
 
 
 def _follows_needs(numbered: NumberedLanes) -> bool:

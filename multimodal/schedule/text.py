@@ -3,11 +3,10 @@
     lane 0,1: F vision/0/0/3; SF vision/0/0/3>llm/1/0/2; B vision/0/0/3
     lane 2: RF llm/1/0/2<vision/0/0/3; F llm/1/0/2; B llm/1/0/2; RG llm/1/0
 
-    lane 3: I llm/0/1/0; {W llm/0/1/0} I llm/0/1/1; B vision/0/0/4#1; XF vision/1/0/3=vision/0/0/3
+    lane 3: I llm/0/1/0; {W llm/0/1/0} I llm/0/1/1; B vision/0/0/4#1
 
 A place is unit/replica/stage/microbatch, and `#1` is its second sample subset; `>` leads to the peer that a send feeds, `<` to
-the peer that a receive drains, `=` to the original of repeated work. What stands in braces fills the idle slots of the action
-after it.
+the peer that a receive drains. What stands in braces fills the idle slots of the action after it.
 """
 
 import re
@@ -18,8 +17,8 @@ from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Lane, P
 _UNIT = r"[^\s/<>;:,#{}]+"
 _UNIT_PATTERN = re.compile(_UNIT)
 _LANE_PATTERN = re.compile(r"lane (\d+(?:,\d+)*):")
-_ACTION_PATTERN = re.compile(rf"([A-Z]+) ({_UNIT})/(\d+)/(\d+)(?:/(\d+))?(?:#(\d+))?(?:([<>=])({_UNIT})/(\d+)/(\d+)/(\d+))?")
-_ARROW = {Resource.SEND: ">", Resource.RECEIVE: "<", Resource.COMPUTE: "="}
+_ACTION_PATTERN = re.compile(rf"([A-Z]+) ({_UNIT})/(\d+)/(\d+)(?:/(\d+))?(?:#(\d+))?(?:([<>])({_UNIT})/(\d+)/(\d+)/(\d+))?")
+_ARROW = {Resource.SEND: ">", Resource.RECEIVE: "<"}
 
 
 def schedule_to_text(schedule: Schedule) -> str:

@@ -3,7 +3,7 @@
 from multimodal.values.backward_need import stage_backward_need
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import ACTION_TABLE, REPEATED_KINDS, Action, ActionKind, Resource
+from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Resource
 
 
 def unit_cost(action: Action, graph: ModelGraph, plan: Plan) -> int:
@@ -14,7 +14,7 @@ def unit_cost(action: Action, graph: ModelGraph, plan: Plan) -> int:
     """
     if ACTION_TABLE[action.kind].resource in (Resource.SEND, Resource.RECEIVE):
         return 0
-    if REPEATED_KINDS.get(action.kind, action.kind) is not ActionKind.BACKWARD:
+    if action.kind is not ActionKind.BACKWARD:
         return 1
     layers = plan.virtual_stage(action.unit, action.replica, action.stage).layers
     is_trained = [graph.unit(action.unit).is_trainable(layer) for layer in layers]

@@ -40,6 +40,10 @@ class Assignment:
         """Microbatches that this replica processes."""
         return len(self.units[unit][replica])
 
+    def num_own_microbatches(self, unit: str, replica: int) -> int:
+        """Those whose results are used: the first so many; all, unless copies of an encoder repeat others' work."""
+        return self.num_microbatches(unit, replica)
+
     def atoms(self, place: MicrobatchPlace) -> Microbatch:
         """The atoms of one microbatch, in packing order."""
         return self.units[place.unit][place.replica][place.microbatch]

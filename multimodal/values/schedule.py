@@ -13,8 +13,6 @@ class ActionKind(StrEnum):
     BACKWARD = "B"
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENT = "W"
-    REPEATED_FORWARD = "XF"
-    REPEATED_BACKWARD = "XB"
     SEND_FORWARD = "SF"
     RECEIVE_FORWARD = "RF"
     SEND_BACKWARD = "SB"
@@ -61,12 +59,6 @@ ACTION_TABLE: Mapping[ActionKind, ActionRow] = {
     ActionKind.WEIGHT_GRADIENT: ActionRow(
         Resource.COMPUTE, True, False, Memory.FREES, "second half of a split backward: the gradients of the stage's weights"
     ),
-    ActionKind.REPEATED_FORWARD: ActionRow(
-        Resource.COMPUTE, True, True, Memory.ALLOCATES, "forward of another replica's microbatch, whose result nobody takes"
-    ),
-    ActionKind.REPEATED_BACKWARD: ActionRow(
-        Resource.COMPUTE, True, True, Memory.FREES, "backward of a repeated forward, with a gradient of zero"
-    ),
     ActionKind.SEND_FORWARD: ActionRow(Resource.SEND, True, True, Memory.KEEPS, "send activations to the peer"),
     ActionKind.RECEIVE_FORWARD: ActionRow(Resource.RECEIVE, True, True, Memory.ALLOCATES, "receive activations from the peer"),
     ActionKind.SEND_BACKWARD: ActionRow(Resource.SEND, True, True, Memory.FREES, "send gradients to the peer"),
@@ -79,15 +71,9 @@ ACTION_TABLE: Mapping[ActionKind, ActionRow] = {
     ),
 }
 
-REPEATED_KINDS: Mapping[ActionKind, ActionKind] = {
-    ActionKind.REPEATED_FORWARD: ActionKind.FORWARD,
-    ActionKind.REPEATED_BACKWARD: ActionKind.BACKWARD,
-}
-"""Kinds that do on one replica what another replica does as well -> the kind that they repeat; their peer is the original."""
-
 
 class Place(NamedTuple):
-    """One microbatch in one virtual stage: the other end of a message, or the original of repeated work."""
+    """One microbatch in one virtual stage: such as the other end of a message."""
 
     unit: str
     replica: int
@@ -111,11 +97,6 @@ class Action(NamedTuple):
     def place(self) -> Place:
         """This action's own (unit, replica, stage, microbatch)."""
         return Place(self.unit, self.replica, self.stage, self.microbatch)
-
-    @property
-    def work(self) -> Place:
-        """The place whose microbatch this action computes: its own or, where it repeats another replica's work, that one's."""
-        return self.peer if self.peer is not None and self.kind in REPEATED_KINDS else self.place
 
 
 @dataclass(frozen=True)

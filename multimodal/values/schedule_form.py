@@ -22,8 +22,6 @@ class ScheduleForm:
 
     gathers_parameters: bool = False
     """Whether replicas gather a stage's updated parameters before its first forward (ZeRO-1)."""
-    repeats_encoders: bool = False
-    """Whether every stage of the LLM computes all encoder microbatches that it takes part in (encoders replicated)."""
     reduced_by_layer: frozenset[tuple[str, int]] = frozenset()
     """(unit, virtual stage) whose gradients are reduced in two parts: 0 layer by layer in the last microbatch's backward, 1 the
     layer that is done last."""
@@ -54,7 +52,7 @@ def form_of(schedule: Schedule) -> ScheduleForm:
     """Read a schedule's form from its actions; O(actions)."""
     actions = [action for lane in schedule.lanes for action in lane.actions]
     kinds = {action.kind for action in actions}
-    gathers, repeats = ActionKind.GATHER_PARAMETERS in kinds, ActionKind.REPEATED_FORWARD in kinds
+    gathers = ActionKind.GATHER_PARAMETERS in kinds
     halves = {ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT} & kinds
     split = {action.place for action in actions if action.kind in halves} if halves else set()
     num_parts: dict[MicrobatchPlace, int] = {}
@@ -65,7 +63,7 @@ def form_of(schedule: Schedule) -> ScheduleForm:
         else:
             place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
             num_parts[place] = max(num_parts.get(place, 0), action.part + 1)
-    form = ScheduleForm(frozenset(split), num_parts, gathers, repeats, frozenset(by_layer))
+    form = ScheduleForm(frozenset(split), num_parts, gathers, frozenset(by_layer))
     return PLAIN if form == PLAIN else form
 
 

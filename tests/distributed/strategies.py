@@ -163,19 +163,6 @@ def plans_with_copies(draw: st.DrawFn, graph: ModelGraph) -> Plan:
 
 
 @st.composite
-def replicated_cases(draw: st.DrawFn) -> GradientCase:
-    """Encoders replicated over the stages of the LLM."""
-    graph = draw(graphs().filter(lambda graph: graph.encoders))
-    plan = draw(plans_with_copies(graph))
-    source = RandomSource(graph, draw(samples([unit.name for unit in (*graph.encoders, *graph.generators)])), VOCAB_SIZE)
-    assignment = draw(assignments(graph, plan, source))
-    recompute = draw(st.sampled_from([None, "selective", "full"]))
-    return GradientCase(
-        graph, plan, assignment, source, builder="encoders-replicated", recompute=recompute, passes=draw(passes())
-    )
-
-
-@st.composite
 def unit_plans(draw: st.DrawFn, unit: Unit, ranks: Sequence[int], budget: int) -> UnitPlan:
     """TP 1-2, CP 1-4, PP 1-3, DP 1-3 within `budget` ranks, from the front of `ranks`; layers cut anywhere, and into virtual
     stages."""
@@ -250,9 +237,9 @@ def _groupings(draw: st.DrawFn, atoms: Sequence[Atom], num_replicas: int) -> tup
 
 
 def _can_build(builder: str, graph: ModelGraph, plan: Plan, assignment: Assignment) -> bool:
-    """Whether a builder allows the plan; most allow every plan."""
-    if builder not in ("encoders-colocated", "encoders-replicated", "zb-v"):
-        return True
+    """Return whether a run may have the schedule and its builder allows the plan; most allow every plan."""
+    if builder not in ("encoders-colocated", "zb-v"):
+        return BUILDERS[builder].can_train
     try:
         BUILDERS[builder](graph, plan, assignment)
     except ScheduleError:

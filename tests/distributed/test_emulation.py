@@ -6,7 +6,6 @@ import pytest
 
 from megatron.runtime.emulation.emulated_run import EmulatedRun, emulate_on_rank
 from multimodal.cost.cost_table import CostTable
-from multimodal.cost.replicated_table import replicate_encoders
 from multimodal.cost.table_costs import TableCosts
 from multimodal.cost.table_model import build_table_model
 from multimodal.schedule.build_schedule import build_schedule
@@ -33,14 +32,12 @@ def build_run(schedule: str, passes: str, *, with_generator: bool = False) -> Em
     units = {**TABLE["units"], **({"painter": GENERATOR} if with_generator else {})}
     table = CostTable.from_dict({**TABLE, "units": units})
     graph, plan, assignment = build_table_model(table)
-    if schedule == "encoders-replicated":
-        table, (graph, plan, assignment) = replicate_encoders(table)
     lowered = build_schedule(BUILDERS[schedule], graph, plan, assignment, passes=passes_named(passes))
     return EmulatedRun(graph, plan, assignment, lowered, TableCosts(table), num_iterations=1)
 
 
 @pytest.mark.parametrize("with_generator", [False, True])
-@pytest.mark.parametrize(("schedule", "passes"), [("1f1b", ""), ("1f1b", "fill"), ("zb-h1", "fill"), ("encoders-replicated", "")])
+@pytest.mark.parametrize(("schedule", "passes"), [("1f1b", ""), ("1f1b", "fill"), ("zb-h1", "fill")])
 def test_every_computation_takes_its_seconds_on_its_lane(
     ranks: RankPool, schedule: str, passes: str, with_generator: bool
 ) -> None:

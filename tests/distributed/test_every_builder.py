@@ -45,10 +45,7 @@ V_SHAPE = (((0, 1), (3, 4)), ((1, 2), (2, 3)))
 
 
 def build_case(builder: str, names: tuple[str, ...]) -> GradientCase:
-    """The LLM has 2 replicas of 2 V-shaped stages; a generator has 3 replicas; encoders have 1, two of them on one rank.
-
-    Where encoders are replicated, they have 4 instead, one on each of the LLM's ranks.
-    """
+    """The LLM has 2 replicas of 2 V-shaped stages; a generator has 3 replicas; encoders have 1, two of them on one rank."""
     graph = ModelGraph.from_dict({"units": {name: UNITS[name] for name in names}})
     shapes = tuple(SampleShape(_of(names, shape), shape.num_text_tokens, shape.num_target_tokens) for shape in SAMPLES)
     source = RandomSource(graph, shapes, 12)
@@ -57,7 +54,7 @@ def build_case(builder: str, names: tuple[str, ...]) -> GradientCase:
         units["painter"] = UnitPlan(tuple(Replica((Stage((rank,), ((0, 4),)),)) for rank in (4, 5, 6)))
     for name in ("vision", "audio"):
         if name in names:
-            ranks = range(4) if builder == "encoders-replicated" else [7 if "painter" in names else 4]
+            ranks = [7 if "painter" in names else 4]
             units[name] = UnitPlan(tuple(Replica((Stage((rank,), ((0, 4),)),)) for rank in ranks))
     plan = Plan({name: units[name] for name in names})
     return GradientCase(graph, plan, _assign(source, plan, graph), source, builder=builder)

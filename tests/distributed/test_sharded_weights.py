@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.strategies import gradient_cases, replicated_cases
+from tests.distributed.strategies import gradient_cases
 from tests.distributed.training_case import (
     RankReport,
     TrainingCase,
@@ -44,12 +44,6 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 @given(case=gradient_cases())
 def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, case: GradientCase) -> None:
     """Replicas of any numbers of microbatches, in any order, join each other's computations."""
-    assert_matches(replace(case, shards_weights=True), ranks)
-
-
-@settings(max_examples=10, **FIXED)
-@given(case=replicated_cases())
-def test_copies_of_encoders_share_their_weights(ranks: RankPool, case: GradientCase) -> None:
     assert_matches(replace(case, shards_weights=True), ranks)
 
 

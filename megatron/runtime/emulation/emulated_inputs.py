@@ -6,9 +6,7 @@ from megatron.runtime.emulation.emulated_stage import EmulatedInput
 from megatron.runtime.step.step import Step
 from megatron.runtime.step.token_placement import WHOLE
 from multimodal.model.stage_input import PackedInput
-from multimodal.schedule.repeated_work import repeated_places
 from multimodal.values.assignment import MicrobatchPlace
-from multimodal.values.model_graph import Role
 from multimodal.values.plan import Plan
 
 
@@ -27,10 +25,6 @@ def with_emulated_inputs(step: Step, *, plan: Plan, rank: int) -> Step:
                     parts = range(len(step.subsets(place)))
                     subset_inputs[place] = tuple(_input(step, place, part, rank=context_rank) for part in parts)
                 else:
-                    inputs[place] = _input(step, place, WHOLE, rank=context_rank)
-            if step.form.repeats_encoders and step.graph.unit(unit).role is Role.ENCODER:
-                repeated = repeated_places(unit, replica_index, graph=step.graph, plan=plan, assignment=step.assignment)
-                for place in (MicrobatchPlace(unit, each.replica, each.microbatch) for each in repeated):
                     inputs[place] = _input(step, place, WHOLE, rank=context_rank)
     return step.changed(inputs=inputs, target_samples=dict.fromkeys(inputs, ()), subset_inputs=subset_inputs)
 

@@ -6,7 +6,6 @@ import torch
 
 from megatron.runtime.execution.forward_action import OpenSubset, run_forward
 from megatron.runtime.execution.message_flow import collect_output_gradient, publish_input_gradients
-from megatron.runtime.execution.repeated_encoder import repeat_backward, repeat_forward
 from megatron.runtime.execution.running_step import RunningStep
 from multimodal.model.weight_gradient_queue import WeightGradientQueue
 from multimodal.values.schedule import Action, ActionKind
@@ -66,8 +65,6 @@ HANDLERS: Mapping[ActionKind, Callable[[RunningStep, Action], None]] = {
     ActionKind.BACKWARD: _backward,
     ActionKind.INPUT_GRADIENT: _input_gradient,
     ActionKind.WEIGHT_GRADIENT: _weight_gradient,
-    ActionKind.REPEATED_FORWARD: repeat_forward,
-    ActionKind.REPEATED_BACKWARD: repeat_backward,
     ActionKind.SEND_FORWARD: _send,
     ActionKind.RECEIVE_FORWARD: _receive,
     ActionKind.SEND_BACKWARD: _send,

@@ -16,13 +16,11 @@ import torch.distributed as dist
 
 from multimodal.balance.batch_work import list_items
 from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
-from multimodal.schedule.repeated_work import repeated_places
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import BraidError, DataError
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.schedule_form import PLAIN, ScheduleForm
 
 WHOLE_TEXT = -1
 """In place of an item's index: the text of the sample."""
@@ -119,13 +117,11 @@ class SampleExchange:
         described = {sample_id: found for samples, _ in gathered for sample_id, found in samples.items()}
         return DecodedShare({sample_id: described[sample_id] for sample_id in source_index}, texts, items)
 
-    def exchange(
-        self, share: DecodedShare, *, assignment: Assignment, graph: ModelGraph, plan: Plan, form: ScheduleForm = PLAIN
-    ) -> ExchangedSamples:
-        """Send what was decoded here to whom the assignment gives it, and return what was sent here; form: of the schedule."""
+    def exchange(self, share: DecodedShare, *, assignment: Assignment, graph: ModelGraph, plan: Plan) -> ExchangedSamples:
+        """Send what was decoded here to whom the assignment gives it, and return what was sent here."""
         own: Mapping[Piece, Any] = {**{Piece(sample, WHOLE_TEXT): text for sample, text in share.texts.items()}, **share.items}
         lengths = {sample_id: described.lengths for sample_id, described in share.described.items()}
-        needs = needed_pieces(assignment, graph=graph, plan=plan, lengths=lengths, form=form)
+        needs = needed_pieces(assignment, graph=graph, plan=plan, lengths=lengths)
         outgoing = [
             pickle.dumps({piece: own[piece] for piece in needs.get(rank, ()) if piece in own}) for rank in range(self._world_size)
         ]
@@ -150,22 +146,17 @@ def needed_pieces(
     graph: ModelGraph,
     plan: Plan,
     lengths: Mapping[int, SampleLengths],
-    form: ScheduleForm = PLAIN,
 ) -> dict[int, list[Piece]]:
     """rank -> what it needs of the global batch, by the rules of `load_inputs`.
 
     Texts go to the LLM; pixels to an encoder's first stage, which takes them, and to a generator's last one, which makes them.
-    Copies of an encoder that repeat others' microbatches need their pixels, too.
     """
     found: dict[int, dict[Piece, None]] = {}
     for name, replicas in assignment.units.items():
         role = graph.unit(name).role
-        for index, (replica, microbatches) in enumerate(zip(plan.units[name].replicas, replicas, strict=True)):
+        for replica, microbatches in zip(plan.units[name].replicas, replicas, strict=True):
             atoms = [atom for microbatch in microbatches for atom in microbatch]
             if role is Role.ENCODER:
-                if form.repeats_encoders:
-                    repeated = repeated_places(name, index, graph=graph, plan=plan, assignment=assignment)
-                    atoms += [atom for place in repeated for atom in replicas[place.replica][place.microbatch]]
                 ranks, pieces = replica.virtual_stages[0].ranks, [Piece(*atom) for atom in atoms]
             elif role is Role.BACKBONE:
                 ranks, pieces = replica.ranks, [Piece(atom.sample_id, WHOLE_TEXT) for atom in atoms]

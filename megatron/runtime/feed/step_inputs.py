@@ -11,7 +11,6 @@ from multimodal.attention.packed_mask import ItemSpan
 from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.stage_input import PackedInput, share_input
-from multimodal.schedule.repeated_work import repeated_places
 from multimodal.values.assignment import Assignment, Atom, Microbatch, MicrobatchPlace, Routes
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan
@@ -42,8 +41,7 @@ def load_inputs(
 ) -> LoadedInputs:
     """Load and pack every microbatch that passes through this rank, pixels only where they are needed.
 
-    That is an encoder's first stage, which takes them, and a generator's last one, which is to make them. A copy of an encoder
-    that repeats other replicas' microbatches takes those, too, whole.
+    That is an encoder's first stage, which takes them, and a generator's last one, which is to make them.
     source_index: sample id -> index in `source`; form: which microbatches run in sample subsets, each packed by itself;
     placement: which tokens each rank holds where a unit spreads them over ranks: all its ranks read the whole, and keep theirs.
     Raises DataError when an item cannot be decoded, or a sample's lengths do not say where its items begin.
@@ -85,12 +83,6 @@ def load_inputs(
                     whole, samples = _language_input(source, graph, place, assignment, routes, source_index)
                     inputs[place] = own(whole, place)
                     target_samples[place] = _held(samples, whole, inputs[place])
-            if form.repeats_encoders and unit.role is Role.ENCODER:
-                for original in repeated_places(name, replica_index, graph=graph, plan=plan, assignment=assignment):
-                    place = MicrobatchPlace(name, original.replica, original.microbatch)
-                    atoms = assignment.atoms(place)
-                    repeated = _encoder_input(source, unit, atoms, source_index, with_pixels=True)
-                    inputs[place] = own(repeated, place)
     return LoadedInputs(inputs, target_samples, subset_inputs)
 
 

@@ -64,8 +64,7 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
             assignment, lengths, graph=graph, plan=plan, options=self._options, balance_seconds=time.perf_counter() - start
         )
         if self._exchange and share:
-            form = form_of(self._schedules.schedule(drop_idle_samples(assignment, graph=graph, lengths=lengths)))
-            source = self._exchange.exchange(share, assignment=assignment, graph=graph, plan=plan, form=form)
+            source = self._exchange.exchange(share, assignment=assignment, graph=graph, plan=plan)
             source_index = {sample_id: sample_id for sample_id in source_index}
         planned = plan_step(
             source,

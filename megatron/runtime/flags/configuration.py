@@ -13,7 +13,7 @@ from typing import Any, Literal
 from multimodal.balance import BALANCERS, UNBALANCED
 from multimodal.data.sample_source import DEFAULT_MAX_PIXELS
 from multimodal.plan.unit_sizes import UnitSizes
-from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.builders import BUILDERS, simulated_only
 from multimodal.schedule.passes import PASSES
 
 AT_LEAST_ONE: Mapping[str, Any] = MappingProxyType({"minimum": 1})
@@ -112,7 +112,7 @@ class TrainingConfig:
         default=None, metadata={"shorthand": ("recompute_activations", "selective", None)}
     )
     """Recompute in the backward instead of storing: the attention core (selective) or whole layers (full)."""
-    schedule: str = field(default="1f1b", metadata={"choices": schedules_to_train})
+    schedule: str = field(default="1f1b", metadata={"choices": schedules_to_train, "refused": simulated_only})
     """Order of forwards and backwards on every rank; some need virtual stages."""
     schedule_passes: str = field(default="", metadata={"metavar": "A,B", "names": lambda: tuple(PASSES)})
     """Rewrite it, one after another."""

@@ -5,7 +5,7 @@ import ast
 import inspect
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -69,7 +69,7 @@ def field_flags(group: type) -> tuple[FieldFlag, ...]:
     """List the flags of a configuration dataclass, in the order of its fields; fields filled per unit have none.
 
     A field whose metadata has `choices` chooses a name from what is registered when this is called; one that has `names` takes
-    several such names.
+    several such names. Names that `refused` returns are refused for its reasons.
     """
     hints = _field_hints(group)
     helps = field_docstrings(group)
@@ -113,6 +113,17 @@ def finite_number(text: str) -> float:
     return number
 
 
+def refusing(reasons: Mapping[str, str]) -> Callable[[str], str]:
+    """Return a parser of text that refuses some words, each for a reason."""
+
+    def parse(text: str) -> str:
+        if text in reasons:
+            raise argparse.ArgumentTypeError(reasons[text])
+        return text
+
+    return parse
+
+
 def flag_of(name: str) -> str:
     """Spell the flag of a field or unit name: dashes for underscores, two in front."""
     return "--" + name.replace("_", "-")
@@ -146,7 +157,8 @@ def _field_flag(field: Field[Any], hint: Any, help_text: str) -> FieldFlag:
         shared["help"] = f"{help_text.removesuffix('.')}: {', '.join(names())}."
     if get_origin(hint) is Literal or "choices" in metadata:
         choices = metadata["choices"]() if "choices" in metadata else get_args(hint)
-        return FieldFlag(flag=flag_of(field.name), parse=str, metavar="{" + ",".join(choices) + "}", choices=choices, **shared)
+        parse = refusing(metadata["refused"]()) if "refused" in metadata else str
+        return FieldFlag(flag=flag_of(field.name), parse=parse, metavar="{" + ",".join(choices) + "}", choices=choices, **shared)
     is_list = get_origin(hint) is tuple
     parse, metavar = _PARSERS[get_args(hint)[0] if is_list else hint]
     metavar = metadata.get("metavar", metavar)

@@ -124,7 +124,6 @@ def _plan_dependent() -> str:
     schedules = {
         "without an encoder": _schedules(lambda row: row.fewest_encoders == 1),
         "with fewer than two encoders": _schedules(lambda row: row.fewest_encoders > 1),
-        "with an LLM of one stage": _schedules(lambda row: row.fewest_llm_stages > 1),
         "where every rank holds the whole model": _schedules(lambda row: row.needs_messages),
     }
     passes = {f"without {need.value}": _listed(name for name, row in PASSES.items() if row.need is need) for need in Need}

@@ -94,15 +94,10 @@ def _missing_shape(choice: _Choice, *, wanted: str, instead: str) -> str:
 
 def _check_units(choice: _Choice) -> Iterator[str]:
     """Schedules that are another word for a plainer one on this model and plan."""
-    row, backbone, num_encoders = choice.schedule, choice.graph.backbone.name, len(choice.graph.encoders)
+    row, num_encoders = choice.schedule, len(choice.graph.encoders)
     ignored, leave_out = f"--schedule {choice.name} would be ignored:", f"leave it out, which is --schedule {row.otherwise}"
     if num_encoders < row.fewest_encoders:
         yield f"{ignored} it {row.role_of_encoders}, and the model has {num_encoders or 'none'}; {leave_out}"
-    if len(choice.plan.units[backbone].replicas[0].stages) < row.fewest_llm_stages:
-        yield (
-            f"{ignored} it needs '{backbone}' to have at least {row.fewest_llm_stages} stages; raise "
-            f"--{LLM}-pipeline-model-parallel-size or {leave_out}"
-        )
     if row.needs_messages and choice.is_whole_on_every_rank:
         yield f"{ignored} every rank holds the whole model, so no backward is late; {leave_out}"
 

@@ -14,7 +14,7 @@ from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.backward_need import layers_backward_need
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.schedule import REPEATED_KINDS, ActionKind
+from multimodal.values.schedule import ActionKind
 
 
 class ShardedStage:
@@ -38,9 +38,8 @@ class ShardedStage:
     @contextmanager
     def collectives(self, kind: ActionKind, *, is_joined: bool = False) -> Iterator[None]:
         """Give the computation that runs inside its weights, and take its gradients; nothing runs inside where `is_joined`."""
-        plain = REPEATED_KINDS.get(kind, kind)
         assert self._pass is None, "computations of a stage follow each other"
-        self._pass = LayerPass(plain, self._visits[plain], self.layers, is_joined=is_joined)
+        self._pass = LayerPass(kind, self._visits[kind], self.layers, is_joined=is_joined)
         yield
         self._pass.finish()
         self._pass = None

@@ -14,6 +14,7 @@ from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.step_estimate import choose_candidate
 from multimodal.plan.planners.unit_layout import even_layout
+from multimodal.schedule.builders import simulated_only
 from multimodal.values.errors import PlanError
 
 
@@ -21,14 +22,16 @@ def plan_encoders_replicated(request: PlanningRequest) -> PlannedRun:
     """Plan the LLM alone, and give every one of its stages a replica of each encoder with the same tp and cp.
 
     An encoder then has dp x pp of the LLM replicas of one stage each, and every stage runs it for every microbatch: what the
-    copies beside other stages than the first compute is repeated work. Generators get ranks of their own behind the LLM.
+    copies beside other stages than the first compute is repeated work, so such a plan can be simulated but not run.
+    Generators get ranks of their own behind the LLM.
     Raises PlanError when nothing fits, or dp or pp of an encoder are fixed to something else.
     """
     chosen, seconds = choose_candidate(request, _candidates(request))
     replicated = _replicate(request, chosen)
     is_repeated = request.graph.encoders and chosen.layouts[request.graph.backbone.name].pipeline_parallel_size > 1
     schedule = "encoders-replicated" if is_repeated else "1f1b"
-    return replicated.to_run(request, seconds=seconds, schedule=schedule)
+    run = replicated.to_run(request, seconds=seconds, schedule=schedule)
+    return replace(run, notes=(simulated_only()[schedule],)) if is_repeated else run
 
 
 def _candidates(request: PlanningRequest) -> Iterator[Candidate]:

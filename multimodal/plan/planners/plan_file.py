@@ -5,6 +5,7 @@ from pathlib import Path
 
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.simulate_run import Prediction
+from multimodal.schedule.builders import BUILDERS
 from multimodal.values.plan import Plan, Stage
 
 
@@ -16,12 +17,11 @@ def write_plan_file(
     made_for: what the plan was made for, as lines of name and value. simulate_flags: flags of tools/simulate.py that
     reproduce the prediction.
     """
-    lines = [
-        f"# A plan by the planner '{run.planner}'; run it with",
-        f"#   pretrain_mllm.py --plan {Path(path).name} {run.training_flags}",
-    ]
+    lines = [f"# A plan by the planner '{run.planner}'"]
+    if BUILDERS[run.schedule].can_train:
+        lines += ["# Run it with", f"#   pretrain_mllm.py --plan {Path(path).name} {run.training_flags}"]
     if simulate_flags:
-        lines.append(f"# and predict it again with\n#   tools/simulate.py --plan {Path(path).name} {simulate_flags}")
+        lines.append(f"# Predict it again with\n#   tools/simulate.py --plan {Path(path).name} {simulate_flags}")
     lines += ["#", "# Made for:", *(f"#   {name}: {value}" for name, value in made_for.items())]
     lines += ["#", "# Predicted:", *(f"#   {name}: {value}" for name, value in predicted(run, prediction).items())]
     if run.notes:

@@ -57,7 +57,7 @@ class PlanSearch:
         """Simulate the other planners' plans, and balanced ones where they do not balance.
 
         Each plans with less memory, and at last with recomputation, while its plan does not fit (`plan_run`). What a planner
-        cannot plan it leaves out.
+        cannot plan is left out, and so is a plan that no run could follow.
         """
         for planner in planners:
             try:
@@ -263,7 +263,7 @@ class PlanSearch:
             run, prediction = plan_run(planner, self.others_request, max_actions=self.request.max_actions)
         except BraidError:
             return
-        if run_key(run) not in self.judged:
+        if BUILDERS[run.schedule].can_train and run_key(run) not in self.judged:
             self.judged.add(run_key(run))
             self.final.append(Ranked(run, prediction))
 

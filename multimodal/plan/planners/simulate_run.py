@@ -309,6 +309,7 @@ def _simulate(
     assignment = assign(run, request, plan, lengths)
     if is_checked:
         validate_assignment(assignment, graph=graph, plan=plan, lengths=lengths)
+    assignment = BUILDERS[run.schedule].assignment_for(assignment, graph=graph, plan=plan)
     costs: StepCosts = _step_costs(run, request, plan, assignment, lengths)
     schedule = _build(run, request, plan, assignment, is_checked=is_checked)
     return simulate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, costs=costs)

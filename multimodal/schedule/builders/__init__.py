@@ -11,7 +11,7 @@ from multimodal.schedule.builders.breadth_first import build_breadth_first
 from multimodal.schedule.builders.dip import build_dip
 from multimodal.schedule.builders.eager_1f1b import build_eager_1f1b
 from multimodal.schedule.builders.encoders_colocated import build_encoders_colocated
-from multimodal.schedule.builders.encoders_replicated import build_encoders_replicated
+from multimodal.schedule.builders.encoders_replicated import build_encoders_replicated, replicate_microbatches
 from multimodal.schedule.builders.gpipe import build_gpipe
 from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, interleaves
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
@@ -72,11 +72,10 @@ class ScheduleRow:
     num_rounds: int = 0
     """If units that share ranks run in phases: rounds of such phases in a step. More rounds keep less and wait more."""
     copies_encoders: bool = False
-    """True if each stage of the LLM holds a replica of every encoder."""
+    """True if each stage of the LLM holds a replica of every encoder, and computes whatever its microbatches take."""
     fewest_encoders: int = 0
     role_of_encoders: str = ""
     """What it does with encoders, for the message where there are fewer."""
-    fewest_llm_stages: int = 1
     needs_messages: bool = False
     """True if it changes nothing where every rank holds the whole model."""
     otherwise: str = "1f1b"
@@ -87,6 +86,13 @@ class ScheduleRow:
     def __call__(self, graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False) -> Schedule:
         """Build the schedule: a row is a `Builder`."""
         return self.build(graph, plan, assignment, forward_only=forward_only)
+
+    def assignment_for(self, assignment: Assignment, *, graph: ModelGraph, plan: Plan) -> Assignment:
+        """Return what the schedule is built and simulated for: the assignment, and work that copies of encoders repeat.
+
+        Raises ScheduleError as `replicate_microbatches`.
+        """
+        return replicate_microbatches(assignment, graph=graph, plan=plan) if self.copies_encoders else assignment
 
     @property
     def keeps_all(self) -> bool:
@@ -191,10 +197,19 @@ BUILDERS: dict[str, ScheduleRow] = {
         build=build_encoders_replicated,
         meaning="every stage of the LLM runs all encoders",
         source="Cornstarch 2",
+        can_train=False,
         copies_encoders=True,
         fewest_encoders=1,
-        role_of_encoders="arranges encoders",
-        fewest_llm_stages=2,
     ),
 }
 """Every schedule by the name that selects it. What reads it reads it when called, so that a row can be added at any time."""
+
+
+def simulated_only() -> dict[str, str]:
+    """Return per schedule that no run may have why not, and what to choose."""
+    return {
+        name: f"{name} is a baseline of tools/plan.py and tools/simulate.py alone: {row.meaning}, which would be useless work in "
+        f"a run; choose {row.otherwise}"
+        for name, row in BUILDERS.items()
+        if not row.can_train
+    }

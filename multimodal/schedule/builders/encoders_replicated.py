@@ -1,109 +1,133 @@
-"""Encoders-replicated: every stage of the LLM computes the encoders anew (Llama's multimodal training; Cornstarch, figure 1b)."""
+"""Encoders-replicated: every stage of the LLM computes the encoders anew (Llama's multimodal training; Cornstarch, figure 1b).
 
-from collections import defaultdict, deque
+A baseline of planner and simulator: most of its work is useless by design, so no run offers it. Repeated work is simulated as
+microbatches that an encoder's copies have besides their own, and whose outputs go nowhere.
+"""
+
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
-from multimodal.schedule.dependencies import dependencies
 from multimodal.schedule.place_reductions import place_reductions
-from multimodal.schedule.repeated_work import consumers_beside, copy_beside
-from multimodal.values.assignment import Assignment, MicrobatchPlace
+from multimodal.values.assignment import Assignment, MicrobatchPlace, Routes
 from multimodal.values.backward_need import stage_backward_need
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import Action, ActionKind, Lane, Place, Schedule
-from multimodal.values.schedule_form import ScheduleForm
+from multimodal.values.schedule import Action, ActionKind, Lane, Schedule
 
-_REPEATING = ScheduleForm(repeats_encoders=True)
+
+@dataclass(frozen=True)
+class ReplicatedAssignment(Assignment):
+    """An assignment whose encoders compute, after their own microbatches, those of others; costs see the work of both."""
+
+    original: Assignment = field(default_factory=Assignment)
+    """Without the repeated microbatches: who computes what is used."""
+
+    def routes(self, graph: ModelGraph) -> Routes:
+        """Those of the original: nobody takes what is repeated."""
+        return self.original.routes(graph)
+
+    def num_own_microbatches(self, unit: str, replica: int) -> int:
+        """Those of the original."""
+        return self.original.num_microbatches(unit, replica)
+
+
+def replicate_microbatches(assignment: Assignment, *, graph: ModelGraph, plan: Plan) -> ReplicatedAssignment:
+    """Give the encoders beside every LLM stage all microbatches that its replica of the LLM takes; O(routes x LLM stages).
+
+    Raises ScheduleError when an encoder does not have one replica of one stage on each LLM stage's ranks.
+    """
+    _check_layout(graph, plan)
+    units = dict(assignment.units)
+    for encoder in (unit.name for unit in graph.encoders):
+        copies = range(plan.units[encoder].data_parallel_size)
+        rows = [_microbatches_of_copy(encoder, copy, graph, plan, assignment) for copy in copies]
+        units[encoder] = tuple(tuple(assignment.atoms(place) for place in row) for row in rows)
+    return ReplicatedAssignment(units, assignment)
+
+
+def _microbatches_of_copy(
+    encoder: str, copy: int, graph: ModelGraph, plan: Plan, assignment: Assignment
+) -> tuple[MicrobatchPlace, ...]:
+    """Return what a replica of an encoder computes: its own microbatches, then others' in the order in which they are taken."""
+    backbone, routes = graph.backbone.name, assignment.routes(graph).to_target
+    beside, _ = plan.stage_of_ranks[backbone, plan.units[encoder].replicas[copy].ranks]
+    own = [MicrobatchPlace(encoder, copy, number) for number in range(assignment.num_microbatches(encoder, copy))]
+    takers = [MicrobatchPlace(backbone, beside, number) for number in range(assignment.num_microbatches(backbone, beside))]
+    taken = (route.source for taker in takers for route in routes.get(taker, ()) if route.source.unit == encoder)
+    return tuple(dict.fromkeys((*own, *taken)))
 
 
 def build_encoders_replicated(graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False) -> Schedule:
     """Build the 1F1B of an LLM whose every stage holds whole encoders and runs them for each microbatch, in the compute dialect.
 
-    Whoever the assignment gives an encoder microbatch computes it for real. The copies beside the other stages of the LLM
-    replica that takes it repeat its forward right before their stage's forward, and its backward, where the encoder has one,
-    right after their stage's backward. What they compute is dropped, and their backward begins with a gradient of zero, so
-    training is exact; in models where every stage attends to the encoders' output (Llama) it would be used.
+    Whoever the original assignment gives an encoder microbatch computes it for real. The copies beside the other stages of the
+    LLM replica that takes it repeat its forward right before their stage's forward, and its backward, where the encoder has one,
+    right after their stage's backward; as do those whose own stage alone takes what they compute.
 
-    Raises ScheduleError when an encoder does not have one replica of one stage on each LLM stage's ranks.
+    assignment: what `replicate_microbatches` returned.
     """
-    _check_layout(graph, plan)
-    schedule = build_one_f_one_b(graph, plan, assignment, forward_only=forward_only)
-    lanes = tuple(
-        Lane(lane.ranks, tuple(_LaneWithEncoders(graph, plan, assignment, forward_only).actions(lane))) for lane in schedule.lanes
-    )
-    if forward_only:
-        return Schedule(lanes)
-    return place_reductions(Schedule(lanes), graph=graph, plan=plan, assignment=assignment)
+    assert isinstance(assignment, ReplicatedAssignment), "the builder is called with what replicate_microbatches returns"
+    schedule = build_one_f_one_b(graph, plan, assignment.original, forward_only=forward_only)
+    lanes = (_LaneWithEncoders(lane, graph, plan, assignment.original) for lane in schedule.lanes)
+    schedule = Schedule(tuple(Lane(each.lane.ranks, tuple(each.actions())) for each in lanes))
+    return schedule if forward_only else place_reductions(schedule, graph=graph, plan=plan, assignment=assignment)
 
 
 class _LaneWithEncoders:
     """Rewrites one lane: encoders run right beside the LLM's actions that need them, be it repeated or for this stage alone."""
 
-    def __init__(self, graph: ModelGraph, plan: Plan, assignment: Assignment, forward_only: bool) -> None:
-        self.graph, self.plan, self.assignment, self.forward_only = graph, plan, assignment, forward_only
-        self.put_off: dict[str, deque[Action]] = defaultdict(deque)
-        self.done: set[Action] = set()
-        self.num_to_come: dict[Action, int] = {}
-        self.followed_by: dict[Action, list[Action]] = defaultdict(list)
+    def __init__(self, lane: Lane, graph: ModelGraph, plan: Plan, original: Assignment) -> None:
+        self.lane, self.graph, self.plan, self.original = lane, graph, plan, original
+        self.forward_of: dict[MicrobatchPlace, Action] = {}
+        """Microbatches that an encoder on these ranks computes when the LLM asks for them."""
+        for encoder in (unit.name for unit in graph.encoders if (unit.name, lane.ranks) in plan.stage_of_ranks):
+            copy, _ = plan.stage_of_ranks[encoder, lane.ranks]
+            for number, place in enumerate(_microbatches_of_copy(encoder, copy, graph, plan, original)):
+                if place.replica != copy or self._stays_here(place):
+                    self.forward_of[place] = Action(ActionKind.FORWARD, encoder, copy, 0, number)
 
-    def actions(self, lane: Lane) -> Iterator[Action]:
-        """The lane's computations, without reductions."""
-        for action in (action for action in lane.actions if action.kind is not ActionKind.REDUCE_GRADIENTS):
-            is_encoder = action.unit in self.graph.upstream(self.graph.backbone.name)
-            if is_encoder and self._stays_here(action):
-                if action.kind is ActionKind.FORWARD:
-                    self.put_off[action.unit].append(action)
-                continue
+    def _stays_here(self, place: MicrobatchPlace) -> bool:
+        """Return whether the LLM's first stage on these ranks is all that takes an encoder's own microbatch."""
+        targets = (route.target for route in self.original.routes(self.graph).from_source.get(place, ()))
+        return all(self.plan.virtual_stage(target.unit, target.replica, 0).ranks == self.lane.ranks for target in targets)
+
+    def actions(self) -> Iterator[Action]:
+        """Yield the lane's computations, without reductions."""
+        moved = set(self.forward_of)
+        actions = [
+            action
+            for action in self.lane.actions
+            if action.kind is not ActionKind.REDUCE_GRADIENTS
+            and MicrobatchPlace(action.unit, action.replica, action.microbatch) not in moved
+        ]
+        num_left = Counter(each for action in actions if action.kind is ActionKind.BACKWARD for each in self._encoded_for(action))
+        for action in actions:
             if action.kind is ActionKind.FORWARD:
-                yield from self._encode(action) if not is_encoder else self._catch_up(action.unit, action.microbatch - 1)
+                waiting = [each for each in self._encoded_for(action) if each in moved]
+                moved.difference_update(waiting)
+                yield from (self.forward_of[each] for each in waiting)
             yield action
-            yield from self._follow(action)
+            if action.kind is ActionKind.BACKWARD:
+                done = self._encoded_for(action)
+                num_left.subtract(done)
+                yield from (self._backward_of(each) for each in done if not num_left[each] and self._has_backward(each))
 
-    def _stays_here(self, action: Action) -> bool:
-        """Whether the LLM's first stage on these ranks is all that takes an encoder's microbatch."""
-        routes = self.assignment.routes(self.graph).from_source[MicrobatchPlace(action.unit, action.replica, action.microbatch)]
-        firsts = (Place(route.target.unit, route.target.replica, 0, route.target.microbatch) for route in routes)
-        return all(copy_beside(first, action.unit, plan=self.plan) == action.replica for first in firsts)
+    def _encoded_for(self, action: Action) -> list[MicrobatchPlace]:
+        """Return what encoders on these ranks compute when an action of the LLM asks for it."""
+        if action.unit != self.graph.backbone.name:
+            return []
+        target = MicrobatchPlace(action.unit, action.replica, action.microbatch)
+        routes = self.original.routes(self.graph).to_target.get(target, ())
+        return [route.source for route in routes if route.source in self.forward_of]
 
-    def _encode(self, forward: Action) -> Iterator[Action]:
-        """What a forward of the LLM needs of the encoders on its ranks and has not been done."""
-        for need in dependencies(forward, self.graph, self.plan, self.assignment, form=_REPEATING):
-            if need.kind is ActionKind.REPEATED_FORWARD and need not in self.done:
-                yield self._begin(need)
-            elif need in self.put_off[need.unit]:
-                yield from self._catch_up(need.unit, need.microbatch)
+    def _has_backward(self, place: MicrobatchPlace) -> bool:
+        return stage_backward_need(self.graph, self.plan, place.unit, place.replica, 0).has_backward
 
-    def _catch_up(self, unit: str, microbatch: int) -> Iterator[Action]:
-        """Forwards that were put off, up to a microbatch: a stage keeps their order."""
-        while self.put_off[unit] and self.put_off[unit][0].microbatch <= microbatch:
-            yield self._begin(self.put_off[unit].popleft())
-
-    def _begin(self, forward: Action) -> Action:
-        """Note when the backward can follow; returns the forward."""
-        self.done.add(forward)
-        if not self.forward_only and stage_backward_need(self.graph, self.plan, *forward[1:4]).has_backward:
-            consumers = consumers_beside(
-                forward.work, forward.replica, graph=self.graph, plan=self.plan, assignment=self.assignment
-            )
-            self.num_to_come[forward] = len(consumers)
-            for place in consumers:
-                self.followed_by[Action(ActionKind.BACKWARD, *place)].append(forward)
-        return forward
-
-    def _follow(self, backward: Action) -> Iterator[Action]:
-        """The encoders' backwards for which this was the last gradient to come."""
-        for forward in self.followed_by[backward]:
-            self.num_to_come[forward] -= 1
-            if self.num_to_come[forward] == 0:
-                yield forward._replace(kind=_BACKWARD_OF[forward.kind])
-
-
-_BACKWARD_OF = {
-    ActionKind.FORWARD: ActionKind.BACKWARD,
-    ActionKind.REPEATED_FORWARD: ActionKind.REPEATED_BACKWARD,
-}
+    def _backward_of(self, place: MicrobatchPlace) -> Action:
+        return self.forward_of[place]._replace(kind=ActionKind.BACKWARD)
 
 
 def _check_layout(graph: ModelGraph, plan: Plan) -> None:

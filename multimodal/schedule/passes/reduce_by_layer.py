@@ -65,7 +65,7 @@ def _can_be_cut(lane: Lane, position: int, plan: Plan, assignment: Assignment, f
     """Whether the reduction at a position of a lane follows the backward that ends it."""
     reduction = lane.actions[position]
     num_microbatches = assignment.num_microbatches(reduction.unit, reduction.replica)
-    if len(plan.virtual_stage(*reduction[1:4]).layers) < 2 or form.repeats_encoders:
+    if len(plan.virtual_stage(*reduction[1:4]).layers) < 2:
         return False
     if num_microbatches == 0:
         return True

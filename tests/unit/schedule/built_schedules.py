@@ -6,18 +6,17 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.values.schedule import Lane, Schedule
-from tests.unit.schedule.schedule_cases import Case, builders_for, cases
+from tests.unit.schedule.schedule_cases import Case, built_cases
 
 
 @st.composite
 def rewritten_schedules(draw: st.DrawFn) -> tuple[Case, Schedule]:
     """A random case and a compute-dialect schedule for it, of any builder, with any passes."""
-    case = draw(cases())
-    builder = draw(st.sampled_from(builders_for(case)))
+    case, builder = draw(built_cases())
     passes = draw(st.lists(st.sampled_from(sorted(PASSES)), unique=True, max_size=3))
     graph, plan, assignment = case
     schedule = BUILDERS[builder](*case)
-    for name in passes if builder != "encoders-replicated" else ():
+    for name in passes:
         schedule = PASSES[name](schedule, graph=graph, plan=plan, assignment=assignment)
     return case, schedule
 

@@ -142,6 +142,11 @@ def builders_for(case: Case) -> list[str]:
     return [name for name in BUILDERS if not refused.get(name, False)]
 
 
+def placed_for(builder: str, case: Case) -> Case:
+    """The case as the builder is given it."""
+    return case._replace(assignment=BUILDERS[builder].assignment_for(case.assignment, graph=case.graph, plan=case.plan))
+
+
 def _are_copies(encoder: UnitPlan, llm: UnitPlan) -> bool:
     """Whether an encoder has one whole replica beside every stage of the LLM."""
     wanted = [stage.ranks for replica in llm.replicas for stage in replica.stages]
@@ -153,7 +158,8 @@ def _are_copies(encoder: UnitPlan, llm: UnitPlan) -> bool:
 def built_cases(draw: st.DrawFn) -> tuple[Case, str]:
     """A random case and a builder that it allows."""
     case = draw(cases())
-    return case, draw(st.sampled_from(builders_for(case)))
+    builder = draw(st.sampled_from(builders_for(case)))
+    return placed_for(builder, case), builder
 
 
 def golden_cases() -> dict[str, Case]:

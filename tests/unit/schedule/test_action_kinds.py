@@ -11,26 +11,16 @@ from multimodal.schedule.text import action_to_text, schedule_from_text, schedul
 from multimodal.schedule.unit_cost import unit_cost
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.errors import ScheduleError
-from multimodal.values.schedule import ACTION_TABLE, REPEATED_KINDS, Action, ActionKind, Lane, Place, Resource, Schedule
+from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Lane, Place, Resource, Schedule
 from multimodal.values.schedule_form import ScheduleForm
-from tests.unit.schedule.schedule_cases import Case, golden_cases
+from tests.unit.schedule.schedule_cases import golden_cases
 
 CASE = golden_cases()["encoder_dp2_llm_pp2"]
-COPIES = golden_cases()["encoder_copies"]
-
-
 FORMS = ScheduleForm(split=frozenset({Place("llm", 0, 1, 0)}), gathers_parameters=True)
-REPEATING = ScheduleForm(gathers_parameters=True, repeats_encoders=True)
-
-
-def setting_of(kind: ActionKind) -> tuple[Case, ScheduleForm]:
-    """A case and a form that have actions of a kind."""
-    return (COPIES, REPEATING) if kind in REPEATED_KINDS else (CASE, FORMS)
 
 
 def example(kind: ActionKind) -> Action:
-    case, form = setting_of(kind)
-    return next(action for action in expected_actions(*case, lowered=True, form=form) if action.kind is kind)
+    return next(action for action in expected_actions(*CASE, lowered=True, form=FORMS) if action.kind is kind)
 
 
 def test_every_kind_has_a_row() -> None:
@@ -46,17 +36,16 @@ def test_text_handles_every_kind(kind: ActionKind) -> None:
 @pytest.mark.parametrize("kind", ActionKind)
 def test_dependencies_and_cost_handle_every_kind(kind: ActionKind) -> None:
     action = example(kind)
-    case, form = setting_of(kind)
-    needed = set(dependencies(action, *case, lowered=True, form=form))
-    assert (needed and needed <= set(expected_actions(*case, lowered=True, form=form))) or kind is ActionKind.GATHER_PARAMETERS
+    needed = set(dependencies(action, *CASE, lowered=True, form=FORMS))
+    assert (needed and needed <= set(expected_actions(*CASE, lowered=True, form=FORMS))) or kind is ActionKind.GATHER_PARAMETERS
     is_message = ACTION_TABLE[kind].resource in (Resource.SEND, Resource.RECEIVE)
-    assert (unit_cost(action, case.graph, case.plan) == 0) == is_message
+    assert (unit_cost(action, CASE.graph, CASE.plan) == 0) == is_message
 
 
 @pytest.mark.parametrize("kind", ActionKind)
 def test_the_validator_misses_every_kind(kind: ActionKind) -> None:
-    graph, plan, assignment = case = setting_of(kind)[0]
-    built = schedule_to_text(BUILDERS["encoders-replicated" if kind in REPEATED_KINDS else "1f1b"](*case))
+    graph, plan, assignment = CASE
+    built = schedule_to_text(BUILDERS["1f1b"](*CASE))
     compute = schedule_from_text(built.replace("B llm/0/1/0", "I llm/0/1/0; W llm/0/1/0"))
     compute = gather_parameters(compute, graph=graph, plan=plan, assignment=assignment)
     full = insert_communication(compute, graph=graph, plan=plan, assignment=assignment)

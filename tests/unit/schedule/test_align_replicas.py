@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from multimodal.schedule.align_replicas import Join, Joins, align_replicas
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
-from multimodal.values.schedule import ACTION_TABLE, REPEATED_KINDS, Action, ActionKind, Resource, Schedule
+from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Resource, Schedule
 from tests.distributed.schedule_rewrites import CutMicrobatches
 from tests.unit.schedule.schedule_cases import Case, build_case, build_graph, cases
 
@@ -101,7 +101,7 @@ def sequences_of(case: Case, schedule: Schedule, joins: Joins, unit: str, replic
                 if each.unit != unit or (not is_join and ACTION_TABLE[each.kind].resource is not Resource.COMPUTE):
                     continue
                 if case.plan.virtual_stage(unit, replica, each.stage).stage_index == physical:
-                    sequence.append((REPEATED_KINDS.get(each.kind, each.kind).value, each.unit, each.stage))
+                    sequence.append((each.kind.value, each.unit, each.stage))
         found.append(sequence)
     assert all(sequence == found[0] for sequence in found)
     return found[0]

@@ -6,17 +6,18 @@ from multimodal.cost.cost_table import CostTable
 from multimodal.cost.replicated_table import replicate_encoders
 from multimodal.cost.table_costs import TableCosts
 from multimodal.schedule.build_schedule import build_schedule
-from multimodal.schedule.builders.encoders_replicated import build_encoders_replicated
+from multimodal.schedule.builders.encoders_replicated import build_encoders_replicated, replicate_microbatches
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.simulation import Simulation
 from multimodal.schedule.text import action_to_text, schedule_from_text, schedule_to_text
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.errors import ScheduleError
-from multimodal.values.schedule import REPEATED_KINDS, ActionKind
-from tests.unit.schedule.schedule_cases import Case, build_case, build_graph, deal, golden_cases
+from multimodal.values.schedule import ActionKind, Schedule
+from tests.unit.schedule.schedule_cases import Case, build_case, build_graph, deal, golden_cases, placed_for
 from tests.unit.schedule.uniform_costs import UniformCosts
 
+NAME = "encoders-replicated"
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
@@ -24,11 +25,12 @@ def copies_case(num_stages: int, *, num_samples: int = 6, dp: int = 1, **graph: 
     """One vision encoder beside every stage of `dp` LLM replicas; its microbatches are dealt over all copies."""
     groupings = {"vision": deal(num_samples, dp * num_stages), "llm": deal(num_samples, dp)}
     sizes = {"vision": (dp * num_stages, 1, 1), "llm": (dp, num_stages, 1)}
-    return build_case(build_graph("vision", **graph), sizes, groupings, colocated=True)
+    return placed_for(NAME, build_case(build_graph("vision", **graph), sizes, groupings, colocated=True))
 
 
 def simulate(table: dict[str, object]) -> Simulation:
-    fused, (graph, plan, assignment) = replicate_encoders(CostTable.from_dict(table))
+    fused, model = replicate_encoders(CostTable.from_dict(table))
+    graph, plan, assignment = placed_for(NAME, Case(*model))
     schedule = build_schedule(build_encoders_replicated, graph, plan, assignment)
     return simulate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, costs=TableCosts(fused))
 
@@ -39,21 +41,21 @@ def test_every_stage_computes_every_encoder_microbatch_that_its_replica_takes(nu
     case = copies_case(num_stages, num_samples=8, dp=dp)
     taken = [{atom.sample_id for microbatch in replica for atom in microbatch} for replica in case.assignment.units["llm"]]
     for lane, actions in enumerate(lane.actions for lane in build_encoders_replicated(*case).lanes):
-        for kinds in ((ActionKind.FORWARD, ActionKind.REPEATED_FORWARD), (ActionKind.BACKWARD, ActionKind.REPEATED_BACKWARD)):
-            works = [action.work for action in actions if action.unit == "vision" and action.kind in kinds]
-            samples = [case.assignment.units["vision"][work.replica][work.microbatch][0].sample_id for work in works]
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
+            places = [action.place for action in actions if action.unit == "vision" and action.kind is kind]
+            samples = [case.assignment.units["vision"][place.replica][place.microbatch][0].sample_id for place in places]
             assert len(set(samples)) == len(samples)
             assert set(samples) >= taken[lane // num_stages]
 
 
 def test_a_copy_works_right_beside_its_stage() -> None:
+    """Replica 1 has two microbatches of its own; 2 and 3 are those of replica 0."""
     (lane,) = build_encoders_replicated(*copies_case(2, num_samples=4)).lanes[1:]
     shown = [action_to_text(action) for action in lane.actions]
-    for microbatch, original in ((0, "vision/0/0/0"), (2, "vision/0/0/1")):
-        copy = original.replace("vision/0", "vision/1")
-        assert shown.index(f"XF {copy}={original}") + 1 == shown.index(f"F llm/0/1/{microbatch}")
-        assert shown.index(f"B llm/0/1/{microbatch}") + 1 == shown.index(f"XB {copy}={original}")
-    assert shown.index("RG vision/1/0") > max(shown.index("XB vision/1/0/1=vision/0/0/1"), shown.index("B vision/1/0/1"))
+    for microbatch, copy in ((0, "vision/1/0/2"), (2, "vision/1/0/3")):
+        assert shown.index(f"F {copy}") + 1 == shown.index(f"F llm/0/1/{microbatch}")
+        assert shown.index(f"B llm/0/1/{microbatch}") + 1 == shown.index(f"B {copy}")
+    assert shown.index("RG vision/1/0") > max(map(shown.index, (f"B vision/1/0/{number}" for number in range(4))))
 
 
 @pytest.mark.parametrize(
@@ -65,35 +67,30 @@ def test_a_copy_works_right_beside_its_stage() -> None:
     ],
 )
 def test_what_is_frozen_is_not_repeated_backward(graph: dict[str, list[str]], has_backward: bool) -> None:
-    kinds = {action.kind for lane in build_encoders_replicated(*copies_case(2, **graph)).lanes for action in lane.actions}
-    assert ActionKind.REPEATED_FORWARD in kinds
-    assert (ActionKind.REPEATED_BACKWARD in kinds) == has_backward
+    built = build_encoders_replicated(*copies_case(2, **graph))
+    assert num_encoded(built, ActionKind.FORWARD) == 2 * 6
+    assert num_encoded(built, ActionKind.BACKWARD) == (2 * 6 if has_backward else 0)
+
+
+def num_encoded(schedule: Schedule, kind: ActionKind) -> int:
+    return sum(action.kind is kind and action.unit == "vision" for lane in schedule.lanes for action in lane.actions)
 
 
 def test_evaluation_repeats_forwards_alone() -> None:
     case = copies_case(2)
     schedule = build_encoders_replicated(*case, forward_only=True)
     validate_schedule(schedule, graph=case.graph, plan=case.plan, assignment=case.assignment, lowered=False, forward_only=True)
-    assert {action.kind for lane in schedule.lanes for action in lane.actions} == {
-        ActionKind.FORWARD,
-        ActionKind.REPEATED_FORWARD,
-    }
+    assert {action.kind for lane in schedule.lanes for action in lane.actions} == {ActionKind.FORWARD}
+    assert num_encoded(schedule, ActionKind.FORWARD) == 2 * 6
 
 
-def test_the_validator_knows_what_a_stage_waits_for() -> None:
-    graph, plan, assignment = golden_cases()["encoder_copies"]
+def test_the_validator_misses_repeated_work() -> None:
+    graph, plan, assignment = placed_for(NAME, golden_cases()["encoder_copies"])
     text = schedule_to_text(build_encoders_replicated(graph, plan, assignment))
-    late = text.replace("XF vision/1/0/0=vision/0/0/0; F llm/0/1/0", "F llm/0/1/0; XF vision/1/0/0=vision/0/0/0")
-    early = text.replace("B llm/0/1/0; XB vision/1/0/0=vision/0/0/0", "XB vision/1/0/0=vision/0/0/0; B llm/0/1/0")
-    other = text.replace("XF vision/1/0/0=vision/0/0/0", "XF vision/1/0/0=vision/1/0/0")
-    for broken, message in (
-        (late, "F llm/0/1/0: wrong order: in lane 1 it stands before XF vision/1/0/0=vision/0/0/0, which it needs"),
-        (early, "XB vision/1/0/0=vision/0/0/0: wrong order: in lane 1 it stands before B llm/0/1/0, which it needs"),
-        (other, "XF vision/1/0/0=vision/1/0/0: unknown action"),
-    ):
-        assert broken != text
-        with pytest.raises(ScheduleError, match=f"^{message}"):
-            validate_schedule(schedule_from_text(broken), graph=graph, plan=plan, assignment=assignment, lowered=False)
+    broken = text.replace("F vision/1/0/2; ", "")
+    assert broken != text
+    with pytest.raises(ScheduleError, match="^F vision/1/0/2: missing"):
+        validate_schedule(schedule_from_text(broken), graph=graph, plan=plan, assignment=assignment, lowered=False)
 
 
 @pytest.mark.parametrize(
@@ -108,12 +105,12 @@ def test_the_validator_knows_what_a_stage_waits_for() -> None:
 def test_other_layouts_are_refused(sizes: dict[str, tuple[int, int, int]], colocated: bool) -> None:
     groupings = {"vision": deal(4, sizes["vision"][0]), "llm": deal(4, 1)}
     with pytest.raises(ScheduleError, match="^encoders-replicated needs a whole copy of 'vision' beside every stage of 'llm'"):
-        build_encoders_replicated(*build_case(build_graph("vision"), sizes, groupings, colocated=colocated))
+        placed_for(NAME, build_case(build_graph("vision"), sizes, groupings, colocated=colocated))
 
 
 def test_without_encoders_it_is_1f1b() -> None:
     case = build_case(build_graph(), {"llm": (1, 2, 1)}, {"llm": deal(4, 1)})
-    assert build_encoders_replicated(*case) == build_one_f_one_b(*case)
+    assert build_encoders_replicated(*placed_for(NAME, case)) == build_one_f_one_b(*case)
     table = CostTable.from_dict({"num_microbatches": 1, "units": {"llm": {"stages": [{"forward": 1.0}]}}})
     assert replicate_encoders(table)[0] == table
 
@@ -133,9 +130,8 @@ def test_a_table_takes_the_time_of_a_pipeline_whose_stages_hold_all_encoders() -
     assert found.busy_seconds == pytest.approx([num_microbatches * (forward + backward)] * num_stages)
     fill_and_drain = (num_stages - 1) * (1.0 + 2.0)
     assert found.iteration_seconds == pytest.approx(num_microbatches * (forward + backward) + fill_and_drain)
-    assert found.stage_seconds.keys() == {("vision", 0, 0, k) for k in range(6)} | {("audio", 0, 0, k) for k in range(6)} | {
-        ("llm", 0, stage, k) for stage in range(3) for k in range(6)
-    }
+    encoded = {(name, copy, 0, k) for name in ("vision", "audio") for copy in range(3) for k in range(6)}
+    assert found.stage_seconds.keys() == encoded | {("llm", 0, stage, k) for stage in range(3) for k in range(6)}
 
 
 def test_a_copy_in_a_table_takes_what_all_stages_of_its_encoder_take() -> None:
@@ -157,8 +153,13 @@ def test_llm_replicas_that_share_encoder_microbatches_repeat_each_others() -> No
     """Two LLM replicas that take the same encoder microbatches repeat them each."""
     groupings = {"vision": [[[0, 1]], [[2, 3]]], "llm": [[[0], [2]], [[1], [3]]]}
     case = build_case(build_graph("vision"), {"vision": (2, 1, 1), "llm": (2, 1, 1)}, groupings, colocated=True)
-    lanes = build_encoders_replicated(*case).lanes
-    assert [[action_to_text(action) for action in lane.actions if action.kind in REPEATED_KINDS] for lane in lanes] == [
-        ["XF vision/0/0/0=vision/1/0/0", "XB vision/0/0/0=vision/1/0/0"],
-        ["XF vision/1/0/0=vision/0/0/0", "XB vision/1/0/0=vision/0/0/0"],
+    placed = replicate_microbatches(case.assignment, graph=case.graph, plan=case.plan)
+    lanes = build_encoders_replicated(case.graph, case.plan, placed).lanes
+    first, second = case.assignment.units["vision"][0][0], case.assignment.units["vision"][1][0]
+    assert placed.units["vision"] == ((first, second), (second, first))
+    assert placed.num_own_microbatches("vision", 0) == 1
+    repeated = [[each for each in lane.actions if (each.unit, each.microbatch) == ("vision", 1)] for lane in lanes]
+    assert [list(map(action_to_text, actions)) for actions in repeated] == [
+        ["F vision/0/0/1", "B vision/0/0/1"],
+        ["F vision/1/0/1", "B vision/1/0/1"],
     ]

@@ -33,13 +33,11 @@ def test_blank_lines_and_spacing_do_not_matter() -> None:
         ("lane 0: F llm/0/0/0; F llm/0/0", "line 1, column 22: found 'F llm/0/0'; F .* has a microbatch"),
         ("lane 0: F llm/0/0/0;", "line 1, column 21: found ''; expected an action"),
         ("lane 0: F llm/0/0/x", "line 1, column 9: found 'F llm/0/0/x'; expected an action"),
-        ("lane 0: Q llm/0/0/0", "line 1, column 9: found 'Q'; expected one of F, B, I, W, XF, XB, SF, RF, SB, RB, GP, RG"),
+        ("lane 0: Q llm/0/0/0", "line 1, column 9: found 'Q'; expected one of F, B, I, W, SF, RF, SB, RB, GP, RG"),
         ("lane 0: RG llm/0/0/0", "found 'RG llm/0/0/0'; RG .* has no microbatch"),
         ("lane 0: SF vision/0/0/0", "SF .* has a peer; add it"),
         ("lane 0: F vision/0/0/0>llm/0/0/0", "F .* has no peer; remove it"),
         ("lane 0: SF vision/0/0/0<llm/0/0/0", "expected '>' before the peer of SF, found '<'"),
-        ("lane 0: XF vision/1/0/0>vision/0/0/0", "expected '=' before the peer of XF, found '>'"),
-        ("lane 0: XF vision/1/0/0", "XF .* has a peer; add it"),
     ],
 )
 def test_parse_errors_say_where_and_what(text: str, message: str) -> None:

@@ -54,6 +54,24 @@ def test_json_has_the_keys_and_the_plan_file_runs_in_the_simulator(flags, tmp_pa
     assert report["peak_memory_bytes"] == answer["peak_memory_bytes"]
 
 
+def test_a_baseline_that_cannot_be_run_is_predicted_and_says_so(flags, tmp_path, capsys):
+    data = ["--uniform-lengths", "vision=64,llm=128", "--planner", "encoders-replicated", "--fix", "llm:pp=2"]
+    output = tmp_path / "plan.yaml"
+    answer = json.loads(plan(capsys, *flags, *data, "--output", str(output), "--json"))
+    assert answer["schedule"] == "encoders-replicated"
+    (note,) = answer["notes"]
+    assert "useless work in a run; choose 1f1b" in note
+    text = output.read_text()
+    assert f"#   {note}\n" in text and "pretrain_mllm.py" not in text
+    simulated = next(line for line in text.splitlines() if "tools/simulate.py --plan" in line).split("--plan plan.yaml ")[1]
+    assert simulate_main(["--plan", str(output), *simulated.split(), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["iteration_seconds"] == pytest.approx(answer["iteration_seconds"])
+    assert report["peak_memory_bytes"] == answer["peak_memory_bytes"]
+    table = plan(capsys, *flags, *data)
+    assert "--schedule" not in table and "choose 1f1b" in " ".join(table.split())
+
+
 def test_a_context_parallel_plan_is_written_and_simulated_alike(flags, tmp_path, capsys):
     data = ["--uniform-lengths", "vision=64,llm=2048", "--planner", "disttrain", "--fix", "llm:cp=2,tp=1"]
     output = tmp_path / "plan.yaml"

@@ -58,8 +58,6 @@ def test_every_kind_of_action_counts_as_compute_communication_or_waiting() -> No
         ActionKind.BACKWARD: "compute",
         ActionKind.INPUT_GRADIENT: "compute",
         ActionKind.WEIGHT_GRADIENT: "compute",
-        ActionKind.REPEATED_FORWARD: "compute",
-        ActionKind.REPEATED_BACKWARD: "compute",
         ActionKind.SEND_FORWARD: "communication",
         ActionKind.SEND_BACKWARD: "communication",
         ActionKind.GATHER_PARAMETERS: "communication",

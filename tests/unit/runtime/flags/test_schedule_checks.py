@@ -88,7 +88,7 @@ def test_units_dealt_to_one_grid_can_be_interleaved_without_virtual_stages_of_th
         parse(line.replace("--vision-pp 2", "--vision-pp 1"), world_size=2)
 
 
-@pytest.mark.parametrize("planner", ["encoders-colocated", "encoders-replicated", "entrain", "megatron-balanced", "braid"])
+@pytest.mark.parametrize("planner", ["encoders-colocated", "entrain", "megatron-balanced", "braid"])
 @pytest.mark.parametrize("units", [LLM, UNITS, MORE_UNITS], ids=["LLM", "one encoder", "two encoders"])
 def test_what_a_planner_prescribes_is_not_refused(tmp_path: Path, planner: str, units: dict[str, Any]) -> None:
     graph = ModelGraph.from_dict({"units": units})
@@ -105,7 +105,7 @@ def test_what_a_planner_prescribes_is_not_refused(tmp_path: Path, planner: str, 
     assert config.training.schedule == run.schedule
 
 
-@pytest.mark.parametrize("schedule", sorted(BUILDERS))
+@pytest.mark.parametrize("schedule", [name for name, row in sorted(BUILDERS.items()) if row.can_train])
 def test_only_schedules_for_virtual_stages_take_them(parse: Parse, schedule: str) -> None:
     line = f"--vision-dp 1 --llm-pp 2 --llm-vpp 2 --schedule {schedule}"
     if BUILDERS[schedule].virtual_stages is not VirtualStages.NO_USE:
@@ -143,8 +143,9 @@ WRONG = [
         "it runs several encoders as one, and the model has 1; leave it out",
     ),
     (
-        "--colocate-units --schedule encoders-replicated",
-        "it needs 'llm' to have at least 2 stages; raise --llm",
+        "--colocate-units --llm-pp 3 --schedule encoders-replicated",
+        "--schedule: encoders-replicated is a baseline of tools/plan.py and tools/simulate.py alone: every stage of the LLM runs "
+        "all encoders, which would be useless work in a run; choose 1f1b",
     ),
     ("--colocate-units --schedule eager-1f1b", "every rank holds the whole model, so no backward is late; leave it out"),
     ("--vision-dp 1 --llm-pp 2 --schedule-passes fill,fill", "--schedule-passes names fill twice; leave one out"),
@@ -177,7 +178,6 @@ def test_what_would_mean_nothing_is_refused(parse: Parse, line: str, message: st
     ("line", "message"),
     [
         ("--schedule dip", "--schedule dip would be ignored: it arranges encoders, and the model has none; leave it out"),
-        ("--schedule encoders-replicated", "--schedule encoders-replicated would be ignored: it arranges encoders"),
         ("--schedule encoders-colocated", "it runs several encoders as one, and the model has none"),
         (
             "--schedule-passes split-backward",
@@ -195,7 +195,6 @@ def test_what_is_for_encoders_needs_some(parse: Parse, line: str, message: str) 
     ("line", "world_size", "units"),
     [
         ("--vision-dp 1 --audio-dp 1 --llm-pp 2 --schedule encoders-colocated", 4, MORE_UNITS),
-        ("--colocate-units --llm-pp 2 --schedule encoders-replicated", 2, UNITS),
         ("--colocate-units --llm-pp 2 --schedule eager-1f1b --schedule-passes fill,defer-receives", 2, UNITS),
         ("--vision-dp 1 --schedule eager-1f1b --schedule-passes delay-forward,split-backward", 2, UNITS),
         ("--vision-dp 2 --schedule-passes gather-parameters,reduce-by-layer", 3, UNITS),

@@ -1,12 +1,10 @@
-"""A copy of an encoder is sent the pixels of what it repeats."""
+"""What a rank needs of samples that were decoded elsewhere."""
 
 from megatron.runtime.feed.sample_exchange import Piece, needed_pieces
-from multimodal.schedule.builders import BUILDERS
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from multimodal.values.schedule_form import form_of
 
 SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 16}
 GRAPH = ModelGraph.from_dict({"units": {"vision": {"role": "encoder", **SHAPE}, "llm": {"role": "backbone", **SHAPE}}})
@@ -22,16 +20,7 @@ ASSIGNMENT = Assignment.from_dict({"vision": [[[(0, 0)]], [[(1, 0)], [(2, 0)]]],
 LENGTHS = {sample: SampleLengths(sample, (ItemLengths("vision", 4, 1),), 4, 2) for sample in range(3)}
 
 
-def pixels(schedule: str) -> list[set[int]]:
-    """Per rank the samples whose pixels it needs."""
-    form = form_of(BUILDERS[schedule](GRAPH, PLAN, ASSIGNMENT))
-    needed = needed_pieces(ASSIGNMENT, graph=GRAPH, plan=PLAN, lengths=LENGTHS, form=form)
-    return [{piece.sample_id for piece in needed[rank] if piece == Piece(piece.sample_id, 0)} for rank in (0, 1)]
-
-
-def test_every_copy_needs_all_pixels() -> None:
-    assert pixels("encoders-replicated") == [{0, 1, 2}, {0, 1, 2}]
-
-
-def test_otherwise_a_replica_needs_its_own() -> None:
-    assert pixels("1f1b") == [{0}, {1, 2}]
+def test_a_replica_needs_the_pixels_of_its_own_microbatches() -> None:
+    needed = needed_pieces(ASSIGNMENT, graph=GRAPH, plan=PLAN, lengths=LENGTHS)
+    pixels = [{piece.sample_id for piece in needed[rank] if piece == Piece(piece.sample_id, 0)} for rank in (0, 1)]
+    assert pixels == [{0}, {1, 2}]
