@@ -111,7 +111,7 @@ def measure_matrix_peak_tflops(*, repeats: int, size: int = 8192) -> float:
 
 def list_ways(mask: AttentionMask, *, channels: int, sub_blocks: list[int], with_dense: bool) -> dict[str, AttentionBackend]:
     """Everything that is compared, by name."""
-    from multimodal.attention.triton_options import choose_options
+    from multimodal.attention.triton_kernels.options import choose_options
 
     chosen = choose_options(channels, dtype=DTYPE, block_size=mask.block_size)
     triton = load_backend("triton")

@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 
 from multimodal.attention.attention_mask import AttentionMask
 from multimodal.attention.bitfield import MaskSegment, build_bitfield_mask
-from multimodal.attention.work_list import WorkList, order_blocks, plan_work_list
+from multimodal.attention.triton_kernels.work_list import WorkList, order_blocks, plan_work_list
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

@@ -1,4 +1,4 @@
-"""Who computes attention, by name; all take the same mask and give the same result."""
+"""The backends of attention, by name; all take the same mask and give the same result."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from multimodal.attention.attention_mask import AttentionMask
 from multimodal.attention.bitfield import MaskMode
-from multimodal.attention.packed_mask import MaskRule
+from multimodal.attention.packed_lengths import MaskRule
 from multimodal.values.errors import ConfigError
 
 AUTO = "auto"
@@ -33,8 +33,8 @@ _FUNCTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "blocks": ("block_attention", "attend_by_blocks"),
         "flex": ("flex_attention", "attend_by_flex_attention"),
-        "triton": ("triton_attention", "attend_by_triton"),
-        "dense": ("dense_attention", "attend_densely"),
+        "triton": ("triton_kernels.triton_attention", "attend_by_triton"),
+        "dense": ("block_attention", "attend_densely"),
     }
 )
 """Backend -> its module, imported only when it is chosen, and function."""
@@ -45,7 +45,7 @@ BACKEND_NAMES = (AUTO, SEQUENCES, *_FUNCTIONS)
 def choose_backend(name: str, *, rule: MaskRule, is_shared: bool = False) -> str:
     """Resolve `auto`; raises ConfigError when `sequences` cannot evaluate the mask.
 
-    is_shared: whether a sequence's tokens are spread over ranks (context parallelism).
+    is_shared: a sequence's tokens are spread over ranks (context parallelism).
     """
     needs_items = rule.is_causal and rule.mode is not MaskMode.CAUSAL
     if name == AUTO:
@@ -63,13 +63,13 @@ def choose_backend(name: str, *, rule: MaskRule, is_shared: bool = False) -> str
 
 
 def load_backend(name: str) -> AttentionBackend:
-    """The function of a backend other than `auto` and `sequences`; raises ConfigError when its package is missing."""
+    """Return the function of a backend other than `auto` and `sequences`; raises ConfigError when its package is missing."""
     module, function = _FUNCTIONS[name]
     try:
-        found: Callable[..., Tensor] = getattr(import_module(f"multimodal.attention.{module}"), function)
+        attend: Callable[..., Tensor] = getattr(import_module(f"multimodal.attention.{module}"), function)
     except ModuleNotFoundError as problem:
         raise ConfigError(
             f"--attention-backend {name}: {problem.name} is not installed; install it (pip install 'braid[triton]' brings "
             "Triton), or choose --attention-backend blocks"
         ) from problem
-    return found
+    return attend

@@ -1,4 +1,4 @@
-"""The mask of one microbatch, and what backends derive from it: computed once, shared by all layers of a stage."""
+"""The mask of one microbatch and the forms that backends derive from it: computed once, shared by all layers of a stage."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from multimodal.attention.bitfield import ACROSS_ITEMS_BIT, BitfieldMask
-from multimodal.attention.block_summary import BlockLists, summarize_blocks
+from multimodal.attention.block_summary import BlockLists, list_blocks
 
 Derived = TypeVar("Derived")
 
 
 @dataclass(frozen=True, slots=True)
 class MaskTensors:
-    """A mask on a device: what some tokens look for (`bits`), what they are (`key_bits`), and where they stand.
+    """A mask on a device: the kinds of tokens that some tokens see (`bits`), their own kind (`key_bits`), and their positions.
 
     All [num_tokens]; int64 the first two, int32 the others.
     """
@@ -31,11 +31,11 @@ class MaskTensors:
     """In the whole packed sequence."""
 
     def rows(self, start: int, stop: int) -> "MaskTensors":
-        """The tokens start .. stop - 1."""
+        """Return the tokens start .. stop - 1."""
         return self._map(lambda tensor: tensor[start:stop])
 
     def select(self, indices: Tensor) -> "MaskTensors":
-        """Some tokens, in the given order and shape; indices: int64 or int32."""
+        """Return some tokens, in the given order and shape; indices: int64 or int32."""
         return self._map(lambda tensor: tensor[indices])
 
     def sees(self, keys: "MaskTensors") -> Tensor:
@@ -58,13 +58,13 @@ class MaskTensors:
 def elementwise_sees(queries: MaskTensors, keys: MaskTensors) -> Tensor:
     """Evaluate the rule of `bitfield.py` for pairs of tokens; the tensors of both sides must broadcast."""
     seen = (queries.sample_ids == keys.sample_ids) & ((queries.bits & keys.key_bits) != 0)
-    own = (queries.item_ids == keys.item_ids) | ((queries.bits & ACROSS_ITEMS_BIT) != 0)
-    return seen & torch.where(queries.bits < 0, keys.positions <= queries.positions, own)
+    same_item = (queries.item_ids == keys.item_ids) | ((queries.bits & ACROSS_ITEMS_BIT) != 0)
+    return seen & torch.where(queries.bits < 0, keys.positions <= queries.positions, same_item)
 
 
 @dataclass(eq=False)
 class AttentionMask:
-    """Who sees whom: keys are all tokens, queries all of them or, with context parallelism, those of some blocks.
+    """The keys that each query sees: keys are all tokens, queries all of them or, with context parallelism, those of some blocks.
 
     tokens: the whole packed sequence; block_size: tokens of a block of queries and of keys; query_blocks: ascending indices of
     the blocks whose tokens are queries, None for all.
@@ -87,7 +87,7 @@ class AttentionMask:
 
     @cached_property
     def query_positions(self) -> NDArray[np.int64]:
-        """Where the queries stand in the sequence; [num_queries]."""
+        """[num_queries]: positions of the queries in the sequence."""
         if self.query_blocks is None:
             return np.arange(self.num_keys)
         starts = np.array(self.query_blocks, dtype=np.int64) * self.block_size
@@ -97,7 +97,7 @@ class AttentionMask:
     @cached_property
     def by_query(self) -> BlockLists:
         """Per block of queries the blocks of keys that it sees."""
-        lists = summarize_blocks(self.tokens, block_size=self.block_size).by_query
+        lists = list_blocks(self.tokens, block_size=self.block_size)
         return lists if self.query_blocks is None else lists.select(np.array(self.query_blocks, dtype=np.int64))
 
     @cached_property
@@ -106,17 +106,17 @@ class AttentionMask:
         return self.by_query.transposed(num_columns=-(-self.num_keys // self.block_size))
 
     def keys_on(self, device: torch.device) -> MaskTensors:
-        """All tokens, as keys."""
+        """Return all tokens, as keys."""
         return self.derive(("keys", device), lambda: _to_tensors(self.tokens, np.arange(self.num_keys), device))
 
     def queries_on(self, device: torch.device) -> MaskTensors:
-        """The tokens that attend."""
+        """Return the tokens that attend."""
         if self.query_blocks is None:
             return self.keys_on(device)
         return self.derive(("queries", device), lambda: _to_tensors(self.tokens, self.query_positions, device))
 
     def derive(self, key: Hashable, build: Callable[[], Derived]) -> Derived:
-        """Return what was built under this key before, or build it now."""
+        """Return the value that was built under this key before, or build it now."""
         if key not in self._derived:
             self._derived[key] = build()
         derived: Derived = self._derived[key]

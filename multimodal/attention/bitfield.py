@@ -1,15 +1,16 @@
 """The attention mask of multimodal sequences as one int64 per token (Cornstarch, thesis 3.4.2; paper 4.3.1).
 
-A token's bits say what it attends to: bit 0 text, bit m the m-th encoder's tokens, bit 62 "other items, too", bit 63 (the sign)
-causal. Text tokens have the causal bit and the bits of everything they may see; an item's tokens have the one bit of their own
-modality. Beside the bits, each token knows its sample (several are packed into one sequence) and its item. Query q sees key k if
+A token's bits say which tokens it attends to: bit 0 text, bit m the m-th encoder's tokens, bit 62 "other items, too", bit 63
+(the sign) causal. Text tokens have the causal bit and the bits of everything they may see; an item's tokens have the one bit of
+their own modality. Beside the bits, each token knows its sample (several are packed into one sequence) and its item. Query q
+sees key k if
 
-    sample[q] == sample[k]  and  bits[q] & what_it_is[k]  and
+    sample[q] == sample[k]  and  bits[q] & kind[k]  and
     (k <= q  if q is causal  else  item[q] == item[k]  or  bits[q] & 2**62)
 
-where `what_it_is[k]` is bit 0 if k is causal, else k's one modality bit. So text attends to everything before it in its sample,
+where `kind[k]` is bit 0 if k is causal, else k's one modality bit. So text attends to everything before it in its sample,
 text and items alike; an item's tokens attend in both directions to their own item only. Every token sees itself. A prefix is
-told as one item: whatever is in it has the bit of the first modality and the same item id.
+one item: every token in it has the bit of the first modality and the same item id.
 """
 
 from collections.abc import Sequence
@@ -36,35 +37,35 @@ NO_ITEM = -1
 
 
 class MaskMode(StrEnum):
-    """How items take part in attention; each mode takes any number of samples, which never see each other."""
+    """The part of items in attention; each mode takes any number of samples, which never see each other."""
 
     CAUSAL = "causal"
     """Items are treated as text: everything attends causally."""
     PREFIX = "prefix"
-    """All up to the end of a sample's last item attends to itself in both directions, as in PaliGemma; text behind it causally.
+    """All tokens up to a sample's last item attend to each other in both directions, as in PaliGemma; text behind it causally.
 
     Nothing in the prefix may be a target: data sets see to it that only markers stand there beside the items.
     """
     EMBEDDED = "embedded"
-    """Items stand where the document has them, and attend in both directions within themselves."""
+    """Items keep their positions in the document, and attend in both directions within themselves."""
     PACKED = "packed"
     """Like EMBEDDED; the name for sequences of several samples (the paper's third family)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaskSegment:
-    """Consecutive tokens of one sample that the mask treats alike: a piece of text, or an item (or a part of one)."""
+    """Consecutive tokens of one sample that the mask treats alike: text, or an item (or a part of one)."""
 
     num_tokens: int
     modality: str = TEXT
     """TEXT or the name of the encoder that made the tokens."""
     item_index: int = NO_ITEM
-    """Which item of the sample it is; parts of one item share the index. At least 0, or NO_ITEM for text."""
+    """Index of the item in its sample; parts of one item share it. At least 0, or NO_ITEM for text."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BitfieldMask:
-    """Who sees whom in one packed sequence, in 16 bytes per token. The module's docstring has the rule."""
+    """The mask of one packed sequence, in 16 bytes per token. The module's docstring has the rule."""
 
     bits: NDArray[np.int64]
     """[num_tokens]."""
@@ -89,7 +90,7 @@ class BitfieldMask:
 
     @property
     def key_bits(self) -> NDArray[np.int64]:
-        """What each token is to those that look at it: TEXT_BIT or its modality's bit. [num_tokens], int64."""
+        """[num_tokens], int64: the kind of each token as a key, TEXT_BIT or its modality's bit."""
         return np.where(self.bits < 0, np.int64(TEXT_BIT), self.bits & MODALITY_BITS)
 
     def visible(self, queries: NDArray[np.integer], keys: NDArray[np.integer]) -> NDArray[np.bool_]:
@@ -100,28 +101,14 @@ class BitfieldMask:
         """
         bits = self.bits[queries, None]
         seen = (self.sample_ids[queries, None] == self.sample_ids[keys]) & ((bits & self.key_bits[keys]) != 0)
-        own = (self.item_ids[queries, None] == self.item_ids[keys]) | ((bits & ACROSS_ITEMS_BIT) != 0)
-        visible: NDArray[np.bool_] = seen & np.where(bits < 0, keys <= np.asarray(queries)[:, None], own)
+        same_item = (self.item_ids[queries, None] == self.item_ids[keys]) | ((bits & ACROSS_ITEMS_BIT) != 0)
+        visible: NDArray[np.bool_] = seen & np.where(bits < 0, keys <= np.asarray(queries)[:, None], same_item)
         return visible
 
     def to_dense(self) -> NDArray[np.bool_]:
         """Return [num_tokens, num_tokens], True where the query (row) attends to the key (column). For tests and small masks."""
         positions = np.arange(self.num_tokens)
         return self.visible(positions, positions)
-
-    def padded_to(self, num_tokens: int) -> "BitfieldMask":
-        """Append tokens up to `num_tokens`; they form one more sample, of causal text, which no other token sees."""
-        missing = num_tokens - self.num_tokens
-        if missing < 0:
-            raise DataError(f"cannot pad a mask of {self.num_tokens} tokens to {num_tokens}; ask for at least as many as it has")
-        if missing == 0:
-            return self
-        next_sample = self.sample_ids[-1] + 1 if self.num_tokens else 0
-        return BitfieldMask(
-            np.append(self.bits, np.full(missing, CAUSAL_BIT | TEXT_BIT, dtype=np.int64)),
-            np.append(self.sample_ids, np.full(missing, next_sample, dtype=np.int32)),
-            np.append(self.item_ids, np.full(missing, NO_ITEM, dtype=np.int32)),
-        )
 
 
 def build_bitfield_mask(
@@ -164,7 +151,7 @@ def build_bitfield_mask(
 
 
 def _join_prefix(segments: Sequence[MaskSegment], modality: str) -> Sequence[MaskSegment]:
-    """One item of all tokens up to the end of the last item, and the text behind it."""
+    """Return one item of all tokens up to the end of the last item, and the text behind it."""
     ends = [index for index, segment in enumerate(segments, start=1) if segment.modality != TEXT and segment.num_tokens]
     if not ends:
         return segments

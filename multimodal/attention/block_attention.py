@@ -1,7 +1,8 @@
-"""Attention over the visible blocks alone, in plain torch: one call of scaled dot product attention per block of queries.
+"""Attention in plain torch: over the visible blocks alone, and by its definition.
 
-Exact in every precision, on any device; the backend of the CPU. The backward recomputes the weights of one block of queries at a
-time, so memory beside the inputs stays within one block's row.
+By blocks, there is one call of scaled dot product attention per block of queries: exact in every precision, on any device; the
+backend of the CPU. The backward recomputes the weights of one block of queries at a time, so memory beside the inputs stays
+within one block's row.
 """
 
 import math
@@ -18,7 +19,7 @@ from multimodal.attention.attention_mask import AttentionMask
 
 
 class _Row(NamedTuple):
-    """A block of queries and what it sees."""
+    """A block of queries and the keys that it sees."""
 
     queries: slice
     keys: slice | Tensor
@@ -34,6 +35,20 @@ def attend_by_blocks(query: Tensor, key: Tensor, value: Tensor, *, mask: Attenti
     return mixed
 
 
+def attend_densely(query: Tensor, key: Tensor, value: Tensor, *, mask: AttentionMask, softmax_scale: float | None) -> Tensor:
+    """Attend by definition, with a dense mask: the reference that every other backend is compared with.
+
+    Shapes as in `attention_backend.AttentionBackend`. O(num_queries x num_keys) memory per head.
+    """
+    scale = 1 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale
+    is_visible = torch.from_numpy(mask.tokens.to_dense()[mask.query_positions]).to(query.device)
+    heads_per_group = query.shape[1] // key.shape[1]
+    keys, values = (tensor.repeat_interleave(heads_per_group, dim=1) for tensor in (key, value))
+    scores = torch.einsum("qhc,khc->hqk", query, keys) * scale
+    weights = scores.masked_fill(~is_visible, -math.inf).softmax(dim=-1)
+    return torch.einsum("hqk,khc->qhc", weights, values)
+
+
 class _BlockAttention(torch.autograd.Function):
     """Query heads that share a key head are laid out as further queries of it: [groups, heads per group x queries, channels]."""
 
@@ -45,14 +60,14 @@ class _BlockAttention(torch.autograd.Function):
         mixed = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
         for row in _rows(mask, query.device):
             queries, keys, values = _to_groups(query[row.queries], key.shape[1]), key[row.keys], value[row.keys]
-            found = scaled_dot_product_attention(
+            group_mixed = scaled_dot_product_attention(
                 queries[None],
                 keys.transpose(0, 1)[None],
                 values.transpose(0, 1)[None],
                 attn_mask=None if row.is_visible is None else row.is_visible.repeat(heads_per_group, 1),
                 scale=scale,
             )
-            mixed[row.queries] = _from_groups(found[0], heads_per_group)
+            mixed[row.queries] = _from_groups(group_mixed[0], heads_per_group)
         return mixed
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Which blocks of a bitfield mask are empty, partial or full, and the work in every block of queries."""
+"""The partial and full blocks of a bitfield mask, and the work in every block of queries."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from multimodal.values.errors import DataError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockLists:
-    """Per row the blocks with anything visible, ascending; what is not listed is empty. Compressed rows (CSR)."""
+    """Per row the blocks with anything visible, ascending; blocks that are not listed are empty. Compressed rows (CSR)."""
 
     row_starts: NDArray[np.int64]
     """[num_rows + 1]: row r has the entries row_starts[r] .. row_starts[r + 1] - 1."""
@@ -24,40 +24,22 @@ class BlockLists:
     """[num_entries]: True where every query sees every key, False where only some do."""
 
     def row(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Return the blocks of one row and whether they are full."""
+        """Return (blocks, is_full) of one row."""
         entries = slice(self.row_starts[index], self.row_starts[index + 1])
         return self.blocks[entries], self.is_full[entries]
 
     def select(self, rows: NDArray[np.integer]) -> "BlockLists":
-        """Return some rows, in the given order: what a rank of context parallelism computes."""
+        """Return some rows, in the given order, such as those that a rank of context parallelism computes."""
         counts = np.diff(self.row_starts)[rows]
         starts = np.concatenate(([0], np.cumsum(counts)))
         entries = np.arange(starts[-1]) + np.repeat(self.row_starts[:-1][rows] - starts[:-1], counts)
         return BlockLists(starts, self.blocks[entries], self.is_full[entries])
 
     def transposed(self, *, num_columns: int) -> "BlockLists":
-        """Return the rows of every column, ascending: what the backward of keys and values walks over. O(entries)."""
+        """Return the rows of every column, ascending, as the backward of keys and values needs them. O(entries)."""
         shape = (len(self.row_starts) - 1, num_columns)
         flipped = csr_matrix((self.is_full, self.blocks, self.row_starts), shape=shape).tocsc()
         return BlockLists(flipped.indptr.astype(np.int64), flipped.indices.astype(np.int32), flipped.data)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockSummary:
-    """A mask in blocks of `query_block_size` x `key_block_size` tokens; the last ones may be shorter."""
-
-    num_tokens: int
-    query_block_size: int
-    key_block_size: int
-    by_query: BlockLists
-    """Per block of queries its key blocks."""
-    visible_pairs: NDArray[np.int64]
-    """[num_query_blocks]: pairs (query, key) that are visible."""
-
-    @property
-    def by_key(self) -> BlockLists:
-        """Per block of keys its query blocks."""
-        return self.by_query.transposed(num_columns=-(-self.num_tokens // self.key_block_size))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,61 +47,46 @@ class BlockWorkloads:
     """The work in every block of queries, in two measures; [num_query_blocks], int64."""
 
     num_blocks: NDArray[np.int64]
-    """Key blocks to compute: what a kernel's time is proportional to (Cornstarch, thesis Alg. 1)."""
+    """Key blocks to compute; a kernel's time is proportional to them (Cornstarch, thesis Alg. 1)."""
     visible_pairs: NDArray[np.int64]
     """Pairs (query, key) that are visible."""
 
 
-def summarize_blocks(mask: BitfieldMask, *, block_size: int = 128, key_block_size: int | None = None) -> BlockSummary:
+def list_blocks(mask: BitfieldMask, *, block_size: int = 128, key_block_size: int | None = None) -> BlockLists:
     """List the partial and full blocks of a mask, without ever holding tokens x tokens of anything.
 
     block_size: queries per block, and keys per block unless `key_block_size` says otherwise; at least 1.
 
-    Runs as a C++ kernel where that is built, with the same result. Raises DataError when the mask breaks a rule of
-    `bitfield.py` or a size is below 1. O(tokens + listed blocks) for masks of a few samples and items per block; a causal
-    sample of n blocks lists n (n + 1) / 2, so where only workloads are wanted, `count_block_workloads` is the cheaper one.
+    Returns per block of queries its key blocks; the last blocks may be shorter. Runs as a C++ kernel where that is built, with
+    the same result. Raises DataError when the mask breaks a rule of `bitfield.py` or a size is below 1. O(tokens + listed blocks)
+    for masks of a few samples and items per block; a causal sample of n blocks lists n (n + 1) / 2, so where only workloads are
+    wanted, `count_block_workloads` is the cheaper one.
     """
     runs, sizes = _prepare(mask, block_size, key_block_size)
     if kernels is None:
-        return _summarize_in_python(mask, runs, sizes)
-    row_starts, blocks, is_full, visible_pairs = kernels.list_mask_blocks(*_arrays(runs), *sizes)
-    return BlockSummary(mask.num_tokens, *sizes, BlockLists(row_starts, blocks, is_full), visible_pairs)
-
-
-def summarize_blocks_reference(mask: BitfieldMask, *, block_size: int = 128, key_block_size: int | None = None) -> BlockSummary:
-    """Do in Python what `summarize_blocks` does; arguments, result and errors are the same."""
-    return _summarize_in_python(mask, *_prepare(mask, block_size, key_block_size, in_python=True))
+        strips = summarize_runs(runs, *sizes)
+        return BlockLists(strips.row_starts, *strips.expand())
+    return BlockLists(*kernels.list_mask_blocks(runs.starts, runs.bits, runs.sample_ids, runs.item_ids, *sizes)[:3])
 
 
 def count_block_workloads(mask: BitfieldMask, *, block_size: int = 128, key_block_size: int | None = None) -> BlockWorkloads:
     """Count the work in every block of queries, for `balance.distribute_tokens`; listing no blocks, in O(tokens).
 
-    Arguments and errors as in `summarize_blocks`. Runs as a C++ kernel where that is built, with the same result.
+    Arguments and errors as in `list_blocks`. Runs as a C++ kernel where that is built, with the same result.
     """
     runs, sizes = _prepare(mask, block_size, key_block_size)
     if kernels is None:
         strips = summarize_runs(runs, *sizes)
         return BlockWorkloads(np.diff(strips.row_starts), strips.visible_pairs)
-    row_starts, visible_pairs = kernels.count_mask_blocks(*_arrays(runs), *sizes)
+    row_starts, visible_pairs = kernels.count_mask_blocks(runs.starts, runs.bits, runs.sample_ids, runs.item_ids, *sizes)
     return BlockWorkloads(np.diff(row_starts), visible_pairs)
 
 
-def _summarize_in_python(mask: BitfieldMask, runs: MaskRuns, sizes: tuple[int, int]) -> BlockSummary:
-    strips = summarize_runs(runs, *sizes)
-    return BlockSummary(mask.num_tokens, *sizes, BlockLists(strips.row_starts, *strips.expand()), strips.visible_pairs)
-
-
-def _arrays(runs: MaskRuns) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
-    return runs.starts, runs.bits, runs.sample_ids, runs.item_ids
-
-
-def _prepare(
-    mask: BitfieldMask, block_size: int, key_block_size: int | None, *, in_python: bool = False
-) -> tuple[MaskRuns, tuple[int, int]]:
+def _prepare(mask: BitfieldMask, block_size: int, key_block_size: int | None) -> tuple[MaskRuns, tuple[int, int]]:
     sizes = (block_size, block_size if key_block_size is None else key_block_size)
     if min(sizes) < 1:
         raise DataError(f"cannot cut a mask into blocks of {sizes[0]} queries x {sizes[1]} keys; expected at least 1 x 1")
-    if in_python or kernels is None:
+    if kernels is None:
         arrays = (mask.bits, mask.sample_ids, mask.item_ids)
         changes = np.logical_or.reduce([np.diff(array) != 0 for array in arrays])
         starts = np.concatenate(([0] if mask.num_tokens else [], np.flatnonzero(changes) + 1, [mask.num_tokens])).astype(np.int64)

@@ -24,7 +24,7 @@ _Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ContextGroup:
-    """The ranks that a sequence is spread over, and who holds what."""
+    """The ranks that a sequence is spread over, and the tokens that each holds."""
 
     group: dist.ProcessGroup
     shares: TokenShares
@@ -33,7 +33,7 @@ class ContextGroup:
 
     @property
     def rank(self) -> int:
-        """This rank's place in the group."""
+        """This rank's index in the group."""
         return dist.get_rank(self.group)
 
 
@@ -93,7 +93,7 @@ class _ContextAttention(torch.autograd.Function):
             sent.append(_Reduction(of_keys, of_values, context))
             for earlier in sent[:-1]:
                 earlier.finish()
-        key_gradients, value_gradients = zip(*(each.finish() for each in sent), strict=True)
+        key_gradients, value_gradients = zip(*(reduction.finish() for reduction in sent), strict=True)
         return torch.cat(query_gradients, dim=1), torch.cat(key_gradients, dim=1), torch.cat(value_gradients, dim=1), None, None
 
 
@@ -135,14 +135,14 @@ class _Reduction:
         rows = torch.from_numpy(shares.gathered_rows).to(both.device)
         self._padded: Tensor | None = both.new_zeros(shares.num_ranks * shares.num_rows, *both.shape[1:])
         self._padded.index_copy_(0, rows, both)
-        self._own = both.new_empty(shares.num_rows, *both.shape[1:])
-        self._num_own = int(shares.num_tokens_of_rank[context.rank])
-        self._work: Any = dist.reduce_scatter_tensor(self._own, self._padded, group=context.group, async_op=True)
+        self._local = both.new_empty(shares.num_rows, *both.shape[1:])
+        self._num_local = int(shares.num_tokens_of_rank[context.rank])
+        self._work: Any = dist.reduce_scatter_tensor(self._local, self._padded, group=context.group, async_op=True)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Wait; returns the gradients of this rank's keys and values."""
         if self._work is not None:
             self._work.wait()
             self._work = self._padded = None
-        keys, values = self._own[: self._num_own].chunk(2, dim=1)
+        keys, values = self._local[: self._num_local].chunk(2, dim=1)
         return keys, values

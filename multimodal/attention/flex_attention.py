@@ -20,7 +20,7 @@ def attend_by_flex_attention(
 
     Compiled on CUDA. On the CPU it holds all scores and has no backward: ConfigError when one is wanted.
     """
-    if query.device.type == "cpu" and torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value)):
+    if query.device.type == "cpu" and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
         raise ConfigError(
             "--attention-backend flex cannot train on a CPU: torch's FlexAttention has no backward there; "
             "choose --attention-backend blocks"
@@ -34,7 +34,7 @@ def attend_by_flex_attention(
 
 
 def build_flex_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
-    """FlexAttention's form of a mask; its index is dense over blocks: [query blocks, key blocks], int32."""
+    """Return FlexAttention's form of a mask; its index is dense over blocks: [query blocks, key blocks], int32."""
     queries, keys = mask.queries_on(device), mask.keys_on(device)
 
     def is_visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -56,9 +56,9 @@ def _padded_rows(lists: BlockLists, is_chosen: Tensor, num_columns: int, device:
     num_rows = len(lists.row_starts) - 1
     row_of_entry = torch.repeat_interleave(torch.arange(num_rows), torch.from_numpy(lists.row_starts).diff())[is_chosen]
     counts = torch.bincount(row_of_entry, minlength=num_rows)
-    place_in_row = torch.arange(len(row_of_entry)) - (counts.cumsum(0) - counts)[row_of_entry]
+    index_in_row = torch.arange(len(row_of_entry)) - (counts.cumsum(0) - counts)[row_of_entry]
     indices = torch.zeros(num_rows, num_columns, dtype=torch.int32)
-    indices[row_of_entry, place_in_row] = torch.from_numpy(lists.blocks)[is_chosen]
+    indices[row_of_entry, index_in_row] = torch.from_numpy(lists.blocks)[is_chosen]
     return counts.to(torch.int32)[None, None].to(device), indices[None, None].to(device)
 
 

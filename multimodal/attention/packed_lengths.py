@@ -1,17 +1,42 @@
-"""Which tokens of a packed microbatch belong together, as megatron-core's layers hand it down to the attention core."""
+"""The sequences of a packed microbatch and their mask, as megatron-core's layers hand them down to the attention core."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from multimodal.attention.attention_mask import AttentionMask
-from multimodal.attention.own_share import OwnShare
-from multimodal.attention.packed_mask import ItemSpan, MaskRule, build_packed_mask
+from multimodal.attention.bitfield import BitfieldMask, MaskMode, MaskSegment, build_bitfield_mask
+from multimodal.attention.token_shares import RankShare
+
+_ITEM = "item"
+
+
+class ItemSpan(NamedTuple):
+    """Consecutive tokens of a packed microbatch that an encoder made from one item."""
+
+    start: int
+    num_tokens: int
+    modality: str
+    """The encoder's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRule:
+    """The rule by which a unit's tokens attend to each other, whatever the batch."""
+
+    is_causal: bool
+    """An LLM; else an encoder, whose every sequence is one item and attends to all of itself."""
+    mode: MaskMode = MaskMode.CAUSAL
+    """The part of items in an LLM's attention."""
+    modalities: tuple[str, ...] = ()
+    """Names of the encoders, in the order of the model."""
 
 
 @dataclass
 class PackedLengths(PackedSeqParams):
-    """Lengths of the sequences packed one after another along the token dimension, and where items are in them.
+    """Lengths of the sequences packed one after another along the token dimension, and the items in them.
 
     `qkv_format` stays "sbhd": the rotary frequencies are given per token, so megatron-core's layers treat the packed tokens as
     one sequence of batch 1 and only the attention core needs to know where one ends.
@@ -21,12 +46,12 @@ class PackedLengths(PackedSeqParams):
     lengths: tuple[int, ...] = ()
     items: tuple[ItemSpan, ...] = ()
     """Inside the sequences, in any order; an LLM's only."""
-    share: OwnShare | None = None
-    """Where the tokens are spread over ranks: those of this rank. `lengths` and `items` are of all."""
+    share: RankShare | None = None
+    """This rank's tokens, where a sequence is spread over ranks; `lengths` and `items` are of all ranks."""
     _masks: dict[MaskRule, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
 
     def mask(self, rule: MaskRule) -> AttentionMask:
-        """The mask of these tokens; built once for all layers that share this object."""
+        """Return the mask of these tokens; built once for all layers that share this object."""
         if rule not in self._masks:
             tokens = build_packed_mask(self.lengths, items=self.items, rule=rule)
             if self.share is None:
@@ -34,3 +59,28 @@ class PackedLengths(PackedSeqParams):
             else:
                 self._masks[rule] = AttentionMask(tokens, self.share.shares.block_size, self.share.blocks)
         return self._masks[rule]
+
+
+def build_packed_mask(lengths: Sequence[int], *, items: Sequence[ItemSpan], rule: MaskRule) -> BitfieldMask:
+    """Build the bitfield mask of packed sequences; lengths are known on every rank, so no mask is ever sent."""
+    if not rule.is_causal:
+        sequences = [[MaskSegment(length, _ITEM, 0)] for length in lengths]
+        return build_bitfield_mask(sequences, modalities=(_ITEM,), mode=MaskMode.EMBEDDED)
+    return build_bitfield_mask(_segments(lengths, items), modalities=rule.modalities, mode=rule.mode)
+
+
+def _segments(lengths: Sequence[int], items: Sequence[ItemSpan]) -> list[list[MaskSegment]]:
+    """Cut every sequence into segments of text and items, in the order of its tokens."""
+    remaining = sorted(items, reverse=True)
+    samples: list[list[MaskSegment]] = []
+    position = 0
+    for length in lengths:
+        segments: list[MaskSegment] = []
+        end, num_items = position + length, 0
+        while remaining and remaining[-1].start < end:
+            item = remaining.pop()
+            segments += [MaskSegment(item.start - position), MaskSegment(item.num_tokens, item.modality, num_items)]
+            position, num_items = item.start + item.num_tokens, num_items + 1
+        samples.append([*segments, MaskSegment(end - position)])
+        position = end
+    return samples

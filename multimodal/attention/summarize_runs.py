@@ -12,7 +12,7 @@ from multimodal.attention.bitfield import ACROSS_ITEMS_BIT, MODALITY_BITS, TEXT_
 
 _Interval = tuple[int, int]
 _Strip = tuple[int, int, bool]
-"""First and last of consecutive key blocks that are alike, and whether they are full."""
+"""First and last of consecutive key blocks that are alike; True if they are full."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +39,7 @@ class BlockStrips:
     """[num_query_blocks]."""
 
     def expand(self) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Return the key block of every block, and whether it is full."""
+        """Return the key block of every block, and True where it is full."""
         blocks = np.concatenate([np.empty(0, np.int32), *(np.arange(first, last + 1) for first, last, _ in self.strips)])
         is_full = np.repeat([full for *_, full in self.strips], [last - first + 1 for first, last, _ in self.strips])
         return blocks.astype(np.int32), is_full.astype(np.bool_)
@@ -48,8 +48,8 @@ class BlockStrips:
 def summarize_runs(runs: MaskRuns, query_block_size: int, key_block_size: int) -> BlockStrips:
     """Summarize a mask without looking at single tokens.
 
-    How many queries of a block see each key is a step function of the key with few steps: every run of the block adds the
-    intervals of keys that it sees. Blocks of keys between two steps are alike.
+    The number of queries of a block that see a key is a step function of the key with few steps: every run of the block adds
+    the intervals of keys that it sees. Blocks of keys between two steps are alike.
 
     O(runs + sum over query blocks of n log n), n the intervals of keys that the runs in a block see.
     """
@@ -79,7 +79,7 @@ def _seen_keys(runs: MaskRuns) -> Iterator[tuple[_Interval, ...]]:
     """Yield per run the intervals of keys in its sample that it may see; a causal run's later ones are cut off by the caller."""
     bounds = list(zip(runs.starts[:-1].tolist(), runs.starts[1:].tolist(), strict=True))
     bits, items = runs.bits.tolist(), runs.item_ids.tolist()
-    kinds = [TEXT_BIT if each < 0 else each & MODALITY_BITS for each in bits]
+    kinds = [TEXT_BIT if run_bits < 0 else run_bits & MODALITY_BITS for run_bits in bits]
     runs_of_sample: dict[int, list[int]] = defaultdict(list)
     for run, sample in enumerate(runs.sample_ids.tolist()):
         runs_of_sample[sample].append(run)
@@ -108,8 +108,8 @@ def _merge(intervals: Iterable[_Interval]) -> Iterator[_Interval]:
 
 
 def _see_from_run(steps: Counter[int], seen: tuple[_Interval, ...], *, is_causal: bool, begin: int, end: int) -> int:
-    """Add what tokens begin .. end - 1 of a run see; return the number of visible pairs."""
-    num_queries, num_keys, num_own_pairs = end - begin, 0, 0
+    """Add the keys that tokens begin .. end - 1 of a run see; return the number of visible pairs."""
+    num_queries, num_keys, num_causal_pairs = end - begin, 0, 0
     for first, last in seen:
         last = min(last, begin) if is_causal else last
         if first < last:
@@ -122,19 +122,18 @@ def _see_from_run(steps: Counter[int], seen: tuple[_Interval, ...], *, is_causal
         steps[begin] += num_queries
         steps[begin + 1] += (num_queries > 1) - num_queries
         steps[end] -= num_queries > 1
-        num_own_pairs = num_queries * (num_queries + 1) // 2
-    return num_queries * num_keys + num_own_pairs
+        num_causal_pairs = num_queries * (num_queries + 1) // 2
+    return num_queries * num_keys + num_causal_pairs
 
 
 def _strips_of_row(steps: Counter[int], num_queries: int, key_block_size: int, num_tokens: int) -> Iterator[_Strip]:
     """Yield the key blocks that any query of a block sees, from the steps in how many queries see each key."""
-    places = sorted(steps)
     num_seeing, open_block, num_full_tokens = 0, -1, 0
 
     def is_open_full() -> bool:
         return num_full_tokens == min(key_block_size, num_tokens - open_block * key_block_size)
 
-    for begin, end in pairwise(places):
+    for begin, end in pairwise(sorted(steps)):
         num_seeing += steps[begin]
         if not num_seeing:
             continue

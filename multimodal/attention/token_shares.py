@@ -1,10 +1,12 @@
-"""Which tokens of a packed microbatch each rank of context parallelism holds."""
+"""The tokens of a packed microbatch that each rank of context parallelism holds."""
 
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from multimodal.attention.bitfield import BitfieldMask
 from multimodal.attention.block_summary import count_block_workloads
@@ -23,11 +25,11 @@ class TokenShares:
     """The last block may be shorter."""
 
     def blocks_of(self, rank: int) -> tuple[int, ...]:
-        """A rank's blocks, ascending."""
+        """Return a rank's blocks, ascending."""
         return tuple(np.flatnonzero(self.owners == rank).tolist())
 
     def positions_of(self, rank: int) -> NDArray[np.int64]:
-        """Where a rank's tokens stand in the sequence, ascending."""
+        """Return the positions of a rank's tokens in the sequence, ascending."""
         return np.flatnonzero(self._owner_of_token == rank)
 
     @cached_property
@@ -37,12 +39,12 @@ class TokenShares:
 
     @property
     def num_rows(self) -> int:
-        """Tokens of the fullest rank: what every rank's share is padded to where all must be alike."""
+        """Tokens of the fullest rank, to which every rank's share is padded where all must be alike."""
         return int(self.num_tokens_of_rank.max(initial=0))
 
     @cached_property
     def gathered_rows(self) -> NDArray[np.int64]:
-        """[num_tokens]: where each token of the sequence is among all ranks' shares, padded and laid end to end."""
+        """[num_tokens]: the row of each token of the sequence among all ranks' shares, padded and laid end to end."""
         by_owner = np.argsort(self._owner_of_token, kind="stable")
         first = np.cumsum(self.num_tokens_of_rank) - self.num_tokens_of_rank
         rows = np.empty(self.num_tokens, dtype=np.int64)
@@ -53,6 +55,41 @@ class TokenShares:
     @cached_property
     def _owner_of_token(self) -> NDArray[np.int32]:
         return np.repeat(self.owners, self.block_size)[: self.num_tokens]
+
+
+@dataclass(frozen=True, eq=False)
+class RankShare:
+    """The tokens of one rank; it holds them in the order of the sequence."""
+
+    shares: TokenShares
+    rank: int
+    """In the context parallel group."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that this rank holds; may be 0."""
+        return int(self.shares.num_tokens_of_rank[self.rank])
+
+    @cached_property
+    def blocks(self) -> tuple[int, ...]:
+        """Blocks that this rank holds, ascending."""
+        return self.shares.blocks_of(self.rank)
+
+    @cached_property
+    def positions(self) -> NDArray[np.int64]:
+        """[num_tokens]: the positions of this rank's tokens in the sequence, ascending."""
+        return self.shares.positions_of(self.rank)
+
+    def local_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the indices of rows of the whole sequence among this rank's tokens.
+
+        rows: [num_rows], int64, on the CPU. Returns (is_held: [num_rows], bool; local: [num_held], int64, in the order of rows).
+        """
+        local = torch.full((self.shares.num_tokens,), -1)
+        local[torch.from_numpy(self.positions)] = torch.arange(self.num_tokens)
+        local_rows = local[rows]
+        is_held = local_rows >= 0
+        return is_held, local_rows[is_held]
 
 
 def share_tokens(

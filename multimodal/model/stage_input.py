@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multimodal.attention.own_share import OwnShare
-from multimodal.attention.packed_mask import ItemSpan
+from multimodal.attention.packed_lengths import ItemSpan
+from multimodal.attention.token_shares import RankShare
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class PackedInput:
     """[num_generated_items]: rows whose hidden states generators are given; the LLM's last stage, where there are any."""
     condition_rows: Tensor | None = None
     """[num_tokens]: which of the rows that the LLM hands over each patch is made from; a generator's first stage."""
-    share: OwnShare | None = None
+    share: RankShare | None = None
     """Which tokens this rank holds; None for all."""
 
     @property
@@ -58,7 +58,7 @@ def pad_rows(tensor: Tensor, num_rows: int) -> Tensor:
     return tensor if missing == 0 else torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:])))
 
 
-def share_input(batch: PackedInput, share: OwnShare) -> PackedInput:
+def share_input(batch: PackedInput, share: RankShare) -> PackedInput:
     """Keep what belongs to the tokens in `share`, in the order of the sequence; positions stay those in the sequence.
 
     batch: of the whole microbatch, on the CPU. Of encoder outputs, and of what the LLM hands to a generator, a rank is given only

@@ -18,7 +18,7 @@ from megatron.runtime.session import Session, SessionOptions
 from megatron.runtime.step.step import Step
 from megatron.runtime.step.token_placement import ContextSharing
 from multimodal.attention.bitfield import MaskMode
-from multimodal.attention.packed_mask import ItemSpan
+from multimodal.attention.packed_lengths import ItemSpan
 from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.data.packing import pack_encoder_microbatch
 from multimodal.data.sample_source import SampleSource

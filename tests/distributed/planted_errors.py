@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import torch
-from multimodal.model.generator_projector import GeneratorProjector
 
 from megatron.runtime.communication.broker import RowShares
 from megatron.runtime.execution import action_handlers, forward_action, message_flow
@@ -21,7 +20,9 @@ from megatron.runtime.gradients.sharded_layer import ShardedLayer
 from megatron.runtime.session import Session
 from megatron.runtime.step.step import Step
 from multimodal.attention import context_parallel
-from multimodal.attention.packed_attention import PackedAttention
+from multimodal.attention.core_attention import PackedAttention
+from multimodal.attention.packed_lengths import PackedLengths
+from multimodal.model.layers.generator_projector import GeneratorProjector
 from multimodal.model.layers.head import LanguageHead
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
@@ -166,8 +167,8 @@ def _one_norm_not_summed_over_tensor_parallel_ranks() -> Iterator[None]:
 def _samples_attend_to_each_other() -> Iterator[None]:
     original = PackedAttention._attend
 
-    def attended(self: PackedAttention, query: Any, key: Any, value: Any, lengths: tuple[int, ...]) -> torch.Tensor:
-        return original(self, query, key, value, (sum(lengths),))
+    def attended(self: PackedAttention, query: Any, key: Any, value: Any, packed: PackedLengths) -> torch.Tensor:
+        return original(self, query, key, value, PackedLengths(lengths=(sum(packed.lengths),)))
 
     with patch.object(PackedAttention, "_attend", attended):
         yield

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from multimodal.attention.attention_backend import load_backend
 from multimodal.attention.attention_mask import AttentionMask
+from multimodal.attention.block_attention import attend_densely
 from multimodal.attention.context_parallel import ContextGroup, attend_across_ranks
-from multimodal.attention.dense_attention import attend_densely
 from multimodal.attention.token_shares import share_tokens
 from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from tests.distributed.rank_pool import RankError, RankPool

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from multimodal.attention.attention_backend import load_backend
 from multimodal.attention.attention_mask import AttentionMask
-from multimodal.attention.dense_attention import attend_densely
+from multimodal.attention.block_attention import attend_densely
 from tests.unit.attention.mask_cases import build_mask, item, largest_error, output_and_gradients, text
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -28,7 +28,7 @@ def draw(mask: AttentionMask, *, channels: int) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("max_blocks_per_item", [None, 2, 16])
 def test_kernels_on_the_gpu(channels: int, max_blocks_per_item: int | None) -> None:
     pytest.importorskip("triton")
-    from multimodal.attention.triton_options import choose_options
+    from multimodal.attention.triton_kernels.options import choose_options
 
     mask = build_mask(SAMPLES, mode="embedded", block_size=128)
     inputs = draw(mask, channels=channels)

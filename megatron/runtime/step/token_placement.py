@@ -13,9 +13,8 @@ from torch import Tensor
 from megatron.runtime.communication.broker import Rows, RowShares
 from megatron.runtime.step.decision import StepDecision
 from multimodal.attention.bitfield import MaskMode
-from multimodal.attention.own_share import OwnShare
-from multimodal.attention.packed_mask import ItemSpan, build_packed_mask
-from multimodal.attention.token_shares import TokenShares, share_tokens
+from multimodal.attention.packed_lengths import ItemSpan, build_packed_mask
+from multimodal.attention.token_shares import RankShare, TokenShares, share_tokens
 from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.balance.batch_work import list_items
 from multimodal.data.sample_source import SampleSource
@@ -56,9 +55,9 @@ class TokenPlacement:
         self._shares: dict[tuple[MicrobatchPlace, int], TokenShares] = {}
         self._row_shares: dict[tuple[MicrobatchPlace, MicrobatchPlace], RowShares] = {}
 
-    def own_share(self, place: MicrobatchPlace, *, part: int, rank: int) -> OwnShare | None:
+    def own_share(self, place: MicrobatchPlace, *, part: int, rank: int) -> RankShare | None:
         """What context parallel rank `rank` holds of a sample subset (or WHOLE); None where its unit does not spread tokens."""
-        return None if self._sizes[place.unit] == 1 else OwnShare(self._shares_of(place, part), rank)
+        return None if self._sizes[place.unit] == 1 else RankShare(self._shares_of(place, part), rank)
 
     def num_tokens(self, place: MicrobatchPlace, *, rank: int) -> tuple[int, ...]:
         """Tokens that a context parallel rank holds of each sample subset of a microbatch."""

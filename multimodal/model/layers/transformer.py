@@ -12,9 +12,8 @@ from torch.nn import Module
 
 from multimodal.attention.attention_backend import AUTO, SEQUENCES, choose_backend
 from multimodal.attention.bitfield import MaskMode
-from multimodal.attention.masked_attention import MaskedAttention
-from multimodal.attention.packed_attention import PackedAttention, RecomputedPackedAttention
-from multimodal.attention.packed_mask import MaskRule
+from multimodal.attention.core_attention import MaskedAttention, PackedAttention
+from multimodal.attention.packed_lengths import MaskRule
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
 from multimodal.model.layers.layer_kind import LayerContext, LayerKind, StagePass
 from multimodal.model.norm import Norm
@@ -95,10 +94,10 @@ def transformer_layer_spec(
     return spec
 
 
-def _core_attention(backend: str, rule: MaskRule, *, recomputes: bool, is_shared: bool) -> ModuleSpec | type:
+def _core_attention(backend: str, rule: MaskRule, *, recomputes: bool, is_shared: bool) -> ModuleSpec:
     chosen = choose_backend(backend, rule=rule, is_shared=is_shared)
     if chosen == SEQUENCES:
-        return RecomputedPackedAttention if recomputes else PackedAttention
+        return ModuleSpec(module=PackedAttention, params={"recompute": recomputes})
     return ModuleSpec(module=MaskedAttention, params={"rule": rule, "backend": chosen, "recompute": recomputes})
 
 

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from multimodal.attention.attention_backend import BACKEND_NAMES, choose_backend, load_backend
 from multimodal.attention.attention_mask import AttentionMask
 from multimodal.attention.bitfield import MaskMode
-from multimodal.attention.block_attention import attend_by_blocks
-from multimodal.attention.dense_attention import attend_densely
+from multimodal.attention.block_attention import attend_by_blocks, attend_densely
 from multimodal.attention.flex_attention import attend_by_flex_attention
-from multimodal.attention.packed_mask import MaskRule
+from multimodal.attention.packed_lengths import MaskRule
 from multimodal.values.errors import ConfigError
 from tests.unit.attention.mask_cases import MASKS, build_mask, draw_inputs, largest_error, output_and_gradients, random_masks
 

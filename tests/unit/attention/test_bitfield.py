@@ -63,13 +63,6 @@ def test_empty_segments_and_samples_leave_no_tokens():
     assert build().to_dense().shape == (0, 0)
 
 
-def test_padding_sees_and_is_seen_by_padding_only():
-    assert rows(build([item(2, 0)]).padded_to(4)) == ["xx..", "xx..", "..x.", "..xx"]
-    assert rows(build().padded_to(1)) == ["x"]
-    with pytest.raises(DataError, match="cannot pad a mask of 2 tokens to 1"):
-        build([TEXT2]).padded_to(1)
-
-
 def test_some_tokens_are_evaluated_alone():
     mask = build([TEXT2, item(3, 0), TEXT2], [TEXT2])
     queries, keys = np.array([6, 3, 8]), np.array([4, 7, 0, 6])

@@ -7,15 +7,12 @@ from hypothesis import strategies as st
 
 from multimodal.attention import block_summary as module
 from multimodal.attention.bitfield import CAUSAL_BIT, BitfieldMask, MaskSegment, build_bitfield_mask
-from multimodal.attention.block_summary import (
-    BlockLists,
-    count_block_workloads,
-    summarize_blocks,
-    summarize_blocks_reference,
-)
+from multimodal.attention.block_summary import BlockLists, count_block_workloads, list_blocks
 from multimodal.values.errors import DataError
+from tests.unit.without_kernels import without_kernels
 
-SUMMARIZE = pytest.mark.parametrize("summarize", [summarize_blocks, summarize_blocks_reference])
+LIST_BLOCKS = pytest.mark.parametrize("list_blocks", [list_blocks, without_kernels(list_blocks)])
+COUNT = pytest.mark.parametrize("count", [count_block_workloads, without_kernels(count_block_workloads)])
 SIZES = st.integers(1, 9)
 
 
@@ -63,53 +60,44 @@ def test_the_kernels_are_built_where_a_compiler_is():
     assert module.kernels is not None, "run 'pip install -e .' to build multimodal._kernels"
 
 
-@SUMMARIZE
+@LIST_BLOCKS
 @given(mask=masks(), query_size=SIZES, key_size=SIZES)
-def test_summaries_are_those_of_the_dense_mask(summarize, mask, query_size, key_size):
-    summary = summarize(mask, block_size=query_size, key_block_size=key_size)
-    rows, pairs = summarize_dense(mask, query_size, key_size)
-    assert listed(summary.by_query) == rows
-    assert summary.visible_pairs.tolist() == pairs
+def test_blocks_are_those_of_the_dense_mask(list_blocks, mask, query_size, key_size):
+    lists = list_blocks(mask, block_size=query_size, key_block_size=key_size)
+    assert listed(lists) == summarize_dense(mask, query_size, key_size)[0]
 
 
 @given(mask=masks(), size=SIZES)
 def test_the_kernel_equals_its_reference(mask, size):
-    found, expected = summarize_blocks(mask, block_size=size), summarize_blocks_reference(mask, block_size=size)
+    found, expected = list_blocks(mask, block_size=size), without_kernels(list_blocks)(mask, block_size=size)
     for one, other in (
-        (found.by_query.row_starts, expected.by_query.row_starts),
-        (found.by_query.blocks, expected.by_query.blocks),
-        (found.by_query.is_full, expected.by_query.is_full),
-        (found.visible_pairs, expected.visible_pairs),
+        (found.row_starts, expected.row_starts),
+        (found.blocks, expected.blocks),
+        (found.is_full, expected.is_full),
     ):
         assert one.dtype == other.dtype
         assert np.array_equal(one, other)
 
 
+@COUNT
 @given(mask=masks(), query_size=SIZES, key_size=SIZES)
-def test_workloads_are_counted_without_listing(mask, query_size, key_size):
+def test_workloads_are_counted_without_listing(count, mask, query_size, key_size):
     rows, pairs = summarize_dense(mask, query_size, key_size)
-    workloads = count_block_workloads(mask, block_size=query_size, key_block_size=key_size)
+    workloads = count(mask, block_size=query_size, key_block_size=key_size)
     assert workloads.num_blocks.tolist() == [len(row) for row in rows]
     assert workloads.visible_pairs.tolist() == pairs
 
 
-def test_everything_works_without_kernels(monkeypatch):
-    mask = build_bitfield_mask([[MaskSegment(5), MaskSegment(6, "vision", 0), MaskSegment(4)]], modalities=("vision",))
-    with_kernels = listed(summarize_blocks(mask, block_size=4).by_query), count_block_workloads(mask, block_size=4).num_blocks
-    monkeypatch.setattr(module, "kernels", None)
-    assert listed(summarize_blocks(mask, block_size=4).by_query) == with_kernels[0]
-    assert np.array_equal(count_block_workloads(mask, block_size=4).num_blocks, with_kernels[1])
-
-
 @given(mask=masks(), query_size=SIZES, key_size=SIZES)
 def test_lists_by_key_are_the_transposed_lists(mask, query_size, key_size):
-    summary = summarize_blocks(mask, block_size=query_size, key_block_size=key_size)
+    lists = list_blocks(mask, block_size=query_size, key_block_size=key_size)
+    by_key = lists.transposed(num_columns=-(-mask.num_tokens // key_size))
     expected = [[] for _ in range(0, mask.num_tokens, key_size)]
-    for query_block, row in enumerate(listed(summary.by_query)):
+    for query_block, row in enumerate(listed(lists)):
         for key_block, is_full in row:
             expected[key_block].append((query_block, is_full))
-    assert listed(summary.by_key) == expected
-    assert summary.by_key.blocks.dtype == np.int32
+    assert listed(by_key) == expected
+    assert by_key.blocks.dtype == np.int32
 
 
 def test_rows_are_selected_in_the_given_order():
@@ -126,7 +114,7 @@ def test_a_million_causal_tokens_are_counted_by_their_formula():
     assert workloads.visible_pairs.sum() == num_blocks * 128 * (num_blocks * 128 + 1) // 2
 
 
-@SUMMARIZE
+@LIST_BLOCKS
 @pytest.mark.parametrize(
     ("bits", "sample_ids", "message"),
     [
@@ -141,13 +129,13 @@ def test_a_million_causal_tokens_are_counted_by_their_formula():
         ([2, 2, 0], [0, 0, 0], "token 2 of a mask has bits 0x0"),
     ],
 )
-def test_masks_that_break_a_rule_are_refused(summarize, bits, sample_ids, message):
+def test_masks_that_break_a_rule_are_refused(list_blocks, bits, sample_ids, message):
     mask = BitfieldMask(np.array(bits, np.int64), np.array(sample_ids, np.int32), np.zeros(3, np.int32))
     with pytest.raises(DataError, match=message):
-        summarize(mask, block_size=2)
+        list_blocks(mask, block_size=2)
 
 
-@SUMMARIZE
-def test_blocks_have_at_least_one_token(summarize):
+@LIST_BLOCKS
+def test_blocks_have_at_least_one_token(list_blocks):
     with pytest.raises(DataError, match="blocks of 4 queries x 0 keys; expected at least 1 x 1"):
-        summarize(build_bitfield_mask([], modalities=()), block_size=4, key_block_size=0)
+        list_blocks(build_bitfield_mask([], modalities=()), block_size=4, key_block_size=0)

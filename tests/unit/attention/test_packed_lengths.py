@@ -1,6 +1,5 @@
 from multimodal.attention.bitfield import MaskMode, MaskSegment, build_bitfield_mask
-from multimodal.attention.packed_lengths import PackedLengths
-from multimodal.attention.packed_mask import ItemSpan, MaskRule, build_packed_mask
+from multimodal.attention.packed_lengths import ItemSpan, MaskRule, PackedLengths, build_packed_mask
 
 MODALITIES = ("vision", "audio")
 ITEMS = (ItemSpan(7, 2, "audio"), ItemSpan(2, 3, "vision"), ItemSpan(5, 1, "vision"))

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from multimodal.attention.own_share import OwnShare
-from multimodal.attention.packed_mask import ItemSpan
-from multimodal.attention.token_shares import TokenShares
+from multimodal.attention.packed_lengths import ItemSpan
+from multimodal.attention.token_shares import RankShare, TokenShares
 from multimodal.model.stage_input import PackedInput, share_input
 
 SHARES = TokenShares(np.array([0, 1, 1, 0, 2], dtype=np.int32), 4, num_tokens=9, block_size=2)
@@ -35,7 +34,7 @@ TEXT = PackedInput(
 def test_a_rank_keeps_what_belongs_to_its_tokens(
     rank: int, positions: list[int], item_rows: list[int], targets: list[tuple[int, int]], generator_rows: list[int]
 ) -> None:
-    own = share_input(TEXT, OwnShare(SHARES, rank))
+    own = share_input(TEXT, RankShare(SHARES, rank))
     assert own.positions.tolist() == positions
     assert own.num_tokens == len(positions)
     assert own.token_ids is not None and own.token_ids.tolist() == [10 + at for at in SHARES.positions_of(rank)]
@@ -49,7 +48,7 @@ def test_a_rank_keeps_what_belongs_to_its_tokens(
 def test_a_generator_counts_the_conditions_that_its_tokens_take() -> None:
     rows = torch.tensor([2, 2, 2, 0, 0, 1, 1, 1, 1])
     whole = PackedInput((3, 2, 4), torch.zeros(9, 2, dtype=torch.long), patches=torch.arange(9.0)[:, None], condition_rows=rows)
-    found = [share_input(whole, OwnShare(SHARES, rank)) for rank in range(4)]
+    found = [share_input(whole, RankShare(SHARES, rank)) for rank in range(4)]
     assert [own.condition_rows.tolist() for own in found if own.condition_rows is not None] == [
         [1, 1, 0, 0],
         [2, 0, 0, 1],

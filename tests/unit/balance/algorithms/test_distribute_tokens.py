@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from multimodal.balance.algorithms.distribute_tokens import TokenDistribution, distribute_tokens, rank_workloads
 from multimodal.values.errors import AssignmentError
-from tests.unit.balance.without_kernels import without_kernels
+from tests.unit.without_kernels import without_kernels
 
 WORKLOADS = st.one_of(st.lists(st.integers(0, 9), max_size=30), st.lists(st.integers(0, 2**57), max_size=30)).map(
     lambda workloads: np.array(workloads, dtype=np.int64)

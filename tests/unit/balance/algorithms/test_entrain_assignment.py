@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from multimodal.balance.algorithms.entrain_assignment import assign_entrain
 from multimodal.values.errors import AssignmentError
-from tests.unit.balance.without_kernels import without_kernels
+from tests.unit.without_kernels import without_kernels
 
 LOAD = st.one_of(st.integers(0, 20), st.floats(0, 1e6), st.just(0), st.floats(0, 1e300))
 

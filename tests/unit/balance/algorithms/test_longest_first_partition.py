@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from multimodal.balance.algorithms import longest_first_partition
 from multimodal.balance.algorithms.longest_first_partition import partition_longest_first
 from multimodal.values.errors import AssignmentError
-from tests.unit.balance.without_kernels import without_kernels
+from tests.unit.without_kernels import without_kernels
 
 COSTS = st.one_of(
     st.lists(st.integers(0, 20), max_size=40),

@@ -10,7 +10,7 @@ from multimodal.balance.algorithms.longest_first_partition import partition_long
 from multimodal.balance.algorithms.post_balance import post_balance, post_balance_array
 from multimodal.balance.unit_cost import CostForm, UnitCost
 from multimodal.values.errors import AssignmentError
-from tests.unit.balance.without_kernels import without_kernels
+from tests.unit.without_kernels import without_kernels
 
 COSTS = [
     UnitCost(),

@@ -12,7 +12,7 @@ from multimodal.balance.algorithms.reorder_microbatches import (
     reorder_microbatches,
 )
 from multimodal.values.errors import AssignmentError
-from tests.unit.balance.without_kernels import without_kernels
+from tests.unit.without_kernels import without_kernels
 
 SECONDS = st.one_of(st.integers(0, 9), st.floats(0, 10), st.floats(0, 1e300))
 

@@ -10,7 +10,7 @@ from benchmarks.node_bounds import inter_node_bytes, lp_bound, single_node_bound
 from multimodal.balance.nodes.node_search import NodeSearchLimits
 from multimodal.balance.nodes.rearrange_nodes import rearrange_nodes
 from multimodal.values.errors import AssignmentError
-from tests.unit.balance.without_kernels import without_kernels
+from tests.unit.without_kernels import without_kernels
 
 BOTH = pytest.mark.parametrize("rearrange", [rearrange_nodes, without_kernels(rearrange_nodes)])
 

@@ -14,10 +14,10 @@ from torch.autograd.function import once_differentiable
 
 from multimodal.attention.attention_mask import AttentionMask, MaskTensors
 from multimodal.attention.block_summary import BlockLists
-from multimodal.attention.triton_backward import join_gradients_kernel, key_value_gradient_kernel, query_gradient_kernel
-from multimodal.attention.triton_forward import forward_kernel, join_outputs_kernel
-from multimodal.attention.triton_options import KernelOptions, TileSizes, choose_options
-from multimodal.attention.work_list import order_blocks, plan_work_list
+from multimodal.attention.triton_kernels.backward import join_gradients_kernel, key_value_gradient_kernel, query_gradient_kernel
+from multimodal.attention.triton_kernels.forward import forward_kernel, join_outputs_kernel
+from multimodal.attention.triton_kernels.options import KernelOptions, TileSizes, choose_options
+from multimodal.attention.triton_kernels.work_list import order_blocks, plan_work_list
 from multimodal.values.errors import ConfigError
 
 LOG2_E = math.log2(math.e)
@@ -29,7 +29,7 @@ class _Work:
 
     blocks: Tensor
     items: Tensor
-    joins: Tensor
+    split_rows: Tensor
     num_slots: int
 
 
@@ -44,7 +44,7 @@ def attend_by_triton(
 ) -> Tensor:
     """Attend; shapes as in `attention_backend.AttentionBackend`; heads of at most 256 channels, float16, bfloat16 or float32.
 
-    options: tile sizes and balancing, chosen by head size if not given. Raises ConfigError for what the kernels do not take.
+    options: tile sizes and balancing, chosen by head size if not given. Raises ConfigError for other inputs.
     """
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ConfigError(
@@ -81,10 +81,10 @@ class _TritonAttention(torch.autograd.Function):
             num_queries, mask.num_keys, len(work.items) * (mask.block_size // options.forward.rows) * heads, heads, rows,
             HEADS_PER_GROUP=heads // key.shape[1], **_constants(query, mask), **sizes,
         )  # fmt: skip
-        if len(work.joins):
+        if len(work.split_rows):
             tile = min(64, mask.block_size)
-            join_outputs_kernel[(len(work.joins) * (mask.block_size // tile), heads)](
-                partial, partial_log_sums, work.joins, output, log_sums, num_queries, heads, rows,
+            join_outputs_kernel[(len(work.split_rows) * (mask.block_size // tile), heads)](
+                partial, partial_log_sums, work.split_rows, output, log_sums, num_queries, heads, rows,
                 CHANNELS=channels, PADDED_CHANNELS=padded, BLOCK=mask.block_size, TILE_ROWS=tile,
             )  # fmt: skip
         ctx.save_for_backward(query, key, value, output, log_sums)
@@ -97,11 +97,19 @@ class _TritonAttention(torch.autograd.Function):
         query, key, value, output, log_sums = ctx.saved_tensors
         mask, options = ctx.mask, ctx.options
         output_gradient = output_gradient.contiguous()
-        # [heads, num_queries]: what the softmax's gradient subtracts.
+        # [heads, num_queries]: the softmax's gradient subtracts them.
         deltas = (output.float() * output_gradient.float()).sum(dim=-1).t().contiguous()
         shared = (query, key, value, output_gradient, log_sums, deltas)
-        query_gradient = _query_gradient(shared, mask, ctx.scale, options)
-        key_gradient, value_gradient = _key_value_gradients(shared, mask, ctx.scale, options)
+        rows = _row_work(mask, options.max_blocks_per_item, query.device)
+        (query_gradient,) = _gradients(
+            query_gradient_kernel, shared, (query,), rows, mask, ctx.scale, options, options.query_gradient
+        )
+        # Every listed block is visited once per head of the group: shorter items keep the length of their work.
+        limit, heads_per_group = options.max_blocks_per_item, query.shape[1] // key.shape[1]
+        columns = _column_work(mask, None if limit is None else max(1, limit // heads_per_group), query.device)
+        key_gradient, value_gradient = _gradients(
+            key_value_gradient_kernel, shared, (key, value), columns, mask, ctx.scale, options, options.key_value_gradient
+        )
         return query_gradient, key_gradient, value_gradient, None, None, None
 
 
@@ -109,40 +117,28 @@ _Shared = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """query, key, value, gradient of the output, sums of exponentials, deltas."""
 
 
-def _query_gradient(shared: _Shared, mask: AttentionMask, scale: float, options: KernelOptions) -> Tensor:
+def _gradients(
+    kernel: Any,
+    shared: _Shared,
+    inputs: tuple[Tensor, ...],
+    work: _Work,
+    mask: AttentionMask,
+    scale: float,
+    options: KernelOptions,
+    tiles: TileSizes,
+) -> list[Tensor]:
+    """Return the gradients of these inputs, by the kernel that computes them."""
     query, key, value = shared[:3]
-    num_queries, heads, channels = query.shape
-    work = _row_work(mask, options.max_blocks_per_item, query.device)
-    rows, padded = work.num_slots * mask.block_size, triton.next_power_of_2(channels)
-    gradient = query.new_empty(num_queries, heads, channels)
-    partial = query.new_empty(heads, rows, padded, dtype=torch.float32)
-    grid, sizes = _grid(work, heads, options.query_gradient, mask.block_size, options, query.device)
-    query_gradient_kernel[(grid,)](
-        *shared, gradient, partial, *_mask_arguments(mask, query.device),
-        work.blocks, work.items, _counter(query.device), scale * LOG2_E, scale, *_strides(query, key, value),
-        num_queries, mask.num_keys, len(work.items) * (mask.block_size // options.query_gradient.rows) * heads, heads, rows,
-        HEADS_PER_GROUP=heads // key.shape[1], **_constants(query, mask), **sizes,
-    )  # fmt: skip
-    _join_gradients(partial, gradient, work, mask)
-    return gradient
-
-
-def _key_value_gradients(shared: _Shared, mask: AttentionMask, scale: float, options: KernelOptions) -> tuple[Tensor, Tensor]:
-    query, key, value = shared[:3]
-    num_keys, groups, channels = key.shape
-    heads_per_group = query.shape[1] // groups
-    # Every listed block is visited once per head of the group: shorter items keep the length of their work.
-    limit = None if options.max_blocks_per_item is None else max(1, options.max_blocks_per_item // heads_per_group)
-    work = _column_work(mask, limit, query.device)
-    rows, padded = work.num_slots * mask.block_size, triton.next_power_of_2(channels)
-    gradients = key.new_empty(num_keys, groups, channels), value.new_empty(num_keys, groups, channels)
-    partials = [query.new_empty(groups, rows, padded, dtype=torch.float32) for _ in gradients]
-    grid, sizes = _grid(work, groups, options.key_value_gradient, mask.block_size, options, query.device)
-    key_value_gradient_kernel[(grid,)](
+    heads = inputs[0].shape[1]
+    rows, padded = work.num_slots * mask.block_size, triton.next_power_of_2(query.shape[2])
+    gradients = [tensor.new_empty(tensor.shape) for tensor in inputs]
+    partials = [query.new_empty(heads, rows, padded, dtype=torch.float32) for _ in inputs]
+    grid, sizes = _grid(work, heads, tiles, mask.block_size, options, query.device)
+    kernel[(grid,)](
         *shared, *gradients, *partials, *_mask_arguments(mask, query.device),
         work.blocks, work.items, _counter(query.device), scale * LOG2_E, scale, *_strides(query, key, value),
-        mask.num_queries, num_keys, len(work.items) * (mask.block_size // options.key_value_gradient.rows) * groups, groups, rows,
-        HEADS_PER_GROUP=heads_per_group, **_constants(query, mask), **sizes,
+        mask.num_queries, mask.num_keys, len(work.items) * (mask.block_size // tiles.rows) * heads, heads, rows,
+        HEADS_PER_GROUP=query.shape[1] // key.shape[1], **_constants(query, mask), **sizes,
     )  # fmt: skip
     for partial, gradient in zip(partials, gradients, strict=True):
         _join_gradients(partial, gradient, work, mask)
@@ -150,12 +146,12 @@ def _key_value_gradients(shared: _Shared, mask: AttentionMask, scale: float, opt
 
 
 def _join_gradients(partial: Tensor, gradient: Tensor, work: _Work, mask: AttentionMask) -> None:
-    if not len(work.joins):
+    if not len(work.split_rows):
         return
     num_tokens, heads, channels = gradient.shape
     tile = min(64, mask.block_size)
-    join_gradients_kernel[(len(work.joins) * (mask.block_size // tile), heads)](
-        partial, work.joins, gradient, num_tokens, heads, partial.shape[1],
+    join_gradients_kernel[(len(work.split_rows) * (mask.block_size // tile), heads)](
+        partial, work.split_rows, gradient, num_tokens, heads, partial.shape[1],
         CHANNELS=channels, PADDED_CHANNELS=partial.shape[2], BLOCK=mask.block_size, TILE_ROWS=tile,
     )  # fmt: skip
 
@@ -173,12 +169,12 @@ def _column_work(mask: AttentionMask, limit: int | None, device: torch.device) -
 def _plan(lists: BlockLists, sizes: tuple[int, int], block_size: int, limit: int | None, device: torch.device) -> _Work:
     blocks = order_blocks(lists, num_row_tokens=sizes[0], num_column_tokens=sizes[1], block_size=block_size)
     work = plan_work_list(blocks, max_blocks_per_item=limit)
-    listed, items, joins = (torch.from_numpy(array).to(device) for array in (blocks.blocks, work.items, work.joins))
-    return _Work(listed, items, joins, work.num_slots)
+    listed, items, split_rows = (torch.from_numpy(array).to(device) for array in (blocks.blocks, work.items, work.split_rows))
+    return _Work(listed, items, split_rows, work.num_slots)
 
 
 def _mask_arguments(mask: AttentionMask, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Bits and ids of queries, then what keys are and their ids; ids are [3, num_tokens]: samples, items, positions."""
+    """Return bits and ids of queries, then kinds and ids of keys; ids are [3, num_tokens]: samples, items, positions."""
     queries, keys = mask.queries_on(device), mask.keys_on(device)
     query_ids = mask.derive(("query ids", device), lambda: _stacked_ids(queries))
     key_ids = query_ids if keys is queries else mask.derive(("key ids", device), lambda: _stacked_ids(keys))
@@ -209,7 +205,7 @@ def _constants(query: Tensor, mask: AttentionMask) -> dict[str, Any]:
 def _grid(
     work: _Work, heads: int, tiles: TileSizes, block_size: int, options: KernelOptions, device: torch.device
 ) -> tuple[int, dict[str, Any]]:
-    """Programs to launch, and the constants that depend on it."""
+    """Return the number of programs to launch, and the constants that depend on it."""
     num_tickets = len(work.items) * (block_size // tiles.rows) * heads
     is_dynamic = options.max_blocks_per_item is not None
     num_programs = min(num_tickets, _num_multiprocessors(device) * options.programs_per_multiprocessor)

@@ -1,4 +1,4 @@
-"""Pieces that the attention kernels share: the mask of a tile, and how a program finds its work."""
+"""Functions that the attention kernels share: the mask of a tile, loading and storing tiles."""
 
 import triton
 import triton.language as tl
@@ -7,8 +7,8 @@ ACROSS_ITEMS_BIT = tl.constexpr(1 << 62)
 
 
 @triton.jit
-def load_looking(bits, ids, rows, num_tokens, is_there):
-    """What a tile of queries looks for: bits (0 where there is no token: sees nothing), samples, items, positions."""
+def load_tokens(bits, ids, rows, num_tokens, is_there):
+    """Load the mask of a tile of tokens: bits (0 where there is no token, which sees nothing), samples, items, positions."""
     return (
         tl.load(bits + rows, mask=is_there, other=0),
         tl.load(ids + rows, mask=is_there, other=0),
@@ -19,10 +19,10 @@ def load_looking(bits, ids, rows, num_tokens, is_there):
 
 @triton.jit
 def tile_sees(bits, samples, items, positions, key_bits, key_samples, key_items, key_positions):
-    """The rule of bitfield.py; the arguments of queries and keys broadcast against each other."""
+    """Evaluate the rule of bitfield.py; the arguments of queries and keys broadcast against each other."""
     seen = (samples == key_samples) & ((bits & key_bits) != 0)
-    own = (items == key_items) | ((bits & ACROSS_ITEMS_BIT) != 0)
-    return seen & tl.where(bits < 0, key_positions <= positions, own)
+    same_item = (items == key_items) | ((bits & ACROSS_ITEMS_BIT) != 0)
+    return seen & tl.where(bits < 0, key_positions <= positions, same_item)
 
 
 @triton.jit

@@ -9,9 +9,9 @@ pytest.importorskip("triton", reason="Triton is not installed (pip install 'brai
 if torch.cuda.is_available():
     pytest.skip("with a GPU the kernels are compiled: tests/gpu has them", allow_module_level=True)
 
-from multimodal.attention.dense_attention import attend_densely
-from multimodal.attention.triton_attention import attend_by_triton
-from multimodal.attention.triton_options import KernelOptions, TileSizes, choose_options
+from multimodal.attention.block_attention import attend_densely
+from multimodal.attention.triton_kernels.options import KernelOptions, TileSizes, choose_options
+from multimodal.attention.triton_kernels.triton_attention import attend_by_triton
 from multimodal.values.errors import ConfigError
 from tests.unit.attention.mask_cases import MASKS, build_mask, draw_inputs, largest_error, output_and_gradients
 

@@ -12,12 +12,12 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from multimodal.attention.triton_backward import join_gradients_kernel, key_value_gradient_kernel, query_gradient_kernel
-from multimodal.attention.triton_forward import forward_kernel, join_outputs_kernel
-from multimodal.attention.triton_options import TileSizes, choose_options
+from multimodal.attention.triton_kernels.backward import join_gradients_kernel, key_value_gradient_kernel, query_gradient_kernel
+from multimodal.attention.triton_kernels.forward import forward_kernel, join_outputs_kernel
+from multimodal.attention.triton_kernels.options import TileSizes, choose_options
 
 FLOAT32_BUFFERS = ("log_sums", "deltas", "partial", "partial_output", "partial_log_sums", "partial_key", "partial_value")
-INT32_BUFFERS = ("query_ids", "key_ids", "blocks", "items", "counter", "joins")
+INT32_BUFFERS = ("query_ids", "key_ids", "blocks", "items", "counter", "split_rows")
 INT64_BUFFERS = ("query_bits", "key_bits")
 INPUTS = ("query", "key", "value", "output", "output_gradient", "gradient", "query_gradient", "key_gradient", "value_gradient")
 

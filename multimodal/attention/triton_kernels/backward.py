@@ -7,7 +7,7 @@ neither needs atomics on gradients, so results do not depend on the order in whi
 import triton
 import triton.language as tl
 
-from multimodal.attention.triton_tiles import load_looking, load_tile, store_tile, tile_sees
+from multimodal.attention.triton_kernels.tiles import load_tile, load_tokens, store_tile, tile_sees
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def query_gradient_kernel(
         log_sum = tl.load(log_sums + first + rows, mask=rows < num_queries, other=0.0)
         log_sum = tl.where(log_sum == float("-inf"), 0.0, log_sum)
         delta = tl.load(deltas + first + rows, mask=rows < num_queries, other=0.0)
-        bits, samples, members, positions = load_looking(query_bits, query_ids, rows, num_queries, rows < num_queries)
+        bits, samples, members, positions = load_tokens(query_bits, query_ids, rows, num_queries, rows < num_queries)
         gradient = tl.zeros([TILE_ROWS, PADDED_CHANNELS], tl.float32)
         key_base = key + group.to(tl.int64) * key_head_stride
         value_base = value + group.to(tl.int64) * value_head_stride
@@ -100,9 +100,7 @@ def _add_query_gradients(
         ).to(DOT_TYPE)
         scores = tl.dot(query_tile, tl.trans(key_tile), input_precision="ieee") * scale_log2
         if IS_PARTIAL:
-            kinds, key_samples, key_members, key_positions = load_looking(
-                key_bits, key_ids, columns, num_keys, columns < num_keys
-            )
+            kinds, key_samples, key_members, key_positions = load_tokens(key_bits, key_ids, columns, num_keys, columns < num_keys)
             visible = tile_sees(
                 bits[:, None], samples[:, None], members[:, None], positions[:, None],
                 kinds[None, :], key_samples[None, :], key_members[None, :], key_positions[None, :],
@@ -151,7 +149,7 @@ def key_value_gradient_kernel(
             value + group.to(tl.int64) * value_head_stride, start, channels, value_stride, num_keys, TILE_ROWS, True,
             check_channels, CHANNELS,
         ).to(DOT_TYPE)  # fmt: skip
-        kinds, samples, members, positions = load_looking(key_bits, key_ids, rows, num_keys, rows < num_keys)
+        kinds, samples, members, positions = load_tokens(key_bits, key_ids, rows, num_keys, rows < num_keys)
         key_sum = tl.zeros([TILE_ROWS, PADDED_CHANNELS], tl.float32)
         value_sum = tl.zeros([TILE_ROWS, PADDED_CHANNELS], tl.float32)
         for head in range(group * HEADS_PER_GROUP, (group + 1) * HEADS_PER_GROUP):
@@ -199,7 +197,7 @@ def _add_key_value_gradients(
     CHANNELS: tl.constexpr, PADDED_CHANNELS: tl.constexpr, BLOCK: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     DOT_TYPE: tl.constexpr, IS_PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """Add what the listed blocks of queries of one head give; tiles of weights are [keys, queries]."""
+    """Add the gradients from the listed blocks of queries of one head; tiles of weights are [keys, queries]."""
     tiles: tl.constexpr = BLOCK // TILE_COLUMNS
     check_channels: tl.constexpr = PADDED_CHANNELS != CHANNELS
     for step in range(begin * tiles, end * tiles):
@@ -217,7 +215,7 @@ def _add_key_value_gradients(
             log_sum = tl.load(log_sums + columns, mask=is_there, other=0.0)
             log_sum = tl.where(log_sum == float("-inf"), 0.0, log_sum)
             delta = tl.load(deltas + columns, mask=is_there, other=0.0)
-            bits, query_samples, query_members, query_positions = load_looking(
+            bits, query_samples, query_members, query_positions = load_tokens(
                 query_bits, query_ids, columns, num_queries, is_there
             )
             visible = tile_sees(
@@ -239,17 +237,17 @@ def _add_key_value_gradients(
 
 @triton.jit
 def join_gradients_kernel(
-    partial, joins, gradient, num_tokens, num_heads, num_slot_rows,
+    partial, split_rows, gradient, num_tokens, num_heads, num_slot_rows,
     CHANNELS: tl.constexpr, PADDED_CHANNELS: tl.constexpr, BLOCK: tl.constexpr, TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sum the partial gradients of split rows, in the order of their slots; grid: (joins x tiles of a row, heads)."""
+    """Sum the partial gradients of split rows, in the order of their slots; grid: (split rows x tiles of a row, heads)."""
     tiles: tl.constexpr = BLOCK // TILE_ROWS
-    join = joins + tl.program_id(0) // tiles * 3
+    split_row = split_rows + tl.program_id(0) // tiles * 3
     head = tl.program_id(1).to(tl.int64)
     tile_start = tl.program_id(0) % tiles * TILE_ROWS
     within = tile_start + tl.arange(0, TILE_ROWS)
-    start = tl.load(join) * BLOCK + tile_start
-    first_slot, num_slots = tl.load(join + 1), tl.load(join + 2)
+    start = tl.load(split_row) * BLOCK + tile_start
+    first_slot, num_slots = tl.load(split_row + 1), tl.load(split_row + 2)
     channels = tl.arange(0, PADDED_CHANNELS)
     total = tl.zeros([TILE_ROWS, PADDED_CHANNELS], tl.float32)
     for slot in range(first_slot, first_slot + num_slots):

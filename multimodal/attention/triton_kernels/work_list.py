@@ -1,8 +1,8 @@
-"""What a persistent grid of GPU programs works through: every block's work cut into sub-blocks, longest first.
+"""The work of a persistent grid of GPU programs: every block's work cut into sub-blocks, longest first.
 
 One block of queries may see a hundred times as many blocks of keys as another, so a program per block leaves most of a GPU
 waiting for the longest (Cornstarch, thesis 3.3.2.2). Cut into sub-blocks of bounded length, taken longest first by whichever
-program is free, the work ends everywhere at about the same time; sub-blocks of one block leave partial results that are joined
+program is free, the work ends everywhere at about the same time; sub-blocks of one block leave partial results that are added up
 afterwards.
 """
 
@@ -36,13 +36,13 @@ class WorkList:
 
     items: NDArray[np.int32]
     """[num_items, 5]: row, first entry, end of its full entries, end of its entries, slot of its partial result or DIRECT."""
-    joins: NDArray[np.int32]
-    """[num_joined_rows, 3]: row, first slot, number of slots."""
+    split_rows: NDArray[np.int32]
+    """[num_split_rows, 3]: row, first slot, number of slots."""
     num_slots: int
 
 
 def order_blocks(lists: BlockLists, *, num_row_tokens: int, num_column_tokens: int, block_size: int) -> OrderedBlocks:
-    """Order every row; a block that reaches beyond the last token counts as partial, so that the mask hides what is not there.
+    """Order every row; a block that reaches beyond the last token counts as partial, so that the mask hides the rest.
 
     num_row_tokens, num_column_tokens: tokens along the rows and along the listed blocks.
     """
@@ -79,5 +79,5 @@ def plan_work_list(blocks: OrderedBlocks, *, max_blocks_per_item: int | None) ->
     items = np.stack((row, begin, full_end, end, slot), axis=1).astype(np.int32)
     if max_blocks_per_item is not None:
         items = items[np.argsort(begin - end, kind="stable")]
-    joins = np.stack((np.flatnonzero(is_split), first_slot[is_split], parts[is_split]), axis=1).astype(np.int32)
-    return WorkList(items, joins, int(parts[is_split].sum()))
+    split_rows = np.stack((np.flatnonzero(is_split), first_slot[is_split], parts[is_split]), axis=1).astype(np.int32)
+    return WorkList(items, split_rows, int(parts[is_split].sum()))

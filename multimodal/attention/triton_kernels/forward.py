@@ -1,4 +1,4 @@
-"""The forward kernel of bitfield attention, over planned work items, and the kernel that joins what split rows left.
+"""The forward kernel of bitfield attention, over planned work items, and the kernel that adds up partial results of split rows.
 
 Online softmax as in FlashAttention-2 (Dao 2023), in base 2; which tiles are visited comes from the work list alone.
 """
@@ -6,7 +6,7 @@ Online softmax as in FlashAttention-2 (Dao 2023), in base 2; which tiles are vis
 import triton
 import triton.language as tl
 
-from multimodal.attention.triton_tiles import load_looking, load_tile, store_tile, tile_sees
+from multimodal.attention.triton_kernels.tiles import load_tile, load_tokens, store_tile, tile_sees
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def forward_kernel(
             query + head.to(tl.int64) * query_head_stride, start, channels, query_stride, num_queries, TILE_ROWS, True,
             PADDED_CHANNELS != CHANNELS, CHANNELS,
         ).to(DOT_TYPE)  # fmt: skip
-        bits, samples, members, positions = load_looking(query_bits, query_ids, rows, num_queries, rows < num_queries)
+        bits, samples, members, positions = load_tokens(query_bits, query_ids, rows, num_queries, rows < num_queries)
         maximum = tl.full([TILE_ROWS], float("-inf"), tl.float32)
         total = tl.zeros([TILE_ROWS], tl.float32)
         mixed = tl.zeros([TILE_ROWS, PADDED_CHANNELS], tl.float32)
@@ -96,9 +96,7 @@ def _mix_tiles(
         key_tile = load_tile(key_base, start, channels, key_stride, num_keys, TILE_COLUMNS, IS_PARTIAL, check_channels, CHANNELS)
         scores = tl.dot(query_tile, tl.trans(key_tile).to(DOT_TYPE), input_precision="ieee") * scale_log2
         if IS_PARTIAL:
-            kinds, key_samples, key_members, key_positions = load_looking(
-                key_bits, key_ids, columns, num_keys, columns < num_keys
-            )
+            kinds, key_samples, key_members, key_positions = load_tokens(key_bits, key_ids, columns, num_keys, columns < num_keys)
             visible = tile_sees(
                 bits[:, None], samples[:, None], members[:, None], positions[:, None],
                 kinds[None, :], key_samples[None, :], key_members[None, :], key_positions[None, :],
@@ -125,18 +123,18 @@ def _mix_tiles(
 
 @triton.jit
 def join_outputs_kernel(
-    partial_output, partial_log_sums, joins, output, log_sums, num_queries, num_heads, num_slot_rows,
+    partial_output, partial_log_sums, split_rows, output, log_sums, num_queries, num_heads, num_slot_rows,
     CHANNELS: tl.constexpr, PADDED_CHANNELS: tl.constexpr, BLOCK: tl.constexpr, TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Join the partial outputs of split rows, weighted by their sums of exponentials; grid: (joins x tiles of a row, heads)."""
+    """Add up the partial outputs of split rows, weighted by their sums of exponentials; grid: (split rows x tiles, heads)."""
     tiles: tl.constexpr = BLOCK // TILE_ROWS
-    join = joins + tl.program_id(0) // tiles * 3
+    split_row = split_rows + tl.program_id(0) // tiles * 3
     head = tl.program_id(1).to(tl.int64)
     tile_start = tl.program_id(0) % tiles * TILE_ROWS
     within = tile_start + tl.arange(0, TILE_ROWS)
-    start = tl.load(join) * BLOCK + tile_start
+    start = tl.load(split_row) * BLOCK + tile_start
     rows = start + tl.arange(0, TILE_ROWS)
-    first_slot, num_slots = tl.load(join + 1), tl.load(join + 2)
+    first_slot, num_slots = tl.load(split_row + 1), tl.load(split_row + 2)
     channels = tl.arange(0, PADDED_CHANNELS)
     maximum = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from multimodal.attention.attention_mask import AttentionMask
 from multimodal.attention.block_summary import BlockLists
-from multimodal.attention.work_list import DIRECT, OrderedBlocks, WorkList, order_blocks, plan_work_list
+from multimodal.attention.triton_kernels.work_list import DIRECT, OrderedBlocks, WorkList, order_blocks, plan_work_list
 from multimodal.values.errors import ConfigError
 from tests.unit.attention.mask_cases import build_mask, item, random_masks, text
 
@@ -46,13 +46,13 @@ def test_a_long_row_becomes_even_items_that_are_taken_first() -> None:
     work = plan_work_list(ordered([[True], [True] * 6 + [False], [True, False]]), max_blocks_per_item=3)
     # row, begin, end of full, end, slot
     assert work.items.tolist() == [[1, 5, 7, 8, 2], [1, 1, 3, 3, 0], [1, 3, 5, 5, 1], [2, 8, 9, 10, DIRECT], [0, 0, 1, 1, DIRECT]]
-    assert (work.joins.tolist(), work.num_slots) == ([[1, 0, 3]], 3)
+    assert (work.split_rows.tolist(), work.num_slots) == ([[1, 0, 3]], 3)
 
 
 def test_without_balancing_rows_stay_whole_and_in_order() -> None:
     work = plan_work_list(ordered([[True], [True] * 5, [False]]), max_blocks_per_item=None)
     assert work.items.tolist() == [[0, 0, 1, 1, DIRECT], [1, 1, 6, 6, DIRECT], [2, 6, 6, 7, DIRECT]]
-    assert (len(work.joins), work.num_slots) == (0, 0)
+    assert (len(work.split_rows), work.num_slots) == (0, 0)
 
 
 @given(rows=ROWS, limit=st.none() | st.integers(1, 5))
@@ -63,7 +63,8 @@ def test_every_entry_is_in_one_item_and_every_slot_in_one_join(rows: list[list[b
         assert entries_of(work, row) == list(range(blocks.row_starts[row], blocks.row_starts[row + 1]))
     lengths = work.items[:, 3] - work.items[:, 1]
     slots = sorted(slot for slot in work.items[:, 4].tolist() if slot != DIRECT)
-    assert slots == list(range(work.num_slots)) == [first + part for _, first, num in work.joins.tolist() for part in range(num)]
+    split_slots = [first + part for _, first, num in work.split_rows.tolist() for part in range(num)]
+    assert slots == list(range(work.num_slots)) == split_slots
     assert limit is None or (max(lengths) <= limit and sorted(lengths, reverse=True) == lengths.tolist())
     is_full = [False] * len(blocks.blocks)
     for _, begin, full_end, _, _ in work.items.tolist():

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install 'braid[triton]')")
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SHARED_BYTES = {90: 227 * 1024, 86: 99 * 1024}
 """Compute capability -> shared memory of a program."""
 
@@ -19,7 +19,7 @@ SHARED_BYTES = {90: 227 * 1024, 86: 99 * 1024}
 def test_kernels_compile_and_fit(channels: int, capability: int, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
-    command = [sys.executable, "tests/unit/attention/compile_kernels.py"]
+    command = [sys.executable, "tests/unit/attention/triton_kernels/compile_kernels.py"]
     command += [str(channels), str(capability), str(SHARED_BYTES[capability])]
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-3000:]

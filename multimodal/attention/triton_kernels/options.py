@@ -9,7 +9,7 @@ from multimodal.values.errors import ConfigError
 MAX_CHANNELS = 256
 HOPPER_SHARED_MEMORY_BYTES = 227 * 1024
 LARGE_TILES_BYTES = 130 * 1024
-"""What the largest tiles below need; GPUs of compute capability 8.6 and 8.9 have 99 KiB."""
+"""Shared memory of the largest tiles below; GPUs of compute capability 8.6 and 8.9 have 99 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class TileSizes:
 
 @dataclass(frozen=True, slots=True)
 class KernelOptions:
-    """How a call runs."""
+    """Sizes of one call."""
 
     forward: TileSizes
     query_gradient: TileSizes
@@ -40,7 +40,7 @@ def choose_options(
 ) -> KernelOptions:
     """Pick tiles by head size: near those of FlexAttention on Hopper GPUs; compiled for sm_90 they spill few registers or none.
 
-    shared_memory_bytes: what a program of the GPU may use.
+    shared_memory_bytes: of a program on the GPU.
     Raises ConfigError for a head size beyond 256, or a block size that is no power of two of at least 16.
     """
     if channels > MAX_CHANNELS:

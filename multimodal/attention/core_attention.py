@@ -1,0 +1,127 @@
+"""Core attention over packed sequences, as megatron-core's layers call it: sequence by sequence, or under a bitfield mask."""
+
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from multimodal.attention.attention_backend import load_backend
+from multimodal.attention.context_parallel import ContextGroup, attend_across_ranks
+from multimodal.attention.packed_lengths import MaskRule, PackedLengths
+
+
+class CoreAttention(torch.nn.Module):
+    """Plugs into a TransformerLayer spec as `core_attention`.
+
+    recompute: keep no inner activations for the backward (Megatron's selective recomputation).
+    """
+
+    def __init__(self, *, recompute: bool, softmax_scale: float | None) -> None:
+        super().__init__()
+        self.recompute, self.softmax_scale = recompute, softmax_scale
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: PackedLengths, **_: Any
+    ) -> Tensor:
+        """Attend.
+
+        query: [num_tokens, 1, heads / tp, head_channels]; key, value: [num_tokens, 1, groups / tp, head_channels].
+        Returns [num_tokens, 1, heads x head_channels / tp].
+        """
+        if not (self.recompute and torch.is_grad_enabled() and query.requires_grad):
+            return self._attend(query, key, value, packed_seq_params)
+        inputs = query, key, value, packed_seq_params
+        mixed: Tensor = checkpoint(self._attend, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return mixed
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedLengths) -> Tensor:
+        raise NotImplementedError
+
+
+class PackedAttention(CoreAttention):
+    """Tokens attend inside their own sequence only: causally in an LLM, to all of it in an encoder.
+
+    By torch's scaled dot product attention. Query heads per key head may exceed one (grouped-query attention).
+    """
+
+    def __init__(
+        self,
+        *,
+        config: TransformerConfig,
+        attn_mask_type: AttnMaskType,
+        recompute: bool = False,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(recompute=recompute, softmax_scale=softmax_scale)
+        self.is_causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedLengths) -> Tensor:
+        groups = query.shape[2] // key.shape[2]
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2)
+        # [num_tokens, 1, heads, channels] -> per sequence [1, heads, length, channels]
+        sequences = zip(*(tensor.permute(1, 2, 0, 3).split(packed.lengths, dim=2) for tensor in (query, key, value)), strict=True)
+        mixed = [
+            scaled_dot_product_attention(q, k, v, is_causal=self.is_causal, scale=self.softmax_scale) for q, k, v in sequences
+        ]
+        return torch.cat(mixed, dim=2).permute(2, 0, 1, 3).flatten(2)
+
+
+class MaskedAttention(CoreAttention):
+    """Tokens attend as the rule says, by any backend, over one rank or the ranks that a sequence is spread over.
+
+    backend: a name of `attention_backend.py` other than `auto` and `sequences`; pg_collection: its `cp` are the ranks that a
+    sequence is spread over. Raises ConfigError when the backend's package is missing.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: TransformerConfig,
+        attn_mask_type: AttnMaskType,
+        rule: MaskRule,
+        backend: str,
+        recompute: bool = False,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(recompute=recompute, softmax_scale=softmax_scale)
+        self.rule, self.attend = rule, load_backend(backend)
+        self.context_group = getattr(pg_collection, "cp", None)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: PackedLengths, **_: Any
+    ) -> Tensor:
+        """Attend; where tokens are spread over ranks, query, key and value are of this rank's tokens and the rows that pad them.
+
+        Returns zeros for padding.
+        """
+        if packed_seq_params.share is not None:
+            return self._attend_across_ranks(query, key, value, packed_seq_params)
+        return super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedLengths) -> Tensor:
+        mask = packed.mask(self.rule)
+        mixed = self.attend(query[:, 0], key[:, 0], value[:, 0], mask=mask, softmax_scale=self.softmax_scale)
+        return mixed.flatten(1)[:, None]
+
+    def _attend_across_ranks(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedLengths) -> Tensor:
+        """Keeps no inner activations of its own accord."""
+        share = packed.share
+        assert share is not None and self.context_group is not None
+        mixed = attend_across_ranks(
+            *(tensor[: share.num_tokens, 0] for tensor in (query, key, value)),
+            context=ContextGroup(self.context_group, share.shares),
+            mask=packed.mask(self.rule),
+            attend=self.attend,
+            softmax_scale=self.softmax_scale,
+        )
+        padding = mixed.new_zeros(query.shape[0] - share.num_tokens, *mixed.shape[1:])
+        return torch.cat((mixed, padding)).flatten(1)[:, None]
