@@ -9,6 +9,7 @@ from multimodal.plan.planners import PLANNERS
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES
 from multimodal.values.schedule import ActionKind
+from tests.sanity.registry_tables import TABLES
 from tests.sanity.repository import ROOT, list_text_files
 
 DOCUMENTS = [path for path in list_text_files() if path.suffix == ".md"]
@@ -62,6 +63,12 @@ def test_readme_lists_what_can_be_chosen(text, names):
 def test_pages_describe_what_can_be_chosen(page, pattern, names):
     found = set(re.findall(pattern, (ROOT / "docs" / page).read_text(), re.MULTILINE))
     assert found == set(names)
+
+
+@pytest.mark.parametrize("page", TABLES)
+def test_tables_say_what_the_rows_say(page):
+    """`python -m tests.sanity.registry_tables` writes them anew."""
+    assert f"\n{TABLES[page]()}\n" in (ROOT / "docs" / page).read_text()
 
 
 def test_the_table_of_actions_has_every_kind():

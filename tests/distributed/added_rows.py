@@ -1,0 +1,52 @@
+"""A schedule, a balancer and a planner as somebody would add them: a function each, and its row.
+
+In the product the function is a file beside its siblings and the row stands in their registry; here `add_rows` puts it there.
+"""
+
+from collections.abc import Sequence
+
+from multimodal.balance import BALANCERS, BalancerRow
+from multimodal.balance.balance_options import BalanceOptions
+from multimodal.plan.planners import PLANNERS, PlannerRow
+from multimodal.plan.planners.candidate import Candidate
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.step_estimate import choose_candidate
+from multimodal.plan.planners.unit_layout import even_layout
+from multimodal.schedule.builders import BUILDERS, ScheduleRow
+from multimodal.schedule.builders.one_f_one_b import forward_limits
+from multimodal.schedule.list_schedule import Policy, list_schedule
+from multimodal.values.assignment import Assignment
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.schedule import Schedule
+
+SCHEDULE, BALANCER, PLANNER = "forwards-first", "backwards-dealt", "one-stage-each"
+
+
+def build_forwards_first(graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False) -> Schedule:
+    """Build 1F1B with one more microbatch in flight in each stage, and forwards before backwards inside that limit."""
+    limits = {stage: limit + 1 for stage, limit in forward_limits(graph, plan, assignment, forward_only=forward_only).items()}
+    policy = Policy(forward_limits=limits, forwards_go_first=True)
+    return list_schedule(graph, plan, assignment, policy=policy, forward_only=forward_only)
+
+
+def balance_backwards(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
+    """Deal the samples in descending order of their ids."""
+    ordered = sorted(lengths, key=lambda sample: -sample.sample_id)
+    return BALANCERS["none"](ordered, graph=graph, plan=plan, options=options)
+
+
+def plan_one_stage_each(request: PlanningRequest) -> PlannedRun:
+    """Give every unit one GPU."""
+    layouts = {unit.name: even_layout(unit, 1, 1, 1) for unit in request.graph.units}
+    chosen, seconds = choose_candidate(request, [Candidate(layouts, request.default_micro_batch_size)])
+    return chosen.to_run(request, seconds=seconds, schedule=SCHEDULE, balance=BALANCER)
+
+
+def add_rows() -> None:
+    """Add all three."""
+    BUILDERS[SCHEDULE] = ScheduleRow(build=build_forwards_first, meaning="1F1B, forwards first", in_flight=2.0)
+    BALANCERS[BALANCER] = BalancerRow(balance=balance_backwards, meaning="the data's order, reversed", keeps_samples_whole=True)
+    PLANNERS[PLANNER] = PlannerRow(name=PLANNER, plan=plan_one_stage_each, meaning="one GPU for every unit")

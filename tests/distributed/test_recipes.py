@@ -1,0 +1,132 @@
+"""The recipes of docs/architecture.md, followed: one function and one row, and no other file knows the new name."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron.runtime.flags.configuration import TrainingConfig
+from megatron.runtime.flags.field_flags import field_flags
+from multimodal.balance import BALANCERS
+from multimodal.balance.balance_options import BalanceOptions
+from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners.plan_search import PlanSearch
+from multimodal.schedule.builders import BUILDERS
+from tests.distributed.added_rows import BALANCER, PLANNER, SCHEDULE, add_rows
+from tests.distributed.launch import REPOSITORY, launch
+from tests.distributed.small_run import MODEL, working_flags, write_working_files
+from tests.unit.plan.planners.planning_cases import TWO, request
+from tools import emulate, plan, simulate
+
+CLUSTER = REPOSITORY / "examples" / "clusters" / "a40.yaml"
+
+
+@pytest.fixture(autouse=True)
+def rows() -> Iterator[None]:
+    """Add the rows, and take them away again."""
+    tables: tuple[dict[str, Any], ...] = (BUILDERS, BALANCERS, PLANNERS)
+    before = [dict(table) for table in tables]
+    add_rows()
+    yield
+    for table, kept in zip(tables, before, strict=True):
+        table.clear()
+        table.update(kept)
+
+
+@pytest.fixture(scope="module")
+def search() -> PlanSearch:
+    """A search that looks at one planner's plan, and has all time of the world to vary it."""
+    add_rows()
+    found = PlanSearch(request(TWO), began=float("inf"))
+    found.rank_others([PLANNERS["megatron"]])
+    found.vary_best()
+    return found
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> list[str]:
+    """The flags of the tools that name a model, its data and its machine."""
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump(MODEL, sort_keys=False))
+    return [
+        *("--model", str(tmp_path / "model.yaml"), "--cluster", str(CLUSTER)),
+        *("--uniform-lengths", "vision=64,llm=128", "--transformer-impl", "local"),
+    ]
+
+
+def run_tool(tool: Any, capsys: pytest.CaptureFixture[str], *flags: object) -> dict[str, Any]:
+    """Run a tool and return what it prints."""
+    assert tool.main([*map(str, flags), "--json"]) == 0, capsys.readouterr().err
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def _recorded(function: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
+    """Return the function, which also notes what it is given."""
+
+    def recorded(*given: Any, **options: Any) -> Any:
+        calls.append(given)
+        return function(*given, **options)
+
+    return recorded
+
+
+def test_an_added_schedule_and_an_added_balancer_train(tmp_path: Path) -> None:
+    """Two processes, which get the rows before pretrain_mllm.py starts, as if these stood in the registries."""
+    write_working_files(tmp_path)
+    (tmp_path / "sitecustomize.py").write_text("from tests.distributed.added_rows import add_rows\nadd_rows()\n")
+    log = tmp_path / "log.jsonl"
+    flags = {**working_flags(tmp_path), "--dtype": "float64", "--log-json": log}
+    added = {"--schedule": SCHEDULE, "--balance": BALANCER}
+    losses = []
+    for chosen in (added, {}):
+        launched = launch(
+            [part for pair in {**flags, **chosen}.items() for part in pair],
+            num_ranks=2,
+            environment={"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"},
+            is_new_program=bool(chosen),
+        )
+        assert launched.exit_codes == (0, 0), launched.output
+        losses.append([json.loads(line)["loss"] for line in log.read_text().splitlines()])
+        log.unlink()
+    assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], rel=0, abs=1e-9)
+
+
+def test_an_added_schedule_is_a_flag_and_is_searched_simulated_and_emulated(
+    tmp_path: Path, model: list[str], search: PlanSearch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    choices = {flag.name: flag.choices for flag in field_flags(TrainingConfig)}
+    assert SCHEDULE in choices["schedule"] and BALANCER in choices["balance"]
+    assert {SCHEDULE, "gpipe"} <= {ranked.run.schedule for ranked in search.ranked}
+    file = tmp_path / "plan.yaml"
+    run_tool(plan, capsys, *model, "--num-gpus", 2, "--global-batch-size", 4, "--planner", PLANNER, "--output", file)
+    step = [*model, "--plan", str(file)]
+    simulated = run_tool(simulate, capsys, *step, "--schedule", SCHEDULE, "--balance", BALANCER)
+    assert simulated["iteration_seconds"] > 0
+    assert emulate.build_model_run(step, SCHEDULE, "", num_iterations=1).schedule.lanes
+
+
+def test_an_added_balancer_is_a_candidate_of_auto_and_of_the_search(monkeypatch: pytest.MonkeyPatch, search: PlanSearch) -> None:
+    assert {BALANCER, "sorted"} <= {ranked.run.balance for ranked in search.ranked}
+    tried: list[Any] = []
+    row = BALANCERS[BALANCER]
+    monkeypatch.setitem(BALANCERS, BALANCER, replace(row, balance=_recorded(row.balance, tried)))
+    asked = request(TWO)
+    BALANCERS["auto"](asked.lengths, graph=TWO, plan=PLANNERS["megatron"](asked).plan, options=BalanceOptions())
+    assert tried == [(asked.lengths,)]
+
+
+def test_an_added_planner_is_a_choice_and_a_candidate_of_braid(
+    monkeypatch: pytest.MonkeyPatch, model: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = "--num-gpus", 2, "--global-batch-size", 4
+    found = run_tool(plan, capsys, *model, *sizes, "--planner", PLANNER, "--compare", "all", "--time-budget", 0.2)
+    assert found["planner"] == PLANNER and set(found["compare"]) == set(PLANNERS)
+    tried: list[Any] = []
+    row = PLANNERS[PLANNER]
+    monkeypatch.setitem(PLANNERS, PLANNER, replace(row, plan=_recorded(row.plan, tried)))
+    PLANNERS["braid"](request(TWO, num_gpus=2, time_budget_seconds=0.2))
+    assert tried

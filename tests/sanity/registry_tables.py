@@ -1,0 +1,126 @@
+"""Tables of docs pages that say what rows of registries say: `python -m tests.sanity.registry_tables` writes them anew."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+from multimodal.balance import BALANCERS
+from multimodal.plan.planners import PLANNERS
+from multimodal.schedule.builders import BUILDERS, ScheduleRow
+from multimodal.schedule.passes import PASSES
+from tests.sanity.repository import ROOT
+
+
+def schedule_table() -> str:
+    """What flags and planners read of each schedule."""
+    header = ("schedule", "does", "keeps", "backwards", "virtual stages", "needs", "source")
+    return _table(
+        header,
+        (
+            (
+                f"`{name}`",
+                row.meaning,
+                _kept(row),
+                "in two" if row.splits_backwards else "whole",
+                "two, in a V" if row.is_folded else row.virtual_stages.value,
+                ", ".join(_needs(row)),
+                row.source,
+            )
+            for name, row in BUILDERS.items()
+        ),
+    )
+
+
+def _kept(row: ScheduleRow) -> str:
+    if row.keeps_all:
+        return "all of a round" if row.num_rounds > 1 else "all"
+    return "as 1F1B" if row.in_flight == 1 else f"{row.in_flight:g} x 1F1B"
+
+
+def _needs(row: ScheduleRow) -> Iterator[str]:
+    if row.layout is not None:
+        yield "stages of its shape"
+    if row.fewest_encoders:
+        yield f"{row.fewest_encoders} encoder{'s' if row.fewest_encoders > 1 else ''} or more"
+    if row.fewest_llm_stages > 1:
+        yield f"an LLM of {row.fewest_llm_stages} stages or more"
+    if row.needs_messages:
+        yield "ranks that wait for each other"
+    if not row.can_train:
+        yield "a simulation: it does not train"
+
+
+def pass_table() -> str:
+    """What flags and planners read of each pass."""
+    header = ("pass", "does", "changes nothing without", "backwards in two", "sharded weights", "source")
+    return _table(
+        header,
+        (
+            (
+                f"`{name}`",
+                row.meaning,
+                row.need.value,
+                _yes(row.splits_backwards),
+                "works" if row.works_with_sharded_weights else "refused",
+                row.source,
+            )
+            for name, row in PASSES.items()
+        ),
+    )
+
+
+def balancer_table() -> str:
+    """What flags, `auto` and planners read of each balancer."""
+    header = ("balancer", "keeps samples whole", "places items", "needs costs", "tried at once on", "source")
+    return _table(
+        header,
+        (
+            (
+                f"`{name}`",
+                _yes(row.keeps_samples_whole),
+                _yes(row.places_items),
+                _yes(row.needs_costs),
+                "; ".join(sorted(placement.value for placement in row.tried_first_on)),
+                row.source,
+            )
+            for name, row in BALANCERS.items()
+        ),
+    )
+
+
+def planner_table() -> str:
+    """What each planner does."""
+    return _table(
+        ("planner", "what it does", "source"), ((f"`{row.name}`", row.meaning, row.source) for row in PLANNERS.values())
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "schedule.md": schedule_table,
+    "passes.md": pass_table,
+    "balance.md": balancer_table,
+    "planning.md": planner_table,
+}
+"""Page -> its table."""
+
+
+def _yes(fact: bool) -> str:
+    return "yes" if fact else ""
+
+
+def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [tuple(header), *map(tuple, rows)]
+    written = [" ".join(["|", " | ".join(cells), "|"]).replace("|  |", "| |").replace("|  |", "| |") for cells in lines]
+    return "\n".join([written[0], "|" + "---|" * len(lines[0]), *written[1:]])
+
+
+def main() -> None:
+    """Put each table in the place of the one that begins as it does."""
+    for name, render in TABLES.items():
+        path, table = ROOT / "docs" / name, render()
+        first = re.escape(table.split("\n", 1)[0])
+        text = path.read_text()
+        path.write_text(re.sub(rf"^{first}\n(\|.*\n)+", lambda _, table=table: table + "\n", text, flags=re.MULTILINE))
+
+
+if __name__ == "__main__":
+    main()
