@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from multimodal.schedule.build_schedule import build_schedule
-from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.builders import BUILDERS, ScheduleRow, VirtualStages
 from multimodal.schedule.draw import draw_timeline
 from multimodal.schedule.unit_cost_timeline import timeline_of_unit_costs
 from multimodal.values.assignment import Assignment, Atom
@@ -34,20 +34,15 @@ class Figure(NamedTuple):
     """Whether these are ranks of whole copies instead, of which the first has all microbatches."""
 
 
-FIGURES = {
-    "gpipe": Figure("GPipe: all forwards, then all backwards"),
-    "breadth-first": Figure("Breadth-first: all microbatches through one layer range before the next", llm_stages=INTERLEAVED),
-    "1f1b": Figure("1F1B: one forward, one backward"),
-    "eager-1f1b": Figure("Eager 1F1B: forwards run ahead as far as memory allows"),
-    "interleaved-1f1b": Figure("Interleaved 1F1B: two layer ranges per LLM stage", llm_stages=INTERLEAVED),
-    "zb-h1": Figure("ZB-H1: weight gradients fill what would be idle"),
-    "zb-v": Figure("ZB-V: the LLM's layers go down and up its stages", llm_stages=V_SHAPED),
-    "dip": Figure("DIP: encoders, then the LLM, then encoders, on the same ranks", encoder_ranks=((2, 3), (2, 3))),
-    "encoders-colocated": Figure("Encoders-colocated: two encoders act as one", encoder_ranks=((0, 1), (0, 1))),
-    "encoders-replicated": Figure(
-        "Encoders-replicated: every stage of the LLM repeats the encoders", encoder_ranks=((2, 3), (2, 3)), is_replicated=True
-    ),
-}
+def figure_of(name: str, row: ScheduleRow) -> Figure:
+    """Choose stages and ranks that suit a schedule, by its row."""
+    title = f"{name}: {row.meaning}"
+    on_llm_ranks = ((2, 3), (2, 3))
+    if row.virtual_stages is VirtualStages.EXPECTED:
+        return Figure(title, llm_stages=V_SHAPED if row.is_folded else INTERLEAVED)
+    if row.copies_encoders or row.num_rounds:
+        return Figure(title, encoder_ranks=on_llm_ranks, is_replicated=row.copies_encoders)
+    return Figure(title, encoder_ranks=((0, 1), (0, 1))) if row.fewest_encoders > 1 else Figure(title)
 
 
 def build_example(figure: Figure) -> tuple[ModelGraph, Plan, Assignment]:
@@ -83,10 +78,13 @@ def main() -> None:
     """Build, lower, validate and draw."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/figures")
     folder.mkdir(parents=True, exist_ok=True)
-    for name, figure in FIGURES.items():
-        build, (graph, plan, assignment) = BUILDERS[name], build_example(figure)
-        assignment = build.assignment_for(assignment, graph=graph, plan=plan)
-        schedule = build_schedule(build, graph, plan, assignment)
+    for name, row in BUILDERS.items():
+        if row.num_rounds > 1:
+            continue  # looks like the schedule of one round, several times
+        figure = figure_of(name, row)
+        graph, plan, assignment = build_example(figure)
+        assignment = row.assignment_for(assignment, graph=graph, plan=plan)
+        schedule = build_schedule(row, graph, plan, assignment)
         timeline = timeline_of_unit_costs(schedule, graph=graph, plan=plan, assignment=assignment, lowered=True)
         draw_timeline(timeline, folder / f"{name}.png", title=figure.title)
 

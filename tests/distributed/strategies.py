@@ -39,7 +39,11 @@ def gradient_cases(draw: st.DrawFn) -> GradientCase:
         plan,
         assignment,
         source,
-        builder=draw(st.sampled_from([name for name in sorted(BUILDERS) if _can_build(name, graph, plan, assignment)])),
+        builder=draw(
+            st.sampled_from(
+                [name for name in sorted(BUILDERS) if _can_build(name, graph, plan, assignment)]
+            )
+        ),
         sequence_parallel=draw(st.booleans()),
         recompute=draw(st.sampled_from([None, "selective", "full"])),
         passes=draw(passes()),
@@ -238,8 +242,9 @@ def _groupings(draw: st.DrawFn, atoms: Sequence[Atom], num_replicas: int) -> tup
 
 def _can_build(builder: str, graph: ModelGraph, plan: Plan, assignment: Assignment) -> bool:
     """Return whether a run may have the schedule and its builder allows the plan; most allow every plan."""
-    if builder not in ("encoders-colocated", "zb-v"):
-        return BUILDERS[builder].can_train
+    row = BUILDERS[builder]
+    if not (row.is_folded or row.fewest_encoders > 1):
+        return row.can_train
     try:
         BUILDERS[builder](graph, plan, assignment)
     except ScheduleError:

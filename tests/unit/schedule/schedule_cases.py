@@ -134,12 +134,16 @@ def builders_for(case: Case) -> list[str]:
     """The builders that the layout of a case allows."""
     encoders = [case.plan.units[unit.name] for unit in case.graph.encoders]
     stages = [[[stage.ranks for stage in replica.virtual_stages] for replica in unit.replicas] for unit in encoders]
-    refused = {
-        "zb-v": not any(is_v_shaped(unit) for unit in case.plan.units.values()),
-        "encoders-colocated": any(each != stages[0] for each in stages),
-        "encoders-replicated": any(not _are_copies(unit, case.plan.units["llm"]) for unit in encoders),
-    }
-    return [name for name in BUILDERS if not refused.get(name, False)]
+    has_no_v = not any(is_v_shaped(unit) for unit in case.plan.units.values())
+    is_apart = any(each != stages[0] for each in stages)
+    has_no_copies = any(not _are_copies(unit, case.plan.units["llm"]) for unit in encoders)
+    return [
+        name
+        for name, row in BUILDERS.items()
+        if not (row.is_folded and has_no_v)
+        and not (row.fewest_encoders > 1 and is_apart)
+        and not (row.copies_encoders and has_no_copies)
+    ]
 
 
 def placed_for(builder: str, case: Case) -> Case:

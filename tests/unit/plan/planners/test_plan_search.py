@@ -1,0 +1,68 @@
+"""What a search tries, as rows of schedules and balancers say it."""
+
+from dataclasses import replace
+
+import pytest
+
+from multimodal.balance import BALANCERS
+from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners.plan_search import PlanSearch
+from multimodal.plan.planners.planning_request import FixedSizes
+from multimodal.plan.planners.unit_layout import fold_stages
+from multimodal.schedule.builders import BUILDERS, VirtualStages
+from multimodal.schedule.builders.zb_v import is_v_shaped
+from tests.unit.plan.planners.planning_cases import TEXT_ONLY, TWO, request
+
+ALWAYS = float("inf")
+"""A start that leaves all time of the world."""
+
+
+def varied(asked, planner):
+    """Search the variants of one planner's plan."""
+    search = PlanSearch(asked, began=ALWAYS)
+    search.rank_others([PLANNERS[planner]])
+    search.vary_best()
+    return [ranked.run for ranked in search.ranked]
+
+
+def test_all_balancers_that_suit_are_tried():
+    tried = {run.balance for run in varied(request(TWO, num_gpus=8), "disttrain")}
+    assert tried == {name for name, row in BALANCERS.items() if not row.needs_costs and not row.is_for_these_alone}
+
+
+def test_all_schedules_for_single_ranges_are_tried():
+    asked = request(TEXT_ONLY, fixed_sizes={"llm": FixedSizes(pipeline_parallel_size=2, virtual_stages=1)})
+    tried = {run.schedule for run in varied(asked, "megatron")}
+    wanted = {
+        name
+        for name, row in BUILDERS.items()
+        if row.can_train and row.virtual_stages is not VirtualStages.EXPECTED and not row.fewest_encoders
+    }
+    assert tried == wanted and "gpipe" in tried
+
+
+def test_all_schedules_for_virtual_stages_are_tried_and_zb_v_on_folded_ones():
+    sizes = FixedSizes(pipeline_parallel_size=2, virtual_stages=2)
+    runs = varied(request(TEXT_ONLY, fixed_sizes={"llm": sizes}), "megatron-balanced")
+    assert {run.schedule for run in runs} == {
+        name for name, row in BUILDERS.items() if row.virtual_stages is not VirtualStages.NO_USE
+    }
+    for run in runs:
+        assert not BUILDERS[run.schedule].is_folded or is_v_shaped(run.plan.units["llm"])
+
+
+def test_what_cannot_train_is_not_found(monkeypatch):
+    monkeypatch.setitem(BUILDERS, "gpipe", replace(BUILDERS["gpipe"], can_train=False))
+    asked = request(TEXT_ONLY, fixed_sizes={"llm": FixedSizes(pipeline_parallel_size=2, virtual_stages=1)})
+    assert "gpipe" not in {run.schedule for run in varied(asked, "megatron")}
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_folding_keeps_layers_and_ranks(num_stages):
+    sizes = FixedSizes(pipeline_parallel_size=num_stages, virtual_stages=2)
+    plan = PLANNERS["megatron-balanced"](request(TEXT_ONLY, fixed_sizes={"llm": sizes})).plan
+    folded = fold_stages(plan)
+    before, after = (each.units["llm"].replicas[0].stages for each in (plan, folded))
+    assert is_v_shaped(folded.units["llm"]) and fold_stages(folded) == folded
+    assert [stage.ranks for stage in before] == [stage.ranks for stage in after]
+    assert sorted(r for stage in before for r in stage.layer_ranges) == sorted(r for stage in after for r in stage.layer_ranges)
