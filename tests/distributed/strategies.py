@@ -39,11 +39,7 @@ def gradient_cases(draw: st.DrawFn) -> GradientCase:
         plan,
         assignment,
         source,
-        builder=draw(
-            st.sampled_from(
-                [name for name in sorted(BUILDERS) if _can_build(name, graph, plan, assignment)]
-            )
-        ),
+        builder=draw(st.sampled_from([name for name in sorted(BUILDERS) if _can_build(name, graph, plan, assignment)])),
         sequence_parallel=draw(st.booleans()),
         recompute=draw(st.sampled_from([None, "selective", "full"])),
         passes=draw(passes()),

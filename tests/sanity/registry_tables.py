@@ -41,12 +41,12 @@ def _needs(row: ScheduleRow) -> Iterator[str]:
         yield "stages of its shape"
     if row.fewest_encoders:
         yield f"{row.fewest_encoders} encoder{'s' if row.fewest_encoders > 1 else ''} or more"
-    if row.fewest_llm_stages > 1:
-        yield f"an LLM of {row.fewest_llm_stages} stages or more"
+    if row.copies_encoders:
+        yield "copies of encoders beside every stage of the LLM"
     if row.needs_messages:
         yield "ranks that wait for each other"
     if not row.can_train:
-        yield "a simulation: it does not train"
+        yield "simulation: no run trains with it"
 
 
 def pass_table() -> str:

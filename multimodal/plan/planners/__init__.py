@@ -81,7 +81,7 @@ _ROWS = (
     PlannerRow(
         name="encoders-replicated",
         plan=plan_encoders_replicated,
-        meaning="a copy of every encoder in each LLM stage",
+        meaning="a copy of every encoder in each LLM stage; a baseline that is predicted but cannot be run",
         source="Cornstarch 2",
     ),
     PlannerRow(
@@ -108,7 +108,12 @@ _ROWS = (
         meaning="one dp; a replica's GPUs in proportion to work, from a batch that is shown to be large enough",
         source="Entrain, Alg. 2, 3",
     ),
-    PlannerRow(name="braid", plan=_plan_braid, meaning="searches the union of these layouts by simulation", searches_others=True),
+    PlannerRow(
+        name="braid",
+        plan=_plan_braid,
+        meaning="searches the union of these layouts, except those that cannot be run, by simulation",
+        searches_others=True,
+    ),
 )
 
 PLANNERS: dict[str, PlannerRow] = {row.name: row for row in _ROWS}

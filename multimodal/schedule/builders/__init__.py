@@ -144,7 +144,7 @@ BUILDERS: dict[str, ScheduleRow] = {
     ),
     "interleaved-1f1b": ScheduleRow(
         build=build_interleaved_1f1b,
-        meaning="1F1B over layer ranges that are dealt to the stages in turn",
+        meaning="1F1B over layer ranges dealt to the stages in turn",
         source="Narayanan et al., Megatron-LM 2.2",
         virtual_stages=VirtualStages.EXPECTED,
         layout=_DEALT,
@@ -169,7 +169,7 @@ BUILDERS: dict[str, ScheduleRow] = {
     ),
     "dip": ScheduleRow(
         build=build_dip,
-        meaning="encoder forwards, then the LLM, then encoder backwards, on the same ranks",
+        meaning="encoders, then the LLM, then encoders, on the same ranks",
         source="DIP",
         in_flight=math.inf,
         num_rounds=1,
@@ -188,7 +188,7 @@ BUILDERS: dict[str, ScheduleRow] = {
     },
     "encoders-colocated": ScheduleRow(
         build=build_encoders_colocated,
-        meaning="several encoders in the same stages run as if they were one",
+        meaning="several encoders run as one in the same stages",
         source="Cornstarch 2",
         fewest_encoders=2,
         role_of_encoders="runs several encoders as one",
