@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.table import Table
 
-from multimodal.cost.layer_curves import Interpolated, LayerCurves
-from multimodal.cost.layer_profile import LayerProfile
+from multimodal.cost.seconds.layer_curves import Interpolated, LayerCurves
+from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.digits import DigitsSource
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.model_graph import ModelGraph

@@ -29,8 +29,8 @@ from torch.nn import Module
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.runtime.emulation.emulated_run import run_on_ranks
-from multimodal.cost.layer_curves import Quadratic
 from multimodal.cost.layers.collectives import LayerCollectives
+from multimodal.cost.seconds.layer_curves import Quadratic
 from multimodal.model import overlapped_linear, overlapped_product
 from multimodal.model.overlapped_linear import OverlappedColumnParallelLinear, OverlappedRowParallelLinear
 

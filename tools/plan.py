@@ -17,9 +17,9 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.layer_profile import LayerProfile
 from multimodal.cost.layers.layer import Implementation
 from multimodal.cost.layers.registry import read_model
+from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.draw_plans import draw_plans

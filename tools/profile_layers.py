@@ -37,11 +37,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.runtime import platform
 from megatron.runtime.profiling.profiler import LayerTimes, build_layer, time_layer
 from megatron.runtime.profiling.step_profiler import time_runtime, time_update
-from multimodal.cost.draw_curves import MeasuredLayer, draw_curves
-from multimodal.cost.fit_quadratic import FitError, fit_error, fit_quadratic
-from multimodal.cost.layer_curves import Curve, Interpolated, LayerCurves, PackedSize
-from multimodal.cost.layer_profile import LayerProfile, ProfileKey, StepProfile
 from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer, read_model
+from multimodal.cost.seconds.draw_curves import MeasuredLayer, draw_curves
+from multimodal.cost.seconds.fit_quadratic import FitError, fit_error, fit_quadratic
+from multimodal.cost.seconds.layer_curves import Curve, Interpolated, LayerCurves, PackedSize
+from multimodal.cost.seconds.layer_profile import LayerProfile, ProfileKey, StepProfile
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.values.errors import BraidError, ConfigError
 from multimodal.values.model_graph import ModelGraph, Unit

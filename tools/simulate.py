@@ -20,14 +20,14 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
-from multimodal.cost.layer_profile import LayerProfile
 from multimodal.cost.layers.layer import Implementation
 from multimodal.cost.layers.registry import read_model
-from multimodal.cost.memory import ZERO_STAGES, default_zero_stage
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.replicated_table import replicate_encoders
 from multimodal.cost.run_options import RunOptions
+from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.step_costs import StepCosts
+from multimodal.cost.step_memory import ZERO_STAGES, default_zero_stage
 from multimodal.cost.table_costs import TableCosts
 from multimodal.cost.table_model import build_table_model
 from multimodal.data.length_table import read_length_table, uniform_lengths

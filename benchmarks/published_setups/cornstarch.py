@@ -17,12 +17,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmarks.published_setups.calibrate_compute import calibrate_compute
 from benchmarks.published_setups.planned import Setup, read_cluster, read_model
 from benchmarks.published_setups.rows import Row, single
-from multimodal.cost.calibrate_compute import calibrate_compute
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.layer_costs import LayerCosts
-from multimodal.cost.layer_execution import LayerExecution
+from multimodal.cost.run_options import LayerExecution
+from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.unit_load import add_loads, sample_load
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.values.backward_need import layers_backward_need

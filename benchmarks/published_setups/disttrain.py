@@ -16,11 +16,11 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
+from benchmarks.published_setups.calibrate_compute import calibrate_compute
 from benchmarks.published_setups.planned import Setup, read_cluster, read_model
 from benchmarks.published_setups.rows import Row, single
-from multimodal.cost.calibrate_compute import calibrate_compute
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.layer_costs import LayerCosts
+from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.unit_load import item_load
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes

@@ -14,7 +14,7 @@ from benchmarks.published_setups.planned import Setup, read_cluster, read_model
 from benchmarks.published_setups.rows import Row, single
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.communication import collective_seconds
-from multimodal.cost.layer_costs import LayerCosts
+from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.unit_load import item_load
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.values.model_graph import ModelGraph

@@ -6,12 +6,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from multimodal.cost.calibrate_compute import calibrate_compute
+from benchmarks.published_setups.calibrate_compute import calibrate_compute
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.layer_costs import LayerCosts
-from multimodal.cost.layer_execution import DEFAULT_EXECUTION, LayerExecution
 from multimodal.cost.layers.layer import Recompute
-from multimodal.cost.run_options import RunOptions
+from multimodal.cost.run_options import DEFAULT_EXECUTION, LayerExecution, RunOptions
+from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest

@@ -8,14 +8,13 @@ from multimodal.cost.assigned_loads import AssignedLoads
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.communication import collective_seconds, exchange_cost, message_cost
 from multimodal.cost.flops import step_flops
-from multimodal.cost.layer_costs import LayerCosts, LayerSeconds
-from multimodal.cost.layer_profile import LayerProfile
 from multimodal.cost.layers.registry import LAYER_KINDS
-from multimodal.cost.memory import GRADIENT_BYTES
 from multimodal.cost.run_options import DEFAULT_OPTIONS, RunOptions
+from multimodal.cost.seconds.layer_costs import LayerCosts, LayerSeconds
+from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.stage_layers import StageKey, StageLayers
 from multimodal.cost.step_costs import ComputeCost, TransferCost
-from multimodal.cost.step_memory import StepMemory
+from multimodal.cost.step_memory import GRADIENT_BYTES, StepMemory
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.cost.update_seconds import update_seconds
 from multimodal.values.assignment import Assignment, MicrobatchPlace

@@ -1,4 +1,4 @@
-"""Bytes that one step takes on each rank: what places keep between forward and backward, and what is always there."""
+"""Bytes that a step takes on each rank: of weights and optimizer state all the time, of activations until their backward."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -6,7 +6,6 @@ from functools import cached_property
 from multimodal.cost.assigned_loads import AssignedLoads
 from multimodal.cost.layers.layer import ActivationCase, Recompute
 from multimodal.cost.layers.registry import LAYER_KINDS
-from multimodal.cost.memory import GRADIENT_BYTES, layer_static_bytes
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageKey, StageLayers
 from multimodal.cost.unit_load import UnitLoad
@@ -15,10 +14,44 @@ from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.model_graph import Role
 from multimodal.values.schedule import Place
 
+BYTES_PER_ELEMENT = 2
+"""bf16 activations and weights."""
+GRADIENT_BYTES = 4
+"""Megatron accumulates gradients in fp32."""
+OPTIMIZER_BYTES = 12
+"""Adam in fp32: master weight and two moments."""
+ZERO_STAGES = (0, 1, 2, 3)
+"""What replicas share instead of each keeping all: 0 nothing, 1 optimizer state, 2 gradients as well, 3 weights as well."""
 OPEN_ACTIVATIONS, OPEN_GRADIENTS = 1, 4
 """Messages that are there at a time: the runtime posts receives eight actions ahead, and keeps a result until it is sent."""
 GATHERED_GROUPS = 2
 """Groups of heads whose keys and values context parallel ranks hold of all tokens at a time (multimodal/attention)."""
+
+
+def default_zero_stage(bytes_per_element: int) -> int:
+    """What training shares: optimizer state (1), but nothing in fp64, whose optimizer stays whole on every replica."""
+    return 0 if bytes_per_element > 4 else 1
+
+
+def layer_static_bytes(
+    num_weights: int,
+    *,
+    is_trained: bool,
+    data_parallel_size: int,
+    zero_stage: int = 1,
+    bytes_per_element: int = BYTES_PER_ELEMENT,
+) -> float:
+    """Return the bytes of so many weights on one replica, all tensor parallel ranks together.
+
+    zero_stage: see ZERO_STAGES; data_parallel_size: ranks that hold the same weights, context parallel ones included. Weights in
+    fp32 are their own master weights; in fp64, gradients and moments are fp64, too.
+    """
+    weights = num_weights * bytes_per_element / (data_parallel_size if zero_stage >= 3 else 1)
+    if not is_trained:
+        return weights
+    optimizer = OPTIMIZER_BYTES if bytes_per_element < 4 else 2 * bytes_per_element
+    gradients = max(GRADIENT_BYTES, bytes_per_element) / (data_parallel_size if zero_stage >= 2 else 1)
+    return weights + num_weights * (gradients + optimizer / (data_parallel_size if zero_stage >= 1 else 1))
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 from collections.abc import Collection
 
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.layer_profile import StepProfile
-from multimodal.cost.memory import GRADIENT_BYTES, OPTIMIZER_BYTES
 from multimodal.cost.run_options import RunOptions
+from multimodal.cost.seconds.layer_profile import StepProfile
 from multimodal.cost.stage_layers import StageKey, StageLayers
+from multimodal.cost.step_memory import GRADIENT_BYTES, OPTIMIZER_BYTES
 
 
 def update_seconds(stages: StageLayers, *, options: RunOptions, cluster: Cluster, profile: StepProfile | None = None) -> float:

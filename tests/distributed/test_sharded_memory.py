@@ -10,10 +10,9 @@ import torch
 from megatron.runtime.execution.activation_store import storage_identity
 from megatron.runtime.gradients.sharded_layer import ShardedLayer
 from multimodal.cost.assigned_loads import AssignedLoads
-from multimodal.cost.memory import layer_static_bytes
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageLayers
-from multimodal.cost.step_memory import StepMemory
+from multimodal.cost.step_memory import StepMemory, layer_static_bytes
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph, Transformer
 from tests.distributed.rank_pool import RankPool

@@ -18,7 +18,7 @@ from megatron.runtime.execution.activation_store import SavedTensors
 from megatron.runtime.gradients.gradients import wrap_in_gradient_buffers
 from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.cost.cluster import peak_tflops
-from multimodal.cost.layer_curves import PackedSize
+from multimodal.cost.seconds.layer_curves import PackedSize
 from multimodal.model.initialization import initialize_parameters
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.layers.registry import kind_of

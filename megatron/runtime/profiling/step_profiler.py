@@ -13,7 +13,7 @@ from megatron.runtime.gradients.unit_optimizer import build_optimizer_config, bu
 from megatron.runtime.profiling.profiler import seconds_of
 from megatron.runtime.session import Session
 from megatron.runtime.step.step import Step
-from multimodal.cost.layer_curves import PackedSize
+from multimodal.cost.seconds.layer_curves import PackedSize
 from multimodal.model.unit_stage import UnitStage
 from multimodal.plan.colocated import plan_colocated
 from multimodal.values.assignment import Assignment, Atom

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.communication import collective_seconds
-from multimodal.cost.layer_curves import Quadratic
+from multimodal.cost.seconds.layer_curves import Quadratic
 
 ATTENTION_BACKWARD = 2.5
 """Flash attention's backward over its forward: five products instead of two, since scores are not kept but computed again

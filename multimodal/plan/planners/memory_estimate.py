@@ -12,8 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from multimodal.cost.layers.layer import ActivationBytes, ActivationCase
 from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer
-from multimodal.cost.memory import layer_static_bytes
-from multimodal.cost.step_memory import GATHERED_GROUPS
+from multimodal.cost.step_memory import GATHERED_GROUPS, layer_static_bytes
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.planners.planning_request import PlanningRequest, plain_schedule
 from multimodal.plan.planners.unit_layout import Range, UnitLayout

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.layer_costs import LayerCosts
-from multimodal.cost.layer_profile import LayerProfile
 from multimodal.cost.layers.layer import Implementation, Recompute
-from multimodal.cost.memory import default_zero_stage
 from multimodal.cost.run_options import RunOptions
+from multimodal.cost.seconds.layer_costs import LayerCosts
+from multimodal.cost.seconds.layer_profile import LayerProfile
+from multimodal.cost.step_memory import default_zero_stage
 from multimodal.cost.unit_load import UnitLoad, sample_load
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES

@@ -7,11 +7,11 @@ from functools import partial
 
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
-from multimodal.cost.memory import layer_static_bytes
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_costs import ComputeCost, StepCosts, TransferCost
+from multimodal.cost.step_memory import layer_static_bytes
 from multimodal.cost.update_seconds import update_seconds
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from multimodal.cost.communication import collective_seconds
 from multimodal.cost.layers.registry import describe_layer
-from multimodal.cost.memory import GRADIENT_BYTES
+from multimodal.cost.step_memory import GRADIENT_BYTES
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.planners.candidate import Candidate, fits, num_unit_microbatches
 from multimodal.plan.planners.layer_times import PlanningTimes, stage_times

@@ -2,7 +2,7 @@
 
 import pytest
 
-from multimodal.cost.calibrate_compute import calibrate_compute, scale_compute
+from benchmarks.published_setups.calibrate_compute import calibrate_compute, scale_compute
 from multimodal.cost.cluster import Cluster, Network, NodeLink
 from multimodal.values.errors import ConfigError
 

@@ -6,9 +6,9 @@ import pytest
 
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.communication import collective_seconds
-from multimodal.cost.memory import default_zero_stage, layer_static_bytes
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
+from multimodal.cost.step_memory import default_zero_stage, layer_static_bytes
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.unit_grid import build_unit_plan
 from multimodal.plan.unit_sizes import UnitSizes

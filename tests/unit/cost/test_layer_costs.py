@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.communication import collective_seconds
-from multimodal.cost.layer_costs import NO_SECONDS, LayerCosts
-from multimodal.cost.layer_curves import LayerCurves, Quadratic
-from multimodal.cost.layer_profile import LayerProfile
 from multimodal.cost.layers.registry import describe_layer
+from multimodal.cost.seconds.layer_costs import NO_SECONDS, LayerCosts
+from multimodal.cost.seconds.layer_curves import LayerCurves, Quadratic
+from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.unit_load import UnitLoad, item_load
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.errors import ConfigError

@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multimodal.cost.attention_window import AttentionWindow
 from multimodal.cost.cluster import NodeLink
-from multimodal.cost.layer_costs import LayerCosts
-from multimodal.cost.layer_curves import Quadratic
-from multimodal.cost.layer_execution import LayerExecution
 from multimodal.cost.layers.collectives import LayerCollectives
+from multimodal.cost.run_options import AttentionWindow, LayerExecution
+from multimodal.cost.seconds.layer_costs import LayerCosts
+from multimodal.cost.seconds.layer_curves import Quadratic
 from tests.unit.cost.test_layer_costs import CLUSTER, GRAPH, LAYER, LOAD, PLAIN
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multimodal.cost.fit_quadratic import FitError, fit_error, fit_quadratic
-from multimodal.cost.layer_curves import Interpolated, LayerCurves, PackedSize, Quadratic
-from multimodal.cost.layer_profile import LayerProfile
+from multimodal.cost.seconds.fit_quadratic import FitError, fit_error, fit_quadratic
+from multimodal.cost.seconds.layer_curves import Interpolated, LayerCurves, PackedSize, Quadratic
+from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.values.errors import ConfigError
 
 SIZES = tuple(PackedSize(tokens) for tokens in (64, 256, 1024, 4096, 16384))

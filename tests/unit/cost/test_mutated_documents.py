@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron.runtime.flags.arguments import read_config_file
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
-from multimodal.cost.layer_profile import LayerProfile
+from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.values.errors import BraidError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, validate_plan

@@ -4,9 +4,9 @@ import pytest
 
 from multimodal.cost.assigned_loads import AssignedLoads
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.layer_costs import LayerCosts
-from multimodal.cost.layer_curves import LayerCurves, PackedSize, Quadratic
-from multimodal.cost.layer_profile import LayerProfile
+from multimodal.cost.seconds.layer_costs import LayerCosts
+from multimodal.cost.seconds.layer_curves import LayerCurves, PackedSize, Quadratic
+from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.unit_load import UnitLoad, add_loads, item_load, sample_load
 from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace
 from multimodal.values.model_graph import ModelGraph

@@ -10,8 +10,8 @@ import yaml
 
 from megatron.runtime.profiling.profiler import build_layer, time_layer
 from megatron.runtime.profiling.step_profiler import time_runtime, time_update
-from multimodal.cost.layer_curves import PackedSize
-from multimodal.cost.layer_profile import LayerProfile
+from multimodal.cost.seconds.layer_curves import PackedSize
+from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.model_graph import ModelGraph

@@ -10,7 +10,7 @@ from benchmarks.published_setups.orchmllm import pad_items
 from benchmarks.published_setups.planned import Setup, read_cluster, read_model
 from benchmarks.published_setups.rows import Row, single
 from benchmarks.published_training import main
-from multimodal.cost.layer_execution import LayerExecution
+from multimodal.cost.run_options import LayerExecution
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths

@@ -6,7 +6,7 @@ import pytest
 
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
-from multimodal.cost.memory import layer_static_bytes
+from multimodal.cost.step_memory import layer_static_bytes
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.candidate import Candidate
 from multimodal.plan.planners.memory_estimate import MemoryEstimate

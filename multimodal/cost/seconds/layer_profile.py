@@ -20,8 +20,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from multimodal.cost.layer_curves import Curve, Interpolated, LayerCurves, Quadratic
 from multimodal.cost.layers.registry import LAYER_KINDS
+from multimodal.cost.seconds.layer_curves import Curve, Interpolated, LayerCurves, Quadratic
 from multimodal.values.errors import ConfigError
 from multimodal.values.file_form import read_file, write_mapping
 from multimodal.values.model_graph import ModelGraph

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
-from multimodal.cost.layer_curves import Curve, PackedSize, Quadratic
+from multimodal.cost.seconds.layer_curves import Curve, PackedSize, Quadratic
 
 
 class FitError(NamedTuple):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from multimodal.cost.layer_curves import LayerCurves, PackedSize
+from multimodal.cost.seconds.layer_curves import LayerCurves, PackedSize
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

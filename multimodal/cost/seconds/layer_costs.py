@@ -4,15 +4,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from multimodal.cost.analytic_curves import analytic_curves
-from multimodal.cost.attention_window import windowed
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.layer_curves import Curve, LayerCurves, Quadratic, counted_tokens
-from multimodal.cost.layer_execution import DEFAULT_EXECUTION, LayerExecution
-from multimodal.cost.layer_profile import LayerProfile, ProfileKey
 from multimodal.cost.layers.collectives import LayerCollectives
 from multimodal.cost.layers.layer import Layer, Recompute
 from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer
+from multimodal.cost.run_options import DEFAULT_EXECUTION, LayerExecution
+from multimodal.cost.seconds.analytic_curves import analytic_curves, windowed
+from multimodal.cost.seconds.layer_curves import Curve, LayerCurves, Quadratic, counted_tokens
+from multimodal.cost.seconds.layer_profile import LayerProfile, ProfileKey
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.model_graph import ModelGraph
