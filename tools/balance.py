@@ -1,4 +1,4 @@
-"""Says how evenly a balancer would spread batches of real lengths, before anything runs; see docs/balance.md.
+"""Prints how evenly a balancer spreads batches of real lengths over replicas and microbatches; see docs/balance.md.
 
 python tools/balance.py --lengths L.csv.gz --units vision,llm --replicas vision=32,llm=16 --global-batch-size 512
                         --microbatches 8 --balance orchmllm [--gpus-per-node 8] [--num-batches N] [--seed S] [--json]
@@ -22,18 +22,18 @@ from multimodal.balance.measure_balance import measure_balance
 from multimodal.balance.unit_cost import CostForm, UnitCost
 from multimodal.cost.layers.registry import read_model
 from multimodal.data.length_table import read_length_table
-from multimodal.values.errors import BraidError, ConfigError
+from multimodal.values.errors import ConfigError
 from multimodal.values.length_batches import draw_length_batches
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from tools.flag_types import Parser, count, counts_by_unit, seed, values_by_unit
+from tools.command_line import Parser, count, counts_by_unit, run_tool, seed, values_by_unit
 
 TOKEN_BYTES = 4
 """Of a token id, before the LLM takes it."""
 AUDIO_TOKEN_BYTES = 2 * 80 * 4
 """Two frames of 80 float32 mel bins make one token of Whisper's encoder."""
 SHAPE = {"num_layers": 1, "hidden_size": 128, "num_attention_heads": 1, "ffn_hidden_size": 128}
-"""Where no model is given, only the units' names and the images' patches matter."""
+"""Of units where no model is given: only their names and the images' patches matter."""
 
 
 def build_parser() -> Parser:
@@ -44,13 +44,13 @@ def build_parser() -> Parser:
     data.add_argument("--global-batch-size", type=count, required=True, metavar="N", help="Samples in a batch.")
     data.add_argument("--num-batches", type=count, default=8, metavar="N", help="Batches to balance (8).")
     data.add_argument("--seed", type=seed, default=0, metavar="S", help="Of the order in which samples are drawn (0).")
-    layout = parser.add_argument_group("who takes it")
+    layout = parser.add_argument_group("the layout")
     layout.add_argument("--units", type=_names, metavar="A,B", help="Encoders and the LLM, which is the last one.")
     layout.add_argument("--model", type=Path, metavar="M.yaml", help="A model in place of --units: its FLOPs are the costs.")
     layout.add_argument("--replicas", type=counts_by_unit, required=True, metavar="UNIT=N,...", help="Replicas of every unit.")
     layout.add_argument("--microbatches", type=count, required=True, metavar="N", help="Microbatches of an LLM replica.")
     layout.add_argument("--gpus-per-node", type=count, default=8, metavar="N", help="Replicas that share a node (8).")
-    how = parser.add_argument_group("how")
+    how = parser.add_argument_group("the balancer")
     how.add_argument("--balance", required=True, choices=BALANCERS, help="The balancer.")
     how.add_argument("--balance-granularity", choices=[*Granularity], default="item", help="What an encoder moves as one (item).")
     how.add_argument(
@@ -95,7 +95,7 @@ def build_graph(flags: argparse.Namespace) -> ModelGraph:
 
 
 def build_plan(graph: ModelGraph, replicas: Mapping[str, int]) -> Plan:
-    """One rank per replica: what a balancer sees of a plan is how many replicas there are."""
+    """Build a plan of one rank per replica: a balancer looks only at the number of replicas."""
     if set(replicas) != set(graph.unit_names):
         raise ConfigError(f"--replicas names {', '.join(replicas)}; give a number for each of {', '.join(graph.unit_names)}")
     units, first = {}, 0
@@ -107,7 +107,7 @@ def build_plan(graph: ModelGraph, replicas: Mapping[str, int]) -> Plan:
 
 
 def bytes_per_token(graph: ModelGraph) -> dict[str, int]:
-    """unit -> bytes of raw data behind one of its tokens."""
+    """Return unit -> bytes of raw data behind one of its tokens."""
     sizes = {}
     for unit in graph.units:
         if unit.role is Role.ENCODER and unit.image is not None and "audio" not in unit.name:
@@ -118,7 +118,7 @@ def bytes_per_token(graph: ModelGraph) -> dict[str, int]:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Do what the flags ask for; raises BraidError."""
+    """Balance and print as the flags ask; raises BraidError."""
     flags = build_parser().parse_args(argv)
     graph = build_graph(flags)
     plan = build_plan(graph, flags.replicas)
@@ -163,12 +163,7 @@ def print_table(report: Mapping[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: 2, with one line on stderr, for wrong input."""
-    try:
-        run(sys.argv[1:] if argv is None else argv)
-    except (BraidError, OSError, ImportError) as problem:
-        print(f"balance.py: {type(problem).__name__}: {problem}", file=sys.stderr)
-        return 2
-    return 0
+    return run_tool("balance.py", run, argv)
 
 
 if __name__ == "__main__":

@@ -1,52 +1,71 @@
-"""Draw the figure of docs/attention.md: the blocks of four masks, and the work of one on eight programs.
+"""Draws the figures of docs/attention.md (blocks of masks, and their work) and docs/context_parallelism.md (tokens on ranks).
 
 Run `python tools/draw_attention.py [FOLDER]`; the folder is docs/figures by default.
 """
 
 import heapq
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from multimodal.attention.attention_mask import AttentionMask
-from multimodal.attention.bitfield import MaskSegment, build_bitfield_mask
+from multimodal.attention.bitfield import BitfieldMask, MaskSegment, build_bitfield_mask
+from multimodal.attention.block_summary import count_block_workloads
+from multimodal.attention.token_shares import TokenShares, share_tokens
 from multimodal.attention.triton_kernels.work_list import WorkList, order_blocks, plan_work_list
+from multimodal.balance.algorithms.distribute_tokens import TokenDistribution, rank_workloads
+from tools.command_line import figure_folder
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 BLOCK_SIZE, NUM_PROGRAMS = 8, 8
 COLORS = {"full": "#4878a8", "partial": "#e8a33d", "empty": "#dddddd"}
+SHARED_BLOCK_SIZE, NUM_RANKS, SEED = 16, 4, 1
+RANK_COLORS = ("#4878a8", "#e8a33d", "#6a9f58", "#b65e8a")
 IMAGE, TEXT = "image", "text"
-FAMILIES: dict[str, Sequence[Sequence[tuple[str, int]]]] = {
+Masks = Mapping[str, Sequence[Sequence[tuple[str, int]]]]
+"""Mode -> samples -> (kind, tokens) of their segments."""
+BLOCK_MASKS: Masks = {
     "causal": [[(TEXT, 96)]],
     "prefix": [[(IMAGE, 40), (TEXT, 56)]],
     "embedded": [[(TEXT, 12), (IMAGE, 30), (TEXT, 10), (IMAGE, 20), (TEXT, 24)]],
     "packed": [[(TEXT, 6), (IMAGE, 20), (TEXT, 10)], [(IMAGE, 24), (TEXT, 5)], [(TEXT, 9), (IMAGE, 12), (TEXT, 10)]],
 }
-"""Mode -> samples -> pieces."""
+SHARED_MASKS: Masks = {
+    "prefix": [[(IMAGE, 160), (IMAGE, 96), (TEXT, 256)]],
+    "embedded": [[(TEXT, 60), (IMAGE, 144), (TEXT, 40), (IMAGE, 100), (TEXT, 168)]],
+    "packed": [
+        [(TEXT, 30), (IMAGE, 120), (TEXT, 50)],
+        [(IMAGE, 100), (TEXT, 20)],
+        [(TEXT, 70), (IMAGE, 40), (TEXT, 82)],
+    ],
+}
 
 
-def build_mask(mode: str) -> AttentionMask:
-    """The mask of a family."""
+def build_mask(masks: Masks, mode: str) -> BitfieldMask:
+    """Build the mask of a mode."""
     samples = [
         [
             MaskSegment(length, IMAGE, index) if kind == IMAGE else MaskSegment(length)
-            for index, (kind, length) in enumerate(pieces)
+            for index, (kind, length) in enumerate(segments)
         ]
-        for pieces in FAMILIES[mode]
+        for segments in masks[mode]
     ]
-    return AttentionMask(build_bitfield_mask(samples, modalities=(IMAGE,), mode=mode), block_size=BLOCK_SIZE)
+    return build_bitfield_mask(samples, modalities=(IMAGE,), mode=mode)
 
 
 def draw_blocks(axes: Axes, mask: AttentionMask, title: str) -> None:
-    """Draw what is visible over the blocks that a kernel visits."""
+    """Draw the visible pairs over the blocks that a kernel visits."""
     num_tokens, num_rows = mask.num_keys, len(mask.by_query.row_starts) - 1
     colors = np.full((num_rows, num_rows, 3), to_rgb(COLORS["empty"]))
     for row in range(num_rows):
@@ -63,7 +82,7 @@ def draw_blocks(axes: Axes, mask: AttentionMask, title: str) -> None:
 
 
 def plan_work(mask: AttentionMask, max_blocks_per_item: int | None) -> WorkList:
-    """The work list of a mask."""
+    """Return the work list of a mask."""
     blocks = order_blocks(
         mask.by_query, num_row_tokens=mask.num_queries, num_column_tokens=mask.num_keys, block_size=mask.block_size
     )
@@ -71,7 +90,7 @@ def plan_work(mask: AttentionMask, max_blocks_per_item: int | None) -> WorkList:
 
 
 def draw_programs(axes: Axes, work: WorkList, title: str) -> None:
-    """Draw which program runs which item when, each taking the next item when it is free."""
+    """Draw the items that each program runs, taking the next item when it is free."""
     free = [(0, program) for program in range(NUM_PROGRAMS)]
     for row, begin, full_end, end, _ in work.items.tolist():
         start, program = heapq.heappop(free)
@@ -86,19 +105,52 @@ def draw_programs(axes: Axes, work: WorkList, title: str) -> None:
     axes.invert_yaxis()
 
 
-def main() -> None:
-    """Draw into the folder given."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1] / "docs/figures"
-    folder.mkdir(parents=True, exist_ok=True)
+def draw_shares(axes: Axes, mask: BitfieldMask, shares: TokenShares) -> float:
+    """Color the keys that every query sees by the query's rank; returns the largest over the mean workload."""
+    owners = np.repeat(shares.owners, SHARED_BLOCK_SIZE)[: mask.num_tokens]
+    by_rank = np.array([to_rgb(color) for color in RANK_COLORS])[owners]  # [num_tokens, 3]
+    axes.imshow(np.where(mask.to_dense()[:, :, None], by_rank[:, None], 0.93), interpolation="nearest")
+    loads = rank_workloads(
+        count_block_workloads(mask, block_size=SHARED_BLOCK_SIZE).num_blocks, shares.owners, num_ranks=shares.num_ranks
+    )
+    axes.set(xticks=[], yticks=[], xlabel=f"blocks of work: {', '.join(map(str, loads))}")
+    return float(loads.max() / loads.mean())
+
+
+def draw_block_figure() -> Figure:
+    """Draw the blocks of four masks, and the work of one on eight programs."""
     figure = plt.figure(figsize=(12, 6.4), layout="constrained")
     grid = figure.add_gridspec(2, 12, height_ratios=(3, 2))
-    for index, mode in enumerate(FAMILIES):
-        draw_blocks(figure.add_subplot(grid[0, 3 * index : 3 * index + 3]), build_mask(mode), mode)
-    mask = build_mask("causal")
-    draw_programs(figure.add_subplot(grid[1, :6]), plan_work(mask, None), "causal, a program per row")
-    draw_programs(figure.add_subplot(grid[1, 6:]), plan_work(mask, 3), "causal, sub-blocks of 3, longest first")
+    masks = {mode: AttentionMask(build_mask(BLOCK_MASKS, mode), block_size=BLOCK_SIZE) for mode in BLOCK_MASKS}
+    for index, (mode, mask) in enumerate(masks.items()):
+        draw_blocks(figure.add_subplot(grid[0, 3 * index : 3 * index + 3]), mask, mode)
+    causal = masks["causal"]
+    draw_programs(figure.add_subplot(grid[1, :6]), plan_work(causal, None), "causal, a program per row")
+    draw_programs(figure.add_subplot(grid[1, 6:]), plan_work(causal, 3), "causal, sub-blocks of 3, longest first")
     figure.legend(handles=[Patch(color=color, label=kind) for kind, color in COLORS.items()], loc="outside lower center", ncols=3)
-    figure.savefig(folder / "attention-blocks.png", dpi=80)
+    return figure
+
+
+def draw_rank_figure() -> Figure:
+    """Draw three masks, each dealt to four ranks in four ways."""
+    methods = list(TokenDistribution)
+    figure, grid = plt.subplots(len(SHARED_MASKS), len(methods), figsize=(12, 9.6), layout="constrained")
+    for row, mode in zip(grid, SHARED_MASKS, strict=True):
+        mask = build_mask(SHARED_MASKS, mode)
+        for axes, method in zip(row, methods, strict=True):
+            shares = share_tokens(mask, num_ranks=NUM_RANKS, method=method, block_size=SHARED_BLOCK_SIZE, seed=SEED)
+            axes.set_title(f"{method}: largest / mean {draw_shares(axes, mask, shares):.2f}")
+        row[0].set_ylabel(f"{mode}\nqueries")
+    handles = [Patch(color=color, label=f"rank {rank}") for rank, color in enumerate(RANK_COLORS)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=NUM_RANKS)
+    return figure
+
+
+def main() -> None:
+    """Draw into the folder given."""
+    folder = figure_folder()
+    draw_block_figure().savefig(folder / "attention-blocks.png", dpi=80)
+    draw_rank_figure().savefig(folder / "context-parallelism.png", dpi=80)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def choose_samples(samples: list[DigitsSample]) -> list[DigitsSample]:
-    """For each kind of question one sample with one picture and one with two: those with the median number of digits."""
+    """Return, for each kind of question, one sample with one picture and one with two: those with the median number of digits."""
     chosen = []
     for kind in QUESTIONS:
         for num_pictures in (1, 2):
@@ -48,7 +48,7 @@ def choose_samples(samples: list[DigitsSample]) -> list[DigitsSample]:
 
 
 def num_digits(sample: DigitsSample) -> int:
-    """Digits that the pictures show together."""
+    """Return the number of digits that the pictures show together."""
     return sum(len(picture.glyphs) for picture in sample.pictures)
 
 
@@ -56,19 +56,19 @@ def draw_samples(samples: list[DigitsSample], *, output: Path) -> None:
     """Draw the samples in two rows, all at the same scale, the pictures white on grey."""
     canvases = [picture_row(sample) for sample in samples]
     height, width = (max(canvas.shape[axis] for canvas in canvases) for axis in (0, 1))
-    figure, places = plt.subplots(2, NUM_SAMPLES // 2, figsize=(9, 2.6), dpi=110, facecolor="0.88")
-    for place, sample, canvas in zip(places.T.flat, samples, canvases, strict=True):
-        place.imshow(canvas, cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
-        place.set_xlim(-1, width)
-        place.set_ylim(height, -1)
-        place.set_title(f"{QUESTIONS[sample.kind]}:  {sample.answer}", fontsize=10, loc="left")
-        place.axis("off")
+    figure, grid = plt.subplots(2, NUM_SAMPLES // 2, figsize=(9, 2.6), dpi=110, facecolor="0.88")
+    for axes, sample, canvas in zip(grid.T.flat, samples, canvases, strict=True):
+        axes.imshow(canvas, cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
+        axes.set_xlim(-1, width)
+        axes.set_ylim(height, -1)
+        axes.set_title(f"{QUESTIONS[sample.kind]}:  {sample.answer}", fontsize=10, loc="left")
+        axes.axis("off")
     figure.tight_layout()
     figure.savefig(output)
 
 
 def picture_row(sample: DigitsSample) -> npt.NDArray[np.float32]:
-    """The pictures of a sample beside each other: [height, width], 0 (paper) to 1, NaN around the pictures."""
+    """Return the pictures of a sample beside each other: [height, width], 0 (paper) to 1, NaN around the pictures."""
     inks = [render_ink(picture, glyphs=load_handwritten_digits()) for picture in sample.pictures]
     height = max(ink.shape[0] for ink in inks)
     width = sum(ink.shape[1] for ink in inks) + GAP_PIXELS * (len(inks) - 1)

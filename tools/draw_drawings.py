@@ -1,9 +1,9 @@
-"""Draws what a model trained by examples/digits_generator draws of validation questions, beside what it was to draw.
+"""Draws the answers of a model trained by examples/digits_generator to validation questions, beside right answers.
 
 python tools/draw_drawings.py --load CHECKPOINTS [--output FILE.png] [--seed N]
 
 Rows: one of the right answers (other handwriting would be as right), the mean of all training glyphs of those digits (the best
-answer by squared error), and what the model draws. Runs on this process alone, whatever plan the checkpoint was saved under.
+answer by squared error), and the model's answer. Runs on this process alone, whatever plan the checkpoint was saved under.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 ROOT = Path(__file__).resolve().parents[1]
 NUM_SAMPLES = 8
 VOCABULARY_MULTIPLE = 128
-"""What --make-vocab-size-divisible-by is by default."""
+"""The default of --make-vocab-size-divisible-by."""
 Picture = npt.NDArray[np.float32]
 
 
@@ -76,12 +76,12 @@ def main() -> None:
 
 
 def whole_plan(graph: ModelGraph) -> Plan:
-    """Every unit whole on this process."""
+    """Return a plan with every unit whole on this process."""
     return Plan({unit.name: UnitPlan((Replica((Stage((0,), ((0, len(unit.layers)),)),)),)) for unit in graph.units})
 
 
 def load_model(graph: ModelGraph, folder: Path) -> Session:
-    """The model with the newest checkpoint's parameters; raises CheckpointError."""
+    """Return the model with the newest checkpoint's parameters; raises CheckpointError."""
     vocab_size = -(-ByteTokenizer().vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     session = Session(SessionOptions(graph, BuildOptions(), vocab_size), plan=whole_plan(graph))
     load_checkpoint(folder, session=session, load_optimizer=False, load_rng=False)
@@ -90,7 +90,7 @@ def load_model(graph: ModelGraph, folder: Path) -> Session:
 
 @torch.no_grad()
 def draw_answers(session: Session, graph: ModelGraph, source: DigitsToDrawSource) -> list[Picture]:
-    """What the generator makes of each question, given the LLM's hidden states."""
+    """Return the generator's image for each question, given the LLM's hidden states."""
     (painter,), backbone = graph.generators, graph.backbone.name
     samples = ((tuple(Atom(index) for index in range(len(source))),),)
     assignment = Assignment({**{unit.name: ((),) for unit in graph.encoders}, backbone: samples, painter.name: samples})
@@ -119,21 +119,21 @@ def join_patches(patches: Picture, grid: tuple[int, int], image: ImageInput) -> 
 
 
 def mean_answer(digits: tuple[int, ...]) -> Picture:
-    """The mean of the training glyphs of each digit, side by side."""
+    """Return the mean of the training glyphs of each digit, side by side."""
     glyphs, pool = load_handwritten_digits(), glyph_pool("train")
     return np.hstack([glyphs.ink[pool[glyphs.digits[pool] == digit]].mean(axis=0) for digit in digits])
 
 
 def draw_rows(questions: list[str], rows: dict[str, list[Picture]], *, output: Path) -> None:
-    """One column a question."""
-    figure, places = plt.subplots(len(rows), len(questions), figsize=(9, 2.9), dpi=110, squeeze=False)
+    """Draw one column a question."""
+    figure, grid = plt.subplots(len(rows), len(questions), figsize=(9, 2.9), dpi=110, squeeze=False)
     for row, (name, pictures) in enumerate(rows.items()):
-        for place, picture, question in zip(places[row], pictures, questions, strict=True):
-            place.imshow(picture, cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
-            place.set(xticks=[], yticks=[])
+        for axes, picture, question in zip(grid[row], pictures, questions, strict=True):
+            axes.imshow(picture, cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
+            axes.set(xticks=[], yticks=[])
             if row == 0:
-                place.set_title(f"draw {question}", fontsize=9)
-        places[row][0].set_ylabel(name, fontsize=9)
+                axes.set_title(f"draw {question}", fontsize=9)
+        grid[row][0].set_ylabel(name, fontsize=9)
     figure.tight_layout()
     figure.savefig(output)
 

@@ -1,4 +1,4 @@
-"""Draw the figures of docs/passes.md: a schedule before and after each pass.
+"""Draws the figures of docs/passes.md: a schedule before and after each pass.
 
 Run `python tools/draw_passes.py [FOLDER]`; the folder is docs/figures by default.
 """
@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from multimodal.cost.cost_table import CostTable
 from multimodal.cost.step_costs import ComputeCost, StepCosts
@@ -20,6 +22,7 @@ from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.schedule import Action, Schedule
 from multimodal.values.timeline import Timeline
+from tools.command_line import figure_folder
 
 NUM_MICROBATCHES = 8
 
@@ -31,7 +34,7 @@ class Figure(NamedTuple):
     before: str
     after: str
     is_deferred: bool = False
-    """Whether every other sample runs in the LLM's next microbatch."""
+    """True if every other sample runs in the LLM's next microbatch."""
     encoder_seconds: float = 1.0
     llm_seconds: float = 1.0
     """Of the LLM's first stage; its second takes 1 s."""
@@ -94,7 +97,7 @@ def _stage(seconds: float) -> dict[str, float]:
 
 
 def _deferred() -> Assignment:
-    """Two samples per encoder microbatch; the second one of every even microbatch moves to the LLM's next microbatch."""
+    """Return two samples per encoder microbatch; the second one of every even microbatch moves to the LLM's next microbatch."""
     encoder = [[2 * index, 2 * index + 1] for index in range(NUM_MICROBATCHES)]
     llm = [list(samples) for samples in encoder]
     for index in range(0, NUM_MICROBATCHES - 1, 2):
@@ -114,8 +117,7 @@ def _simulate(schedule: Schedule, model: TableModel, costs: StepCosts) -> Timeli
 
 def main() -> None:
     """Build, rewrite, simulate and draw."""
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/figures")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = figure_folder()
     for name, figure in FIGURES.items():
         model, costs = build_example(figure)
         before = BUILDERS[figure.builder](*model)

@@ -1,4 +1,4 @@
-"""Draw the figures of docs/schedule.md: every builder on one small example, in the layout that it is for.
+"""Draws the figures of docs/schedule.md: every builder on one small example, in the layout that it is for.
 
 Run `python tools/draw_schedules.py [FOLDER]`; the folder is docs/figures by default.
 """
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS, ScheduleRow, VirtualStages
 from multimodal.schedule.draw import draw_timeline
@@ -14,6 +16,7 @@ from multimodal.schedule.unit_cost_timeline import timeline_of_unit_costs
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
+from tools.command_line import figure_folder
 
 NUM_MICROBATCHES = 8
 Layers = list[list[int]]
@@ -24,14 +27,14 @@ V_SHAPED: list[Layers] = [[[0, 2], [4, 6]], [[2, 3], [3, 4]]]
 
 
 class Figure(NamedTuple):
-    """What one builder is drawn on."""
+    """The example on which one builder is drawn."""
 
     title: str
     llm_stages: list[Layers] = STAGES
     encoder_ranks: tuple[tuple[int, ...], ...] = ((0,), (1,))
     """Per encoder its stages' ranks; the LLM's are 2 and 3."""
     is_replicated: bool = False
-    """Whether these are ranks of whole copies instead, of which the first has all microbatches."""
+    """True if these are ranks of whole copies instead, of which the first has all microbatches."""
 
 
 def figure_of(name: str, row: ScheduleRow) -> Figure:
@@ -56,31 +59,30 @@ def build_example(figure: Figure) -> tuple[ModelGraph, Plan, Assignment]:
         for name, ranks in zip(encoders, figure.encoder_ranks, strict=True)
     }
     replicas["llm"] = [[{"ranks": [rank], "layers": layers} for rank, layers in zip((2, 3), figure.llm_stages, strict=True)]]
-    held = [stage for each in replicas.values() for stages in each for stage in stages]
-    first_rank = min(stage["ranks"][0] for stage in held)
-    for stage in held:
+    all_stages = [stage for unit_replicas in replicas.values() for stages in unit_replicas for stage in stages]
+    first_rank = min(stage["ranks"][0] for stage in all_stages)
+    for stage in all_stages:
         stage["ranks"] = [rank - first_rank for rank in stage["ranks"]]
     plan = Plan.from_dict(
-        {"units": {name: {"replicas": [{"stages": each} for each in found]} for name, found in replicas.items()}}
+        {"units": {name: {"replicas": [{"stages": stages} for stages in unit]} for name, unit in replicas.items()}}
     )
     items = {"vision": 0, "audio": 1, "llm": -1}
-    placed = {name: tuple((Atom(sample, item),) for sample in range(NUM_MICROBATCHES)) for name, item in items.items()}
-    return graph, plan, Assignment({name: (placed[name], *[()] * (len(found) - 1)) for name, found in replicas.items()})
+    microbatches = {name: tuple((Atom(sample, item),) for sample in range(NUM_MICROBATCHES)) for name, item in items.items()}
+    return graph, plan, Assignment({name: (microbatches[name], *[()] * (len(unit) - 1)) for name, unit in replicas.items()})
 
 
 def _encoder_stages(ranks: tuple[int, ...]) -> list[dict[str, Any]]:
-    """An encoder of four layers (embedding, two transformer layers, projector) on one or two ranks."""
+    """Return the stages of an encoder of four layers (embedding, two transformer layers, projector) on one or two ranks."""
     layers = [[[0, 4]]] if len(ranks) == 1 else [[[0, 2]], [[2, 4]]]
-    return [{"ranks": [rank], "layers": each} for rank, each in zip(ranks, layers, strict=True)]
+    return [{"ranks": [rank], "layers": stage_layers} for rank, stage_layers in zip(ranks, layers, strict=True)]
 
 
 def main() -> None:
     """Build, lower, validate and draw."""
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/figures")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = figure_folder()
     for name, row in BUILDERS.items():
         if row.num_rounds > 1:
-            continue  # looks like the schedule of one round, several times
+            continue  # the schedule of one round, several times
         figure = figure_of(name, row)
         graph, plan, assignment = build_example(figure)
         assignment = row.assignment_for(assignment, graph=graph, plan=plan)

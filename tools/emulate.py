@@ -1,13 +1,13 @@
-"""Runs a schedule for real on this machine, with computations as timed waits, and holds it against its simulation.
+"""Runs a schedule on this machine with computations as timed waits, and prints its measured beside its simulated seconds.
 
 python tools/emulate.py --costs COSTS.yaml --schedule 1f1b [--schedule-passes fill,...] [--iterations N] [--json]
                         [--report-dir DIR]
 python tools/emulate.py --model M.yaml --cluster C.yaml --plan P.yaml --lengths L.csv.gz --schedule 1f1b ...
 
-What runs is a table of seconds per stage, or what tools/simulate.py takes, by the same flags (--layer-costs, --balance, ...): a
-model on a cluster. Every lane of a table, every rank of a model's plan becomes a process; messages, broker, gradient reductions
-and the executor are the real ones. Waiting costs no core, so 16 ranks fit on two. --report-dir gets measured.json and
-simulated.json (for `tools/trace.py diff`) and a picture.
+It runs a table of seconds per stage, or a model on a cluster with the flags of tools/simulate.py (--layer-costs, --balance, ...).
+Every lane of a table, every rank of a model's plan becomes a process; messages, broker, gradient reductions and the executor are
+the real ones. Waiting costs no core, so 16 ranks fit on two. --report-dir gets measured.json and simulated.json (for
+`tools/trace.py diff`) and a picture.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def build_run(costs: Path, schedule: str, passes: str, *, num_iterations: int) -> EmulatedRun:
-    """Make what is run from a cost table and names; raises BraidError."""
+    """Build the run of a cost table; raises BraidError."""
     table = CostTable.from_file(costs)
     model = build_table_model(table)
     check_virtual_stages(schedule, model[0], model[1])
@@ -73,7 +73,7 @@ def build_run(costs: Path, schedule: str, passes: str, *, num_iterations: int) -
 
 
 def build_model_run(model_flags: Sequence[str], schedule: str, passes: str, *, num_iterations: int) -> EmulatedRun:
-    """Make what is run from flags of tools/simulate.py: the first of its steps; raises BraidError."""
+    """Build the run of the first step that flags of tools/simulate.py describe; raises BraidError."""
     flags = build_parser().parse_args([*model_flags, "--schedule", schedule])
     check_flags(flags)
     step = next(iter(build_steps(flags)))
@@ -83,7 +83,7 @@ def build_model_run(model_flags: Sequence[str], schedule: str, passes: str, *, n
 
 
 def summarize(simulation: Simulation, timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """Simulated against measured seconds of a step."""
+    """Return simulated and measured seconds of a step."""
     measured = statistics.median(timeline.duration_seconds for timeline in timelines)
     return {
         "simulated_seconds": simulation.iteration_seconds,

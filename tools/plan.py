@@ -1,4 +1,4 @@
-"""Finds a plan for a model, a machine and a data set, and says what it will reach; see docs/planning.md.
+"""Finds a plan for a model, a machine and a data set, and prints its predicted step time and memory; see docs/planning.md.
 
 python tools/plan.py --model M.yaml --cluster C.yaml --num-gpus N --global-batch-size B --lengths L.csv.gz --output plan.yaml
 """
@@ -7,7 +7,6 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -16,6 +15,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.runtime.flags.arguments import freeze_units
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.layer import Implementation
 from multimodal.cost.layers.registry import read_model
@@ -30,9 +30,8 @@ from multimodal.plan.planners.planning_request import FixedSizes, PlanningReques
 from multimodal.plan.planners.simulate_run import SEED, Prediction
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import BraidError, ConfigError
-from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import UnitPlan
-from tools.flag_types import Parser, count, counts_by_unit
+from tools.command_line import Parser, count, counts_by_unit, format_seconds, run_tool
 
 DEFAULT_VOCAB_SIZE = 50304
 SIZE_NAMES = {
@@ -45,7 +44,7 @@ SIZE_NAMES = {
 
 
 class Planned(NamedTuple):
-    """What one planner answered."""
+    """The plan of one planner, and its prediction."""
 
     run: PlannedRun
     prediction: Prediction
@@ -54,7 +53,7 @@ class Planned(NamedTuple):
 def build_parser() -> Parser:
     """Return the parser of all flags."""
     parser = Parser(prog="plan.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
-    what = parser.add_argument_group("what is trained, on what")
+    what = parser.add_argument_group("the model and the machine")
     what.add_argument("--model", type=Path, required=True, metavar="M.yaml", help="Units and shapes; see examples/models.")
     what.add_argument("--freeze", nargs="+", default=[], metavar="UNIT", help="Units whose module is not trained.")
     what.add_argument("--freeze-projector", nargs="+", default=[], metavar="UNIT", help="Units whose projector is not trained.")
@@ -68,7 +67,7 @@ def build_parser() -> Parser:
     data.add_argument("--lengths", type=Path, metavar="L.csv.gz", help="Lengths of real samples, drawn at random.")
     data.add_argument("--uniform-lengths", type=counts_by_unit, metavar="UNIT=TOKENS,...", help="One length for all samples.")
     data.add_argument("--num-iterations", type=count, default=2, metavar="N", help="Global batches that predictions average (2).")
-    how = parser.add_argument_group("how to plan")
+    how = parser.add_argument_group("the planner")
     how.add_argument("--planner", choices=PLANNERS, default="braid", help="Finds the plan (braid).")
     how.add_argument("--compare", type=_names, default=(), metavar="P1,P2,...", help="Show these planners' plans beside it.")
     how.add_argument(
@@ -142,25 +141,6 @@ def build_request(flags: argparse.Namespace) -> PlanningRequest:
     )
 
 
-def freeze_units(graph: ModelGraph, *, modules: Sequence[str], projectors: Sequence[str]) -> ModelGraph:
-    """Freeze units besides those that the model file freezes; raises ConfigError for a unit that is not there."""
-    if unknown := [name for name in (*modules, *projectors) if name not in graph.unit_names]:
-        raise ConfigError(f"cannot freeze '{unknown[0]}': the model's units are {', '.join(graph.unit_names)}")
-    if graph.backbone.name in projectors:
-        raise ConfigError(
-            f"the backbone '{graph.backbone.name}' has no projector to freeze; use --freeze for the backbone itself"
-        )
-    units = tuple(
-        replace(
-            unit,
-            freeze_module=unit.freeze_module or unit.name in modules,
-            freeze_projector=unit.freeze_projector or unit.name in projectors,
-        )
-        for unit in graph.units
-    )
-    return replace(graph, units=units)
-
-
 def plan(name: str, request: PlanningRequest, flags: argparse.Namespace) -> Planned:
     """Let one planner plan; raises PlanError."""
     max_actions = None if flags.simulate_all else request.max_actions
@@ -214,9 +194,9 @@ def print_plan(planned: Planned, request: PlanningRequest) -> None:
     console = Console(width=120, highlight=False)
     run, prediction = planned
     console.print(
-        f"{run.planner}: {run.num_gpus} of {request.num_gpus} GPUs, planned in {_time(run.planning_seconds)}\n"
-        f"iteration {_time(prediction.iteration_seconds)} (ideal {_time(prediction.ideal_seconds)}), MFU {prediction.mfu:.1%}, "
-        f"{prediction.tokens_per_second_per_gpu:.5g} tokens/s per GPU\n"
+        f"{run.planner}: {run.num_gpus} of {request.num_gpus} GPUs, planned in {format_seconds(run.planning_seconds)}\n"
+        f"iteration {format_seconds(prediction.iteration_seconds)} (ideal {format_seconds(prediction.ideal_seconds)}), "
+        f"MFU {prediction.mfu:.1%}, {prediction.tokens_per_second_per_gpu:.5g} tokens/s per GPU\n"
         f"peak memory {prediction.peak_memory_bytes / 1e9:.2f} GB of {request.cluster.memory_gb:g} GB"
     )
     if BUILDERS[run.schedule].can_train:
@@ -236,7 +216,7 @@ def print_plan(planned: Planned, request: PlanningRequest) -> None:
 
 
 def print_comparison(compared: Mapping[str, Planned | str]) -> None:
-    """Print all planners' plans in one table; what could not plan says why below it."""
+    """Print all planners' plans in one table, and below it the errors of those that found none."""
     console = Console(width=140, highlight=False)
     best = min((each.prediction.iteration_seconds for each in compared.values() if isinstance(each, Planned)), default=0.0)
     table = Table("planner", "step", "of best", "ideal/step", "MFU", "GPUs", "GB", "planned in", "units: tp x cp x pp x dp")
@@ -244,30 +224,26 @@ def print_comparison(compared: Mapping[str, Planned | str]) -> None:
         if isinstance(each, str):
             table.add_row(name, *("-",) * 7, "no plan")
             continue
-        run, found = each
+        run, prediction = each
         units = ", ".join(
             f"{unit} " + "x".join(str(unit_sizes(plan)[key]) for key in ("tp", "cp", "pp", "dp"))
             for unit, plan in run.plan.units.items()
         )
         table.add_row(
             name,
-            _time(found.iteration_seconds),
-            f"{found.iteration_seconds / best:.3f}",
-            f"{found.ideal_seconds / found.iteration_seconds:.3f}",
-            f"{found.mfu:.1%}",
+            format_seconds(prediction.iteration_seconds),
+            f"{prediction.iteration_seconds / best:.3f}",
+            f"{prediction.ideal_seconds / prediction.iteration_seconds:.3f}",
+            f"{prediction.mfu:.1%}",
             str(run.num_gpus),
-            f"{found.peak_memory_bytes / 1e9:.1f}",
-            _time(run.planning_seconds),
+            f"{prediction.peak_memory_bytes / 1e9:.1f}",
+            format_seconds(run.planning_seconds),
             units,
         )
     console.print(table)
     for name, each in compared.items():
         if isinstance(each, str):
             console.print(f"{name}: {each}")
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
 
 
 def compare(flags: argparse.Namespace, request: PlanningRequest, main_plan: Planned) -> dict[str, Planned | str]:
@@ -282,14 +258,14 @@ def compare(flags: argparse.Namespace, request: PlanningRequest, main_plan: Plan
 
 
 def made_for(flags: argparse.Namespace) -> dict[str, str]:
-    """Name what the plan was made for, for the plan file."""
+    """Return name -> value of the inputs that the plan was made from, for the plan file."""
     lengths = (
         str(flags.lengths) if flags.lengths else ",".join(f"{unit}={count}" for unit, count in flags.uniform_lengths.items())
     )
-    found = {"model": str(flags.model), "cluster": str(flags.cluster), "lengths": lengths}
-    found |= {"global batch size": str(flags.global_batch_size)}
+    inputs = {"model": str(flags.model), "cluster": str(flags.cluster), "lengths": lengths}
+    inputs |= {"global batch size": str(flags.global_batch_size)}
     frozen = [*flags.freeze, *(f"{unit} (projector)" for unit in flags.freeze_projector)]
-    return {**found, "frozen": ", ".join(frozen)} if frozen else found
+    return {**inputs, "frozen": ", ".join(frozen)} if frozen else inputs
 
 
 def simulate_flags(flags: argparse.Namespace, request: PlanningRequest, run: PlannedRun) -> str:
@@ -308,7 +284,7 @@ def simulate_flags(flags: argparse.Namespace, request: PlanningRequest, run: Pla
 
 
 def run(argv: Sequence[str]) -> None:
-    """Do what the flags ask for; raises BraidError."""
+    """Plan, compare, write and print as the flags ask; raises BraidError."""
     flags = build_parser().parse_args(argv)
     request = build_request(flags)
     planned = plan(flags.planner, request, flags)
@@ -338,12 +314,7 @@ def run(argv: Sequence[str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: 2, with one line on stderr, for wrong input."""
-    try:
-        run(sys.argv[1:] if argv is None else argv)
-    except (BraidError, OSError, ImportError) as problem:
-        print(f"plan.py: {type(problem).__name__}: {problem}", file=sys.stderr)
-        return 2
-    return 0
+    return run_tool("plan.py", run, argv)
 
 
 if __name__ == "__main__":

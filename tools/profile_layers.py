@@ -1,4 +1,4 @@
-"""Times a model's layers on the device at hand and writes what simulate.py and plan.py take as --layer-costs.
+"""Times a model's layers on this device, writes them for --layer-costs of simulate.py and plan.py, and prints their errors.
 
 python tools/profile_layers.py --model M.yaml --output costs.yaml [--unit U ...] [--tp 1,2] [--sizes 64,256,1024,4096]
                                [--sequences 1,8] [--dtype float32|bfloat16] [--fit quadratic|interpolate] [--repetitions N]
@@ -43,8 +43,9 @@ from multimodal.cost.seconds.fit_quadratic import FitError, fit_error, fit_quadr
 from multimodal.cost.seconds.layer_curves import Curve, Interpolated, LayerCurves, PackedSize
 from multimodal.cost.seconds.layer_profile import LayerProfile, ProfileKey, StepProfile
 from multimodal.model.transformer_config import BuildOptions, Precision
-from multimodal.values.errors import BraidError, ConfigError
+from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Unit
+from tools.command_line import run_tool
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 SECONDS_PER_SIZE = 0.2
@@ -61,7 +62,7 @@ _ALONE = (*_REPLICAS, "cp", "pp", "ep", "expt_tp", "tp_ep", "tp_ep_pp")
 
 
 class Row(NamedTuple):
-    """One layer: what was measured, and what its curves miss at sizes that they were not fitted to."""
+    """Measurements of one layer, and the errors of its curves at sizes that they were not fitted to."""
 
     key: ProfileKey
     curves: LayerCurves
@@ -75,13 +76,7 @@ class Row(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: 2, with one line on stderr, for wrong input."""
-    given = build_parser().parse_args(argv)
-    try:
-        _run(given)
-    except (BraidError, OSError) as problem:
-        print(f"profile_layers.py: {type(problem).__name__}: {problem}", file=sys.stderr)
-        return 2
-    return 0
+    return run_tool("profile_layers.py", lambda argv: _run(build_parser().parse_args(argv)), argv)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -168,7 +163,7 @@ def _layers(graph: ModelGraph, given: argparse.Namespace) -> Iterator[tuple[Prof
 
 
 def _profile(graph: ModelGraph, key: ProfileKey, options: BuildOptions, given: argparse.Namespace) -> Row:
-    """Time and fit one layer, and hold it against sizes in between."""
+    """Time and fit one layer, and measure the error at sizes in between."""
     unit, kind, size, _ = key
     sequences = given.sequences if LAYER_KINDS[kind].attends and given.fit == "quadratic" else (1,)
     fitted, held_out = packed_sizes(given.sizes, sequences), sizes_between(given.sizes, sequences)
@@ -190,7 +185,7 @@ def _profile(graph: ModelGraph, key: ProfileKey, options: BuildOptions, given: a
 
 
 def _profile_step(graph: ModelGraph, rows: Sequence[Row], given: argparse.Namespace) -> StepProfile:
-    """Time what steps take beside their layers."""
+    """Time the parts of a step outside its layers."""
     with fake_ranks(1):
         seconds, computation_seconds = time_runtime(graph, num_repetitions=given.repetitions)
     sizes, updates = zip(*(row.update for row in rows), strict=True)
@@ -221,7 +216,7 @@ def packed_sizes(sizes: Sequence[int], sequences: Sequence[int]) -> tuple[Packed
 
 
 def sizes_between(sizes: Sequence[int], sequences: Sequence[int]) -> tuple[PackedSize, ...]:
-    """Return the geometric means of neighbours, of tokens as well as of sequences: what a fit to the others is held against."""
+    """Return the geometric means of neighbours, of tokens as well as of sequences, at which a fit to the others is checked."""
     counts = [round(math.sqrt(low * high)) for low, high in pairwise(sequences)]
     return packed_sizes([round(math.sqrt(low * high)) for low, high in pairwise(sizes)], (sequences[0], *counts))
 
@@ -236,7 +231,7 @@ def _draw(rows: Sequence[Row], given: argparse.Namespace) -> None:
 
 
 def groups_of_one() -> ProcessGroupCollection:
-    """Process groups of a layer that only tensor parallel ranks share: all there are."""
+    """Return the process groups of a layer that only tensor parallel ranks share."""
     everyone, alone = dist.group.WORLD, dist.new_group([0])
     return ProcessGroupCollection(**dict.fromkeys(("tp", "tp_cp", "mp"), everyone), **dict.fromkeys(_ALONE, alone), embd=None)
 

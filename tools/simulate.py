@@ -1,4 +1,4 @@
-"""Says how long a training step will take before it runs, and where its time goes; see docs/simulate.md.
+"""Prints the predicted duration and memory of a training step, and where its time goes; see docs/simulate.md.
 
 python tools/simulate.py --model M.yaml --cluster C.yaml --plan P.yaml --lengths L.csv.gz --schedule 1f1b
 python tools/simulate.py --costs COSTS.yaml --schedule 1f1b
@@ -41,12 +41,12 @@ from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.simulation import Simulation
 from multimodal.schedule.simulation_report import report_simulations
 from multimodal.values.assignment import Assignment, validate_assignment
-from multimodal.values.errors import BraidError, ConfigError
+from multimodal.values.errors import ConfigError
 from multimodal.values.length_batches import draw_length_batches
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, read_plan
 from multimodal.values.sample_lengths import SampleLengths
-from tools.flag_types import Parser, count, counts_by_unit, seed
+from tools.command_line import Parser, count, counts_by_unit, format_ranks, format_seconds, run_tool, seed
 
 DEFAULT_MICROBATCHES = 8
 """Per replica of the LLM, where no global batch size is given."""
@@ -71,7 +71,7 @@ DATA_FLAGS = (
 
 
 class Step(NamedTuple):
-    """What is simulated."""
+    """A step to simulate."""
 
     graph: ModelGraph
     plan: Plan
@@ -82,7 +82,7 @@ class Step(NamedTuple):
 def build_parser() -> Parser:
     """Return the parser of all flags; those that --costs would ignore default to None."""
     parser = Parser(prog="simulate.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
-    what = parser.add_argument_group("what runs")
+    what = parser.add_argument_group("the model")
     what.add_argument("--model", type=Path, metavar="M.yaml", help="Units and their architecture, as for pretrain_mllm.py.")
     what.add_argument("--cluster", type=Path, metavar="C.yaml", help="Accelerators and links; examples in examples/clusters.")
     what.add_argument("--plan", type=Path, metavar="P.yaml", help="Which rank holds which layers.")
@@ -157,7 +157,7 @@ def _flag(name: str) -> str:
 
 
 def build_steps(flags: argparse.Namespace) -> Iterator[Step]:
-    """Yield what is to be simulated, step by step."""
+    """Yield the steps to simulate."""
     row = BUILDERS[flags.schedule]
     if flags.costs is not None:
         table = CostTable.from_file(flags.costs)
@@ -188,7 +188,7 @@ def build_steps(flags: argparse.Namespace) -> Iterator[Step]:
 
 
 def run_options(flags: argparse.Namespace, cluster: Cluster) -> RunOptions:
-    """How the run computes and keeps things."""
+    """Return the options of the run: recomputation, sharding, implementation of layers."""
     zero_stage = default_zero_stage(cluster.bytes_per_element) if flags.zero_stage is None else flags.zero_stage
     return RunOptions(
         flags.recompute_granularity,
@@ -234,7 +234,7 @@ def print_tables(report: dict[str, Any], *, memory_bytes: float | None) -> None:
     steps = f", mean of {len(report['iterations'])} steps" if len(report["iterations"]) > 1 else ""
     console.print(
         f"{report['schedule']}: {report['num_microbatches']} microbatches on {report['num_lanes']} lanes\n"
-        f"iteration {_time(report['iteration_seconds'])}{steps} (ideal {_time(report['ideal_seconds'])}){mfu}"
+        f"iteration {format_seconds(report['iteration_seconds'])}{steps} (ideal {format_seconds(report['ideal_seconds'])}){mfu}"
     )
     if memory_bytes is not None:
         fits = "" if report["peak_memory_bytes"] <= memory_bytes else ": does not fit"
@@ -245,18 +245,15 @@ def print_tables(report: dict[str, Any], *, memory_bytes: float | None) -> None:
     console.print(shares)
     lanes = Table("lane", "ranks", "stages", "busy", "activations GB", "memory GB", box=None)
     for index, lane in enumerate(report["lanes"]):
-        ranks = f"{lane['ranks'][0]}" + (f"-{lane['ranks'][-1]}" if len(lane["ranks"]) > 1 else "")
         memory = (f"{lane[key] / 1e9:.3f}" for key in ("peak_activation_bytes", "peak_memory_bytes"))
-        lanes.add_row(str(index), ranks, ", ".join(lane["stages"]), _time(lane["busy_seconds"]), *memory)
+        lanes.add_row(
+            str(index), format_ranks(lane["ranks"]), ", ".join(lane["stages"]), format_seconds(lane["busy_seconds"]), *memory
+        )
     console.print(lanes)
 
 
-def _time(seconds: float) -> str:
-    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
-
-
 def run(argv: Sequence[str]) -> None:
-    """Do what the flags ask for; raises BraidError."""
+    """Simulate, write and print as the flags ask; raises BraidError."""
     flags = build_parser().parse_args(argv)
     check_flags(flags)
     passes = passes_named(flags.schedule_passes)
@@ -278,12 +275,7 @@ def run(argv: Sequence[str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: 2, with one line on stderr, for wrong input."""
-    try:
-        run(sys.argv[1:] if argv is None else argv)
-    except (BraidError, OSError, ImportError) as problem:
-        print(f"simulate.py: {type(problem).__name__}: {problem}", file=sys.stderr)
-        return 2
-    return 0
+    return run_tool("simulate.py", run, argv)
 
 
 if __name__ == "__main__":

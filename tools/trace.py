@@ -1,4 +1,4 @@
-"""Holds two timelines against each other (predicted and measured, or two schedules); see docs/simulate.md.
+"""Prints where two timelines of one plan (predicted and measured, or two schedules) differ; see docs/simulate.md.
 
 python tools/trace.py diff A.json B.json [--picture OUT.png] [--json]
 """
@@ -17,9 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from multimodal.schedule.chrome_trace import read_timeline
 from multimodal.schedule.draw_comparison import draw_comparison
 from multimodal.schedule.timeline_difference import IDLE, Share, TimelineDifference, compare_timelines
-from multimodal.values.errors import BraidError
 from multimodal.values.schedule import ACTION_TABLE, ActionKind
-from tools.flag_types import Parser
+from tools.command_line import Parser, format_ranks, format_seconds, run_tool
 
 
 def build_parser() -> Parser:
@@ -38,7 +37,7 @@ def print_tables(difference: TimelineDifference, *, lanes: Sequence[Sequence[int
     """Print kinds over all lanes, then every lane."""
     console = Console(width=120, highlight=False)
     console.print(
-        f"A takes {_time(difference.first_seconds)}, B {_time(difference.second_seconds)}: "
+        f"A takes {format_seconds(difference.first_seconds)}, B {format_seconds(difference.second_seconds)}: "
         f"{_change(difference.first_seconds, difference.second_seconds)}"
     )
     kinds = Table("lane time of all lanes", "A", "B", "B - A", "", box=None)
@@ -48,7 +47,7 @@ def print_tables(difference: TimelineDifference, *, lanes: Sequence[Sequence[int
     by_lane = Table("lane", "ranks", "", "A", "B", "B - A", "", box=None)
     for previous, share in zip((None, *difference.by_lane), difference.by_lane, strict=False):
         is_first = previous is None or previous.lane != share.lane
-        ranks = f"{lanes[share.lane][0]}" + (f"-{lanes[share.lane][-1]}" if len(lanes[share.lane]) > 1 else "")
+        ranks = format_ranks(lanes[share.lane])
         by_lane.add_row(str(share.lane) if is_first else "", ranks if is_first else "", *_row(_name(share.kind), share))
     console.print(by_lane)
 
@@ -59,11 +58,7 @@ def _name(kind: str) -> str:
 
 def _row(name: str, share: Share) -> tuple[str, ...]:
     first, second = share.first_seconds, share.second_seconds
-    return name, _time(first), _time(second), _time(share.difference_seconds), _change(first, second)
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.4g} s" if abs(seconds) >= 1 else f"{seconds * 1e3:.4g} ms"
+    return name, format_seconds(first), format_seconds(second), format_seconds(share.difference_seconds), _change(first, second)
 
 
 def _change(first: float, second: float) -> str:
@@ -71,7 +66,7 @@ def _change(first: float, second: float) -> str:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Do what the flags ask for; raises BraidError."""
+    """Compare and print as the flags ask; raises BraidError."""
     flags = build_parser().parse_args(argv)
     first, second = read_timeline(flags.first), read_timeline(flags.second)
     difference = compare_timelines(first, second)
@@ -85,12 +80,7 @@ def run(argv: Sequence[str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: 2, with one line on stderr, for wrong input."""
-    try:
-        run(sys.argv[1:] if argv is None else argv)
-    except (BraidError, OSError, ImportError) as problem:
-        print(f"trace.py: {type(problem).__name__}: {problem}", file=sys.stderr)
-        return 2
-    return 0
+    return run_tool("trace.py", run, argv)
 
 
 if __name__ == "__main__":

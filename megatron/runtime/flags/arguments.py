@@ -45,7 +45,7 @@ def parse_arguments(argv: Sequence[str], *, environ: Mapping[str, str]) -> RunCo
     from_file = parse_config_file(entries, parser=parser, path=config_path) if config_path else {}
     config = _merge(from_command_line, from_file=from_file, graph=graph)
     assert graph is not None  # --model is required, so that _merge would have complained.
-    frozen_graph = apply_freezing(graph, config)
+    frozen_graph = freeze_units(graph, modules=config.model.freeze, projectors=config.model.freeze_projector)
     check_config(config, graph=frozen_graph)
     _check_input_file("--plan", config.parallelism.plan)
     plan = build_plan(config, frozen_graph, _world_size(environ))
@@ -160,15 +160,15 @@ def build_plan(config: RunConfig, graph: ModelGraph, world_size: int) -> Plan:
     return planner(graph, sizes=parallelism.units, world_size=world_size, is_folded=BUILDERS[config.training.schedule].is_folded)
 
 
-def apply_freezing(graph: ModelGraph, config: RunConfig) -> ModelGraph:
-    """Apply `--freeze` and `--freeze-projector` on top of what the model file freezes.
+def freeze_units(graph: ModelGraph, *, modules: Sequence[str], projectors: Sequence[str]) -> ModelGraph:
+    """Freeze the units of `--freeze` and `--freeze-projector` besides those that the model file freezes.
 
     The backbone may be called `llm` whatever its name. Raises ConfigError for a unit that does not exist, and for the projector
     of the backbone, which has none.
     """
-    modules = {_unit_name(graph, name, flag="--freeze") for name in config.model.freeze}
-    projectors = {_unit_name(graph, name, flag="--freeze-projector") for name in config.model.freeze_projector}
-    if graph.backbone.name in projectors:
+    frozen_modules = {_unit_name(graph, name, flag="--freeze") for name in modules}
+    frozen_projectors = {_unit_name(graph, name, flag="--freeze-projector") for name in projectors}
+    if graph.backbone.name in frozen_projectors:
         owners = ", ".join(unit.name for unit in (*graph.encoders, *graph.generators)) or "none"
         raise ConfigError(
             f"--freeze-projector {graph.backbone.name}: the backbone has no projector; units with one are: {owners} "
@@ -177,8 +177,8 @@ def apply_freezing(graph: ModelGraph, config: RunConfig) -> ModelGraph:
     units = tuple(
         replace(
             unit,
-            freeze_module=unit.freeze_module or unit.name in modules,
-            freeze_projector=unit.freeze_projector or unit.name in projectors,
+            freeze_module=unit.freeze_module or unit.name in frozen_modules,
+            freeze_projector=unit.freeze_projector or unit.name in frozen_projectors,
         )
         for unit in graph.units
     )

@@ -13,7 +13,7 @@ from megatron.runtime.checkpoint.claim import FolderClaim
 from megatron.runtime.emulation.emulated_stage import EmulatedStage
 from megatron.runtime.feed.data_sets import DataSets, RunData, build_data_sets, padded_vocab_size
 from megatron.runtime.feed.sample_exchange import SampleExchange
-from megatron.runtime.flags.arguments import apply_freezing, build_plan
+from megatron.runtime.flags.arguments import build_plan, freeze_units
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
 from megatron.runtime.launch.distributed_setup import World
@@ -68,7 +68,7 @@ def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests)
         _check_writable(config.checkpoint.save)
     if world.rank == 0:
         check_places(config.logging)
-    graph = apply_freezing(read_model(config.model.model), config)
+    graph = freeze_units(read_model(config.model.model), modules=config.model.freeze, projectors=config.model.freeze_projector)
     _check_units(graph)
     plan = build_plan(config, graph, world.size)
     data = build_data_sets(config, graph)

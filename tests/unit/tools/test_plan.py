@@ -128,7 +128,7 @@ def test_preferring_per_gpu_never_uses_more_per_token(flags, capsys):
     ("more", "message"),
     [
         ([], "exactly one of --lengths and --uniform-lengths"),
-        (["--uniform-lengths", "vision=64,llm=128", "--freeze", "audio"], "cannot freeze 'audio'"),
+        (["--uniform-lengths", "vision=64,llm=128", "--freeze", "audio"], "--freeze audio: the model has no such unit"),
         (["--uniform-lengths", "vision=64,llm=128", "--fix", "llm:xx=1"], "expected UNIT:tp=N"),
         (["--uniform-lengths", "vision=64,llm=128", "--compare", "best"], "there is no planner 'best'"),
         (["--uniform-lengths", "vision=64,llm=128", "--memory-headroom", "1.5"], "memory headroom must be a share"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.runtime.flags.arguments import apply_freezing, parse_arguments
+from megatron.runtime.flags.arguments import freeze_units, parse_arguments
 from megatron.runtime.flags.configuration import GROUPS, RunConfig
 from megatron.runtime.flags.cross_checks import shown_flag
 from megatron.runtime.flags.field_flags import field_flags
@@ -316,7 +316,8 @@ def test_sizes_that_do_not_fit_the_processes(parse: Parse, world_size: int, line
 
 def test_freezing_marks_modules_and_projectors(parse: Parse) -> None:
     config = parse("--freeze llm --freeze-projector vision")
-    graph = apply_freezing(ModelGraph.from_file(config.model.model), config)
+    graph = ModelGraph.from_file(config.model.model)
+    graph = freeze_units(graph, modules=config.model.freeze, projectors=config.model.freeze_projector)
     assert (graph.unit("vision").freeze_module, graph.unit("vision").freeze_projector) == (False, True)
     assert graph.unit("language").freeze_module
 
@@ -324,7 +325,7 @@ def test_freezing_marks_modules_and_projectors(parse: Parse) -> None:
 def test_what_the_model_file_freezes_stays_frozen(parse: Parse) -> None:
     config = parse("--freeze-projector vision")
     frozen = ModelGraph.from_dict({"units": {**UNITS, "vision": {**UNITS["vision"], "freeze_module": True}}})
-    graph = apply_freezing(frozen, config)
+    graph = freeze_units(frozen, modules=config.model.freeze, projectors=config.model.freeze_projector)
     assert graph.unit("vision").freeze_module
     assert graph.unit("vision").freeze_projector
     assert not graph.unit("language").freeze_module

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.runtime.flags.arguments import apply_freezing, parse_arguments
+from megatron.runtime.flags.arguments import freeze_units, parse_arguments
 from megatron.runtime.training.prediction import build_predictor
 from multimodal.cost.run_options import RunOptions
 from multimodal.plan.disaggregated import plan_disaggregated
@@ -20,7 +20,8 @@ def options_of(tmp_path: Path, line: str) -> RunOptions:
     (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": {"llm": {"role": "backbone", **SHAPE}}}))
     flags = f"--model {tmp_path}/model.yaml --data-path digits --lr 1e-3 --train-iters 1 --global-batch-size 2 {line}"
     config = parse_arguments(flags.split(), environ={"WORLD_SIZE": "2"})
-    graph = apply_freezing(ModelGraph.from_file(config.model.model), config)
+    graph = ModelGraph.from_file(config.model.model)
+    graph = freeze_units(graph, modules=config.model.freeze, projectors=config.model.freeze_projector)
     plan = plan_disaggregated(graph, sizes=config.parallelism.units, world_size=2)
     return build_predictor(config, ScheduleCache(graph, plan, BUILDERS["1f1b"]), vocab_size=128).options
 

@@ -1,0 +1,71 @@
+"""The command lines of the tools: types of flags, exit codes, how seconds are printed."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from multimodal.values.errors import BraidError, ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ConfigError instead of printing its usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise."""
+        raise ConfigError(message)
+
+
+def count(text: str) -> int:
+    """Read a positive integer."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, found '{text}'")
+    return int(text)
+
+
+def values_by_unit(text: str, *, kind: str = "VALUE") -> dict[str, str]:
+    """Read UNIT=VALUE,UNIT=VALUE; kind: the name of a value, for messages."""
+    pairs = [entry.partition("=") for entry in text.split(",")]
+    if not all(name and value for name, _, value in pairs):
+        raise argparse.ArgumentTypeError(f"expected UNIT={kind},UNIT={kind}, found '{text}'")
+    return {name: value for name, _, value in pairs}
+
+
+def counts_by_unit(text: str) -> dict[str, int]:
+    """Read UNIT=NUMBER,UNIT=NUMBER."""
+    return {name: count(number) for name, number in values_by_unit(text, kind="NUMBER").items()}
+
+
+def seed(text: str) -> int:
+    """Read the seed of a random generator."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 0, found '{text}'")
+    return int(text)
+
+
+def run_tool(name: str, run: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> int:
+    """Run a tool and return its exit code: 2, with one line on stderr, for wrong input; argv: None for the command line's."""
+    try:
+        run(sys.argv[1:] if argv is None else argv)
+    except (BraidError, OSError, ImportError) as problem:
+        print(f"{name}: {type(problem).__name__}: {problem}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def format_seconds(seconds: float) -> str:
+    """Spell a duration in s or ms."""
+    return f"{seconds:.4g} s" if abs(seconds) >= 1 else f"{seconds * 1e3:.4g} ms"
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Spell consecutive ranks, such as 4-7."""
+    return f"{ranks[0]}" + (f"-{ranks[-1]}" if len(ranks) > 1 else "")
+
+
+def figure_folder() -> Path:
+    """Return the folder that is the only argument of a tool that draws (docs/figures by default), and make it."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[1] / "docs" / "figures"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
