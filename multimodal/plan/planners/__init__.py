@@ -25,7 +25,7 @@ class Planner(Protocol):
         """Plan; raises PlanError, saying what would fit, when nothing does."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PlannerRow:
     """One planner: its function, and what the search and pages ask about it."""
 
@@ -54,64 +54,63 @@ def _plan_braid(request: PlanningRequest) -> PlannedRun:
 
 _ROWS = (
     PlannerRow(
-        name="megatron",
-        plan=plan_megatron,
-        meaning="one grid: the same tp, cp and dp for all units; encoders and generators are extra stages; LLM stages as tuning "
-        "finds best",
-        source="DistTrain 2.1",
+        "megatron",
+        plan_megatron,
+        "one grid: the same tp, cp and dp for all units; encoders and generators are extra stages; LLM stages as tuned",
+        "DistTrain 2.1",
     ),
     PlannerRow(
-        name="megatron-balanced",
-        plan=plan_megatron_balanced,
-        meaning="one chain of all layers over the virtual stages of one grid, cut by dynamic programming",
-        source="Optimus, App. B",
+        "megatron-balanced",
+        plan_megatron_balanced,
+        "one chain of all layers over the virtual stages of one grid, cut by dynamic programming",
+        "Optimus, App. B",
     ),
     PlannerRow(
-        name="flops-ratio",
-        plan=plan_flops_ratio,
-        meaning="every unit on GPUs of its own, in proportion to FLOPs",
-        source="DistTrain 4.2",
+        "flops-ratio",
+        plan_flops_ratio,
+        "every unit on GPUs of its own, in proportion to FLOPs",
+        "DistTrain 4.2",
     ),
     PlannerRow(
-        name="encoders-colocated",
-        plan=plan_encoders_colocated,
-        meaning="all encoders fused in the same first stages",
-        source="Cornstarch 2",
+        "encoders-colocated",
+        plan_encoders_colocated,
+        "all encoders fused in the same first stages",
+        "Cornstarch 2",
     ),
     PlannerRow(
-        name="encoders-replicated",
-        plan=plan_encoders_replicated,
-        meaning="a copy of every encoder in each LLM stage; a baseline that is predicted but cannot be run",
-        source="Cornstarch 2",
+        "encoders-replicated",
+        plan_encoders_replicated,
+        "a copy of every encoder in each LLM stage; a baseline that is predicted but cannot be run",
+        "Cornstarch 2",
     ),
     PlannerRow(
-        name="disttrain",
-        plan=plan_disttrain,
-        meaning="GPUs, tp and dp of every unit by the adaptive resource allocation",
-        source="DistTrain, Alg. 1",
+        "disttrain",
+        plan_disttrain,
+        "GPUs, tp and dp of every unit by the adaptive resource allocation",
+        "DistTrain, Alg. 1",
     ),
     PlannerRow(
-        name="cornstarch",
-        plan=plan_cornstarch,
-        meaning="every unit partitioned by itself, coupled by the LLM's stage time; backwards as freezing makes them",
-        source="Cornstarch 4.2, Alg. 1",
+        "cornstarch",
+        plan_cornstarch,
+        "every unit partitioned by itself, coupled by the LLM's stage time; backwards as freezing makes them",
+        "Cornstarch 4.2, Alg. 1",
     ),
     PlannerRow(
-        name="cornstarch-unaware",
-        plan=plan_cornstarch_unaware,
-        meaning="the same with every backward at twice its forward: the paper's baseline",
-        source="Cornstarch, Table 3",
+        "cornstarch-unaware",
+        plan_cornstarch_unaware,
+        "the same with every backward at twice its forward: the paper's baseline",
+        "Cornstarch, Table 3",
     ),
     PlannerRow(
-        name="entrain",
-        plan=plan_entrain,
-        meaning="one dp; a replica's GPUs in proportion to work, from a batch that is shown to be large enough",
-        source="Entrain, Alg. 2, 3",
+        "entrain",
+        plan_entrain,
+        "one dp; a replica's GPUs in proportion to work, from a batch that is shown to be large enough",
+        "Entrain, Alg. 2, 3",
     ),
     PlannerRow(
-        name="braid",
-        plan=_plan_braid,
-        meaning="searches the union of these layouts, except those that cannot be run, by simulation",
+        "braid",
+        _plan_braid,
+        "searches the union of these layouts, except those that cannot be run, by simulation",
         searches_others=True,
     ),
 )

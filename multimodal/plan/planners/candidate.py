@@ -73,7 +73,7 @@ def build_run(request: PlanningRequest, plan: Plan, *, schedule: str, seconds: f
 
 def num_unit_microbatches(request: PlanningRequest, candidate: Candidate, unit: str) -> int:
     """Microbatches of the unit's busiest replica; every unit has one per LLM microbatch, dealt to its own replicas."""
-    count = request.num_microbatches(candidate.micro_batch_size)
+    count = -(-request.global_batch_size // candidate.micro_batch_size)
     return -(-count // candidate.layouts[unit].data_parallel_size)
 
 
@@ -125,12 +125,7 @@ def peak_bytes(
 def fits(request: PlanningRequest, memory: MemoryEstimate, candidate: Candidate, *, schedule: str | None = None) -> bool:
     """Return True if the estimated peak under a schedule, by default the candidate's, is within the memory to count on."""
     peaks = peak_bytes(request, memory, candidate, schedule=schedule)
-    working = {
-        unit: memory.working_bytes(
-            unit, tensor_parallel_size=layout.tensor_parallel_size, context_parallel_size=layout.context_parallel_size
-        )
-        for unit, layout in candidate.layouts.items()
-    }
+    working = {unit: memory.working_bytes(unit, layout.stage_size) for unit, layout in candidate.layouts.items()}
     return all(
         sum(peaks[unit] for unit in group) + max(working[unit] for unit in group) <= request.planned_memory_bytes
         for group in candidate.all_groups

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 
 from multimodal.plan.planners.candidate import Candidate
 from multimodal.plan.planners.layer_times import PlanningTimes
 from multimodal.plan.planners.megatron import largest_fitting, shared_data_parallel_sizes
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.plan.planners.step_estimate import choose_candidate
 from multimodal.plan.planners.unit_layout import UnitLayout, partition_unit, range_seconds
 from multimodal.plan.planners.unit_options import infeasible
@@ -35,8 +34,8 @@ def _candidates(request: PlanningRequest, times: PlanningTimes) -> Iterator[Cand
     """For each number of LLM stages: the LLM's partition, and the others' that keep up with its stage time; one dp for all."""
     graph, size = request.graph, request.default_micro_batch_size
     backbone = graph.backbone
-    data_sizes = shared_data_parallel_sizes(request, graph.unit_names, micro_batch_size=size)
-    for tensor, context in _stage_sizes(request, backbone):
+    data_sizes = shared_data_parallel_sizes(request, graph.unit_names)
+    for tensor, context in request.stage_sizes(backbone.name):
         for num_stages in request.pipeline_parallel_sizes(backbone.name):
             if tensor * context * num_stages > request.num_gpus:
                 break
@@ -52,20 +51,9 @@ def _candidates(request: PlanningRequest, times: PlanningTimes) -> Iterator[Cand
                 yield Candidate({name: layouts[name] for name in graph.unit_names}, size)
 
 
-def _stage_sizes(request: PlanningRequest, unit: Unit) -> Iterator[tuple[int, int]]:
-    """Every tp and cp of a unit."""
-    context_sizes = request.context_parallel_sizes(unit.name, micro_batch_size=request.default_micro_batch_size)
-    return product(request.tensor_parallel_sizes(unit.name), context_sizes)
-
-
 def partition_module(times: PlanningTimes, unit: Unit, *, tensor: int, context: int, num_stages: int) -> tuple[UnitLayout, float]:
     """Partition one unit by the time of one forward and one backward; return it and its slowest stage's seconds."""
-    total = times.of_unit(
-        unit.name,
-        tensor_parallel_size=tensor,
-        num_samples=times.request.default_micro_batch_size,
-        context_parallel_size=context,
-    ).total
+    total = times.of_unit(unit.name, StageSize(tensor, context)).total
     ranges = partition_unit(unit, total, num_stages=num_stages)
     return UnitLayout(tensor, 1, tuple((each,) for each in ranges), context), max(range_seconds(total, ranges))
 
@@ -74,7 +62,7 @@ def match_stage_seconds(request: PlanningRequest, times: PlanningTimes, unit: Un
     """Return the unit's parallelism with fewest GPUs whose slowest stage takes at most `target_seconds`; else the fastest one."""
     best: tuple[bool, float, float] | None = None
     chosen: UnitLayout | None = None
-    for tensor, context in _stage_sizes(request, unit):
+    for tensor, context in request.stage_sizes(unit.name):
         for num_stages in request.pipeline_parallel_sizes(unit.name):
             if tensor * context * num_stages > request.num_gpus:
                 break

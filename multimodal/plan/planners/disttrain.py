@@ -65,7 +65,6 @@ def build_problem(
             times,
             memory,
             unit=name,
-            micro_batch_size=request.default_micro_batch_size,
             max_gpus=request.num_gpus - (len(names) - 1 if leaves_ranks else 0),
         )
         for name in names
@@ -76,7 +75,7 @@ def build_problem(
         others=options,
         upstream=frozenset(unit.name for unit in request.graph.encoders) - left_out,
         num_gpus=request.num_gpus,
-        num_microbatches=request.num_microbatches(request.default_micro_batch_size),
+        num_microbatches=request.num_microbatches,
         virtual_stages=virtual_stages,
     )
 

@@ -1,17 +1,12 @@
 """Encoders-colocated: all encoders fused into the same stages, one after another, in front of the LLM's (Cornstarch 2)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 
 from multimodal.plan.planners.candidate import Candidate
-from multimodal.plan.planners.megatron import (
-    largest_fitting,
-    shared_context_parallel_sizes,
-    shared_data_parallel_sizes,
-    shared_tensor_parallel_sizes,
-)
+from multimodal.plan.planners.megatron import largest_fitting, shared_data_parallel_sizes, shared_stage_sizes
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.plan.planners.step_estimate import choose_candidate
 from multimodal.plan.planners.unit_layout import even_layout
 
@@ -33,9 +28,9 @@ def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
     graph, size = request.graph, request.default_micro_batch_size
     encoders = tuple(unit.name for unit in graph.encoders)
     rest = [unit for unit in graph.units if unit.name not in encoders]
-    data_sizes = shared_data_parallel_sizes(request, graph.unit_names, micro_batch_size=size)
-    encoder_sizes = _stage_sizes(request, encoders, size) if encoders else [(1, 1)]
-    rest_sizes = _stage_sizes(request, [unit.name for unit in rest], size)
+    data_sizes = shared_data_parallel_sizes(request, graph.unit_names)
+    encoder_sizes = shared_stage_sizes(request, encoders) if encoders else [StageSize(1)]
+    rest_sizes = shared_stage_sizes(request, [unit.name for unit in rest])
     for encoder_stages, (encoder_tensor, encoder_context), (tensor, context) in product(
         _encoder_stages(request, encoders), encoder_sizes, rest_sizes
     ):
@@ -50,12 +45,6 @@ def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
                     for unit in graph.units
                 }
                 yield Candidate(layouts, size, (encoders,) if encoders else ())
-
-
-def _stage_sizes(request: PlanningRequest, units: Sequence[str], micro_batch_size: int) -> list[tuple[int, int]]:
-    """Every tp and cp that units may share."""
-    context_sizes = shared_context_parallel_sizes(request, units, micro_batch_size=micro_batch_size)
-    return list(product(shared_tensor_parallel_sizes(request, units), context_sizes))
 
 
 def _encoder_stages(request: PlanningRequest, encoders: tuple[str, ...]) -> list[int]:

@@ -2,14 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 
 from multimodal.plan.planners.candidate import Candidate
-from multimodal.plan.planners.megatron import (
-    largest_fitting,
-    shared_context_parallel_sizes,
-    shared_tensor_parallel_sizes,
-)
+from multimodal.plan.planners.megatron import largest_fitting, shared_stage_sizes
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.step_estimate import choose_candidate
@@ -39,10 +34,9 @@ def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
     graph, size = request.graph, request.default_micro_batch_size
     encoders = tuple(unit.name for unit in graph.encoders)
     backbone = graph.backbone.name
-    data_sizes = request.data_parallel_sizes(backbone, micro_batch_size=size)
+    data_sizes = request.data_parallel_sizes(backbone)
     together = (*encoders, backbone)
-    context_sizes = shared_context_parallel_sizes(request, together, micro_batch_size=size)
-    for tensor, context in product(shared_tensor_parallel_sizes(request, together), context_sizes):
+    for tensor, context in shared_stage_sizes(request, together):
         for pipeline in request.pipeline_parallel_sizes(backbone):
             replica = tensor * context * (pipeline + len(graph.generators))
             for data in largest_fitting(data_sizes, gpus_per_replica=replica, num_gpus=request.num_gpus):

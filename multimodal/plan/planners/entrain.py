@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from multimodal.cost.communication import message_cost
 from multimodal.cost.unit_load import UnitLoad
-from multimodal.plan.planners.candidate import Candidate, fits
+from multimodal.plan.planners.candidate import Candidate, fits, num_unit_microbatches
 from multimodal.plan.planners.flops_ratio import proportional_gpus
 from multimodal.plan.planners.layer_times import PlanningTimes
 from multimodal.plan.planners.megatron import shared_data_parallel_sizes
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.plan.planners.step_estimate import choose, unit_stage_seconds
 from multimodal.plan.planners.unit_layout import UnitLayout, partition_unit
 from multimodal.values.backward_need import layers_backward_need
@@ -39,7 +39,7 @@ def plan_entrain(request: PlanningRequest) -> PlannedRun:
     times, memory = PlanningTimes(request), MemoryEstimate(request)
     work, block = sample_work(request), gpu_block(request)
     stable_size = partial(stable_batch_size, work, num_gpus=request.num_gpus, block=block)
-    data_sizes = shared_data_parallel_sizes(request, request.graph.unit_names, micro_batch_size=request.default_micro_batch_size)
+    data_sizes = shared_data_parallel_sizes(request, request.graph.unit_names)
     batch_sizes = {
         data: stable_size(data_parallel_size=data)
         for data in data_sizes
@@ -79,18 +79,17 @@ def _candidates(
 
 def _factorisations(request: PlanningRequest, times: PlanningTimes, unit: Unit, gpus: int, data: int) -> Iterator[UnitLayout]:
     """Every tp x cp x pp of a replica's GPUs; where a number has none (too few layers), of the next smaller one that has."""
-    allowed, size = set(request.pipeline_parallel_sizes(unit.name)), request.default_micro_batch_size
-    context_sizes = request.context_parallel_sizes(unit.name, micro_batch_size=size)
+    allowed = set(request.pipeline_parallel_sizes(unit.name))
     for count in range(gpus, 0, -1):
         sizes = [
             (tensor, context, count // (tensor * context))
-            for tensor, context in itertools.product(request.tensor_parallel_sizes(unit.name), context_sizes)
+            for tensor, context in request.stage_sizes(unit.name)
             if count % (tensor * context) == 0 and count // (tensor * context) in allowed
         ]
         if sizes:
             break
     for tensor, context, num_stages in sizes:
-        total = times.of_unit(unit.name, tensor_parallel_size=tensor, num_samples=size, context_parallel_size=context).total
+        total = times.of_unit(unit.name, StageSize(tensor, context)).total
         ranges = partition_unit(unit, total, num_stages=num_stages)
         yield UnitLayout(tensor, data, tuple((each,) for each in ranges), context)
 
@@ -98,8 +97,7 @@ def _factorisations(request: PlanningRequest, times: PlanningTimes, unit: Unit, 
 def iteration_seconds(request: PlanningRequest, times: PlanningTimes, candidate: Candidate) -> float:
     """T_iter of Alg. 3: Eq. 4.2 and the resharding cost."""
     stages = unit_stage_seconds(times, candidate)
-    data = next(iter(candidate.layouts.values())).data_parallel_size
-    count = -(-request.num_microbatches(candidate.micro_batch_size) // data)
+    count = num_unit_microbatches(request, candidate, request.graph.backbone.name)
     slowest = max(max(seconds) for seconds in stages.values())
     return sum(map(sum, stages.values())) + (count - 1) * slowest + count * reshard_seconds(request, candidate)
 
@@ -161,11 +159,7 @@ def num_trials(*, alpha: float = 0.05, error: float = 0.05) -> int:
 
 def gpu_block(request: PlanningRequest) -> int:
     """Return what every unit's number of GPUs must be a multiple of: 1, or what fixed tp and cp ask for."""
-    size = request.default_micro_batch_size
-    sizes = (
-        (request.tensor_parallel_sizes(unit), request.context_parallel_sizes(unit, micro_batch_size=size))
-        for unit in request.graph.unit_names
-    )
+    sizes = ((request.tensor_parallel_sizes(unit), request.context_parallel_sizes(unit)) for unit in request.graph.unit_names)
     return math.lcm(*(math.gcd(*tensor) * math.gcd(*context) for tensor, context in sizes))
 
 

@@ -25,10 +25,7 @@ def plan_flops_ratio(request: PlanningRequest) -> PlannedRun:
     """
     times, memory = PlanningTimes(request), MemoryEstimate(request)
     graph, size = request.graph, request.default_micro_batch_size
-    options = {
-        name: list_options(request, times, memory, unit=name, micro_batch_size=size, max_gpus=request.num_gpus)
-        for name in graph.unit_names
-    }
+    options = {name: list_options(request, times, memory, unit=name, max_gpus=request.num_gpus) for name in graph.unit_names}
     fewest = {name: int(each.gpus.min()) if len(each) else request.num_gpus + 1 for name, each in options.items()}
     layouts = _lay_out(request, options, fewest)
     if layouts is None:
@@ -45,14 +42,13 @@ def _lay_out(
     An encoder that must keep activations for what is in flight behind it may need more GPUs than its share: then it gets those,
     and the division starts anew.
     """
-    size = request.default_micro_batch_size
     while sum(fewest.values()) <= request.num_gpus:
         budgets = proportional_gpus(flops_per_sample(request), fewest=fewest, num_gpus=request.num_gpus)
         layouts: dict[str, UnitLayout] = {}
         in_flight = 0.0
         for unit in reversed(request.graph.units):
             chosen = options[unit.name]
-            row = _fastest(chosen, budgets[unit.name], in_flight, request.num_microbatches(size))
+            row = _fastest(chosen, budgets[unit.name], in_flight, request.num_microbatches)
             if row is None:
                 enough = chosen.gpus[chosen.in_flight_downstream >= in_flight]
                 if not len(enough):

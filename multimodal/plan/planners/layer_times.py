@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.unit_layout import UnitLayout
+from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.values.backward_need import layers_backward_need
 
 
@@ -28,28 +27,18 @@ class PlanningTimes:
     request: PlanningRequest
     is_frozen_aware: bool = True
     """False: every backward is taken to cost twice its forward (Cornstarch's baseline, 4.2)."""
-    _known: dict[tuple[str, int, float, int], LayerTimes] = field(default_factory=dict, repr=False)
+    _known: dict[tuple[str, StageSize], LayerTimes] = field(default_factory=dict, repr=False)
 
-    def of_unit(self, unit: str, *, tensor_parallel_size: int, num_samples: float, context_parallel_size: int = 1) -> LayerTimes:
-        """Return the seconds of each layer over `num_samples` average samples on a stage's ranks from a node's first on."""
-        key = unit, tensor_parallel_size, num_samples, context_parallel_size
-        if key not in self._known:
-            self._known[key] = self._compute(*key)
-        return self._known[key]
+    def of_unit(self, unit: str, size: StageSize) -> LayerTimes:
+        """Return the seconds of each layer over a microbatch of average samples on a stage's ranks from a node's first on."""
+        if (unit, size) not in self._known:
+            self._known[unit, size] = self._compute(unit, size)
+        return self._known[unit, size]
 
-    def of_layout(self, unit: str, layout: UnitLayout, *, num_samples: float) -> LayerTimes:
-        """Return the seconds of each layer under a layout's tp and cp."""
-        return self.of_unit(
-            unit,
-            tensor_parallel_size=layout.tensor_parallel_size,
-            num_samples=num_samples,
-            context_parallel_size=layout.context_parallel_size,
-        )
-
-    def _compute(self, unit: str, tensor_parallel_size: int, num_samples: float, context_parallel_size: int) -> LayerTimes:
+    def _compute(self, unit: str, size: StageSize) -> LayerTimes:
         request = self.request
         described = request.graph.unit(unit)
-        load = request.load(unit, num_samples)
+        load = request.load(unit, request.default_micro_batch_size)
         forward, backward = [], []
         # Layers of one kind in a unit have one shape and one backward.
         kinds = {}
@@ -60,8 +49,8 @@ class PlanningTimes:
                     unit,
                     kind,
                     load,
-                    tensor_parallel_size=tensor_parallel_size,
-                    context_parallel_size=context_parallel_size,
+                    tensor_parallel_size=size.tensor,
+                    context_parallel_size=size.context,
                     recompute=request.recompute,
                 )
                 kinds[kind] = (one.forward, one.backward(kind, need) if self.is_frozen_aware else 2 * one.forward)

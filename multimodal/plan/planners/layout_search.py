@@ -210,8 +210,7 @@ def _spread(request: PlanningRequest, unit: Unit, num_gpus: int) -> Iterator[Uni
     """Replicas of one stage over all ranks, for every tensor and context parallel size; fixed sizes are kept."""
     fixed = request.fixed(unit.name)
     stages = fixed.pipeline_parallel_size or 1
-    context_sizes = request.context_parallel_sizes(unit.name, micro_batch_size=request.default_micro_batch_size)
-    for tensor, context in product(request.tensor_parallel_sizes(unit.name), context_sizes):
+    for tensor, context in request.stage_sizes(unit.name):
         data, rest = divmod(num_gpus, tensor * context * stages)
         if data and not rest and fixed.data_parallel_size in (None, data):
             yield even_layout(unit, tensor, data, stages, context=context)
@@ -222,7 +221,7 @@ def balance_layers(request: PlanningRequest, times: PlanningTimes, candidate: Ca
     layouts = {}
     for name, layout in candidate.layouts.items():
         unit = request.graph.unit(name)
-        total = times.of_layout(name, layout, num_samples=candidate.micro_batch_size).total
+        total = times.of_unit(name, layout.stage_size).total
         ranges = partition_unit(unit, total, num_stages=layout.pipeline_parallel_size * layout.virtual_stages)
         stages = deal_ranges(ranges, num_stages=layout.pipeline_parallel_size)
         layouts[name] = replace(layout, stages=stages)

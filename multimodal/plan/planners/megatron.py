@@ -1,11 +1,11 @@
 """Megatron-LM: one rigid grid, in which encoders and generators are extra pipeline stages beside the LLM's (DistTrain 2.1)."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
 from multimodal.plan.planners.candidate import Candidate
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import MOST_MICRO_BATCH_TOKENS, PlanningRequest
+from multimodal.plan.planners.planning_request import MOST_MICRO_BATCH_TOKENS, PlanningRequest, StageSize
 from multimodal.plan.planners.step_estimate import choose_candidate
 from multimodal.plan.planners.unit_layout import even_layout
 from multimodal.values.errors import PlanError
@@ -29,10 +29,8 @@ def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
     graph, size = request.graph, request.default_micro_batch_size
     names = graph.unit_names
     backbone = graph.backbone.name
-    data_sizes = shared_data_parallel_sizes(request, names, micro_batch_size=size)
-    tensor_sizes = shared_tensor_parallel_sizes(request, names)
-    context_sizes = shared_context_parallel_sizes(request, names, micro_batch_size=size)
-    for extra, tensor, context in product(range(1, MOST_EXTRA_STAGES + 1), tensor_sizes, context_sizes):
+    data_sizes = shared_data_parallel_sizes(request, names)
+    for extra, (tensor, context) in product(range(1, MOST_EXTRA_STAGES + 1), shared_stage_sizes(request, names)):
         for pipeline in request.pipeline_parallel_sizes(backbone):
             stages = {unit.name: _num_stages(request, unit, backbone, pipeline, extra) for unit in graph.units}
             replica = tensor * context * sum(stages.values())
@@ -47,45 +45,31 @@ def _num_stages(request: PlanningRequest, unit: Unit, backbone: str, pipeline: i
     return request.fixed(unit.name).pipeline_parallel_size or min(extra, unit.transformer.num_layers)
 
 
-def shared_tensor_parallel_sizes(request: PlanningRequest, units: Sequence[str]) -> tuple[int, ...]:
-    """Return the tensor parallel sizes that all units allow; raises PlanError when fixed sizes leave none."""
-    return _shared(
-        [request.tensor_parallel_sizes(unit) for unit in units],
-        units=units,
-        what="tensor parallel size",
-        flag="tensor-model-parallel-size",
-    )
-
-
-def shared_data_parallel_sizes(request: PlanningRequest, units: Sequence[str], *, micro_batch_size: int) -> tuple[int, ...]:
+def shared_data_parallel_sizes(request: PlanningRequest, units: Sequence[str]) -> tuple[int, ...]:
     """Return the data parallel sizes that all units allow; raises PlanError when fixed sizes leave none."""
-    return _shared(
-        [request.data_parallel_sizes(unit, micro_batch_size=micro_batch_size) for unit in units],
-        units=units,
-        what="data parallel size",
-        flag="data-parallel-size",
-    )
+    return _shared({unit: request.data_parallel_sizes(unit) for unit in units}, flag="data-parallel-size")
 
 
-def shared_context_parallel_sizes(request: PlanningRequest, units: Sequence[str], *, micro_batch_size: int) -> tuple[int, ...]:
-    """Return the context parallel sizes of units that share one: the fixed one, else all that suit any of them.
+def shared_stage_sizes(request: PlanningRequest, units: Sequence[str]) -> list[StageSize]:
+    """Return every tp and cp that units may share: a fixed cp, else all that suit any of them.
 
-    Raises PlanError when several are fixed.
+    Raises PlanError when fixed sizes leave none.
     """
+    tensor = _shared({unit: request.tensor_parallel_sizes(unit) for unit in units}, flag="tensor-model-parallel-size")
     fixed = [unit for unit in units if request.fixed(unit).context_parallel_size is not None]
-    sizes = {unit: request.context_parallel_sizes(unit, micro_batch_size=micro_batch_size) for unit in fixed or units}
-    if fixed:
-        return _shared(list(sizes.values()), units=fixed, what="context parallel size", flag="context-parallel-size")
-    return tuple(sorted(set.union(*map(set, sizes.values()))))
+    sizes = {unit: request.context_parallel_sizes(unit) for unit in fixed or units}
+    context = _shared(sizes, flag="context-parallel-size") if fixed else sorted(set().union(*sizes.values()))
+    return [StageSize(*each) for each in product(tensor, context)]
 
 
-def _shared(sizes: Sequence[Iterable[int]], *, units: Sequence[str], what: str, flag: str) -> tuple[int, ...]:
-    common = sorted(set.intersection(*map(set, sizes)))
+def _shared(sizes: Mapping[str, Sequence[int]], *, flag: str) -> tuple[int, ...]:
+    """Return the sizes that all units have."""
+    common = sorted(set.intersection(*map(set, sizes.values())))
     if not common:
-        found = ", ".join(f"'{unit}' {list(each)}" for unit, each in zip(units, sizes, strict=True))
+        found = ", ".join(f"'{unit}' {list(each)}" for unit, each in sizes.items())
         raise PlanError(
-            f"this planner gives {' and '.join(units)} one {what}, but they allow none together ({found}); fix the same "
-            f"--UNIT-{flag} for all, or choose a planner that gives every unit its own"
+            f"this planner gives {' and '.join(sizes)} one {flag.replace('-', ' ').replace(' model', '')}, but they allow none "
+            f"together ({found}); fix the same --UNIT-{flag} for all, or choose a planner that gives every unit its own"
         )
     return tuple(common)
 

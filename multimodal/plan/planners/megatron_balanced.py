@@ -4,19 +4,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 
 from multimodal.plan.planners.candidate import Candidate, build_run, samples_in_flight
 from multimodal.plan.planners.layer_times import PlanningTimes
-from multimodal.plan.planners.megatron import (
-    largest_fitting,
-    shared_context_parallel_sizes,
-    shared_data_parallel_sizes,
-    shared_tensor_parallel_sizes,
-)
+from multimodal.plan.planners.megatron import largest_fitting, shared_data_parallel_sizes, shared_stage_sizes
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, plain_schedule
+from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, StageSize, plain_schedule
 from multimodal.plan.planners.step_estimate import LengthSpread, choose, reduction_seconds
 from multimodal.plan.planners.unit_layout import Range, UnitLayout, even_out_lanes, lay_out_grid, partition_layers, unit_pieces
 
@@ -81,13 +75,12 @@ def list_grids(request: PlanningRequest, times: PlanningTimes, *, layers_per_ran
 
     layers_per_range: V that make ranges of about so many layers, or of equal time, are tried, too, unless V is fixed.
     """
-    names, size = request.graph.unit_names, request.default_micro_batch_size
+    names = request.graph.unit_names
     backbone = request.fixed(request.graph.backbone.name)
     chunks = (backbone.virtual_stages,) if backbone.virtual_stages else VIRTUAL_STAGES
-    data_sizes = shared_data_parallel_sizes(request, names, micro_batch_size=size)
-    context_sizes = shared_context_parallel_sizes(request, names, micro_batch_size=size)
-    for tensor, context in product(shared_tensor_parallel_sizes(request, names), context_sizes):
-        pieces = chain_pieces(request, times, tensor=tensor, context=context, num_samples=size)
+    data_sizes = shared_data_parallel_sizes(request, names)
+    for tensor, context in shared_stage_sizes(request, names):
+        pieces = chain_pieces(request, times, StageSize(tensor, context))
         most_stages = min(len(pieces), request.num_gpus // (tensor * context))
         stages = (backbone.pipeline_parallel_size,) if backbone.pipeline_parallel_size else range(1, most_stages + 1)
         for num_stages in stages:
@@ -114,7 +107,7 @@ def even_grid(request: PlanningRequest, times: PlanningTimes, grid: Grid) -> Gri
     """Return the grid with evened out lanes (`even_out_lanes`)."""
     layout = next(iter(grid.layouts.values()))
     tensor, context = layout.tensor_parallel_size, layout.context_parallel_size
-    pieces = chain_pieces(request, times, tensor=tensor, context=context, num_samples=request.default_micro_batch_size)
+    pieces = chain_pieces(request, times, StageSize(tensor, context))
     seconds = [each for _, _, each in pieces]
     cuts = partition_layers(seconds, num_stages=grid.num_stages * grid.virtual_stages)
     evened = even_out_lanes(seconds, cuts, num_lanes=grid.num_stages)
@@ -122,15 +115,11 @@ def even_grid(request: PlanningRequest, times: PlanningTimes, grid: Grid) -> Gri
     return found.with_replicas(layout.data_parallel_size)
 
 
-def chain_pieces(
-    request: PlanningRequest, times: PlanningTimes, *, tensor: int, context: int, num_samples: int
-) -> tuple[Piece, ...]:
+def chain_pieces(request: PlanningRequest, times: PlanningTimes, size: StageSize) -> tuple[Piece, ...]:
     """List the layers of all units as one chain."""
     found = []
     for unit in request.graph.units:
-        total = times.of_unit(
-            unit.name, tensor_parallel_size=tensor, num_samples=num_samples, context_parallel_size=context
-        ).total
+        total = times.of_unit(unit.name, size).total
         found += [(unit.name, piece, sum(total[piece[0] : piece[1]])) for piece in unit_pieces(unit)]
     return tuple(found)
 
@@ -156,7 +145,7 @@ def build_grid(pieces: Sequence[Piece], cuts: Sequence[Range], *, num_stages: in
 def grid_seconds(request: PlanningRequest, grid: Grid, *, spread: LengthSpread | None = None) -> float:
     """Return the expected step: interleaving divides the warm-up by the virtual stages; spread: as for `estimate_seconds`."""
     data = next(iter(grid.layouts.values())).data_parallel_size
-    count = -(-request.num_microbatches(request.default_micro_batch_size) // data)
+    count = -(-request.num_microbatches // data)
     slowest = max(grid.stage_seconds)
     ends = (sum(grid.stage_seconds) - slowest) / grid.virtual_stages
     waits, heaviest = 1.0, 0.0
@@ -178,8 +167,5 @@ def grid_fits(request: PlanningRequest, memory: MemoryEstimate, grid: Grid) -> b
             samples = samples_in_flight(request, candidate, unit, index)
             layout = grid.layouts[unit]
             total[stage] += memory.stage_bytes(unit, layout, index, num_samples=samples)
-            alone = memory.working_bytes(
-                unit, tensor_parallel_size=layout.tensor_parallel_size, context_parallel_size=layout.context_parallel_size
-            )
-            working[stage] = max(working[stage], alone)
+            working[stage] = max(working[stage], memory.working_bytes(unit, layout.stage_size))
     return max(map(sum, zip(total, working, strict=True))) <= request.planned_memory_bytes

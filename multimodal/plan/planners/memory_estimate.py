@@ -14,7 +14,7 @@ from multimodal.cost.layers.layer import ActivationBytes, ActivationCase
 from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer
 from multimodal.cost.step_memory import GATHERED_GROUPS, layer_static_bytes
 from multimodal.cost.unit_load import UnitLoad
-from multimodal.plan.planners.planning_request import PlanningRequest, plain_schedule
+from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
 from multimodal.plan.planners.unit_layout import Range, UnitLayout
 from multimodal.values.backward_need import layers_backward_need
 
@@ -71,9 +71,8 @@ class MemoryEstimate:
         """Activations of `num_samples` samples in one stage, per rank."""
         if num_samples <= 0:
             return 0.0
-        sizes = layout.tensor_parallel_size, layout.context_parallel_size
         kinds = self._count(unit, layout.stages[stage_index])
-        per_sample = sum(count * self.layer(unit, kind).activation_bytes(*sizes) for kind, count in kinds)
+        per_sample = sum(count * self.layer(unit, kind).activation_bytes(*layout.stage_size) for kind, count in kinds)
         return per_sample * float(self.heavy_samples(unit, num_samples)) / layout.tensor_parallel_size
 
     def stage_bytes(self, unit: str, layout: UnitLayout, stage_index: int, *, num_samples: float) -> float:
@@ -83,7 +82,7 @@ class MemoryEstimate:
         static = self.static_bytes(unit, ranges, tensor_parallel_size=size, data_parallel_size=layout.weight_copies)
         return static + self.activation_bytes(unit, layout, stage_index, num_samples=num_samples)
 
-    def working_bytes(self, unit: str, *, tensor_parallel_size: int, context_parallel_size: int) -> float:
+    def working_bytes(self, unit: str, size: StageSize) -> float:
         """What is there while one layer of the unit runs, per rank: what it computes again, and what it gathers.
 
         As `StepMemory` counts it; of units that share ranks, one works at a time.
@@ -94,14 +93,14 @@ class MemoryEstimate:
         if request.recompute == "full":
             repeated = [kind for kind in dict.fromkeys(request.graph.unit(unit).layers) if LAYER_KINDS[kind].recomputes]
             layers = [self.layer(unit, kind, is_recomputed=False) for kind in repeated]
-            largest = max((layer.activation_bytes(tensor_parallel_size, context_parallel_size) for layer in layers), default=0.0)
-            working = samples * largest / tensor_parallel_size
+            largest = max((layer.activation_bytes(*size) for layer in layers), default=0.0)
+            working = samples * largest / size.tensor
         if request.zero_stage == 3:
             kinds = dict.fromkeys(request.graph.unit(unit).layers)
             weights = max(self.layer(unit, kind).num_weights for kind in kinds)
-            working += 2 * weights * request.cluster.bytes_per_element / tensor_parallel_size
-        if context_parallel_size > 1:
-            num_groups = min(GATHERED_GROUPS, shape.query_groups // tensor_parallel_size)
+            working += 2 * weights * request.cluster.bytes_per_element / size.tensor
+        if size.context > 1:
+            num_groups = min(GATHERED_GROUPS, shape.query_groups // size.tensor)
             per_token = num_groups * 2 * shape.head_channels * request.cluster.bytes_per_element
             working += samples * request.mean_loads[unit][0] * per_token
         return working

@@ -62,8 +62,7 @@ def _attempts(request: PlanningRequest) -> Iterator[PlanningRequest]:
 
 
 def _context_sizes(request: PlanningRequest) -> list[tuple[int, ...]]:
-    size = request.default_micro_batch_size
-    return [request.context_parallel_sizes(unit, micro_batch_size=size) for unit in request.graph.unit_names]
+    return [request.context_parallel_sizes(unit) for unit in request.graph.unit_names]
 
 
 def _plan_in_memory(

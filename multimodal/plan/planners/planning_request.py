@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from itertools import product
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +44,13 @@ OVERLAPPED_PARTS = 4
 def plain_schedule(*, has_virtual_stages: bool = False) -> str:
     """Return the schedule that planners plan for where they name none."""
     return "interleaved-1f1b" if has_virtual_stages else "1f1b"
+
+
+class StageSize(NamedTuple):
+    """The ranks of one stage of one replica: tensor x context."""
+
+    tensor: int
+    context: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +143,10 @@ class PlanningRequest:
         """The given size, or 1."""
         return self.micro_batch_size or 1
 
-    def num_microbatches(self, micro_batch_size: int) -> int:
+    @property
+    def num_microbatches(self) -> int:
         """LLM microbatches of one global batch, over all replicas."""
-        return -(-self.global_batch_size // micro_batch_size)
+        return -(-self.global_batch_size // self.default_micro_batch_size)
 
     @cached_property
     def layer_costs(self) -> LayerCosts:
@@ -258,7 +267,7 @@ class PlanningRequest:
             raise PlanError(f"unit '{unit}': {most} transformer layers cannot be cut into {fixed} pipeline stages")
         return (fixed,) if fixed is not None else tuple(range(1, min(most, self.num_gpus) + 1))
 
-    def context_parallel_sizes(self, unit: str, *, micro_batch_size: int) -> tuple[int, ...]:
+    def context_parallel_sizes(self, unit: str) -> tuple[int, ...]:
         """The fixed size; else 1, and those up to `most_context_parallel` whose ranks get `least_share_tokens` of a large load.
 
         A large load is a microbatch of average samples or the longest sample; of the former, every rank must get a block, since
@@ -267,7 +276,7 @@ class PlanningRequest:
         fixed = self.fixed(unit).context_parallel_size
         if fixed is not None:
             return (fixed,)
-        average = micro_batch_size * self.mean_loads[unit][0]
+        average = self.default_micro_batch_size * self.mean_loads[unit][0]
         most = min(
             self.most_context_parallel,
             self.num_gpus,
@@ -279,10 +288,14 @@ class PlanningRequest:
             most = 1
         return tuple(size for size in CONTEXT_PARALLEL_SIZES if size <= max(1, most))
 
-    def data_parallel_sizes(self, unit: str, *, micro_batch_size: int) -> tuple[int, ...]:
+    def stage_sizes(self, unit: str) -> list[StageSize]:
+        """Return every tp and cp of a unit."""
+        return [StageSize(*each) for each in product(self.tensor_parallel_sizes(unit), self.context_parallel_sizes(unit))]
+
+    def data_parallel_sizes(self, unit: str) -> tuple[int, ...]:
         """Divisors of the number of microbatches, so that replicas get equally many, or the fixed one."""
         fixed = self.fixed(unit).data_parallel_size
-        count = self.num_microbatches(micro_batch_size)
+        count = self.num_microbatches
         if fixed is not None:
             return (fixed,)
         return tuple(size for size in range(1, min(count, self.num_gpus) + 1) if count % size == 0)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from multimodal.balance import BALANCERS
@@ -10,7 +10,7 @@ from multimodal.balance.balance_options import BalanceOptions
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageLayers
-from multimodal.cost.step_costs import ComputeCost, StepCosts, TransferCost
+from multimodal.cost.step_costs import StepCosts
 from multimodal.cost.step_memory import layer_static_bytes
 from multimodal.cost.update_seconds import update_seconds
 from multimodal.plan.planners.planned_run import PlannedRun
@@ -25,7 +25,7 @@ from multimodal.values.assignment import Assignment, validate_assignment
 from multimodal.values.length_batches import draw_length_batches
 from multimodal.values.plan import Plan, UnitPlan
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.schedule import Action, Place, Schedule
+from multimodal.values.schedule import Action, Schedule
 
 KEPT_REPLICAS = 4
 """Where lengths vary, so many replicas of every unit at least are simulated: the heaviest decides."""
@@ -53,56 +53,35 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class ShareCosts:
+class ShareCosts(ModelCosts):
     """Costs of a share of a plan's replicas: collectives still span all of them."""
 
-    share: ModelCosts
-    whole: ModelCosts
-    """Of the whole plan; only its collectives are asked for."""
-    num_ranks: int
-    """Of the share."""
-
-    @property
-    def model_flops(self) -> float:
-        """Of the share's samples."""
-        return self.share.model_flops
+    whole: ModelCosts = field(kw_only=True)
+    """The costs of the whole plan; only its collectives are asked for."""
 
     @property
     def peak_flops_per_second(self) -> float:
-        """Of the share's ranks."""
-        return self.share.peak_flops_per_second / self.share.plan.num_ranks * self.num_ranks
-
-    def compute(self, action: Action) -> ComputeCost:
-        """Cost of a computation."""
-        return self.share.compute(action)
-
-    def transfer(self, send: Action) -> TransferCost:
-        """Cost of a message."""
-        return self.share.transfer(send)
+        """FLOPs per second of the share's ranks."""
+        return super().peak_flops_per_second / self.plan.num_ranks * sum(map(len, self.plan.lanes))
 
     def collective_seconds(self, action: Action) -> float:
         """Seconds of a collective over all replicas."""
         return self.whole.collective_seconds(action)
 
-    def activation_bytes(self, place: Place) -> int:
-        """Bytes that a place keeps."""
-        return self.share.activation_bytes(place)
-
     def static_bytes(self, lane: int) -> int:
         """Bytes of weights, gradients and optimizer state; the latter is shared by all replicas, not by those of the share."""
-        share = self.share
-        return round(share.static_bytes(lane) - sum(map(self._excess_bytes, share.stages.of_rank[share.plan.lanes[lane][0]])))
+        return round(super().static_bytes(lane) - sum(map(self._excess_bytes, self.stages.of_rank[self.plan.lanes[lane][0]])))
 
     def _excess_bytes(self, stage: tuple[str, int, int]) -> float:
-        units = (self.share.plan.units[stage[0]], self.whole.plan.units[stage[0]])
-        num_weights = self.share.stages.num_weights(stage, trained_only=True)
+        units = (self.plan.units[stage[0]], self.whole.plan.units[stage[0]])
+        num_weights = self.stages.num_weights(stage, trained_only=True)
         of_share, of_whole = (
             layer_static_bytes(
                 num_weights,
                 is_trained=True,
                 data_parallel_size=unit.data_parallel_size * unit.context_parallel_size,
-                zero_stage=self.share.options.zero_stage,
-                bytes_per_element=self.share.cluster.bytes_per_element,
+                zero_stage=self.options.zero_stage,
+                bytes_per_element=self.cluster.bytes_per_element,
             )
             for unit in units
         )
@@ -348,13 +327,10 @@ def _update_seconds(run: PlannedRun, request: PlanningRequest) -> float:
 def _step_costs(
     run: PlannedRun, request: PlanningRequest, plan: Plan, assignment: Assignment, lengths: Sequence[SampleLengths]
 ) -> StepCosts:
-    def costs_of(each: Plan) -> ModelCosts:
-        options = _run_options(run, request)
-        return ModelCosts(request.graph, each, assignment, lengths, request.cluster, request.vocab_size, options, request.profile)
-
-    if plan is run.plan:
-        return costs_of(plan)
-    return ShareCosts(costs_of(plan), costs_of(run.plan), sum(map(len, plan.lanes)))
+    options = _run_options(run, request)
+    given = assignment, lengths, request.cluster, request.vocab_size, options, request.profile
+    whole = ModelCosts(request.graph, run.plan, *given)
+    return whole if plan is run.plan else ShareCosts(request.graph, plan, *given, whole=whole)
 
 
 def _num_tokens(lengths: Sequence[SampleLengths]) -> int:

@@ -101,7 +101,7 @@ def unit_stage_seconds(times: PlanningTimes, candidate: Candidate) -> Mapping[st
     """Unit -> seconds of each of its stages per microbatch, forward and backward; sharded weights have to come in time."""
     found = {}
     for unit, layout in candidate.layouts.items():
-        computing = stage_times(times.of_layout(unit, layout, num_samples=candidate.micro_batch_size), layout.stages)
+        computing = stage_times(times.of_unit(unit, layout.stage_size), layout.stages)
         least = 0.0
         if times.request.zero_stage == 3:
             # Twice the weights, and once the gradients.

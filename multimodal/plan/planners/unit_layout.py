@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from multimodal.plan.planners.planning_request import StageSize
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers, validate_plan
@@ -27,6 +28,11 @@ class UnitLayout:
     stages: tuple[tuple[Range, ...], ...]
     """Per pipeline stage its layer ranges; several when the stage is virtual."""
     context_parallel_size: int = 1
+
+    @property
+    def stage_size(self) -> StageSize:
+        """Return how ranks share a stage."""
+        return StageSize(self.tensor_parallel_size, self.context_parallel_size)
 
     @property
     def ranks_per_stage(self) -> int:

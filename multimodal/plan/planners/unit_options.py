@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from multimodal.plan.planners.layer_times import PlanningTimes
 from multimodal.plan.planners.memory_estimate import LayerMemory, MemoryEstimate
-from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.values.errors import PlanError
 
 Integers = NDArray[np.int64]
@@ -43,21 +43,20 @@ class UnitOptions:
 
 
 def list_options(
-    request: PlanningRequest, times: PlanningTimes, memory: MemoryEstimate, *, unit: str, micro_batch_size: int, max_gpus: int
+    request: PlanningRequest, times: PlanningTimes, memory: MemoryEstimate, *, unit: str, max_gpus: int
 ) -> UnitOptions:
     """List the parallelisms of a unit that fit `max_gpus` and, with nothing downstream in flight, the memory.
 
     Data parallel sizes divide the number of microbatches. The first stage (an embedding, the most layers, P microbatches in
     flight under 1F1B) and the last one (projector or head) decide about memory. O(tp x cp x dp x pp).
     """
-    data = request.data_parallel_sizes(unit, micro_batch_size=micro_batch_size)
+    data = request.data_parallel_sizes(unit)
     pipeline = request.pipeline_parallel_sizes(unit)
     grid = _Grid(*(axis.ravel() for axis in np.meshgrid(np.array(data), np.array(pipeline), indexing="ij")))
     columns = [
-        _of_stage_size(request, times, memory, unit, micro_batch_size, _StageSize(tensor, context), grid)
-        for tensor in request.tensor_parallel_sizes(unit)
-        for context in request.context_parallel_sizes(unit, micro_batch_size=micro_batch_size)
-        if tensor * context <= max_gpus or context == 1
+        _of_stage_size(request, times, memory, unit, size, grid)
+        for size in request.stage_sizes(unit)
+        if size.tensor * size.context <= max_gpus or size.context == 1
     ]
     merged = UnitOptions(
         *(np.concatenate([getattr(part, name) for part in columns]) for name in UnitOptions.__dataclass_fields__)
@@ -70,13 +69,6 @@ class _Grid(NamedTuple):
 
     data: Integers
     pipeline: Integers
-
-
-class _StageSize(NamedTuple):
-    """How ranks share a stage."""
-
-    tensor: int
-    context: int
 
 
 class _Stage(NamedTuple):
@@ -93,13 +85,10 @@ def _of_stage_size(
     times: PlanningTimes,
     memory: MemoryEstimate,
     unit: str,
-    micro_batch_size: int,
-    size: _StageSize,
+    size: StageSize,
     grid: _Grid,
 ) -> UnitOptions:
-    seconds = times.of_unit(
-        unit, tensor_parallel_size=size.tensor, num_samples=micro_batch_size, context_parallel_size=size.context
-    ).total
+    seconds = times.of_unit(unit, size).total
     num_layers = len(seconds) - 2
     most, least = -(-num_layers // grid.pipeline), num_layers // grid.pipeline
     slowest_body = max(seconds[1:-1])
@@ -109,9 +98,9 @@ def _of_stage_size(
     allowed = np.full(len(slowest), _UNLIMITED)
     one = np.ones_like(grid.pipeline)
     for stage in (_Stage((kinds[0],), most, grid.pipeline), _Stage((kinds[-1],), least, one)):
-        allowed = np.minimum(allowed, _in_flight_downstream(request, memory, unit, micro_batch_size, size, grid, stage))
+        allowed = np.minimum(allowed, _in_flight_downstream(request, memory, unit, size, grid, stage))
     both = _Stage((kinds[0], kinds[-1]), most, one)
-    alone = _in_flight_downstream(request, memory, unit, micro_batch_size, size, grid, both)
+    alone = _in_flight_downstream(request, memory, unit, size, grid, both)
     allowed = np.where(grid.pipeline == 1, alone, allowed)
     return UnitOptions(
         size.tensor * one,
@@ -129,8 +118,7 @@ def _in_flight_downstream(
     request: PlanningRequest,
     memory: MemoryEstimate,
     unit: str,
-    micro_batch_size: int,
-    size: _StageSize,
+    size: StageSize,
     grid: _Grid,
     stage: _Stage,
 ) -> Floats:
@@ -148,11 +136,12 @@ def _in_flight_downstream(
     static = stage.num_body * np.maximum.reduce([*map(static_bytes, bodies)]) + sum(map(static_bytes, outer))
     per_body = max(layer.activation_bytes(*size) for layer in bodies)
     per_sample = stage.num_body * per_body + sum(layer.activation_bytes(*size) for layer in outer)
-    working = memory.working_bytes(unit, tensor_parallel_size=size.tensor, context_parallel_size=size.context)
+    working = memory.working_bytes(unit, size)
     room = (request.planned_memory_bytes - working) * size.tensor - static
     kept = np.where(per_sample > 0, per_sample, 1.0)
     capacity = np.where(per_sample > 0, memory.samples_within(unit, np.maximum(room, 0.0) / kept), _UNLIMITED)
-    in_step = request.num_microbatches(micro_batch_size) / grid.data
+    micro_batch_size = request.default_micro_batch_size
+    in_step = request.num_microbatches / grid.data
     downstream = (capacity / micro_batch_size - np.minimum(stage.in_flight, in_step)) * grid.data
     return np.where(room < 0, -1.0, np.where(capacity >= in_step * micro_batch_size, _UNLIMITED, downstream))
 
@@ -196,7 +185,6 @@ def infeasible(request: PlanningRequest) -> PlanError:
             times,
             memory,
             unit=unit,
-            micro_batch_size=request.default_micro_batch_size,
             max_gpus=_LARGEST_SEARCH,
         )
         if not len(options):

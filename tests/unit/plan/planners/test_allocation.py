@@ -45,10 +45,6 @@ def test_a_unit_at_its_minimum_leaves_the_rest_to_the_others():
     assert found.gpus == pytest.approx((2.0, 6.0)) and found.bottleneck == pytest.approx(1.0)
 
 
-def test_a_maximum_bounds_the_bottleneck():
-    assert solve_allocation([8.0, 1.0], num_gpus=100, minimums=[1, 1], maximums=[4, 100]).bottleneck == pytest.approx(2.0)
-
-
 def test_too_few_gpus_are_refused():
     with pytest.raises(PlanError, match="need at least 5 GPUs, but there are 4"):
         solve_allocation([1.0, 1.0], num_gpus=4, minimums=[3, 2])

@@ -12,7 +12,7 @@ from multimodal.plan.planners.disttrain import build_problem
 from multimodal.plan.planners.layer_times import PlanningTimes
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.plan_run import plan_run
-from multimodal.plan.planners.planning_request import FixedSizes
+from multimodal.plan.planners.planning_request import FixedSizes, StageSize
 from multimodal.plan.planners.simulate_run import predict_run
 from multimodal.plan.planners.step_estimate import estimate_seconds, reduction_seconds
 from multimodal.plan.planners.unit_layout import UnitLayout, even_layout, lay_out_units
@@ -57,16 +57,16 @@ def test_planners_that_share_a_grid_share_its_context_parallel_size():
 
 def test_sizes_are_open_only_where_every_rank_gets_a_long_share():
     asked = long_request(most_context_parallel=8)
-    assert asked.context_parallel_sizes("llm", micro_batch_size=1) == (1, 2, 4, 8)
-    assert asked.context_parallel_sizes("vision", micro_batch_size=1) == (1,), "4,096 tokens"
-    assert asked.context_parallel_sizes("vision", micro_batch_size=4) == (1, 2, 4)
-    assert replace(asked, num_gpus=4).context_parallel_sizes("llm", micro_batch_size=1) == (1, 2, 4)
-    assert long_request().context_parallel_sizes("llm", micro_batch_size=1) == (1,), "planners of papers look at none"
-    assert long_request(fixed_sizes=FIXED).context_parallel_sizes("llm", micro_batch_size=1) == (2,)
+    assert asked.context_parallel_sizes("llm") == (1, 2, 4, 8)
+    assert asked.context_parallel_sizes("vision") == (1,), "4,096 tokens"
+    assert replace(asked, micro_batch_size=4, global_batch_size=4).context_parallel_sizes("vision") == (1, 2, 4)
+    assert replace(asked, num_gpus=4).context_parallel_sizes("llm") == (1, 2, 4)
+    assert long_request().context_parallel_sizes("llm") == (1,), "planners of papers look at none"
+    assert long_request(fixed_sizes=FIXED).context_parallel_sizes("llm") == (2,)
     rare = replace(asked, lengths=(DOCUMENT, *(SampleLengths(index, (), 40, 10) for index in range(1, 300))))
-    assert rare.context_parallel_sizes("llm", micro_batch_size=1) == (1, 2), "259 tokens on average: two blocks"
+    assert rare.context_parallel_sizes("llm") == (1, 2), "259 tokens on average: two blocks"
     short = replace(asked, lengths=request(TWO).lengths)
-    assert short.context_parallel_sizes("llm", micro_batch_size=1) == (1,)
+    assert short.context_parallel_sizes("llm") == (1,)
 
 
 def test_an_encoder_whose_merged_patches_blocks_would_cut_is_not_spread():
@@ -74,8 +74,8 @@ def test_an_encoder_whose_merged_patches_blocks_would_cut_is_not_spread():
     lengths = (SampleLengths(0, (ItemLengths("vision", 90_000, 10_000),), 10, 10),)
     asked = request(odd, lengths=lengths, most_context_parallel=8)
     assert odd.unit("vision").merge_factor == 9
-    assert asked.context_parallel_sizes("vision", micro_batch_size=1) == (1,)
-    assert asked.context_parallel_sizes("llm", micro_batch_size=1) == (1, 2)
+    assert asked.context_parallel_sizes("vision") == (1,)
+    assert asked.context_parallel_sizes("llm") == (1, 2)
 
 
 def test_ranks_of_a_stage_are_neighbours_and_tensor_parallel_groups_stay_in_a_node():
@@ -134,7 +134,7 @@ def test_estimated_and_simulated_memory_agree(context, implementation, recompute
     found = predict_run(candidate.to_run(asked, seconds=0.0), asked).peak_memory_bytes
     memory = MemoryEstimate(asked)
     estimated = max(memory.stage_bytes("llm", candidate.layouts["llm"], stage, num_samples=2 - stage) for stage in (0, 1))
-    estimated += memory.working_bytes("llm", tensor_parallel_size=2, context_parallel_size=context)
+    estimated += memory.working_bytes("llm", StageSize(2, context))
     assert estimated == pytest.approx(found, rel=0.1)
 
 
