@@ -20,7 +20,7 @@ import numpy as np
 
 # Also puts the checkout on the path.
 from balance import DEFAULT_LENGTHS, NUM_REPLICAS, SAMPLES_PER_REPLICA, Lengths, generate_lengths, read_lengths
-from node_bounds import inter_node_bytes, lp_bound, single_node_bound
+from node_optimum import inter_node_bytes, lp_bound, single_node_bound
 from published_node_rearrangement import published_node_rearrangement
 from rich.console import Console
 from rich.table import Table

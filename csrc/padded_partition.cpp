@@ -116,7 +116,7 @@ class PaddedPartition {
         best.swap(candidate);
     }
 
-    // Returns whether every bin stays cheaper than `limit`; stops at the first that does not.
+    // Returns true if every bin stays cheaper than `limit`; stops at the first that does not.
     bool place_rest(std::int64_t rank, std::vector<Bin>& bins, std::vector<std::int32_t>& candidate, std::int64_t& costliest,
                     std::int64_t limit) const {
         using Entry = std::pair<std::int64_t, std::int64_t>;  // cost of the bin plus what padding adds per item; the bin

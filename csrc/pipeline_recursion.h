@@ -1,4 +1,4 @@
-// When the steps of one pipeline end. Reference: multimodal/balance/algorithms/pipeline_recursion.py
+// The ends of the steps of one pipeline. Reference: multimodal/balance/algorithms/pipeline_recursion.py
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Which node gets which new batch, so that the most that any rank sends to other nodes is little (OrchMLLM, Alg. 3).
+// The node of each new batch, so that the most that any rank sends to other nodes is little (OrchMLLM, Alg. 3).
 // Reference: multimodal/balance/nodes/node_search.py
 
 #pragma once

@@ -1,4 +1,4 @@
-// In which order the microbatches of a pipeline run (DistTrain, Alg. 3). Reference: multimodal/balance/algorithms/reorder_microbatches.py
+// The order of the microbatches of a pipeline (DistTrain, Alg. 3). Reference: multimodal/balance/algorithms/reorder_microbatches.py
 
 #pragma once
 

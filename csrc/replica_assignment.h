@@ -1,4 +1,4 @@
-// Which replica gets which sample (Entrain 4.3). Reference: multimodal/balance/algorithms/greedy_assignment.py
+// The replica of each sample (Entrain 4.3). Reference: multimodal/balance/algorithms/greedy_assignment.py
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Which sums the subsets of some loads have. Reference: multimodal/balance/algorithms/pairwise_deferral.py
+// The sums of subsets of some loads. Reference: multimodal/balance/algorithms/pairwise_deferral.py
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// What samples cost each unit, as the assignment kernels read it. Reference: multimodal/balance/algorithms/greedy_assignment.py
+// The loads of samples in each unit, as the assignment kernels read it. Reference: multimodal/balance/algorithms/greedy_assignment.py
 
 #pragma once
 

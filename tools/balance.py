@@ -29,11 +29,11 @@ from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tools.command_line import Parser, count, counts_by_unit, run_tool, seed, values_by_unit
 
 TOKEN_BYTES = 4
-"""Of a token id, before the LLM takes it."""
+"""Bytes of a token id, before the LLM takes it."""
 AUDIO_TOKEN_BYTES = 2 * 80 * 4
 """Two frames of 80 float32 mel bins make one token of Whisper's encoder."""
 SHAPE = {"num_layers": 1, "hidden_size": 128, "num_attention_heads": 1, "ffn_hidden_size": 128}
-"""Of units where no model is given: only their names and the images' patches matter."""
+"""Shape of units where no model is given: only their names and the images' patches matter."""
 
 
 def build_parser() -> Parser:

@@ -37,9 +37,9 @@ class Figure(NamedTuple):
     """True if every other sample runs in the LLM's next microbatch."""
     encoder_seconds: float = 1.0
     llm_seconds: float = 1.0
-    """Of the LLM's first stage; its second takes 1 s."""
+    """Seconds of the LLM's first stage; its second takes 1 s."""
     reduction_seconds: float = 0.0
-    """Of a stage's gradients, a quarter of them of the layer that a backward passes last."""
+    """Seconds to reduce a stage's gradients, a quarter of them those of the layer that a backward passes last."""
 
 
 FIGURES = {

@@ -32,7 +32,7 @@ class BlockStrips:
     """The blocks with anything visible, by query block."""
 
     strips: tuple[_Strip, ...]
-    """Of all query blocks in turn; ascending in each."""
+    """The strips of all query blocks in turn; ascending in each."""
     row_starts: NDArray[np.int64]
     """[num_query_blocks + 1], counted in blocks."""
     visible_pairs: NDArray[np.int64]

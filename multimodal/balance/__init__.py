@@ -1,4 +1,4 @@
-"""Which sample goes where: balancers turn lengths into an Assignment, every rank the same one; and what others ask about each."""
+"""Balancers: they turn lengths into an Assignment, every rank the same one. A row says all that others ask about one."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Balancer(Protocol):
 
 
 class Placement(Enum):
-    """How a plan places its units, as far as balancers differ in it."""
+    """The placement of a plan's units, as far as balancers differ in it."""
 
     OWN_RANKS = "units on ranks of their own"
     CHAIN = "stages of several layer ranges"
@@ -41,7 +41,7 @@ class BalancerRow:
 
     balance: Balancer
     meaning: str
-    """What it does, in one line."""
+    """Its effect, in one line."""
     source: str = ""
     """The paper that it comes from."""
     keeps_samples_whole: bool = False

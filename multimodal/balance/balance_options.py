@@ -1,4 +1,4 @@
-"""What a balancer is told beside the lengths, and the check of both."""
+"""The options of a balancer, and the check of options and lengths."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ MOST_TOKENS = 2**31 - 1
 
 
 class Prediction(Protocol):
-    """Of one step under one assignment."""
+    """The prediction of one step under one assignment."""
 
     @property
     def seconds(self) -> float:
@@ -60,7 +60,7 @@ class BalanceOptions:
     """Unit -> its cost as a function of lengths in tokens; a unit that is not named costs its FLOPs (see `BatchWork`)."""
     ranks_per_node: int = 8
     vocab_size: int = 32768
-    """Of the LLM's head, whose work counts."""
+    """Vocabulary of the LLM's head, whose work counts."""
     predictor: Predictor | None = None
     """Predicts the steps that `auto` compares; without it, `auto` compares the largest work of a replica."""
 

@@ -108,7 +108,7 @@ def list_items(samples: Iterable[Atom], *, unit: str, lengths_by_sample: Mapping
 
 
 class Imbalance(NamedTuple):
-    """Of one unit's work in one global batch; 1.0 is perfect balance."""
+    """The imbalance of one unit's work in one global batch; 1.0 is perfect balance."""
 
     replica: float
     """Largest over mean cost of the replicas: how long the others wait for the slowest."""

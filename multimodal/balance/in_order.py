@@ -26,7 +26,7 @@ def balance_in_order(lengths: Sequence[SampleLengths], *, graph: ModelGraph, pla
 
 
 def balance_sorted(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
-    """Do as `balance_in_order` with the samples sorted by their LLM tokens, longest first: microbatches of like samples.
+    """Balance like `balance_in_order`, with the samples sorted by their LLM tokens, longest first: microbatches of like samples.
 
     Ties go by sample id. Raises AssignmentError as `validate_inputs` does. O(n log n).
     """

@@ -24,7 +24,7 @@ class NodeTraffic(NamedTuple):
     """Bytes that the rank with most of them sends to other nodes."""
 
     before: int
-    """Where new batch j goes to replica j."""
+    """If new batch j goes to replica j."""
     after: int
     """After node-wise rearrangement."""
 

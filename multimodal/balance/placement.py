@@ -1,4 +1,4 @@
-"""Where the items of encoders and the samples of generators go, given where the LLM's samples are."""
+"""Places the items of encoders and the samples of generators, given the LLM's microbatches."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise

@@ -1,4 +1,4 @@
-"""How long a step would take under an assignment, for a plan and a schedule: what balancing is for."""
+"""Predicts the duration of a step under an assignment, for a plan and a schedule."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class StepPrediction:
 
     @cached_property
     def least_seconds(self) -> float:
-        """What no schedule can be faster than: the computations of the busiest lane. O(microbatches x stages)."""
+        """A lower bound for every schedule: the computations of the busiest lane. O(microbatches x stages)."""
         graph, plan = self.costs.graph, self.costs.plan
         work_of_lane: dict[int, float] = defaultdict(float)
         for unit, replicas in self.costs.assignment.units.items():

@@ -19,7 +19,7 @@ _FINEST_SCALE_BITS = 30
 
 
 class CostForm(StrEnum):
-    """How cost grows with length; l is an item's length, n the number of items in the batch, w the quadratic weight."""
+    """The growth of cost with length; l is an item's length, n the number of items in the batch, w the quadratic weight."""
 
     LINEAR = "linear"
     """sum(l): packed sequences, attention negligible."""

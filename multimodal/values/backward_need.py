@@ -1,4 +1,4 @@
-"""Which gradients a stage must compute, decided once for cost model, builder and executor.
+"""The gradients that a stage must compute, decided once for cost model, builder and executor.
 
 A frozen module needs no weight gradients, but its input gradient is still needed when something trainable lies upstream
 (Cornstarch 4.2: a frozen LLM behind a trainable projector runs an input-gradient-only backward, a frozen encoder none).
@@ -11,7 +11,7 @@ from multimodal.values.plan import Plan
 
 
 class BackwardNeed(StrEnum):
-    """What the backward of a stage computes."""
+    """The gradients that the backward of a stage computes."""
 
     NONE = "none"
     INPUT_GRADIENT = "input_gradient"
@@ -21,42 +21,41 @@ class BackwardNeed(StrEnum):
 
     @property
     def has_backward(self) -> bool:
-        """Whether the stage has a backward at all."""
+        """True if the stage has a backward at all."""
         return self is not BackwardNeed.NONE
 
     @property
     def trains_weights(self) -> bool:
-        """Whether the stage has weight gradients."""
+        """True if the stage has weight gradients."""
         return self in (BackwardNeed.WEIGHT_GRADIENT, BackwardNeed.FULL)
 
     @property
     def sends_gradient(self) -> bool:
-        """Whether the stage must hand a gradient to what is upstream of it."""
+        """True if the stage must send a gradient to the stages upstream of it."""
         return self in (BackwardNeed.INPUT_GRADIENT, BackwardNeed.FULL)
 
 
 def layers_backward_need(graph: ModelGraph, unit: str, layers: range) -> BackwardNeed:
-    """What the backward of a range of a unit's layers must compute."""
+    """Return the gradients that the backward of a range of a unit's layers must compute."""
     upstream = unit_is_trainable(graph, unit, before=layers.start) or any(
         has_trainable_output(graph, source) for source in graph.upstream(unit)
     )
-    own = any(graph.unit(unit).is_trainable(layer) for layer in layers)
-    if own:
+    if any(graph.unit(unit).is_trainable(layer) for layer in layers):
         return BackwardNeed.FULL if upstream else BackwardNeed.WEIGHT_GRADIENT
     return BackwardNeed.INPUT_GRADIENT if upstream else BackwardNeed.NONE
 
 
 def stage_backward_need(graph: ModelGraph, plan: Plan, unit: str, replica: int, stage: int) -> BackwardNeed:
-    """What the backward of a virtual stage must compute."""
+    """Return the gradients that the backward of a virtual stage must compute."""
     return layers_backward_need(graph, unit, plan.virtual_stage(unit, replica, stage).layers)
 
 
 def unit_is_trainable(graph: ModelGraph, unit: str, *, before: int | None = None) -> bool:
-    """Whether any layer of the unit (before layer `before`, if given) is trained."""
+    """Return True if any layer of the unit (before layer `before`, if given) is trained."""
     num_layers = len(graph.unit(unit).layers) if before is None else before
     return any(graph.unit(unit).is_trainable(layer) for layer in range(num_layers))
 
 
 def has_trainable_output(graph: ModelGraph, unit: str) -> bool:
-    """Whether a gradient must flow back into this unit's output."""
+    """Return True if a gradient must flow back into this unit's output."""
     return unit_is_trainable(graph, unit) or any(has_trainable_output(graph, source) for source in graph.upstream(unit))

@@ -71,7 +71,7 @@ def write_mapping(path: str | Path, value: dict[str, Any], *, has_short_lists: b
 
 
 def at_line(path: str | Path, problem: BraidError) -> BraidError:
-    """The same error, with the file and the line of its place in front."""
+    """Return the same error, with the file and the line of its place in front."""
     line = line_of(path, problem.place) if problem.place else None
     where = f"{path}" if line is None else f"{path}, line {line}"
     return type(problem)(f"{where}: {problem}", place=problem.place)
@@ -80,7 +80,7 @@ def at_line(path: str | Path, problem: BraidError) -> BraidError:
 def line_of(path: str | Path, place: Sequence[str | int]) -> int | None:
     """Return the line, counted from 1, on which something stands in a YAML or JSON file; None where nobody can tell.
 
-    place: keys and indices that lead to it; where the file lacks the last of them, the line of what should hold it.
+    place: keys and indices that lead to it; where the file lacks the last of them, the line of the value that should hold it.
     """
     try:
         node = _compose(Path(path), read_text(path, error=BraidError))
@@ -114,7 +114,7 @@ def _parse_json(text: str) -> Any:
 
 
 def _describe(path: Path, text: str, problem: Exception) -> str:
-    """Say what is wrong with a text that cannot be parsed; a YAML parser knows the line of what JSON's parser only names."""
+    """Return the message about a text that cannot be parsed; a YAML parser knows the line of problems that JSON's parser only names."""
     if isinstance(problem, json.JSONDecodeError):
         return f"{path}, line {problem.lineno}: cannot be parsed ({problem.msg}); correct the syntax there"
     if isinstance(problem, RecursionError):

@@ -1,4 +1,4 @@
-"""What is trained: a graph of units (encoders, one backbone, generators) and the architecture of each."""
+"""The model: a graph of units (encoders, one backbone, generators) and the architecture of each."""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ MOST_LAYERS = 10_000
 
 
 class Role(StrEnum):
-    """What a unit does in the graph."""
+    """The role of a unit in the graph."""
 
     ENCODER = "encoder"
     BACKBONE = "backbone"
@@ -73,7 +73,7 @@ class Transformer:
 
 @dataclass(frozen=True)
 class ImageInput:
-    """How a unit cuts an image into tokens (Qwen2-VL's rule: native resolution, sizes rounded, area bounded)."""
+    """The cutting of an image into tokens (Qwen2-VL's rule: native resolution, sizes rounded, area bounded)."""
 
     patch_size: int = field(default=14, metadata=_up_to(2**10))
     merge_size: int = field(default=2, metadata=_up_to(2**6))
@@ -85,7 +85,7 @@ class ImageInput:
 
 @dataclass(frozen=True)
 class AudioInput:
-    """How an encoder turns sound into tokens (Whisper's rule: a spectrogram, two convolutions of width 3, the second halves)."""
+    """The conversion of sound into tokens (Whisper's rule: a spectrogram, two convolutions of width 3, the second halves)."""
 
     num_mel_bins: int = field(default=128, metadata=_up_to(2**16))
     tokens_per_second: int = field(default=50, metadata=_up_to(2**20))
@@ -110,7 +110,7 @@ class Unit:
     untie_embeddings_and_output_weights: bool = True
     """Backbone only."""
     vocab_size: int | None = field(default=None, metadata=_up_to(2**31))
-    """Backbone only: the vocabulary to count with where no tokenizer tells; a run takes its tokenizer's."""
+    """Backbone only: the vocabulary size where no tokenizer gives it; a run takes its tokenizer's."""
     freeze_module: bool = False
     freeze_projector: bool = False
     """Encoders (the last layer) and generators (the first one) only."""
@@ -245,7 +245,7 @@ def _unit_from_plain(name: str, entry: Plain) -> Unit:
 
 
 def _refuse_values(entry: Plain, unit: Unit, names: tuple[str, ...], *, owner: str) -> None:
-    """Raise where a unit has another value than the default for what only another role has."""
+    """Raise where a unit has another value than the default in a field of another role."""
     plain = Unit(unit.name, unit.role, unit.transformer)
     for name in names:
         if getattr(unit, name) != getattr(plain, name):

@@ -1,4 +1,4 @@
-"""Where each layer lives: unit -> replicas -> stages -> ranks and layer ranges."""
+"""The ranks of each layer: unit -> replicas -> stages -> ranks and layer ranges."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -31,7 +31,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class VirtualStage:
-    """One layer range in pipeline order; what an action's `stage` counts."""
+    """One layer range in pipeline order; an action's `stage` is its index."""
 
     index: int
     stage_index: int
@@ -79,12 +79,12 @@ class UnitPlan:
         return len(self.replicas[0].virtual_stages)
 
     def tensor_parallel_groups(self, stage: Stage) -> tuple[tuple[int, ...], ...]:
-        """The ranks of one of its stages, by context parallel rank."""
+        """Return the ranks of one of its stages, by context parallel rank."""
         size = self.tensor_parallel_size
         return tuple(stage.ranks[first : first + size] for first in range(0, len(stage.ranks), size))
 
     def context_parallel_rank(self, rank: int) -> int:
-        """Which share of the tokens a rank of this unit holds."""
+        """Return the context parallel rank of a rank of this unit: the index of its tokens among those of a sequence."""
         stage = next(stage for replica in self.replicas for stage in replica.stages if rank in stage.ranks)
         return stage.ranks.index(rank) // self.tensor_parallel_size
 
@@ -302,7 +302,7 @@ def _validate_unit(unit: UnitPlan, *, graph: ModelGraph, name: str) -> None:
 
 
 def _covers(replica: Replica, num_layers: int) -> bool:
-    """Whether a replica's layer ranges, none of them empty, hold every layer once; lists no layers, since a range may be huge."""
+    """Return True if a replica's layer ranges, none empty, hold every layer once; lists no layers, since a range may be huge."""
     ranges = [stage.layers for stage in replica.virtual_stages]
     bounds = [0, *(layers.stop for layers in ranges)]
     return bounds[-1] == num_layers and all(

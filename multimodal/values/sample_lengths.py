@@ -1,4 +1,4 @@
-"""How long a sample is, in tokens, known from metadata before any pixel is decoded."""
+"""The lengths of a sample in tokens, known from metadata before any pixel is decoded."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ class ItemLengths(NamedTuple):
     num_tokens: int
     """Tokens inside that unit (patches)."""
     num_output_tokens: int
-    """Tokens that leave an encoder's projector and enter the LLM; 0 for what a generator makes."""
+    """Tokens that leave an encoder's projector and enter the LLM; 0 for an item that a generator makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,12 @@ class SampleLengths:
     num_target_tokens: int
     """Text tokens that count in the loss."""
     item_starts: tuple[int, ...] | None = field(default=None, compare=False)
-    """Where each item begins among the sample's tokens in the LLM (of what a generator makes: the token whose hidden state it is
-    given). None where nobody knows, as in tables of lengths; then all items are taken to stand before the text."""
+    """The first token of each item among the sample's tokens in the LLM (for a generator's item, the token whose hidden state it
+    is given). None where it is unknown, as in tables of lengths; then all items are assumed to come before the text."""
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """`item_starts`, or what is taken for them."""
+        """`item_starts`, or the starts assumed in their place."""
         if self.item_starts is not None:
             return self.item_starts
         return tuple(accumulate((item.num_output_tokens for item in self.items), initial=0))[: len(self.items)]

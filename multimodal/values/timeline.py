@@ -1,4 +1,4 @@
-"""What happened when: (action, lane, start, end), simulated or measured."""
+"""The timeline of a step: (action, lane, start, end), simulated or measured."""
 
 import json
 from collections.abc import Mapping
@@ -63,5 +63,5 @@ class Timeline:
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Timeline":
-        """Read what `to_file` wrote."""
+        """Read a file of `to_file`."""
         return cls.from_dict(json.loads(Path(path).read_text()))

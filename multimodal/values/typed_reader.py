@@ -1,10 +1,10 @@
-"""From the plain form that YAML and JSON hold to typed values: one reader for all files, driven by the fields of dataclasses.
+"""Turns the plain form that YAML and JSON hold into typed values: one reader for all files, driven by the fields of dataclasses.
 
-A field's type says what its value may be (bool, int, float, str, Literal, StrEnum, `X | None`, tuple, a dataclass). Its metadata
+A field's type says which values it takes (bool, int, float, str, Literal, StrEnum, `X | None`, tuple, a dataclass). Its metadata
 say the rest:
 
 minimum, above, maximum   bounds of a number, or of all numbers in a list
-choices                   what a text may be
+choices                   the texts that are allowed
 min_entries               of a list
 key                       the field's name in the file, where it differs
 inline                    True: the field is a dataclass whose keys stand among those of its owner
@@ -26,9 +26,9 @@ from multimodal.values.errors import BraidError
 
 T = TypeVar("T")
 LARGEST_INTEGER = 2**53
-"""Of fields without a `maximum`: beyond it a float would not hold the number exactly."""
+"""The maximum of fields that name none: beyond it a float would not hold the number exactly."""
 LONGEST_TEXT = 200
-"""Of names and keys, which messages repeat as they are."""
+"""The longest name or key, since messages repeat them as they are."""
 _NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.IGNORECASE)
 
 
@@ -48,11 +48,11 @@ class Plain:
         raise self.error(f"{self.where}: {problem}", place=self.place)
 
     def refuse(self, expected: str, *, hint: str = "") -> NoReturn:
-        """Raise the error that says what was expected and what was found."""
+        """Raise the error that names the expected and the actual value."""
         self.fail(f"expected {expected}, found {shown(self.value)}{hint}")
 
     def inner(self, key: str | int, value: Any, *, where: str = "") -> "Plain":
-        """What stands under a key or an index."""
+        """Return the value under a key or an index."""
         step = f"[{key}]" if isinstance(key, int) else f", {key}"
         return Plain(value, where or self.where + step, self.error, (*self.place, key))
 
@@ -76,7 +76,7 @@ class Plain:
         return {key: self.inner(key, value) for key, value in self.value.items()}
 
     def entries(self, *, at_least: int = 0, called: str = "", expected: str = "") -> list["Plain"]:
-        """Take the value as a list; called: what an entry is called in messages, before its index."""
+        """Take the value as a list; called: the name of an entry in messages, before its index."""
         if not isinstance(self.value, (list, tuple)) or len(self.value) < at_least:
             self.refuse(expected or ("a list" if not at_least else f"a list with at least {at_least} entry"))
         return [self.inner(i, value, where=f"{called} {i}" if called else "") for i, value in enumerate(self.value)]
@@ -136,7 +136,7 @@ def _typed_fields(kind: Any) -> tuple[tuple[Field[Any], Any], ...]:
 
 
 def _keys(kind: type, given: Mapping[str, Any]) -> dict[str, bool]:
-    """Keys of the file's form, each with whether it must be there."""
+    """Return the keys of the file's form -> True if the key is required."""
     keys: dict[str, bool] = {}
     for field, hint in _typed_fields(kind):
         if field.metadata.get("inline"):
@@ -147,14 +147,14 @@ def _keys(kind: type, given: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _assemble(kind: Any, entries: Mapping[str, Plain], given: Mapping[str, Any]) -> Any:
-    found = dict(given)
+    values = dict(given)
     for field, hint in _typed_fields(kind):
         key = field.metadata.get("key", field.name)
         if field.metadata.get("inline"):
-            found[field.name] = _assemble(hint, entries, {})
+            values[field.name] = _assemble(hint, entries, {})
         elif field.name not in given and key in entries:
-            found[field.name] = entries[key].read(hint, **field.metadata)
-    return kind(**found)
+            values[field.name] = entries[key].read(hint, **field.metadata)
+    return kind(**values)
 
 
 def _read_tuple(plain: Plain, hints: tuple[Any, ...], limits: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ import yaml
 
 LARGEST_DEPTH = 50
 LARGEST_ALIASED_NODES = 100_000
-"""Nodes that aliases repeat in one file, each with all that it holds."""
+"""The most nodes that aliases repeat in one file, each counted with all nodes inside it."""
 LARGEST_INTEGER_BITS = 10_000
 """Python prints such integers; who reads one as a number bounds it further, and can name its key."""
 _MERGE = "tag:yaml.org,2002:merge"
@@ -20,7 +20,7 @@ _TEXT = "tag:yaml.org,2002:str"
 
 
 class Document(yaml.SafeLoader):
-    """PyYAML's safe loader, strict about what it lets pass without a word; raises yaml.MarkedYAMLError."""
+    """PyYAML's safe loader that refuses what PyYAML accepts silently; raises yaml.MarkedYAMLError."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
@@ -30,7 +30,7 @@ class Document(yaml.SafeLoader):
         self._size_of_anchor: dict[str, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose a node; refuses deep nesting, aliases inside what they name, and aliases that repeat too much."""
+        """Compose a node; refuses deep nesting, aliases inside the node that they name, and aliases that repeat too much."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent):
             self._count_alias(event)
@@ -59,7 +59,7 @@ class Document(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Construct a value; what Python refuses, such as the 31st of February, is an error with its line."""
+        """Construct a value; one that Python refuses, such as the 31st of February, is an error with its line."""
         try:
             value = super().construct_object(node, deep=deep)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:

@@ -113,7 +113,7 @@ def _read_workloads(block_workloads: NDArray[np.integer]) -> NDArray[np.int64]:
 def distribute_longest_first_reference(
     workloads: NDArray[np.int64], *, num_ranks: int, has_equal_counts: bool, max_exchanges: int
 ) -> NDArray[np.int32]:
-    """Do in Python what the kernel does for `TokenDistribution.LPT`."""
+    """Compute the kernel's result in Python for `TokenDistribution.LPT`."""
     blocks_of_rank = _place_longest_first(workloads.tolist(), num_ranks, has_equal_counts)
     loads = [sum(workload for workload, _ in blocks) for blocks in blocks_of_rank]
     least = -(-sum(loads) // num_ranks)

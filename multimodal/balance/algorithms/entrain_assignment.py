@@ -88,7 +88,7 @@ def assign_entrain_reference(
     min_num_microbatches: int,
     max_subset_sums: int,
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Do in Python what the kernel does.
+    """Compute the kernel's result in Python.
 
     Returns every sample's replica, encoder microbatch and LLM microbatch, and every replica's number of microbatches.
     """

@@ -38,7 +38,7 @@ def partition_longest_first(costs: Sequence[float], *, num_bins: int, max_items_
 
 
 def partition_longest_first_reference(costs: Sequence[float], *, num_bins: int, max_items_per_bin: int) -> list[list[int]]:
-    """Do in Python what the kernel does; integers may be of any size."""
+    """Compute the kernel's result in Python; integers may be of any size."""
     exact = costs if all(isinstance(cost, int) for cost in costs) else [float(cost) for cost in costs]
     open_bins: list[tuple[float, int]] = [(0, index) for index in range(num_bins)]
     heapify(open_bins)

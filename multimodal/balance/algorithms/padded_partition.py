@@ -8,7 +8,7 @@ from itertools import accumulate
 from multimodal.balance.algorithms.exchange_refinement import GOOD_ENOUGH, bin_cost
 
 CLOSE_BITS = 16
-"""Where the cut is no optimum anyway, its bound is searched to one part in 2^16."""
+"""The bound of a cut that is not optimal anyway is searched to one part in 2^16."""
 NUM_BOUNDS = 4
 """Bounds tried between the lower bound and that of the best contiguous partition."""
 

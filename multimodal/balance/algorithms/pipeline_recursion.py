@@ -19,7 +19,7 @@ class PipelineStep(NamedTuple):
     virtual_stage: int
     """Chunk c of stage s is virtual stage c * num_stages + s."""
     position: int
-    """Of the microbatch, in the order in which the pipeline runs them."""
+    """Index of the microbatch in the order in which the pipeline runs them."""
 
     def needed(self, num_virtual_stages: int) -> "PipelineStep | None":
         """Return the step whose output this one takes: the forward before it, the backward after it; None where there is none.

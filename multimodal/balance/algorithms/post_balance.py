@@ -89,7 +89,7 @@ def post_balance_reference(
     max_items_per_bin: int,
     refinement_steps: int,
 ) -> NDArray[np.int32]:
-    """Do in Python what the kernel does: a greedy step by the form of the cost, then the local search unless that was exact."""
+    """Compute the kernel's result in Python: the greedy step by the form of the cost, then unless exact the local search."""
     order = np.argsort(-lengths, kind="stable")
     added = [0] * len(order) if additive is None else additive[order].tolist()
     padding = None if padded is None else padded[order].tolist()

@@ -115,7 +115,7 @@ def _step_codes(num_stages: int, num_chunks: int, num_microbatches: int) -> npt.
 def reorder_microbatches_reference(
     forward_seconds: Loads, backward_seconds: Loads, *, num_stages: int, num_swaps: int
 ) -> tuple[int, ...]:
-    """Do in Python what the kernel does; the last microbatch of both stands for one that is not known yet."""
+    """Compute the kernel's result in Python; the last microbatch of both stands for one that is not known yet."""
     forward, backward = forward_seconds.tolist(), backward_seconds.tolist()
     num_microbatches = len(forward[0]) - 1
     steps = pipeline_steps(num_stages, len(forward) // num_stages, num_microbatches)

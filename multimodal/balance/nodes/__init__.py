@@ -1,1 +1,1 @@
-"""Which node gets which balanced batch, so that little of its data crosses nodes (OrchMLLM, Alg. 3)."""
+"""Placement of balanced batches on nodes, so that little of their data crosses nodes (OrchMLLM, Alg. 3)."""

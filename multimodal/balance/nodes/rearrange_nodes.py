@@ -1,25 +1,13 @@
 """Node-wise rearrangement: permutes new batches over ranks so that little crosses nodes (OrchMLLM, Alg. 3)."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from multimodal.balance.nodes.integer_program import solve_integer_program
 from multimodal.balance.nodes.node_search import NodeSearchLimits, search_nodes_reference
 from multimodal.balance.nodes.node_volumes import NodeVolumes, VolumeMatrix, read_volumes
 from multimodal.kernels import kernels
-from multimodal.values.errors import AssignmentError
-
-
-class NodeMethod(StrEnum):
-    """The method that looks for the permutation."""
-
-    SEARCH = "search"
-    """Greedy start and chains of swaps: milliseconds, without a guarantee."""
-    EXACT = "exact"
-    """Alg. 3's integer program through HiGHS: the optimum, where it can be afforded."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,9 +26,7 @@ def rearrange_nodes(
     volume: VolumeMatrix,
     *,
     ranks_per_node: int,
-    method: NodeMethod | str = NodeMethod.SEARCH,
     limits: NodeSearchLimits | None = None,
-    time_limit_seconds: float = 60.0,
 ) -> NodeRearrangement:
     """Permute balanced batches over ranks such that the most that any rank sends to other nodes is least.
 
@@ -48,40 +34,28 @@ def rearrange_nodes(
     another node than i. Two slips of the paper are read as meant: its text calls this the intra-node volume, and its listing
     declares x as [d / c, c] where it uses [d, d / c] (batch, node). Where in a node a batch goes does not matter to it.
 
-    SEARCH takes the better of the identity and a greedy start (the rank with most left to send gets the free batch of which it
-    holds most), then follows chains of swaps of two batches: each swap helps the rank that is worst at that moment and may make
-    others worse; a chain is kept as soon as the worst rank, or the number of ranks as bad as it, has improved. EXACT starts from
-    that result. Neither is ever worse than the identity, and both depend on nothing but the arguments.
+    The search takes the better of the identity and a greedy start (the rank with most left to send gets the free batch of which
+    it holds most), then follows chains of swaps of two batches: each swap helps the rank that is worst at that moment and may
+    make others worse; a chain is kept as soon as the worst rank, or the number of ranks as bad as it, has improved. The result
+    is never worse than the identity, and depends on nothing but the arguments.
 
     volume: [num_ranks, num_ranks]; entry [i, j] is how many bytes rank i holds of new batch j. Dense, scipy sparse, or
         (indptr, indices, data); whole numbers of at least 0.
     ranks_per_node: rank i is on node i // ranks_per_node; the last node may have fewer ranks.
-    limits: of SEARCH; None for the default ones.
-    time_limit_seconds: of EXACT.
+    limits: of the search; None for the default ones.
 
-    SEARCH runs as a C++ kernel where that is built, with the same result. O(entries log entries) for the start, then at most
+    Runs as a C++ kernel where that is built, with the same result. O(entries log entries) for the start, then at most
     `limits.max_evaluations` swaps of O(ranks_per_node).
-    Raises AssignmentError when an argument is wrong, or EXACT does not finish in time (it never returns what depends on time).
+    Raises AssignmentError when an argument is wrong.
     """
-    method = _read_method(method)
     volumes = read_volumes(volume, ranks_per_node=ranks_per_node)
-    limits = limits or NodeSearchLimits()
-    nodes = search_nodes_reference(volumes, limits=limits) if kernels is None else _search(volumes, limits)
-    if method is NodeMethod.EXACT:
-        nodes = solve_integer_program(volumes, start=nodes, time_limit_seconds=time_limit_seconds)
-    return _build_rearrangement(volumes, nodes)
+    return build_rearrangement(volumes, search_nodes(volumes, limits=limits or NodeSearchLimits()))
 
 
-def _read_method(method: NodeMethod | str) -> NodeMethod:
-    try:
-        return NodeMethod(method)
-    except ValueError:
-        raise AssignmentError(
-            f"'{method}' is no method of node-wise rearrangement; expected one of {', '.join(NodeMethod)}"
-        ) from None
-
-
-def _search(volumes: NodeVolumes, limits: NodeSearchLimits) -> NDArray[np.int64]:
+def search_nodes(volumes: NodeVolumes, *, limits: NodeSearchLimits) -> NDArray[np.int64]:
+    """Return the node of every batch, [num_ranks]."""
+    if kernels is None:
+        return search_nodes_reference(volumes, limits=limits)
     return kernels.rearrange_nodes(
         volumes.row_starts,
         volumes.batches,
@@ -93,11 +67,12 @@ def _search(volumes: NodeVolumes, limits: NodeSearchLimits) -> NDArray[np.int64]
     )
 
 
-def _build_rearrangement(volumes: NodeVolumes, node_of_batch: NDArray[np.int64]) -> NodeRearrangement:
-    own_nodes = np.arange(volumes.num_ranks) // volumes.ranks_per_node
-    stays = node_of_batch == own_nodes
+def build_rearrangement(volumes: NodeVolumes, node_of_batch: NDArray[np.int64]) -> NodeRearrangement:
+    """Give the batches of every node to its ranks; a batch whose own rank is there stays on it."""
+    node_of_rank = np.arange(volumes.num_ranks) // volumes.ranks_per_node
+    stays = node_of_batch == node_of_rank
     permutation = np.where(stays, np.arange(volumes.num_ranks), -1)
     # Both sides in the order of nodes: as many batches come to a node as it has ranks whose own batch leaves.
-    comers = np.flatnonzero(~stays)
-    permutation[~stays] = comers[np.argsort(node_of_batch[comers], kind="stable")]
-    return NodeRearrangement(permutation, volumes.bytes_sent(own_nodes), volumes.bytes_sent(node_of_batch))
+    arriving = np.flatnonzero(~stays)
+    permutation[~stays] = arriving[np.argsort(node_of_batch[arriving], kind="stable")]
+    return NodeRearrangement(permutation, volumes.bytes_sent(node_of_rank), volumes.bytes_sent(node_of_batch))
