@@ -114,7 +114,7 @@ def _parse_json(text: str) -> Any:
 
 
 def _describe(path: Path, text: str, problem: Exception) -> str:
-    """Return the message about a text that cannot be parsed; a YAML parser knows the line of problems that JSON's parser only names."""
+    """Return the message about a text that cannot be parsed; YAML's parser gives the line of problems that JSON's only names."""
     if isinstance(problem, json.JSONDecodeError):
         return f"{path}, line {problem.lineno}: cannot be parsed ({problem.msg}); correct the syntax there"
     if isinstance(problem, RecursionError):
