@@ -11,8 +11,9 @@ from unittest.mock import Mock, patch
 import torch
 
 from megatron.runtime.communication.broker import RowShares
-from megatron.runtime.execution import action_handlers, forward_action, message_flow
+from megatron.runtime.execution import step_messages
 from megatron.runtime.execution.activation_store import ActivationStore
+from megatron.runtime.execution.running_step import RunningStep
 from megatron.runtime.feed import step_inputs, step_planner
 from megatron.runtime.gradients import gradients, sharded_layer
 from megatron.runtime.gradients.gradients import UnitGradients
@@ -109,25 +110,25 @@ def _items_of_other_samples() -> Iterator[None]:
 @contextmanager
 def _gradients_of_other_samples() -> Iterator[None]:
     """Forwards are right, but a gradient comes back to another sample's item."""
-    original = action_handlers.collect_output_gradient
+    original = RunningStep.collect_output_gradient
 
     def collected(*args: Any) -> Any:
         with _items_of_other_samples():
             return original(*args)
 
-    with patch.object(action_handlers, "collect_output_gradient", collected):
+    with patch.object(RunningStep, "collect_output_gradient", collected):
         yield
 
 
 @contextmanager
 def _loss(scale: Callable[[Any, Any, Any], float]) -> Iterator[None]:
-    original = forward_action._record_loss
+    original = RunningStep._record_loss
 
     def recorded(run: Any, action: Any, output: Any) -> torch.Tensor:
         loss = original(run, action, output)
         return loss * scale(run, action, loss)
 
-    with patch.object(forward_action, "_record_loss", recorded):
+    with patch.object(RunningStep, "_record_loss", recorded):
         yield
 
 
@@ -233,13 +234,13 @@ def _condition_a_token_late() -> Iterator[None]:
 
 @contextmanager
 def _no_gradient_from_generators() -> Iterator[None]:
-    original = action_handlers.collect_output_gradient
+    original = RunningStep.collect_output_gradient
 
     def collected(run: Any, action: Any, shape: torch.Size) -> torch.Tensor:
         gradient = original(run, action, shape)
         return torch.zeros_like(gradient) if action.unit == "llm" and run.stage(action.place).is_last else gradient
 
-    with patch.object(action_handlers, "collect_output_gradient", collected):
+    with patch.object(RunningStep, "collect_output_gradient", collected):
         yield
 
 
@@ -411,7 +412,7 @@ PLANTED_ERRORS: Mapping[str, Callable[[], Any]] = {
     "gradients are not summed over replicas": _no_sum_over_replicas,
     "gradients of tied embeddings are not summed": lambda: patch.object(Session, "finish_gradients"),
     "a norm is not summed under sequence parallelism": _one_norm_not_summed_over_tensor_parallel_ranks,
-    "gradients stop at a stage's border": lambda: patch.object(message_flow, "_gradient_of", torch.zeros_like),
+    "gradients stop at a stage's border": lambda: patch.object(step_messages, "_gradient_of", torch.zeros_like),
     "packed samples attend to each other": _samples_attend_to_each_other,
 }
 

@@ -14,8 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.runtime import patches, platform
 from megatron.runtime.drop_in.megatron_options import REFUSALS, check_options
-from megatron.runtime.drop_in.pipeline_schedule import PipelineShape, build_pipeline_schedule, pipeline_values
-from megatron.runtime.drop_in.pipeline_step import HANDLERS
+from megatron.runtime.drop_in.pipeline_schedule import RUNNABLE, PipelineShape, build_pipeline_schedule, pipeline_values
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.builders.gpipe import build_gpipe
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
@@ -25,7 +24,6 @@ from multimodal.values.errors import ConfigError
 from multimodal.values.schedule import ACTION_TABLE, Lane, Schedule
 
 ORIGINAL = schedules.get_forward_backward_func
-RUNNABLE = frozenset(HANDLERS)
 SHAPE = PipelineShape(num_stages=2, num_chunks=2, num_microbatches=4, forward_only=False)
 
 
@@ -64,14 +62,14 @@ def test_an_unknown_schedule_is_refused(loop: ModuleType) -> None:
     assert schedules.get_forward_backward_func is ORIGINAL
 
 
-def test_handlers_cover_every_kind_that_whole_backwards_need() -> None:
+def test_a_loop_can_run_every_kind_that_whole_backwards_need() -> None:
     graph, plan, assignment = pipeline_values(SHAPE)
     assert {action.kind for action in expected_actions(graph, plan, assignment, lowered=True)} == RUNNABLE
     assert set(ACTION_TABLE) > RUNNABLE, "nothing is left to refuse"
 
 
 def test_one_forward_one_backward_is_the_textbooks() -> None:
-    schedule = build_pipeline_schedule("1f1b", shape=replace(SHAPE, num_chunks=1, num_microbatches=3), runnable=RUNNABLE)
+    schedule = build_pipeline_schedule("1f1b", shape=replace(SHAPE, num_chunks=1, num_microbatches=3))
     assert [[f"{a.kind}{a.microbatch}" for a in lane.actions if a.kind in ("F", "B")] for lane in schedule.lanes] == [
         ["F0", "F1", "B0", "F2", "B1", "B2"],
         ["F0", "B0", "F1", "B1", "F2", "B2"],
@@ -110,7 +108,7 @@ def _last_microbatch_first(*values: Any, **options: Any) -> Schedule:
 def test_schedules_that_a_loop_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch, builder: Any, message: str) -> None:
     monkeypatch.setitem(BUILDERS, "odd", replace(BUILDERS["1f1b"], build=builder))
     with pytest.raises(ConfigError, match=message):
-        build_pipeline_schedule("odd", shape=SHAPE, runnable=RUNNABLE)
+        build_pipeline_schedule("odd", shape=SHAPE)
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.option)

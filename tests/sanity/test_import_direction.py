@@ -36,7 +36,7 @@ RUNTIME_ROOMS_BELOW = {
         *("feed", "report", "profiling", "emulation", "flags", "checkpoint"),
         *("session", "execution", "gradients", "step", "launch", "platform"),
     },
-    "drop_in": {"communication", "platform"},
+    "drop_in": {"execution", "communication", "platform"},
     "patches": {"drop_in", "platform"},
 }
 """Folders of megatron/runtime, and the files beside them: none below `flags` knows what the flags are."""

@@ -185,7 +185,8 @@ class _Incoming:
 class Broker:
     """Sends and receives of one rank."""
 
-    def __init__(self, *, rank: int, channel: MessageChannel, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, *, rank: int, channel: MessageChannel | None, device: torch.device, dtype: torch.dtype) -> None:
+        """channel: None on a rank that sends nothing to others; dtype: of all messages."""
         self._rank, self._channel, self._device, self._dtype = rank, channel, device, dtype
         self._incoming: dict[MessageKey, _Incoming] = {}
         self._kept: dict[MessageKey, list[tuple[Piece, Tensor]]] = {}
@@ -199,7 +200,7 @@ class Broker:
             if piece.target_rank == self._rank:
                 self._kept.setdefault(key, []).append((piece, rows))
             else:
-                self._channel.send(rows, target=piece.target_rank)
+                self._open_channel().send(rows, target=piece.target_rank)
 
     def post_receive(self, key: MessageKey, link: Link) -> int:
         """Start receiving; returns the bytes set aside for it."""
@@ -213,7 +214,9 @@ class Broker:
             size = -(-num_rows // len(group))
         buffer = torch.zeros((size, *width), device=self._device, dtype=self._dtype)
         waiting = [
-            self._channel.post_receive(buffer[piece.first_row - first_row : piece.last_row - first_row], source=piece.source_rank)
+            self._open_channel().post_receive(
+                buffer[piece.first_row - first_row : piece.last_row - first_row], source=piece.source_rank
+            )
             for piece in pieces_of(link)
             if piece.target_rank == self._rank and piece.source_rank != self._rank
         ]
@@ -239,19 +242,27 @@ class Broker:
             incoming.buffer[piece.first_row - incoming.first_row : piece.last_row - incoming.first_row] = rows
         return incoming.buffer
 
-    def complete(self, key: MessageKey, group: dist.ProcessGroup) -> Tensor:
-        """All rows that this rank takes, in the route's order; group: its tensor parallel peers, with whom it gathers shares."""
+    def complete(self, key: MessageKey, group: dist.ProcessGroup | None = None) -> Tensor:
+        """All rows that this rank takes, in the route's order.
+
+        group: between units, its tensor parallel peers, with whom it gathers shares.
+        """
         incoming = self._incoming.pop(key)
         link, received = incoming.link, incoming.buffer
         if not link.is_replicated:
             return received
         target = _index_of(self._rank, link.target_groups)
-        if group.size() > 1 and len(received):
+        if group is not None and group.size() > 1 and len(received):
             received = received.new_empty((len(received) * group.size(), *received.shape[1:]))
             dist.all_gather_into_tensor(received, incoming.buffer, group=group)
         return _in_order(received[: link.num_received(target)], link.rows, target)
 
     def finish(self) -> None:
         """Wait until everything sent has left; a step ends with nothing under way."""
-        self._channel.finish_sends()
+        if self._channel is not None:
+            self._channel.finish_sends()
         assert not self._incoming and not self._kept, "messages were left over at the end of a step"
+
+    def _open_channel(self) -> MessageChannel:
+        assert self._channel is not None, "a rank alone sends no messages"
+        return self._channel

@@ -16,7 +16,7 @@ from megatron.runtime import platform
 from megatron.runtime.communication.message_channel import MessageChannel
 from megatron.runtime.drop_in.megatron_options import check_options
 from megatron.runtime.drop_in.pipeline_schedule import PipelineShape, build_pipeline_schedule
-from megatron.runtime.drop_in.pipeline_step import HANDLERS, LoopInputs, PipelineMessages, PipelineStep
+from megatron.runtime.drop_in.pipeline_step import LoopInputs, PipelineMessages, PipelineStep
 from multimodal.values.errors import ConfigError
 
 MESSAGE_TIMEOUT = timedelta(minutes=10)
@@ -71,7 +71,7 @@ class ForwardBackward:
         shape = PipelineShape(groups.pp.size(), len(chunks), num_microbatches, forward_only)
         _check_call(shape, num_iterators=len(iterators), adjusts_shapes=adjust_tensor_shapes_fn is not None)
         check_options(config, num_stages=shape.num_stages, num_chunks=shape.num_chunks)
-        schedule = build_pipeline_schedule(self._schedule, shape=shape, runnable=frozenset(HANDLERS))
+        schedule = build_pipeline_schedule(self._schedule, shape=shape)
         receive_shape, send_shape = _message_shapes(
             adjust_tensor_shapes_fn,
             seq_length=seq_length,
@@ -110,7 +110,7 @@ def _run_step(step: PipelineStep, *, groups: ProcessGroupCollection, force_all_r
     embedding = schedules.clear_embedding_activation_buffer(config, chunks, is_last_rank) if finalizes else None
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    step.run()
+    step.execute()
     if finalizes:
         schedules.finish_embedding_wgrad_compute(config, embedding, is_last_rank, groups.tp)
         num_tokens = step.num_tokens if config.calculate_per_token_loss else None

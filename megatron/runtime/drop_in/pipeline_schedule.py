@@ -1,6 +1,6 @@
 """The schedule of one of Megatron's pipelines: one unit, one replica, as many virtual stages as there are model chunks in all."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -15,6 +15,13 @@ from multimodal.values.schedule import ActionKind, Lane, Schedule
 
 UNIT = "model"
 """Name of the one unit."""
+RUNNABLE = frozenset(
+    {
+        *(ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRADIENTS),
+        *(ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD, ActionKind.SEND_BACKWARD, ActionKind.RECEIVE_BACKWARD),
+    }
+)
+"""Kinds of action that a loop's own forward step and model allow."""
 
 
 @dataclass(frozen=True)
@@ -35,19 +42,18 @@ class PipelineShape:
 
 
 @lru_cache(maxsize=64)
-def build_pipeline_schedule(name: str, *, shape: PipelineShape, runnable: frozenset[ActionKind]) -> Schedule:
+def build_pipeline_schedule(name: str, *, shape: PipelineShape) -> Schedule:
     """Build, lower and validate the schedule `name` for one pipeline; lane r is what its r-th rank executes.
 
     Every rank of a pipeline (one rank per stage: the other tensor, context and data parallel ranks have pipelines of their own)
     computes the same. The result is kept, as a training loop asks for the same shape in every step.
 
-    runnable: the kinds of action that the caller can execute.
-    Raises ConfigError when the schedule needs more than that, ScheduleError or PlanError when it cannot be built.
+    Raises ConfigError when the schedule needs actions beside `RUNNABLE`, ScheduleError or PlanError when it cannot be built.
     """
     graph, plan, assignment = pipeline_values(shape)
     schedule = build_schedule(BUILDERS[name], graph, plan, assignment, forward_only=shape.forward_only)
     for lane in schedule.lanes:
-        _check_lane(lane, name=name, runnable=runnable)
+        _check_lane(lane, name=name)
     return schedule
 
 
@@ -64,9 +70,9 @@ def pipeline_values(shape: PipelineShape) -> tuple[ModelGraph, Plan, Assignment]
     return ModelGraph((unit,)), Plan({UNIT: UnitPlan((Replica(stages),))}), Assignment({UNIT: (microbatches,)})
 
 
-def _check_lane(lane: Lane, *, name: str, runnable: Collection[ActionKind]) -> None:
+def _check_lane(lane: Lane, *, name: str) -> None:
     for action in lane.actions:
-        if action.kind not in runnable or action.part >= 0:
+        if action.kind not in RUNNABLE or action.part >= 0:
             what = "backwards in parts" if action.part >= 0 else f"actions of kind {action.kind.name} ({action.kind})"
             raise ConfigError(
                 f"schedule '{name}' has {what}, but a training loop written for Megatron runs each microbatch's forward and "

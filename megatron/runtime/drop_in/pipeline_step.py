@@ -1,7 +1,7 @@
-"""Runs one rank's lane of a pipeline's schedule with the loop's own forward step and model chunks."""
+"""One rank's step of a pipeline's schedule, computed by the loop's own forward step and model chunks."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -14,15 +14,14 @@ from megatron.core.utils import get_model_type
 from torch import Tensor
 
 from megatron.runtime import platform
+from megatron.runtime.communication.broker import Broker, Link, MessageKey
 from megatron.runtime.communication.message_channel import MessageChannel
-from megatron.runtime.drop_in.gradient_sync import GradientSync
-from megatron.runtime.drop_in.parameter_sync import ParameterSync
 from megatron.runtime.drop_in.pipeline_schedule import PipelineShape
+from megatron.runtime.drop_in.sync_functions import GradientSync, ParameterSync
+from megatron.runtime.execution.lane_run import LaneRun
+from megatron.runtime.execution.step_clock import StepClock
 from multimodal.values.errors import ConfigError
 from multimodal.values.schedule import Action, ActionKind, Lane, Place
-
-RECEIVE_AHEAD = 8
-"""Receives are posted this many actions before the lane gets to them."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +60,14 @@ class _OpenMicrobatch(NamedTuple):
     output: Tensor
 
 
-class PipelineStep:
-    """The state of one step on one rank."""
+class PipelineStep(LaneRun):
+    """One step of one rank, computed by the loop's own forward step and model chunks."""
 
     def __init__(self, inputs: LoopInputs, *, messages: PipelineMessages, shape: PipelineShape, lane: Lane) -> None:
+        broker = Broker(
+            rank=dist.get_rank(), channel=messages.channel, device=platform.device(), dtype=messages.dtype or torch.float32
+        )
+        super().__init__(broker=broker, clock=StepClock(lane=0))
         self.inputs, self.messages, self.shape, self.lane = inputs, messages, shape, lane
         self.forward_data: list[Any] = []
         """What the loss function reports, per microbatch; empty but on the last virtual stage."""
@@ -74,61 +77,109 @@ class PipelineStep:
         self.parameter_sync = ParameterSync(
             inputs.config,
             chunks=inputs.chunks,
-            forward_order=[self.chunk_index(action) for action in forwards],
+            forward_order=[self._chunk_index(action) for action in forwards],
             forward_only=shape.forward_only,
         )
         num_keeping = inputs.config.num_microbatches_with_partial_activation_checkpoints if shape.num_stages > 1 else None
         self.checkpoints = dict(zip(forwards, _checkpointed_forwards(lane, num_keeping=num_keeping), strict=True))
         self.last_backwards = {action.stage: action for action in lane.actions if action.kind is ActionKind.BACKWARD}
-        self.open: dict[Place, _OpenMicrobatch] = {}
-        self.to_send: dict[tuple[ActionKind, Place], Tensor] = {}
-        self.posted: dict[tuple[ActionKind, Place], tuple[dist.Work, Tensor]] = {}
 
-    def run(self) -> None:
-        """Execute the lane; gradients accumulate where the model keeps them."""
-        receives = [index for index, action in enumerate(self.lane.actions) if action.kind in _RECEIVES]
-        num_posted = 0
+    def execute(self) -> None:
+        """Run the lane; gradients accumulate where the model keeps them."""
         with nullcontext() if self.shape.forward_only else self.gradient_sync.holding():
-            for index, action in enumerate(self.lane.actions):
-                while num_posted < len(receives) and receives[num_posted] <= index + RECEIVE_AHEAD:
-                    self._post(self.lane.actions[receives[num_posted]])
-                    num_posted += 1
-                HANDLERS[action.kind](self, action)
-        if self.messages.channel is not None:
-            self.messages.channel.finish_sends()
+            self.run(self.lane)
 
-    def chunk_index(self, action: Action) -> int:
-        """Which of this rank's chunks an action belongs to."""
+    def forward(self, action: Action) -> None:
+        """Run the loop's forward step of a microbatch."""
+        inputs, chunk_index, place = self.inputs, self._chunk_index(action), action.place
+        received = None
+        if action.stage > 0:
+            received = self.collect(MessageKey("forward", place._replace(stage=action.stage - 1), place)).requires_grad_()
+        self.parameter_sync.before_forward(chunk_index)
+        with self.clock.span(action):
+            output, num_tokens = schedules.forward_step(
+                inputs.forward_step_func,
+                inputs.data_iterators[chunk_index],
+                inputs.chunks[chunk_index],
+                self.shape.num_microbatches,
+                received,
+                self.forward_data,
+                inputs.config,
+                cp_group_size=inputs.context_parallel_size,
+                collect_non_loss_data=inputs.collect_non_loss_data,
+                checkpoint_activations_microbatch=self.checkpoints[action],
+                is_first_microbatch=schedules.check_first_val_step(
+                    inputs.first_val_step, self.shape.forward_only, action.microbatch == 0
+                ),
+                current_microbatch=action.microbatch,
+                vp_stage=chunk_index if self.shape.num_chunks > 1 else None,
+                is_last_stage=self._is_last_stage(action),
+            )
+        self.num_tokens += num_tokens
+        if not self._is_last_stage(action):
+            following = place._replace(stage=action.stage + 1)
+            self.publish(MessageKey("forward", place, following), self._checked_output(output).detach())
+        if not self.shape.forward_only:
+            self.store.put(("open", place), _OpenMicrobatch(received, output), size_bytes=0)
+            if not self._is_last_stage(action):
+                schedules.deallocate_output_tensor(output, inputs.config.deallocate_pipeline_outputs)
+
+    def backward(self, action: Action) -> None:
+        """Run megatron-core's backward step of a microbatch; a chunk's last one may reduce its gradients."""
+        place, gradient = action.place, None
+        opened: _OpenMicrobatch = self.store.take(("open", place))
+        if not self._is_last_stage(action):
+            gradient = self.collect(MessageKey("backward", place._replace(stage=action.stage + 1), place))
+        is_last = self.last_backwards[action.stage] == action
+        sync = self.gradient_sync.last_backward(self._chunk_index(action), is_first_stage=action.stage == 0)
+        with sync if is_last else nullcontext(), self.clock.span(action):
+            input_gradient = _backward_step(
+                input_tensor=opened.input,
+                output_tensor=opened.output,
+                output_tensor_grad=gradient,
+                model_type=get_model_type(self.inputs.chunks[0]),
+                config=self.inputs.config,
+            )
+        if opened.input is not None:
+            # A microbatch that nothing trained has touched has no gradient, but the stage before waits for one.
+            sent = torch.zeros_like(opened.input) if input_gradient is None else input_gradient
+            self.publish(MessageKey("backward", place, place._replace(stage=action.stage - 1)), sent)
+
+    def reduce_gradients(self, action: Action) -> None:
+        """Launch what the loop's grad_sync_func starts; the loop's finalizing waits for it."""
+        self.gradient_sync.launch(self._chunk_index(action))
+
+    def link(self, key: MessageKey) -> Link:
+        """Return the ranks and the shape of a message: each rank of a pipeline passes on what it has."""
+        source, target = (self.messages.ranks[place.stage % self.shape.num_stages] for place in (key.source, key.target))
+        is_like_input = (key.direction == "forward") == (target == dist.get_rank())
+        shape = self.messages.receive_shape if is_like_input else self.messages.send_shape
+        return Link((source,), (target,), shape, is_replicated=False)
+
+    def must_travel(self, source: Place, target: Place) -> bool:
+        """True: neighbouring virtual stages are on different ranks."""
+        return True
+
+    def _chunk_index(self, action: Action) -> int:
+        """Return which of this rank's chunks an action belongs to."""
         return action.stage // self.shape.num_stages
 
-    def is_last_stage(self, action: Action) -> bool:
-        """Whether an action's virtual stage computes the loss."""
+    def _is_last_stage(self, action: Action) -> bool:
+        """True if an action's virtual stage computes the loss."""
         return action.stage == self.shape.num_virtual_stages - 1
 
-    def receive(self, kind: ActionKind, place: Place) -> Tensor:
-        """Wait for what a posted receive brings."""
-        work, buffer = self.posted.pop((kind, place))
-        work.wait()
-        return buffer
-
-    def send(self, action: Action) -> None:
-        """Start sending what was computed for it."""
-        self._channel().send(self.to_send.pop((action.kind, action.place)), target=self._peer_rank(action))
-
-    def _post(self, action: Action) -> None:
-        is_forward = action.kind is ActionKind.RECEIVE_FORWARD
-        shape = self.messages.receive_shape if is_forward else self.messages.send_shape
-        buffer = torch.empty(shape, dtype=self.messages.dtype, device=platform.device())
-        work = self._channel().post_receive(buffer, source=self._peer_rank(action))
-        self.posted[action.kind, action.place] = work, buffer
-
-    def _channel(self) -> MessageChannel:
-        assert self.messages.channel is not None, "one stage sends no messages"
-        return self.messages.channel
-
-    def _peer_rank(self, action: Action) -> int:
-        assert action.peer is not None
-        return self.messages.ranks[action.peer.stage % self.shape.num_stages]
+    def _checked_output(self, output: Any) -> Tensor:
+        """Check that the next stage can receive this: a message of another size would hang or crash it."""
+        shape, dtype = self.messages.send_shape, self.messages.dtype
+        is_tensor = isinstance(output, Tensor)
+        if not is_tensor or output.numel() != torch.Size(shape).numel() or output.dtype != dtype:
+            found = f"{output.dtype} of shape {tuple(output.shape)}" if is_tensor else f"a {type(output).__name__}"
+            raise ConfigError(
+                f"forward_step_func returned {found}, but the next stage expects {dtype} of shape {shape} (sequence, microbatch, "
+                "hidden); correct seq_length, micro_batch_size or the config's pipeline_dtype"
+            )
+        tensor: Tensor = output
+        return tensor
 
 
 def _checkpointed_forwards(lane: Lane, *, num_keeping: int | None) -> list[bool | None]:
@@ -145,100 +196,8 @@ def _checkpointed_forwards(lane: Lane, *, num_keeping: int | None) -> list[bool 
     return [index % num_in_flight >= num_keeping for index in range(num_forwards)]
 
 
-def _forward(step: PipelineStep, action: Action) -> None:
-    inputs, chunk_index, is_last_stage = step.inputs, step.chunk_index(action), step.is_last_stage(action)
-    received = None
-    if action.stage > 0:
-        received = step.receive(ActionKind.RECEIVE_FORWARD, action.place).requires_grad_()
-    step.parameter_sync.before_forward(chunk_index)
-    output, num_tokens = schedules.forward_step(
-        inputs.forward_step_func,
-        inputs.data_iterators[chunk_index],
-        inputs.chunks[chunk_index],
-        step.shape.num_microbatches,
-        received,
-        step.forward_data,
-        inputs.config,
-        cp_group_size=inputs.context_parallel_size,
-        collect_non_loss_data=inputs.collect_non_loss_data,
-        checkpoint_activations_microbatch=step.checkpoints[action],
-        is_first_microbatch=schedules.check_first_val_step(
-            inputs.first_val_step, step.shape.forward_only, action.microbatch == 0
-        ),
-        current_microbatch=action.microbatch,
-        vp_stage=chunk_index if step.shape.num_chunks > 1 else None,
-        is_last_stage=is_last_stage,
-    )
-    step.num_tokens += num_tokens
-    if not is_last_stage:
-        step.to_send[ActionKind.SEND_FORWARD, action.place] = _checked_output(step, output).detach()
-    if not step.shape.forward_only:
-        step.open[action.place] = _OpenMicrobatch(received, output)
-        if not is_last_stage:
-            schedules.deallocate_output_tensor(output, inputs.config.deallocate_pipeline_outputs)
-
-
-def _checked_output(step: PipelineStep, output: Any) -> Tensor:
-    """Check that the next stage can receive this: a message of another size would hang or crash it."""
-    shape, dtype = step.messages.send_shape, step.messages.dtype
-    is_tensor = isinstance(output, Tensor)
-    if not is_tensor or output.numel() != torch.Size(shape).numel() or output.dtype != dtype:
-        found = f"{output.dtype} of shape {tuple(output.shape)}" if is_tensor else f"a {type(output).__name__}"
-        raise ConfigError(
-            f"forward_step_func returned {found}, but the next stage expects {dtype} of shape {shape} (sequence, microbatch, "
-            "hidden); correct seq_length, micro_batch_size or the config's pipeline_dtype"
-        )
-    tensor: Tensor = output
-    return tensor
-
-
-def _backward(step: PipelineStep, action: Action) -> None:
-    opened = step.open.pop(action.place)
-    gradient = None if step.is_last_stage(action) else step.receive(ActionKind.RECEIVE_BACKWARD, action.place)
-    is_last = step.last_backwards[action.stage] == action
-    sync = step.gradient_sync.last_backward(step.chunk_index(action), is_first_stage=action.stage == 0)
-    with sync if is_last else nullcontext():
-        input_gradient = _backward_step(
-            input_tensor=opened.input,
-            output_tensor=opened.output,
-            output_tensor_grad=gradient,
-            model_type=get_model_type(step.inputs.chunks[0]),
-            config=step.inputs.config,
-        )
-    if opened.input is not None:
-        # A microbatch that nothing trained has touched has no gradient, but the stage before waits for one.
-        sent = torch.zeros_like(opened.input) if input_gradient is None else input_gradient
-        step.to_send[ActionKind.SEND_BACKWARD, action.place] = sent
-
-
 def _backward_step(**arguments: Any) -> Tensor | None:
     """Call megatron-core's backward step, which has dropped `model_type` in later versions."""
     known = inspect.signature(schedules.backward_step).parameters
     gradient: Tensor | None = schedules.backward_step(**{name: value for name, value in arguments.items() if name in known})
     return gradient
-
-
-def _send(step: PipelineStep, action: Action) -> None:
-    step.send(action)
-
-
-def _receive(step: PipelineStep, action: Action) -> None:
-    """Posted ahead; whoever consumes it waits for it."""
-
-
-def _reduce_gradients(step: PipelineStep, action: Action) -> None:
-    step.gradient_sync.launch(step.chunk_index(action))
-
-
-HANDLERS: Mapping[ActionKind, Callable[[PipelineStep, Action], None]] = {
-    ActionKind.FORWARD: _forward,
-    ActionKind.BACKWARD: _backward,
-    ActionKind.SEND_FORWARD: _send,
-    ActionKind.RECEIVE_FORWARD: _receive,
-    ActionKind.SEND_BACKWARD: _send,
-    ActionKind.RECEIVE_BACKWARD: _receive,
-    ActionKind.REDUCE_GRADIENTS: _reduce_gradients,
-}
-"""What the drop-in does for each kind of action; schedules with other kinds are refused."""
-
-_RECEIVES = (ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD)

@@ -5,15 +5,10 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from megatron.runtime.execution.action_handlers import HANDLERS
 from megatron.runtime.execution.rank_resources import RankResources
 from megatron.runtime.execution.running_step import RunningStep
 from megatron.runtime.step.step import Step, StepResult
 from multimodal.values.errors import ConfigError
-from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Resource
-
-RECEIVE_AHEAD = 8
-"""Receives are posted this many actions before the lane gets to them."""
 
 
 class Executor(RankResources):
@@ -29,37 +24,12 @@ class Executor(RankResources):
         self._check_implementation(step)
         for stage in self.stages.values():
             stage.train(is_training)
-        running = RunningStep(self, step, is_training, _run_action)
+        running = RunningStep(self, step, is_training=is_training)
         memory_before = _start_counting_cuda_memory()
         self.clock.start_step()
         lane = step.schedule.lanes[self.lane]
-        fillers = frozenset() if self._shares_stages or self.sharded else lane.fillers
-        receives = [index for index, action in enumerate(lane.actions) if action.kind in _RECEIVES]
-        num_posted = 0
-        for index, action in enumerate(lane.actions):
-            while num_posted < len(receives) and receives[num_posted] <= index + RECEIVE_AHEAD:
-                running.post_receive(lane.actions[receives[num_posted]])
-                num_posted += 1
-            self._join(step, index)
-            if index in fillers:
-                running.fillers.append(action)
-                continue
-            HANDLERS[action.kind](running, action)
-            if ACTION_TABLE[action.kind].resource is Resource.COMPUTE:
-                running.run_fillers()
-        self._join(step, len(lane.actions))
-        for action in tuple(running.collectives):
-            running.finish_collective(action)
-        self.broker.finish()
-        running.store.check_empty()
+        running.run(lane, fillers=frozenset() if self._shares_stages or self.sharded else lane.fillers)
         return self._result(running, memory_before)
-
-    def _join(self, step: Step, position: int) -> None:
-        """Take part in what replicas compute whose weights this rank shares; position: in the lane's actions."""
-        for join in step.joins[self.lane].get(position, ()) if step.joins else ():
-            for _ in range(join.num_passes):
-                with self.sharded[join.unit, join.stage].collectives(join.kind, is_joined=True):
-                    pass
 
     def _check_implementation(self, step: Step) -> None:
         if step.form.split and any(stage.options.transformer_impl != "local" for stage in self.stages.values()):
@@ -117,10 +87,3 @@ def _start_counting_cuda_memory() -> int:
 
 def _cuda_memory_peak() -> int:
     return torch.cuda.max_memory_allocated()
-
-
-def _run_action(running: RunningStep, action: Action) -> None:
-    HANDLERS[action.kind](running, action)
-
-
-_RECEIVES = (ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD)

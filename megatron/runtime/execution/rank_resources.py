@@ -12,7 +12,6 @@ from megatron.runtime.execution.step_clock import StepClock
 from megatron.runtime.gradients.gradients import UnitGradients
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
 from multimodal.model.unit_stage import UnitStage
-from multimodal.schedule.dependencies import must_travel
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Place
@@ -80,7 +79,3 @@ class RankResources:
         """Which share of the tokens this rank holds in a unit."""
         rank: int = self._groups[unit].cp.rank()
         return rank
-
-    def must_travel(self, source: Place, target: Place) -> bool:
-        """Whether what is computed at `source` comes to `target` by messages."""
-        return must_travel(source, target, self.plan)

@@ -1,149 +1,180 @@
-"""The state of one step on one rank, as action handlers see it."""
+"""One step on one rank as Braid's own stages compute it, sample subset by sample subset where a backward is cut."""
 
-from collections import deque
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.runtime.communication.broker import Link, MessageKey
-from megatron.runtime.execution.activation_store import ActivationStore, size_of
+from megatron.runtime.execution.activation_store import SavedTensors, size_of
 from megatron.runtime.execution.rank_resources import RankResources
+from megatron.runtime.execution.step_messages import StepMessages, microbatch_of
 from megatron.runtime.step.step import Step
-from multimodal.model.unit_stage import UnitStage
+from multimodal.model.layers.layer_kind import HeadOutput
+from multimodal.model.stage_input import PackedInput
+from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
 from multimodal.values.assignment import MicrobatchPlace, Route
-from multimodal.values.backward_need import stage_backward_need
-from multimodal.values.model_graph import Role
-from multimodal.values.schedule import Action, ActionKind, Place
+from multimodal.values.backward_need import BackwardNeed, has_trainable_output, stage_backward_need
+from multimodal.values.schedule import Action, ActionKind
 
 
-@dataclass
-class RunningStep:
-    """What is stored, posted, started and put off."""
+@dataclass(frozen=True)
+class OpenSubset:
+    """What a backward needs of its forward."""
 
-    executor: RankResources
-    step: Step
-    is_training: bool
-    run_action: Callable[["RunningStep", Action], None]
-    """The handler of any action."""
-    store: ActivationStore = field(default_factory=ActivationStore)
-    loss_sums: dict[str, list[Tensor]] = field(default_factory=dict)
-    """Of every unit with a loss, microbatch by microbatch."""
-    correct: list[tuple[MicrobatchPlace, Tensor]] = field(default_factory=list)
-    fillers: deque[Action] = field(default_factory=deque)
-    """Fillers of the next carrier that have not run yet."""
-    collectives: dict[Action, Callable[[], None]] = field(default_factory=dict)
-    """What is started and not finished."""
-    _is_filling: bool = False
+    loss: Tensor | None
+    """None where the stage gives none, or where it depends on nothing that is trained: text without items in a frozen LLM."""
+    output: GradientEdge | None
+    """Of what the stage hands on only the edge into the graph, so that the tensor can be freed; None as above."""
+    output_shape: torch.Size | None
+    """None where the stage hands nothing on."""
+    hidden: Tensor | None
+    items: tuple[tuple[Route, Tensor], ...]
+    queue: WeightGradientQueue | None
+    """Where the backward leaves weight gradients; None where it is not split."""
 
-    def stage(self, place: Place) -> UnitStage:
-        """The module of a virtual stage of this rank."""
-        return self.executor.stages[(place.unit, place.stage)]
 
-    def gathering_weights(self, action: Action) -> AbstractContextManager[None]:
-        """What gathers weights and reduces gradients while an action computes, where the stage's weights are sharded."""
+class RunningStep(StepMessages):
+    """What a rank computes in a step, and what comes of it."""
+
+    def __init__(self, executor: RankResources, step: Step, *, is_training: bool) -> None:
+        super().__init__(executor, step)
+        self.is_training = is_training
+        self.loss_sums: dict[str, list[Tensor]] = {}
+        """Of every unit with a loss, microbatch by microbatch."""
+        self.correct: list[tuple[MicrobatchPlace, Tensor]] = []
+
+    def before_action(self, position: int) -> None:
+        """Take part in what replicas compute whose weights this rank shares."""
+        joins = self.step.joins[self.executor.lane] if self.step.joins else {}
+        for join in joins.get(position, ()):
+            for _ in range(join.num_passes):
+                with self.executor.sharded[join.unit, join.stage].collectives(join.kind, is_joined=True):
+                    pass
+
+    def forward(self, action: Action) -> None:
+        """Collect what the stage needs, run it, hand on what it gives, and keep what the backwards need."""
+        need = self._need(action)
+        has_backward = self.is_training and need.has_backward
+        hidden, items = self.collect_inputs(action)
+        self.finish_collective(Action(ActionKind.GATHER_PARAMETERS, *action.place[:3]))
+        for route, tensor in items:
+            tensor.requires_grad_(has_backward and has_trainable_output(self.step.graph, route.source.unit))
+        batches = [_move_input(batch, self.executor.device) for batch in self.step.inputs_of(microbatch_of(action.place))]
+        hiddens = self._split_rows(action, hidden, batches)
+        with self.clock.span(action), torch.set_grad_enabled(has_backward):
+            outputs = []
+            for part, batch, rows in zip(self.step.form.parts(microbatch_of(action.place)), batches, hiddens, strict=True):
+                if rows is not None:
+                    rows.requires_grad_(has_backward and need.sends_gradient)
+                outputs.append(self._run_subset(action._replace(part=part), batch, rows, items, has_backward=has_backward))
+            if all(output is not None for output in outputs):
+                self.publish_outputs(action, [output for output in outputs if output is not None])
+
+    def backward(self, action: Action) -> None:
+        """Go from a stage's loss and the gradient of its output to that of its input; weight gradients on the way."""
+        self._propagate(action)
+
+    def input_gradient(self, action: Action) -> None:
+        """Run the same backward; linear layers leave weight gradients to the queue that was active in the forward."""
+        queue = self._propagate(action)
+        assert queue is not None, f"the forward of {action} did not know that its backward is split"
+        if self._need(action).trains_weights:
+            self.store.put(("weight gradients", action.place, action.part), queue, size_bytes=queue.size_bytes)
+
+    def weight_gradient(self, action: Action) -> None:
+        """Compute the weight gradients that an input gradient left."""
+        queue: WeightGradientQueue = self.store.take(("weight gradients", action.place, action.part))
+        with self.clock.span(action), self._gathering_weights(action):
+            queue.compute()
+
+    def gather_parameters(self, action: Action) -> None:
+        """Start gathering a stage's parameters."""
+        self.start_collective(action, self.executor.gradients[action.unit].start_gathering)
+
+    def reduce_gradients(self, action: Action) -> None:
+        """Start a reduction, or the last part of one after the backward that did the rest; before it, get ready for that."""
+        unit = self.executor.gradients[action.unit]
+        self.start_collective(action, unit.expect_last_backward if action.part == 0 else unit.start_reduction)
+
+    def _need(self, action: Action) -> BackwardNeed:
+        return stage_backward_need(self.step.graph, self.executor.plan, action.unit, action.replica, action.stage)
+
+    def _gathering_weights(self, action: Action) -> AbstractContextManager[None]:
+        """Gather weights and reduce gradients while an action computes, where the stage's weights are sharded."""
         sharded = self.executor.sharded.get((action.unit, action.stage))
         return nullcontext() if sharded is None else sharded.collectives(action.kind)
 
-    def trains_weights(self, action: Action) -> bool:
-        """Whether the stage of an action has weight gradients."""
-        return stage_backward_need(self.step.graph, self.executor.plan, action.unit, action.replica, action.stage).trains_weights
+    def _run_subset(
+        self,
+        action: Action,
+        batch: PackedInput,
+        hidden: Tensor | None,
+        items: tuple[tuple[Route, Tensor], ...],
+        *,
+        has_backward: bool,
+    ) -> Tensor | None:
+        """Run one sample subset; returns what the stage hands on, or None when it gives a loss alone."""
+        embeddings = torch.cat([tensor for _, tensor in items]) if items else None
+        counts_memory = has_backward and self.executor.device.type == "cpu"
+        saved = SavedTensors(self.executor.parameter_storages) if counts_memory else None
+        queue = WeightGradientQueue() if has_backward and action.place in self.step.form.split else None
+        with self._gathering_weights(action), saved or nullcontext(), DeferWeightGradients(queue):
+            output = self.stage(action.place)(hidden, batch, embeddings)
+            loss = self._record_loss(action, output) if isinstance(output, HeadOutput) else None
+            given = output.conditions if isinstance(output, HeadOutput) else output
+        if has_backward:
+            for tensor in (hidden, *(tensor for _, tensor in items if action.part <= 0)):
+                if saved is not None and tensor is not None:
+                    saved.add(tensor)
+            size_bytes = saved.size_bytes if saved is not None else size_of(hidden)
+            opened = OpenSubset(
+                loss=loss if loss is not None and loss.requires_grad else None,
+                output=get_gradient_edge(given) if given is not None and given.requires_grad else None,
+                output_shape=None if given is None else given.shape,
+                hidden=hidden,
+                items=items,
+                queue=queue,
+            )
+            self.store.put(("open", action.place, action.part), opened, size_bytes=size_bytes)
+        return None if given is None else given.detach()
 
-    def publish(self, key: MessageKey, tensor: Tensor) -> None:
-        """Keep a tensor for whoever consumes it: a send, or an action of these very ranks."""
-        self.store.put(key, tensor, size_bytes=size_of(tensor))
+    def _split_rows(self, action: Action, hidden: Tensor | None, batches: list[PackedInput]) -> list[Tensor | None]:
+        """Return each sample subset's hidden states, as leaves of graphs of their own."""
+        if hidden is None or len(batches) == 1:
+            return [hidden] * len(batches)
+        sizes = [self.stage(action.place).num_rows(batch.num_tokens) for batch in batches]
+        return [rows.detach() for rows in hidden.split(sizes)]
 
-    def collect(self, key: MessageKey) -> Tensor:
-        """Take a tensor that another action published here, or that a message brings; waits for it, running fillers first."""
-        if not self.executor.must_travel(key.source, key.target):
-            tensor: Tensor = self.store.take(key)
-            return tensor
-        while self.fillers and not self._is_filling and not self._is_there(key):
-            self._run_filler()
-        kind = ActionKind.RECEIVE_FORWARD if key.direction == "forward" else ActionKind.RECEIVE_BACKWARD
-        with self.executor.clock.span(Action(kind, *key.target, peer=key.source, part=key.part)):
-            self.executor.broker.wait(key)
-            received = self.executor.broker.complete(key, self.executor.tensor_parallel_group(key.target.unit))
-        self.store.grow(-self.store.take(("posted", key)))
-        return received
+    def _record_loss(self, action: Action, output: HeadOutput) -> Tensor:
+        """Return the microbatch's share of the global loss: LLM tokens and a generator's values count by their own numbers."""
+        self.loss_sums.setdefault(action.unit, []).append(output.loss_sum.detach())
+        if output.is_correct is not None:
+            self.correct.append((microbatch_of(action.place), output.is_correct))
+        if action.unit == self.step.graph.backbone.name:
+            return output.loss_sum / self.step.num_target_tokens
+        return output.loss_sum / self.step.num_generated_values[action.unit]
 
-    def run_fillers(self) -> None:
-        """Run the fillers that their carrier had no time for."""
-        while self.fillers:
-            self._run_filler()
-
-    def start_collective(self, action: Action, start: Callable[[int], Callable[[], None]]) -> None:
-        """Start a collective action of a stage; what `start` returns waits for it where it is needed, or at the step's end."""
-        self.collectives[action] = start(action.stage)
-
-    def finish_collective(self, action: Action) -> None:
-        """Wait for a collective action, if it is under way; its event is the time the lane stood still for it."""
-        if action in self.collectives:
-            with self.executor.clock.span(action):
-                self.collectives.pop(action)()
-
-    def post_receive(self, action: Action) -> None:
-        """Start a receive action."""
-        assert action.peer is not None
-        direction = "forward" if action.kind is ActionKind.RECEIVE_FORWARD else "backward"
-        key = MessageKey(direction, action.peer, action.place, action.part)
-        size_bytes = self.executor.broker.post_receive(key, self.link(key))
-        self.store.put(("posted", key), size_bytes, size_bytes=0)
-        self.store.grow(size_bytes)
-
-    def send(self, action: Action) -> None:
-        """Run a send action."""
-        assert action.peer is not None
-        direction = "forward" if action.kind is ActionKind.SEND_FORWARD else "backward"
-        key = MessageKey(direction, action.place, action.peer, action.part)
-        self.executor.broker.send(key, self.link(key), self.store.take(key))
-
-    def link(self, key: MessageKey) -> Link:
-        """Ranks and shape of a message."""
-        upstream, downstream = (key.source, key.target) if key.direction == "forward" else (key.target, key.source)
-        ranks = self.executor.ranks_of(key.source), self.executor.ranks_of(key.target)
-        if upstream.unit == downstream.unit:
-            return Link(*ranks, self._hidden_shape(downstream, key.part), is_replicated=False)
-        source, target = microbatch_of(upstream), microbatch_of(downstream)
-        (route,) = (route for route in self.step.routes.from_source[source] if route.target == target)
-        # An encoder's projector speaks the LLM's language; a generator translates what the LLM says itself.
-        is_encoder = self.step.graph.unit(upstream.unit).role is Role.ENCODER
-        hidden_size = self.step.graph.unit(downstream.unit if is_encoder else upstream.unit).transformer.hidden_size
-        rows = self.step.placement.row_shares(route)
-        rows = rows.reversed() if rows is not None and key.direction == "backward" else rows
-        return Link(*ranks, (self.step.num_rows_of_route(route), hidden_size), is_replicated=True, rows=rows)
-
-    def output_rows(self, route: Route) -> Tensor:
-        """[num_rows]: where the rows that this rank gives to a route lie in what it computes of the sample subset."""
-        return self.step.placement.output_rows(route, rank=self.executor.context_parallel_rank(route.source.unit))
-
-    def _hidden_shape(self, place: Place, part: int) -> tuple[int, ...]:
-        """Hidden states of this rank's tokens, of one sample subset or all."""
-        rank = self.executor.context_parallel_rank(place.unit)
-        num_tokens = self.step.placement.num_tokens(microbatch_of(place), rank=rank)
-        num_rows = map(self.executor.any_stage(place.unit).num_rows, num_tokens)
-        rows = sum(num for index, num in enumerate(num_rows) if part in (-1, index))
-        return (rows, 1, self.step.graph.unit(place.unit).transformer.hidden_size)
-
-    def _run_filler(self) -> None:
-        self._is_filling = True
-        self.run_action(self, self.fillers.popleft())
-        self._is_filling = False
-
-    def _is_there(self, key: MessageKey) -> bool:
-        """Whether a message has come; what the ranks of a stage do together, they must also decide together."""
-        is_there = self.executor.broker.is_there(key)
-        group = self.executor.stage_group(key.target.unit)
-        if group.size() == 1 or all(filler.kind is ActionKind.WEIGHT_GRADIENT for filler in self.fillers):
-            return is_there  # Weight gradients make no collective calls.
-        answer = torch.tensor([int(is_there)], device=self.executor.device)
-        dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)
-        return bool(answer.item())
+    def _propagate(self, action: Action) -> WeightGradientQueue | None:
+        opened: OpenSubset = self.store.take(("open", action.place, action.part))
+        gradient = None if opened.output_shape is None else self.collect_output_gradient(action, opened.output_shape)
+        roots = [(root, each) for root, each in ((opened.loss, None), (opened.output, gradient)) if root is not None]
+        with self.clock.span(action), self._gathering_weights(action):
+            if roots:
+                torch.autograd.backward(*zip(*roots, strict=True))  # type: ignore[arg-type]
+        self.publish_input_gradients(action, opened.hidden, opened.items)
+        return opened.queue
 
 
-def microbatch_of(place: Place) -> MicrobatchPlace:
-    """The microbatch, whatever the stage."""
-    return MicrobatchPlace(place.unit, place.replica, place.microbatch)
+def _move_input(packed: PackedInput, device: torch.device) -> PackedInput:
+    """The same input with its tensors on `device`."""
+    if device.type == "cpu":
+        return packed
+    moved: dict[str, Any] = {
+        field.name: value.to(device, non_blocking=True)
+        for field in fields(packed)
+        if isinstance(value := getattr(packed, field.name), torch.Tensor)
+    }
+    return replace(packed, **moved)

@@ -33,9 +33,25 @@ class FakeBroker:
         return torch.ones(1)
 
 
-def running_step(log: list[Any], *, num_questions: int) -> RunningStep:
+class FakeStep(RunningStep):
+    """Notes the microbatches of weight gradients; collects `other` in the first."""
+
+    log: list[Any]
+    other: MessageKey | None = None
+
+    def weight_gradient(self, action: Action) -> None:
+        self.log.append(action.microbatch)
+        if self.other is not None and action.microbatch == 0:
+            self.collect(self.other)
+
+
+def running_step(log: list[Any], *, num_questions: int) -> FakeStep:
+    two_stages = SimpleNamespace(
+        units={"llm": SimpleNamespace(context_parallel_size=1)},
+        virtual_stage=lambda unit, replica, stage: SimpleNamespace(ranks=(stage,)),
+    )
     executor: Any = SimpleNamespace(
-        must_travel=lambda source, target: source.stage != target.stage,
+        plan=two_stages,
         broker=FakeBroker(log, num_questions),
         clock=StepClock(lane=0),
         tensor_parallel_group=lambda unit: SimpleNamespace(size=lambda: 1),
@@ -43,7 +59,8 @@ def running_step(log: list[Any], *, num_questions: int) -> RunningStep:
         device=torch.device("cpu"),
     )
     step: Any = SimpleNamespace()
-    running = RunningStep(executor, step, True, lambda run, action: log.append(action.microbatch))
+    running = FakeStep(executor, step, is_training=True)
+    running.log = log
     running.store.put(("posted", KEY), 4, size_bytes=0)
     running.fillers.extend(FILLERS)
     return running
@@ -74,12 +91,7 @@ def test_a_filler_that_waits_runs_no_other_filler() -> None:
     other = KEY._replace(part=1)
     running.store.put(("posted", other), 4, size_bytes=0)
 
-    def run_action(run: RunningStep, action: Action) -> None:
-        log.append(action.microbatch)
-        if action.microbatch == 0:
-            run.collect(other)
-
-    running.run_action = run_action
+    running.other = other
     running.collect(KEY)
     assert log == [0, "wait", "wait"]
     running.run_fillers()

@@ -1,4 +1,4 @@
-from megatron.runtime.execution.action_handlers import HANDLERS
+from megatron.runtime.execution.lane_run import HANDLERS
 from multimodal.values.schedule import ACTION_TABLE, ActionKind
 
 

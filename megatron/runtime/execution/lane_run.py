@@ -1,0 +1,173 @@
+"""The run of one lane: one loop over its actions and one set of handlers, whoever computes."""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from megatron.runtime.communication.broker import Broker, Link, MessageKey
+from megatron.runtime.execution.activation_store import ActivationStore, size_of
+from megatron.runtime.execution.step_clock import StepClock
+from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Lane, Place, Resource
+
+RECEIVE_AHEAD = 8
+"""Receives are posted this many actions before the lane gets to them."""
+
+
+class LaneRun(ABC):
+    """One step of one rank: what is stored, posted, started and put off.
+
+    Subclasses say how a microbatch is computed and how its messages look: `RunningStep` for Braid's own stages, the drop-in's
+    `PipelineStep` for the model of a loop written for Megatron.
+    """
+
+    def __init__(self, *, broker: Broker, clock: StepClock) -> None:
+        self.broker, self.clock = broker, clock
+        self.store = ActivationStore()
+        self.fillers: deque[Action] = deque()
+        """Fillers of the next carrier that have not run yet."""
+        self.collectives: dict[Action, Callable[[], None]] = {}
+        """By action, what waits for a collective that is started and not finished."""
+        self._is_filling = False
+
+    def run(self, lane: Lane, *, fillers: frozenset[int] = frozenset()) -> None:
+        """Run the actions of a lane in order; fillers: positions of those that wait for a carrier to fill."""
+        receives = [index for index, action in enumerate(lane.actions) if action.kind in _DIRECTION_OF_RECEIVE]
+        num_posted = 0
+        for index, action in enumerate(lane.actions):
+            while num_posted < len(receives) and receives[num_posted] <= index + RECEIVE_AHEAD:
+                self.post_receive(lane.actions[receives[num_posted]])
+                num_posted += 1
+            self.before_action(index)
+            if index in fillers:
+                self.fillers.append(action)
+                continue
+            HANDLERS[action.kind](self, action)
+            if ACTION_TABLE[action.kind].resource is Resource.COMPUTE:
+                self.run_fillers()
+        self.before_action(len(lane.actions))
+        for action in tuple(self.collectives):
+            self.finish_collective(action)
+        self.broker.finish()
+        self.store.check_empty()
+
+    @abstractmethod
+    def forward(self, action: Action) -> None:
+        """Run a microbatch's forward: collect its inputs, compute, publish its outputs, and keep what the backward needs."""
+
+    @abstractmethod
+    def backward(self, action: Action) -> None:
+        """Run a microbatch's backward: collect its output's gradient, compute, and publish its inputs' gradients."""
+
+    def input_gradient(self, action: Action) -> None:
+        """Run a backward that leaves weight gradients to later."""
+        raise NotImplementedError(f"{action} should have been refused")
+
+    def weight_gradient(self, action: Action) -> None:
+        """Compute the weight gradients that an input gradient left."""
+        raise NotImplementedError(f"{action} should have been refused")
+
+    def gather_parameters(self, action: Action) -> None:
+        """Start gathering a stage's parameters."""
+        raise NotImplementedError(f"{action} should have been refused")
+
+    @abstractmethod
+    def reduce_gradients(self, action: Action) -> None:
+        """Start reducing a stage's gradients."""
+
+    @abstractmethod
+    def link(self, key: MessageKey) -> Link:
+        """Return the ranks and the shape of a message."""
+
+    @abstractmethod
+    def must_travel(self, source: Place, target: Place) -> bool:
+        """True if what is computed at `source` comes to `target` by messages."""
+
+    def before_action(self, position: int) -> None:
+        """Called before each action of the lane, and after the last."""
+        return
+
+    def publish(self, key: MessageKey, tensor: Tensor) -> None:
+        """Keep a tensor for whoever consumes it: a send, or an action of these very ranks."""
+        self.store.put(key, tensor, size_bytes=size_of(tensor))
+
+    def collect(self, key: MessageKey) -> Tensor:
+        """Take a tensor that another action published here, or that a message brings; waits for it, running fillers first."""
+        if not self.must_travel(key.source, key.target):
+            tensor: Tensor = self.store.take(key)
+            return tensor
+        while self.fillers and not self._is_filling and not self.is_there(key):
+            self._run_filler()
+        kind = ActionKind.RECEIVE_FORWARD if key.direction == "forward" else ActionKind.RECEIVE_BACKWARD
+        with self.clock.span(Action(kind, *key.target, peer=key.source, part=key.part)):
+            self.broker.wait(key)
+            received = self.complete(key)
+        self.store.grow(-self.store.take(("posted", key)))
+        return received
+
+    def is_there(self, key: MessageKey) -> bool:
+        """True if a message has come."""
+        return self.broker.is_there(key)
+
+    def complete(self, key: MessageKey) -> Tensor:
+        """Return what a message has brought."""
+        return self.broker.complete(key)
+
+    def post_receive(self, action: Action) -> None:
+        """Start a receive action."""
+        assert action.peer is not None
+        key = MessageKey(_DIRECTION_OF_RECEIVE[action.kind], action.peer, action.place, action.part)
+        size_bytes = self.broker.post_receive(key, self.link(key))
+        self.store.put(("posted", key), size_bytes, size_bytes=0)
+        self.store.grow(size_bytes)
+
+    def send(self, action: Action) -> None:
+        """Run a send action."""
+        assert action.peer is not None
+        direction = "forward" if action.kind is ActionKind.SEND_FORWARD else "backward"
+        key = MessageKey(direction, action.place, action.peer, action.part)
+        with self.clock.span(action):
+            self.broker.send(key, self.link(key), self.store.take(key))
+
+    def run_fillers(self) -> None:
+        """Run the fillers that their carrier had no time for."""
+        while self.fillers:
+            self._run_filler()
+
+    def start_collective(self, action: Action, start: Callable[[int], Callable[[], None]]) -> None:
+        """Start a collective action of a stage; what `start` returns waits for it where it is needed, or at the step's end."""
+        self.collectives[action] = start(action.stage)
+
+    def finish_collective(self, action: Action) -> None:
+        """Wait for a collective action, if it is under way; its event is the time the lane stood still for it."""
+        if action in self.collectives:
+            with self.clock.span(action):
+                self.collectives.pop(action)()
+
+    def _run_filler(self) -> None:
+        action = self.fillers.popleft()
+        self._is_filling = True
+        HANDLERS[action.kind](self, action)
+        self._is_filling = False
+
+
+def _receive(run: LaneRun, action: Action) -> None:
+    """Do nothing: the receive was posted ahead, and whoever consumes the message waits for it."""
+
+
+HANDLERS: Mapping[ActionKind, Callable[[LaneRun, Action], None]] = {
+    ActionKind.FORWARD: lambda run, action: run.forward(action),
+    ActionKind.BACKWARD: lambda run, action: run.backward(action),
+    ActionKind.INPUT_GRADIENT: lambda run, action: run.input_gradient(action),
+    ActionKind.WEIGHT_GRADIENT: lambda run, action: run.weight_gradient(action),
+    ActionKind.SEND_FORWARD: lambda run, action: run.send(action),
+    ActionKind.RECEIVE_FORWARD: _receive,
+    ActionKind.SEND_BACKWARD: lambda run, action: run.send(action),
+    ActionKind.RECEIVE_BACKWARD: _receive,
+    ActionKind.GATHER_PARAMETERS: lambda run, action: run.gather_parameters(action),
+    ActionKind.REDUCE_GRADIENTS: lambda run, action: run.reduce_gradients(action),
+}
+"""Every kind of action, and what runs it."""
+
+_DIRECTION_OF_RECEIVE = {ActionKind.RECEIVE_FORWARD: "forward", ActionKind.RECEIVE_BACKWARD: "backward"}

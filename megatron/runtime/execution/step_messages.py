@@ -1,0 +1,136 @@
+"""What flows into and out of a computation: activations forward, gradients back, wherever the other end runs."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.runtime.communication.broker import Link, MessageKey
+from megatron.runtime.execution.lane_run import LaneRun
+from megatron.runtime.execution.rank_resources import RankResources
+from megatron.runtime.step.step import Step
+from multimodal.model.unit_stage import UnitStage
+from multimodal.schedule.dependencies import must_travel
+from multimodal.values.assignment import MicrobatchPlace, Route
+from multimodal.values.model_graph import Role
+from multimodal.values.schedule import Action, ActionKind, Place
+
+
+class StepMessages(LaneRun):
+    """The messages of a step between stages and between units, as plan, assignment and lengths give them."""
+
+    def __init__(self, executor: RankResources, step: Step) -> None:
+        super().__init__(broker=executor.broker, clock=executor.clock)
+        self.executor, self.step = executor, step
+
+    def stage(self, place: Place) -> UnitStage:
+        """Return the module of a virtual stage of this rank."""
+        return self.executor.stages[(place.unit, place.stage)]
+
+    def must_travel(self, source: Place, target: Place) -> bool:
+        """True if what is computed at `source` comes to `target` by messages."""
+        return must_travel(source, target, self.executor.plan)
+
+    def is_there(self, key: MessageKey) -> bool:
+        """True if a message has come; what the ranks of a stage do together, they must also decide together."""
+        is_there = self.broker.is_there(key)
+        group = self.executor.stage_group(key.target.unit)
+        if group.size() == 1 or all(filler.kind is ActionKind.WEIGHT_GRADIENT for filler in self.fillers):
+            return is_there  # Weight gradients make no collective calls.
+        answer = torch.tensor([int(is_there)], device=self.executor.device)
+        dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)
+        return bool(answer.item())
+
+    def complete(self, key: MessageKey) -> Tensor:
+        """Return what a message has brought to this rank and its tensor parallel peers."""
+        return self.broker.complete(key, self.executor.tensor_parallel_group(key.target.unit))
+
+    def link(self, key: MessageKey) -> Link:
+        """Return the ranks and the shape of a message."""
+        upstream, downstream = (key.source, key.target) if key.direction == "forward" else (key.target, key.source)
+        ranks = self.executor.ranks_of(key.source), self.executor.ranks_of(key.target)
+        if upstream.unit == downstream.unit:
+            return Link(*ranks, self._hidden_shape(downstream, key.part), is_replicated=False)
+        source, target = microbatch_of(upstream), microbatch_of(downstream)
+        (route,) = (route for route in self.step.routes.from_source[source] if route.target == target)
+        # An encoder's projector speaks the LLM's language; a generator translates what the LLM says itself.
+        is_encoder = self.step.graph.unit(upstream.unit).role is Role.ENCODER
+        hidden_size = self.step.graph.unit(downstream.unit if is_encoder else upstream.unit).transformer.hidden_size
+        rows = self.step.placement.row_shares(route)
+        rows = rows.reversed() if rows is not None and key.direction == "backward" else rows
+        return Link(*ranks, (self.step.num_rows_of_route(route), hidden_size), is_replicated=True, rows=rows)
+
+    def collect_inputs(self, action: Action) -> tuple[Tensor | None, tuple[tuple[Route, Tensor], ...]]:
+        """Take what a forward needs: hidden states of the stage before, or upstream outputs by route at a unit's first stage."""
+        place = action.place
+        if action.stage > 0:
+            return self.collect(MessageKey("forward", place._replace(stage=action.stage - 1), place)), ()
+        routes = self.step.routes.to_target.get(microbatch_of(place), ())
+        return None, tuple(
+            (route, self.collect(MessageKey("forward", self._last_place(route.source), place))) for route in routes
+        )
+
+    def publish_outputs(self, action: Action, outputs: list[Tensor]) -> None:
+        """Hand on a forward's outputs (one per sample subset): to the next stage in one piece, or to each consumer its rows."""
+        place = action.place
+        if not self.stage(place).is_last:
+            whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+            self.publish(MessageKey("forward", place, place._replace(stage=action.stage + 1)), whole)
+            return
+        for route in self.step.routes.from_source.get(microbatch_of(place), ()):
+            output = outputs[self.step.part_of(route)]
+            rows = self.output_rows(route).to(output.device)
+            self.publish(MessageKey("forward", place, _first_place(route.target)), output.index_select(0, rows))
+
+    def collect_output_gradient(self, action: Action, shape: torch.Size) -> Tensor:
+        """Take the gradient of what a forward handed on (of one sample subset: `action.part`)."""
+        place = action.place
+        if not self.stage(place).is_last:
+            return self.collect(MessageKey("backward", place._replace(stage=action.stage + 1), place, action.part))
+        gradient: Tensor | None = None
+        for route in self.step.routes.from_source.get(microbatch_of(place), ()):
+            if action.part not in (-1, self.step.part_of(route)):
+                continue
+            found = self.collect(MessageKey("backward", _first_place(route.target), place))
+            gradient = found.new_zeros(shape) if gradient is None else gradient
+            gradient.index_add_(0, self.output_rows(route).to(found.device), found)
+        assert gradient is not None, f"{place} feeds nobody"
+        return gradient
+
+    def publish_input_gradients(self, action: Action, hidden: Tensor | None, items: tuple[tuple[Route, Tensor], ...]) -> None:
+        """Hand back the gradients of what a forward collected."""
+        if hidden is not None and hidden.requires_grad:
+            before = action.place._replace(stage=action.stage - 1)
+            self.publish(MessageKey("backward", action.place, before, action.part), _gradient_of(hidden))
+        for route, tensor in items:
+            if tensor.requires_grad:
+                self.publish(MessageKey("backward", action.place, self._last_place(route.source)), _gradient_of(tensor))
+
+    def output_rows(self, route: Route) -> Tensor:
+        """[num_rows]: where the rows that this rank gives to a route lie in what it computes of the sample subset."""
+        return self.step.placement.output_rows(route, rank=self.executor.context_parallel_rank(route.source.unit))
+
+    def _last_place(self, source: MicrobatchPlace) -> Place:
+        """A microbatch in its unit's last stage."""
+        last = self.executor.plan.units[source.unit].num_virtual_stages - 1
+        return Place(source.unit, source.replica, last, source.microbatch)
+
+    def _hidden_shape(self, place: Place, part: int) -> tuple[int, ...]:
+        """Hidden states of this rank's tokens, of one sample subset or all."""
+        rank = self.executor.context_parallel_rank(place.unit)
+        num_tokens = self.step.placement.num_tokens(microbatch_of(place), rank=rank)
+        num_rows = map(self.executor.any_stage(place.unit).num_rows, num_tokens)
+        rows = sum(num for index, num in enumerate(num_rows) if part in (-1, index))
+        return (rows, 1, self.step.graph.unit(place.unit).transformer.hidden_size)
+
+
+def microbatch_of(place: Place) -> MicrobatchPlace:
+    """Return the microbatch, whatever the stage."""
+    return MicrobatchPlace(place.unit, place.replica, place.microbatch)
+
+
+def _first_place(target: MicrobatchPlace) -> Place:
+    return Place(target.unit, target.replica, 0, target.microbatch)
+
+
+def _gradient_of(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
