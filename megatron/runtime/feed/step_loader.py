@@ -1,8 +1,13 @@
 """Plans and loads steps ahead of training, in worker processes or a thread; failures are raised where the step is taken."""
 
+import multiprocessing
+import os
 import queue
+import sys
 import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -72,3 +77,14 @@ def load_steps_in_thread(planner: StepPlanner, steps: range) -> Iterator[Step]:
 def _start_worker(worker: int) -> None:
     torch.set_num_threads(1)
     ignore_in_worker()
+    sys.excepthook = _report_unless_orphaned
+
+
+def _report_unless_orphaned(*problem: Any) -> None:
+    """Report an exception of a worker's thread; not that its training process is gone, which others tell better."""
+    parent = multiprocessing.parent_process()
+    for _ in range(10):
+        if parent is not None and os.getppid() != parent.pid:
+            return
+        time.sleep(0.1)  # its connections close a little before a process is gone
+    sys.__excepthook__(*problem)
