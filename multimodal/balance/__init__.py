@@ -132,4 +132,4 @@ BALANCERS: dict[str, BalancerRow] = {
         needs_costs=True,
     ),
 }
-"""Every balancer by the name that `--balance` chooses it by. What reads it reads it when called."""
+"""Every balancer by the name that `--balance` chooses it by. Rows can be added at any time."""

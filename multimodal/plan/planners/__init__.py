@@ -32,7 +32,7 @@ class PlannerRow:
     name: str
     plan: Planner
     meaning: str
-    """What it does, in one line."""
+    """Its effect, in one line."""
     source: str = ""
     """The paper that it comes from, or is the baseline of."""
     searches_others: bool = False
@@ -116,4 +116,4 @@ _ROWS = (
 )
 
 PLANNERS: dict[str, PlannerRow] = {row.name: row for row in _ROWS}
-"""Every planner by the name that `--planner` chooses it by. What reads it reads it when called."""
+"""Every planner by the name that `--planner` chooses it by. Rows can be added at any time."""

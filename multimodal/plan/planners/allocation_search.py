@@ -16,7 +16,7 @@ _LARGEST_PRODUCT = 300_000
 
 @dataclass(frozen=True)
 class AllocationProblem:
-    """What Alg. 1 decides on."""
+    """The input of Alg. 1."""
 
     llm: UnitOptions
     others: Mapping[str, UnitOptions]
@@ -25,9 +25,9 @@ class AllocationProblem:
     """The encoders among them, which keep activations for as many microbatches as the LLM has in flight."""
     num_gpus: int
     num_microbatches: int
-    """Of one step, over all replicas of the LLM."""
+    """LLM microbatches of one step, over all replicas."""
     virtual_stages: int = 1
-    """Of the LLM; they divide its warm-up (DistTrain 4.3)."""
+    """Layer ranges per stage of the LLM; they divide its warm-up (DistTrain 4.3)."""
 
 
 @dataclass(frozen=True)

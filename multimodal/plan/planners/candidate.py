@@ -26,7 +26,7 @@ class Candidate:
 
     @property
     def all_groups(self) -> Groups:
-        """Every unit in exactly one group."""
+        """Return groups such that every unit is in exactly one."""
         grouped = {unit for group in self.groups for unit in group}
         return (*self.groups, *((unit,) for unit in self.layouts if unit not in grouped))
 

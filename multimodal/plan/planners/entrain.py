@@ -78,7 +78,7 @@ def _candidates(
 
 
 def _factorisations(request: PlanningRequest, times: PlanningTimes, unit: Unit, gpus: int, data: int) -> Iterator[UnitLayout]:
-    """Every tp x cp x pp of a replica's GPUs; where a number has none (too few layers), of the next smaller one that has."""
+    """Yield every tp x cp x pp of a replica's GPUs, or of the largest smaller number that has any (few layers)."""
     allowed = set(request.pipeline_parallel_sizes(unit.name))
     for count in range(gpus, 0, -1):
         sizes = [

@@ -29,9 +29,9 @@ MOST_PER_KIND = 8
 MOST_KINDS_OF_RANGES = 5
 """Grids with so many ranges per stage or more are of one kind."""
 LAYERS_PER_RANGE = (1, 2, 3)
-"""Of chains over a grid: equal ranges keep an interleaved pipeline from waiting."""
+"""Layers per range of chains over a grid that are tried: equal ranges keep an interleaved pipeline from waiting."""
 EFFICIENT_TOKENS = 8_192
-"""Of a microbatch."""
+"""Tokens of a microbatch from which layers are efficient."""
 FILLING_MICROBATCHES = 8
 """With so many for every GPU, a pipeline is mostly full."""
 NUM_PROMISING_SIZES = 2
@@ -150,7 +150,7 @@ def _disaggregated(
 def _colocated(
     request: PlanningRequest, times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread, problem: AllocationProblem
 ) -> list[Scored]:
-    """Every unit on all ranks that the LLM takes, encoders and generators with one stage per replica."""
+    """Return layouts with every unit on all ranks that the LLM takes, encoders and generators with one stage per replica."""
     graph, llm = request.graph, problem.llm
     backbone = graph.backbone
     others = [unit for unit in graph.units if unit.name != backbone.name and unit.name not in request.idle_units]

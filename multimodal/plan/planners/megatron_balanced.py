@@ -158,7 +158,7 @@ def grid_seconds(request: PlanningRequest, grid: Grid, *, spread: LengthSpread |
 
 
 def grid_fits(request: PlanningRequest, memory: MemoryEstimate, grid: Grid) -> bool:
-    """Whether the units' estimated bytes fit together in every stage of the grid."""
+    """Return True if the units' estimated bytes fit together in every stage of the grid."""
     candidate = Candidate(grid.layouts, request.default_micro_batch_size)
     total = [0.0] * grid.num_stages
     working = [0.0] * grid.num_stages

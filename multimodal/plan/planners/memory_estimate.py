@@ -20,12 +20,12 @@ from multimodal.values.backward_need import layers_backward_need
 
 
 class LayerMemory(NamedTuple):
-    """What one layer needs, all tensor parallel ranks together."""
+    """The memory that one layer needs, all tensor parallel ranks together."""
 
     num_weights: int
     is_trained: bool
     activations: ActivationBytes
-    """Of one average sample, where no context parallel ranks share its tokens."""
+    """Bytes of one average sample, if no context parallel ranks share its tokens."""
     spread_activations: ActivationBytes
     """The same over all ranks that do."""
     bytes_per_element: int
@@ -83,7 +83,7 @@ class MemoryEstimate:
         return static + self.activation_bytes(unit, layout, stage_index, num_samples=num_samples)
 
     def working_bytes(self, unit: str, size: StageSize) -> float:
-        """What is there while one layer of the unit runs, per rank: what it computes again, and what it gathers.
+        """Return the bytes that a rank needs while one layer of the unit runs: what it computes again, and what it gathers.
 
         As `StepMemory` counts it; of units that share ranks, one works at a time.
         """

@@ -15,7 +15,7 @@ from multimodal.values.plan import UnitPlan, validate_plan
 MOST_ROUNDS = 5
 RECOMPUTES: tuple[Recompute | None, ...] = (None, "full")
 FALLBACK_SHARE_TOKENS = 8 * BLOCK_SIZE
-"""Where nothing fits, context parallel ranks may get as few tokens."""
+"""Tokens that context parallel ranks may get at least where nothing fits otherwise."""
 MARGIN = 0.98
 """Aim a little below the limit in the next round."""
 
@@ -116,12 +116,12 @@ def run_key(run: PlannedRun) -> str:
 
 
 def has_tensor_parallelism(run: PlannedRun) -> bool:
-    """Whether some unit has a tensor parallel size above 1."""
+    """Return True if some unit has a tensor parallel size above 1."""
     return any(unit.tensor_parallel_size > 1 for unit in run.plan.units.values())
 
 
 def has_virtual_stages(run: PlannedRun) -> bool:
-    """Whether some stage holds several layer ranges."""
+    """Return True if some stage holds several layer ranges."""
     return any(len(stage.layer_ranges) > 1 for unit in run.plan.units.values() for stage in unit.replicas[0].stages)
 
 

@@ -1,4 +1,4 @@
-"""What `braid` has simulated so far, and what it tries next."""
+"""The search of `braid`: keeps what has been simulated, and chooses what to simulate next."""
 
 import math
 import time
@@ -19,9 +19,9 @@ from multimodal.schedule.builders import BUILDERS, ScheduleRow
 from multimodal.values.errors import BraidError
 
 RANKING_SHARE = 0.1
-"""Of `max_actions`: how large a simulation may be that only ranks."""
+"""The largest simulation that only ranks, as a share of `max_actions`."""
 RANKING_FILLING = 2.0
-"""How often such a simulation fills the pipelines at least."""
+"""Times that such a simulation fills the pipelines at least."""
 PROMISING = 1.25
 """Another planner's plan that is ranked at most so many times behind the best one is judged in any case."""
 HOPELESS = 2.0
@@ -36,7 +36,7 @@ Form = tuple[str, str]
 
 
 class PlanSearch:
-    """What has been simulated so far."""
+    """A search, with all runs that it has simulated."""
 
     def __init__(self, request: PlanningRequest, *, began: float) -> None:
         self.others_request = request
@@ -244,7 +244,7 @@ class PlanSearch:
         return min(self.final, key=lambda each: each.key)
 
     def _is_undecided(self) -> bool:
-        """Whether the best plan so far is clearly behind what the next one was ranked at."""
+        """Return True if the best plan so far is clearly behind the seconds that the next one was ranked at."""
         waiting = [each.prediction.iteration_seconds for each in self.ranked if run_key(each.run) not in self.judged]
         best = min((each.prediction.iteration_seconds for each in self.final), default=math.inf)
         return bool(waiting) and len(self.judged) < MOST_JUDGED and best > PROMISING * min(waiting)

@@ -1,4 +1,4 @@
-"""What a planner answers: a plan and how it is meant to be run."""
+"""The answer of a planner: a plan and the flags to run it with."""
 
 from dataclasses import dataclass, field
 
@@ -27,14 +27,14 @@ class PlannedRun:
     transformer_impl: Implementation = "transformer_engine"
     """Whose layers run: activations differ."""
     tp_comm_overlap: bool = False
-    """Whether tensor parallel collectives run in parts beside products; of local layers only."""
+    """True if tensor parallel collectives run in parts beside products; local layers only."""
     sharding: Sharding = "optim"
-    """What replicas share: `--data-parallel-sharding-strategy`."""
+    """The state that replicas share: `--data-parallel-sharding-strategy`."""
     objective_seconds: float = field(default=0.0, compare=False)
-    """What the planner itself expects of a step, by its own formula."""
+    """Seconds of a step by the planner's own formula."""
     planning_seconds: float = field(default=0.0, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
-    """What a person may want to know of the search, a line each."""
+    """Lines about the search for a person to read."""
 
     @property
     def num_gpus(self) -> int:

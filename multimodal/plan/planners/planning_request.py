@@ -1,4 +1,4 @@
-"""What a planner is asked: a model, a machine, a batch, real lengths, and what a person has already decided."""
+"""The input of a planner: a model, a machine, a batch, real lengths, and the sizes that a person has decided."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -25,20 +25,20 @@ from multimodal.values.plan import MOST_RANKS, Plan
 from multimodal.values.sample_lengths import SampleLengths
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-"""What a planner may choose from where the person leaves the microbatch size open."""
+"""Microbatch sizes that a planner may choose from if the person leaves the size open."""
 MOST_MICRO_BATCH_TOKENS = 32_768
 """Average tokens of a unit up to which a planner makes microbatches of several samples; beyond, nothing gets more efficient."""
 CONTEXT_PARALLEL_SIZES = (1, 2, 4, 8)
-"""What a planner may choose from where sequences are long."""
+"""Context parallel sizes that a planner may choose from if sequences are long."""
 BLOCK_SIZE = 128
 """Tokens that context parallel ranks are dealt at a time, by default."""
 LARGEST_CONTEXT_PARALLEL = CONTEXT_PARALLEL_SIZES[-1]
 LEAST_SHARE_TOKENS = 32 * BLOCK_SIZE
 """Sequences are long where each context parallel rank gets so many tokens: about what a layer's products need to be efficient."""
 Sharding = Literal["optim", "optim_grads_params"]
-"""What replicas share: the optimizer's state (ZeRO-1), or gradients and weights as well (ZeRO-3); Megatron's names."""
+"""The state that replicas share: the optimizer's (ZeRO-1), or gradients and weights as well (ZeRO-3); Megatron's names."""
 OVERLAPPED_PARTS = 4
-"""Of `--tp-comm-overlap`, where a run does not say."""
+"""Parts of `--tp-comm-overlap` unless a run says otherwise."""
 
 
 def plain_schedule(*, has_virtual_stages: bool = False) -> str:
@@ -85,13 +85,13 @@ class PlanningRequest:
     fixed_sizes: Mapping[str, FixedSizes] = field(default_factory=dict)
     """Unit -> sizes that the plan must have."""
     recompute: Recompute | None = None
-    """What transformer layers compute again in their backward."""
+    """The part of transformer layers that is computed again in their backward."""
     profile: LayerProfile | None = None
     """Measured costs of layers, in place of what the cluster's description gives."""
     transformer_impl: Implementation | None = None
     """Whose layers run; None: Transformer Engine's where that can be (see `implementation`)."""
     sharding: Sharding | None = None
-    """What replicas share; None: `optim`, or what the planner finds best."""
+    """The state that replicas share; None: `optim`, or what the planner finds best."""
     most_context_parallel: int = 1
     """The largest context parallel size that a planner may choose."""
     least_share_tokens: int = LEAST_SHARE_TOKENS
@@ -155,7 +155,7 @@ class PlanningRequest:
 
     @property
     def zero_stage(self) -> int:
-        """What replicas share, as a number: optimizer state (in float64 nothing), or everything."""
+        """The ZeRO stage: replicas share optimizer state (in float64 nothing), or everything."""
         return 3 if self.sharding == "optim_grads_params" else default_zero_stage(self.cluster.bytes_per_element)
 
     def implementation(self, schedule: str) -> Implementation:
@@ -166,7 +166,7 @@ class PlanningRequest:
         return "local" if is_local else "transformer_engine"
 
     def allows(self, schedule: str) -> bool:
-        """Whether the implementation that a person has decided on can run a schedule."""
+        """Return True if the implementation that a person has decided on can run a schedule."""
         return self.implementation(schedule) == "local" or (not BUILDERS[schedule].splits_backwards and self.zero_stage != 3)
 
     def passes(self, plan: Plan) -> tuple[str, ...]:
@@ -191,7 +191,7 @@ class PlanningRequest:
         sharding: Sharding = "optim",
         tp_comm_overlap: bool = False,
     ) -> RunOptions:
-        """How such a run computes and keeps things."""
+        """Return the options of such a run that decide about costs."""
         return RunOptions(
             recompute,
             replace(self, sharding=sharding).zero_stage,
@@ -200,7 +200,7 @@ class PlanningRequest:
         )
 
     def fixed(self, unit: str) -> FixedSizes:
-        """What is decided of a unit."""
+        """Return the sizes of a unit that are decided."""
         return self.fixed_sizes.get(unit, FixedSizes())
 
     def with_memory_scale(self, scale: float) -> "PlanningRequest":
@@ -218,7 +218,7 @@ class PlanningRequest:
 
     @cached_property
     def lengths_vary(self) -> bool:
-        """Whether samples differ, so that there is something to balance."""
+        """True if samples differ, so that there is something to balance."""
         return any(bool((loads != loads[0]).any()) for loads in self.sample_loads.values())
 
     @cached_property
@@ -260,7 +260,7 @@ class PlanningRequest:
         return (fixed,) if fixed is not None else tuple(sizes)
 
     def pipeline_parallel_sizes(self, unit: str) -> tuple[int, ...]:
-        """From 1 to the unit's transformer layers, or the fixed one."""
+        """Return 1 up to the unit's number of transformer layers, or the fixed size."""
         fixed = self.fixed(unit).pipeline_parallel_size
         most = self.graph.unit(unit).transformer.num_layers
         if fixed is not None and not 1 <= fixed <= most:

@@ -1,4 +1,4 @@
-"""What a planned run will reach, by simulation of real batches on all its replicas or on a true share of them."""
+"""Predicts a planned run by simulation of real batches on all its replicas, or on a true share of them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -28,11 +28,11 @@ from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.schedule import Action, Schedule
 
 KEPT_REPLICAS = 4
-"""Where lengths vary, so many replicas of every unit at least are simulated: the heaviest decides."""
+"""Replicas of every unit that are simulated at least if lengths vary: the heaviest decides."""
 SEED = 0
-"""Of the order in which samples are drawn: files are often sorted, and training shuffles."""
+"""Seed of the order in which samples are drawn: files are often sorted, and training shuffles."""
 VARIED_FACTOR = 6
-"""Where lengths vary, so many times as large a step is simulated whole: what a part of it takes says little."""
+"""If lengths vary, a step so many times as large is simulated whole: the time of a part says little."""
 FILLING = 3.0
 """The larger of two simulated batches fills all pipelines so many times, the smaller one half as often."""
 
@@ -42,7 +42,7 @@ class Prediction:
     """Means over the simulated batches; memory is the largest peak."""
 
     iteration_seconds: float
-    """From the step's start to the end of the update: what training reports as a step's time."""
+    """From the step's start to the end of the update, as training reports it."""
     ideal_seconds: float
     mfu: float
     tokens_per_second_per_gpu: float
@@ -142,7 +142,7 @@ class _Step:
     seconds: float
     ideal_seconds: float
     peak_seconds: float
-    """What the model's FLOPs would take at the GPUs' peak."""
+    """Seconds of the model's FLOPs at the GPUs' peak."""
     num_tokens: float
     bubble_seconds: Mapping[str, float]
     """Kind -> seconds of an average lane."""

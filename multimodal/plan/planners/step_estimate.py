@@ -25,12 +25,12 @@ NUM_DRAWN = 1024
 """Microbatches drawn from the lengths."""
 SEED = 0
 TIGHTNESS = 0.5
-"""How much of a stage's wait for the heaviest microbatch in the pipeline 1F1B's slack leaves; an estimate's, not a result's."""
+"""Share of the wait for the heaviest microbatch in the pipeline that 1F1B's slack does not hide; assumed, not derived."""
 
 
 @dataclass(frozen=True)
 class LengthSpread:
-    """How uneven microbatches are. One per planning request."""
+    """The unevenness of microbatches. One per planning request."""
 
     request: PlanningRequest
     _works: dict[str, NDArray[np.float64]] = field(default_factory=dict, repr=False)

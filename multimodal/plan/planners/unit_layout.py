@@ -16,7 +16,7 @@ from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers,
 Range = tuple[int, int]
 """Layers from the first to before the second."""
 Groups = tuple[tuple[str, ...], ...]
-"""Which units share ranks."""
+"""Units that share ranks, group by group."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Every parallelism (tp, cp, dp, pp) that one unit may have, as arrays: GPUs, seconds, and the memory's limits."""
+"""The parallelisms (tp, cp, dp, pp) that one unit may have, as arrays: GPUs, seconds, and the memory's limits."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -28,9 +28,9 @@ class UnitOptions:
     pipeline: Integers
     gpus: Integers
     stage_seconds: Floats
-    """Of the slowest stage when the layers are cut evenly (`split_layers`)."""
+    """Seconds of the slowest stage when the layers are cut evenly (`split_layers`)."""
     chain_seconds: Floats
-    """Of all stages together."""
+    """Seconds of all stages together."""
     in_flight_downstream: Floats
     """Microbatches, over all its replicas, that memory allows units downstream to keep in flight."""
 

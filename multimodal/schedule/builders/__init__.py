@@ -31,7 +31,7 @@ class Builder(Protocol):
 
 
 class VirtualStages(Enum):
-    """What a schedule makes of stages that hold several layer ranges."""
+    """The use that a schedule makes of stages that hold several layer ranges."""
 
     NO_USE = "no use"
     """It runs such plans, and gains nothing."""
@@ -55,7 +55,7 @@ class ScheduleRow:
 
     build: Builder
     meaning: str
-    """What it does, in one line."""
+    """Its effect, in one line."""
     source: str = ""
     """The paper that it comes from, or is the baseline of."""
     can_train: bool = True
@@ -75,7 +75,7 @@ class ScheduleRow:
     """True if each stage of the LLM holds a replica of every encoder, and computes whatever its microbatches take."""
     fewest_encoders: int = 0
     role_of_encoders: str = ""
-    """What it does with encoders, for the message where there are fewer."""
+    """A verb and an object, such as `arranges encoders`, for the message if there are fewer."""
     needs_messages: bool = False
     """True if it changes nothing where every rank holds the whole model."""
     otherwise: str = "1f1b"
@@ -202,7 +202,7 @@ BUILDERS: dict[str, ScheduleRow] = {
         fewest_encoders=1,
     ),
 }
-"""Every schedule by the name that selects it. What reads it reads it when called, so that a row can be added at any time."""
+"""Every schedule by the name that selects it. Rows can be added at any time."""
 
 
 def simulated_only() -> dict[str, str]:

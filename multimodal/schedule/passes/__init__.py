@@ -21,7 +21,7 @@ __all__ = ["PASSES", "Need", "Pass", "PassRow", "passes_named"]
 
 
 class Need(Enum):
-    """What a model or a plan must have for a pass to change anything."""
+    """Something that a model or a plan must have for a pass to change anything."""
 
     COPIES = "ranks that hold the same weights"
     MESSAGES = "ranks that wait for each other's activations"
@@ -35,7 +35,7 @@ class PassRow:
 
     rewrite: Pass
     meaning: str
-    """What it does, in one line."""
+    """Its effect, in one line."""
     source: str = ""
     """The paper or the system that it comes from."""
     need: Need
