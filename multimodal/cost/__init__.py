@@ -1,1 +1,1 @@
-"""What work costs: FLOPs of a model, peaks of hardware."""
+"""Costs of work: FLOPs, seconds, bytes."""

@@ -28,19 +28,19 @@ _AT_LEAST_ZERO = {"minimum": 0, "maximum": 1e15}
 
 @dataclass(frozen=True, slots=True)
 class NodeLink:
-    """What connects the accelerators of one node (NVLink, PCIe)."""
+    """The links between the accelerators of one node (NVLink, PCIe)."""
 
     bandwidth_gbytes_per_second: float = field(metadata=_POSITIVE)
-    """Of one accelerator in one direction; 10^9 bytes."""
+    """10^9 bytes, for one accelerator in one direction."""
     latency_us: float = field(metadata=_AT_LEAST_ZERO)
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What connects nodes."""
+    """The network between nodes."""
 
     bandwidth_gbytes_per_second: float = field(metadata=_POSITIVE)
-    """Of one network card in one direction; 10^9 bytes."""
+    """10^9 bytes, for one network card in one direction."""
     latency_us: float = field(metadata=_AT_LEAST_ZERO)
     nics_per_node: int = field(metadata=_COUNT)
     """Network cards; the accelerators of a node are dealt to them in equal runs of neighbours."""
@@ -56,7 +56,7 @@ class Cluster:
     peak_tflops: float = field(metadata=_POSITIVE)
     """Dense peak of one accelerator, of `dtype`."""
     memory_gb: float = field(metadata=_POSITIVE)
-    """Of one accelerator, 10^9 bytes."""
+    """10^9 bytes, of one accelerator."""
     intra_node: NodeLink
     inter_node: Network
     efficiency: float = field(default=0.5, metadata=_POSITIVE)
@@ -66,13 +66,13 @@ class Cluster:
     attention_efficiency: float | None = field(default=None, metadata=_POSITIVE)
     """Share of the peak that core attention reaches; None: `efficiency`."""
     memory_bandwidth_gbytes_per_second: float | None = field(default=None, metadata=_POSITIVE)
-    """Of one accelerator's own memory, as reached; None: elementwise work is part of `efficiency`."""
+    """10^9 bytes, as reached in one accelerator's own memory; None: elementwise work is part of `efficiency`."""
     dtype: str = field(default="bfloat16", metadata={"choices": tuple(BYTES_OF_DTYPE)})
-    """What layers compute in."""
+    """Type of activations and weights."""
 
     @property
     def flops_per_second(self) -> float:
-        """What one accelerator really computes in large matrix products."""
+        """FLOP/s that one accelerator reaches in large matrix products."""
         return self.peak_tflops * 1e12 * self.efficiency
 
     def product_efficiency(self, flops: float) -> float:
@@ -81,13 +81,13 @@ class Cluster:
 
     @property
     def attention_flops_per_second(self) -> float:
-        """What one accelerator really computes in core attention."""
+        """FLOP/s that one accelerator reaches in core attention."""
         share = self.efficiency if self.attention_efficiency is None else self.attention_efficiency
         return self.peak_tflops * 1e12 * share
 
     @property
     def bytes_per_element(self) -> int:
-        """Of weights and activations."""
+        """Bytes of one weight or activation."""
         return BYTES_OF_DTYPE[self.dtype]
 
     def node(self, rank: int) -> int:
@@ -100,7 +100,7 @@ class Cluster:
         return self.node(rank) * self.inter_node.nics_per_node + local
 
     def is_one_node(self, ranks: Sequence[int]) -> bool:
-        """Whether all ranks live on the same node."""
+        """Return True if all ranks are on the same node."""
         return len({self.node(rank) for rank in ranks}) <= 1
 
     @classmethod

@@ -1,4 +1,4 @@
-"""How long messages and collectives take on a cluster's links: latency plus size over bandwidth."""
+"""Seconds of messages and collectives on a cluster's links: latency plus size over bandwidth."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ def collective_seconds(num_bytes: float, *, ranks: Sequence[int], cluster: Clust
 
 
 def exchange_cost(num_bytes: float, *, ranks: Sequence[int], cluster: Cluster) -> TransferCost:
-    """Return what it costs that rows change hands inside a group, as between two units that spread tokens over the same ranks.
+    """Return the cost of exchanging rows inside a group, as between two units that spread tokens over the same ranks.
 
     num_bytes: of all rows. Every rank gives and takes 1/n of them, and of those it gives, 1/n stay where they are.
     """
@@ -43,7 +43,7 @@ def _link_of_one(ranks: Sequence[int], cluster: Cluster) -> tuple[float, float]:
 
 
 def message_cost(num_bytes: float, *, source_ranks: Sequence[int], target_ranks: Sequence[int], cluster: Cluster) -> TransferCost:
-    """Return what a message between two rank groups costs; every source rank sends its share of it at the same time.
+    """Return the cost of a message between two rank groups; every source rank sends its share of it at the same time.
 
     num_bytes: of the whole message. Inside a node, each rank has its own link. Between nodes the shares pass the network cards of
     the source ranks; where other ranks use these cards as well, the first card's number is the link that messages share.

@@ -1,4 +1,4 @@
-"""How a run computes and keeps things, as far as its costs depend on it."""
+"""Options of a run that its costs depend on."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,14 +11,14 @@ class AttentionWindow(NamedTuple):
 
     unit: str
     num_tokens: int
-    """Of a window."""
+    """Size of a window."""
     full_share: float
     """Share of the transformer layers that attend to whole sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerExecution:
-    """What published systems do and Braid's runtime does not; the defaults are what the runtime does, and what planners count on.
+    """Differences of published systems from Braid's runtime; the defaults are those of the runtime, and planners count on them.
 
     Only the cost model knows these: they are there to predict what others measured (docs/published.md), not flags of a run.
     """
@@ -32,23 +32,23 @@ class LayerExecution:
 
 
 DEFAULT_EXECUTION = LayerExecution()
-"""What Braid's runtime does."""
+"""Braid's runtime."""
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What flags of pretrain_mllm.py say."""
+    """The flags of pretrain_mllm.py that costs depend on."""
 
     recompute: Recompute | None = None
     zero_stage: int = 1
-    """What replicas share: 0 nothing, 1 optimizer state, 2 gradients as well, 3 weights as well."""
+    """Shared by replicas: 0 nothing, 1 optimizer state, 2 gradients as well, 3 weights as well."""
     sequence_parallel: bool = True
     transformer_impl: Implementation = "transformer_engine"
-    """Which layers' activations are counted."""
+    """The layers whose activations are counted."""
     num_overlapped_parts: int = 1
     """Into which a transformer layer's tensor parallel collectives are cut, as are the products beside them; 1: not at all."""
     execution: LayerExecution = DEFAULT_EXECUTION
-    """What published systems do in a layer; not among the flags."""
+    """How published systems run a layer; not among the flags."""
 
 
 DEFAULT_OPTIONS = RunOptions()

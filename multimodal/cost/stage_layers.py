@@ -1,4 +1,4 @@
-"""Which layers each virtual stage of a plan holds, counted by what their cost depends on."""
+"""The layers of each virtual stage of a plan, counted by kind and by the backward that they need."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -26,18 +26,18 @@ class StageLayers:
     """Padded."""
 
     def counts(self, stage: StageKey) -> LayerCounts:
-        """How many layers of each kind and need a stage holds."""
+        """Return the number of layers of each kind and need in a stage."""
         if stage not in self._counts:
             self._counts[stage] = Counter(self.in_order(stage))
         return self._counts[stage]
 
     def in_order(self, stage: StageKey) -> list[tuple[str, BackwardNeed]]:
-        """Kind and need of every layer of a stage, first to last."""
+        """Return kind and need of every layer of a stage, first to last."""
         layers, needs = self.graph.unit(stage[0]).layers, self._needs[stage[0]]
         return [(layers[layer], needs[layer]) for layer in self.plan.virtual_stage(*stage).layers]
 
     def num_weights(self, stage: StageKey, *, trained_only: bool) -> int:
-        """Weights of a stage, all tensor parallel ranks together."""
+        """Return the weights of a stage, all tensor parallel ranks together."""
         return sum(
             count * self.layer_weights(stage[0], layer)
             for (layer, need), count in self.counts(stage).items()
@@ -45,13 +45,13 @@ class StageLayers:
         )
 
     def trained_weights(self, stage: StageKey) -> tuple[int, ...]:
-        """Weights of every trained layer of a stage, upstream first; all tensor parallel ranks together."""
+        """Return the weights of every trained layer of a stage, upstream first; all tensor parallel ranks together."""
         unit, layers = stage[0], self.graph.unit(stage[0]).layers
         held = self.plan.virtual_stage(*stage).layers
         return tuple(self.layer_weights(unit, layers[layer]) for layer in held if self._needs[unit][layer].trains_weights)
 
     def layer_weights(self, unit: str, kind: str) -> int:
-        """Weights of one layer, all tensor parallel ranks together."""
+        """Return the weights of one layer, all tensor parallel ranks together."""
         return self.describe(unit, kind).num_weights
 
     def describe(self, unit: str, kind: str) -> Layer:
@@ -60,7 +60,7 @@ class StageLayers:
 
     @cached_property
     def of_rank(self) -> Mapping[int, Sequence[StageKey]]:
-        """rank -> the stages it holds."""
+        """Rank -> the stages it holds."""
         found: dict[int, list[StageKey]] = defaultdict(list)
         for name, unit in self.plan.units.items():
             for replica_index, replica in enumerate(unit.replicas):

@@ -21,15 +21,15 @@ GRADIENT_BYTES = 4
 OPTIMIZER_BYTES = 12
 """Adam in fp32: master weight and two moments."""
 ZERO_STAGES = (0, 1, 2, 3)
-"""What replicas share instead of each keeping all: 0 nothing, 1 optimizer state, 2 gradients as well, 3 weights as well."""
+"""Shared by replicas instead of kept by each: 0 nothing, 1 optimizer state, 2 gradients as well, 3 weights as well."""
 OPEN_ACTIVATIONS, OPEN_GRADIENTS = 1, 4
-"""Messages that are there at a time: the runtime posts receives eight actions ahead, and keeps a result until it is sent."""
+"""Messages held at a time: the runtime posts receives eight actions ahead, and keeps a result until it is sent."""
 GATHERED_GROUPS = 2
 """Groups of heads whose keys and values context parallel ranks hold of all tokens at a time (multimodal/attention)."""
 
 
 def default_zero_stage(bytes_per_element: int) -> int:
-    """What training shares: optimizer state (1), but nothing in fp64, whose optimizer stays whole on every replica."""
+    """Return the stage that training uses: 1, but 0 in fp64, whose optimizer stays whole on every replica."""
     return 0 if bytes_per_element > 4 else 1
 
 
@@ -56,16 +56,16 @@ def layer_static_bytes(
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Sizes per rank. How many places are open at once, and for how long (deferral included), the schedule decides."""
+    """Bytes per rank. The schedule decides how many microbatches are kept at a time and for how long, deferral included."""
 
     layers: StageLayers
     loads: AssignedLoads
     options: RunOptions
     bytes_per_element: int
-    """Of weights and activations."""
+    """Size of a weight and of an activation."""
 
     def activation_bytes(self, place: Place) -> int:
-        """Bytes that one microbatch keeps in one stage: of its layers, and what came in and waits for its gradient."""
+        """Return the bytes that one microbatch keeps in a stage: of its layers, and of received inputs that need a gradient."""
         load = self.loads.at(MicrobatchPlace(place.unit, place.replica, place.microbatch))
         counts = self.layers.counts(place[:3]).items()
         kept = sum(
@@ -74,19 +74,19 @@ class StepMemory:
         return round(kept + self._received_bytes(place, load))
 
     def static_bytes(self, rank: int) -> int:
-        """Bytes of the weights, gradients and optimizer state that a rank holds, of the work on one layer, and of messages."""
+        """Return the bytes of a rank's weights, gradients and optimizer state, of the work on one layer, and of messages."""
         held = self.layers.of_rank[rank]
         return round(sum(map(self._weight_bytes, held)) + max(map(self._working_bytes, held)) + self.broker_bytes(rank))
 
     def broker_bytes(self, rank: int) -> int:
-        """Bytes of messages that have been posted and not used, or made and not sent."""
+        """Return the bytes of messages that have been posted and not used, or made and not sent."""
         return round(max(map(self._message_bytes, self.layers.of_rank[rank])))
 
     def gathered_bytes(self, stage: StageKey) -> float:
-        """What a rank has of a stage's weights and gradients beyond its share of them; 0 where replicas do not share weights.
+        """Return the bytes of a stage's weights and gradients beyond a rank's own part; 0 where replicas do not share weights.
 
         At the end of a layer's backward: its weights and those that come next, its gradients, and those of the layer after it on
-        their way to who keeps them.
+        their way to the ranks that keep them.
         """
         sizes = self.layers.plan.units[stage[0]]
         if self.options.zero_stage < 3 or sizes.data_parallel_size * sizes.context_parallel_size == 1:
@@ -119,7 +119,7 @@ class StepMemory:
         return {}
 
     def _received_bytes(self, place: Place, load: UnitLoad) -> float:
-        """What the broker brought and a gradient has to go back for: hidden states, or encoders' outputs."""
+        """Return the bytes of received hidden states or encoders' outputs for which a gradient is sent back."""
         if not any(need.sends_gradient for _, need in self.layers.counts(place[:3])):
             return 0.0
         hidden_bytes = self.bytes_per_element * self.layers.graph.unit(place.unit).transformer.hidden_size
@@ -133,7 +133,7 @@ class StepMemory:
         return hidden_bytes * load.num_tokens / num_ranks
 
     def _message_bytes(self, stage: StageKey) -> float:
-        """Messages that a stage receives: activations of the one before it, gradients of the one after it."""
+        """Return the bytes of received messages: activations from the stage before, gradients from the one after."""
         unit, replica, index = stage
         sizes = self.layers.plan.units[unit]
         mean = self.loads.mean(unit, replica)
@@ -147,7 +147,7 @@ class StepMemory:
         return self.bytes_per_element * (OPEN_ACTIVATIONS * activations + OPEN_GRADIENTS * gradients)
 
     def _targets(self, unit: str) -> tuple[str, ...]:
-        """Units that take an encoder's outputs."""
+        """Return the units that take an encoder's outputs."""
         is_encoder = self.layers.graph.unit(unit).role is Role.ENCODER
         return self.layers.graph.downstream(unit) if is_encoder else ()
 
@@ -168,9 +168,9 @@ class StepMemory:
         return total / sizes.tensor_parallel_size
 
     def _working_bytes(self, stage: StageKey) -> float:
-        """What is there while one layer runs: what it recomputes, and what it gathers.
+        """Return the bytes in use while one layer runs: those it recomputes, and those it gathers.
 
-        The latter are, where replicas share weights, those of two layers (the one in use and the next one), the gradients of one,
+        It gathers, where replicas share weights, those of two layers (the one in use and the next one), the gradients of one,
         and those of another on their way to who keeps them; and the keys and values of two groups of heads (likewise) of a whole
         microbatch where ranks share its tokens.
         """

@@ -8,7 +8,7 @@ from multimodal.values.sample_lengths import SampleLengths
 
 
 class UnitLoad(NamedTuple):
-    """What a unit processes at once, as far as its cost depends on it; adds up over atoms."""
+    """The work of a unit at one time, in the numbers that its cost depends on; adds up over atoms."""
 
     num_tokens: int = 0
     """Tokens inside the unit's transformer."""

@@ -1,4 +1,4 @@
-"""How long a step goes on after its last backward: gradient norm, clipping and optimizer, for which all ranks wait."""
+"""Seconds of a step after its last backward: gradient norm, clipping and optimizer, for which all ranks wait."""
 
 from collections.abc import Collection
 

@@ -1,1 +1,1 @@
-"""What is trained: torch modules built from a ModelGraph out of megatron-core's layers."""
+"""Torch modules, built from a ModelGraph out of megatron-core's layers."""

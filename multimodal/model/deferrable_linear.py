@@ -47,7 +47,7 @@ class DeferrableRowParallelLinear(RowParallelLinear):
 
 
 def deferrable_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """torch's linear, the same on every tensor parallel rank, that leaves its weight gradient to the active queue."""
+    """Apply torch's linear, alike on every tensor parallel rank; its weight gradient goes to the active queue."""
     queue = active_queue() if weight.requires_grad and torch.is_grad_enabled() else None
     if queue is None:
         return torch.nn.functional.linear(inputs, weight, bias)

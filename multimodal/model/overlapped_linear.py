@@ -121,7 +121,7 @@ class _OverlappedRow(torch.autograd.Function):
 def _weight_gradients(
     queue: WeightGradientQueue | None, inputs: Tensor, output_gradient: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Those of weight and bias; none yet where a queue computes them later."""
+    """Return the gradients of weight and bias; None where a queue computes them later."""
     if queue is not None:
         queue.put(LinearWeightGradient(inputs, output_gradient, weight, bias))
         return None, None

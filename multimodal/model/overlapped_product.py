@@ -19,16 +19,16 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 class Overlap(NamedTuple):
-    """Over whom, and in how many parts."""
+    """The ranks of a collective, and the number of its parts."""
 
     group: dist.ProcessGroup
     num_parts: int
     is_sequence_parallel: bool
-    """Whether ranks of the group share the rows outside of the products, or have all of them."""
+    """True if ranks of the group share the rows outside of the products, False if each has all of them."""
 
 
 class Arriving(NamedTuple):
-    """What is there after `wait`."""
+    """A tensor that is complete after `wait`."""
 
     tensor: Tensor
     works: tuple[dist.Work, ...]

@@ -1,4 +1,4 @@
-"""Splitting parameters over tensor parallel ranks and joining them again; how each one is split, its kind of layer says."""
+"""Splits parameters over tensor parallel ranks and joins them again, as their kind of layer says."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class ParameterSharding(NamedTuple):
-    """How one parameter is split."""
+    """The split of one parameter over tensor parallel ranks."""
 
     dimension: int | None
     """None for a parameter that every rank holds whole."""

@@ -5,12 +5,12 @@ from torch import Tensor
 
 
 def rotary_frequencies(positions: Tensor, *, head_channels: int, base: float, dtype: torch.dtype) -> Tensor:
-    """Angles that megatron-core's layers rotate queries and keys by.
+    """Return the angles by which megatron-core's layers rotate queries and keys.
 
     positions: [num_tokens] or [num_tokens, num_axes], integers. The channel pairs of a head are shared evenly among the axes, as
     Qwen2-VL's vision encoder does with rows and columns.
 
-    Returns [num_tokens, 1, 1, head_channels] in `dtype` (float32, or float64 for exact checks).
+    Shape: [num_tokens, 1, 1, head_channels] in `dtype` (float32, or float64 for exact checks).
     """
     if positions.dim() == 1:
         positions = positions[:, None]

@@ -1,4 +1,4 @@
-"""What a stage reads beside the activations of the stage before it."""
+"""Inputs of a stage beside the activations of the stage before it."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +27,7 @@ class PackedInput:
     token_ids: Tensor | None = None
     """[num_tokens]; the LLM only."""
     items: tuple[ItemSpan, ...] = ()
-    """Where the encoders' items are among the tokens; the LLM only, on every stage, for the attention mask."""
+    """Places of the encoders' items among the tokens; the LLM only, on every stage, for the attention mask."""
     item_rows: Tensor | None = None
     """[num_item_tokens]: rows that encoder outputs fill, in the order they are given; the LLM's first stage."""
     target_rows: Tensor | None = None
@@ -39,16 +39,16 @@ class PackedInput:
     condition_rows: Tensor | None = None
     """[num_tokens]: which of the rows that the LLM hands over each patch is made from; a generator's first stage."""
     share: RankShare | None = None
-    """Which tokens this rank holds; None for all."""
+    """Tokens that this rank holds; None: all."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that this rank holds."""
+        """Number of tokens that this rank holds."""
         return sum(self.lengths) if self.share is None else self.share.num_tokens
 
 
 def padded_num_tokens(num_tokens: int, *, multiple: int) -> int:
-    """Tokens after padding to a multiple (sequence parallelism shares the tokens of a microbatch evenly over tp ranks)."""
+    """Return the tokens after padding to a multiple: sequence parallelism shares them evenly over tp ranks."""
     return -(-num_tokens // multiple) * multiple
 
 
@@ -59,7 +59,7 @@ def pad_rows(tensor: Tensor, num_rows: int) -> Tensor:
 
 
 def share_input(batch: PackedInput, share: RankShare) -> PackedInput:
-    """Keep what belongs to the tokens in `share`, in the order of the sequence; positions stay those in the sequence.
+    """Return the part of a batch that belongs to the tokens in `share`, in order; positions stay those in the sequence.
 
     batch: of the whole microbatch, on the CPU. Of encoder outputs, and of what the LLM hands to a generator, a rank is given only
     what its tokens take (`token_placement.py`), in the order of the whole; so rows that count these are renumbered, too. Lists of

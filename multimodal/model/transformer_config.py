@@ -24,7 +24,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What a module needs to know beyond its architecture and its process groups."""
+    """Options of all modules beyond their architecture and process groups."""
 
     precision: Precision = Precision()
     sequence_parallel: bool = False
@@ -33,11 +33,11 @@ class BuildOptions:
     recompute: str | None = None
     """None, `selective` (core attention) or `full` (whole layers)."""
     attention_backend: str = AUTO
-    """Who computes attention; see `attention_backend.py`."""
+    """Implementation of attention; see `attention_backend.py`."""
     attention_mask: MaskMode = MaskMode.CAUSAL
-    """What the encoders' items do in the LLM's attention."""
+    """How the LLM's tokens attend to encoders' items."""
     num_overlapped_parts: int = 1
-    """Into which a transformer layer's tensor parallel collectives are cut, each beside the product of another; 1: not at all."""
+    """Parts of a transformer layer's tensor parallel collectives, each beside the product of another; 1: they are not cut."""
 
 
 def build_transformer_config(unit: Unit, *, tensor_parallel_size: int, options: BuildOptions) -> TransformerConfig:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 class PendingGradient(Protocol):
-    """What a layer leaves for later."""
+    """A gradient that a layer leaves for later."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What is kept until then."""
+        """Tensors that are kept until then."""
 
     def compute(self) -> None:
         """Compute the gradient and hand it to autograd; makes no collective calls."""
@@ -34,7 +34,7 @@ class LinearWeightGradient(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What is kept until then."""
+        """Tensors that are kept until then."""
         return self.inputs, self.output_gradient
 
     def compute(self) -> None:
@@ -88,5 +88,5 @@ class DeferWeightGradients(AbstractContextManager[None]):
 
 
 def active_queue() -> WeightGradientQueue | None:
-    """The queue that the forward at hand leaves weight gradients to."""
+    """Return the queue to which the current forward leaves weight gradients."""
     return _ACTIVE.get()

@@ -1,1 +1,1 @@
-"""What layers cost: one file per kind of layer, the class that all of them are, and the registry."""
+"""Costs of layers: one file per kind of layer, their base class, and the registry."""

@@ -1,4 +1,4 @@
-"""Collectives inside a layer: what they take, and in how much of that its ranks compute nothing."""
+"""Collectives inside a layer: their seconds, and the share of them in which ranks wait."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ ATTENTION_BACKWARD = 2.5
 
 
 class LayerCollectives(NamedTuple):
-    """Of one layer, in one pass (a forward, or the way back), over all tokens of a load."""
+    """Seconds of one layer's collectives in one pass (forward or backward), over all tokens of a load."""
 
     tensor: Quadratic = Quadratic()
     """Over tensor parallel ranks."""
@@ -24,7 +24,7 @@ class LayerCollectives(NamedTuple):
 
     @property
     def is_spread(self) -> bool:
-        """Whether context parallel ranks share the tokens."""
+        """True if context parallel ranks share the tokens."""
         return self.context != Quadratic()
 
     def exposed_tensor(self, num_tokens: int, num_squared: int, *, products_seconds: float, num_parts: int) -> float:

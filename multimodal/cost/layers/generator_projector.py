@@ -1,4 +1,4 @@
-"""A generator's first layer: what the LLM says of an image, mapped to the generator's hidden size."""
+"""A generator's first layer: the LLM's hidden state of each image, mapped to the generator's hidden size."""
 
 from multimodal.cost.layers.layer import ActivationBytes, ActivationCase, Layer, LayerFlops
 from multimodal.cost.unit_load import UnitLoad
@@ -28,5 +28,5 @@ class GeneratorProjectorLayer(Layer):
         return LayerFlops(0.0)
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
-        """Which image a patch is of, a few bytes: counted as none."""
+        """None; the index of each patch's image takes a few bytes, which are not counted."""
         return ActivationBytes()

@@ -1,4 +1,4 @@
-"""What the cost model asks of a layer: the class that every kind of layer is, and the values that it answers with."""
+"""Costs of a layer: the base class of all kinds of layer, and the values that it returns."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 
 Recompute = Literal["selective", "full"]
-"""What a layer computes again in its backward: `selective` (core attention) or `full` (the whole layer)."""
+"""Computed again in a layer's backward: core attention (`selective`) or the whole layer (`full`)."""
 Implementation = Literal["local", "transformer_engine"]
-"""Who computes a transformer layer, as --transformer-impl says: megatron-core's torch layers, or fused kernels."""
+"""Implementation of transformer layers, as --transformer-impl says: megatron-core's torch layers, or fused kernels."""
 Position = Literal["first", "between", "last"]
 WIDE_BYTES = 4
 """Norms, logits and statistics are fp32 where layers compute in bf16."""
@@ -50,7 +50,7 @@ class ActivationBytes(NamedTuple):
     split: float = 0.0
     """Divided by tensor parallelism: heads, inner widths, the vocabulary."""
     replicated: float = 0.0
-    """The same on every tensor parallel rank."""
+    """Not divided: every tensor parallel rank keeps all of it."""
 
     def all_ranks(self, *, tensor_parallel_size: int = 1, sequence_parallel: bool = True) -> float:
         """Bytes of all tensor parallel ranks together."""
@@ -59,11 +59,11 @@ class ActivationBytes(NamedTuple):
 
 
 class ActivationCase(NamedTuple):
-    """What the bytes that a layer keeps depend on, beside its load."""
+    """Everything but the load that the bytes kept by a layer depend on."""
 
     need: BackwardNeed
     bytes_per_element: int = 2
-    """Of activations."""
+    """Size of an activation."""
     implementation: Implementation = "transformer_engine"
     recompute: Recompute | None = None
     is_spread: bool = False
@@ -84,7 +84,7 @@ class Layer(ABC):
     """Padded."""
 
     position: ClassVar[Position] = "between"
-    """Where in a unit's list of layers the kind may stand."""
+    """Allowed position in a unit's list of layers."""
     roles: ClassVar[tuple[Role, ...]] = tuple(Role)
     """Units that may have it."""
     num_products: ClassVar[int] = 1

@@ -6,7 +6,7 @@ from multimodal.values.model_graph import Role, Unit
 
 
 class PatchEmbeddingLayer(Layer):
-    """The same on every tensor parallel rank."""
+    """Whole on every tensor parallel rank."""
 
     position = "first"
     roles = (Role.ENCODER,)

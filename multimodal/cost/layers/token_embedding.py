@@ -22,5 +22,5 @@ class TokenEmbeddingLayer(Layer):
         return LayerFlops(0.0)
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
-        """Token ids, a few bytes: counted as none."""
+        """None; token ids take a few bytes, which are not counted."""
         return ActivationBytes()

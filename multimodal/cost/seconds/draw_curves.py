@@ -21,7 +21,7 @@ class MeasuredLayer(NamedTuple):
     title: str
     curves: LayerCurves
     fitted: Sequence[PackedSize]
-    """Sizes that the curves were fitted to; the others were held out."""
+    """Sizes that the curves were fitted to; all others were held out."""
     seconds: Mapping[str, Mapping[PackedSize, float]]
     """Name of a curve -> size -> what was measured."""
 

@@ -10,7 +10,7 @@ from multimodal.cost.seconds.layer_curves import Curve, PackedSize, Quadratic
 
 
 class FitError(NamedTuple):
-    """How far a curve is from measurements, relative to them."""
+    """Distance of a curve from measurements, relative to them."""
 
     mean: float
     worst: float

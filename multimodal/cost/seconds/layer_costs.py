@@ -1,4 +1,4 @@
-"""How long a model's layers compute on a cluster: the one answer that planners, the simulator and the emulation ask for."""
+"""Seconds of a model's layers on a cluster, for planners, simulator and emulation alike."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,9 +31,9 @@ class LayerSeconds(NamedTuple):
     """Everything of the backward but weight gradients: attention's backward, recomputation and collectives included."""
     weight_gradient: float
     forward_waiting: float = 0.0
-    """Share of `forward` in which the rank computes nothing because it waits for a collective inside the layer."""
+    """Seconds of `forward` in which the rank waits for a collective inside the layer."""
     input_gradient_waiting: float = 0.0
-    """The same share of `input_gradient`."""
+    """Seconds of `input_gradient` in which the rank waits."""
 
     def backward(self, kind: str, need: BackwardNeed) -> float:
         """Return the seconds of the backward that a layer of this kind needs."""
@@ -42,7 +42,7 @@ class LayerSeconds(NamedTuple):
 
 
 NO_SECONDS = LayerSeconds(0.0, 0.0, 0.0)
-"""Of an empty load."""
+"""For an empty load."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class LayerCosts:
     profile: LayerProfile | None = None
     """Measured curves; layers that it does not list are computed from the cluster's description."""
     execution: LayerExecution = DEFAULT_EXECUTION
-    """What published systems do in a layer."""
+    """How published systems run a layer."""
     num_overlapped_parts: int = 1
     """Parts into which a tensor parallel collective and the matrix product beside it are cut: a part travels while another is
     computed, so that only one of them is waited for (DistTrain's StepCCL, section 6). 1: all of the collective is waited for."""
@@ -166,11 +166,11 @@ class LayerCosts:
 
 
 class _Prepared(NamedTuple):
-    """What the seconds of a layer follow from, whatever the load."""
+    """All of a layer's seconds that does not depend on the load."""
 
     curves: LayerCurves
     repeated: tuple[Curve, ...]
-    """What the backward computes again: as recomputation asks, and attention where its keys are gathered anew."""
+    """Computed again by the backward: as recomputation asks, and attention where its keys are gathered anew."""
     collectives: LayerCollectives
     recompute: Recompute | None
     at_exit: bool
@@ -179,7 +179,7 @@ class _Prepared(NamedTuple):
     cutting: float
     """Seconds that a forward loses because its products are cut into parts: each pays a small product's constant."""
     cutting_back: float
-    """The same of an input gradient with what it computes again."""
+    """Seconds that an input gradient, recomputation included, loses in the same way."""
 
     def waiting(self, load: UnitLoad) -> tuple[float, float]:
         """Seconds of waiting for collectives in a forward, and in an input gradient with what it computes again."""

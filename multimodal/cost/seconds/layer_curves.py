@@ -36,15 +36,15 @@ class Quadratic(NamedTuple):
         return self.constant + self.linear * num_tokens + self.quadratic * num_squared + self.sequence * num_sequences
 
     def shared(self, factor: float) -> "Quadratic":
-        """The same work times `factor`, as on more or fewer ranks; what calls cost whatever their size stays."""
+        """Return `factor` times the work, as on more or fewer ranks; the constant cost of calls stays."""
         return Quadratic(self.constant, factor * self.linear, factor * self.quadratic, self.sequence)
 
     def times(self, factor: float) -> "Quadratic":
-        """Scale."""
+        """Return all of it times `factor`."""
         return Quadratic(*(factor * coefficient for coefficient in self))
 
     def plus(self, *others: "Quadratic") -> "Quadratic":
-        """Sum up."""
+        """Return the sum of quadratics."""
         return Quadratic(*map(sum, zip(self, *others, strict=True)))
 
 
@@ -63,7 +63,7 @@ class Interpolated(NamedTuple):
         return num_tokens / length * self._at_one(length)
 
     def shared(self, factor: float) -> "Interpolated":
-        """The same work times `factor`, as on more or fewer ranks."""
+        """Return `factor` times the work, as on more or fewer ranks."""
         return Interpolated(self.tokens, tuple(factor * value for value in self.seconds))
 
     def _at_one(self, length: float) -> float:
@@ -86,7 +86,7 @@ class LayerCurves(NamedTuple):
     """Contained in `forward`: core attention, which selective recomputation runs again."""
 
     def shared(self, factor: float) -> "LayerCurves":
-        """The same work times `factor`."""
+        """Return `factor` times the work."""
         return LayerCurves(*(curve.shared(factor) for curve in self))
 
 

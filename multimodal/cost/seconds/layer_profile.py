@@ -1,4 +1,4 @@
-"""Measured costs of a model's layers: what tools/profile_layers.py writes and every planner takes.
+"""Measured costs of a model's layers, written by tools/profile_layers.py and read by every planner.
 
 device: NVIDIA A100-SXM4-80GB
 dtype: bfloat16
@@ -40,13 +40,13 @@ class StepProfile:
     """Seconds that a step was measured to take on one rank beside its layers: the runtime's own work, and the optimizer's."""
 
     seconds: float = field(default=0.0, metadata=_SECONDS)
-    """Of every step, however much it computes: clearing gradients, starting, summing up."""
+    """Per step, however much it computes: clearing gradients, starting, summing up."""
     computation_seconds: float = field(default=0.0, metadata=_SECONDS)
-    """Of every forward and every backward: finding its inputs, handing on its outputs."""
+    """Per forward and per backward: finding its inputs, handing on its outputs."""
     unit_update_seconds: float = field(default=0.0, metadata=_SECONDS)
-    """Of the gradient norm, clipping and the optimizer, for every unit that a rank trains."""
+    """Gradient norm, clipping and optimizer, per unit that a rank trains."""
     weight_update_seconds: float = field(default=0.0, metadata=_SECONDS)
-    """The same, for every weight that the rank updates."""
+    """Gradient norm, clipping and optimizer, per weight that a rank updates."""
 
     def to_dict(self) -> dict[str, float]:
         """Plain form, read back by `from_dict`."""
@@ -61,7 +61,7 @@ class LayerProfile:
     dtype: str
     curves: Mapping[ProfileKey, LayerCurves]
     step: StepProfile | None = None
-    """What steps take beside their layers; None: nothing but what the cluster's description says."""
+    """Seconds of steps beside their layers; None: those that follow from the cluster's description."""
 
     def find(self, unit: str, kind: str, tensor_parallel_size: int, context_parallel_size: int) -> LayerCurves | None:
         """Return a layer's curves; where other sizes were profiled, the nearest, with its work shared by more or fewer ranks.

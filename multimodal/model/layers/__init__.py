@@ -1,1 +1,1 @@
-"""Layers as torch modules: one file per kind of layer, the class that all kinds are, and the registry."""
+"""Layers as torch modules: one file per kind of layer, their base class, and the registry."""

@@ -1,4 +1,4 @@
-"""A generator's first layer: what the LLM says of an image, and where in it each patch is to be."""
+"""A generator's first layer: the LLM's hidden state of each image, and the position of each patch in it."""
 
 from typing import Any
 

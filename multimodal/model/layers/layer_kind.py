@@ -1,4 +1,4 @@
-"""What a stage asks of a layer: the class that every kind of layer is, and the values that they exchange."""
+"""Base class of all kinds of layer as a stage builds and runs them, and the values that they exchange."""
 
 import math
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ from multimodal.values.model_graph import ModelGraph, Unit
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What a layer is built from."""
+    """Everything that a layer is built from."""
 
     graph: ModelGraph
     unit: Unit
@@ -49,11 +49,11 @@ class LayerContext:
 
 @dataclass(frozen=True)
 class StagePass:
-    """What all layers of a stage may read in one forward."""
+    """Inputs that all layers of a stage may read in one forward."""
 
     batch: PackedInput
     item_embeddings: Tensor | None
-    """What other units hand over: [num_item_tokens, hidden_size] or, for a generator, [num_images, condition_size]."""
+    """Outputs of other units: [num_item_tokens, hidden_size] or, for a generator, [num_images, condition_size]."""
     frequencies: Tensor
     """[num_rows, 1, 1, head_channels]: rotary angles of all tokens."""
     lengths: PackedLengths
@@ -75,7 +75,7 @@ class HeadOutput(NamedTuple):
 
 
 class LayerKind(ABC):
-    """How layers of one kind are built, split, started and run. Has no state: weights are in the module."""
+    """Builds, splits, initialises and runs layers of one kind. Has no state: weights are in the module."""
 
     column_parallel: ClassVar[tuple[str, ...]] = ()
     """Modules whose weights and biases are split over tensor parallel ranks by outputs."""
@@ -127,7 +127,7 @@ class LayerKind(ABC):
         return 1.0 if name.endswith(("norm.weight", "layer_norm_weight")) else 0.0
 
     def output_size(self, context: LayerContext) -> int:
-        """Return the width of what the layer hands on."""
+        """Return the width of the layer's output."""
         return context.unit.transformer.hidden_size
 
     def num_tokens_per_output(self, unit: Unit) -> int:

@@ -21,7 +21,7 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "generator_projector": GeneratorProjectorKind(),
     "generator_head": GeneratorHeadKind(),
 }
-"""The same names as in multimodal/cost/layers, where every kind has its costs."""
+"""Every one has its costs under the same name in multimodal/cost/layers."""
 
 
 def kind_of(unit: Unit, index: int) -> LayerKind:
