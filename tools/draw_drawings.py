@@ -108,7 +108,7 @@ def draw_answers(session: Session, graph: ModelGraph, source: DigitsToDrawSource
     batch = inputs[MicrobatchPlace(painter.name, 0, 0)]
     patches = generator(None, batch, conditions).predicted.split(batch.lengths)
     assert painter.image is not None
-    return [join_patches(each.numpy(), source.item_grid(index, 0), painter.image) for index, each in enumerate(patches)]
+    return [join_patches(image.numpy(), source.item_grid(index, 0), painter.image) for index, image in enumerate(patches)]
 
 
 def join_patches(patches: Picture, grid: tuple[int, int], image: ImageInput) -> Picture:

@@ -218,13 +218,13 @@ def print_plan(planned: Planned, request: PlanningRequest) -> None:
 def print_comparison(compared: Mapping[str, Planned | str]) -> None:
     """Print all planners' plans in one table, and below it the errors of those that found none."""
     console = Console(width=140, highlight=False)
-    best = min((each.prediction.iteration_seconds for each in compared.values() if isinstance(each, Planned)), default=0.0)
+    best = min((other.prediction.iteration_seconds for other in compared.values() if isinstance(other, Planned)), default=0.0)
     table = Table("planner", "step", "of best", "ideal/step", "MFU", "GPUs", "GB", "planned in", "units: tp x cp x pp x dp")
-    for name, each in compared.items():
-        if isinstance(each, str):
+    for name, other in compared.items():
+        if isinstance(other, str):
             table.add_row(name, *("-",) * 7, "no plan")
             continue
-        run, prediction = each
+        run, prediction = other
         units = ", ".join(
             f"{unit} " + "x".join(str(unit_sizes(plan)[key]) for key in ("tp", "cp", "pp", "dp"))
             for unit, plan in run.plan.units.items()
@@ -241,9 +241,9 @@ def print_comparison(compared: Mapping[str, Planned | str]) -> None:
             units,
         )
     console.print(table)
-    for name, each in compared.items():
-        if isinstance(each, str):
-            console.print(f"{name}: {each}")
+    for name, other in compared.items():
+        if isinstance(other, str):
+            console.print(f"{name}: {other}")
 
 
 def compare(flags: argparse.Namespace, request: PlanningRequest, main_plan: Planned) -> dict[str, Planned | str]:
@@ -259,13 +259,14 @@ def compare(flags: argparse.Namespace, request: PlanningRequest, main_plan: Plan
 
 def made_for(flags: argparse.Namespace) -> dict[str, str]:
     """Return name -> value of the inputs that the plan was made from, for the plan file."""
-    lengths = (
-        str(flags.lengths) if flags.lengths else ",".join(f"{unit}={count}" for unit, count in flags.uniform_lengths.items())
-    )
-    inputs = {"model": str(flags.model), "cluster": str(flags.cluster), "lengths": lengths}
+    inputs = {"model": str(flags.model), "cluster": str(flags.cluster), "lengths": str(flags.lengths or _uniform(flags))}
     inputs |= {"global batch size": str(flags.global_batch_size)}
     frozen = [*flags.freeze, *(f"{unit} (projector)" for unit in flags.freeze_projector)]
     return {**inputs, "frozen": ", ".join(frozen)} if frozen else inputs
+
+
+def _uniform(flags: argparse.Namespace) -> str:
+    return ",".join(f"{unit}={count}" for unit, count in flags.uniform_lengths.items())
 
 
 def simulate_flags(flags: argparse.Namespace, request: PlanningRequest, run: PlannedRun) -> str:
@@ -275,7 +276,7 @@ def simulate_flags(flags: argparse.Namespace, request: PlanningRequest, run: Pla
     data = (
         f"--lengths {flags.lengths} --seed {SEED} --num-iterations {flags.num_iterations}"
         if flags.lengths
-        else "--uniform-lengths " + ",".join(f"{unit}={count}" for unit, count in flags.uniform_lengths.items())
+        else f"--uniform-lengths {_uniform(flags)}"
     )
     return (
         f"--model {flags.model} --cluster {flags.cluster} {data} --global-batch-size {flags.global_batch_size} "
@@ -298,12 +299,12 @@ def run(argv: Sequence[str]) -> None:
             simulate_flags=simulate_flags(flags, request, planned.run),
         )
     if flags.picture is not None:
-        draw_plans({name: each.prediction for name, each in compared.items() if isinstance(each, Planned)}, flags.picture)
+        draw_plans({name: other.prediction for name, other in compared.items() if isinstance(other, Planned)}, flags.picture)
     if flags.json:
         answer = report(planned)
         if flags.compare:
             answer["compare"] = {
-                name: {"error": each} if isinstance(each, str) else report(each) for name, each in compared.items()
+                name: {"error": other} if isinstance(other, str) else report(other) for name, other in compared.items()
             }
         print(json.dumps(answer))
         return

@@ -37,8 +37,8 @@ def read_length_table(path: str | Path, *, graph: ModelGraph) -> tuple[SampleLen
     """
     path = Path(path)
     if not path.is_file():
-        found = "a folder" if path.is_dir() else "no such file"
-        raise DataError(f"{path}: {found}; give a .csv, .csv.gz or .parquet file of lengths")
+        problem = "a folder" if path.is_dir() else "no such file"
+        raise DataError(f"{path}: {problem}; give a .csv, .csv.gz or .parquet file of lengths")
     image_encoder = next((unit for unit in graph.encoders if not _is_audio(unit)), None)
     audio_encoder = next((unit for unit in graph.encoders if _is_audio(unit)), None)
     samples = []
@@ -100,9 +100,9 @@ def _read_rows(path: Path) -> _Rows:
     else:
         raise DataError(f"{path}: expected a .csv, .csv.gz or .parquet file; convert it, or give it the right name")
     if rows and not set(rows[0][1]) & set(_COLUMNS):
-        found = ", ".join(map(str, rows[0][1]))
+        actual = ", ".join(map(str, rows[0][1]))
         raise DataError(
-            f"{path}: none of the columns {', '.join(_COLUMNS)} is there; found {found}; name one of them in the header"
+            f"{path}: none of the columns {', '.join(_COLUMNS)} is there; found {actual}; name one of them in the header"
         )
     return rows
 

@@ -157,6 +157,13 @@ def test_no_room_of_the_runtime_is_crowded():
     assert {room: len(found) for room, found in files.items() if len(found) - 1 > LARGEST_ROOM} == {}
 
 
+@pytest.mark.parametrize("room", ["attention", "balance", "cost", "data", "model", "values"])
+def test_no_room_that_decides_is_crowded(room):
+    folders = [ROOT / "multimodal" / room, *(path for path in (ROOT / "multimodal" / room).rglob("*") if path.is_dir())]
+    sizes = {folder.name: len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) for folder in folders}
+    assert {name: size for name, size in sizes.items() if size > LARGEST_ROOM} == {}
+
+
 def test_the_tests_of_the_runtime_are_in_the_same_rooms():
     assert list_rooms("tests/unit/runtime") <= list_rooms("megatron/runtime")
 

@@ -69,7 +69,7 @@ def _least_cost_matching(costs: Matrix) -> list[int]:
                     candidate = reached + costs[row][column] - row_price[row] - column_price[column]
                     if candidate < distance[column]:
                         distance[column], before[column] = candidate, row
-            nearest = min((column for column in range(num_columns) if not is_done[column]), key=lambda each: distance[each])
+            nearest = min((column for column in range(num_columns) if not is_done[column]), key=distance.__getitem__)
             reached = distance[nearest]
             is_done[nearest] = True
             done.append(nearest)
