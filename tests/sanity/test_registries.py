@@ -1,0 +1,39 @@
+"""Facts about schedules, passes and balancers stand in their rows: hardly another file knows one of them by its name."""
+
+import ast
+
+import pytest
+
+from multimodal.balance import BALANCERS
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes import PASSES
+from tests.sanity.repository import ROOT, list_python_files
+
+REGISTRIES = {
+    f"multimodal/{folder}/__init__.py" for folder in ("balance", "plan/planners", "schedule/builders", "schedule/passes")
+}
+CHOOSING = {
+    *(f"multimodal/plan/planners/{name}.py" for name in ("entrain", "encoders_colocated", "encoders_replicated")),
+    "multimodal/plan/planners/planning_request.py",
+    "tools/draw_passes.py",
+}
+"""Planners that plan for one schedule, pass or balancer, and the example that each pass is drawn on."""
+NAMES = {*BUILDERS, *PASSES, *BALANCERS} - {"1f1b", "none", "auto", "fill", "sorted", "disttrain", "entrain"}
+"""But for defaults, and what is also the name of something else."""
+
+
+def find_names(source):
+    """List the names that stand in a source as strings."""
+    return [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant) and node.value in NAMES]
+
+
+@pytest.mark.parametrize(
+    "path", list_python_files("multimodal", "megatron", "tools"), ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_no_other_file_knows_a_name(path):
+    if str(path.relative_to(ROOT)) not in REGISTRIES | CHOOSING:
+        assert find_names(path.read_text()) == []
+
+
+def test_a_planted_list_is_found():
+    assert find_names('SPLIT_SCHEDULES = ("zb-h1", "zb-v")') == ["zb-h1", "zb-v"]
