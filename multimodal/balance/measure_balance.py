@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,22 +56,16 @@ class BalanceMeasure:
 
 
 def _summary(measures: Sequence[UnitMeasure]) -> dict[str, Any]:
-    def mean(values: Iterable[float]) -> float:
-        return statistics.fmean(values)
+    def mean(name: str) -> float:
+        return statistics.fmean(map(attrgetter(name), measures))
 
     return {
-        "replica_imbalance": mean(measure.after.replica for measure in measures),
-        "microbatch_imbalance": mean(measure.after.microbatch for measure in measures),
-        "replica_imbalance_before": mean(measure.before.replica for measure in measures),
-        "microbatch_imbalance_before": mean(measure.before.microbatch for measure in measures),
-        "microbatch_time_std": {
-            "before": mean(measure.before.microbatch_std for measure in measures),
-            "after": mean(measure.after.microbatch_std for measure in measures),
-        },
-        "inter_node_bytes": {
-            "before": mean(measure.traffic.before for measure in measures),
-            "after": mean(measure.traffic.after for measure in measures),
-        },
+        "replica_imbalance": mean("after.replica"),
+        "microbatch_imbalance": mean("after.microbatch"),
+        "replica_imbalance_before": mean("before.replica"),
+        "microbatch_imbalance_before": mean("before.microbatch"),
+        "microbatch_time_std": {when: mean(f"{when}.microbatch_std") for when in ("before", "after")},
+        "inter_node_bytes": {when: mean(f"traffic.{when}") for when in ("before", "after")},
     }
 
 

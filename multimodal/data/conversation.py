@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from multimodal.data.sample_source import SampleText
 from multimodal.data.tokenizer import Tokenizer
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 
 ROLES = ("user", "assistant", "document")
 _ROLES_WITH_END = ("assistant", "document")
@@ -123,6 +124,21 @@ def find_item_behind_text(conversation: Conversation) -> int | None:
             return item_index
         start += num_output_tokens + 2 if num_output_tokens else 0
     return None
+
+
+def build_sample_lengths(
+    conversation: Conversation, *, sample_id: int, units: Sequence[str], grids: Sequence[tuple[int, int]]
+) -> SampleLengths:
+    """Return the lengths of a sample; units, grids: the unit and the (rows, columns) of patches of every item that fits."""
+    outputs = [num_output_tokens for _, _, num_output_tokens in conversation.item_starts]
+    sizes = [rows * columns for rows, columns in grids]
+    return SampleLengths(
+        sample_id,
+        tuple(map(ItemLengths, units, sizes, outputs)),
+        num_text_tokens=len(conversation.token_ids) - sum(outputs),
+        num_target_tokens=conversation.num_target_tokens,
+        item_starts=tuple(start for _, start, _ in conversation.item_starts),
+    )
 
 
 def build_sample_text(conversation: Conversation, *, pad_id: int) -> SampleText:

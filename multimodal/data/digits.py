@@ -12,7 +12,15 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from multimodal.data.conversation import Conversation, ItemSegment, Segment, TextSegment, build_conversation, build_sample_text
+from multimodal.data.conversation import (
+    Conversation,
+    ItemSegment,
+    Segment,
+    TextSegment,
+    build_conversation,
+    build_sample_lengths,
+    build_sample_text,
+)
 from multimodal.data.digits_layout import (
     MAX_DIGITS,
     MAX_PICTURES,
@@ -27,7 +35,7 @@ from multimodal.data.sample_source import ItemPixels, SampleText
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ImageInput
-from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.sample_lengths import SampleLengths
 
 Split = Literal["train", "valid"]
 
@@ -96,13 +104,8 @@ class RandomPictures(ABC):
     def lengths(self, index: int) -> SampleLengths:
         """Lengths of one sample; `sample_id` is its index."""
         sample, conversation = self._at(index)
-        outputs = [num_outputs for _, _, num_outputs in conversation.item_starts]
-        items = tuple(
-            ItemLengths(self._unit, rows * columns, output)
-            for (rows, columns), output in zip(map(self._grid, sample.pictures), outputs, strict=True)
-        )
-        starts = tuple(start for _, start, _ in conversation.item_starts)
-        return SampleLengths(index, items, len(conversation.token_ids) - sum(outputs), conversation.num_target_tokens, starts)
+        grids = [self._grid(picture) for picture in sample.pictures]
+        return build_sample_lengths(conversation, sample_id=index, units=[self._unit] * len(grids), grids=grids)
 
     def text(self, index: int) -> SampleText:
         """Tokens, labels and picture positions of one sample."""

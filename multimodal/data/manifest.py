@@ -12,6 +12,7 @@ from multimodal.data.conversation import (
     Segment,
     TextSegment,
     build_conversation,
+    build_sample_lengths,
     build_sample_text,
     find_item_behind_text,
 )
@@ -22,7 +23,7 @@ from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, ItemPixels, Sample
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.errors import DataError, ModelError
 from multimodal.values.model_graph import ImageInput, ModelGraph, Unit
-from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.sample_lengths import SampleLengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +107,9 @@ class ManifestSource:
 
     def lengths(self, index: int) -> SampleLengths:
         """Lengths of one sample; `sample_id` is its index."""
-        conversation = self._samples[index].conversation
-        images = self._samples[index].images
-        outputs = [num_output_tokens for _, _, num_output_tokens in conversation.item_starts]
-        return SampleLengths(
-            sample_id=index,
-            items=tuple(
-                ItemLengths(image.unit.name, image.grid[0] * image.grid[1], output)
-                for image, output in zip(images, outputs, strict=True)
-            ),
-            num_text_tokens=len(conversation.token_ids) - sum(outputs),
-            num_target_tokens=conversation.num_target_tokens,
-            item_starts=tuple(start for _, start, _ in conversation.item_starts),
-        )
+        conversation, images = self._samples[index].conversation, self._samples[index].images
+        units, grids = [image.unit.name for image in images], [image.grid for image in images]
+        return build_sample_lengths(conversation, sample_id=index, units=units, grids=grids)
 
     def text(self, index: int) -> SampleText:
         """Tokens, labels and image positions of one sample."""
