@@ -35,8 +35,7 @@ from rich.table import Table
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.runtime import platform
-from megatron.runtime.profiling.profiler import LayerTimes, build_layer, time_layer
-from megatron.runtime.profiling.step_profiler import time_runtime, time_update
+from megatron.runtime.profiler import LayerTimes, build_layer, time_layer, time_runtime, time_update
 from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer, read_model
 from multimodal.cost.seconds.draw_curves import MeasuredLayer, draw_curves
 from multimodal.cost.seconds.fit_quadratic import FitError, fit_error, fit_quadratic

@@ -1,4 +1,4 @@
-"""What is replaced in Megatron: the function that gives training loops their pipeline schedule."""
+"""Puts the drop-in into Megatron: replaces the function that gives training loops their pipeline schedule."""
 
 import inspect
 import sys

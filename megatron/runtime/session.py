@@ -38,7 +38,7 @@ _DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """What a session is built from beside the plan; the same on every rank, and under every plan."""
+    """All that a session is built from beside the plan; the same on every rank, and under every plan."""
 
     graph: ModelGraph
     build: BuildOptions
@@ -52,7 +52,7 @@ class SessionOptions:
     """None: nothing is updated."""
     builder: Builder = BUILDERS["1f1b"]
     passes: Sequence[Pass] = ()
-    """Of the schedules."""
+    """Passes of the schedules, one after another."""
     reduces_by_layer: bool = False
     """Have schedules (`reduce-by-layer`) that reduce gradients layer by layer."""
     shards_weights: bool = False
@@ -90,7 +90,7 @@ class Session:
 
     @property
     def state(self) -> TrainedState:
-        """What this rank trains."""
+        """This rank's trained part of the model."""
         return TrainedState(self.stages, self.gradients, self.optimizers)
 
     def schedules(self, *, forward_only: bool = False) -> ScheduleCache:

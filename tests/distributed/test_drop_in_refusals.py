@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.runtime import patches, platform
-from megatron.runtime.drop_in.megatron_options import REFUSALS, check_options
+from megatron.runtime.drop_in.forward_backward import REFUSALS, check_options
 from megatron.runtime.drop_in.pipeline_schedule import RUNNABLE, PipelineShape, build_pipeline_schedule, pipeline_values
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.builders.gpipe import build_gpipe

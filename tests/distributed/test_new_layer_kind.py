@@ -12,7 +12,7 @@ import yaml
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.runtime import platform
-from megatron.runtime.profiling.profiler import build_layer, synthetic_input
+from megatron.runtime.profiler import build_layer, synthetic_input
 from multimodal.cost.layers.layer import ActivationCase, LayerFlops
 from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer, read_model
 from multimodal.cost.unit_load import UnitLoad

@@ -42,7 +42,7 @@ __all__ = ["LoadedCheckpoint", "find_newest_checkpoint", "load_checkpoint", "sav
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What a checkpoint says beside what it put into the session."""
+    """The contents of a checkpoint beside the values that went into the session."""
 
     step: int
     run_state: Mapping[str, Any]

@@ -34,16 +34,16 @@ class Writer:
     """A run that writes, as its mark tells."""
 
     token: str
-    """Of this start of the run; no two share it."""
+    """Names this start of the run; no two share it."""
     host: str
     process: int
-    """Of rank 0."""
+    """The process of rank 0."""
     process_start: str
     """Tells it from a later process of the same number."""
     machine: str
     """Within which process numbers mean something: a boot of a host, and a container's process table."""
     job: str
-    """What starts again after a failure; empty when nobody says."""
+    """The job that is started again after a failure; empty if no launcher says."""
     attempt: tuple[int, ...]
     """How often it has been started again."""
     started: str
@@ -63,7 +63,7 @@ class Writer:
         )
 
     def continues(self, other: "Writer") -> bool:
-        """Whether this is a later attempt of the same job."""
+        """True if this is a later attempt of the same job."""
         return bool(self.job) and self.job == other.job and self.attempt > other.attempt
 
     def __str__(self) -> str:
@@ -131,7 +131,7 @@ class FolderClaim:
                 self._path.unlink()
 
     def _is_gone(self, mark: _Mark) -> bool:
-        """Whether the run of a mark has ended; False: not known yet. Raises CheckpointError when it is alive."""
+        """True if the run of a mark has ended; False: not known yet. Raises CheckpointError when it is alive."""
         now = time.monotonic()
         self._first_look = first_time, first_mark = self._first_look or (now, mark)
         writer = mark.writer

@@ -29,7 +29,7 @@ class SavedPiece(NamedTuple):
     """Where the rectangle starts in every dimension of the tensor."""
     sizes: tuple[int, ...]
     crc32: int
-    """Of its bytes."""
+    """The checksum of its bytes."""
 
     def size_bytes(self, dtype: torch.dtype) -> int:
         """How many bytes the rectangle takes."""

@@ -24,7 +24,7 @@ _CHECKSUM = "crc32"
 """Key of the checksum over everything else in the file."""
 _LAST_STEP = 10**15
 _CHANGEABLE = {"freeze_module", "freeze_projector", "init_method_std", "min_pixels", "max_pixels"}
-"""What may differ between a checkpoint's model and the run's: it changes neither a weight's shape nor its meaning."""
+"""Fields in which a checkpoint's model and the run's may differ: that changes neither a weight's shape nor its meaning."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Manifest:
     files: dict[str, int]
     """File name -> bytes."""
     index_crc32: int
-    """Of `tensors.json`, which has the checksums of all values."""
+    """The checksum of `tensors.json`, which has the checksums of all values."""
     format_version: int = FORMAT_VERSION
 
 
@@ -145,7 +145,7 @@ def _check_types(value: Mapping[str, Any]) -> None:
 
 
 def _checksum(value: Mapping[str, Any]) -> int:
-    """Of the content, however it is laid out."""
+    """The checksum of the content, however it is laid out."""
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 

@@ -192,12 +192,12 @@ def _done(result: Any) -> "Future[Any]":
 
 
 class WrittenFiles(NamedTuple):
-    """What this rank wrote."""
+    """The files that this rank wrote."""
 
     sizes: dict[str, int]
     """File name -> bytes."""
     index_crc32: int
-    """Of `tensors.json`, which rank 0 writes; 0 on other ranks."""
+    """The checksum of `tensors.json`, which rank 0 writes; 0 on other ranks."""
 
 
 def write_tensors(folder: Path, tensors: Sequence[HeldTensor]) -> WrittenFiles:

@@ -79,9 +79,9 @@ class Link:
     shape: tuple[int, ...]
     """Rows first: of a message between units all that travel, else those of this rank."""
     is_replicated: bool
-    """Whether tensor parallel ranks hold the same rows and need the same (between units); else rank i passes its own on to i."""
+    """True if tensor parallel ranks hold the same rows and need the same (between units); else rank i passes its own on to i."""
     rows: RowShares | None = None
-    """Who gives and takes which, where a unit at either end spreads tokens over context parallel ranks; None: all give all."""
+    """The rows of each rank where a unit at either end spreads tokens over context parallel ranks; None: all give all."""
 
     @property
     def source_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -131,7 +131,7 @@ def pieces_of(link: Link) -> tuple[Piece, ...]:
 def _pieces_from(
     link: Link, source_index: int, i: int, source: int, target_index: int, targets: tuple[int, ...]
 ) -> Iterator[Piece]:
-    """What the i-th tensor parallel rank of one context parallel rank sends to the tensor parallel ranks of another."""
+    """Yields what the i-th tensor parallel rank of one context parallel rank sends to those of another."""
     start, size = 0, link.shape[0]
     if link.rows is not None:
         start, size = link.rows.first_row(source_index, target_index), len(link.rows.common[target_index][source_index])
@@ -224,7 +224,7 @@ class Broker:
         return buffer.numel() * buffer.element_size()
 
     def is_there(self, key: MessageKey) -> bool:
-        """Whether this rank's pieces have come."""
+        """True if this rank's pieces have come."""
         incoming = self._incoming[key]
         if incoming.watch is None:
             incoming.watch = ReceiveWatch(incoming.waiting, device=self._device)

@@ -82,7 +82,7 @@ class ReceiveWatch:
             self._thread.start()
 
     def is_complete(self) -> bool:
-        """Whether all have come (or failed, which `wait` raises)."""
+        """True if all have come (or failed, which `wait` raises)."""
         if self._thread is not None:
             return not self._thread.is_alive()
         return all(receive.is_completed() for receive in self._receives)

@@ -26,7 +26,7 @@ from multimodal.values.schedule import Action, ActionKind, Lane, Place
 
 @dataclass(frozen=True)
 class LoopInputs:
-    """What the training loop gave."""
+    """The arguments of the training loop."""
 
     forward_step_func: Callable[..., Any]
     chunks: Sequence[torch.nn.Module]
@@ -47,14 +47,14 @@ class PipelineMessages:
     ranks: tuple[int, ...]
     """Global ranks of the pipeline, by stage."""
     receive_shape: tuple[int, ...]
-    """Of activations received and of the gradients returned for them: (sequence, microbatch, hidden)."""
+    """The shape of activations received and of the gradients returned for them: (sequence, microbatch, hidden)."""
     send_shape: tuple[int, ...]
-    """Of activations sent and of the gradients received for them."""
+    """The shape of activations sent and of the gradients received for them."""
     dtype: torch.dtype | None
 
 
 class _OpenMicrobatch(NamedTuple):
-    """What a backward needs of its forward."""
+    """A forward's tensors that its backward needs."""
 
     input: Tensor | None
     output: Tensor
@@ -70,7 +70,7 @@ class PipelineStep(LaneRun):
         super().__init__(broker=broker, clock=StepClock(lane=0))
         self.inputs, self.messages, self.shape, self.lane = inputs, messages, shape, lane
         self.forward_data: list[Any] = []
-        """What the loss function reports, per microbatch; empty but on the last virtual stage."""
+        """The loss function's reports, per microbatch; empty but on the last virtual stage."""
         self.num_tokens = torch.zeros([], dtype=torch.int, device=platform.device())
         self.gradient_sync = GradientSync(inputs.config, chunks=inputs.chunks)
         forwards = [action for action in lane.actions if action.kind is ActionKind.FORWARD]

@@ -1,1 +1,1 @@
-"""What stands in for data and computations where computing is only waited for."""
+"""Schedules run with timed waits: stand-ins for data and computations."""

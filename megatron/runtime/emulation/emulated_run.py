@@ -18,8 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from megatron.runtime import platform
-from megatron.runtime.emulation.emulated_inputs import with_emulated_inputs
-from megatron.runtime.emulation.emulated_stage import EmulatedStage, Seconds
+from megatron.runtime.emulation.emulated_stage import EmulatedStage, Seconds, with_emulated_inputs
 from megatron.runtime.execution.step_clock import gather_timeline
 from megatron.runtime.session import Session, SessionOptions
 from megatron.runtime.step.step import Step
@@ -38,7 +37,7 @@ _VOCAB_SIZE = 128
 
 @dataclass(frozen=True)
 class EmulatedRun:
-    """What is run: the values that the simulator takes, too."""
+    """A schedule to run, with the values that the simulator takes, too."""
 
     graph: ModelGraph
     plan: Plan

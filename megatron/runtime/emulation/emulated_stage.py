@@ -1,4 +1,4 @@
-"""A stage whose computations are timed waits: everything around it is the real runtime."""
+"""A stage whose computations are timed waits, and its microbatches of the right sizes: all around it is the real runtime."""
 
 import time
 from collections.abc import Callable
@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from megatron.runtime.step.step import Step
+from megatron.runtime.step.token_placement import WHOLE
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.layers.registry import kind_of
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
 from multimodal.model.weight_gradient_queue import active_queue
 from multimodal.values.assignment import MicrobatchPlace
+from multimodal.values.plan import Plan
 from multimodal.values.schedule import Action, ActionKind, Place
 
 Seconds = Callable[[Action], float]
@@ -29,9 +32,9 @@ class EmulatedInput(PackedInput):
     num_output_rows: int = 0
     """Rows that leave the unit's last stage on this rank."""
     hands_on: bool = False
-    """Whether anything leaves it; else it gives only a loss."""
+    """True if anything leaves it; else it gives only a loss."""
     fraction: float = 1.0
-    """Of its microbatch's tokens, where that runs in sample subsets."""
+    """Its part of the microbatch's tokens, where that runs in sample subsets."""
 
 
 class EmulatedStage(UnitStage):
@@ -81,7 +84,7 @@ class EmulatedStage(UnitStage):
 
 
 class _Number(Module):
-    """What an emulated layer trains, so that there is a gradient to reduce."""
+    """The weight of an emulated layer, so that there is a gradient to reduce."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -136,3 +139,40 @@ def wait(seconds: float) -> None:
     """Sleep: a waiting rank costs no core, so many of them fit on few."""
     if seconds > 0:
         time.sleep(seconds)
+
+
+def with_emulated_inputs(step: Step, *, plan: Plan, rank: int) -> Step:
+    """The same step with inputs that hold sizes alone, for the microbatches that pass through this rank."""
+    inputs: dict[MicrobatchPlace, PackedInput] = {}
+    subset_inputs: dict[MicrobatchPlace, tuple[PackedInput, ...]] = {}
+    for unit, unit_plan in plan.units.items():
+        context_rank = unit_plan.context_parallel_rank(rank) if rank in unit_plan.ranks else 0
+        for replica_index, replica in enumerate(unit_plan.replicas):
+            if rank not in replica.ranks:
+                continue
+            for microbatch in range(step.assignment.num_microbatches(unit, replica_index)):
+                place = MicrobatchPlace(unit, replica_index, microbatch)
+                if place in step.form.num_parts:
+                    parts = range(len(step.subsets(place)))
+                    subset_inputs[place] = tuple(_input(step, place, part, rank=context_rank) for part in parts)
+                else:
+                    inputs[place] = _input(step, place, WHOLE, rank=context_rank)
+    return step.changed(inputs=inputs, target_samples=dict.fromkeys(inputs, ()), subset_inputs=subset_inputs)
+
+
+def _input(step: Step, place: MicrobatchPlace, part: int, *, rank: int) -> EmulatedInput:
+    """Returns one context parallel rank's tokens and rows of a sample subset, or of the whole microbatch."""
+    num_tokens, routes = step.num_tokens_of(place), step.routes.from_source.get(place, ())
+    if part != WHOLE:
+        num_tokens = step.num_tokens_of_subsets(place)[part]
+        routes = tuple(route for route in routes if step.part_of(route) == part)
+    num_rows = sum(step.placement.num_rows_given(route, rank=rank) for route in routes)
+    return EmulatedInput(
+        (num_tokens,),
+        torch.zeros(0),
+        share=step.placement.own_share(place, part=part, rank=rank),
+        place=place,
+        num_output_rows=num_rows,
+        hands_on=bool(routes),
+        fraction=num_tokens / step.num_tokens_of(place),
+    )

@@ -1,4 +1,4 @@
-"""What a rank holds between actions: activations and gradients on their way, and the autograd graphs of open microbatches."""
+"""The store of a rank between actions: activations and gradients on their way, and the autograd graphs of open microbatches."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -62,7 +62,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
 
 
 def storage_identity(tensor: Tensor) -> int:
-    """What a tensor's storage is known by as long as it exists, whether it has memory or not."""
+    """Return the identity of a tensor's storage, the same as long as it exists, whether it has memory or not."""
     identity: int = tensor.untyped_storage()._cdata
     return identity
 

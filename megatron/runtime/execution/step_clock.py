@@ -44,7 +44,7 @@ class StepClock:
         self._spans.append((action, start, self._mark()))
 
     def events(self) -> tuple[TimelineEvent, ...]:
-        """What was recorded since `start_step`, in seconds."""
+        """Returns the events since `start_step`, in seconds."""
         if self._is_cuda:
             torch.cuda.synchronize()
         return tuple(

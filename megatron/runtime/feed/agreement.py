@@ -30,7 +30,7 @@ def assignment_digest(assignment: Assignment) -> int:
 
 
 class Agreed(NamedTuple):
-    """What all ranks know before a step."""
+    """The results of comparing before a step, the same on all ranks."""
 
     wait_seconds: float
     """The longest that a rank waited for the step."""
@@ -53,7 +53,7 @@ def check_agreement(step: Step, *, number: int, wait_seconds: float, stop: StopR
 
 
 def agree_to_stop(stop: StopReason, *, device: torch.device) -> StopReason:
-    """What the rank wants that wants most; collective."""
+    """Return the strongest reason to stop that any rank has; collective."""
     told = torch.tensor([stop], dtype=torch.int64, device=device)
     dist.all_reduce(told, op=dist.ReduceOp.MAX)
     return StopReason(int(told.item()))

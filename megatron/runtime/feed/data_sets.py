@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DataSets:
-    """What is trained on and judged by, and the tokenizer of both."""
+    """The data sets of training and evaluation, and the tokenizer of both."""
 
     train: SampleSource
     valid: SampleSource
@@ -107,7 +107,7 @@ class _Compared(NamedTuple):
     name: str
     flag: str
     shown: str = ""
-    """What messages show of it, if not itself."""
+    """The entry that messages show instead; empty: itself."""
     unit: str = ""
 
 
@@ -127,7 +127,7 @@ _COMPARED = (
 
 
 def describe_data(config: RunConfig, data: DataSets) -> RunData:
-    """What is remembered; O(bytes of the manifest). Raises OSError.
+    """Return what checkpoints remember; O(bytes of the manifest). Raises OSError.
 
     Files count by their content, so that they may move.
     """

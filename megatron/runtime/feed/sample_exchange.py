@@ -27,7 +27,7 @@ WHOLE_TEXT = -1
 
 
 class Piece(NamedTuple):
-    """What is sent as one."""
+    """The unit of sending: a sample's text or one item."""
 
     sample_id: int
     item_index: int
@@ -70,7 +70,7 @@ class ExchangedSamples:
 
 @dataclass(frozen=True)
 class DecodedShare:
-    """What a rank decoded of a global batch, and what all ranks know of it."""
+    """A rank's decoded share of a global batch, and what all ranks know of the batch."""
 
     described: Mapping[int, _Described]
     """By sample id, of the whole batch in its order."""
@@ -79,7 +79,7 @@ class DecodedShare:
 
     @property
     def lengths(self) -> list[SampleLengths]:
-        """Of the whole batch, in its order."""
+        """Lengths of the whole batch, in its order."""
         return [described.lengths for described in self.described.values()]
 
 

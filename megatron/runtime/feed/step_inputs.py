@@ -1,4 +1,4 @@
-"""What this rank loads of a global batch: packed inputs for the microbatches of its own stages, and nothing else."""
+"""Loads this rank's part of a global batch: packed inputs for the microbatches of its own stages, and nothing else."""
 
 import dataclasses
 from collections.abc import Mapping

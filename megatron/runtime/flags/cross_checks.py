@@ -14,11 +14,11 @@ from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
 
 MAX_MICROBATCHES = 2**14
-"""Of a replica in a step: beyond it, planning a step would take minutes and gigabytes."""
+"""The most microbatches of a replica in a step: beyond it, planning a step would take minutes and gigabytes."""
 
 
 def drop_overruled(values: Mapping[str, Any], *, overruled: Callable[[str, str], bool], units: tuple[str, ...]) -> dict[str, Any]:
-    """Of two flags that exclude each other, drop the one that the command line overrules.
+    """Drop that one of two flags excluding each other which the command line overrules.
 
     values: destination -> value; overruled(a, b): whether a stems from a file and b from the command line.
     Raises ConfigError when both were given in the same place.

@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from multimodal.values.typed_reader import shown
 
 _MOST_BITS = 100
-"""Of whole numbers, so that they can be shown and compared with floats; each field's own bounds follow."""
+"""Bounds of whole numbers, so that they can be shown and compared with floats; each field's own bounds follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class FieldFlag:
         return replace(self, maximum=None).bounds()
 
     def allows(self, number: float) -> bool:
-        """Whether a number lies in the allowed range."""
+        """True if a number lies in the allowed range."""
         return (
             (self.minimum is None or number >= self.minimum)
             and (self.above is None or number > self.above)

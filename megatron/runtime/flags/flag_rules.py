@@ -1,4 +1,4 @@
-"""What flags may not be combined with, as tables of (condition, message); `cross_checks` reads them."""
+"""Combinations of flags that are refused, as tables of (condition, message); `cross_checks` reads them."""
 
 import importlib.util
 import os
@@ -173,7 +173,7 @@ EXCLUSIVE_FLAGS: tuple[tuple[str, str, str], ...] = (
 EXCLUSIVE_SIZES: tuple[tuple[str, str, str], ...] = (
     ("virtual_pipeline_size", "layers_per_virtual_stage", "both say how many virtual stages a pipeline rank holds"),
 )
-"""Of one unit."""
+"""The rules of one unit's flags."""
 
 RULES: tuple[Rule, ...] = (
     Rule(

@@ -1,4 +1,4 @@
-"""What became of Megatron-LM's flags that Braid does not have, for error messages: answer -> flags, without their dashes.
+"""Answers to Megatron-LM's flags that Braid does not have, for error messages: answer -> flags, without their dashes.
 
 `*` stands for any end or beginning of a name. Flags that Braid has under Megatron's name are not listed.
 """
@@ -91,7 +91,7 @@ ALWAYS_ON: Mapping[str, str] = MappingProxyType(
         "the launcher's environment says the rank": "local-rank",
     }
 )
-"""What is so without a flag -> flags."""
+"""What holds without a flag -> flags."""
 
 NOT_AVAILABLE: Mapping[str, str] = MappingProxyType(
     {

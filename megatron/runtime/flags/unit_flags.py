@@ -54,7 +54,7 @@ class UnitFlag:
 
     @property
     def default(self) -> int | None:
-        """What it is when left out; None where it then follows from something else."""
+        """The value when left out; None where it then follows from something else."""
         default: int | None = getattr(UnitSizes(), self.name, None)
         return default
 
@@ -88,7 +88,7 @@ def unit_flags(graph: ModelGraph | None) -> tuple[UnitFlag, ...]:
 
 
 def names_a_unit(flag: str) -> bool:
-    """Whether a flag has the form of a unit's flag, of whatever unit."""
+    """True if a flag has the form of a unit's flag, of whatever unit."""
     endings = [ending for spelling in SIZE_SPELLINGS.values() for ending in spelling.endings] + [MICRO_BATCH_ENDING]
     return any(flag.endswith(f"-{ending}") for ending in endings)
 

@@ -16,9 +16,11 @@ from torch.nn import Parameter
 from megatron.runtime.communication.units import Membership
 from megatron.runtime.gradients.scheduled_collectives import (
     ReductionByLayer,
+    nothing_to_wait_for,
     overlapping,
     start_gradient_reduction,
     start_parameter_gathering,
+    sum_copies,
     wrap_with_layer_buckets,
 )
 from multimodal.model.unit_stage import UnitStage
@@ -70,7 +72,7 @@ class UnitGradients:
         if stage_index not in self._by_layer:
             self._by_layer[stage_index] = ReductionByLayer(self.wrapped[stage_index], prepare=self._sum_over_tensor_parallel)
         self._by_layer[stage_index].expect_last_backward()
-        return _nothing
+        return nothing_to_wait_for
 
     def _sum_over_tensor_parallel(self, parameters: Iterable[Parameter]) -> None:
         group = self.membership.groups.tp
@@ -81,7 +83,7 @@ class UnitGradients:
 
     @property
     def has_whole_parameters(self) -> bool:
-        """Whether everything that an optimizer updated is gathered."""
+        """True if everything that an optimizer updated is gathered."""
         return not self._ungathered
 
     @contextmanager
@@ -99,7 +101,7 @@ class UnitGradients:
     def start_gathering(self, stage_index: int) -> Callable[[], None]:
         """Start gathering one stage's parameters, if an optimizer left that to do; returns what waits for it."""
         if stage_index not in self._ungathered:
-            return _nothing
+            return nothing_to_wait_for
         self._ungathered.remove(stage_index)
         return start_parameter_gathering(self.wrapped[stage_index])
 
@@ -116,14 +118,7 @@ class UnitGradients:
             if getattr(stage.shared_embedding_weight, "shared_embedding", False)
         ]
         gradients = [_main_gradient(copy) for copy in copies if copy is not None and copy.requires_grad]
-        if not gradients:
-            return
-        total = torch.stack(gradients).sum(0)
-        assert self.membership.embedding_group is not None
-        if self.membership.embedding_group.size() > 1:
-            dist.all_reduce(total, group=self.membership.embedding_group)
-        for gradient in gradients:
-            gradient.copy_(total)
+        sum_copies(gradients, self.membership.embedding_group)
 
 
 def wrap_in_gradient_buffers(
@@ -138,10 +133,6 @@ def wrap_in_gradient_buffers(
     if reduces_by_layer:
         return wrap_with_layer_buckets(stage, config, groups=groups)
     return DistributedDataParallel(stage.config, config, stage, pg_collection=groups)
-
-
-def _nothing() -> None:
-    """What waits for nothing."""
 
 
 def _main_gradient(parameter: Tensor) -> Tensor:

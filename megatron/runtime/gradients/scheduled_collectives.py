@@ -10,10 +10,12 @@ microbatches, or none; and the schedule says in which backward.
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
@@ -35,7 +37,7 @@ class ReductionByLayer:
         self.num_started = 0
         """Buckets whose reduction is under way or over."""
         self.is_expecting = False
-        """Whether the reduction is begun and not all of it started."""
+        """True if the reduction is begun and not all of it started."""
         trained = [each for each in wrapped.module.parameters() if each.requires_grad]
         for parameter, accumulator in zip(trained, wrapped.grad_accs, strict=True):
             # Hooks run in the order in which they came: the gradient is in its buffer by then.
@@ -150,3 +152,19 @@ def overlapping(wrapped: DistributedDataParallel, setting: str) -> Iterator[None
         yield
     finally:
         setattr(wrapped.ddp_config, setting, False)
+
+
+def sum_copies(copies: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Give all copies of a gradient, on this rank and in `group`, their sum; does nothing where this rank has none."""
+    if not copies:
+        return
+    total = torch.stack(list(copies)).sum(0)
+    assert group is not None
+    if group.size() > 1:
+        dist.all_reduce(total, group=group)
+    for copy_of_gradient in copies:
+        copy_of_gradient.copy_(total)
+
+
+def nothing_to_wait_for() -> None:
+    """Stand for the wait of a collective that was not needed."""

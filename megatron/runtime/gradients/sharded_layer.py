@@ -25,11 +25,11 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 class WeightPiece(NamedTuple):
-    """What this rank keeps of one parameter."""
+    """This rank's share of one parameter."""
 
     parameter: Parameter
     elements: range
-    """Of the parameter's flat elements."""
+    """A range of the parameter's flat elements."""
     weight: Tensor
     """[len(elements)], a view of the layer's share."""
     gradient: Tensor | None
@@ -66,12 +66,12 @@ class ShardedLayer:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the layer has gradients."""
+        """True if the layer has gradients."""
         return any(parameter.requires_grad for parameter in self.parameters)
 
     @property
     def pieces(self) -> tuple[WeightPiece, ...]:
-        """What this rank keeps, parameter by parameter; parameters of which it keeps nothing are left out."""
+        """This rank's share, parameter by parameter; parameters without a share here are left out."""
         found = []
         for parameter, start in zip(self.parameters, self._starts, strict=True):
             first, last = max(start, self._range.start), min(start + parameter.numel(), self._range.stop)
@@ -183,7 +183,7 @@ def _gradient_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Visit(NamedTuple):
-    """What a pass does at one layer; layers by their index in the unit."""
+    """The collectives of a pass at one layer; layers by their index in the unit."""
 
     layer: int
     gathers: tuple[int, ...]

@@ -176,7 +176,7 @@ def _without_store(problem: BaseException, place: RankPlace) -> BaseException:
 
 
 def store_keeper(place: RankPlace) -> str:
-    """Who does not answer when the store in which the ranks meet does not."""
+    """Return who does not answer when the store in which the ranks meet does not."""
     where = f"the store at {place.address}:{place.port}"
     if place.launcher_keeps_store:
         return f"other ranks, and {where}, which torchrun keeps on the first node, does not answer:"

@@ -57,7 +57,7 @@ class Meeting:
         ask_within(_LATE_SECONDS, lambda: self.line)
 
     def claim_failure(self, *, seconds: float = 3.0) -> bool:
-        """Whether this rank is the first to fail, and so the one that tells the person. Raises StoreGoneError."""
+        """True if this rank is the first to fail, and so the one that tells the person. Raises StoreGoneError."""
         self.wait_for_line()
         return ask_within(seconds, lambda: self.line.add(_CLAIMED, 1)) == 1
 
@@ -85,7 +85,7 @@ class Meeting:
         self.store.set(_FIRST_IS_HERE, "1")
 
     def knows_of_first(self) -> bool:
-        """Whether rank 0 has come, or failed."""
+        """True if rank 0 has come, or failed."""
         return self.line.check([_FIRST_IS_HERE]) or self.failure() is not None
 
     def call_roll(self, *, seconds: float) -> dict[int, str]:
@@ -108,7 +108,7 @@ class Meeting:
         return {rank: self.line.get(key).decode() for rank, key in keys.items() if self.line.check([key])}
 
     def roll_is_called(self) -> bool:
-        """Whether some rank asks what the others are doing."""
+        """True if some rank asks what the others are doing."""
         return self.line.check([_TROUBLE]) and self.line.check([_ROLL_CALL])
 
     def answer_roll(self, doing: str) -> None:

@@ -20,7 +20,7 @@ class RankPlace:
 
     @property
     def keeps_store(self) -> bool:
-        """Whether the store lives in this process."""
+        """True if the store lives in this process."""
         return self.rank == 0 and not self.launcher_keeps_store
 
 

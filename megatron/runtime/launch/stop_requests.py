@@ -1,4 +1,4 @@
-"""What asks a run to stop early: SIGTERM (a cluster's time limit or preemption), Ctrl-C, --exit-duration-in-mins.
+"""Requests to stop a run early: SIGTERM (a cluster's time limit or preemption), Ctrl-C, --exit-duration-in-mins.
 
 SIGTERM during training lets all ranks finish the step, save, and end well; everything else ends the process at once. A thread
 takes the signals, as the main thread may wait inside a collective, where Python handles none.
@@ -24,7 +24,7 @@ class StopReason(IntEnum):
     SIGTERM = 2
 
     def describe(self) -> str:
-        """What stopped the run."""
+        """Names what stopped the run."""
         return "--exit-duration-in-mins" if self is StopReason.DURATION else self.name
 
 
@@ -51,7 +51,7 @@ class StopRequests:
         self._is_training = True
 
     def reason(self, *, exit_duration_minutes: float | None) -> StopReason:
-        """Whether this rank wants to stop after the step that runs."""
+        """Return this rank's reason to stop after the step that runs."""
         if self._asked_seconds is not None:
             return StopReason.SIGTERM
         seconds = time.monotonic() - self._start_seconds

@@ -1,1 +1,1 @@
-"""What a run tells of itself: lines, logs, pictures and measured timelines."""
+"""Reports of a run: lines, logs and pictures."""

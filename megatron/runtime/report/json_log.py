@@ -62,7 +62,7 @@ def _named_in_errors(path: Path) -> Iterator[None]:
 
 
 def _entries(path: Path, keep_until: int) -> Iterator[dict[str, Any]]:
-    """What can be read of an earlier run; the last line of one that was killed may be torn."""
+    """Yields the readable entries of an earlier run; the last line of one that was killed may be torn."""
     for line in path.read_bytes().splitlines():
         try:
             entry = json.loads(line)

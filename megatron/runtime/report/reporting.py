@@ -26,10 +26,10 @@ from multimodal.values.timeline import Timeline
 
 @dataclass(frozen=True)
 class StepReport:
-    """What all ranks know after a training step; seconds are means over ranks, `step_seconds` the slowest rank's."""
+    """The results of a training step, the same on all ranks; seconds are means over ranks, `step_seconds` the slowest rank's."""
 
     loss: float
-    """What is trained: the mean over the LLM's target tokens, plus every generator's mean over its values."""
+    """The trained loss: the mean over the LLM's target tokens, plus every generator's mean over its values."""
     generator_loss: float
     """The generators' part of it; 0 without one."""
     grad_norm: float
@@ -69,7 +69,7 @@ LINES_PER_BALANCE_LINE = 10
 
 
 class Reporter(Protocol):
-    """What a training loop tells of itself."""
+    """The places that a training loop reports to."""
 
     def say(self, message: str) -> None:
         """One line for the person."""
@@ -88,7 +88,7 @@ class Reporter(Protocol):
 
 
 class SilentReporter:
-    """What all ranks but the first report to."""
+    """Reports nothing: stands on all ranks but the first."""
 
     def say(self, message: str) -> None:
         """Nothing."""

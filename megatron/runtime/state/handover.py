@@ -35,7 +35,7 @@ class _Part(NamedTuple):
 
     key: str
     box: Box
-    """Of the whole tensor."""
+    """The rectangle of the whole tensor."""
     holder: int
 
 
@@ -124,7 +124,7 @@ def _check_held(wanted: _Boxes, holders: _Holders) -> None:
 
 
 def _parts(boxes: _Boxes, holders: _Holders, *, kind: str, receiver: int) -> Iterator[tuple[_Part, Box]]:
-    """What one rank gets, in an order that it and the holders share, each with the holder's rectangle that it is cut from."""
+    """Yields what one rank gets, in an order that it and the holders share, each with the rectangle that it is cut from."""
     for key, wanted in boxes.items():
         if _kind(key) != kind:
             continue

@@ -26,7 +26,7 @@ from multimodal.model.unit_stage import UnitStage
 
 
 class TrainedState(NamedTuple):
-    """What one rank trains under one plan."""
+    """The part of the model that one rank trains under one plan."""
 
     stages: Mapping[tuple[str, int], UnitStage]
     """(unit, virtual stage) -> module."""
@@ -65,7 +65,7 @@ class HeldTensor:
 
     key: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
     is_copy: bool
@@ -104,10 +104,10 @@ class _Parameter(NamedTuple):
 
 
 class _OptimizerPart(NamedTuple):
-    """What an optimizer keeps on this rank for one parameter."""
+    """An optimizer's values on this rank for one parameter."""
 
     main: Tensor
-    """What it steps: flat elements of the parameter, or in bf16 runs their float32 form."""
+    """The tensor that it steps: flat elements of the parameter, or in bf16 runs their float32 form."""
     elements: range
     group: dict[str, Any]
     state: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What balancing did to a step: work spread before and after, and whether anybody had to wait for it."""
+"""The effect of balancing on a step: work spread before and after, and whether anybody had to wait for it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from multimodal.values.sample_lengths import SampleLengths
 
 @dataclass(frozen=True)
 class BalanceReport:
-    """Of one step."""
+    """The effect of balancing on one step."""
 
     imbalance_before: Mapping[str, Imbalance] = field(default_factory=dict)
     """Per unit, as the data loader's order would have it (--balance none)."""

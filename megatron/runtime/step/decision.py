@@ -1,4 +1,4 @@
-"""What is decided of a step: which samples run where and when, and what follows from it and from lengths alone."""
+"""The decisions of a step: which samples run where and when, and what follows from it and from lengths alone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from multimodal.values.schedule_form import ScheduleForm, form_of, parts_of
 
 @dataclass(frozen=True)
 class StepDecision:
-    """What every rank decides alike of one global batch."""
+    """The decisions about one global batch, alike on every rank."""
 
     graph: ModelGraph
     assignment: Assignment
@@ -103,11 +103,11 @@ class StepDecision:
         return torch.cat([torch.arange(starts[piece], starts[piece] + piece.num_rows) for piece in self.pieces_of(route)])
 
     def pieces_of(self, route: Route) -> list["OutputPiece"]:
-        """What travels along a route, in order."""
+        """Returns the pieces that travel along a route, in order."""
         return [piece for atom in route.atoms for piece in self.output_of(route.source.unit, atom, route.target.unit)]
 
     def output_of(self, unit: str, atom: Atom, target: str | None = None) -> tuple["OutputPiece", ...]:
-        """What an atom gives in its unit, in order; target: only what this unit consumes.
+        """Returns the output of an atom in its unit, in order; target: only what this unit consumes.
 
         An encoder's item gives its tokens. The LLM gives one row, its hidden state, for each item that a generator makes of the
         sample.

@@ -16,20 +16,20 @@ from multimodal.values.timeline import TimelineEvent
 
 @dataclass(frozen=True)
 class Step(StepDecision):
-    """What one global batch is: decided alike on every rank, but for `inputs`, which hold what this rank loaded."""
+    """One global batch: decided alike on every rank, but for `inputs`, which hold what this rank loaded."""
 
     inputs: Mapping[MicrobatchPlace, PackedInput]
-    """Of microbatches that run whole."""
+    """Inputs of microbatches that run whole."""
     target_samples: Mapping[MicrobatchPlace, tuple[int, ...]] = field(default_factory=dict)
     """Sample id of every target token, per LLM microbatch of this rank."""
     subset_inputs: Mapping[MicrobatchPlace, tuple[PackedInput, ...]] = field(default_factory=dict)
-    """Of microbatches that run in sample subsets, one per subset."""
+    """Inputs of microbatches that run in sample subsets, one per subset."""
     joins: Joins = ()
-    """What each lane joins of other replicas' computations; empty where weights are not sharded."""
+    """Computations of other replicas that each lane joins; empty where weights are not sharded."""
     digest: int = 0
-    """Of the assignment; ranks compare it before they run the step."""
+    """The digest of the assignment; ranks compare it before they run the step."""
     balance: BalanceReport = field(default_factory=BalanceReport)
-    """What balancing did."""
+    """The effect of balancing."""
     context_parallel_sizes: Mapping[str, int] = field(default_factory=dict)
     """Unit -> ranks that its microbatches' tokens are spread over; 1 where nothing is said."""
     sharing: ContextSharing = BY_WORKLOAD
@@ -48,13 +48,13 @@ class Step(StepDecision):
         return other
 
     def inputs_of(self, place: MicrobatchPlace) -> tuple[PackedInput, ...]:
-        """What this rank loaded for a microbatch, one per sample subset."""
+        """Returns this rank's inputs of a microbatch, one per sample subset."""
         return self.subset_inputs[place] if place in self.subset_inputs else (self.inputs[place],)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one rank knows after a step; sums over ranks are the caller's."""
+    """One rank's results of a step; sums over ranks are the caller's."""
 
     loss_sum: float
     """Sum of the target tokens' losses on this rank's microbatches and tokens (tensor parallel rank 0 of the last stage only)."""

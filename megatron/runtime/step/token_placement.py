@@ -28,14 +28,14 @@ from multimodal.values.sample_lengths import ItemLengths
 
 @dataclass(frozen=True, slots=True)
 class ContextSharing:
-    """What must be alike on every rank, so that each can work out what any other holds."""
+    """The rule that is alike on every rank, so that each can work out what any other holds."""
 
     method: TokenDistribution = TokenDistribution.LPT
     """How blocks of tokens are dealt."""
     block_size: int = 128
     """Tokens of a block, which stay together; a multiple of what an encoder merges into one token."""
     mask_mode: MaskMode = MaskMode.CAUSAL
-    """What items do in the LLM's attention: decides how much work a block is."""
+    """The role of items in the LLM's attention: decides how much work a block is."""
 
 
 BY_WORKLOAD = ContextSharing()
@@ -56,7 +56,7 @@ class TokenPlacement:
         self._row_shares: dict[tuple[MicrobatchPlace, MicrobatchPlace], RowShares] = {}
 
     def own_share(self, place: MicrobatchPlace, *, part: int, rank: int) -> RankShare | None:
-        """What context parallel rank `rank` holds of a sample subset (or WHOLE); None where its unit does not spread tokens."""
+        """Return a context parallel rank's share of a sample subset (or WHOLE); None where its unit does not spread tokens."""
         return None if self._sizes[place.unit] == 1 else RankShare(self._shares_of(place, part), rank)
 
     def num_tokens(self, place: MicrobatchPlace, *, rank: int) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ class TokenPlacement:
         return tuple(count if share is None else share.num_tokens for count, share in zip(whole, shares, strict=True))
 
     def row_shares(self, route: Route) -> RowShares | None:
-        """Who gives and takes which rows of a route; None where neither end spreads tokens."""
+        """Return which rows of a route each rank gives and takes; None where neither end spreads tokens."""
         if self._sizes[route.source.unit] == self._sizes[route.target.unit] == 1:
             return None
         key = route.source, route.target

@@ -11,8 +11,7 @@ from megatron.runtime.checkpoint.checkpoint import find_newest_checkpoint
 from megatron.runtime.execution.step_clock import gather_timeline
 from megatron.runtime.feed.agreement import agree_to_stop, check_agreement
 from megatron.runtime.feed.data_sets import DIGITS
-from megatron.runtime.feed.step_loader import load_steps, load_steps_in_thread
-from megatron.runtime.feed.step_planner import StepPlanner
+from megatron.runtime.feed.step_planner import StepPlanner, load_steps, load_steps_in_thread
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.launch.stop_requests import StopReason
 from megatron.runtime.report.reporting import ConsoleReporter, EvaluationReport, Reporter, SilentReporter
@@ -42,7 +41,7 @@ class RunSummary:
     peak_activation_bytes: int
     """The largest of all ranks and steps; 0 when no step was left to do."""
     stop: StopReason = StopReason.NONE
-    """What ended the run before its last step."""
+    """The reason for ending before the last step."""
 
 
 def train(run: Run) -> RunSummary:
@@ -140,7 +139,7 @@ def _timed(steps: Iterator[Step]) -> Iterator[tuple[Step, float]]:
 
 
 def describe_run(run: Run) -> str:
-    """What runs where, in a few lines."""
+    """Describe in a few lines which units run where."""
     lines = []
     for name, unit in run.session.plan.units.items():
         ranks = sorted(unit.ranks)

@@ -26,7 +26,7 @@ from multimodal.values.schedule import Action
 _GLOO = NodeLink(1.5, 70.0), Network(1.0, 100.0, 1)
 _NVLINK = NodeLink(450.0, 3.0), Network(50.0, 8.0, 1)
 _CPU_TFLOPS = 0.118
-"""Of one core, as in examples/clusters/cpu.yaml, which says where these numbers come from."""
+"""One core's peak, as in examples/clusters/cpu.yaml, which says where these numbers come from."""
 _UNKNOWN_DEVICE_TFLOPS = 500.0
 
 
@@ -98,7 +98,7 @@ class EmulationTable:
         return self.costs.compute(action).seconds
 
     def simulated_seconds(self, step: Step, plan: Plan) -> float:
-        """What the simulator says to a step."""
+        """Returns the simulated seconds of a step."""
         return simulate_schedule(
             step.schedule, graph=step.graph, plan=plan, assignment=step.assignment, costs=self.costs
         ).iteration_seconds

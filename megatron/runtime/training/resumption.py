@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Start(NamedTuple):
-    """What a run starts from."""
+    """The start of a run."""
 
     folder: Path
     flag: str
@@ -60,7 +60,7 @@ def release(run: Run) -> None:
 
 
 def choose_start(checkpoint: CheckpointConfig) -> Start | None:
-    """What the flags start from; None: from new weights.
+    """Return the start that the flags ask for; None: new weights.
 
     A run that starts from given weights and has saved since goes on from what it saved: so it can be requeued as it stands.
     Raises CheckpointError when a folder that must hold a checkpoint does not.

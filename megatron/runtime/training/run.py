@@ -19,7 +19,7 @@ from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
 from megatron.runtime.launch.distributed_setup import World
 from megatron.runtime.launch.failure import Ending
 from megatron.runtime.launch.stop_requests import StopRequests
-from megatron.runtime.profiling.profiler import find_peak_tflops
+from megatron.runtime.profiler import find_peak_tflops
 from megatron.runtime.report.reporting import check_places
 from megatron.runtime.session import Session, SessionOptions, check_vocabulary
 from megatron.runtime.training.prediction import EmulationTable
@@ -48,15 +48,15 @@ class Run:
     done_steps: int = 0
     """Steps done before, when resumed."""
     exchanges: tuple[SampleExchange, SampleExchange] | None = None
-    """Of raw samples, where lengths come from decoding: one for training, one for evaluation, which goes on beside it."""
+    """Exchange raw samples where lengths come from decoding: one for training, one for evaluation, which goes on beside it."""
     emulation: EmulationTable | None = None
-    """What computations are replaced with, in an emulated run."""
+    """The waits that replace computations in an emulated run."""
     claim: FolderClaim | None = None
     """Keeps other runs from writing to --save."""
     described_data: RunData = field(default_factory=dict)
-    """What its checkpoints say of its data."""
+    """The description of its data that checkpoints hold."""
     stop_requests: StopRequests = field(default_factory=lambda: StopRequests(Ending()))
-    """What may ask this rank to stop early."""
+    """Requests to stop early."""
 
 
 def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests) -> Run:

@@ -1,4 +1,4 @@
-"""What every rank must have alike before a run starts, as plain printable values: flags, model, plan, data, versions.
+"""Values that every rank must have alike before a run starts, in plain printable form: flags, model, plan, data, versions.
 
 A rank with another value would decide or compute something else than its peers: train on in silence, or wait for ever.
 """
@@ -16,7 +16,7 @@ from megatron.runtime.feed.data_sets import DIGITS, DataSets, file_digest
 from megatron.runtime.flags.configuration import GROUPS, RunConfig
 from megatron.runtime.flags.field_flags import field_flags
 from megatron.runtime.flags.unit_flags import SIZE_SPELLINGS
-from megatron.runtime.launch.start_agreement import StartValues
+from megatron.runtime.launch.distributed_setup import StartValues
 from megatron.runtime.training.prediction import assumed_cluster
 from multimodal.balance import BALANCERS, UNBALANCED
 from multimodal.cost.cluster import Cluster
@@ -103,7 +103,7 @@ def _tokenizer_values(config: RunConfig, data: DataSets, vocab_size: int) -> Map
 
 
 def _data_values(config: RunConfig, data: DataSets) -> Mapping[str, str]:
-    """Of handwritten digits nothing: flags and seed say everything about them."""
+    """Handwritten digits need no values: flags and seed say everything about them."""
     path = Path(config.data.data_path)
     if config.data.data_path == DIGITS:
         return {"--data-path": DIGITS}
@@ -115,7 +115,7 @@ def _data_values(config: RunConfig, data: DataSets) -> Mapping[str, str]:
 
 
 def _digest_of_lengths(source: SampleSource) -> str:
-    """Of samples all over the set, so that the largest ones are digested in seconds."""
+    """Digests samples all over the set, so that the largest sets take seconds."""
     digest = hashlib.blake2b(digest_size=8)
     for index in range(0, len(source), -(-len(source) // _MOST_DIGESTED_LENGTHS) or 1):
         digest.update(repr(source.lengths(index)).encode())

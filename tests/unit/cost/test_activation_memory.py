@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.runtime import platform
 from megatron.runtime.execution.activation_store import SavedTensors, storage_identity
-from megatron.runtime.profiling.profiler import build_layer, synthetic_input
+from megatron.runtime.profiler import build_layer, synthetic_input
 from multimodal.attention.token_shares import RankShare, TokenShares
 from multimodal.cost.layers.registry import describe_layer
 from multimodal.cost.unit_load import UnitLoad

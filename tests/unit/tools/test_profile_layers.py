@@ -8,8 +8,7 @@ import pytest
 import torch.distributed as dist
 import yaml
 
-from megatron.runtime.profiling.profiler import build_layer, time_layer
-from megatron.runtime.profiling.step_profiler import time_runtime, time_update
+from megatron.runtime.profiler import build_layer, time_layer, time_runtime, time_update
 from multimodal.cost.seconds.layer_curves import PackedSize
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.model.transformer_config import BuildOptions, Precision

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from torch.distributed import PrefixStore, Store
 
+from megatron.runtime.launch.distributed_setup import agree_on_start
 from megatron.runtime.launch.failure import RanksLostError, explain_lost_ranks
 from megatron.runtime.launch.meeting import Meeting, StoreGoneError, ask_within, open_meeting
 from megatron.runtime.launch.rank_place import RankPlace, find_rank_place
-from megatron.runtime.launch.start_agreement import agree_on_start
 from multimodal.values.errors import ConfigError
 
 NUM_RANKS = 3

@@ -9,7 +9,7 @@ from megatron.runtime.feed.data_sets import build_data_sets
 from megatron.runtime.flags.arguments import build_plan, parse_arguments
 from megatron.runtime.flags.configuration import GROUPS, RunConfig
 from megatron.runtime.flags.field_flags import field_flags
-from megatron.runtime.launch.start_agreement import StartValues, describe_difference, digest_of
+from megatron.runtime.launch.distributed_setup import StartValues, describe_difference, digest_of
 from megatron.runtime.training.start_values import (
     BY_CONTENT,
     MAY_DIFFER,
