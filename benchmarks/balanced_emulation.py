@@ -18,6 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from multimodal.values.step_graph import StepGraph
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -34,13 +36,11 @@ from multimodal.cost.model_costs import ModelCosts
 from multimodal.data.length_table import read_length_table
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
-from multimodal.schedule.build_schedule import build_schedule
+from multimodal.schedule.build_schedule import ScheduleCache, build_schedule
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.schedule_cache import ScheduleCache
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.values.length_batches import draw_length_batches
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
 
 SIZES = {"vision": UnitSizes(data_parallel_size=2), "llm": UnitSizes(data_parallel_size=2, pipeline_parallel_size=3)}
 GLOBAL_BATCH_SIZE, NUM_MICROBATCHES, SCHEDULE = 32, 8, "eager-1f1b"
@@ -57,10 +57,10 @@ def emulate_batch(lengths: Sequence[SampleLengths], cluster: Cluster) -> dict[st
         predictor = StepPredictor(ScheduleCache(graph, plan, BUILDERS[SCHEDULE]), cluster, VOCAB_SIZE)
         options = BalanceOptions(num_microbatches=NUM_MICROBATCHES, vocab_size=VOCAB_SIZE, predictor=predictor)
         assignment = BALANCERS[name](lengths, graph=graph, plan=plan, options=options)
-        schedule = build_schedule(BUILDERS[SCHEDULE], graph, plan, assignment)
-        costs = ModelCosts(graph, plan, assignment, lengths, cluster, VOCAB_SIZE)
-        predicted = simulate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, costs=costs).iteration_seconds
-        timelines = emulate(EmulatedRun(graph, plan, assignment, schedule, costs, num_iterations=3))
+        schedule = build_schedule(BUILDERS[SCHEDULE], StepGraph(graph, plan, assignment))
+        costs = ModelCosts(schedule.step, lengths, cluster, VOCAB_SIZE)
+        predicted = simulate_schedule(schedule, costs).iteration_seconds
+        timelines = emulate(EmulatedRun(schedule, costs, num_iterations=3))
         found[name] = {
             "predicted": predicted,
             "measured": statistics.median(timeline.duration_seconds for timeline in timelines),

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from multimodal.values.step_graph import StepGraph
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from rich.console import Console
@@ -31,14 +33,12 @@ from multimodal.cost.model_costs import ModelCosts
 from multimodal.data.length_table import read_length_table
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
-from multimodal.schedule.build_schedule import build_schedule
+from multimodal.schedule.build_schedule import ScheduleCache, build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import passes_named
-from multimodal.schedule.schedule_cache import ScheduleCache
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.values.length_batches import draw_length_batches
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths, draw_length_batches
 
 ROOT = Path(__file__).parents[1]
 LENGTHS = ROOT.parent / "shared" / "data" / "lengths"
@@ -96,9 +96,9 @@ def measure(samples: Sequence[SampleLengths], *, schedule: str, passes: str, num
             start = time.process_time()
             assignment = BALANCERS[name](lengths, graph=graph, plan=plan, options=options)
             milliseconds.append(1e3 * (time.process_time() - start))
-            built = build_schedule(BUILDERS[schedule], graph, plan, assignment, passes=passes_named(passes))
-            costs = ModelCosts(graph, plan, assignment, lengths, cluster, VOCAB_SIZE)
-            simulation = simulate_schedule(built, graph=graph, plan=plan, assignment=assignment, costs=costs)
+            built = build_schedule(BUILDERS[schedule], StepGraph(graph, plan, assignment), passes=passes_named(passes))
+            costs = ModelCosts(StepGraph(graph, plan, assignment), lengths, cluster, VOCAB_SIZE)
+            simulation = simulate_schedule(built, costs)
             steps.append(simulation.iteration_seconds)
             ideals.append(simulation.ideal_seconds)
         found[name] = {

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from multimodal.values.step_graph import StepGraph
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -40,10 +42,10 @@ from multimodal.cost.step_costs import ComputeCost, TransferCost
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.simulate import simulate_schedule
+from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from multimodal.values.schedule import Action, ActionKind, Place
 
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
 NUM_MICROBATCHES = 8
@@ -117,8 +119,8 @@ def build_run(name: str, num_stages: dict[str, int], *, layer_seconds: float, nu
     plan = build_plan(graph, num_stages, order={"interleaved-1f1b": "around", "zb-v": "back"}.get(name, "straight"))
     samples = range(NUM_MICROBATCHES)
     assignment = Assignment({unit: (tuple((Atom(s, -1 if unit == "llm" else 0),) for s in samples),) for unit in num_stages})
-    schedule = build_schedule(BUILDERS[name], graph, plan, assignment)
-    return EmulatedRun(graph, plan, assignment, schedule, LayerCosts(plan, layer_seconds), num_iterations)
+    schedule = build_schedule(BUILDERS[name], StepGraph(graph, plan, assignment))
+    return EmulatedRun(schedule, LayerCosts(plan, layer_seconds), num_iterations)
 
 
 def compare_schedules(*, layer_seconds: float, num_iterations: int) -> list[dict[str, Any]]:
@@ -126,9 +128,7 @@ def compare_schedules(*, layer_seconds: float, num_iterations: int) -> list[dict
     rows = []
     for name in SCHEDULES:
         run = build_run(name, {"vision": 4, "llm": 4}, layer_seconds=layer_seconds, num_iterations=num_iterations)
-        simulated = simulate_schedule(
-            run.schedule, graph=run.graph, plan=run.plan, assignment=run.assignment, costs=run.costs
-        ).iteration_seconds
+        simulated = simulate_schedule(run.schedule, run.costs).iteration_seconds
         measured = statistics.median(timeline.duration_seconds for timeline in emulate(run))
         rows.append({"schedule": name, "simulated": simulated, "measured": measured, "ratio": measured / simulated})
     return sorted(rows, key=lambda row: float(row["simulated"]))

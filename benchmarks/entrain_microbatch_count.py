@@ -15,6 +15,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from multimodal.values.step_graph import StepGraph
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
@@ -24,13 +26,12 @@ from rich.table import Table
 
 from multimodal.balance.algorithms.entrain_assignment import assign_entrain
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.lane_execution import execute_lanes
+from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.schedule.passes.split_backward import split_backward
+from multimodal.values.action import Action, ActionKind
 from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
-from multimodal.values.schedule import Action, ActionKind
-from multimodal.values.schedule_form import parts_of
 
 NUM_SAMPLES, NUM_REPLICAS, NUM_MICROBATCHES = 512, 4, 32
 NUM_STAGES = {"vision": 2, "llm": 6}
@@ -53,7 +54,6 @@ def simulate_replica(
     encoder: Loads, llm: Loads, *, encoder_microbatches: Groups, llm_microbatches: Groups, builder: str, splits: bool
 ) -> float:
     """Return how long one replica takes for its microbatches."""
-    graph, plan = build_model()
     encoded = [[Atom(sample, 0) for sample in members if encoder[sample] > 0] for members in encoder_microbatches]
     assignment = Assignment(
         {
@@ -62,19 +62,20 @@ def simulate_replica(
         }
     )
 
+    step = StepGraph(*build_model(), assignment)
+
     def seconds(action: Action) -> float:
         if action.kind is ActionKind.REDUCE_GRADIENTS:
             return 0.0
         place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
-        atoms = parts_of(place, graph, assignment)[action.part] if action.part >= 0 else assignment.atoms(place)
+        atoms = assignment.atoms(place) if action.subset < 0 else step.consumers(place)[action.subset]
         loads = llm if action.unit == "llm" else encoder
         return sum(loads[atom.sample_id] for atom in atoms) * (1 if action.kind is ActionKind.FORWARD else 2)
 
-    given = {"graph": graph, "plan": plan, "assignment": assignment}
-    schedule = BUILDERS[builder](graph, plan, assignment)
+    schedule = BUILDERS[builder](step)
     if splits:
-        schedule = split_backward(schedule, **given)
-    return max(event.end_seconds for event in execute_lanes(schedule, **given, lowered=False, duration=seconds).events)
+        schedule = split_backward(schedule)
+    return execute_lanes(schedule, seconds=np.array(list(map(seconds, schedule.work.computed)))).duration_seconds
 
 
 def measure(pool: Pool, *, num_batches: int) -> dict[str, float]:

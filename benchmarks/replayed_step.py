@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from multimodal.values.step_graph import StepGraph
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -38,10 +40,10 @@ from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import passes_named
 from multimodal.schedule.simulate import simulate_schedule
+from multimodal.values.action import Action
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import read_plan
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.schedule import Action
 from multimodal.values.timeline import Timeline
 
 OWN_TIME = "import runpy, sys, time; time.perf_counter = time.process_time; sys.argv = sys.argv[1:]; "
@@ -88,11 +90,11 @@ def replay(planned: digits.Planned, timeline: Timeline, lengths: Sequence[Sample
     )
     assignment = BALANCERS[answer["balance"]](lengths, graph=graph, plan=plan, options=options)
     passes = passes_named(",".join(answer["schedule_passes"]))
-    schedule = build_schedule(BUILDERS[answer["schedule"]], graph, plan, assignment, passes=passes)
+    schedule = build_schedule(BUILDERS[answer["schedule"]], StepGraph(graph, plan, assignment), passes=passes)
     seconds = {event.action: event.end_seconds - event.start_seconds for event in timeline.events}
     run_options = RunOptions(transformer_impl="local")
-    costs = MeasuredCosts(graph, plan, assignment, lengths, cluster, digits.VOCAB_SIZE, run_options, seconds=seconds)
-    return simulate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, costs=costs).iteration_seconds
+    costs = MeasuredCosts(schedule.step, lengths, cluster, digits.VOCAB_SIZE, run_options, seconds=seconds)
+    return simulate_schedule(schedule, costs).iteration_seconds
 
 
 def compare(folder: Path, costs: Path, *, num_steps: int) -> list[dict[str, Any]]:

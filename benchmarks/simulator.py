@@ -21,6 +21,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from multimodal.values.step_graph import StepGraph
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from rich.console import Console
@@ -33,10 +35,10 @@ from multimodal.schedule.passes.gather_parameters import gather_parameters
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.simulate_events import simulate_events, simulate_events_reference
+from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from multimodal.values.schedule import Action, ActionKind, Place
 
 NUM_STAGES, TENSOR_PARALLEL_SIZE = 8, 8
 CLAIMED_SECONDS = 2.0
@@ -130,7 +132,7 @@ class Measurement:
         }
 
 
-def build_case(size: Size) -> tuple[ModelGraph, Plan, Assignment]:
+def build_case(size: Size) -> StepGraph:
     """ViT-22B and GPT-175B, colocated: one layer per virtual stage where there are 12."""
     chunks = {"vision": max(1, size.num_chunks // 2), "llm": size.num_chunks}
     shapes = {
@@ -144,7 +146,7 @@ def build_case(size: Size) -> tuple[ModelGraph, Plan, Assignment]:
         [replica * size.num_microbatches + index for index in range(size.num_microbatches)]
         for replica in range(size.num_replicas)
     ]
-    return (
+    return StepGraph(
         graph,
         plan,
         Assignment(
@@ -180,26 +182,22 @@ def _ranks(lane: int) -> tuple[int, ...]:
 def measure(size: Size, *, repeats: int) -> Measurement:
     """Build one schedule and time its simulation."""
     start = time.perf_counter()
-    graph, plan, assignment = build_case(size)
-    schedule = gather_parameters(
-        BUILDERS["interleaved-1f1b"](graph, plan, assignment), graph=graph, plan=plan, assignment=assignment
-    )
-    schedule = insert_communication(schedule, graph=graph, plan=plan, assignment=assignment)
+    schedule = gather_parameters(BUILDERS["interleaved-1f1b"](build_case(size)))
+    schedule = insert_communication(schedule)
     build_seconds = time.perf_counter() - start
     costs = StragglerCosts(size)
-    given = {"graph": graph, "plan": plan, "assignment": assignment, "costs": costs}
-    arrays = compile_schedule(schedule, **given).arrays
+    arrays = compile_schedule(schedule).with_costs(costs).arrays
     return Measurement(
         size.num_gpus,
         size.num_microbatches,
         size.num_chunks,
-        len(schedule.lanes),
-        sum(len(lane.actions) for lane in schedule.lanes),
+        schedule.num_lanes,
+        len(schedule.pieces),
         build_seconds,
-        _best(lambda: compile_schedule(schedule, **given), repeats),
+        _best(lambda: compile_schedule(schedule).with_costs(costs), repeats),
         _best(lambda: simulate_events(arrays), repeats),
         _best(lambda: simulate_events_reference(arrays), 1),
-        _best(lambda: simulate_schedule(schedule, **given), repeats),
+        _best(lambda: simulate_schedule(schedule, costs), repeats),
     )
 
 

@@ -1,4 +1,4 @@
-// Runs a schedule in the strictest way, on a clock of given costs. Reference: multimodal/schedule/lane_execution.py
+// Runs a schedule in the strictest way, on a clock of given costs. Reference: multimodal/schedule/execute_lanes_reference.py
 
 #pragma once
 

@@ -23,9 +23,9 @@ from multimodal.balance.unit_cost import CostForm, UnitCost
 from multimodal.cost.layers.registry import read_model
 from multimodal.data.length_table import read_length_table
 from multimodal.values.errors import ConfigError
-from multimodal.values.length_batches import draw_length_batches
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from multimodal.values.sample_lengths import draw_length_batches
 from tools.command_line import Parser, count, counts_by_unit, run_tool, seed, values_by_unit
 
 TOKEN_BYTES = 4

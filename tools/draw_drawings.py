@@ -35,6 +35,7 @@ from multimodal.model.transformer_config import BuildOptions
 from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace
 from multimodal.values.model_graph import ImageInput, ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from multimodal.values.step_graph import StepGraph
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_SAMPLES = 8
@@ -96,11 +97,8 @@ def draw_answers(session: Session, graph: ModelGraph, source: DigitsToDrawSource
     assignment = Assignment({**{unit.name: ((),) for unit in graph.encoders}, backbone: samples, painter.name: samples})
     inputs = load_inputs(
         source,
-        graph=graph,
-        plan=whole_plan(graph),
+        StepGraph(graph, whole_plan(graph), assignment),
         rank=0,
-        assignment=assignment,
-        routes=assignment.routes(graph),
         source_index={index: index for index in range(len(source))},
     ).inputs
     llm, generator = (session.stages[name, 0].eval() for name in (backbone, painter.name))

@@ -13,14 +13,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from multimodal.cost.cost_table import CostTable
 from multimodal.cost.step_costs import ComputeCost, StepCosts
 from multimodal.cost.table_costs import TableCosts
-from multimodal.cost.table_model import TableModel, build_table_model
+from multimodal.cost.table_model import build_table_step
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.draw_comparison import draw_comparison
 from multimodal.schedule.passes import PASSES
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.simulate import simulate_schedule
+from multimodal.values.action import Action
 from multimodal.values.assignment import Assignment, Atom
-from multimodal.values.schedule import Action, Schedule
+from multimodal.values.dependencies import begins_early
+from multimodal.values.schedule import Schedule
+from multimodal.values.step_graph import StepGraph
 from multimodal.values.timeline import Timeline
 from tools.command_line import figure_folder
 
@@ -72,24 +75,25 @@ class _ExampleCosts(TableCosts):
     def compute(self, action: Action) -> ComputeCost:
         """Seconds of one computation."""
         whole = super().compute(action)
-        return ComputeCost(whole.seconds / 2) if action.part >= 0 else whole
+        return ComputeCost(whole.seconds / 2) if action.subset >= 0 else whole
 
     def collective_seconds(self, action: Action) -> float:
         """Seconds of a reduction."""
-        return self.reduction_seconds * {-1: 1.0, 0: 0.75, 1: 0.25}[action.part]
+        share = 1.0 if action.covers is None else 0.75 if begins_early(action) else 0.25
+        return self.reduction_seconds * share
 
 
-def build_example(figure: Figure) -> tuple[TableModel, StepCosts]:
+def build_example(figure: Figure) -> tuple[StepGraph, StepCosts]:
     """Return an encoder of two stages that feeds an LLM of two."""
     units = {
         "vision": {"upstream": [], "stages": [_stage(figure.encoder_seconds)] * 2},
         "llm": {"upstream": ["vision"], "stages": [_stage(figure.llm_seconds), _stage(1.0)]},
     }
     table = CostTable.from_dict({"num_microbatches": NUM_MICROBATCHES, "units": units})
-    model = build_table_model(table)
+    step = build_table_step(table)
     if figure.is_deferred:
-        model = model._replace(assignment=_deferred())
-    return model, _ExampleCosts(table, reduction_seconds=figure.reduction_seconds)
+        step = step.with_assignment(_deferred())
+    return step, _ExampleCosts(table, reduction_seconds=figure.reduction_seconds)
 
 
 def _stage(seconds: float) -> dict[str, float]:
@@ -110,19 +114,17 @@ def _deferred() -> Assignment:
     )
 
 
-def _simulate(schedule: Schedule, model: TableModel, costs: StepCosts) -> Timeline:
-    lowered = insert_communication(schedule, graph=model.graph, plan=model.plan, assignment=model.assignment)
-    return simulate_schedule(lowered, graph=model.graph, plan=model.plan, assignment=model.assignment, costs=costs).timeline
+def _simulate(schedule: Schedule, costs: StepCosts) -> Timeline:
+    return simulate_schedule(insert_communication(schedule), costs).timeline
 
 
 def main() -> None:
     """Build, rewrite, simulate and draw."""
     folder = figure_folder()
     for name, figure in FIGURES.items():
-        model, costs = build_example(figure)
-        before = BUILDERS[figure.builder](*model)
-        after = PASSES[name](before, graph=model.graph, plan=model.plan, assignment=model.assignment)
-        timelines = {figure.before: _simulate(before, model, costs), figure.after: _simulate(after, model, costs)}
+        step, costs = build_example(figure)
+        before = BUILDERS[figure.builder](step)
+        timelines = {figure.before: _simulate(before, costs), figure.after: _simulate(PASSES[name](before), costs)}
         draw_comparison(timelines, folder / f"pass-{name}.png")
         print(name, [round(timeline.duration_seconds, 2) for timeline in timelines.values()])
 

@@ -12,10 +12,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS, ScheduleRow, VirtualStages
 from multimodal.schedule.draw import draw_timeline
-from multimodal.schedule.unit_cost_timeline import timeline_of_unit_costs
+from multimodal.schedule.simulate import timeline_of_unit_costs
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
+from multimodal.values.step_graph import StepGraph
 from tools.command_line import figure_folder
 
 NUM_MICROBATCHES = 8
@@ -48,7 +49,7 @@ def figure_of(name: str, row: ScheduleRow) -> Figure:
     return Figure(title, encoder_ranks=((0, 1), (0, 1))) if row.fewest_encoders > 1 else Figure(title)
 
 
-def build_example(figure: Figure) -> tuple[ModelGraph, Plan, Assignment]:
+def build_example(figure: Figure) -> StepGraph:
     """Return a vision and an audio encoder that feed an LLM of two stages: eight samples with one item for each encoder."""
     shape = {"hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128}
     encoders = ("vision", "audio")
@@ -67,8 +68,9 @@ def build_example(figure: Figure) -> tuple[ModelGraph, Plan, Assignment]:
         {"units": {name: {"replicas": [{"stages": stages} for stages in unit]} for name, unit in replicas.items()}}
     )
     items = {"vision": 0, "audio": 1, "llm": -1}
-    microbatches = {name: tuple((Atom(sample, item),) for sample in range(NUM_MICROBATCHES)) for name, item in items.items()}
-    return graph, plan, Assignment({name: (microbatches[name], *[()] * (len(unit) - 1)) for name, unit in replicas.items()})
+    placed = {name: tuple((Atom(sample, item),) for sample in range(NUM_MICROBATCHES)) for name, item in items.items()}
+    assignment = Assignment({name: (placed[name], *[()] * (len(each) - 1)) for name, each in replicas.items()})
+    return StepGraph(graph, plan, assignment)
 
 
 def _encoder_stages(ranks: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -84,10 +86,7 @@ def main() -> None:
         if row.num_rounds > 1:
             continue  # the schedule of one round, several times
         figure = figure_of(name, row)
-        graph, plan, assignment = build_example(figure)
-        assignment = row.assignment_for(assignment, graph=graph, plan=plan)
-        schedule = build_schedule(row, graph, plan, assignment)
-        timeline = timeline_of_unit_costs(schedule, graph=graph, plan=plan, assignment=assignment, lowered=True)
+        timeline = timeline_of_unit_costs(build_schedule(row, row.step_for(build_example(figure))))
         draw_timeline(timeline, folder / f"{name}.png", title=figure.title)
 
 

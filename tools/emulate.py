@@ -28,13 +28,12 @@ from megatron.runtime.emulation.emulated_run import EmulatedRun, emulate
 from megatron.runtime.flags.field_flags import refusing
 from multimodal.cost.cost_table import CostTable
 from multimodal.cost.table_costs import TableCosts
-from multimodal.cost.table_model import build_table_model
+from multimodal.cost.table_model import build_table_step
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS, simulated_only
 from multimodal.schedule.draw import draw_timeline
 from multimodal.schedule.passes import PASSES, passes_named
-from multimodal.schedule.simulate import simulate_schedule
-from multimodal.schedule.simulation import Simulation
+from multimodal.schedule.simulate import Simulation, simulate_schedule
 from multimodal.values.errors import BraidError
 from multimodal.values.timeline import Timeline
 from tools.simulate import build_parser, build_steps, check_flags, check_virtual_stages
@@ -48,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
             run = build_run(given.costs, given.schedule, given.schedule_passes, num_iterations=given.iterations)
         else:
             run = build_model_run(given.model_flags, given.schedule, given.schedule_passes, num_iterations=given.iterations)
-        simulation = simulate_schedule(run.schedule, graph=run.graph, plan=run.plan, assignment=run.assignment, costs=run.costs)
+        simulation = simulate_schedule(run.schedule, run.costs)
         timelines = emulate(run)
     except BraidError as problem:
         print(f"emulate.py: {problem}", file=sys.stderr)
@@ -66,20 +65,18 @@ def main(argv: Sequence[str]) -> int:
 def build_run(costs: Path, schedule: str, passes: str, *, num_iterations: int) -> EmulatedRun:
     """Build the run of a cost table; raises BraidError."""
     table = CostTable.from_file(costs)
-    model = build_table_model(table)
-    check_virtual_stages(schedule, model[0], model[1])
-    lowered = build_schedule(BUILDERS[schedule], *model, passes=passes_named(passes))
-    return EmulatedRun(*model, lowered, TableCosts(table), num_iterations)
+    step = build_table_step(table)
+    check_virtual_stages(schedule, step.graph, step.plan)
+    return EmulatedRun(build_schedule(BUILDERS[schedule], step, passes=passes_named(passes)), TableCosts(table), num_iterations)
 
 
 def build_model_run(model_flags: Sequence[str], schedule: str, passes: str, *, num_iterations: int) -> EmulatedRun:
     """Build the run of the first step that flags of tools/simulate.py describe; raises BraidError."""
     flags = build_parser().parse_args([*model_flags, "--schedule", schedule])
     check_flags(flags)
-    step = next(iter(build_steps(flags)))
+    step, costs = next(iter(build_steps(flags)))
     check_virtual_stages(schedule, step.graph, step.plan)
-    lowered = build_schedule(BUILDERS[schedule], step.graph, step.plan, step.assignment, passes=passes_named(passes))
-    return EmulatedRun(step.graph, step.plan, step.assignment, lowered, step.costs, num_iterations)
+    return EmulatedRun(build_schedule(BUILDERS[schedule], step, passes=passes_named(passes)), costs, num_iterations)
 
 
 def summarize(simulation: Simulation, timelines: Sequence[Timeline]) -> dict[str, Any]:

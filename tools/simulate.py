@@ -29,7 +29,7 @@ from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.step_costs import StepCosts
 from multimodal.cost.step_memory import ZERO_STAGES, default_zero_stage
 from multimodal.cost.table_costs import TableCosts
-from multimodal.cost.table_model import build_table_model
+from multimodal.cost.table_model import build_table_step
 from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.planners.planning_request import OVERLAPPED_PARTS
 from multimodal.schedule.build_schedule import build_schedule
@@ -37,15 +37,13 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.chrome_trace import write_chrome_trace
 from multimodal.schedule.draw import draw_timeline
 from multimodal.schedule.passes import PASSES, Pass, passes_named
-from multimodal.schedule.simulate import simulate_schedule
-from multimodal.schedule.simulation import Simulation
+from multimodal.schedule.simulate import Simulation, simulate_schedule
 from multimodal.schedule.simulation_report import report_simulations
-from multimodal.values.assignment import Assignment, validate_assignment
 from multimodal.values.errors import ConfigError
-from multimodal.values.length_batches import draw_length_batches
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, read_plan
-from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
+from multimodal.values.step_graph import StepGraph, validate_assignment
 from tools.command_line import Parser, count, counts_by_unit, format_ranks, format_seconds, run_tool, seed
 
 DEFAULT_MICROBATCHES = 8
@@ -70,12 +68,10 @@ DATA_FLAGS = (
 )
 
 
-class Step(NamedTuple):
-    """A step to simulate."""
+class CostedStep(NamedTuple):
+    """A step to simulate, and what it costs."""
 
-    graph: ModelGraph
-    plan: Plan
-    assignment: Assignment
+    step: StepGraph
     costs: StepCosts
 
 
@@ -156,16 +152,15 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def build_steps(flags: argparse.Namespace) -> Iterator[Step]:
+def build_steps(flags: argparse.Namespace) -> Iterator[CostedStep]:
     """Yield the steps to simulate."""
     row = BUILDERS[flags.schedule]
     if flags.costs is not None:
         table = CostTable.from_file(flags.costs)
-        model = build_table_model(table)
+        step = build_table_step(table)
         if row.copies_encoders:
-            table, model = replicate_encoders(table)
-        graph, plan, assignment = model
-        yield Step(graph, plan, row.assignment_for(assignment, graph=graph, plan=plan), TableCosts(table))
+            table, step = replicate_encoders(table)
+        yield CostedStep(row.step_for(step), TableCosts(table))
         return
     graph, cluster = read_model(flags.model), Cluster.from_file(flags.cluster)
     plan = read_plan(flags.plan, graph=graph)
@@ -181,10 +176,10 @@ def build_steps(flags: argparse.Namespace) -> Iterator[Step]:
             vocab_size=vocab_size,
         )
         assignment = BALANCERS[flags.balance or "none"](lengths, graph=graph, plan=plan, options=options)
-        validate_assignment(assignment, graph=graph, plan=plan, lengths=lengths)
-        assignment = row.assignment_for(assignment, graph=graph, plan=plan)
-        costs = ModelCosts(graph, plan, assignment, lengths, cluster, vocab_size, run_options(flags, cluster), profile)
-        yield Step(graph, plan, assignment, costs)
+        step = StepGraph(graph, plan, assignment)
+        validate_assignment(step, lengths)
+        step = row.step_for(step)
+        yield CostedStep(step, ModelCosts(step, lengths, cluster, vocab_size, run_options(flags, cluster), profile))
 
 
 def run_options(flags: argparse.Namespace, cluster: Cluster) -> RunOptions:
@@ -209,12 +204,10 @@ def global_batches(flags: argparse.Namespace, graph: ModelGraph, plan: Plan) -> 
     return draw_length_batches(samples, batch_size=size, num_batches=flags.num_iterations or 1, seed=flags.seed)
 
 
-def simulate_step(step: Step, *, builder: str, passes: Sequence[Pass]) -> Simulation:
+def simulate_step(costed: CostedStep, *, builder: str, passes: Sequence[Pass]) -> Simulation:
     """Build the schedule, rewrite, lower, validate and simulate it; raises ScheduleError."""
-    graph, plan, assignment, costs = step
-    check_virtual_stages(builder, graph, plan)
-    schedule = build_schedule(BUILDERS[builder], graph, plan, assignment, passes=passes)
-    return simulate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, costs=costs)
+    check_virtual_stages(builder, costed.step.graph, costed.step.plan)
+    return simulate_schedule(build_schedule(BUILDERS[builder], costed.step, passes=passes), costed.costs)
 
 
 def check_virtual_stages(builder: str, graph: ModelGraph, plan: Plan) -> None:

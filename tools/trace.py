@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from multimodal.schedule.chrome_trace import read_timeline
 from multimodal.schedule.draw_comparison import draw_comparison
 from multimodal.schedule.timeline_difference import IDLE, Share, TimelineDifference, compare_timelines
-from multimodal.values.schedule import ACTION_TABLE, ActionKind
+from multimodal.values.action import ACTION_TABLE, ActionKind
 from tools.command_line import Parser, format_ranks, format_seconds, run_tool
 
 

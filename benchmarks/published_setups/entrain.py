@@ -23,9 +23,9 @@ from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.simulate_run import assign
 from multimodal.plan.unit_sizes import UnitSizes
-from multimodal.values.length_batches import draw_length_batches
-from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.schedule import Action, ActionKind
+from multimodal.values.action import Action, ActionKind
+from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
+from multimodal.values.step_graph import StepGraph
 
 NUM_GPUS, TENSOR_PARALLEL_SIZE, DATA_PARALLEL_SIZE, MICRO_BATCH_SIZE, BATCH_SIZE = 64, 2, 4, 4, 512
 UP_TO, LARGEST_PROFILING_BATCH, DEVIATION_RATIO, WORK_RATIO = 1.40, 256, 10.6, 2.43
@@ -93,7 +93,7 @@ def _microbatch_spread(setup: Setup, run: PlannedRun, cluster: Cluster) -> dict[
     lengths = tuple(setup.lengths)[:BATCH_SIZE]
     assignment = assign(run, request, run.plan, lengths)
     options = request.run_options(recompute=run.recompute, transformer_impl=run.transformer_impl)
-    costs = ModelCosts(setup.graph, run.plan, assignment, lengths, cluster, request.vocab_size, options)
+    costs = ModelCosts(StepGraph(setup.graph, run.plan, assignment), lengths, cluster, request.vocab_size, options)
     return {
         unit: float(np.mean([_relative_deviation(costs, unit, replica) for replica in range(DATA_PARALLEL_SIZE)]))
         for unit in setup.graph.unit_names
@@ -101,7 +101,7 @@ def _microbatch_spread(setup: Setup, run: PlannedRun, cluster: Cluster) -> dict[
 
 
 def _relative_deviation(costs: ModelCosts, unit: str, replica: int) -> float:
-    count = len(costs.assignment.units[unit][replica])
+    count = costs.step.num_microbatches(unit, replica)
     seconds = [costs.compute(Action(ActionKind.FORWARD, unit, replica, 0, index)).seconds for index in range(count)]
     return float(np.std(seconds) / np.mean(seconds))
 

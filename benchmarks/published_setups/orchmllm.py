@@ -26,10 +26,11 @@ from multimodal.balance.unit_cost import CostForm, UnitCost
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.plan.colocated import plan_colocated
+from multimodal.values.action import Action, ActionKind
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.schedule import Action, ActionKind
+from multimodal.values.step_graph import StepGraph
 
 GROUP_SIZE = 256
 MINI_BATCHES = {"84b": 30, "18b": 60, "10b": 80}
@@ -66,9 +67,7 @@ class OrchmllmStep:
             placed = BALANCERS[balance](self.lengths, graph=self.graph, plan=self.plan, options=self.options)
             self.assignments[balance] = placed
         return ModelCosts(
-            self.graph,
-            self.plan,
-            self.assignments[balance],
+            StepGraph(self.graph, self.plan, self.assignments[balance]),
             pad_items(self.lengths, self.assignments[balance], unit="audio"),
             cluster,
             self.options.vocab_size,

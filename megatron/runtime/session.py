@@ -26,9 +26,9 @@ from megatron.runtime.step.step import Step, StepResult
 from multimodal.model.initialization import initialize_parameters
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.unit_stage import UnitStage
+from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS, Builder
 from multimodal.schedule.passes import Pass
-from multimodal.schedule.schedule_cache import ScheduleCache
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, validate_plan
@@ -127,7 +127,7 @@ class Session:
     def forward_backward(self, step: Step) -> StepResult:
         """Run a step's schedule; gradients are what its global batch gives, once `finish_gradients` has been called."""
         self.zero_gradients()
-        if not step.form.gathers_parameters:
+        if not step.cuts.gathers_parameters:
             self.complete_parameters()
         return self.executor.execute(step, is_training=True)
 

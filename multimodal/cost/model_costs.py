@@ -17,12 +17,13 @@ from multimodal.cost.step_costs import ComputeCost, TransferCost
 from multimodal.cost.step_memory import GRADIENT_BYTES, StepMemory
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.cost.update_seconds import update_seconds
-from multimodal.values.assignment import Assignment, MicrobatchPlace
+from multimodal.values.action import Action, ActionKind, Coverage, Place
+from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.backward_need import BackwardNeed
-from multimodal.values.model_graph import ModelGraph, Role
-from multimodal.values.plan import Plan
+from multimodal.values.dependencies import begins_early
+from multimodal.values.model_graph import Role
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.schedule import Action, ActionKind, Place
+from multimodal.values.step_graph import StepGraph
 
 _OF_EVERY_ASSIGNMENT = ("layer_costs", "stages", "_compute_costs", "_firsts_alike", "_stages_alike", "_links")
 """Attributes of `ModelCosts`, computed when asked for, that hold for any placement of the samples."""
@@ -38,11 +39,9 @@ class ModelCosts:
     replicas go through it together: their microbatches of one number all take as long as the slowest of them.
     """
 
-    graph: ModelGraph
-    plan: Plan
-    assignment: Assignment
+    step: StepGraph
     lengths: Sequence[SampleLengths]
-    """The global batch that the assignment places."""
+    """The global batch that the step's assignment places."""
     cluster: Cluster
     vocab_size: int
     """Padded."""
@@ -55,18 +54,18 @@ class ModelCosts:
         """Seconds of single layers."""
         options = self.options
         return LayerCosts(
-            self.graph, self.cluster, self.vocab_size, self.profile, options.execution, options.num_overlapped_parts
+            self.step.graph, self.cluster, self.vocab_size, self.profile, options.execution, options.num_overlapped_parts
         )
 
     @cached_property
     def loads(self) -> AssignedLoads:
         """What each microbatch asks of its unit."""
-        return AssignedLoads(self.graph, self.assignment, self.lengths)
+        return AssignedLoads(self.step, self.lengths)
 
     @cached_property
     def stages(self) -> StageLayers:
         """What each stage holds."""
-        return StageLayers(self.graph, self.plan, self.vocab_size)
+        return StageLayers(self.step.graph, self.step.plan, self.vocab_size)
 
     @cached_property
     def memory(self) -> StepMemory:
@@ -76,34 +75,34 @@ class ModelCosts:
     @cached_property
     def model_flops(self) -> float:
         """Of the whole step."""
-        return step_flops(self.graph, self.lengths, vocab_size=self.vocab_size)
+        return step_flops(self.step.graph, self.lengths, vocab_size=self.vocab_size)
 
     @property
     def peak_flops_per_second(self) -> float:
         """Of all ranks together."""
-        return self.plan.num_ranks * self.cluster.peak_tflops * 1e12
+        return self.step.plan.num_ranks * self.cluster.peak_tflops * 1e12
 
     def compute(self, action: Action) -> ComputeCost:
-        """Cost of one computation; a part's backward costs its own atoms' share."""
+        """Cost of one computation; the backward of a sample subset costs its atoms' share."""
         load = self.loads.of_action(action)
         own = self._compute_cost(action.kind, action.unit, action.replica, action.stage, load)
-        is_alone = action.microbatch >= self.assignment.num_own_microbatches(action.unit, action.replica)
-        if self.options.zero_stage < 3 or is_alone or action.part >= 0:
+        is_alone = action.microbatch >= self.step.assignment.num_own_microbatches(action.unit, action.replica)
+        if self.options.zero_stage < 3 or is_alone or action.covers is not None:
             return own
         late = self._slowest_seconds(action.kind, action.unit, action.stage, action.microbatch) - own.seconds
         return ComputeCost(own.seconds + late, own.tensor_parallel_seconds + late)
 
     def stage_seconds(self, unit: str, replica: int, stage: int, *, kinds: Sequence[ActionKind]) -> float:
         """Return the seconds of a stage's computations of some kinds, over all microbatches."""
-        places = [MicrobatchPlace(unit, replica, index) for index in range(self.assignment.num_microbatches(unit, replica))]
+        places = [MicrobatchPlace(unit, replica, index) for index in range(self.step.num_microbatches(unit, replica))]
         if self.options.zero_stage < 3:
             loads = [self.loads.at(place) for place in places]
             return sum(self._compute_cost(kind, unit, replica, stage, load).seconds for load in loads for kind in kinds)
         return sum(self._slowest_seconds(kind, unit, stage, place.microbatch) for place in places for kind in kinds)
 
-    def of_assignment(self, assignment: Assignment) -> "ModelCosts":
+    def of_step(self, step: StepGraph) -> "ModelCosts":
         """Return the costs of the same samples placed otherwise; what does not depend on the placement is not computed again."""
-        other = replace(self, assignment=assignment)
+        other = replace(self, step=step)
         for name in _OF_EVERY_ASSIGNMENT:
             other.__dict__[name] = getattr(self, name)
         return other
@@ -112,7 +111,7 @@ class ModelCosts:
         """Cost of the message that a send starts: inside a unit its hidden states, between units the routed atoms' outputs."""
         assert send.peer is not None, f"{send} has no peer"
         source, target = (send.place, send.peer) if send.kind is ActionKind.SEND_FORWARD else (send.peer, send.place)
-        num_bytes = self.cluster.bytes_per_element * self._num_elements(source, target, part=send.part)
+        num_bytes = self.cluster.bytes_per_element * self._num_elements(source, target, covers=send.covers)
         latency_seconds, seconds_per_byte, link = self._link(send[1:4], send.peer[:3])
         return TransferCost(latency_seconds, num_bytes * seconds_per_byte, link)
 
@@ -125,16 +124,16 @@ class ModelCosts:
         num_passes = 1 if self.options.zero_stage else 2 if is_reduction else 0  # without sharing: one all-reduce
         stage = (action.unit, action.replica, action.stage)
         seconds = num_passes * self._over_replicas(stage, bytes_per_weight, trained_only=True)
-        return seconds if action.part < 0 else self._reduction_part_seconds(action, seconds)
+        return seconds if action.covers is None else self._reduction_piece_seconds(action, seconds)
 
-    def _reduction_part_seconds(self, reduction: Action, whole_seconds: float) -> float:
-        """Of a reduction layer by layer: part 1 is the layer that the last backward passes last, part 0 is all others.
+    def _reduction_piece_seconds(self, reduction: Action, whole_seconds: float) -> float:
+        """Return the seconds of a piece of a reduction by layer: the first layer, which a backward passes last, or all others.
 
         These are taken to begin with that backward, though they wait for its first layer: what that takes is left out.
         """
         weights = self.stages.trained_weights(reduction[1:4])
         share = weights[0] / sum(weights)
-        return whole_seconds * (share if reduction.part == 1 else 1 - share)
+        return whole_seconds * (1 - share if begins_early(reduction) else share)
 
     @cached_property
     def update_seconds(self) -> float:
@@ -148,30 +147,30 @@ class ModelCosts:
 
     def static_bytes(self, lane: int) -> int:
         """Bytes per rank of weights, gradients and optimizer state of all stages that a lane holds, and of one layer's work."""
-        return self.memory.static_bytes(self.plan.lanes[lane][0])
+        return self.memory.static_bytes(self.step.plan.lanes[lane][0])
 
     def _over_replicas(self, stage: StageKey, bytes_per_weight: float, *, trained_only: bool) -> float:
         """Seconds of one ring over all ranks that have the same shard of a stage's weights."""
-        unit = self.plan.units[stage[0]]
+        unit = self.step.plan.units[stage[0]]
         size = unit.tensor_parallel_size
         num_weights = self.stages.num_weights(stage, trained_only=trained_only) / size
         peers = [rank for replica in unit.replicas for rank in replica.virtual_stages[stage[2]].ranks[::size]]
         return collective_seconds(bytes_per_weight * num_weights, ranks=peers, cluster=self.cluster)
 
-    def _num_elements(self, source: Place, target: Place, *, part: int) -> int:
+    def _num_elements(self, source: Place, target: Place, *, covers: Coverage) -> int:
         """Elements of the activations that travel from `source` to `target`; gradients have as many."""
-        hidden = self.graph.unit(source.unit).transformer.hidden_size
-        if source.unit == target.unit and part < 0:
+        hidden = self.step.graph.unit(source.unit).transformer.hidden_size
+        if source.unit == target.unit and covers is None:
             return self.loads.at(MicrobatchPlace(source.unit, source.replica, source.microbatch)).num_tokens * hidden
         if source.unit == target.unit:
-            return self.loads.of_action(Action(ActionKind.BACKWARD, *source, part=part)).num_tokens * hidden
+            return self.loads.of_action(Action(ActionKind.BACKWARD, *source, covers=covers)).num_tokens * hidden
         here = MicrobatchPlace(source.unit, source.replica, source.microbatch)
         there = MicrobatchPlace(target.unit, target.replica, target.microbatch)
-        routes = self.assignment.routes(self.graph).from_source[here]
+        routes = self.step.routes.from_source[here]
         atoms = next(route.atoms for route in routes if route.target == there)
-        if self.graph.unit(source.unit).role is Role.ENCODER:
+        if self.step.graph.unit(source.unit).role is Role.ENCODER:
             num_rows = self.loads.of_atoms(source.unit, atoms).num_outputs
-            return num_rows * self.graph.unit(target.unit).transformer.hidden_size
+            return num_rows * self.step.graph.unit(target.unit).transformer.hidden_size
         return self.loads.num_conditions(target.unit, atoms) * hidden
 
     @cached_property
@@ -181,7 +180,7 @@ class ModelCosts:
     def _link(self, source: StageKey, target: StageKey) -> TransferCost:
         """What one byte between two stages costs; a message inside one group of ranks is rows that change hands."""
         if (source, target) not in self._links:
-            ranks, others = (self.plan.virtual_stage(*stage).ranks for stage in (source, target))
+            ranks, others = (self.step.plan.virtual_stage(*stage).ranks for stage in (source, target))
             self._links[source, target] = (
                 exchange_cost(1.0, ranks=ranks, cluster=self.cluster)
                 if set(ranks) == set(others)
@@ -195,8 +194,8 @@ class ModelCosts:
         if key not in self._slowest:
             self._slowest[key] = max(
                 self._compute_cost(kind, unit, replica, stage, self.loads.at(MicrobatchPlace(unit, replica, microbatch))).seconds
-                for replica in range(self.plan.units[unit].data_parallel_size)
-                if microbatch < self.assignment.num_own_microbatches(unit, replica)
+                for replica in range(self.step.plan.units[unit].data_parallel_size)
+                if microbatch < self.step.assignment.num_own_microbatches(unit, replica)
             )
         return self._slowest[key]
 
@@ -218,7 +217,7 @@ class ModelCosts:
     def _first_alike(self, stage: StageKey) -> StageKey:
         """The first stage asked for whose computations take as long: the layers decide, unless ranks work on them together."""
         if stage not in self._firsts_alike:
-            sizes = self.plan.units[stage[0]]
+            sizes = self.step.plan.units[stage[0]]
             is_alone = sizes.tensor_parallel_size * sizes.context_parallel_size == 1 and self.options.zero_stage < 3
             like = stage[0], tuple(self.stages.counts(stage).items()), None if is_alone else stage
             self._firsts_alike[stage] = self._stages_alike.setdefault(like, stage)
@@ -233,15 +232,15 @@ class ModelCosts:
         return {}
 
     def _sum_layers(self, kind: ActionKind, unit: str, replica: int, stage: int, load: UnitLoad) -> ComputeCost:
-        ranks = self.plan.virtual_stage(unit, replica, stage).ranks
+        ranks = self.step.plan.virtual_stage(unit, replica, stage).ranks
         seconds, waiting = 0.0, 0.0
         for (layer, need), count in self.stages.counts((unit, replica, stage)).items():
             one = self.layer_costs.seconds(
                 unit,
                 layer,
                 load,
-                tensor_parallel_size=self.plan.units[unit].tensor_parallel_size,
-                context_parallel_size=self.plan.units[unit].context_parallel_size,
+                tensor_parallel_size=self.step.plan.units[unit].tensor_parallel_size,
+                context_parallel_size=self.step.plan.units[unit].context_parallel_size,
                 recompute=self.options.recompute,
                 ranks=ranks,
             )

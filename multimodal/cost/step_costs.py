@@ -2,7 +2,7 @@
 
 from typing import NamedTuple, Protocol
 
-from multimodal.values.schedule import Action, Place
+from multimodal.values.action import Action, Place
 
 
 class ComputeCost(NamedTuple):

@@ -9,10 +9,10 @@ from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageKey, StageLayers
 from multimodal.cost.unit_load import UnitLoad
+from multimodal.values.action import Place
 from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.model_graph import Role
-from multimodal.values.schedule import Place
 
 BYTES_PER_ELEMENT = 2
 """bf16 activations and weights."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from multimodal.cost.cost_table import CostTable, StageSeconds
 from multimodal.cost.step_costs import ComputeCost, TransferCost
-from multimodal.values.schedule import Action, ActionKind, Place
+from multimodal.values.action import Action, ActionKind, Place
 
 
 @dataclass(frozen=True)

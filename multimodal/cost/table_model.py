@@ -1,26 +1,18 @@
-"""The model graph, plan and assignment that a cost table stands for."""
+"""The step that a cost table stands for."""
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from multimodal.cost.cost_table import CostTable, UnitSeconds
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers, validate_plan
+from multimodal.values.step_graph import StepGraph
 
 
-class TableModel(NamedTuple):
-    """What builders, passes and the simulator take besides costs."""
-
-    graph: ModelGraph
-    plan: Plan
-    assignment: Assignment
-
-
-def build_table_model(table: CostTable) -> TableModel:
-    """Build the values behind a table: one replica per unit, one transformer layer per stage, one sample per microbatch.
+def build_table_step(table: CostTable) -> StepGraph:
+    """Build the step behind a table: one replica per unit, one transformer layer per stage, one sample per microbatch.
 
     A unit's role follows from its place: one unit is the backbone, all others feed it (encoders) or are fed by it (generators).
     What is frozen follows from the backwards that the table lists: a unit without any is frozen, an encoder whose last stage
@@ -42,7 +34,7 @@ def build_table_model(table: CostTable) -> TableModel:
     graph = ModelGraph(tuple(units), edges)
     plan = Plan({unit.name: _build_unit_plan(unit, table.units[unit.name].ranks) for unit in units})
     validate_plan(plan, graph=graph, world_size=plan.num_ranks)
-    return TableModel(graph, plan, _build_assignment(graph, num_microbatches=table.num_microbatches))
+    return StepGraph(graph, plan, _build_assignment(graph, num_microbatches=table.num_microbatches))
 
 
 def _find_backbone(table: CostTable) -> str:

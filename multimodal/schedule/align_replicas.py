@@ -9,12 +9,10 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from multimodal.schedule.dependencies import dependencies
-from multimodal.values.assignment import Assignment, MicrobatchPlace
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
-from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Resource, Schedule
-from multimodal.values.schedule_form import form_of
+from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
+from multimodal.values.assignment import MicrobatchPlace
+from multimodal.values.dependencies import dependencies
+from multimodal.values.schedule import Schedule
 
 
 class Join(NamedTuple):
@@ -32,7 +30,7 @@ Joins = tuple[Mapping[int, tuple[Join, ...]], ...]
 """Per lane: position in its actions -> what it joins before that action; the number of actions for what comes after the last."""
 
 
-def align_replicas(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Joins:
+def align_replicas(schedule: Schedule) -> Joins:
     """Find one order in which the replicas of every unit compute together, and where lanes join others for that.
 
     The schedule is run in that order: a computation waits until all replicas of its unit have come to the same one. Where all
@@ -42,7 +40,7 @@ def align_replicas(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignm
 
     schedule: lowered and valid; its fillers count where they stand. Deterministic; O(actions + dependencies + joins x lanes).
     """
-    alignment = _Alignment(schedule, graph, plan, assignment)
+    alignment = _Alignment(schedule)
     alignment.run()
     return tuple({position: tuple(found) for position, found in lane.items()} for lane in alignment.joins)
 
@@ -50,9 +48,9 @@ def align_replicas(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignm
 class _Alignment:
     """The state of the run: where lanes stand, what is done, and who waits for what."""
 
-    def __init__(self, schedule: Schedule, graph: ModelGraph, plan: Plan, assignment: Assignment) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         self.lanes = [lane.actions for lane in schedule.lanes]
-        self.graph, self.plan, self.assignment, self.form = graph, plan, assignment, form_of(schedule)
+        self.step, self.plan = schedule.step, schedule.step.plan
         self.joins: list[dict[int, list[Join]]] = [{} for _ in self.lanes]
         self.positions = [0] * len(self.lanes)
         self.num_passed: dict[Action, int] = {}
@@ -126,7 +124,7 @@ class _Alignment:
 
     def _must_wait(self, action: Action, *lanes: int) -> bool:
         """Whether a dependency is not done; its end wakes the lanes."""
-        for need in dependencies(action, self.graph, self.plan, self.assignment, lowered=True, form=self.form):
+        for need in dependencies(action, self.step, lowered=True):
             missing = [need] if need not in self.done else []
             if not missing and ACTION_TABLE[need.kind].resource is Resource.RECEIVE:  # posted; but is it sent?
                 missing = [send for send in self._needs_of_receive(need) if send not in self.done]
@@ -136,11 +134,11 @@ class _Alignment:
         return False
 
     def _needs_of_receive(self, receive: Action) -> tuple[Action, ...]:
-        return dependencies(receive, self.graph, self.plan, self.assignment, lowered=True, form=self.form)
+        return dependencies(receive, self.step, lowered=True)
 
     def _join(self, action: Action) -> Join:
         place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
-        num_passes = len(self.form.parts(place)) if action.kind is ActionKind.FORWARD else 1
+        num_passes = len(self.step.cuts.subsets(place)) if action.kind is ActionKind.FORWARD else 1
         return Join(action.kind, action.unit, action.stage, num_passes)
 
     def _head(self, lane: int) -> Action | None:

@@ -5,14 +5,15 @@ from collections.abc import Mapping
 import numpy as np
 
 from multimodal.schedule.compile_schedule import CompiledSchedule
-from multimodal.schedule.event_arrays import EventTimes, Floats, NodeKind
-from multimodal.values.schedule import ActionKind
+from multimodal.schedule.simulate_events import EventTimes, Floats, NodeKind
+from multimodal.values.action import ActionKind
+from multimodal.values.step_work import KIND_NUMBERS
 
 BUBBLE_KINDS = ("dp_all_gather", "dp_reduce_scatter", "pp_warmup", "pp_cooldown", "pp_other", "tp")
 
 
 def bubble_fractions(compiled: CompiledSchedule, times: EventTimes, *, iteration_seconds: float) -> Mapping[str, float]:
-    """Kind -> fraction of lane time (lanes x iteration), with every moment of every lane in at most one kind.
+    """Return kind -> fraction of lane time (lanes x iteration), with every moment of every lane in at most one kind.
 
     A lane's idle time before its first computation is warm-up and between two computations `pp_other`; of either, what passes
     until the parameters that the next computation needs are gathered is `dp_all_gather`. After its last computation a lane
@@ -51,12 +52,12 @@ def bubble_fractions(compiled: CompiledSchedule, times: EventTimes, *, iteration
 
 
 def _reduces_gradients(compiled: CompiledSchedule) -> bool:
-    collectives = np.flatnonzero(compiled.arrays.kinds == NodeKind.COLLECTIVE).tolist()
-    return any(compiled.actions[node].kind is ActionKind.REDUCE_GRADIENTS for node in collectives)
+    pieces = compiled.pieces[compiled.arrays.kinds == NodeKind.COLLECTIVE]
+    return bool((compiled.schedule.work.kinds[pieces] == KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS]).any())
 
 
 def _gathered_at(compiled: CompiledSchedule, times: EventTimes) -> Floats:
-    """Per node when the parameters that it needs are there; 0 where it needs none."""
+    """Return when the parameters that each node needs are there; 0 where it needs none."""
     arrays = compiled.arrays
     gathered_at = np.zeros(arrays.num_nodes)
     owners = np.repeat(np.arange(arrays.num_nodes), np.diff(arrays.need_starts))

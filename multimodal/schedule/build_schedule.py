@@ -1,8 +1,11 @@
-"""From values to a schedule that can run: build, rewrite, lower, validate."""
+"""From a step to a schedule that can run: build, rewrite, lower, validate; and schedules kept by the shape of the assignment."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from multimodal.schedule.align_replicas import Joins, align_replicas
 from multimodal.schedule.builders import Builder
+from multimodal.schedule.compile_schedule import CompiledSchedule, compile_schedule
 from multimodal.schedule.passes import Pass
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.validate import validate_schedule
@@ -10,25 +13,75 @@ from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Schedule
+from multimodal.values.step_graph import StepGraph
 
 
-def build_schedule(
-    builder: Builder,
-    graph: ModelGraph,
-    plan: Plan,
-    assignment: Assignment,
-    *,
-    passes: Sequence[Pass] = (),
-    forward_only: bool = False,
-) -> Schedule:
-    """Return a lowered, validated schedule; the one way there for the run, the simulator and the emulator.
+def build_schedule(builder: Builder, step: StepGraph, *, passes: Sequence[Pass] = (), is_checked: bool = True) -> Schedule:
+    """Return a lowered schedule; the one way there for the run, the simulator and the emulator.
 
     passes: applied one after another to what the builder emits; a forward-only schedule, in which there is nothing to cut, stays
-    as it is. Raises ScheduleError.
+    as it is. is_checked: validate the result. Raises ScheduleError.
     """
-    schedule = builder(graph, plan, assignment, forward_only=forward_only)
-    for rewrite in () if forward_only else passes:
-        schedule = rewrite(schedule, graph=graph, plan=plan, assignment=assignment)
-    schedule = insert_communication(schedule, graph=graph, plan=plan, assignment=assignment)
-    validate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, lowered=True, forward_only=forward_only)
+    schedule = builder(step)
+    for rewrite in () if step.forward_only else passes:
+        schedule = rewrite(schedule)
+    schedule = insert_communication(schedule)
+    if is_checked:
+        validate_schedule(schedule)
     return schedule
+
+
+@dataclass
+class _Built:
+    """What was made for one shape."""
+
+    schedule: Schedule
+    compiled: CompiledSchedule | None = None
+    joins: Joins | None = None
+
+
+@dataclass
+class ScheduleCache:
+    """Lowered, validated schedules by shape, and what simulator and executor make of them.
+
+    Schedules are built from counts and routes, not from sample ids: steps of one shape (`StepGraph.shape`) share theirs.
+    """
+
+    graph: ModelGraph
+    plan: Plan
+    builder: Builder
+    passes: Sequence[Pass] = ()
+    """Applied one after another to what the builder emits; forward-only schedules, in which there is nothing to cut, stay."""
+    forward_only: bool = False
+    capacity: int = 64
+    _built: dict[object, _Built] = field(default_factory=dict)
+
+    def step(self, assignment: Assignment) -> StepGraph:
+        """Return the uncut step of an assignment."""
+        return StepGraph(self.graph, self.plan, assignment, forward_only=self.forward_only)
+
+    def schedule(self, assignment: Assignment) -> Schedule:
+        """Return the schedule of this assignment, built for it or for one of the same shape; raises ScheduleError."""
+        step = self.step(assignment)
+        return self._find(step).schedule.for_step(step)
+
+    def compiled(self, assignment: Assignment) -> CompiledSchedule:
+        """Return the schedule as the simulator compiles it, but for durations; raises ScheduleError."""
+        built = self._find(self.step(assignment))
+        if built.compiled is None:
+            built.compiled = compile_schedule(built.schedule)
+        return built.compiled
+
+    def joins(self, assignment: Assignment) -> Joins:
+        """Return what lanes join where replicas share their weights (`align_replicas`); raises ScheduleError."""
+        built = self._find(self.step(assignment))
+        if built.joins is None:
+            built.joins = align_replicas(built.schedule)
+        return built.joins
+
+    def _find(self, step: StepGraph) -> _Built:
+        if step.shape not in self._built:
+            if len(self._built) >= self.capacity:
+                self._built.pop(next(iter(self._built)))
+            self._built[step.shape] = _Built(build_schedule(self.builder, step, passes=self.passes))
+        return self._built[step.shape]

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from multimodal.values.action import ACTION_TABLE, Resource, SampleSubset
 from multimodal.values.errors import DataError
-from multimodal.values.schedule import ACTION_TABLE, Resource
 from multimodal.values.timeline import Timeline, TimelineEvent
 
 _OWN_KEY = "braid_timeline"
@@ -53,8 +53,10 @@ def _event(event: TimelineEvent) -> dict[str, Any]:
     details: dict[str, Any] = {"unit": action.unit, "replica": action.replica, "stage": action.stage}
     if action.microbatch >= 0:
         details["microbatch"] = action.microbatch
-    if action.part >= 0:
-        details["part"] = action.part
+    if isinstance(action.covers, SampleSubset):
+        details["subset"] = action.covers.index
+    elif action.covers is not None:
+        details["layers"] = f"{action.covers.first} to {action.covers.end - 1}"
     if action.peer is not None:
         details["peer"] = " ".join(map(str, action.peer))
     number = f" {action.microbatch}" if action.microbatch >= 0 else ""

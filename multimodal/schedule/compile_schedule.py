@@ -1,238 +1,259 @@
 """Compile a schedule to the flat arrays that the event kernel runs on."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from multimodal.cost.step_costs import StepCosts
-from multimodal.schedule.event_arrays import Bytes, EventArrays, Floats, Integers, NodeKind
-from multimodal.schedule.lane_components import connected_lanes
-from multimodal.schedule.numbered_lanes import number_lanes
-from multimodal.schedule.numbered_structure import number_structure
-from multimodal.schedule.schedule_structure import CollectiveKey, ScheduleStructure, build_structure
-from multimodal.schedule.text import action_to_text
-from multimodal.values.assignment import Assignment
-from multimodal.values.errors import ConfigError
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
-from multimodal.values.schedule import Action, Lane, Schedule
+from multimodal.schedule.simulate_events import EventArrays, Floats, NodeKind
+from multimodal.values.action import Action, ActionKind, Resource, action_to_text
+from multimodal.values.errors import ConfigError, ScheduleError
+from multimodal.values.schedule import Schedule, SlotMode
+from multimodal.values.step_graph import StepGraph
+from multimodal.values.step_work import KIND_NUMBERS, RESOURCE_NUMBERS, Bytes, Integers, take_rows
+
+_COMPUTE, _RECEIVE = RESOURCE_NUMBERS[Resource.COMPUTE], RESOURCE_NUMBERS[Resource.RECEIVE]
+_LACKING = -1
 
 
 @dataclass(frozen=True)
 class CompiledSchedule:
-    """A schedule as arrays, and what leads from their numbers back to its actions."""
+    """A schedule as arrays, and what leads from their numbers back to its actions.
+
+    Nodes are computations and sends, pipeline by pipeline in the order in which lanes come to them, then collectives.
+    """
 
     schedule: Schedule
     arrays: EventArrays
-    actions: tuple[Action, ...]
-    """[num_nodes]; of a collective, some replica's action."""
-    lane_positions: Integers
-    """Per entry of `arrays.lane_nodes` its position in the lane's actions."""
+    pieces: Integers
+    """[num_nodes] the piece of work; of a collective, some replica's."""
+    slots: Integers
+    """Per entry of `arrays.lane_nodes` its position among the schedule's slots."""
+    lane_of_entry: Integers
+    """Per entry of `arrays.lane_nodes` its lane."""
     component_of_lane: Integers
     """Lanes with the same number belong to one pipeline (or several that routes connect)."""
-    tensor_parallel_seconds: Floats
-    """[num_nodes] waited for collectives inside layers, 0 for messages and collectives."""
-    receive_lanes: Integers
-    receive_positions: Integers
-    """[num_nodes] where a send's receive stands; -1 where there is none."""
+    receive_slots: Integers
+    """[num_nodes] the slot of a send's receive; -1 where there is none."""
     place_of_node: Integers
     """[num_nodes] number of a computation's place; -1 for others."""
     forward_of_place: Integers
     """[num_places] the node that is its forward; -1 where there is none."""
+    tensor_parallel_seconds: Floats
+    """[num_nodes] waited for collectives inside layers, 0 for messages and collectives."""
 
-    @cached_property
-    def lane_of_entry(self) -> Integers:
-        """Per entry of `arrays.lane_nodes` its lane."""
-        return np.repeat(np.arange(self.arrays.num_lanes), np.diff(self.arrays.lane_starts))
+    @property
+    def actions(self) -> Sequence[Action]:
+        """The action of each piece of work."""
+        return self.schedule.work.actions
+
+    def with_costs(self, costs: StepCosts) -> "CompiledSchedule":
+        """Return the same schedule with these durations; raises ConfigError when one is negative or not finite. O(actions)."""
+        arrays, work = self.arrays, self.schedule.work
+        seconds, tensor_parallel, latency = (np.zeros(arrays.num_nodes) for _ in range(3))
+        links = np.full(arrays.num_nodes, -1)
+        computations, sends, collectives = (np.flatnonzero(arrays.kinds == kind) for kind in NodeKind)
+        actions = work.computed if not len(sends) else work.actions
+        computed = _table(map(costs.compute, map(actions.__getitem__, self.pieces[computations].tolist())), 2)
+        seconds[computations], tensor_parallel[computations] = computed.T
+        sent = _table(map(costs.transfer, map(actions.__getitem__, self.pieces[sends].tolist())), 3)
+        latency[sends], seconds[sends] = sent[:, 0], sent[:, 1]
+        links[sends] = sent[:, 2].astype(np.int64)
+        for node, members in zip(collectives.tolist(), self._members(collectives), strict=True):
+            seconds[node] = max(costs.collective_seconds(actions[piece]) for piece in members)
+        for values in (seconds, tensor_parallel, latency, seconds - tensor_parallel):
+            _check_durations(values, self.pieces, actions)
+        unique_links, dense_links = np.unique(links[links >= 0], return_inverse=True)
+        links[links >= 0] = dense_links
+        timed = replace(arrays, seconds=seconds, latency_seconds=latency, links=links, num_links=len(unique_links))
+        return replace(self, arrays=timed, tensor_parallel_seconds=tensor_parallel)
+
+    def _members(self, collectives: Integers) -> Iterator[list[int]]:
+        collective_of, starts, members = self.schedule.work.collective_rows
+        for collective in collective_of[self.pieces[collectives]].tolist():
+            yield members[starts[collective] : starts[collective + 1]].tolist()
 
 
-def compile_schedule(
-    schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment, costs: StepCosts, lowered: bool = True
-) -> CompiledSchedule:
-    """Turn a valid schedule into arrays.
-
-    Durations are asked for every action. Raises ScheduleError when an action needs one that the schedule lacks, ConfigError when
-    a duration is negative or not finite. O(actions + dependencies).
-    """
-    return compile_structure(schedule, graph=graph, plan=plan, assignment=assignment, lowered=lowered).with_costs(costs)
-
-
-@dataclass(frozen=True)
-class CompiledStructure:
-    """A schedule without durations: the same for all assignments of one shape (`shape_of`)."""
-
-    schedule: Schedule
-    parts: "Sequence[_Part]"
-
-    def with_costs(self, costs: StepCosts) -> CompiledSchedule:
-        """Ask for every action's duration; raises ConfigError when one is negative or not finite. O(actions)."""
-        return _Assembly(self.schedule, self.parts, costs).compiled()
-
-
-def compile_structure(
-    schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment, lowered: bool = True
-) -> CompiledStructure:
-    """Find what waits for what, component by component (`connected_lanes`).
+def compile_schedule(schedule: Schedule) -> CompiledSchedule:
+    """Turn a schedule of either dialect into arrays without durations, the same for all steps of one shape.
 
     Raises ScheduleError when an action needs one that the schedule lacks. O((actions + dependencies) log actions).
     """
-    numbered = number_lanes(schedule, graph=graph, plan=plan, assignment=assignment, lowered=lowered)
-    parts = []
-    for lanes in connected_lanes(graph=graph, plan=plan, assignment=assignment):
-        own = tuple(schedule.lanes[lane] for lane in lanes)
-        structure = number_structure(numbered, lanes, own) if numbered is not None and numbered.is_regular else None
-        if structure is None:
-            structure = build_structure(own, graph=graph, plan=plan, assignment=assignment, lowered=lowered)
-        parts.append(_Part(lanes, own, structure))
-    return CompiledStructure(schedule, parts)
+    work, pieces, num_lanes = schedule.work, schedule.pieces, schedule.num_lanes
+    component_of_lane = _components(schedule.step)
+    lane_order = np.argsort(component_of_lane, kind="stable")
+    by_component = _slots_of_lanes(schedule, lane_order)
+    resources, collective_of = work.resources, work.collective_rows[0]
+    is_node = (resources[pieces] != _RECEIVE) & (collective_of[pieces] < 0)
+    nodes = _first_seen(pieces[by_component][is_node[by_component]])
+    collectives = _first_seen(collective_of[pieces[by_component]])
+    collectives = collectives[collectives >= 0]
+    num_nodes = len(nodes) + len(collectives)
+
+    node_of_piece = np.full(work.num_pieces(lowered=schedule.lowered), _LACKING)
+    node_of_piece[nodes] = np.arange(len(nodes))
+    members = np.unique(pieces[collective_of[pieces] >= 0])
+    node_of_collective = np.full(len(work.collective_rows[1]), _LACKING)
+    node_of_collective[collectives] = len(nodes) + np.arange(len(collectives))
+    node_of_piece[members] = node_of_collective[collective_of[members]]
+    receive_slots = np.flatnonzero(resources[pieces] == _RECEIVE)
+    receives = pieces[receive_slots]
+    node_of_piece[receives] = node_of_piece[receives - 1]  # Whoever needs the receive waits for what is sent.
+    sends = node_of_piece[receives]
+
+    by_collective = members[np.lexsort((members, node_of_piece[members]))]
+    owners = np.concatenate((nodes, by_collective))
+    need_starts, needed = take_rows(*work.needs_in(lowered=schedule.lowered), owners)
+    needs = node_of_piece[needed]
+    _check_needs(schedule, owners, need_starts, needed, needs, receives[sends == _LACKING])
+    num_needs = np.bincount(node_of_piece[owners], np.diff(need_starts), num_nodes).astype(np.int64)
+
+    entries = np.flatnonzero(resources[pieces] != _RECEIVE)
+    lane_of_entry = schedule.lane_of_slot[entries]
+    receiver_order = np.lexsort((np.argsort(lane_order)[schedule.lane_of_slot[receive_slots]], sends))
+    kinds = np.full(num_nodes, NodeKind.COLLECTIVE, np.uint8)
+    kinds[: len(nodes)] = np.where(resources[nodes] == _COMPUTE, NodeKind.COMPUTE, NodeKind.SEND)
+    place_of_node, forward_of_place = _places(schedule, nodes, num_nodes)
+    first_receive_slots = np.full(num_nodes, -1)
+    first_receive_slots[sends[receiver_order][::-1]] = receive_slots[receiver_order][::-1]
+    zeros = np.zeros(num_nodes)
+    return CompiledSchedule(
+        schedule=schedule,
+        arrays=EventArrays(
+            lane_starts=_starts(np.bincount(lane_of_entry, minlength=num_lanes)),
+            lane_nodes=node_of_piece[pieces[entries]],
+            lane_fillers=_fillers(schedule, entries, node_of_piece),
+            kinds=kinds,
+            need_starts=_starts(num_needs),
+            needs=needs,
+            receiver_starts=_starts(np.bincount(sends, minlength=num_nodes)),
+            receivers=schedule.lane_of_slot[receive_slots][receiver_order],
+            seconds=zeros,
+            latency_seconds=zeros,
+            links=np.full(num_nodes, -1),
+            num_links=0,
+        ),
+        pieces=np.concatenate((nodes, work.collective_rows[2][work.collective_rows[1][collectives]])),
+        slots=entries,
+        lane_of_entry=lane_of_entry,
+        component_of_lane=component_of_lane,
+        receive_slots=first_receive_slots,
+        place_of_node=place_of_node,
+        forward_of_place=forward_of_place,
+        tensor_parallel_seconds=zeros,
+    )
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One component and the structure that it has."""
+def connected_lanes(step: StepGraph) -> tuple[tuple[int, ...], ...]:
+    """Return the lanes that routes and pipelines connect, component by component, ordered by their first lane.
 
-    lanes: tuple[int, ...]
-    own: tuple[Lane, ...]
-    """The lanes themselves."""
-    structure: ScheduleStructure
-
-    @property
-    def num_nodes(self) -> int:
-        return len(self.structure.kinds)
-
-    def actions(self) -> tuple[Action, ...]:
-        """Its nodes' actions."""
-        counts = np.bincount(self.structure.first_lanes, minlength=len(self.lanes))
-        rows = np.split(self.structure.first_positions, np.cumsum(counts)[:-1])
-        lanes = zip(self.own, rows, strict=True)
-        return tuple(chain.from_iterable(map(lane.actions.__getitem__, row.tolist()) for lane, row in lanes))
-
-    def collective_actions(self) -> Iterable[tuple[CollectiveKey, Action]]:
-        """Every replica's collectives."""
-        for lane, codes, positions in zip(self.own, self.structure.lane_codes, self.structure.lane_positions, strict=True):
-            for code, position in zip(codes[codes < 0].tolist(), positions[codes < 0].tolist(), strict=True):
-                yield self.structure.collectives[-1 - code], lane.actions[position]
+    With equal data parallel sizes, a component is one replica of every unit. O(stages x ranks + routes).
+    """
+    plan = step.plan
+    lanes_of = {
+        (name, index): sorted({plan.lane_of_rank[rank] for rank in replica.ranks})
+        for name in step.graph.unit_names
+        for index, replica in enumerate(plan.units[name].replicas)
+    }
+    root = list(range(len(plan.lanes)))
+    for lanes in lanes_of.values():
+        _unite(root, lanes)
+    routes = chain.from_iterable(step.routes.from_source.values())
+    for source, target in {(route.source[:2], route.target[:2]) for route in routes}:
+        _unite(root, (lanes_of[source][0], lanes_of[target][0]))
+    members: dict[int, list[int]] = {}
+    for lane in range(len(root)):
+        members.setdefault(_find(root, lane), []).append(lane)
+    return tuple(map(tuple, members.values()))
 
 
-class _Assembly:
-    """Puts the parts together: nodes part by part, then the collectives."""
-
-    def __init__(self, schedule: Schedule, parts: Sequence[_Part], costs: StepCosts) -> None:
-        self.schedule, self.parts, self.costs = schedule, parts, costs
-        keys = dict.fromkeys(chain.from_iterable(part.structure.collectives for part in parts))
-        self.offsets = np.cumsum([0, *(part.num_nodes for part in parts)])
-        num_nodes = int(self.offsets[-1])
-        self.collectives = {key: num_nodes + index for index, key in enumerate(keys)}
-        self.collectives_of_part = [
-            np.array([self.collectives[key] for key in part.structure.collectives], np.int64) for part in parts
-        ]
-
-    def compiled(self) -> CompiledSchedule:
-        parts, num_collectives = self.parts, len(self.collectives)
-        none, nowhere = np.zeros(num_collectives, np.int64), np.full(num_collectives, -1)
-        kinds = _joined((*(part.structure.kinds for part in parts), np.full(num_collectives, NodeKind.COLLECTIVE)))
-        num_collective_needs, collective_needs = self._collective_needs()
-        num_needs = _joined((*(part.structure.num_needs for part in parts), num_collective_needs))
-        needs = [self._nodes(index, part.structure.needs) for index, part in enumerate(parts)]
-        lanes = [np.array(part.lanes) for part in parts]
-        place_offsets = np.cumsum([0, *(len(part.structure.forward_of_place) for part in parts)])
-        lane_nodes, lane_fillers, lane_positions = self._lane_entries()
-        actions, seconds, tensor_parallel, latency, links = self._durations()
-        unique_links, dense_links = np.unique(links[links >= 0], return_inverse=True)
-        links[links >= 0] = dense_links
-        component_of_lane = np.zeros(len(self.schedule.lanes), np.int64)
-        for index, members in enumerate(lanes):
-            component_of_lane[members] = index
-        return CompiledSchedule(
-            self.schedule,
-            EventArrays(
-                _starts([len(row) for row in lane_nodes]),
-                _joined(lane_nodes),
-                _joined(lane_fillers).astype(np.uint8),
-                kinds.astype(np.uint8),
-                _starts(num_needs),
-                _joined((*needs, collective_needs)),
-                _starts(_joined((*(part.structure.num_receivers for part in parts), none))),
-                _joined([members[part.structure.receivers] for members, part in zip(lanes, parts, strict=True)]),
-                seconds,
-                latency,
-                links,
-                len(unique_links),
-            ),
-            actions,
-            _joined(lane_positions),
-            component_of_lane,
-            tensor_parallel,
-            _joined((*(_members(of, p.structure.receive_lanes) for of, p in zip(lanes, parts, strict=True)), nowhere)),
-            _joined((*(part.structure.receive_positions for part in parts), nowhere)),
-            _joined((*(_shifted(p.structure.place_of_node, o) for p, o in zip(parts, place_offsets, strict=False)), nowhere)),
-            _joined([_shifted(p.structure.forward_of_place, o) for p, o in zip(parts, self.offsets, strict=False)]),
-        )
-
-    def _nodes(self, index: int, codes: Integers) -> Integers:
-        """Turn the codes of a part into numbers of nodes."""
-        nodes = codes + int(self.offsets[index])
-        if len(is_collective := np.flatnonzero(codes < 0)):
-            nodes[is_collective] = self.collectives_of_part[index][-1 - codes[is_collective]]
-        return nodes
-
-    def _collective_needs(self) -> tuple[Integers, Integers]:
-        """Per collective how many nodes it needs, and all of them, collective by collective."""
-        owners = _joined(
-            np.repeat(of_part, part.structure.num_collective_needs)
-            for of_part, part in zip(self.collectives_of_part, self.parts, strict=True)
-        )
-        needs = _joined(self._nodes(index, part.structure.collective_needs) for index, part in enumerate(self.parts))
-        num_nodes = int(self.offsets[-1])
-        return np.bincount(owners - num_nodes, minlength=len(self.collectives)), needs[np.argsort(owners, kind="stable")]
-
-    def _lane_entries(self) -> tuple[list[Integers], list[Bytes], list[Integers]]:
-        num_lanes = len(self.schedule.lanes)
-        nodes = [np.zeros(0, np.int64)] * num_lanes
-        fillers = [np.zeros(0, np.uint8)] * num_lanes
-        positions = [np.zeros(0, np.int64)] * num_lanes
-        for index, part in enumerate(self.parts):
-            for local, lane in enumerate(part.lanes):
-                nodes[lane] = self._nodes(index, part.structure.lane_codes[local])
-                fillers[lane] = part.structure.lane_fillers[local]
-                positions[lane] = part.structure.lane_positions[local]
-        return nodes, fillers, positions
-
-    def _durations(self) -> tuple[tuple[Action, ...], Floats, Floats, Floats, Integers]:
-        """Per node: action, seconds, tensor parallel seconds, latency, link."""
-        actions: list[Action] = list(chain.from_iterable(part.actions() for part in self.parts))
-        computes = _joined(part.structure.kinds for part in self.parts) == NodeKind.COMPUTE
-        num_nodes = len(actions) + len(self.collectives)
-        seconds, tensor_parallel, latency = np.zeros(num_nodes), np.zeros(num_nodes), np.zeros(num_nodes)
-        links = np.full(num_nodes, -1)
-        compute_nodes, send_nodes = np.flatnonzero(computes), np.flatnonzero(~computes)
-        computed = _table(map(self.costs.compute, map(actions.__getitem__, compute_nodes.tolist())), 2)
-        seconds[compute_nodes], tensor_parallel[compute_nodes] = computed.T
-        sent = _table(map(self.costs.transfer, map(actions.__getitem__, send_nodes.tolist())), 3)
-        latency[send_nodes], seconds[send_nodes] = sent[:, 0], sent[:, 1]
-        links[send_nodes] = sent[:, 2].astype(np.int64)
-        of_collective: dict[CollectiveKey, Action] = {}
-        for key, action in chain.from_iterable(part.collective_actions() for part in self.parts):
-            node = self.collectives[key]
-            of_collective.setdefault(key, action)
-            seconds[node] = max(seconds[node], self.costs.collective_seconds(action))
-        actions += [of_collective[key] for key in self.collectives]
-        for values in (seconds, tensor_parallel, latency, seconds - tensor_parallel):
-            _check_durations(values, actions)
-        return tuple(actions), seconds, tensor_parallel, latency, links
+def _components(step: StepGraph) -> Integers:
+    """Return each lane's component, [num_lanes]."""
+    component_of_lane = np.zeros(len(step.plan.lanes), np.int64)
+    for index, lanes in enumerate(step.once(connected_lanes)):
+        component_of_lane[list(lanes)] = index
+    return component_of_lane
 
 
-def _check_durations(values: Floats, actions: Sequence[Action]) -> None:
+def _find(root: list[int], lane: int) -> int:
+    while root[lane] != lane:
+        root[lane] = root[root[lane]]
+        lane = root[lane]
+    return lane
+
+
+def _unite(root: list[int], lanes: Sequence[int]) -> None:
+    """Make the lowest lane the root of all, so that components come in the order of their first lanes."""
+    roots = sorted({_find(root, lane) for lane in lanes})
+    for lane in roots[1:]:
+        root[lane] = roots[0]
+
+
+def _slots_of_lanes(schedule: Schedule, lanes: Integers) -> Integers:
+    """Return the slots of these lanes, lane after lane."""
+    _, slots = take_rows(schedule.lane_starts, np.arange(len(schedule.pieces)), lanes)
+    return slots
+
+
+def _first_seen(values: Integers) -> Integers:
+    """Return the different values in the order in which they come first."""
+    different, first = np.unique(values, return_index=True)
+    in_order: Integers = different[np.argsort(first)]
+    return in_order
+
+
+def _check_needs(
+    schedule: Schedule, owners: Integers, starts: Integers, needed: Integers, needs: Integers, unsent: Integers
+) -> None:
+    """Raise ScheduleError where an action needs one that the schedule lacks."""
+    lacking = np.flatnonzero(needs == _LACKING)
+    if not len(lacking) and not len(unsent):
+        return
+    if len(lacking):
+        owner, need = owners[np.searchsorted(starts, lacking[0], side="right") - 1], needed[lacking[0]]
+    else:
+        owner, need = unsent[0], unsent[0] - 1
+    action, missing = (action_to_text(schedule.work.actions[int(piece)]) for piece in (owner, need))
+    raise ScheduleError(f"{action} needs {missing}, which the schedule lacks; validate it first")
+
+
+def _fillers(schedule: Schedule, entries: Integers, node_of_piece: Integers) -> Bytes:
+    """Return which entries are fillers; none in a lane that runs computations together with others: both must keep one order."""
+    if not schedule.has_fillers:
+        return np.zeros(len(entries), np.uint8)
+    pieces, lanes = schedule.pieces[entries], schedule.lane_of_slot[entries]
+    is_own = schedule.work.collective_rows[0][pieces] < 0
+    num_lanes = np.bincount(node_of_piece[pieces[is_own]], minlength=len(node_of_piece))
+    shares = np.zeros(schedule.num_lanes, bool)
+    shares[lanes[is_own & (num_lanes[node_of_piece[pieces]] > 1)]] = True
+    fills: Bytes = ((schedule.modes[entries] == SlotMode.FILLS_WAIT) & ~shares[lanes]).astype(np.uint8)
+    return fills
+
+
+def _places(schedule: Schedule, nodes: Integers, num_nodes: int) -> tuple[Integers, Integers]:
+    """Return the number of each node's place, and the forward of every place."""
+    work = schedule.work
+    computed = np.flatnonzero(work.resources[nodes] == _COMPUTE)
+    places, first, inverse = np.unique(work.places[nodes[computed]], return_index=True, return_inverse=True)
+    number_of = np.argsort(np.argsort(first))
+    place_of_node = np.full(num_nodes, -1)
+    place_of_node[computed] = number_of[inverse.ravel()]
+    forward_of_place = np.full(len(places), -1)
+    forwards = computed[work.kinds[nodes[computed]] == KIND_NUMBERS[ActionKind.FORWARD]]
+    forward_of_place[place_of_node[forwards]] = forwards
+    return place_of_node, forward_of_place
+
+
+def _check_durations(values: Floats, pieces: Integers, actions: Sequence[Action]) -> None:
     wrong = ~(np.isfinite(values) & (values >= 0))
     if wrong.any():
         node = int(np.argmax(wrong))
         raise ConfigError(
-            f"costs of {action_to_text(actions[node])}: found {values[node]} seconds; every duration must be finite and not "
-            "negative, and the tensor parallel share no longer than the computation"
+            f"costs of {action_to_text(actions[pieces[node]])}: found {values[node]} seconds; every duration must be finite and "
+            "not negative, and the tensor parallel share no longer than the computation"
         )
 
 
@@ -240,19 +261,5 @@ def _table(rows: Iterable[Iterable[float]], width: int) -> Floats:
     return np.fromiter(chain.from_iterable(rows), np.float64).reshape(-1, width)
 
 
-def _joined(rows: Iterable[ArrayLike]) -> Integers:
-    arrays = [np.asarray(row, np.int64) for row in rows]
-    return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
-
-
-def _starts(lengths: Sequence[int] | Integers) -> Integers:
+def _starts(lengths: ArrayLike) -> Integers:
     return np.concatenate(([0], np.cumsum(np.asarray(lengths, np.int64))))
-
-
-def _members(lanes: Integers, local: Integers) -> Integers:
-    """Lanes by their local numbers, where there is one."""
-    return np.where(local < 0, -1, lanes[local])
-
-
-def _shifted(numbers: Integers, offset: int) -> Integers:
-    return np.where(numbers < 0, -1, numbers + offset)

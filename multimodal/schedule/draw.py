@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multimodal.values.schedule import ACTION_TABLE, ActionKind, Resource
+from multimodal.values.action import ACTION_TABLE, ActionKind, Resource
 from multimodal.values.timeline import Timeline, TimelineEvent
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ _SMALLEST_NUMBER_POINTS = 4.5
 def draw_timeline(timeline: Timeline, path: str | Path, *, title: str) -> None:
     """Write a timeline as PNG: rows are lanes, labelled with ranks and units; the number in a box is its microbatch.
 
-    Forwards are light, backwards and input gradients dark, weight gradients darkest in their unit's colour; a lane's later layer
-    ranges have a dark frame; waiting for a message is hatched, idle time is white. Needs matplotlib (the extra `plots`), which
-    is imported here and draws without a display.
+    Forwards are light, backwards and input gradients dark, weight gradients darkest in their unit's colour; a lane's
+    later layer ranges have a dark frame; waiting for a message is hatched, idle time is white. Needs matplotlib (the extra
+    `plots`), which is imported here and draws without a display.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

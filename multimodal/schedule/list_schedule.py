@@ -1,22 +1,54 @@
 """The engine of the builders: a deterministic list scheduler on a discrete clock."""
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
 from multimodal.kernels import kernels
+from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.schedule.list_schedule_reference import list_schedule_reference
-from multimodal.schedule.listed_actions import list_actions
-from multimodal.schedule.place_reductions import place_reductions
-from multimodal.schedule.policy import Policy, StageKey
-from multimodal.schedule.split_form import split_form
-from multimodal.values.assignment import Assignment
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
-from multimodal.values.schedule import Action, Lane, Schedule
+from multimodal.schedule.unit_cost import unit_costs
+from multimodal.values.action import Action, ActionKind, Place
+from multimodal.values.schedule import Schedule
+from multimodal.values.step_graph import Cuts, StageKey, StepGraph
+from multimodal.values.step_work import KIND_NUMBERS, Bytes, Integers, StepWork, step_work
 
-__all__ = ["Policy", "StageKey", "list_schedule", "split_form"]
+_FORWARD, _WEIGHT_GRADIENT = KIND_NUMBERS[ActionKind.FORWARD], KIND_NUMBERS[ActionKind.WEIGHT_GRADIENT]
+_GRADIENTS = [KIND_NUMBERS[ActionKind.BACKWARD], KIND_NUMBERS[ActionKind.INPUT_GRADIENT]]
+_REDUCTION = KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS]
+_IS_FORWARD, _IS_GRADIENT, _IS_WEIGHT_GRADIENT, _HAS_GRADIENT, _HAS_WEIGHT_GRADIENT = 1, 2, 4, 8, 16
+"""Bits of `flags`; csrc/list_schedule.h."""
 
 
-def list_schedule(
-    graph: ModelGraph, plan: Plan, assignment: Assignment, *, policy: Policy, forward_only: bool = False
-) -> Schedule:
+@dataclass(frozen=True)
+class Policy:
+    """What tells one builder from another: what it wants beyond the dependencies."""
+
+    forward_limits: Mapping[StageKey, int] = field(default_factory=dict)
+    """Most microbatches in flight per stage, or per group of stages; those that are not named are unlimited."""
+    forward_floors: Mapping[StageKey, int] = field(default_factory=dict)
+    """Per stage or group: a backward waits for forwards while fewer microbatches are in flight and any is left to start."""
+    storage_limits: Mapping[StageKey, int] = field(default_factory=dict)
+    """Where backwards are split: most microbatches between forward and weight gradient, per stage or group."""
+    group_of: Mapping[StageKey, StageKey] = field(default_factory=dict)
+    """Stages that share one limit, named by the stage in whose name it stands; by default every stage is its own group."""
+    phase: Callable[[Action], int] | None = None
+    """A lane ends each phase before the next; no action may have a higher phase than one that needs it."""
+    orders: Sequence[Sequence[Action]] = ()
+    """Actions that run in just this order; together with the dependencies they must not form a circle."""
+    forwards_go_first: bool = False
+    """True if forwards inside their limits are more urgent than backwards (tight limits, strictly in turns)."""
+    urgent: frozenset[Action] = frozenset()
+    """Actions that, once ready, go before all others."""
+    rank: Callable[[Action], tuple[int, ...]] | None = None
+    """Of equally urgent actions, those of lower rank go first."""
+
+
+def list_schedule(step: StepGraph, policy: Policy) -> Schedule:
     """Build a compute-dialect schedule by letting every lane always take its most urgent ready action.
 
     An action is ready when its dependencies are done; forwards of one stage go in microbatch order. Backwards are more urgent
@@ -32,18 +64,164 @@ def list_schedule(
 
     Runs as a C++ kernel where that is built, with the same result. O((actions + dependencies) log actions).
     """
-    if kernels is None:
-        order = list_schedule_reference(graph, plan, assignment, policy=policy, forward_only=forward_only)
-    else:
-        order = _list_schedule(graph, plan, assignment, policy, forward_only)
-    schedule = Schedule(tuple(Lane(ranks, tuple(actions)) for ranks, actions in zip(plan.lanes, order, strict=True)))
-    return schedule if forward_only else place_reductions(schedule, graph=graph, plan=plan, assignment=assignment)
+    listed, arrays = _list_pieces(step, policy)
+    run = list_schedule_reference if kernels is None else kernels.list_schedule
+    lanes = [listed[np.array(lane, np.int64)] for lane in run(**arrays, num_lanes=len(step.plan.lanes))]
+    assert sum(map(len, lanes)) == len(arrays["lanes"]), "the policy's orders contradict the dependencies"
+    return place_reductions(Schedule.of_numbers(step, lanes))
 
 
-def _list_schedule(
-    graph: ModelGraph, plan: Plan, assignment: Assignment, policy: Policy, forward_only: bool
-) -> list[list[Action]]:
-    listed = list_actions(graph, plan, assignment, policy=policy, forward_only=forward_only)
-    order = kernels.list_schedule(**listed.arrays, num_lanes=len(plan.lanes))
-    assert sum(map(len, order)) == len(listed.arrays["lanes"]), "the policy's orders contradict the dependencies"
-    return [[listed.actions[index] for index in lane] for lane in order]
+def split_all(step: StepGraph) -> StepGraph:
+    """Return the step with every backward cut into an input gradient and, where something is trained, a weight gradient."""
+    places = (
+        Place(*stage, microbatch)
+        for stage in step.stages
+        if step.backward_need(*stage).has_backward
+        for microbatch in range(step.num_microbatches(*stage[:2]))
+    )
+    return step.with_cuts(Cuts(split=frozenset(places)))
+
+
+def place_reductions(schedule: Schedule) -> Schedule:
+    """Put the gradient reductions into a compute-dialect schedule that has none.
+
+    A lane only starts a reduction there, so that it hides behind what the lane computes afterwards. It stands right after its
+    stage's last backward or weight gradient in the lane, but after the lane's earlier reductions in one order for all lanes:
+    downstream units first, then later stages, the order in which backwards end. A stage without microbatches on this replica,
+    whose part is done at once, waits for the lane's end: early, it would hold the lane up until the others come.
+
+    Where lanes would wait for each other in a circle if a reduction blocked its lane, all reductions stand at the lanes' ends.
+    O(actions + dependencies).
+    """
+    work = schedule.work
+    lanes = [schedule.lane_pieces(lane) for lane in range(schedule.num_lanes)]
+    reductions = _reductions(work, schedule.num_lanes)
+    if not any(reductions):
+        return schedule
+    early = [_with_early(work, lane, of_lane) for lane, of_lane in zip(lanes, reductions, strict=True)]
+    placed = Schedule.of_numbers(schedule.step, early)
+    if not execute_lanes(placed).stuck:
+        return placed
+    late = [np.concatenate((lane, np.array(of_lane, np.int64))) for lane, of_lane in zip(lanes, reductions, strict=True)]
+    return Schedule.of_numbers(schedule.step, late)
+
+
+def _reductions(work: StepWork, num_lanes: int) -> list[list[int]]:
+    """Return the reductions of every lane, in the order in which all lanes do them."""
+    position = {unit: index for index, unit in enumerate(work.graph.unit_names)}
+    of_lane: list[list[int]] = [[] for _ in range(num_lanes)]
+    reductions = ((work.computed[number], number) for number in np.flatnonzero(work.kinds == _REDUCTION).tolist())
+    for action, number in sorted(reductions, key=lambda found: (-position[found[0].unit], -found[0].stage, found[0].replica)):
+        for lane in work.plan.lanes_of_stage(*action[1:4]):
+            of_lane[lane].append(number)
+    return of_lane
+
+
+def _with_early(work: StepWork, lane: Integers, reductions: list[int]) -> Integers:
+    if not len(lane):
+        return np.array(reductions, np.int64)
+    stages = work.computed_stages[lane]
+    last = dict(zip(stages.tolist(), range(len(lane)), strict=True))
+    positions: list[int] = []
+    for reduction in reductions:
+        positions.append(max([*positions[-1:], last.get(int(work.computed_stages[reduction]), len(lane) - 1)]))
+    with_reductions: Integers = np.insert(lane, np.array(positions, np.int64) + 1, reductions)
+    return with_reductions
+
+
+def _list_pieces(step: StepGraph, policy: Policy) -> tuple[Integers, dict[str, NDArray[Any]]]:
+    """Sort a step's computations by urgency and link them: their numbers, and the kernel's arguments (csrc/list_schedule.h)."""
+    work = step_work(step)
+    chosen = np.flatnonzero(work.kinds != _REDUCTION)
+    listed = chosen[_by_urgency(work, chosen, policy)]
+    flags = _flags(work, listed)
+    lane_starts, lanes = work.lanes_of(listed)
+    follower_starts, followers, release_starts, releases = _links(work, listed, flags, policy)
+    groups, forward_limits, storage_limits, forward_floors = _groups(work, listed, policy)
+    actions = () if policy.phase is None else map(work.computed.__getitem__, listed.tolist())
+    return listed, {
+        "lane_starts": lane_starts,
+        "lanes": lanes,
+        "costs": step.once(unit_costs)[listed],
+        "microbatches": work.microbatches[listed],
+        "groups": groups,
+        "flags": flags,
+        "follower_starts": follower_starts,
+        "followers": followers,
+        "release_starts": release_starts,
+        "releases": releases,
+        "phases": np.array([policy.phase(action) for action in actions] if policy.phase else [], np.int64),
+        "forward_limits": forward_limits,
+        "storage_limits": storage_limits,
+        "forward_floors": forward_floors,
+    }
+
+
+def _by_urgency(work: StepWork, chosen: Integers, policy: Policy) -> Integers:
+    kinds = work.kinds[chosen]
+    urgency = np.full(len(chosen), 2)
+    urgency[kinds == _FORWARD] = 1 if policy.forwards_go_first else 3
+    urgency[kinds == _WEIGHT_GRADIENT] = 4
+    if policy.urgent:
+        first = [work.computed_numbers[action] for action in policy.urgent if action in work.computed_numbers]
+        urgency[np.isin(chosen, first)] = 0
+    ranks = [()] if policy.rank is None else [policy.rank(work.computed[number]) for number in chosen.tolist()]
+    places = {rank: place for place, rank in enumerate(sorted(set(ranks)))}
+    rank = np.broadcast_to(np.array([places[each] for each in ranks], np.int64), chosen.shape)
+    unit_position = {unit: index for index, unit in enumerate(work.graph.unit_names)}
+    keys = np.array([(-unit_position[unit], -stage) for unit, _, stage in work.stages], np.int64).reshape(-1, 2)
+    unit, stage = keys[work.computed_stages[chosen]].T
+    return np.lexsort((work.replicas[chosen], stage, work.microbatches[chosen], unit, rank, urgency))
+
+
+def _flags(work: StepWork, listed: Integers) -> Bytes:
+    kinds, places = work.kinds[listed], work.places[listed]
+    is_forward, is_gradient, is_weight = kinds == _FORWARD, np.isin(kinds, _GRADIENTS), kinds == _WEIGHT_GRADIENT
+    has_gradient, has_weight = (np.isin(places, places[of_kind]) for of_kind in (is_gradient, is_weight))
+    bits = (
+        (is_forward, _IS_FORWARD),
+        (is_gradient, _IS_GRADIENT),
+        (is_weight, _IS_WEIGHT_GRADIENT),
+        (is_forward & has_gradient, _HAS_GRADIENT),
+        (is_forward & has_weight, _HAS_WEIGHT_GRADIENT),
+    )
+    return sum((np.where(has, bit, 0) for has, bit in bits), np.zeros(len(listed), np.int64)).astype(np.uint8)
+
+
+def _links(work: StepWork, listed: Integers, flags: Bytes, policy: Policy) -> tuple[Integers, Integers, Integers, Integers]:
+    """Return who follows whom, and what every action releases: starts and positions of both."""
+    position = np.full(work.num_computed, -1)
+    position[listed] = np.arange(len(listed))
+    owners, needs = position[work.need_owners], position[work.needs]
+    owners, needs = owners[owners >= 0], needs[owners >= 0]
+    in_order = np.argsort(owners, kind="stable")
+    owners, needs = owners[in_order], needs[in_order]
+    # Forwards of one stage go in microbatch order; they have consecutive numbers.
+    later = np.flatnonzero((flags & _IS_FORWARD > 0) & (work.microbatches[listed] > 0))
+    firsts, thens = np.concatenate((needs, position[listed[later] - 1])), np.concatenate((owners, later))
+    told = np.argsort(thens, kind="stable")
+    wanted = [list(map(work.computed_numbers.__getitem__, order)) for order in policy.orders]
+    ordered = position[np.array(list(chain.from_iterable(map(pairwise, wanted))), np.int64).reshape(-1, 2)]
+    assert (ordered >= 0).all() and (firsts >= 0).all(), "what is waited for is not scheduled"
+    firsts = np.concatenate((firsts[told], ordered[:, 0]))
+    thens = np.concatenate((thens[told], ordered[:, 1]))
+    is_released = (flags[needs] & _IS_FORWARD > 0) & ((flags[owners] & _IS_GRADIENT > 0) | (flags[needs] & _HAS_GRADIENT == 0))
+    return *_rows(firsts, thens, len(listed)), *_rows(owners[is_released], needs[is_released], len(listed))
+
+
+def _rows(owners: Integers, values: Integers, num_rows: int) -> tuple[Integers, Integers]:
+    """Group values by their owners, in the order in which they stand."""
+    starts = np.concatenate(([0], np.cumsum(np.bincount(owners, minlength=num_rows))))
+    return starts, values[np.argsort(owners, kind="stable")]
+
+
+def _groups(work: StepWork, listed: Integers, policy: Policy) -> tuple[Integers, Integers, Integers, Integers]:
+    """Return each action's group of stages; per group the limit in flight, the limit stored (-1: none), the floor."""
+    numbers: dict[StageKey, int] = {}
+    of_stage = [numbers.setdefault(policy.group_of.get(stage, stage), len(numbers)) for stage in work.stages]
+    forward, storage = (
+        np.array([max(0, limits[group]) if group in limits else -1 for group in numbers], np.int64)
+        for limits in (policy.forward_limits, policy.storage_limits)
+    )
+    floors = np.array([policy.forward_floors.get(group, 0) for group in numbers], np.int64)
+    return np.array(of_stage, np.int64)[work.computed_stages[listed]], forward, storage, floors

@@ -1,25 +1,81 @@
 """Simulate a step: how long a lowered schedule takes at given costs, and where its time goes."""
 
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
 import numpy as np
 
 from multimodal.cost.step_costs import StepCosts
-from multimodal.schedule.activation_peak import peak_activation_bytes
 from multimodal.schedule.bubbles import bubble_fractions
-from multimodal.schedule.compile_schedule import CompiledSchedule, CompiledStructure, compile_schedule
-from multimodal.schedule.event_arrays import EventTimes
-from multimodal.schedule.place_grid import show_places
-from multimodal.schedule.simulate_events import simulate_events
-from multimodal.schedule.simulation import Simulation
-from multimodal.values.assignment import Assignment
+from multimodal.schedule.compile_schedule import CompiledSchedule, compile_schedule
+from multimodal.schedule.simulate_events import EventTimes, Floats, NodeKind, simulate_events
+from multimodal.schedule.unit_cost import UnitCosts
+from multimodal.values.action import Place
 from multimodal.values.errors import ScheduleError
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
-from multimodal.values.schedule import Schedule
+from multimodal.values.schedule import Schedule, show_slots
+from multimodal.values.step_work import Integers
+from multimodal.values.timeline import Timeline, TimelineEvent
 
 
-def simulate_schedule(
-    schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment, costs: StepCosts
-) -> Simulation:
+@dataclass(frozen=True)
+class Simulation:
+    """The result of `simulate_schedule`. `timeline` and `stage_seconds` are made when first asked for."""
+
+    iteration_seconds: float
+    """From the step's start until everything has ended, messages and collectives included."""
+    ideal_seconds: float
+    """Total seconds of computations over the number of lanes: no schedule of these computations is shorter."""
+    mfu: float
+    """The model's FLOPs over those that all ranks could do in this time at their peak; 0 where either is unknown."""
+    bubble: Mapping[str, float]
+    """Kind (`BUBBLE_KINDS`) -> fraction of lane time; with `busy_fraction` they sum to 1."""
+    busy_seconds: tuple[float, ...]
+    """Per lane the time in which it computes; waits for tensor parallel collectives inside a layer are not counted."""
+    peak_activation_bytes: tuple[int, ...]
+    """Per lane, of each of its ranks: the most that its places keep at one time."""
+    peak_total_bytes: tuple[int, ...]
+    """Per lane, of each of its ranks: the peak of activations, and weights, gradients and optimizer state."""
+    num_microbatches: int
+    """Of the unit that has most, over all its replicas."""
+    compiled: CompiledSchedule
+    """The schedule as arrays."""
+    times: EventTimes
+    """When every node of `compiled` started and ended."""
+
+    @property
+    def num_lanes(self) -> int:
+        """Number of lanes."""
+        return len(self.busy_seconds)
+
+    @property
+    def busy_fraction(self) -> float:
+        """Fraction of lane time in which something is computed."""
+        return sum(self.busy_seconds) / (self.num_lanes * self.iteration_seconds) if self.iteration_seconds else 0.0
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """The most that any rank needs."""
+        return max(self.peak_total_bytes, default=0)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Computations, the time lanes stood still for receives, sends and collectives: what a run measures."""
+        return build_timeline(self.compiled, self.times)
+
+    @cached_property
+    def stage_seconds(self) -> Mapping[Place, float]:
+        """Seconds of computation per microbatch and virtual stage, forward and backward together."""
+        seconds: dict[Place, float] = {}
+        arrays = self.compiled.arrays
+        for node in np.flatnonzero(arrays.kinds == NodeKind.COMPUTE).tolist():
+            place = self.compiled.actions[self.compiled.pieces[node]].place
+            seconds[place] = seconds.get(place, 0.0) + float(arrays.seconds[node])
+        return seconds
+
+
+def simulate_schedule(schedule: Schedule, costs: StepCosts) -> Simulation:
     """Run a valid lowered schedule on a clock, as the executor would run it.
 
     Lanes run their lists in order. Computations wait for what they need and occupy the lane; sends are started, and occupy the
@@ -29,7 +85,7 @@ def simulate_schedule(
     Raises ScheduleError when the schedule cannot finish or lacks an action that another needs; ConfigError for costs that are
     negative or not finite. O((actions + dependencies) log lanes).
     """
-    compiled = compile_schedule(schedule, graph=graph, plan=plan, assignment=assignment, costs=costs)
+    compiled = compile_schedule(schedule).with_costs(costs)
     times = _run(compiled)
     arrays = compiled.arrays
     iteration_seconds = _iteration_seconds(compiled, times)
@@ -46,24 +102,34 @@ def simulate_schedule(
         busy_seconds=tuple(busy_seconds.tolist()),
         peak_activation_bytes=peaks,
         peak_total_bytes=tuple(peak + costs.static_bytes(lane) for lane, peak in enumerate(peaks)),
-        num_microbatches=max((sum(map(len, replicas)) for replicas in assignment.units.values()), default=0),
+        num_microbatches=max((sum(map(len, each)) for each in schedule.step.assignment.units.values()), default=0),
         compiled=compiled,
         times=times,
     )
 
 
-def simulate_seconds(structure: CompiledStructure, costs: StepCosts) -> float:
-    """Return `simulate_schedule`'s iteration time alone, for a structure that is simulated under one set of costs after another.
+def simulate_seconds(compiled: CompiledSchedule, costs: StepCosts) -> float:
+    """Return `simulate_schedule`'s iteration time alone, for a schedule that is simulated under one set of costs after another.
 
     Raises what `simulate_schedule` raises.
     """
-    compiled = structure.with_costs(costs)
-    return _iteration_seconds(compiled, _run(compiled))
+    timed = compiled.with_costs(costs)
+    return _iteration_seconds(timed, _run(timed))
+
+
+def timeline_of_unit_costs(schedule: Schedule) -> Timeline:
+    """Simulate a valid schedule of either dialect with `UnitCosts`: how its shape looks when every microbatch is alike.
+
+    In the lowered dialect the time that a lane stands still for a message is an event of its receive. Raises ScheduleError
+    when the schedule cannot finish.
+    """
+    compiled = compile_schedule(schedule).with_costs(UnitCosts(schedule.step))
+    return build_timeline(compiled, _run(compiled))
 
 
 def _run(compiled: CompiledSchedule) -> EventTimes:
     times = simulate_events(compiled.arrays)
-    check_finished(compiled, times)
+    _check_finished(compiled, times)
     return times
 
 
@@ -71,15 +137,86 @@ def _iteration_seconds(compiled: CompiledSchedule, times: EventTimes) -> float:
     return float(np.max(times.end_seconds + compiled.arrays.latency_seconds, initial=0.0))
 
 
-def check_finished(compiled: CompiledSchedule, times: EventTimes) -> None:
+def _check_finished(compiled: CompiledSchedule, times: EventTimes) -> None:
     """Raise ScheduleError, with every lane's place, when something never ran."""
     never = np.isnan(times.end_seconds)
     if not never.any():
         return
     entries = compiled.arrays.lane_starts[:-1] + times.positions
     is_stuck = entries < compiled.arrays.lane_starts[1:]
-    stuck = {int(lane): int(compiled.lane_positions[entries[lane]]) for lane in np.flatnonzero(is_stuck)}
+    starts = compiled.schedule.lane_starts
+    stuck = {int(lane): int(compiled.slots[entries[lane]] - starts[lane]) for lane in np.flatnonzero(is_stuck)}
     raise ScheduleError(
         f"the schedule cannot finish: {int(never.sum())} actions never run; validate_schedule says why\n"
-        + show_places(compiled.schedule, marked=stuck)
+        + show_slots(compiled.schedule.lanes, marked=stuck)
     )
+
+
+def build_timeline(compiled: CompiledSchedule, times: EventTimes) -> Timeline:
+    """Build the timeline of computations, sends, collectives and waits for receives; nothing of zero length. O(actions log)."""
+    schedule, start, end = compiled.schedule, times.start_seconds, times.end_seconds
+    entries = np.flatnonzero(end[compiled.arrays.lane_nodes] > start[compiled.arrays.lane_nodes])
+    nodes = compiled.arrays.lane_nodes[entries]
+    actions = map(compiled.actions.__getitem__, schedule.pieces[compiled.slots[entries]].tolist())
+    columns = (compiled.lane_of_entry[entries], start[nodes], end[nodes])
+    events = [*map(TimelineEvent, actions, *(column.tolist() for column in columns)), *_waits(compiled, times)]
+    ordered = sorted(events, key=lambda event: (event.start_seconds, event.lane, event.end_seconds))
+    return Timeline(schedule.step.plan.lanes, tuple(ordered))
+
+
+def _waits(compiled: CompiledSchedule, times: EventTimes) -> list[TimelineEvent]:
+    """Return the receives that lanes stood still for: from when the lane was free, or the one before it came, to the arrival."""
+    arrays, pieces = compiled.arrays, compiled.schedule.pieces
+    arrival = (times.end_seconds + arrays.latency_seconds).tolist()
+    start, end, kinds = times.start_seconds.tolist(), times.end_seconds.tolist(), arrays.kinds.tolist()
+    need_starts, needs = arrays.need_starts.tolist(), arrays.needs.tolist()
+    is_computed = arrays.kinds[arrays.lane_nodes] == NodeKind.COMPUTE
+    of_lane: dict[int, list[int]] = defaultdict(list)
+    for node, lane in zip(arrays.lane_nodes[is_computed].tolist(), compiled.lane_of_entry[is_computed].tolist(), strict=True):
+        of_lane[lane].append(node)
+    waits: list[TimelineEvent] = []
+    for lane, nodes in of_lane.items():
+        free_at = 0.0
+        for node in sorted(nodes, key=lambda each: (start[each], end[each])):
+            sends = [need for need in needs[need_starts[node] : need_starts[node + 1]] if kinds[need] == NodeKind.SEND]
+            for send in sorted(sends, key=arrival.__getitem__):
+                if arrival[send] > free_at:
+                    receive = compiled.actions[pieces[compiled.receive_slots[send]]]
+                    waits.append(TimelineEvent(receive, lane, free_at, arrival[send]))
+                    free_at = arrival[send]
+            free_at = end[node]
+    return waits
+
+
+def peak_activation_bytes(
+    compiled: CompiledSchedule, times: EventTimes, activation_bytes: Callable[[Place], int]
+) -> tuple[int, ...]:
+    """Return the peak per lane: a place's bytes are kept from its forward's start to the end of its last backward.
+
+    A place without a backward keeps its bytes during its forward only. What ends when something else starts is freed first.
+    O(places log places).
+    """
+    arrays, forwards = compiled.arrays, compiled.forward_of_place
+    has_forward = np.flatnonzero(forwards >= 0)
+    num_bytes = np.zeros(len(forwards), np.int64)
+    actions = map(compiled.schedule.work.computed.__getitem__, compiled.pieces[forwards[has_forward]].tolist())
+    num_bytes[has_forward] = [activation_bytes(action.place) for action in actions]
+    freed_at = np.zeros(len(forwards))
+    computes = np.flatnonzero(compiled.place_of_node >= 0)
+    np.maximum.at(freed_at, compiled.place_of_node[computes], times.end_seconds[computes])
+    places = compiled.place_of_node[arrays.lane_nodes]
+    keeps = (places >= 0) & (forwards[places] == arrays.lane_nodes) if len(forwards) else np.zeros(0, np.bool_)
+    places, lanes = places[keeps], compiled.lane_of_entry[keeps]
+    allocated_at = times.start_seconds[forwards[places]]
+    moments = np.concatenate((allocated_at, freed_at[places]))
+    changes = np.concatenate((num_bytes[places], -num_bytes[places]))
+    turns = np.concatenate((np.ones(len(places)), np.where(freed_at[places] > allocated_at, 0, 2)))
+    return _peaks(np.concatenate((lanes, lanes)), moments, turns, changes, arrays.num_lanes)
+
+
+def _peaks(lanes: Integers, moments: Floats, turns: Floats, changes: Integers, num_lanes: int) -> tuple[int, ...]:
+    order = np.lexsort((turns, moments, lanes))
+    kept = np.cumsum(changes[order])  # Every lane ends with nothing, so the next one starts from 0.
+    peaks = np.zeros(num_lanes, np.int64)
+    np.maximum.at(peaks, lanes[order], kept)
+    return tuple(peaks.tolist())

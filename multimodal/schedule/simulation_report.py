@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from multimodal.schedule.simulation import Simulation
+from multimodal.schedule.simulate import Simulation
 
 
 def report_simulations(simulations: Sequence[Simulation], *, update_seconds: float = 0.0) -> dict[str, Any]:

@@ -3,27 +3,45 @@
     lane 0,1: F vision/0/0/3; SF vision/0/0/3>llm/1/0/2; B vision/0/0/3
     lane 2: RF llm/1/0/2<vision/0/0/3; F llm/1/0/2; B llm/1/0/2; RG llm/1/0
 
-    lane 3: I llm/0/1/0; {W llm/0/1/0} I llm/0/1/1; B vision/0/0/4#1
+    lane 3: I llm/0/1/0; {W llm/0/1/0} I llm/0/1/1; B vision/0/0/4#1; RG llm/0/1[1:9]
 
-A place is unit/replica/stage/microbatch, and `#1` is its second sample subset; `>` leads to the peer that a send feeds, `<` to
-the peer that a receive drains. What stands in braces fills the idle slots of the action after it.
+`multimodal/values/action.py` describes single actions. What stands in braces fills the wait of the action after it.
 """
 
 import re
+from collections.abc import Iterable
 
+from multimodal.values.action import (
+    ACTION_TABLE,
+    ARROWS,
+    UNIT_NAME,
+    Action,
+    ActionKind,
+    Coverage,
+    LayerRange,
+    Place,
+    SampleSubset,
+    action_to_text,
+    check_action,
+)
 from multimodal.values.errors import ScheduleError
-from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Lane, Place, Resource, Schedule
+from multimodal.values.schedule import Lane, Schedule, lane_of
+from multimodal.values.step_graph import StepGraph
 
-_UNIT = r"[^\s/<>;:,#{}]+"
-_UNIT_PATTERN = re.compile(_UNIT)
 _LANE_PATTERN = re.compile(r"lane (\d+(?:,\d+)*):")
-_ACTION_PATTERN = re.compile(rf"([A-Z]+) ({_UNIT})/(\d+)/(\d+)(?:/(\d+))?(?:#(\d+))?(?:([<>])({_UNIT})/(\d+)/(\d+)/(\d+))?")
-_ARROW = {Resource.SEND: ">", Resource.RECEIVE: "<"}
+_ACTION_PATTERN = re.compile(
+    rf"([A-Z]+) ({UNIT_NAME})/(\d+)/(\d+)(?:/(\d+))?(?:#(\d+)|\[(\d+):(\d+)\])?(?:([<>])({UNIT_NAME})/(\d+)/(\d+)/(\d+))?"
+)
 
 
 def schedule_to_text(schedule: Schedule) -> str:
     """Print a schedule; raises ScheduleError for an action that its kind's row in the action table does not allow."""
-    return "".join(f"{_lane_to_text(lane)}\n" for lane in schedule.lanes)
+    return lanes_to_text(schedule.lanes)
+
+
+def lanes_to_text(lanes: Iterable[Lane]) -> str:
+    """Print lanes, one per line."""
+    return "".join(f"{_lane_to_text(lane)}\n" for lane in lanes)
 
 
 def _lane_to_text(lane: Lane) -> str:
@@ -36,20 +54,18 @@ def _lane_to_text(lane: Lane) -> str:
     return f"lane {','.join(map(str, lane.ranks))}:{' ' if actions else ''}{actions}"
 
 
-def action_to_text(action: Action) -> str:
-    """Print one action, such as `SF vision/0/0/3>llm/1/0/2`."""
-    _check_action(action)
-    row = ACTION_TABLE[action.kind]
-    place: tuple[object, ...] = action.place if row.has_microbatch else action.place[:3]
-    peer = f"{_ARROW[row.resource]}{'/'.join(map(str, action.peer))}" if action.peer else ""
-    part = f"#{action.part}" if action.part >= 0 else ""
-    return f"{action.kind.value} {'/'.join(map(str, place))}{part}{peer}"
+def schedule_from_text(text: str, step: StepGraph, *, lowered: bool = False) -> Schedule:
+    """Parse what `schedule_to_text` printed (blank lines are skipped).
+
+    Raises ScheduleError with line, column and token, or for what does not belong to the step.
+    """
+    return Schedule.of_lanes(step, lanes_from_text(text), lowered=lowered)
 
 
-def schedule_from_text(text: str) -> Schedule:
-    """Parse what `schedule_to_text` printed (blank lines are skipped); raises ScheduleError with line, column and token."""
+def lanes_from_text(text: str) -> tuple[Lane, ...]:
+    """Parse the lanes of a schedule, whatever step it is of; raises ScheduleError with line, column and token."""
     lines = enumerate(text.splitlines(), start=1)
-    return Schedule(tuple(_lane_from_text(line, line_number) for line_number, line in lines if line.strip()))
+    return tuple(_lane_from_text(line, line_number) for line_number, line in lines if line.strip())
 
 
 def _lane_from_text(line: str, line_number: int) -> Lane:
@@ -78,7 +94,7 @@ def _lane_from_text(line: str, line_number: int) -> Lane:
             column += len(token) + 1
     if is_filling:
         raise _parse_error(line_number, len(line), "end of line", "expected '}' before it")
-    return Lane(tuple(map(int, head[1].split(","))), tuple(actions), frozenset(fillers))
+    return lane_of(tuple(map(int, head[1].split(","))), actions, fillers)
 
 
 def _action_from_text(token: str, line_number: int, column: int) -> Action:
@@ -86,7 +102,7 @@ def _action_from_text(token: str, line_number: int, column: int) -> Action:
     if found is None:
         expected = "expected an action such as 'F llm/0/1/2', 'RG llm/0/1' or 'SF vision/0/0/3>llm/1/0/2'"
         raise _parse_error(line_number, column, token, expected)
-    kind, unit, replica, stage, microbatch, part, arrow, *peer = found.groups()
+    kind, unit, replica, stage, microbatch, subset, first, end, arrow, *peer = found.groups()
     if kind not in list(ActionKind):
         raise _parse_error(line_number, column, kind, f"expected one of {', '.join(ActionKind)}")
     action = Action(
@@ -96,32 +112,21 @@ def _action_from_text(token: str, line_number: int, column: int) -> Action:
         int(stage),
         int(microbatch) if microbatch else -1,
         Place(peer[0], *map(int, peer[1:])) if arrow else None,
-        int(part) if part else -1,
+        _coverage(subset, first, end),
     )
     try:
-        _check_action(action)
+        check_action(action)
     except ScheduleError as problem:
         raise _parse_error(line_number, column, token, str(problem)) from None
-    if arrow and arrow != (wanted := _ARROW[ACTION_TABLE[action.kind].resource]):
+    if arrow and arrow != (wanted := ARROWS[ACTION_TABLE[action.kind].resource]):
         raise _parse_error(line_number, column, token, f"expected '{wanted}' before the peer of {kind}, found '{arrow}'")
     return action
 
 
-def _check_action(action: Action) -> None:
-    """Raise ScheduleError where an action has, or lacks, a field against its kind's row."""
-    row = ACTION_TABLE[action.kind]
-    for what, has, wanted in (
-        ("microbatch", action.microbatch >= 0, row.has_microbatch),
-        ("peer", action.peer is not None, row.has_peer),
-    ):
-        if has != wanted:
-            expected = f"{action.kind.value} ({row.meaning}) has {'a' if wanted else 'no'} {what}"
-            raise ScheduleError(f"{expected}; {'add' if wanted else 'remove'} it in {tuple(action)[1:5]}")
-    for unit in (action.unit, *([action.peer.unit] if action.peer else [])):
-        if not _UNIT_PATTERN.fullmatch(unit):
-            raise ScheduleError(
-                f"unit name {unit!r} cannot be written in a schedule; leave out blanks and any of " + "/ < > ; : , # { }"
-            )
+def _coverage(subset: str | None, first: str | None, end: str | None) -> Coverage:
+    if subset:
+        return SampleSubset(int(subset))
+    return LayerRange(int(first), int(end)) if first and end else None
 
 
 def _parse_error(line_number: int, column: int, token: str, expected: str) -> ScheduleError:

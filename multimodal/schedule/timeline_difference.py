@@ -3,8 +3,8 @@
 from collections import defaultdict
 from dataclasses import dataclass
 
+from multimodal.values.action import ACTION_TABLE, ActionKind, Resource
 from multimodal.values.errors import DataError
-from multimodal.values.schedule import ACTION_TABLE, ActionKind, Resource
 from multimodal.values.timeline import Timeline
 
 IDLE = "idle"

@@ -1,12 +1,16 @@
-"""How long an action takes on the clock of the list scheduler: small whole numbers, the same for every microbatch."""
+"""How long an action takes on the clock of builders and passes: small whole numbers, the same for every microbatch."""
 
-from multimodal.values.backward_need import stage_backward_need
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
-from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Resource
+from dataclasses import dataclass
+
+import numpy as np
+
+from multimodal.cost.step_costs import ComputeCost, TransferCost
+from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource
+from multimodal.values.step_graph import StepGraph
+from multimodal.values.step_work import Integers, step_work
 
 
-def unit_cost(action: Action, graph: ModelGraph, plan: Plan) -> int:
+def unit_cost(action: Action, step: StepGraph) -> int:
     """Return an action's duration in clock ticks: forward 1, backward 2 (1 for each half), messages 0, reduction 1.
 
     A backward is two products per weight matrix, one for the input's and one for the weight's gradient. A stage that only passes
@@ -16,8 +20,47 @@ def unit_cost(action: Action, graph: ModelGraph, plan: Plan) -> int:
         return 0
     if action.kind is not ActionKind.BACKWARD:
         return 1
-    layers = plan.virtual_stage(action.unit, action.replica, action.stage).layers
-    is_trained = [graph.unit(action.unit).is_trainable(layer) for layer in layers]
-    sends = stage_backward_need(graph, plan, action.unit, action.replica, action.stage).sends_gradient
+    layers = step.plan.virtual_stage(*action[1:4]).layers
+    unit = step.graph.unit(action.unit)
+    is_trained = [unit.is_trainable(layer) for layer in layers]
+    sends = step.backward_need(*action[1:4]).sends_gradient
     num_passing = len(layers) if sends else len(layers) - 1 - is_trained.index(True)
     return max(1, round((num_passing + sum(is_trained)) / len(layers)))
+
+
+def unit_costs(step: StepGraph) -> Integers:
+    """Return `unit_cost` of every computation and collective, [num_computed]; `StepGraph.once` keeps it."""
+    work = step_work(step)
+    _, first, block_of_piece = np.unique(work.blocks, return_index=True, return_inverse=True)
+    costs = np.array([unit_cost(work.computed[number], step) for number in first.tolist()], np.int64)
+    of_pieces: Integers = costs[block_of_piece.ravel()]
+    return of_pieces
+
+
+@dataclass(frozen=True)
+class UnitCosts:
+    """`StepCosts` of which every action takes its `unit_cost` in seconds; nothing has a size, and messages take no time."""
+
+    step: StepGraph
+    model_flops: float = 0.0
+    peak_flops_per_second: float = 0.0
+
+    def compute(self, action: Action) -> ComputeCost:
+        """Return the cost of a computation."""
+        return ComputeCost(unit_cost(action, self.step))
+
+    def transfer(self, send: Action) -> TransferCost:
+        """Return the cost of a message: none."""
+        return TransferCost(0.0, 0.0)
+
+    def collective_seconds(self, action: Action) -> float:
+        """Return the seconds of a collective."""
+        return unit_cost(action, self.step)
+
+    def activation_bytes(self, place: Place) -> int:
+        """Return 0."""
+        return 0
+
+    def static_bytes(self, lane: int) -> int:
+        """Return 0."""
+        return 0

@@ -1,14 +1,11 @@
 """Which sample goes where: unit -> replica -> ordered microbatches -> atoms."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from multimodal.values.errors import AssignmentError
-from multimodal.values.model_graph import ModelGraph, Role
-from multimodal.values.plan import Plan
-from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.model_graph import ModelGraph
 
 
 class Atom(NamedTuple):
@@ -127,44 +124,3 @@ def build_routes(graph: ModelGraph, assignment: Assignment) -> Routes:
         from_source.setdefault(source_place, []).append(route)
         to_target.setdefault(target_place, []).append(route)
     return Routes({k: tuple(v) for k, v in from_source.items()}, {k: tuple(v) for k, v in to_target.items()})
-
-
-def validate_assignment(assignment: Assignment, *, graph: ModelGraph, plan: Plan, lengths: Sequence[SampleLengths]) -> None:
-    """Check that every atom is placed exactly once, in a replica that exists, and that no microbatch is empty.
-
-    A generator need not be given the samples that have nothing for it to make.
-    """
-    for name in graph.unit_names:
-        unit = graph.unit(name)
-        if name not in assignment.units:
-            raise AssignmentError(f"the assignment says nothing of unit '{name}'")
-        replicas = assignment.units[name]
-        if len(replicas) != plan.units[name].data_parallel_size:
-            raise AssignmentError(
-                f"unit '{name}': the assignment has {len(replicas)} replicas, the plan {plan.units[name].data_parallel_size}"
-            )
-        placed = [atom for replica in replicas for microbatch in replica for atom in microbatch]
-        if any(not microbatch for replica in replicas for microbatch in replica):
-            raise AssignmentError(f"unit '{name}': a microbatch is empty; leave it out")
-        expected = {
-            Atom(sample.sample_id, index)
-            for sample in lengths
-            for index in ([i for i, item in enumerate(sample.items) if item.unit == name] if unit.role is Role.ENCODER else [-1])
-        }
-        if repeated := sorted({atom for atom in placed if placed.count(atom) > 1} if len(set(placed)) != len(placed) else ()):
-            raise AssignmentError(
-                f"unit '{name}': {_describe(repeated[0])} is placed {placed.count(repeated[0])} times; place it once"
-            )
-        idle = {
-            Atom(sample.sample_id)
-            for sample in lengths
-            if unit.role is Role.GENERATOR and all(item.unit != name for item in sample.items)
-        }
-        if missing := sorted(expected - idle - set(placed)):
-            raise AssignmentError(f"unit '{name}': {_describe(missing[0])} is placed nowhere ({len(missing)} such)")
-        if unknown := sorted(set(placed) - expected):
-            raise AssignmentError(f"unit '{name}': {_describe(unknown[0])} is not in the global batch or not for this unit")
-
-
-def _describe(atom: Atom) -> str:
-    return f"sample {atom.sample_id}" if atom.item_index < 0 else f"item {atom.item_index} of sample {atom.sample_id}"

@@ -1,9 +1,11 @@
 """The lengths of a sample in tokens, known from metadata before any pixel is decoded."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, islice
 from typing import NamedTuple
+
+import numpy as np
 
 
 class ItemLengths(NamedTuple):
@@ -46,3 +48,21 @@ class SampleLengths:
 def index_by_sample(lengths: Sequence[SampleLengths]) -> Mapping[int, SampleLengths]:
     """Map sample ids to lengths."""
     return {sample.sample_id: sample for sample in lengths}
+
+
+def draw_length_batches(
+    samples: Sequence[SampleLengths], *, batch_size: int, num_batches: int, seed: int | None = None
+) -> Iterator[tuple[SampleLengths, ...]]:
+    """Yield consecutive global batches of lengths, for tools that train nothing; when the samples run out they start over.
+
+    seed: shuffle the samples anew in every pass; None keeps their order. Sample ids count from 0 over all batches.
+    """
+    stream = (replace(samples[index], sample_id=number) for number, index in enumerate(_indices(len(samples), seed)))
+    for _ in range(num_batches):
+        yield tuple(islice(stream, batch_size))
+
+
+def _indices(count: int, seed: int | None) -> Iterator[int]:
+    generator = np.random.default_rng(seed)
+    while True:
+        yield from range(count) if seed is None else generator.permutation(count).tolist()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from multimodal.values.schedule import Action, ActionKind, Place
+from multimodal.values.action import Action, ActionKind, Coverage, LayerRange, Place, SampleSubset
 
 
 class TimelineEvent(NamedTuple):
@@ -36,8 +36,8 @@ class Timeline:
         return {
             "lanes": [list(ranks) for ranks in self.lanes],
             "events": [
-                [[*event.action[:5], list(event.action.peer) if event.action.peer else None, event.action.part], *event[1:]]
-                for event in self.events
+                [[*action[:5], list(action.peer) if action.peer else None, _plain(action.covers)], *interval]
+                for action, *interval in self.events
             ],
         }
 
@@ -48,12 +48,12 @@ class Timeline:
             tuple(tuple(ranks) for ranks in value["lanes"]),
             tuple(
                 TimelineEvent(
-                    Action(ActionKind(kind), unit, replica, stage, microbatch, Place(*peer) if peer else None, part),
+                    Action(ActionKind(kind), unit, replica, stage, microbatch, Place(*peer) if peer else None, _coverage(covers)),
                     lane,
                     start,
                     end,
                 )
-                for (kind, unit, replica, stage, microbatch, peer, part), lane, start, end in value["events"]
+                for (kind, unit, replica, stage, microbatch, peer, covers), lane, start, end in value["events"]
             ),
         )
 
@@ -65,3 +65,15 @@ class Timeline:
     def from_file(cls, path: str | Path) -> "Timeline":
         """Read a file of `to_file`."""
         return cls.from_dict(json.loads(Path(path).read_text()))
+
+
+def _plain(covers: Coverage) -> list[int] | None:
+    if isinstance(covers, SampleSubset):
+        return [covers.index]
+    return [covers.first, covers.end] if covers is not None else None
+
+
+def _coverage(plain: list[int] | None) -> Coverage:
+    if plain is None:
+        return None
+    return SampleSubset(*plain) if len(plain) == 1 else LayerRange(*plain)

@@ -21,15 +21,15 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.schedule import Schedule
+from multimodal.values.step_graph import StepGraph
 
 SCHEDULE, BALANCER, PLANNER = "forwards-first", "backwards-dealt", "one-stage-each"
 
 
-def build_forwards_first(graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False) -> Schedule:
+def build_forwards_first(step: StepGraph) -> Schedule:
     """Build 1F1B with one more microbatch in flight in each stage, and forwards before backwards inside that limit."""
-    limits = {stage: limit + 1 for stage, limit in forward_limits(graph, plan, assignment, forward_only=forward_only).items()}
-    policy = Policy(forward_limits=limits, forwards_go_first=True)
-    return list_schedule(graph, plan, assignment, policy=policy, forward_only=forward_only)
+    limits = {stage: limit + 1 for stage, limit in forward_limits(step).items()}
+    return list_schedule(step, Policy(forward_limits=limits, forwards_go_first=True))
 
 
 def balance_backwards(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:

@@ -27,10 +27,10 @@ from multimodal.model.parameter_sharding import ParameterSharding, full_shape, t
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
+from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import Pass
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
-from multimodal.schedule.schedule_cache import ScheduleCache
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
@@ -145,16 +145,17 @@ def plan_case(case: GradientCase, assignment: Assignment | None = None, *, forwa
     source: SampleSource = case.source
     source_index = {index: index for index in range(len(case.source))}
     lengths = [case.source.lengths(index) for index in source_index]
+    schedules = ScheduleCache(case.graph, case.plan, BUILDERS[case.builder], case.passes, forward_only)
     if case.exchanges_samples:
         exchange = SampleExchange(rank=dist.get_rank(), world_size=case.plan.num_ranks, timeout=TIMEOUT)
         share = exchange.decode(source, source_index=source_index)
         assert share.lengths == lengths
-        source = exchange.exchange(share, assignment=assignment, graph=case.graph, plan=case.plan)
+        source = exchange.exchange(share, schedules.step(assignment))
     return plan_step(
         source,
         lengths=lengths,
         assignment=assignment,
-        schedules=ScheduleCache(case.graph, case.plan, BUILDERS[case.builder], case.passes, forward_only),
+        schedules=schedules,
         rank=dist.get_rank(),
         source_index=source_index,
         sharing=ContextSharing(case.distribution, case.block_size, case.attention_mask),

@@ -28,8 +28,8 @@ from multimodal.model.layers.head import LanguageHead
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
 from multimodal.model.weight_gradient_queue import LinearWeightGradient
+from multimodal.values.action import Place
 from multimodal.values.assignment import Assignment, Atom
-from multimodal.values.schedule import Place
 from tests.distributed.gradient_case import GradientCase, RankGradients, build_session, plan_case, run_step
 
 Error = Callable[[GradientCase], RankGradients]
@@ -101,7 +101,8 @@ def _items_of_other_samples() -> Iterator[None]:
     original = Step.source_rows
 
     def rows(step: Step, route: Any) -> torch.Tensor:
-        return original(replace(step, assignment=_with_two_items_exchanged(step.assignment)), route)
+        other = step.schedule.step.with_assignment(_with_two_items_exchanged(step.assignment))
+        return original(replace(step, schedule=step.schedule.for_step(other)), route)
 
     with patch.object(Step, "source_rows", rows):
         yield

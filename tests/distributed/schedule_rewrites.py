@@ -4,12 +4,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from multimodal.values.assignment import Assignment, MicrobatchPlace
-from multimodal.values.backward_need import stage_backward_need
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
-from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Lane, Resource, Schedule
-from multimodal.values.schedule_form import parts_of
+from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource, SampleSubset
+from multimodal.values.assignment import MicrobatchPlace
+from multimodal.values.schedule import Schedule, lane_of
 
 
 @dataclass(frozen=True)
@@ -18,16 +15,16 @@ class SplitStages:
 
     seed: int
 
-    def __call__(self, schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
+    def __call__(self, schedule: Schedule) -> Schedule:
         def rewritten(action: Action) -> list[Action]:
             if action.kind is not ActionKind.BACKWARD or not self._draw("split", *action.place[:3]):
                 return [action]
-            need = stage_backward_need(graph, plan, action.unit, action.replica, action.stage)
+            need = schedule.step.backward_need(*action.place[:3])
             kinds = (ActionKind.INPUT_GRADIENT, *((ActionKind.WEIGHT_GRADIENT,) if need.trains_weights else ()))
             return [action._replace(kind=kind) for kind in kinds]
 
         split = _map_actions(schedule, rewritten)
-        return Schedule(tuple(Lane(lane.ranks, self._delay(lane.actions)) for lane in split.lanes))
+        return split.with_lanes(lane_of(lane.ranks, self._delay(lane.actions)) for lane in split.lanes)
 
     def _delay(self, actions: Sequence[Action]) -> tuple[Action, ...]:
         """Move weight gradients to right before the reduction of their stage."""
@@ -41,7 +38,7 @@ class SplitStages:
         return tuple(found)
 
     def _is_delayed(self, action: Action) -> bool:
-        return action.kind is ActionKind.WEIGHT_GRADIENT and self._draw("delay", *action.place, action.part)
+        return action.kind is ActionKind.WEIGHT_GRADIENT and self._draw("delay", *action.place, action.subset)
 
     def _draw(self, *key: object) -> bool:
         return _draw(self.seed, *key)
@@ -53,17 +50,17 @@ class CutMicrobatches:
 
     seed: int
 
-    def __call__(self, schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
-        encoders = {unit.name for unit in graph.encoders}
+    def __call__(self, schedule: Schedule) -> Schedule:
+        encoders = {unit.name for unit in schedule.step.graph.encoders}
 
         def rewritten(action: Action) -> list[Action]:
             place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
             is_backward = action.kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
             if not is_backward or action.unit not in encoders or not _draw(self.seed, *place):
                 return [action]
-            parts = list(range(len(parts_of(place, graph, assignment))))
-            random.Random(f"{self.seed} {place} {action.stage}").shuffle(parts)
-            return [action._replace(part=part) for part in parts]
+            subsets = [SampleSubset(index) for index in range(len(schedule.step.consumers(place)))]
+            random.Random(f"{self.seed} {place} {action.stage}").shuffle(subsets)
+            return [action._replace(covers=subset) for subset in subsets]
 
         return _map_actions(schedule, rewritten)
 
@@ -74,13 +71,13 @@ class FillWithWeightGradients:
 
     seed: int
 
-    def __call__(self, schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
+    def __call__(self, schedule: Schedule) -> Schedule:
         lanes = []
         for lane in schedule.lanes:
-            is_alone = all(len(plan.lanes_of_stage(*action.place[:3])) == 1 for action in lane.actions)
+            is_alone = all(len(schedule.step.lanes_of(*action.place[:3])) == 1 for action in lane.actions)
             fillers = {index for index in range(len(lane.actions) - 1) if is_alone and self._fills(lane.actions, index)}
-            lanes.append(Lane(lane.ranks, lane.actions, frozenset(fillers)))
-        return Schedule(tuple(lanes))
+            lanes.append(lane_of(lane.ranks, lane.actions, fillers))
+        return schedule.with_lanes(lanes)
 
     def _fills(self, actions: Sequence[Action], index: int) -> bool:
         """Only where computations alone stand between it and the next one that is no weight gradient."""
@@ -91,8 +88,8 @@ class FillWithWeightGradients:
 
 
 def _map_actions(schedule: Schedule, rewritten: Callable[[Action], list[Action]]) -> Schedule:
-    return Schedule(
-        tuple(Lane(lane.ranks, tuple(new for action in lane.actions for new in rewritten(action))) for lane in schedule.lanes)
+    return schedule.with_lanes(
+        lane_of(lane.ranks, (new for action in lane.actions for new in rewritten(action))) for lane in schedule.lanes
     )
 
 

@@ -19,6 +19,7 @@ from multimodal.values.assignment import Assignment, Atom, Microbatch
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ImageInput, ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from multimodal.values.step_graph import StepGraph
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.schedule_rewrites import CutMicrobatches, FillWithWeightGradients, SplitStages
@@ -34,12 +35,13 @@ def gradient_cases(draw: st.DrawFn) -> GradientCase:
     plan = draw(plans(graph))
     source = RandomSource(graph, draw(samples([unit.name for unit in (*graph.encoders, *graph.generators)])), VOCAB_SIZE)
     assignment = draw(assignments(graph, plan, source))
+    step = StepGraph(graph, plan, assignment)
     return GradientCase(
         graph,
         plan,
         assignment,
         source,
-        builder=draw(st.sampled_from([name for name in sorted(BUILDERS) if _can_build(name, graph, plan, assignment)])),
+        builder=draw(st.sampled_from([name for name in sorted(BUILDERS) if _can_build(name, step)])),
         sequence_parallel=draw(st.booleans()),
         recompute=draw(st.sampled_from([None, "selective", "full"])),
         passes=draw(passes()),
@@ -236,13 +238,13 @@ def _groupings(draw: st.DrawFn, atoms: Sequence[Atom], num_replicas: int) -> tup
     return tuple(tuple(map(tuple, replica)) for replica in replicas)
 
 
-def _can_build(builder: str, graph: ModelGraph, plan: Plan, assignment: Assignment) -> bool:
+def _can_build(builder: str, step: StepGraph) -> bool:
     """Return whether a run may have the schedule and its builder allows the plan; most allow every plan."""
     row = BUILDERS[builder]
     if not (row.is_folded or row.fewest_encoders > 1):
         return row.can_train
     try:
-        BUILDERS[builder](graph, plan, assignment)
+        BUILDERS[builder](step)
     except ScheduleError:
         return False
     return True

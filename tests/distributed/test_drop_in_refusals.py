@@ -14,14 +14,21 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.runtime import patches, platform
 from megatron.runtime.drop_in.forward_backward import REFUSALS, check_options
-from megatron.runtime.drop_in.pipeline_schedule import RUNNABLE, PipelineShape, build_pipeline_schedule, pipeline_values
+from megatron.runtime.drop_in.pipeline_schedule import (
+    RUNNABLE,
+    PipelineShape,
+    build_pipeline_schedule,
+    pipeline_step,
+)
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.builders.gpipe import build_gpipe
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
-from multimodal.schedule.expected_actions import expected_actions
 from multimodal.schedule.text import schedule_from_text, schedule_to_text
+from multimodal.values.action import ACTION_TABLE
 from multimodal.values.errors import ConfigError
-from multimodal.values.schedule import ACTION_TABLE, Lane, Schedule
+from multimodal.values.schedule import Schedule, lane_of
+from multimodal.values.step_graph import StepGraph
+from multimodal.values.step_work import step_work
 
 ORIGINAL = schedules.get_forward_backward_func
 SHAPE = PipelineShape(num_stages=2, num_chunks=2, num_microbatches=4, forward_only=False)
@@ -63,8 +70,7 @@ def test_an_unknown_schedule_is_refused(loop: ModuleType) -> None:
 
 
 def test_a_loop_can_run_every_kind_that_whole_backwards_need() -> None:
-    graph, plan, assignment = pipeline_values(SHAPE)
-    assert {action.kind for action in expected_actions(graph, plan, assignment, lowered=True)} == RUNNABLE
+    assert {action.kind for action in step_work(pipeline_step(SHAPE)).actions} == RUNNABLE
     assert set(ACTION_TABLE) > RUNNABLE, "nothing is left to refuse"
 
 
@@ -77,22 +83,21 @@ def test_one_forward_one_backward_is_the_textbooks() -> None:
 
 
 def test_chunks_alternate_between_ranks_as_megatrons_do() -> None:
-    _, plan, _ = pipeline_values(SHAPE)
-    (replica,) = plan.units["model"].replicas
+    (replica,) = pipeline_step(SHAPE).plan.units["model"].replicas
     assert [stage.ranks for stage in replica.virtual_stages] == [(0,), (1,), (0,), (1,)]
 
 
-def _split_backwards(*values: Any, **options: Any) -> Schedule:
-    text = schedule_to_text(build_gpipe(*values, **options))
-    return schedule_from_text(text.replace("B model/0/3/0", "I model/0/3/0; W model/0/3/0"))
+def _split_backwards(step: StepGraph) -> Schedule:
+    text = schedule_to_text(build_gpipe(step))
+    return schedule_from_text(text.replace("B model/0/3/0", "I model/0/3/0; W model/0/3/0"), step)
 
 
-def _last_microbatch_first(*values: Any, **options: Any) -> Schedule:
-    lanes = build_one_f_one_b(*values, **options).lanes
+def _last_microbatch_first(step: StepGraph) -> Schedule:
+    schedule = build_one_f_one_b(step)
     reordered = (
-        tuple(a._replace(microbatch=3 - a.microbatch) if a.microbatch >= 0 else a for a in lane.actions) for lane in lanes
+        (a._replace(microbatch=3 - a.microbatch) if a.microbatch >= 0 else a for a in lane.actions) for lane in schedule.lanes
     )
-    return Schedule(tuple(Lane(lane.ranks, actions) for lane, actions in zip(lanes, reordered, strict=True)))
+    return schedule.with_lanes(lane_of(lane.ranks, actions) for lane, actions in zip(schedule.lanes, reordered, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,13 @@ import pytest
 from megatron.runtime.emulation.emulated_run import EmulatedRun, emulate_on_rank
 from multimodal.cost.cost_table import CostTable
 from multimodal.cost.table_costs import TableCosts
-from multimodal.cost.table_model import build_table_model
+from multimodal.cost.table_model import build_table_step
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import passes_named
+from multimodal.values.action import ACTION_TABLE, Action, Resource
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from multimodal.values.schedule import ACTION_TABLE, Action, Resource
+from multimodal.values.step_graph import StepGraph
 from multimodal.values.timeline import Timeline
 from tests.distributed.rank_pool import RankPool
 
@@ -31,9 +32,8 @@ GENERATOR = {"upstream": ["llm"], "stages": [{"forward": 0.001, "input_gradient"
 def build_run(schedule: str, passes: str, *, with_generator: bool = False) -> EmulatedRun:
     units = {**TABLE["units"], **({"painter": GENERATOR} if with_generator else {})}
     table = CostTable.from_dict({**TABLE, "units": units})
-    graph, plan, assignment = build_table_model(table)
-    lowered = build_schedule(BUILDERS[schedule], graph, plan, assignment, passes=passes_named(passes))
-    return EmulatedRun(graph, plan, assignment, lowered, TableCosts(table), num_iterations=1)
+    lowered = build_schedule(BUILDERS[schedule], build_table_step(table), passes=passes_named(passes))
+    return EmulatedRun(lowered, TableCosts(table), num_iterations=1)
 
 
 @pytest.mark.parametrize("with_generator", [False, True])
@@ -42,7 +42,7 @@ def test_every_computation_takes_its_seconds_on_its_lane(
     ranks: RankPool, schedule: str, passes: str, with_generator: bool
 ) -> None:
     run = build_run(schedule, passes, with_generator=with_generator)
-    found = ranks.run(_emulate, run, world_size=run.plan.num_ranks)
+    found = ranks.run(_emulate, run, world_size=run.schedule.step.plan.num_ranks)
     (timeline,) = found[0]
     assert isinstance(timeline, Timeline)
     computed = [event for event in timeline.events if ACTION_TABLE[event.action.kind].resource is Resource.COMPUTE]
@@ -57,10 +57,10 @@ def test_every_computation_takes_its_seconds_on_its_lane(
 def test_context_parallel_ranks_are_emulated_together(ranks: RankPool) -> None:
     """Encoder stages of two ranks before LLM stages of three: rows are cut as in a real run, and computations take their time."""
     table = CostTable.from_dict({**TABLE, "units": {**TABLE["units"], "painter": GENERATOR}})
-    graph, plan, assignment = build_table_model(table)
-    spread = Plan({name: _spread(unit, size) for (name, unit), size in zip(plan.units.items(), (2, 3, 2), strict=True)})
-    lowered = build_schedule(BUILDERS["1f1b"], graph, spread, assignment)
-    run = EmulatedRun(graph, spread, assignment, lowered, TableCosts(table), num_iterations=1, num_tokens=300)
+    step = build_table_step(table)
+    spread = Plan({name: _spread(unit, size) for (name, unit), size in zip(step.plan.units.items(), (2, 3, 2), strict=True)})
+    lowered = build_schedule(BUILDERS["1f1b"], StepGraph(step.graph, spread, step.assignment))
+    run = EmulatedRun(lowered, TableCosts(table), num_iterations=1, num_tokens=300)
     ((timeline,), *_) = ranks.run(_emulate, run, world_size=spread.num_ranks)
     expected = {action for lane in lowered.lanes for action in lane.actions if _is_computation(action)}
     assert {event.action for event in timeline.events if _is_computation(event.action)} == expected

@@ -8,9 +8,9 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions, Granularity
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster, Network, NodeLink
+from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.schedule_cache import ScheduleCache
-from multimodal.values.assignment import validate_assignment
+from multimodal.values.step_graph import StepGraph, validate_assignment
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.rank_pool import RankPool
@@ -28,7 +28,7 @@ def balanced_case(name: str, model: str, *, granularity: Granularity = Granulari
     predictor = StepPredictor(ScheduleCache(graph, plan, BUILDERS["1f1b"]), CLUSTER, case.source.vocab_size)
     options = BalanceOptions(granularity=granularity, ranks_per_node=4, predictor=predictor, vocab_size=case.source.vocab_size)
     assignment = BALANCERS[name](lengths, graph=graph, plan=plan, options=options)
-    validate_assignment(assignment, graph=graph, plan=plan, lengths=lengths)
+    validate_assignment(StepGraph(graph, plan, assignment), lengths)
     return replace(case, assignment=assignment)
 
 

@@ -54,8 +54,7 @@ def build_case(builder: str, names: tuple[str, ...]) -> GradientCase:
         units["painter"] = UnitPlan(tuple(Replica((Stage((rank,), ((0, 4),)),)) for rank in (4, 5, 6)))
     for name in ("vision", "audio"):
         if name in names:
-            ranks = [7 if "painter" in names else 4]
-            units[name] = UnitPlan(tuple(Replica((Stage((rank,), ((0, 4),)),)) for rank in ranks))
+            units[name] = UnitPlan((Replica((Stage((7 if "painter" in names else 4,), ((0, 4),)),)),))
     plan = Plan({name: units[name] for name in names})
     return GradientCase(graph, plan, _assign(source, plan, graph), source, builder=builder)
 

@@ -14,6 +14,7 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
+from multimodal.values.step_graph import StepGraph
 from tests.distributed.gradient_case import GradientCase, build_session, plan_case
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
@@ -69,10 +70,10 @@ def measured_bytes(case: GradientCase) -> int:
 
 def predicted_bytes(case: GradientCase) -> list[int]:
     lengths = [case.source.lengths(index) for index in range(len(case.source))]
-    schedule = build_schedule(BUILDERS[case.builder], case.graph, case.plan, case.assignment, passes=())
+    schedule = build_schedule(BUILDERS[case.builder], StepGraph(case.graph, case.plan, case.assignment))
     options = RunOptions(case.recompute, sequence_parallel=case.sequence_parallel, transformer_impl="local")
-    costs = ModelCosts(case.graph, case.plan, case.assignment, lengths, CLUSTER, VOCABULARY, options)
-    found = simulate_schedule(schedule, graph=case.graph, plan=case.plan, assignment=case.assignment, costs=costs)
+    costs = ModelCosts(schedule.step, lengths, CLUSTER, VOCABULARY, options)
+    found = simulate_schedule(schedule, costs)
     ranks = range(case.plan.num_ranks)
     return [found.peak_activation_bytes[case.plan.lane_of_rank[rank]] + costs.memory.broker_bytes(rank) for rank in ranks]
 

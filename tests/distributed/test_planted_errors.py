@@ -9,7 +9,7 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica
-from multimodal.values.schedule_form import form_of
+from multimodal.values.step_graph import StepGraph
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.gradient_comparison import MismatchError, assert_matches
 from tests.distributed.planted_errors import (
@@ -84,12 +84,11 @@ def cut_case(case: GradientCase) -> GradientCase:
 
 
 def test_the_cut_case_without_an_error_passes(ranks: RankPool, cut_case: GradientCase) -> None:
-    graph, plan, assignment = cut_case.graph, cut_case.plan, cut_case.assignment
-    schedule = BUILDERS[cut_case.builder](graph, plan, assignment)
+    schedule = BUILDERS[cut_case.builder](StepGraph(cut_case.graph, cut_case.plan, cut_case.assignment))
     for rewrite in cut_case.passes:
-        schedule = rewrite(schedule, graph=graph, plan=plan, assignment=assignment)
-    form = form_of(schedule)
-    assert 2 in form.num_parts.values() and form.split, "choose another seed"
+        schedule = rewrite(schedule)
+    cuts = schedule.step.cuts
+    assert 2 in cuts.num_subsets.values() and cuts.split, "choose another seed"
     assert_matches(cut_case, ranks)
 
 

@@ -16,10 +16,12 @@ from multimodal.schedule.passes.fill import fill
 from multimodal.schedule.passes.gather_parameters import gather_parameters
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.passes.split_backward import split_backward
+from multimodal.values.action import Action, ActionKind
 from multimodal.values.assignment import Assignment
+from multimodal.values.dependencies import begins_early
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from multimodal.values.schedule import Action, ActionKind, Lane, Schedule
+from multimodal.values.schedule import Lane, Schedule, lane_of
 from tests.distributed.gradient_case import GradientCase, RankGradients, build_session, plan_case, run_on_rank, run_step
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.random_source import RandomSource, SampleShape
@@ -117,18 +119,17 @@ def test_a_stage_whose_weight_gradients_come_apart_keeps_its_reduction_whole(ran
     assert [counts for _, counts in found] == [[]] * case.plan.num_ranks
 
 
-def split_last_backwards(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
+def split_last_backwards(schedule: Schedule) -> Schedule:
     """Cut what the first part of a reduction stands before into input and weight gradient."""
 
     def rewritten(lane: Lane) -> Iterator[Action]:
         for before, action in zip((None, *lane.actions), lane.actions, strict=False):
-            is_last = before is not None and before.kind is ActionKind.REDUCE_GRADIENTS and before.part == 0
-            if is_last and action.kind is ActionKind.BACKWARD:
+            if before is not None and begins_early(before) and action.kind is ActionKind.BACKWARD:
                 yield from (action._replace(kind=kind) for kind in (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT))
             else:
                 yield action
 
-    return Schedule(tuple(Lane(lane.ranks, tuple(rewritten(lane))) for lane in schedule.lanes))
+    return schedule.with_lanes(lane_of(lane.ranks, rewritten(lane)) for lane in schedule.lanes)
 
 
 def test_weight_gradients_that_a_later_pass_puts_off_are_waited_for(ranks: RankPool) -> None:

@@ -8,7 +8,7 @@ from multimodal.balance import BALANCERS
 from multimodal.plan.planners import PLANNERS
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES
-from multimodal.values.schedule import ActionKind
+from multimodal.values.action import ActionKind
 from tests.sanity.registry_tables import TABLES
 from tests.sanity.repository import ROOT, list_text_files
 

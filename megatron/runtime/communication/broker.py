@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.runtime.communication.message_channel import MessageChannel, ReceiveWatch
-from multimodal.values.schedule import Place
+from multimodal.values.action import Coverage, Place
 
 Rows = NDArray[np.int64]
 
@@ -66,8 +66,8 @@ class MessageKey(NamedTuple):
     direction: str
     source: Place
     target: Place
-    part: int = -1
-    """The sample subset whose gradient it is, between stages of one unit; -1: the whole microbatch."""
+    covers: Coverage = None
+    """The sample subset whose gradient it is, between stages of one unit; None: the whole microbatch."""
 
 
 @dataclass(frozen=True)

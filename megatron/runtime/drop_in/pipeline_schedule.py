@@ -7,11 +7,13 @@ from itertools import pairwise
 
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
+from multimodal.values.action import ActionKind
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
-from multimodal.values.schedule import ActionKind, Lane, Schedule
+from multimodal.values.schedule import Lane, Schedule
+from multimodal.values.step_graph import StepGraph
 
 UNIT = "model"
 """Name of the one unit."""
@@ -50,14 +52,13 @@ def build_pipeline_schedule(name: str, *, shape: PipelineShape) -> Schedule:
 
     Raises ConfigError when the schedule needs actions beside `RUNNABLE`, ScheduleError or PlanError when it cannot be built.
     """
-    graph, plan, assignment = pipeline_values(shape)
-    schedule = build_schedule(BUILDERS[name], graph, plan, assignment, forward_only=shape.forward_only)
+    schedule = build_schedule(BUILDERS[name], pipeline_step(shape))
     for lane in schedule.lanes:
         _check_lane(lane, name=name)
     return schedule
 
 
-def pipeline_values(shape: PipelineShape) -> tuple[ModelGraph, Plan, Assignment]:
+def pipeline_step(shape: PipelineShape) -> StepGraph:
     """Describe a pipeline: ranks count from 0 inside it, every virtual stage has one layer, every microbatch one sample.
 
     The loop's own model keeps its layers and sizes to itself; all virtual stages count as equally long.
@@ -67,13 +68,14 @@ def pipeline_values(shape: PipelineShape) -> tuple[ModelGraph, Plan, Assignment]
     ranges = split_layers(unit.layers, num_stages=shape.num_virtual_stages)
     stages = tuple(Stage((rank,), ranges[rank :: shape.num_stages]) for rank in range(shape.num_stages))
     microbatches = tuple((Atom(index),) for index in range(shape.num_microbatches))
-    return ModelGraph((unit,)), Plan({UNIT: UnitPlan((Replica(stages),))}), Assignment({UNIT: (microbatches,)})
+    plan, assignment = Plan({UNIT: UnitPlan((Replica(stages),))}), Assignment({UNIT: (microbatches,)})
+    return StepGraph(ModelGraph((unit,)), plan, assignment, forward_only=shape.forward_only)
 
 
 def _check_lane(lane: Lane, *, name: str) -> None:
     for action in lane.actions:
-        if action.kind not in RUNNABLE or action.part >= 0:
-            what = "backwards in parts" if action.part >= 0 else f"actions of kind {action.kind.name} ({action.kind})"
+        if action.kind not in RUNNABLE or action.subset >= 0:
+            what = "backwards in sample subsets" if action.subset >= 0 else f"actions of kind {action.kind.name} ({action.kind})"
             raise ConfigError(
                 f"schedule '{name}' has {what}, but a training loop written for Megatron runs each microbatch's forward and "
                 "backward whole; give patches.apply(schedule=...) '1f1b', 'gpipe' or another schedule that does"

@@ -20,8 +20,9 @@ from megatron.runtime.drop_in.pipeline_schedule import PipelineShape
 from megatron.runtime.drop_in.sync_functions import GradientSync, ParameterSync
 from megatron.runtime.execution.lane_run import LaneRun
 from megatron.runtime.execution.step_clock import StepClock
+from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.errors import ConfigError
-from multimodal.values.schedule import Action, ActionKind, Lane, Place
+from multimodal.values.schedule import Lane
 
 
 @dataclass(frozen=True)

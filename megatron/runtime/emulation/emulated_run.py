@@ -39,11 +39,8 @@ _VOCAB_SIZE = 128
 class EmulatedRun:
     """A schedule to run, with the values that the simulator takes, too."""
 
-    graph: ModelGraph
-    plan: Plan
-    assignment: Assignment
     schedule: Schedule
-    """Lowered and validated."""
+    """Lowered and validated; with its step."""
     costs: StepCosts
     num_iterations: int = 5
     num_tokens: int = 8
@@ -55,7 +52,7 @@ def emulate(run: EmulatedRun) -> tuple[Timeline, ...]:
 
     Raises RuntimeError or torch's ProcessRaisedException, with the traceback, when a rank fails.
     """
-    timelines: tuple[Timeline, ...] = run_on_ranks(emulate_on_rank, run, num_ranks=run.plan.num_ranks)
+    timelines: tuple[Timeline, ...] = run_on_ranks(emulate_on_rank, run, num_ranks=run.schedule.step.plan.num_ranks)
     return timelines
 
 
@@ -96,8 +93,9 @@ def _serve_rank(
 
 def emulate_on_rank(run: EmulatedRun, *, rank: int) -> tuple[Timeline, ...]:
     """This rank's part, where torch.distributed is up; collective. The timelines on rank 0, nothing elsewhere."""
-    session = emulated_session(run.graph, run.plan, seconds=lambda action: run.costs.compute(action).seconds)
-    step = emulated_step(run.graph, run.plan, run.assignment, run.schedule, num_tokens=run.num_tokens, rank=rank)
+    graph, plan = run.schedule.step.graph, run.schedule.step.plan
+    session = emulated_session(graph, plan, seconds=lambda action: run.costs.compute(action).seconds)
+    step = emulated_step(run.schedule, num_tokens=run.num_tokens, rank=rank)
     timelines = [_run_step(session, step) for _ in range(run.num_iterations + 1)]
     return tuple(timeline for timeline in timelines[1:] if timeline is not None)
 
@@ -117,20 +115,11 @@ def _run_step(session: Session, step: Step) -> Timeline | None:
     return gather_timeline(result.events, origin_seconds=origin_seconds, plan=session.plan, rank=dist.get_rank())
 
 
-def emulated_step(
-    graph: ModelGraph, plan: Plan, assignment: Assignment, schedule: Schedule, *, num_tokens: int, rank: int
-) -> Step:
+def emulated_step(schedule: Schedule, *, num_tokens: int, rank: int) -> Step:
     """A step without data: every sample has one target token, every item and text `num_tokens` tokens."""
-    step = Step(
-        graph=graph,
-        assignment=assignment,
-        schedule=schedule,
-        routes=assignment.routes(graph),
-        lengths={sample.sample_id: sample for sample in _lengths(graph, assignment, num_tokens)},
-        inputs={},
-        context_parallel_sizes={name: unit.context_parallel_size for name, unit in plan.units.items()},
-    )
-    return with_emulated_inputs(step, plan=plan, rank=rank)
+    lengths = _lengths(schedule.step.graph, schedule.step.assignment, num_tokens)
+    step = Step(schedule=schedule, lengths={sample.sample_id: sample for sample in lengths}, inputs={})
+    return with_emulated_inputs(step, rank=rank)
 
 
 def _lengths(graph: ModelGraph, assignment: Assignment, num_tokens: int) -> Sequence[SampleLengths]:

@@ -16,9 +16,8 @@ from multimodal.model.layers.registry import kind_of
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
 from multimodal.model.weight_gradient_queue import active_queue
+from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.assignment import MicrobatchPlace
-from multimodal.values.plan import Plan
-from multimodal.values.schedule import Action, ActionKind, Place
 
 Seconds = Callable[[Action], float]
 """How long a computation takes."""
@@ -141,18 +140,18 @@ def wait(seconds: float) -> None:
         time.sleep(seconds)
 
 
-def with_emulated_inputs(step: Step, *, plan: Plan, rank: int) -> Step:
+def with_emulated_inputs(step: Step, *, rank: int) -> Step:
     """The same step with inputs that hold sizes alone, for the microbatches that pass through this rank."""
     inputs: dict[MicrobatchPlace, PackedInput] = {}
     subset_inputs: dict[MicrobatchPlace, tuple[PackedInput, ...]] = {}
-    for unit, unit_plan in plan.units.items():
+    for unit, unit_plan in step.plan.units.items():
         context_rank = unit_plan.context_parallel_rank(rank) if rank in unit_plan.ranks else 0
         for replica_index, replica in enumerate(unit_plan.replicas):
             if rank not in replica.ranks:
                 continue
             for microbatch in range(step.assignment.num_microbatches(unit, replica_index)):
                 place = MicrobatchPlace(unit, replica_index, microbatch)
-                if place in step.form.num_parts:
+                if place in step.cuts.num_subsets:
                     parts = range(len(step.subsets(place)))
                     subset_inputs[place] = tuple(_input(step, place, part, rank=context_rank) for part in parts)
                 else:

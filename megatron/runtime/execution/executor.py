@@ -16,10 +16,11 @@ from megatron.runtime.step.step import Step, StepResult
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
+from multimodal.values.action import Action, ActionKind
 from multimodal.values.assignment import MicrobatchPlace, Route
 from multimodal.values.backward_need import BackwardNeed, has_trainable_output, stage_backward_need
+from multimodal.values.dependencies import begins_early
 from multimodal.values.errors import ConfigError
-from multimodal.values.schedule import Action, ActionKind
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,10 @@ class RunningStep(StepMessages):
         hiddens = self._split_rows(action, hidden, batches)
         with self.clock.span(action), torch.set_grad_enabled(has_backward):
             outputs = []
-            for part, batch, rows in zip(self.step.form.parts(microbatch_of(action.place)), batches, hiddens, strict=True):
+            for subset, batch, rows in zip(self.step.cuts.subsets(microbatch_of(action.place)), batches, hiddens, strict=True):
                 if rows is not None:
                     rows.requires_grad_(has_backward and need.sends_gradient)
-                outputs.append(self._run_subset(action._replace(part=part), batch, rows, items, has_backward=has_backward))
+                outputs.append(self._run_subset(action._replace(covers=subset), batch, rows, items, has_backward=has_backward))
             if all(output is not None for output in outputs):
                 self.publish_outputs(action, [output for output in outputs if output is not None])
 
@@ -84,11 +85,11 @@ class RunningStep(StepMessages):
         queue = self._propagate(action)
         assert queue is not None, f"the forward of {action} did not know that its backward is split"
         if self._need(action).trains_weights:
-            self.store.put(("weight gradients", action.place, action.part), queue, size_bytes=queue.size_bytes)
+            self.store.put(("weight gradients", action.place, action.subset), queue, size_bytes=queue.size_bytes)
 
     def weight_gradient(self, action: Action) -> None:
         """Compute the weight gradients that an input gradient left."""
-        queue: WeightGradientQueue = self.store.take(("weight gradients", action.place, action.part))
+        queue: WeightGradientQueue = self.store.take(("weight gradients", action.place, action.subset))
         with self.clock.span(action), self._gathering_weights(action):
             queue.compute()
 
@@ -99,7 +100,7 @@ class RunningStep(StepMessages):
     def reduce_gradients(self, action: Action) -> None:
         """Start a reduction, or the last part of one after the backward that did the rest; before it, get ready for that."""
         unit = self.executor.gradients[action.unit]
-        self.start_collective(action, unit.expect_last_backward if action.part == 0 else unit.start_reduction)
+        self.start_collective(action, unit.expect_last_backward if begins_early(action) else unit.start_reduction)
 
     def _need(self, action: Action) -> BackwardNeed:
         return stage_backward_need(self.step.graph, self.executor.plan, action.unit, action.replica, action.stage)
@@ -122,13 +123,13 @@ class RunningStep(StepMessages):
         embeddings = torch.cat([tensor for _, tensor in items]) if items else None
         counts_memory = has_backward and self.executor.device.type == "cpu"
         saved = SavedTensors(self.executor.parameter_storages) if counts_memory else None
-        queue = WeightGradientQueue() if has_backward and action.place in self.step.form.split else None
+        queue = WeightGradientQueue() if has_backward and action.place in self.step.cuts.split else None
         with self._gathering_weights(action), saved or nullcontext(), DeferWeightGradients(queue):
             output = self.stage(action.place)(hidden, batch, embeddings)
             loss = self._record_loss(action, output) if isinstance(output, HeadOutput) else None
             given = output.conditions if isinstance(output, HeadOutput) else output
         if has_backward:
-            for tensor in (hidden, *(tensor for _, tensor in items if action.part <= 0)):
+            for tensor in (hidden, *(tensor for _, tensor in items if action.subset <= 0)):
                 if saved is not None and tensor is not None:
                     saved.add(tensor)
             size_bytes = saved.size_bytes if saved is not None else size_of(hidden)
@@ -140,7 +141,7 @@ class RunningStep(StepMessages):
                 items=items,
                 queue=queue,
             )
-            self.store.put(("open", action.place, action.part), opened, size_bytes=size_bytes)
+            self.store.put(("open", action.place, action.subset), opened, size_bytes=size_bytes)
         return None if given is None else given.detach()
 
     def _split_rows(self, action: Action, hidden: Tensor | None, batches: list[PackedInput]) -> list[Tensor | None]:
@@ -160,7 +161,7 @@ class RunningStep(StepMessages):
         return output.loss_sum / self.step.num_generated_values[action.unit]
 
     def _propagate(self, action: Action) -> WeightGradientQueue | None:
-        opened: OpenSubset = self.store.take(("open", action.place, action.part))
+        opened: OpenSubset = self.store.take(("open", action.place, action.subset))
         gradient = None if opened.output_shape is None else self.collect_output_gradient(action, opened.output_shape)
         roots = [(root, each) for root, each in ((opened.loss, None), (opened.output, gradient)) if root is not None]
         with self.clock.span(action), self._gathering_weights(action):
@@ -198,12 +199,12 @@ class Executor(RankResources):
         running = RunningStep(self, step, is_training=is_training)
         memory_before = _start_counting_cuda_memory()
         self.clock.start_step()
-        lane = step.schedule.lanes[self.lane]
+        lane = step.schedule.lane(self.lane)
         running.run(lane, fillers=frozenset() if self._shares_stages or self.sharded else lane.fillers)
         return self._result(running, memory_before)
 
     def _check_implementation(self, step: Step) -> None:
-        if step.form.split and any(stage.options.transformer_impl != "local" for stage in self.stages.values()):
+        if step.cuts.split and any(stage.options.transformer_impl != "local" for stage in self.stages.values()):
             raise ConfigError(
                 "the schedule splits backwards into input and weight gradients, which --transformer-impl transformer_engine "
                 "cannot do; use --transformer-impl local, or a --schedule with whole backwards"

@@ -9,7 +9,8 @@ from torch import Tensor
 from megatron.runtime.communication.broker import Broker, Link, MessageKey
 from megatron.runtime.execution.activation_store import ActivationStore, size_of
 from megatron.runtime.execution.step_clock import StepClock
-from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Lane, Place, Resource
+from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource
+from multimodal.values.schedule import Lane
 
 RECEIVE_AHEAD = 8
 """Receives are posted this many actions before the lane gets to them."""
@@ -100,7 +101,7 @@ class LaneRun(ABC):
         while self.fillers and not self._is_filling and not self.is_there(key):
             self._run_filler()
         kind = ActionKind.RECEIVE_FORWARD if key.direction == "forward" else ActionKind.RECEIVE_BACKWARD
-        with self.clock.span(Action(kind, *key.target, peer=key.source, part=key.part)):
+        with self.clock.span(Action(kind, *key.target, peer=key.source, covers=key.covers)):
             self.broker.wait(key)
             received = self.complete(key)
         self.store.grow(-self.store.take(("posted", key)))
@@ -117,7 +118,7 @@ class LaneRun(ABC):
     def post_receive(self, action: Action) -> None:
         """Start a receive action."""
         assert action.peer is not None
-        key = MessageKey(_DIRECTION_OF_RECEIVE[action.kind], action.peer, action.place, action.part)
+        key = MessageKey(_DIRECTION_OF_RECEIVE[action.kind], action.peer, action.place, action.covers)
         size_bytes = self.broker.post_receive(key, self.link(key))
         self.store.put(("posted", key), size_bytes, size_bytes=0)
         self.store.grow(size_bytes)
@@ -126,7 +127,7 @@ class LaneRun(ABC):
         """Run a send action."""
         assert action.peer is not None
         direction = "forward" if action.kind is ActionKind.SEND_FORWARD else "backward"
-        key = MessageKey(direction, action.place, action.peer, action.part)
+        key = MessageKey(direction, action.place, action.peer, action.covers)
         with self.clock.span(action):
             self.broker.send(key, self.link(key), self.store.take(key))
 

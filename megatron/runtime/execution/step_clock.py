@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from multimodal.values.action import ACTION_TABLE, Action, Resource
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import ACTION_TABLE, Action, Resource
 from multimodal.values.timeline import Timeline, TimelineEvent
 
 Mark = float | torch.cuda.Event

@@ -18,11 +18,11 @@ from megatron.runtime.gradients.gradients import UnitGradients
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
 from megatron.runtime.step.step import Step
 from multimodal.model.unit_stage import UnitStage
-from multimodal.schedule.dependencies import must_travel
+from multimodal.values.action import Action, ActionKind, Coverage, Place, SampleSubset
 from multimodal.values.assignment import MicrobatchPlace, Route
+from multimodal.values.dependencies import must_travel
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import Action, ActionKind, Place
 
 
 class RankResources:
@@ -123,7 +123,7 @@ class StepMessages(LaneRun):
         upstream, downstream = (key.source, key.target) if key.direction == "forward" else (key.target, key.source)
         ranks = self.executor.ranks_of(key.source), self.executor.ranks_of(key.target)
         if upstream.unit == downstream.unit:
-            return Link(*ranks, self._hidden_shape(downstream, key.part), is_replicated=False)
+            return Link(*ranks, self._hidden_shape(downstream, key.covers), is_replicated=False)
         source, target = microbatch_of(upstream), microbatch_of(downstream)
         (route,) = (route for route in self.step.routes.from_source[source] if route.target == target)
         # An encoder's projector speaks the LLM's language; a generator translates what the LLM says itself.
@@ -156,13 +156,13 @@ class StepMessages(LaneRun):
             self.publish(MessageKey("forward", place, _first_place(route.target)), output.index_select(0, rows))
 
     def collect_output_gradient(self, action: Action, shape: torch.Size) -> Tensor:
-        """Take the gradient of what a forward handed on (of one sample subset: `action.part`)."""
+        """Take the gradient of what a forward handed on (of one sample subset: `action.subset`)."""
         place = action.place
         if not self.stage(place).is_last:
-            return self.collect(MessageKey("backward", place._replace(stage=action.stage + 1), place, action.part))
+            return self.collect(MessageKey("backward", place._replace(stage=action.stage + 1), place, action.covers))
         gradient: Tensor | None = None
         for route in self.step.routes.from_source.get(microbatch_of(place), ()):
-            if action.part not in (-1, self.step.part_of(route)):
+            if action.subset not in (-1, self.step.part_of(route)):
                 continue
             found = self.collect(MessageKey("backward", _first_place(route.target), place))
             gradient = found.new_zeros(shape) if gradient is None else gradient
@@ -174,7 +174,7 @@ class StepMessages(LaneRun):
         """Hand back the gradients of what a forward collected."""
         if hidden is not None and hidden.requires_grad:
             before = action.place._replace(stage=action.stage - 1)
-            self.publish(MessageKey("backward", action.place, before, action.part), _gradient_of(hidden))
+            self.publish(MessageKey("backward", action.place, before, action.covers), _gradient_of(hidden))
         for route, tensor in items:
             if tensor.requires_grad:
                 self.publish(MessageKey("backward", action.place, self._last_place(route.source)), _gradient_of(tensor))
@@ -188,12 +188,12 @@ class StepMessages(LaneRun):
         last = self.executor.plan.units[source.unit].num_virtual_stages - 1
         return Place(source.unit, source.replica, last, source.microbatch)
 
-    def _hidden_shape(self, place: Place, part: int) -> tuple[int, ...]:
+    def _hidden_shape(self, place: Place, covers: Coverage) -> tuple[int, ...]:
         """Hidden states of this rank's tokens, of one sample subset or all."""
         rank = self.executor.context_parallel_rank(place.unit)
         num_tokens = self.step.placement.num_tokens(microbatch_of(place), rank=rank)
         num_rows = map(self.executor.any_stage(place.unit).num_rows, num_tokens)
-        rows = sum(num for index, num in enumerate(num_rows) if part in (-1, index))
+        rows = sum(num for index, num in enumerate(num_rows) if covers in (None, SampleSubset(index)))
         return (rows, 1, self.step.graph.unit(place.unit).transformer.hidden_size)
 
 

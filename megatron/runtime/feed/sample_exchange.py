@@ -16,11 +16,10 @@ import torch.distributed as dist
 
 from multimodal.balance.batch_work import list_items
 from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
-from multimodal.values.assignment import Assignment
 from multimodal.values.errors import BraidError, DataError
-from multimodal.values.model_graph import ModelGraph, Role
-from multimodal.values.plan import Plan
+from multimodal.values.model_graph import Role
 from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.step_graph import StepGraph
 
 WHOLE_TEXT = -1
 """In place of an item's index: the text of the sample."""
@@ -117,11 +116,11 @@ class SampleExchange:
         described = {sample_id: found for samples, _ in gathered for sample_id, found in samples.items()}
         return DecodedShare({sample_id: described[sample_id] for sample_id in source_index}, texts, items)
 
-    def exchange(self, share: DecodedShare, *, assignment: Assignment, graph: ModelGraph, plan: Plan) -> ExchangedSamples:
-        """Send what was decoded here to whom the assignment gives it, and return what was sent here."""
+    def exchange(self, share: DecodedShare, step: StepGraph) -> ExchangedSamples:
+        """Send what was decoded here to whom the step's assignment gives it, and return what was sent here."""
         own: Mapping[Piece, Any] = {**{Piece(sample, WHOLE_TEXT): text for sample, text in share.texts.items()}, **share.items}
         lengths = {sample_id: described.lengths for sample_id, described in share.described.items()}
-        needs = needed_pieces(assignment, graph=graph, plan=plan, lengths=lengths)
+        needs = needed_pieces(step, lengths)
         outgoing = [
             pickle.dumps({piece: own[piece] for piece in needs.get(rank, ()) if piece in own}) for rank in range(self._world_size)
         ]
@@ -140,21 +139,15 @@ class SampleExchange:
         return [chunk.numpy().tobytes() for chunk in received.split(counts)]
 
 
-def needed_pieces(
-    assignment: Assignment,
-    *,
-    graph: ModelGraph,
-    plan: Plan,
-    lengths: Mapping[int, SampleLengths],
-) -> dict[int, list[Piece]]:
-    """rank -> what it needs of the global batch, by the rules of `load_inputs`.
+def needed_pieces(step: StepGraph, lengths: Mapping[int, SampleLengths]) -> dict[int, list[Piece]]:
+    """Return rank -> what it needs of the global batch, by the rules of `load_inputs`.
 
     Texts go to the LLM; pixels to an encoder's first stage, which takes them, and to a generator's last one, which makes them.
     """
     found: dict[int, dict[Piece, None]] = {}
-    for name, replicas in assignment.units.items():
-        role = graph.unit(name).role
-        for replica, microbatches in zip(plan.units[name].replicas, replicas, strict=True):
+    for name, replicas in step.assignment.units.items():
+        role = step.graph.unit(name).role
+        for replica, microbatches in zip(step.plan.units[name].replicas, replicas, strict=True):
             atoms = [atom for microbatch in microbatches for atom in microbatch]
             if role is Role.ENCODER:
                 ranks, pieces = replica.virtual_stages[0].ranks, [Piece(*atom) for atom in atoms]

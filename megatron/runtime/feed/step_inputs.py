@@ -5,16 +5,14 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron.runtime.step.decision import sample_subsets
 from megatron.runtime.step.token_placement import WHOLE, TokenPlacement
 from multimodal.attention.packed_lengths import ItemSpan
 from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.stage_input import PackedInput, share_input
-from multimodal.values.assignment import Assignment, Atom, Microbatch, MicrobatchPlace, Routes
-from multimodal.values.model_graph import ModelGraph, Role, Unit
-from multimodal.values.plan import Plan
-from multimodal.values.schedule_form import PLAIN, ScheduleForm
+from multimodal.values.assignment import Atom, Microbatch, MicrobatchPlace
+from multimodal.values.model_graph import Role, Unit
+from multimodal.values.step_graph import StepGraph
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,58 +27,55 @@ class LoadedInputs:
 
 def load_inputs(
     source: SampleSource,
+    step: StepGraph,
     *,
-    graph: ModelGraph,
-    plan: Plan,
     rank: int,
-    assignment: Assignment,
-    routes: Routes,
     source_index: Mapping[int, int],
-    form: ScheduleForm = PLAIN,
     placement: TokenPlacement | None = None,
 ) -> LoadedInputs:
     """Load and pack every microbatch that passes through this rank, pixels only where they are needed.
 
     That is an encoder's first stage, which takes them, and a generator's last one, which is to make them.
-    source_index: sample id -> index in `source`; form: which microbatches run in sample subsets, each packed by itself;
+    Microbatches that run in sample subsets (`StepGraph.cuts`) are packed subset by subset.
+    source_index: sample id -> index in `source`;
     placement: which tokens each rank holds where a unit spreads them over ranks: all its ranks read the whole, and keep theirs.
     Raises DataError when an item cannot be decoded, or a sample's lengths do not say where its items begin.
     """
 
     def own(packed: PackedInput, place: MicrobatchPlace, part: int = WHOLE) -> PackedInput:
-        context_rank = plan.units[place.unit].context_parallel_rank(rank)
+        context_rank = step.plan.units[place.unit].context_parallel_rank(rank)
         share = placement.own_share(place, part=part, rank=context_rank) if placement else None
         return packed if share is None else share_input(packed, share)
 
     inputs: dict[MicrobatchPlace, PackedInput] = {}
     subset_inputs: dict[MicrobatchPlace, tuple[PackedInput, ...]] = {}
     target_samples: dict[MicrobatchPlace, tuple[int, ...]] = {}
-    for name, unit_plan in plan.units.items():
-        unit = graph.unit(name)
+    for name, unit_plan in step.plan.units.items():
+        unit = step.graph.unit(name)
         for replica_index, replica in enumerate(unit_plan.replicas):
             if rank not in replica.ranks:
                 continue
             is_first = rank in replica.virtual_stages[0].ranks
-            for microbatch in range(assignment.num_microbatches(name, replica_index)):
+            for microbatch in range(step.num_microbatches(name, replica_index)):
                 place = MicrobatchPlace(name, replica_index, microbatch)
                 if unit.role is Role.ENCODER:
-                    subsets = sample_subsets(place, form=form, graph=graph, assignment=assignment)
+                    subsets = step.sample_subsets(place)
                     packed = tuple(
                         own(_encoder_input(source, unit, atoms, source_index, with_pixels=is_first), place, part)
-                        for part, atoms in (enumerate(subsets) if place in form.num_parts else ((WHOLE, subsets[0]),))
+                        for part, atoms in (enumerate(subsets) if place in step.cuts.num_subsets else ((WHOLE, subsets[0]),))
                     )
-                    if place in form.num_parts:
+                    if place in step.cuts.num_subsets:
                         subset_inputs[place] = packed
                     else:
                         (inputs[place],) = packed
                 elif unit.role is Role.GENERATOR:
                     is_last = rank in replica.virtual_stages[-1].ranks
-                    whole = _generator_input(source, unit, place, assignment, routes, source_index, with_pixels=is_last)
+                    whole = _generator_input(source, unit, place, step, source_index, with_pixels=is_last)
                     inputs[place] = own(whole, place)
                 else:
                     if placement:
                         placement.check_starts(place, source=source, source_index=source_index)
-                    whole, samples = _language_input(source, graph, place, assignment, routes, source_index)
+                    whole, samples = _language_input(source, place, step, source_index)
                     inputs[place] = own(whole, place)
                     target_samples[place] = _held(samples, whole, inputs[place])
     return LoadedInputs(inputs, target_samples, subset_inputs)
@@ -117,8 +112,7 @@ def _generator_input(
     source: SampleSource,
     unit: Unit,
     place: MicrobatchPlace,
-    assignment: Assignment,
-    routes: Routes,
+    step: StepGraph,
     source_index: Mapping[int, int],
     *,
     with_pixels: bool,
@@ -133,9 +127,9 @@ def _generator_input(
             if item.unit == unit.name
         ]
 
-    items = items_of(assignment.atoms(place))
+    items = items_of(step.assignment.atoms(place))
     packed = _encoder_input(source, unit, tuple(items), source_index, with_pixels=with_pixels)
-    handed_over = [item for route in routes.to_target[place] for item in items_of(route.atoms)]
+    handed_over = [item for route in step.routes.to_target[place] for item in items_of(route.atoms)]
     row_of_item = {item: row for row, item in enumerate(handed_over)}
     rows = torch.tensor([row_of_item[item] for item in items])
     return dataclasses.replace(packed, condition_rows=torch.repeat_interleave(rows, torch.tensor(packed.lengths)))
@@ -143,19 +137,19 @@ def _generator_input(
 
 def _language_input(
     source: SampleSource,
-    graph: ModelGraph,
     place: MicrobatchPlace,
-    assignment: Assignment,
-    routes: Routes,
+    step: StepGraph,
     source_index: Mapping[int, int],
 ) -> tuple[PackedInput, tuple[int, ...]]:
-    packed = pack_language_microbatch(assignment.atoms(place), source=source, index_of_sample=source_index)
+    packed = pack_language_microbatch(step.assignment.atoms(place), source=source, index_of_sample=source_index)
     lengths = _lengths(packed.cu_seqlens)
     items = tuple(
-        ItemSpan(*packed.item_spans[atom], route.source.unit) for route in routes.to_target.get(place, ()) for atom in route.atoms
+        ItemSpan(*packed.item_spans[atom], route.source.unit)
+        for route in step.routes.to_target.get(place, ())
+        for atom in route.atoms
     )
     target_rows = packed.is_target.nonzero()[:, 0]
-    generators = {unit.name for unit in graph.generators}
+    generators = {unit.name for unit in step.graph.generators}
     generator_rows = [
         packed.item_spans[Atom(sample_id, index)][0]
         for sample_id in (packed.sample_ids if generators else ())

@@ -31,11 +31,11 @@ from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.placement import drop_idle_samples
 from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
-from multimodal.schedule.schedule_cache import ScheduleCache
-from multimodal.values.assignment import Assignment, validate_assignment
+from multimodal.schedule.build_schedule import ScheduleCache
+from multimodal.values.assignment import Assignment
 from multimodal.values.errors import BraidError
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.schedule_form import form_of
+from multimodal.values.step_graph import validate_assignment
 
 
 class StepPlanner(torch.utils.data.Dataset[Step]):
@@ -71,10 +71,10 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         start = time.perf_counter()
         assignment = self._balancer(lengths, graph=graph, plan=plan, options=self._options)
         balance = report_balance(
-            assignment, lengths, graph=graph, plan=plan, options=self._options, balance_seconds=time.perf_counter() - start
+            self._schedules.step(assignment), lengths, options=self._options, balance_seconds=time.perf_counter() - start
         )
         if self._exchange and share:
-            source = self._exchange.exchange(share, assignment=assignment, graph=graph, plan=plan)
+            source = self._exchange.exchange(share, self._schedules.step(assignment))
             source_index = {sample_id: sample_id for sample_id in source_index}
         planned = plan_step(
             source,
@@ -107,37 +107,28 @@ def plan_step(
     is_emulated: with sizes alone instead of inputs; sharing: how tokens are spread, the same on every rank; shards_weights:
     whether replicas share their weights, and so have to compute together.
     """
-    graph, plan = schedules.graph, schedules.plan
-    validate_assignment(assignment, graph=graph, plan=plan, lengths=lengths)
-    assignment = drop_idle_samples(assignment, graph=graph, lengths=lengths)
-    routes = assignment.routes(graph)
+    validate_assignment(schedules.step(assignment), lengths)
+    assignment = drop_idle_samples(assignment, graph=schedules.graph, lengths=lengths)
     schedule = schedules.schedule(assignment)
+    schedule.lane(schedule.step.plan.lane_of_rank[rank])  # made here, ahead of training
     step = Step(
-        graph=graph,
-        assignment=assignment,
         schedule=schedule,
-        routes=routes,
         lengths={sample.sample_id: sample for sample in lengths},
         inputs={},
         digest=assignment_digest(assignment),
-        context_parallel_sizes={name: unit.context_parallel_size for name, unit in plan.units.items()},
         sharing=sharing,
         joins=schedules.joins(assignment) if shards_weights else (),
     )
     if is_emulated:
-        return with_emulated_inputs(step, plan=plan, rank=rank)
+        return with_emulated_inputs(step, rank=rank)
     loaded = load_inputs(
         source,
-        graph=graph,
-        plan=plan,
+        schedule.step,
         rank=rank,
-        assignment=assignment,
-        routes=routes,
         source_index=source_index,
-        form=form_of(schedule),
         placement=step.placement,
     )
-    step.placement.work_out_routes(plan, rank=rank)
+    step.placement.work_out_routes(step.plan, rank=rank)
     return step.changed(inputs=loaded.inputs, target_samples=loaded.target_samples, subset_inputs=loaded.subset_inputs)
 
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from multimodal.values.action import ActionKind
 from multimodal.values.errors import ConfigError
-from multimodal.values.schedule import ActionKind
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

@@ -16,9 +16,9 @@ from megatron.runtime.gradients.scheduled_collectives import nothing_to_wait_for
 from megatron.runtime.gradients.sharded_layer import LayerPass, ShardedLayer, Visit, WeightPiece
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.unit_stage import UnitStage
+from multimodal.values.action import ActionKind
 from multimodal.values.backward_need import layers_backward_need
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.schedule import ActionKind
 
 
 class ShardedStage:

@@ -10,10 +10,8 @@ from numpy.typing import NDArray
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork, Imbalance, unit_imbalance
 from multimodal.balance.in_order import balance_in_order
-from multimodal.values.assignment import Assignment
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.step_graph import StepGraph
 
 
 @dataclass(frozen=True)
@@ -95,19 +93,17 @@ def _named(imbalance: Imbalance) -> dict[str, float]:
 
 
 def report_balance(
-    assignment: Assignment,
+    step: StepGraph,
     lengths: Sequence[SampleLengths],
     *,
-    graph: ModelGraph,
-    plan: Plan,
     options: BalanceOptions,
     balance_seconds: float,
 ) -> BalanceReport:
     """Hold an assignment against the data loader's order. O(atoms)."""
-    work = BatchWork(graph, lengths, options)
-    before = balance_in_order(lengths, graph=graph, plan=plan, options=options)
+    work = BatchWork(step.graph, lengths, options)
+    before = balance_in_order(lengths, graph=step.graph, plan=step.plan, options=options)
     return BalanceReport(
-        {name: unit_imbalance(before, work, unit=name) for name in graph.unit_names},
-        {name: unit_imbalance(assignment, work, unit=name) for name in graph.unit_names},
+        {name: unit_imbalance(before, work, unit=name) for name in step.graph.unit_names},
+        {name: unit_imbalance(step.assignment, work, unit=name) for name in step.graph.unit_names},
         balance_ms=1e3 * balance_seconds,
     )

@@ -10,22 +10,45 @@ from torch import Tensor
 
 from multimodal.values.assignment import Assignment, Atom, Microbatch, MicrobatchPlace, Route, Routes
 from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.schedule import Schedule
-from multimodal.values.schedule_form import ScheduleForm, form_of, parts_of
+from multimodal.values.step_graph import Cuts
 
 
 @dataclass(frozen=True)
 class StepDecision:
     """The decisions about one global batch, alike on every rank."""
 
-    graph: ModelGraph
-    assignment: Assignment
     schedule: Schedule
-    """Lowered."""
-    routes: Routes
+    """Lowered; with its step."""
     lengths: Mapping[int, SampleLengths]
     """By sample id."""
+
+    @property
+    def graph(self) -> ModelGraph:
+        """The model."""
+        return self.schedule.step.graph
+
+    @property
+    def plan(self) -> Plan:
+        """Where each layer lives."""
+        return self.schedule.step.plan
+
+    @property
+    def assignment(self) -> Assignment:
+        """Which sample goes where."""
+        return self.schedule.step.assignment
+
+    @property
+    def routes(self) -> Routes:
+        """Who hands what to whom between units."""
+        return self.schedule.step.routes
+
+    @property
+    def cuts(self) -> Cuts:
+        """How the schedule cuts backwards and reductions."""
+        return self.schedule.step.cuts
 
     @cached_property
     def num_target_tokens(self) -> int:
@@ -60,14 +83,9 @@ class StepDecision:
         """LLM tokens of the whole global batch."""
         return sum(sample.num_tokens for sample in self.lengths.values())
 
-    @cached_property
-    def form(self) -> ScheduleForm:
-        """Where the schedule cuts backwards."""
-        return form_of(self.schedule)
-
     def subsets(self, place: MicrobatchPlace) -> tuple[Microbatch, ...]:
         """The sample subsets that a microbatch runs as; one where its backward is not cut."""
-        return sample_subsets(place, form=self.form, graph=self.graph, assignment=self.assignment)
+        return self.schedule.step.sample_subsets(place)
 
     def part_of(self, route: Route) -> int:
         """Index of the sample subset of the route's source that the route takes its rows from."""
@@ -131,14 +149,3 @@ class OutputPiece(NamedTuple):
 
     item: Atom
     num_rows: int
-
-
-def sample_subsets(
-    place: MicrobatchPlace, *, form: ScheduleForm, graph: ModelGraph, assignment: Assignment
-) -> tuple[Microbatch, ...]:
-    """The atoms of each subset: one per consumer where the schedule cuts the microbatch's backward, else all in one.
-
-    A microbatch that is cut runs its forward subset by subset, too, so that each has an autograd graph of its own. Packed samples
-    do not see each other, so that changes no number.
-    """
-    return parts_of(place, graph, assignment) if place in form.num_parts else (assignment.atoms(place),)

@@ -29,16 +29,14 @@ class Step(StepDecision):
     digest: int = 0
     """The digest of the assignment; ranks compare it before they run the step."""
     balance: BalanceReport = field(default_factory=BalanceReport)
-    """The effect of balancing."""
-    context_parallel_sizes: Mapping[str, int] = field(default_factory=dict)
-    """Unit -> ranks that its microbatches' tokens are spread over; 1 where nothing is said."""
+    """What balancing did."""
     sharing: ContextSharing = BY_WORKLOAD
     """How they are."""
 
     @cached_property
     def placement(self) -> TokenPlacement:
         """Where every token is."""
-        sizes = {name: self.context_parallel_sizes.get(name, 1) for name in self.graph.unit_names}
+        sizes = {name: self.plan.units[name].context_parallel_size for name in self.graph.unit_names}
         return TokenPlacement(self, sizes=sizes, sharing=self.sharing)
 
     def changed(self, **changes: Any) -> "Step":

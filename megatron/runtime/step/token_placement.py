@@ -110,10 +110,10 @@ class TokenPlacement:
 
     def _parts(self, place: MicrobatchPlace) -> Sequence[int]:
         """Indices of the sample subsets that a microbatch runs in; WHOLE alone where it is not cut."""
-        return range(len(self._step.subsets(place))) if place in self._step.form.num_parts else (WHOLE,)
+        return range(len(self._step.subsets(place))) if place in self._step.cuts.num_subsets else (WHOLE,)
 
     def _part_of(self, route: Route) -> int:
-        return self._step.part_of(route) if route.source in self._step.form.num_parts else WHOLE
+        return self._step.part_of(route) if route.source in self._step.cuts.num_subsets else WHOLE
 
     def _subset(self, place: MicrobatchPlace, part: int) -> Microbatch:
         return self._step.assignment.atoms(place) if part == WHOLE else self._step.subsets(place)[part]

@@ -242,7 +242,7 @@ def _compare_with_simulation(
     emulation.measured_seconds.append(timeline.duration_seconds)
     if is_last:
         measured = statistics.median(emulation.measured_seconds[1:] or emulation.measured_seconds)
-        simulated = emulation.simulated_seconds(step, run.session.plan)
+        simulated = emulation.simulated_seconds(step)
         reporter.say(
             f"emulated step: {measured:.4f} s measured (median), {simulated:.4f} s simulated, ratio {measured / simulated:.3f}"
         )

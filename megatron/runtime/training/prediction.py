@@ -17,11 +17,11 @@ from multimodal.cost.cost_table import CostTable
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_costs import ComputeCost
 from multimodal.cost.table_costs import TableCosts
-from multimodal.schedule.schedule_cache import ScheduleCache
+from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.simulate import simulate_schedule
+from multimodal.values.action import Action
 from multimodal.values.errors import ConfigError
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import Action
 
 _GLOO = NodeLink(1.5, 70.0), Network(1.0, 100.0, 1)
 _NVLINK = NodeLink(450.0, 3.0), Network(50.0, 8.0, 1)
@@ -97,11 +97,9 @@ class EmulationTable:
         """How long to wait in place of a computation."""
         return self.costs.compute(action).seconds
 
-    def simulated_seconds(self, step: Step, plan: Plan) -> float:
-        """Returns the simulated seconds of a step."""
-        return simulate_schedule(
-            step.schedule, graph=step.graph, plan=plan, assignment=step.assignment, costs=self.costs
-        ).iteration_seconds
+    def simulated_seconds(self, step: Step) -> float:
+        """Return how long a step takes in simulation."""
+        return simulate_schedule(step.schedule, self.costs).iteration_seconds
 
 
 def _shown(counts: dict[str, int]) -> str:

@@ -43,7 +43,7 @@ class Trainer:
         executed = time.perf_counter()
         self.session.finish_gradients()
         learning_rate = current_learning_rate(self.scheduler, self._settings)
-        norm = self.session.update(gathers_later=step.form.gathers_parameters)
+        norm = self.session.update(gathers_later=step.cuts.gathers_parameters)
         if math.isfinite(norm):
             self.scheduler.step(increment=1)
         end = time.perf_counter()

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from multimodal.schedule.builders.interleaved_1f1b import interleaved_order
-from multimodal.values.schedule import ActionKind
+from multimodal.values.action import ActionKind
 
 Seconds = Sequence[Sequence[float]]
 """[num_virtual_stages][num_microbatches + 1]: the duration of each microbatch, and last of one that is not known yet."""

@@ -18,14 +18,12 @@ from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import passes_named
-from multimodal.schedule.passes.insert_communication import insert_communication
-from multimodal.schedule.simulate import simulate_schedule
-from multimodal.schedule.simulation import Simulation
-from multimodal.values.assignment import Assignment, validate_assignment
-from multimodal.values.length_batches import draw_length_batches
+from multimodal.schedule.simulate import Simulation, simulate_schedule
+from multimodal.values.action import Action
+from multimodal.values.assignment import Assignment
 from multimodal.values.plan import Plan, UnitPlan
-from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.schedule import Action, Schedule
+from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
+from multimodal.values.step_graph import StepGraph, validate_assignment
 
 KEPT_REPLICAS = 4
 """Replicas of every unit that are simulated at least if lengths vary: the heaviest decides."""
@@ -62,7 +60,7 @@ class ShareCosts(ModelCosts):
     @property
     def peak_flops_per_second(self) -> float:
         """FLOPs per second of the share's ranks."""
-        return super().peak_flops_per_second / self.plan.num_ranks * sum(map(len, self.plan.lanes))
+        return super().peak_flops_per_second / self.step.plan.num_ranks * sum(map(len, self.step.plan.lanes))
 
     def collective_seconds(self, action: Action) -> float:
         """Seconds of a collective over all replicas."""
@@ -70,10 +68,11 @@ class ShareCosts(ModelCosts):
 
     def static_bytes(self, lane: int) -> int:
         """Bytes of weights, gradients and optimizer state; the latter is shared by all replicas, not by those of the share."""
-        return round(super().static_bytes(lane) - sum(map(self._excess_bytes, self.stages.of_rank[self.plan.lanes[lane][0]])))
+        first_rank = self.step.plan.lanes[lane][0]
+        return round(super().static_bytes(lane) - sum(map(self._excess_bytes, self.stages.of_rank[first_rank])))
 
     def _excess_bytes(self, stage: tuple[str, int, int]) -> float:
-        units = (self.plan.units[stage[0]], self.whole.plan.units[stage[0]])
+        units = (self.step.plan.units[stage[0]], self.whole.step.plan.units[stage[0]])
         num_weights = self.stages.num_weights(stage, trained_only=True)
         of_share, of_whole = (
             layer_static_bytes(
@@ -284,25 +283,13 @@ def assign(run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Seque
 def _simulate(
     run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Sequence[SampleLengths], *, is_checked: bool
 ) -> Simulation:
-    graph = request.graph
-    assignment = assign(run, request, plan, lengths)
+    step = StepGraph(request.graph, plan, assign(run, request, plan, lengths))
     if is_checked:
-        validate_assignment(assignment, graph=graph, plan=plan, lengths=lengths)
-    assignment = BUILDERS[run.schedule].assignment_for(assignment, graph=graph, plan=plan)
-    costs: StepCosts = _step_costs(run, request, plan, assignment, lengths)
-    schedule = _build(run, request, plan, assignment, is_checked=is_checked)
-    return simulate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, costs=costs)
-
-
-def _build(run: PlannedRun, request: PlanningRequest, plan: Plan, assignment: Assignment, *, is_checked: bool) -> Schedule:
-    """Build and lower a schedule; unchecked, without validating it."""
-    graph, builder, passes = request.graph, BUILDERS[run.schedule], passes_named(",".join(run.passes))
-    if is_checked:
-        return build_schedule(builder, graph, plan, assignment, passes=passes)
-    schedule = builder(graph, plan, assignment)
-    for rewrite in passes:
-        schedule = rewrite(schedule, graph=graph, plan=plan, assignment=assignment)
-    return insert_communication(schedule, graph=graph, plan=plan, assignment=assignment)
+        validate_assignment(step, lengths)
+    step = BUILDERS[run.schedule].step_for(step)
+    passes = passes_named(",".join(run.passes))
+    schedule = build_schedule(BUILDERS[run.schedule], step, passes=passes, is_checked=is_checked)
+    return simulate_schedule(schedule, _step_costs(run, request, step, lengths))
 
 
 def _run_options(run: PlannedRun, request: PlanningRequest) -> RunOptions:
@@ -324,13 +311,11 @@ def _update_seconds(run: PlannedRun, request: PlanningRequest) -> float:
     )
 
 
-def _step_costs(
-    run: PlannedRun, request: PlanningRequest, plan: Plan, assignment: Assignment, lengths: Sequence[SampleLengths]
-) -> StepCosts:
+def _step_costs(run: PlannedRun, request: PlanningRequest, step: StepGraph, lengths: Sequence[SampleLengths]) -> StepCosts:
     options = _run_options(run, request)
-    given = assignment, lengths, request.cluster, request.vocab_size, options, request.profile
-    whole = ModelCosts(request.graph, run.plan, *given)
-    return whole if plan is run.plan else ShareCosts(request.graph, plan, *given, whole=whole)
+    given = lengths, request.cluster, request.vocab_size, options, request.profile
+    whole = ModelCosts(StepGraph(step.graph, run.plan, step.assignment), *given)
+    return whole if step.plan is run.plan else ShareCosts(step, *given, whole=whole)
 
 
 def _num_tokens(lengths: Sequence[SampleLengths]) -> int:

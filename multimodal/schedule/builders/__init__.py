@@ -1,11 +1,11 @@
-"""Schedules: builders from Plan and Assignment to the compute dialect, one file each, and what others ask about each."""
+"""Schedules: builders from a step to the compute dialect, one file each, and what others ask about each."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from multimodal.schedule.builders.breadth_first import build_breadth_first
 from multimodal.schedule.builders.dip import build_dip
@@ -17,17 +17,13 @@ from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
 from multimodal.schedule.builders.zb_h1 import build_zb_h1
 from multimodal.schedule.builders.zb_v import build_zb_v, is_v_shaped
-from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Schedule
+from multimodal.values.step_graph import StepGraph
 
-
-class Builder(Protocol):
-    """A function that builds a schedule."""
-
-    def __call__(self, graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False) -> Schedule:
-        """Build a schedule in the compute dialect; raises ScheduleError where the plan's layout does not allow it."""
+Builder = Callable[[StepGraph], Schedule]
+"""Builds a schedule in the compute dialect; raises ScheduleError where the plan's layout does not allow it."""
 
 
 class VirtualStages(Enum):
@@ -83,16 +79,16 @@ class ScheduleRow:
     is_tried_first: bool = False
     """True if a search tries it on every kind of layout that it suits, not only on the best layouts."""
 
-    def __call__(self, graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False) -> Schedule:
+    def __call__(self, step: StepGraph) -> Schedule:
         """Build the schedule: a row is a `Builder`."""
-        return self.build(graph, plan, assignment, forward_only=forward_only)
+        return self.build(step)
 
-    def assignment_for(self, assignment: Assignment, *, graph: ModelGraph, plan: Plan) -> Assignment:
-        """Return what the schedule is built and simulated for: the assignment, and work that copies of encoders repeat.
+    def step_for(self, step: StepGraph) -> StepGraph:
+        """Return the step that the schedule is built and simulated for: with the work that copies of encoders repeat.
 
         Raises ScheduleError as `replicate_microbatches`.
         """
-        return replicate_microbatches(assignment, graph=graph, plan=plan) if self.copies_encoders else assignment
+        return replicate_microbatches(step) if self.copies_encoders else step
 
     @property
     def keeps_all(self) -> bool:

@@ -4,19 +4,17 @@ from collections.abc import Callable, Mapping
 
 from multimodal.schedule.builders.one_f_one_b import forward_floors, forward_limits
 from multimodal.schedule.list_schedule import Policy, list_schedule
-from multimodal.values.assignment import Assignment, MicrobatchPlace
+from multimodal.values.action import Action, ActionKind
+from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.errors import ScheduleError
-from multimodal.values.model_graph import ModelGraph, Role
-from multimodal.values.plan import Plan
-from multimodal.values.schedule import Action, ActionKind, Schedule
+from multimodal.values.schedule import Schedule
+from multimodal.values.step_graph import StepGraph
 
 PHASES = 3
 """Of a round: encoder forwards, the LLM and what follows it, encoder backwards."""
 
 
-def build_dip(
-    graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False, num_rounds: int = 1
-) -> Schedule:
+def build_dip(step: StepGraph, *, num_rounds: int = 1) -> Schedule:
     """Build the DIP schedule, in the compute dialect.
 
     Every lane ends the forwards of all encoders in it, then runs the 1F1B of the LLM (and of what follows it), then the encoders'
@@ -29,36 +27,24 @@ def build_dip(
     """
     if num_rounds < 1:
         raise ScheduleError(f"dip: num_rounds must be at least 1, found {num_rounds}")
-    encoders = frozenset(unit.name for unit in graph.units if unit.role is Role.ENCODER)
-    limits = forward_limits(graph, plan, assignment, forward_only=forward_only)
+    encoders = frozenset(unit.name for unit in step.graph.encoders)
+    limits = forward_limits(step)
     limits = {stage: limit for stage, limit in limits.items() if stage[0] not in encoders}
-    phase = _phases(graph, assignment, num_rounds=num_rounds)
-    return list_schedule(
-        graph,
-        plan,
-        assignment,
-        policy=Policy(forward_limits=limits, forward_floors=forward_floors(plan, limits), phase=phase),
-        forward_only=forward_only,
-    )
+    phase = _phases(step, num_rounds=num_rounds)
+    return list_schedule(step, Policy(forward_limits=limits, forward_floors=forward_floors(step.plan, limits), phase=phase))
 
 
-def _phases(graph: ModelGraph, assignment: Assignment, *, num_rounds: int) -> Callable[[Action], int]:
+def _phases(step: StepGraph, *, num_rounds: int) -> Callable[[Action], int]:
     """Return the phase of every computation.
 
     Microbatch k of the LLM belongs to round floor(k rounds / K) with K the most of any replica. Units upstream run forwards in
     the first round, and backwards in the last one, that they have a part in; units downstream once their sources are there.
     """
-    count = max(map(len, assignment.units[graph.backbone.name]), default=1)
-    places = [
-        MicrobatchPlace(unit, replica, index)
-        for unit in graph.unit_names
-        for replica, microbatches in enumerate(assignment.units[unit])
-        for index in range(len(microbatches))
-    ]
+    graph, routes, places = step.graph, step.routes, step.microbatches
+    count = max(map(len, step.assignment.units[graph.backbone.name]), default=1)
     forward: dict[MicrobatchPlace, int] = {}
     backward: dict[MicrobatchPlace, int] = {}
     own = {place: PHASES * (place.microbatch * num_rounds // count) + 1 for place in places if place.unit == graph.backbone.name}
-    routes = assignment.routes(graph)
     sources: Mapping[MicrobatchPlace, list[MicrobatchPlace]] = {place: [] for place in places}
     targets: Mapping[MicrobatchPlace, list[MicrobatchPlace]] = {place: [] for place in places}
     for place in places:

@@ -4,16 +4,12 @@ import math
 
 from multimodal.schedule.builders.one_f_one_b import forward_floors, forward_limits
 from multimodal.schedule.list_schedule import Policy, list_schedule
-from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ScheduleError
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
 from multimodal.values.schedule import Schedule
+from multimodal.values.step_graph import StepGraph
 
 
-def build_eager_1f1b(
-    graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False, memory_factor: float = 2.0
-) -> Schedule:
+def build_eager_1f1b(step: StepGraph, *, memory_factor: float = 2.0) -> Schedule:
     """Build 1F1B with forwards that run ahead, in the compute dialect.
 
     A stage may have `memory_factor` times as many microbatches in flight as in 1F1B (rounded down), and runs a forward whenever
@@ -24,12 +20,6 @@ def build_eager_1f1b(
     """
     if not memory_factor >= 1:
         raise ScheduleError(f"eager-1f1b: memory_factor must be at least 1 (1 is 1F1B), found {memory_factor}")
-    limits = forward_limits(graph, plan, assignment, forward_only=forward_only)
+    limits = forward_limits(step)
     eager = {stage: math.floor(memory_factor * limit) for stage, limit in limits.items()}
-    return list_schedule(
-        graph,
-        plan,
-        assignment,
-        policy=Policy(forward_limits=eager, forward_floors=forward_floors(plan, limits)),
-        forward_only=forward_only,
-    )
+    return list_schedule(step, Policy(forward_limits=eager, forward_floors=forward_floors(step.plan, limits)))

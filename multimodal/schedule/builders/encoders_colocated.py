@@ -3,19 +3,20 @@
 from collections.abc import Iterator
 
 from multimodal.schedule.builders.one_f_one_b import forward_floors, forward_limits
-from multimodal.schedule.expected_actions import compute_actions
 from multimodal.schedule.list_schedule import Policy, list_schedule
-from multimodal.values.assignment import Assignment, MicrobatchPlace
+from multimodal.values.action import Action, ActionKind
+from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.errors import ScheduleError
-from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import Action, ActionKind, Schedule
+from multimodal.values.schedule import Schedule
+from multimodal.values.step_graph import StepGraph
+from multimodal.values.step_work import step_work
 
 _Fused = tuple[Action, ...]
 """The same microbatch of all encoders in one stage."""
 
 
-def build_encoders_colocated(graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False) -> Schedule:
+def build_encoders_colocated(step: StepGraph) -> Schedule:
     """Build 1F1B over one chain in which all encoders act as one module, in the compute dialect.
 
     Microbatch i of every encoder runs in a stage in one go, encoder after encoder, before any of them goes on to the next stage:
@@ -24,25 +25,25 @@ def build_encoders_colocated(graph: ModelGraph, plan: Plan, assignment: Assignme
 
     Raises ScheduleError when the encoders do not share all their stages.
     """
-    encoders = [unit.name for unit in graph.encoders]
-    _check_layout(encoders, plan)
-    existing = frozenset(compute_actions(graph, plan, assignment, forward_only=forward_only))
+    encoders = [unit.name for unit in step.graph.encoders]
+    _check_layout(encoders, step.plan)
+    existing = frozenset(step_work(step).computed)
     chains = [
         [fused for fused in chain if fused]
         for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
-        for chain in _chains(kind, encoders, plan, assignment, existing)
+        for chain in _chains(kind, encoders, step, existing)
     ]
-    limits = forward_limits(graph, plan, assignment, forward_only=forward_only)
+    limits = forward_limits(step)
     policy = Policy(
         forward_limits=limits,
-        forward_floors=forward_floors(plan, limits),
+        forward_floors=forward_floors(step.plan, limits),
         orders=[
             *(tuple(action for fused in chain for action in fused) for chain in chains),
-            *_joins(chains, graph, plan, assignment, existing),
+            *_orders_of_consumers(chains, step, existing),
         ],
         urgent=frozenset(action for chain in chains for fused in chain for action in fused[1:]),
     )
-    return list_schedule(graph, plan, assignment, policy=policy, forward_only=forward_only)
+    return list_schedule(step, policy)
 
 
 def _check_layout(encoders: list[str], plan: Plan) -> None:
@@ -58,13 +59,11 @@ def _check_layout(encoders: list[str], plan: Plan) -> None:
             )
 
 
-def _chains(
-    kind: ActionKind, encoders: list[str], plan: Plan, assignment: Assignment, existing: frozenset[Action]
-) -> Iterator[list[_Fused]]:
+def _chains(kind: ActionKind, encoders: list[str], step: StepGraph, existing: frozenset[Action]) -> Iterator[list[_Fused]]:
     """Per replica and microbatch the fused stages in the order in which they run; a backward retraces the forward."""
-    unit = plan.units[encoders[0]] if encoders else None
+    unit = step.plan.units[encoders[0]] if encoders else None
     for replica in range(unit.data_parallel_size if unit else 0):
-        for microbatch in range(max(assignment.num_microbatches(encoder, replica) for encoder in encoders)):
+        for microbatch in range(max(step.num_microbatches(encoder, replica) for encoder in encoders)):
             stages = range(unit.num_virtual_stages if unit else 0)
             chain = [tuple(Action(kind, encoder, replica, stage, microbatch) for encoder in encoders) for stage in stages]
             if kind is ActionKind.BACKWARD:
@@ -72,11 +71,11 @@ def _chains(
             yield [tuple(action for action in fused if action in existing) for fused in chain]
 
 
-def _joins(
-    chains: list[list[_Fused]], graph: ModelGraph, plan: Plan, assignment: Assignment, existing: frozenset[Action]
+def _orders_of_consumers(
+    chains: list[list[_Fused]], step: StepGraph, existing: frozenset[Action]
 ) -> Iterator[tuple[Action, Action]]:
     """Let every consumer of one encoder wait for the whole fused module, and the module's backward for every consumer."""
-    routes = assignment.routes(graph).from_source
+    routes = step.routes.from_source
     for chain in (chain for chain in chains if chain):
         is_forward = chain[0][0].kind is ActionKind.FORWARD
         fused = chain[-1] if is_forward else chain[0]

@@ -6,16 +6,17 @@ microbatches that an encoder's copies have besides their own, and whose outputs 
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
-from multimodal.schedule.place_reductions import place_reductions
+from multimodal.schedule.list_schedule import place_reductions
+from multimodal.values.action import Action, ActionKind
 from multimodal.values.assignment import Assignment, MicrobatchPlace, Routes
-from multimodal.values.backward_need import stage_backward_need
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import Action, ActionKind, Lane, Schedule
+from multimodal.values.schedule import Lane, Schedule, lane_of
+from multimodal.values.step_graph import StepGraph
 
 
 @dataclass(frozen=True)
@@ -34,64 +35,62 @@ class ReplicatedAssignment(Assignment):
         return self.original.num_microbatches(unit, replica)
 
 
-def replicate_microbatches(assignment: Assignment, *, graph: ModelGraph, plan: Plan) -> ReplicatedAssignment:
+def replicate_microbatches(step: StepGraph) -> StepGraph:
     """Give the encoders beside every LLM stage all microbatches that its replica of the LLM takes; O(routes x LLM stages).
 
     Raises ScheduleError when an encoder does not have one replica of one stage on each LLM stage's ranks.
     """
-    _check_layout(graph, plan)
-    units = dict(assignment.units)
-    for encoder in (unit.name for unit in graph.encoders):
-        copies = range(plan.units[encoder].data_parallel_size)
-        rows = [_microbatches_of_copy(encoder, copy, graph, plan, assignment) for copy in copies]
-        units[encoder] = tuple(tuple(assignment.atoms(place) for place in row) for row in rows)
-    return ReplicatedAssignment(units, assignment)
+    _check_layout(step.graph, step.plan)
+    units = dict(step.assignment.units)
+    for encoder in (unit.name for unit in step.graph.encoders):
+        copies = range(step.plan.units[encoder].data_parallel_size)
+        rows = [_microbatches_of_copy(encoder, copy, step) for copy in copies]
+        units[encoder] = tuple(tuple(step.assignment.atoms(place) for place in row) for row in rows)
+    return replace(step, assignment=ReplicatedAssignment(units, step.assignment))
 
 
-def _microbatches_of_copy(
-    encoder: str, copy: int, graph: ModelGraph, plan: Plan, assignment: Assignment
-) -> tuple[MicrobatchPlace, ...]:
+def _microbatches_of_copy(encoder: str, copy: int, step: StepGraph) -> tuple[MicrobatchPlace, ...]:
     """Return what a replica of an encoder computes: its own microbatches, then others' in the order in which they are taken."""
-    backbone, routes = graph.backbone.name, assignment.routes(graph).to_target
+    backbone, plan, routes = step.graph.backbone.name, step.plan, step.routes.to_target
     beside, _ = plan.stage_of_ranks[backbone, plan.units[encoder].replicas[copy].ranks]
-    own = [MicrobatchPlace(encoder, copy, number) for number in range(assignment.num_microbatches(encoder, copy))]
-    takers = [MicrobatchPlace(backbone, beside, number) for number in range(assignment.num_microbatches(backbone, beside))]
+    own = [MicrobatchPlace(encoder, copy, number) for number in range(step.num_microbatches(encoder, copy))]
+    takers = [MicrobatchPlace(backbone, beside, number) for number in range(step.num_microbatches(backbone, beside))]
     taken = (route.source for taker in takers for route in routes.get(taker, ()) if route.source.unit == encoder)
     return tuple(dict.fromkeys((*own, *taken)))
 
 
-def build_encoders_replicated(graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False) -> Schedule:
+def build_encoders_replicated(step: StepGraph) -> Schedule:
     """Build the 1F1B of an LLM whose every stage holds whole encoders and runs them for each microbatch, in the compute dialect.
 
     Whoever the original assignment gives an encoder microbatch computes it for real. The copies beside the other stages of the
     LLM replica that takes it repeat its forward right before their stage's forward, and its backward, where the encoder has one,
     right after their stage's backward; as do those whose own stage alone takes what they compute.
 
-    assignment: what `replicate_microbatches` returned.
+    step: what `replicate_microbatches` returned.
     """
-    assert isinstance(assignment, ReplicatedAssignment), "the builder is called with what replicate_microbatches returns"
-    schedule = build_one_f_one_b(graph, plan, assignment.original, forward_only=forward_only)
-    lanes = (_LaneWithEncoders(lane, graph, plan, assignment.original) for lane in schedule.lanes)
-    schedule = Schedule(tuple(Lane(each.lane.ranks, tuple(each.actions())) for each in lanes))
-    return schedule if forward_only else place_reductions(schedule, graph=graph, plan=plan, assignment=assignment)
+    assert isinstance(step.assignment, ReplicatedAssignment), "the builder is called with what replicate_microbatches returns"
+    original = replace(step, assignment=step.assignment.original)
+    lanes = (_LaneWithEncoders(lane, original) for lane in build_one_f_one_b(original).lanes)
+    return place_reductions(Schedule.of_lanes(step, [lane_of(each.lane.ranks, each.actions()) for each in lanes]))
 
 
 class _LaneWithEncoders:
     """Rewrites one lane: encoders run right beside the LLM's actions that need them, be it repeated or for this stage alone."""
 
-    def __init__(self, lane: Lane, graph: ModelGraph, plan: Plan, original: Assignment) -> None:
-        self.lane, self.graph, self.plan, self.original = lane, graph, plan, original
+    def __init__(self, lane: Lane, original: StepGraph) -> None:
+        self.lane, self.graph, self.plan, self.original = lane, original.graph, original.plan, original
+        graph, plan = original.graph, original.plan
         self.forward_of: dict[MicrobatchPlace, Action] = {}
         """Microbatches that an encoder on these ranks computes when the LLM asks for them."""
         for encoder in (unit.name for unit in graph.encoders if (unit.name, lane.ranks) in plan.stage_of_ranks):
             copy, _ = plan.stage_of_ranks[encoder, lane.ranks]
-            for number, place in enumerate(_microbatches_of_copy(encoder, copy, graph, plan, original)):
+            for number, place in enumerate(_microbatches_of_copy(encoder, copy, original)):
                 if place.replica != copy or self._stays_here(place):
                     self.forward_of[place] = Action(ActionKind.FORWARD, encoder, copy, 0, number)
 
     def _stays_here(self, place: MicrobatchPlace) -> bool:
         """Return whether the LLM's first stage on these ranks is all that takes an encoder's own microbatch."""
-        targets = (route.target for route in self.original.routes(self.graph).from_source.get(place, ()))
+        targets = (route.target for route in self.original.routes.from_source.get(place, ()))
         return all(self.plan.virtual_stage(target.unit, target.replica, 0).ranks == self.lane.ranks for target in targets)
 
     def actions(self) -> Iterator[Action]:
@@ -120,11 +119,11 @@ class _LaneWithEncoders:
         if action.unit != self.graph.backbone.name:
             return []
         target = MicrobatchPlace(action.unit, action.replica, action.microbatch)
-        routes = self.original.routes(self.graph).to_target.get(target, ())
+        routes = self.original.routes.to_target.get(target, ())
         return [route.source for route in routes if route.source in self.forward_of]
 
     def _has_backward(self, place: MicrobatchPlace) -> bool:
-        return stage_backward_need(self.graph, self.plan, place.unit, place.replica, 0).has_backward
+        return self.original.backward_need(place.unit, place.replica, 0).has_backward
 
     def _backward_of(self, place: MicrobatchPlace) -> Action:
         return self.forward_of[place]._replace(kind=ActionKind.BACKWARD)

@@ -1,19 +1,18 @@
 """GPipe: every lane runs all its forwards, then all its backwards."""
 
 from multimodal.schedule.list_schedule import Policy, list_schedule
-from multimodal.values.assignment import Assignment
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
-from multimodal.values.schedule import Action, ActionKind, Schedule
+from multimodal.values.action import Action, ActionKind
+from multimodal.values.schedule import Schedule
+from multimodal.values.step_graph import StepGraph
 
 
-def build_gpipe(graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False) -> Schedule:
+def build_gpipe(step: StepGraph) -> Schedule:
     """Build the GPipe schedule over the unit graph, in the compute dialect.
 
-    The simplest schedule and the baseline of all: it keeps the activations of every microbatch at once. `forward_only` leaves
-    backwards and reductions out (evaluation).
+    The simplest schedule and the baseline of all: it keeps the activations of every microbatch at once.
+    `StepGraph.forward_only` leaves backwards and reductions out (evaluation).
     """
-    return list_schedule(graph, plan, assignment, policy=Policy(phase=_phase), forward_only=forward_only)
+    return list_schedule(step, Policy(phase=_phase))
 
 
 def _phase(action: Action) -> int:

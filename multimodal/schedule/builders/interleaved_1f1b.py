@@ -4,19 +4,18 @@ import itertools
 from collections.abc import Iterator
 
 from multimodal.schedule.builders.interleaved_chain import chain_actions, chain_of_replica, dealt_positions
-from multimodal.schedule.builders.microbatch_span import microbatch_spans
-from multimodal.schedule.builders.one_f_one_b import forward_floors
+from multimodal.schedule.builders.one_f_one_b import forward_floors, microbatch_spans
 from multimodal.schedule.builders.unit_order import Step, chunk_stages, num_chunks, ordered_actions
-from multimodal.schedule.expected_actions import compute_actions
-from multimodal.schedule.list_schedule import Policy, StageKey, list_schedule
-from multimodal.values.assignment import Assignment
-from multimodal.values.backward_need import stage_backward_need
+from multimodal.schedule.list_schedule import Policy, list_schedule
+from multimodal.values.action import Action, ActionKind
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, UnitPlan
-from multimodal.values.schedule import Action, ActionKind, Schedule
+from multimodal.values.schedule import Schedule
+from multimodal.values.step_graph import StageKey, StepGraph
+from multimodal.values.step_work import step_work
 
 
-def build_interleaved_1f1b(graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False) -> Schedule:
+def build_interleaved_1f1b(step: StepGraph) -> Schedule:
     """Build the interleaved 1F1B schedule over the unit graph, in the compute dialect.
 
     A unit whose P stages hold v > 1 chunks each, dealt in turn (chunk c of stage s is virtual stage c P + s), runs Megatron's
@@ -28,30 +27,26 @@ def build_interleaved_1f1b(graph: ModelGraph, plan: Plan, assignment: Assignment
     between the two. Units without such chunks run 1F1B. Where all units lie on one grid whose lanes hold the whole chain of their
     layers in turn (Megatron-LM balanced), the chain runs Megatron's order as if it were one unit.
     """
-    existing = frozenset(compute_actions(graph, plan, assignment, forward_only=forward_only))
-    if orders := list(_chain_orders(graph, plan, assignment, existing)):
-        return list_schedule(graph, plan, assignment, policy=Policy(orders=orders), forward_only=forward_only)
+    graph, plan = step.graph, step.plan
+    existing = frozenset(step_work(step).computed)
+    if orders := list(_chain_orders(step, existing)):
+        return list_schedule(step, Policy(orders=orders))
     interleaved = {unit: is_interleaved(plan.units[unit]) for unit in graph.unit_names}
     depths = {
-        unit: _depth(plan.units[unit], max(map(len, assignment.units[unit])))
+        unit: _depth(plan.units[unit], max(map(len, step.assignment.units[unit])))
         if interleaved[unit]
         else plan.units[unit].num_virtual_stages
         for unit in interleaved
     }
     buffered = {unit: depths[unit] + (_num_buffered(plan.units[unit]) if interleaved[unit] else 0) for unit in depths}
-    spans = microbatch_spans(graph, plan, assignment, depths=buffered, forward_only=forward_only)
+    spans = microbatch_spans(step, depths=buffered)
     limits = {(unit, replica, stage): depths[unit] - stage + span for (unit, replica, stage), span in spans.items()}
     groups: dict[StageKey, StageKey] = {}
     for unit in (unit for unit in interleaved if interleaved[unit]):
-        _limit_stages(unit, graph, plan, assignment, spans, limits, groups)
-    orders = [
-        order
-        for unit in interleaved
-        if interleaved[unit]
-        for order in _orders(unit, graph, plan, assignment, existing, in_turns=not forward_only)
-    ]
-    policy = Policy(forward_limits=limits, forward_floors=forward_floors(plan, limits), group_of=groups, orders=orders)
-    return list_schedule(graph, plan, assignment, policy=policy, forward_only=forward_only)
+        _limit_stages(unit, step, spans, limits, groups)
+    orders = [order for unit in interleaved if interleaved[unit] for order in _orders(unit, step, existing)]
+    policy = Policy(forward_limits=limits, forward_floors=forward_floors(step.plan, limits), group_of=groups, orders=orders)
+    return list_schedule(step, policy)
 
 
 def is_interleaved(unit: UnitPlan) -> bool:
@@ -119,9 +114,7 @@ def _depth(unit: UnitPlan, num_microbatches: int) -> int:
 
 def _limit_stages(
     name: str,
-    graph: ModelGraph,
-    plan: Plan,
-    assignment: Assignment,
+    step: StepGraph,
     spans: dict[StageKey, int],
     limits: dict[StageKey, int],
     groups: dict[StageKey, StageKey],
@@ -130,27 +123,25 @@ def _limit_stages(
 
     Chunks without a backward keep their own.
     """
-    unit = plan.units[name]
+    unit = step.plan.units[name]
     for replica, each in enumerate(unit.replicas):
         for stage_index in range(len(each.stages)):
             stages = [(name, replica, stage) for stage in chunk_stages(unit, replica, stage_index)]
-            stages = [stage for stage in stages if stage_backward_need(graph, plan, *stage).has_backward]
+            stages = [stage for stage in stages if step.backward_need(*stage).has_backward]
             if len(stages) < 2:
                 continue
-            num_microbatches = assignment.num_microbatches(name, replica)
+            num_microbatches = step.num_microbatches(name, replica)
             num_warmup = _num_warmup(stage_index, len(each.stages), len(stages), num_microbatches)
             limits[stages[0]] = num_warmup + 1 + sum(spans[stage] for stage in stages)
             groups.update(dict.fromkeys(stages, stages[0]))
 
 
-def _orders(
-    name: str, graph: ModelGraph, plan: Plan, assignment: Assignment, existing: frozenset[Action], *, in_turns: bool
-) -> Iterator[tuple[Action, ...]]:
-    unit = plan.units[name]
+def _orders(name: str, step: StepGraph, existing: frozenset[Action]) -> Iterator[tuple[Action, ...]]:
+    unit = step.plan.units[name]
     for replica, each in enumerate(unit.replicas):
-        num_microbatches = assignment.num_microbatches(name, replica)
+        num_microbatches = step.num_microbatches(name, replica)
         shape = {"num_stages": len(each.stages), "chunks": num_chunks(unit), "num_microbatches": num_microbatches}
-        is_exact = in_turns and not graph.downstream(name)
+        is_exact = not step.forward_only and not step.graph.downstream(name)
         for stage_index in range(len(each.stages)):
             steps = interleaved_order(stage_index, **shape)
             wanted = [steps] if is_exact else [[step for step in steps if step.kind is kind] for kind in _KINDS]
@@ -158,21 +149,20 @@ def _orders(
                 yield ordered_actions(order, unit, name=name, replica=replica, stage_index=stage_index, existing=existing)
 
 
-def _chain_orders(
-    graph: ModelGraph, plan: Plan, assignment: Assignment, existing: frozenset[Action]
-) -> Iterator[tuple[Action, ...]]:
+def _chain_orders(step: StepGraph, existing: frozenset[Action]) -> Iterator[tuple[Action, ...]]:
     """The order of every lane where all units form one interleaved chain of several units; else nothing."""
-    busy = [unit for unit in graph.unit_names if any(assignment.units[unit])]
+    graph, plan = step.graph, step.plan
+    busy = [unit for unit in graph.unit_names if any(step.assignment.units[unit])]
     sizes = {plan.units[unit].data_parallel_size for unit in busy}
     if len(graph.units) == 1 or len(sizes) != 1:
         return
-    chains = [chain_of_replica(graph, plan, assignment, replica) for replica in range(sizes.pop())]
+    chains = [chain_of_replica(step, replica) for replica in range(sizes.pop())]
     if any(chain is None for chain in chains):
         return
     for replica, positions in enumerate(chain for chain in chains if chain is not None):
         num_lanes = len({plan.lanes_of_stage(unit, replica, stage) for position in positions for unit, stage in position})
         shape = {"num_stages": num_lanes, "chunks": len(positions) // num_lanes}
-        num_microbatches = assignment.num_microbatches(graph.backbone.name, replica)
+        num_microbatches = step.num_microbatches(graph.backbone.name, replica)
         for lane in range(num_lanes):
             steps = interleaved_order(lane, **shape, num_microbatches=num_microbatches)
             actions = chain_actions(steps, positions, replica=replica, lane=lane, num_lanes=num_lanes)

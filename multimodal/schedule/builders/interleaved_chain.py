@@ -3,25 +3,24 @@
 from collections.abc import Iterator, Sequence
 
 from multimodal.schedule.builders.unit_order import Step
-from multimodal.values.assignment import Assignment
-from multimodal.values.model_graph import ModelGraph
+from multimodal.values.action import Action, ActionKind
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import Action, ActionKind
+from multimodal.values.step_graph import StepGraph
 
 Position = tuple[tuple[str, int], ...]
 """The (unit, virtual stage) pairs that a lane runs one after another as one chunk: several where one unit ends in it."""
 
 
-def chain_of_replica(graph: ModelGraph, plan: Plan, assignment: Assignment, replica: int) -> tuple[Position, ...] | None:
+def chain_of_replica(step: StepGraph, replica: int) -> tuple[Position, ...] | None:
     """Return the virtual stages of all units as one chain, if lanes hold them in turn as Megatron deals model chunks; else None.
 
     Position c P + s of the chain is chunk c of lane s of P lanes (Optimus, Appendix B). All units must lie on these lanes
     together, have the same microbatches in this replica, and more than one chunk in each lane. Units without microbatches do
     not count, unless none has any.
     """
-    held = [name for name in graph.unit_names if replica < plan.units[name].data_parallel_size]
-    units = [name for name in held if assignment.num_microbatches(name, replica)] or held
-    return dealt_positions(units, plan, replica) if _is_coupled(graph, units, assignment, replica) else None
+    held = [name for name in step.graph.unit_names if replica < step.plan.units[name].data_parallel_size]
+    units = [name for name in held if step.num_microbatches(name, replica)] or held
+    return dealt_positions(units, step.plan, replica) if _is_coupled(step, units, replica) else None
 
 
 def dealt_positions(units: Sequence[str], plan: Plan, replica: int) -> tuple[Position, ...] | None:
@@ -60,8 +59,8 @@ def chain_actions(
             yield Action(step.kind, unit, replica, stage, step.microbatch)
 
 
-def _is_coupled(graph: ModelGraph, units: Sequence[str], assignment: Assignment, replica: int) -> bool:
-    """Whether microbatch k of every unit needs microbatch k of the others, and nothing else."""
-    counts = {assignment.num_microbatches(unit, replica) for unit in units}
-    routes = (route for group in assignment.routes(graph).from_source.values() for route in group)
+def _is_coupled(step: StepGraph, units: Sequence[str], replica: int) -> bool:
+    """Return True if microbatch k of every unit needs microbatch k of the others, and nothing else."""
+    counts = {step.num_microbatches(unit, replica) for unit in units}
+    routes = (route for group in step.routes.from_source.values() for route in group)
     return len(counts) == 1 and all(route.source[1:] == route.target[1:] for route in routes)

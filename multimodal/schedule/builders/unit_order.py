@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from multimodal.values.action import Action, ActionKind
 from multimodal.values.plan import UnitPlan
-from multimodal.values.schedule import Action, ActionKind
 
 
 class Step(NamedTuple):

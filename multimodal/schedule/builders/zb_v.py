@@ -2,21 +2,19 @@
 
 from collections.abc import Iterator
 
-from multimodal.schedule.builders.microbatch_span import microbatch_spans
-from multimodal.schedule.builders.one_f_one_b import forward_floors
+from multimodal.schedule.builders.one_f_one_b import forward_floors, microbatch_spans
 from multimodal.schedule.builders.unit_order import Step, chunk_stages, num_chunks, ordered_actions
 from multimodal.schedule.builders.zb_h1 import storage_limits
-from multimodal.schedule.expected_actions import compute_actions
-from multimodal.schedule.list_schedule import Policy, StageKey, list_schedule, split_form
-from multimodal.values.assignment import Assignment
-from multimodal.values.backward_need import stage_backward_need
+from multimodal.schedule.list_schedule import Policy, list_schedule, split_all
+from multimodal.values.action import Action, ActionKind
 from multimodal.values.errors import ScheduleError
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan, UnitPlan
-from multimodal.values.schedule import Action, ActionKind, Schedule
+from multimodal.values.plan import UnitPlan
+from multimodal.values.schedule import Schedule
+from multimodal.values.step_graph import StageKey, StepGraph
+from multimodal.values.step_work import step_work
 
 
-def build_zb_v(graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward_only: bool = False) -> Schedule:
+def build_zb_v(step: StepGraph) -> Schedule:
     """Build the ZB-V schedule over the unit graph, in the compute dialect.
 
     Stage s of P of a V-shaped unit holds virtual stages s and 2 P - 1 - s, so the first stage also ends the forward and starts
@@ -26,6 +24,7 @@ def build_zb_v(graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward
 
     Raises ScheduleError when no unit is V-shaped.
     """
+    graph, plan = step.graph, step.plan
     shaped = [unit for unit in graph.unit_names if is_v_shaped(plan.units[unit])]
     if not shaped:
         found = ", ".join(
@@ -37,30 +36,23 @@ def build_zb_v(graph: ModelGraph, plan: Plan, assignment: Assignment, *, forward
             "plan, or choose zb-h1"
         )
     depths = {unit: plan.units[unit].num_virtual_stages for unit in graph.unit_names}
-    spans = microbatch_spans(graph, plan, assignment, depths=depths, forward_only=forward_only)
+    spans = microbatch_spans(step, depths=depths)
     limits = {(unit, replica, stage): depths[unit] - stage + span for (unit, replica, stage), span in spans.items()}
-    storage = storage_limits(graph, plan, limits)
+    storage = storage_limits(step, limits)
     groups: dict[StageKey, StageKey] = {}
     for unit in shaped:
-        _share_memory(unit, graph, plan, spans, limits, storage, groups)
-    existing = frozenset(
-        compute_actions(graph, plan, assignment, forward_only=forward_only, form=split_form(graph, plan, assignment))
-    )
+        _share_memory(unit, step, spans, limits, storage, groups)
+    split = split_all(step)
+    existing = frozenset(step_work(split).computed)
     policy = Policy(
         forward_limits=limits,
-        forward_floors=forward_floors(plan, limits),
+        forward_floors=forward_floors(step.plan, limits),
         storage_limits=storage,
         group_of=groups,
-        splits_backwards=True,
         forwards_go_first=True,
-        orders=[
-            order
-            for unit in shaped
-            if not graph.downstream(unit)
-            for order in _orders(unit, plan.units[unit], assignment, existing)
-        ],
+        orders=[order for unit in shaped if not graph.downstream(unit) for order in _orders(unit, split, existing)],
     )
-    return list_schedule(graph, plan, assignment, policy=policy, forward_only=forward_only)
+    return list_schedule(split, policy)
 
 
 def is_v_shaped(unit: UnitPlan) -> bool:
@@ -109,8 +101,7 @@ class _Order:
 
 def _share_memory(
     name: str,
-    graph: ModelGraph,
-    plan: Plan,
+    step: StepGraph,
     spans: dict[StageKey, int],
     limits: dict[StageKey, int],
     storage: dict[StageKey, int],
@@ -120,20 +111,19 @@ def _share_memory(
 
     A chunk without a backward keeps nothing, so there each has a limit of its own.
     """
-    unit = plan.units[name]
+    unit = step.plan.units[name]
     for replica, each in enumerate(unit.replicas):
         for stage_index in range(len(each.stages)):
             stages = [(name, replica, stage) for stage in chunk_stages(unit, replica, stage_index)]
-            if not all(stage_backward_need(graph, plan, *stage).has_backward for stage in stages):
+            if not all(step.backward_need(*stage).has_backward for stage in stages):
                 continue
             limits[stages[0]] = storage[stages[0]] = 2 * len(each.stages) + sum(spans[stage] for stage in stages)
             groups.update(dict.fromkeys(stages, stages[0]))
 
 
-def _orders(name: str, unit: UnitPlan, assignment: Assignment, existing: frozenset[Action]) -> Iterator[tuple[Action, ...]]:
+def _orders(name: str, step: StepGraph, existing: frozenset[Action]) -> Iterator[tuple[Action, ...]]:
+    unit = step.plan.units[name]
     for replica, each in enumerate(unit.replicas):
         for stage_index in range(len(each.stages)):
-            steps = zb_v_order(
-                stage_index, num_stages=len(each.stages), num_microbatches=assignment.num_microbatches(name, replica)
-            )
+            steps = zb_v_order(stage_index, num_stages=len(each.stages), num_microbatches=step.num_microbatches(name, replica))
             yield ordered_actions(steps, unit, name=name, replica=replica, stage_index=stage_index, existing=existing)

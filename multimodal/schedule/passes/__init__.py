@@ -8,13 +8,10 @@ from multimodal.schedule.passes.defer_receives import defer_receives
 from multimodal.schedule.passes.delay_forward import delay_forward
 from multimodal.schedule.passes.fill import fill
 from multimodal.schedule.passes.gather_parameters import gather_parameters
+from multimodal.schedule.passes.keep_earlier_passes import Pass
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
-from multimodal.schedule.passes.schedule_pass import Pass
 from multimodal.schedule.passes.split_backward import split_backward
-from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ConfigError
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
 from multimodal.values.schedule import Schedule
 
 __all__ = ["PASSES", "Need", "Pass", "PassRow", "passes_named"]
@@ -53,9 +50,9 @@ class PassRow:
     undone_by: Mapping[str, str] = field(default_factory=dict)
     """Later pass -> how it would undo this one; nothing in a schedule says why its forwards stand late."""
 
-    def __call__(self, schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
+    def __call__(self, schedule: Schedule) -> Schedule:
         """Rewrite the schedule: a row is a `Pass`."""
-        return self.rewrite(schedule, graph=graph, plan=plan, assignment=assignment)
+        return self.rewrite(schedule)
 
 
 PASSES: dict[str, PassRow] = {
@@ -101,7 +98,7 @@ PASSES: dict[str, PassRow] = {
         is_planned=True,
     ),
 }
-"""Every pass that can be chosen by name. `reorder` needs an order, so a balancer calls it; lowering is always the last one."""
+"""Every pass that can be chosen by name; lowering is always the last one."""
 
 
 def passes_named(names: str) -> tuple[PassRow, ...]:

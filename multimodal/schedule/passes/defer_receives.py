@@ -2,19 +2,16 @@
 
 from collections.abc import Sequence
 
-from multimodal.schedule.dependencies import dependencies
-from multimodal.schedule.lane_times import duration_of, lane_times, sort_lanes
 from multimodal.schedule.passes.keep_earlier_passes import keeps_earlier_passes
-from multimodal.values.assignment import Assignment
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
-from multimodal.values.schedule import ACTION_TABLE, Action, Resource, Schedule
-from multimodal.values.schedule_form import form_of
+from multimodal.schedule.passes.lane_times import duration_of, lane_times, sort_lanes
+from multimodal.values.action import ACTION_TABLE, Action, Resource
+from multimodal.values.dependencies import dependencies
+from multimodal.values.schedule import Schedule
 from multimodal.values.timeline import TimelineEvent
 
 
 @keeps_earlier_passes(never_longer=True)
-def defer_receives(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
+def defer_receives(schedule: Schedule) -> Schedule:
     """Let later actions of a lane run in the time in which it would stand still for a message.
 
     Under unit costs: where a lane waits, the first action after it in its list that is ready when the waiting begins and ends
@@ -22,23 +19,16 @@ def defer_receives(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignm
     several lanes at once, an order that suits one may stop another). It may keep more activations than the schedule did, and
     never takes longer: where moving does not pay, the schedule stays. O(actions x window + dependencies).
     """
-    form = form_of(schedule)
-    times = lane_times(schedule, graph=graph, plan=plan, assignment=assignment)
+    step, times = schedule.step, lane_times(schedule)
     ends = {event.action: event.end_seconds for lane in times for event in lane}
     starts = {event.action: event.start_seconds for lane in times for event in lane}
     for lane in times:
-        if any(len(plan.lanes_of_stage(*event.action[1:4])) > 1 for event in lane):
+        if any(len(step.lanes_of(*event.action[1:4])) > 1 for event in lane):
             continue
-        ready = {
-            event.action: max(
-                (ends[need] for need in dependencies(event.action, graph, plan, assignment, form=form)), default=0.0
-            )
-            for event in lane
-        }
+        ready = {event.action: max((ends[need] for need in dependencies(event.action, step)), default=0.0) for event in lane}
         starts |= _fill_gaps(lane, ready)
-    moved = sort_lanes(schedule, starts.__getitem__)
-    before = duration_of(schedule, graph=graph, plan=plan, assignment=assignment)
-    after = duration_of(moved, graph=graph, plan=plan, assignment=assignment)
+    moved = sort_lanes(schedule.lanes, step, starts.__getitem__)
+    before, after = duration_of(schedule), duration_of(moved)
     return moved if after is not None and before is not None and after <= before else schedule
 
 
@@ -47,7 +37,7 @@ _WINDOW = 32
 
 
 def _fill_gaps(events: Sequence[TimelineEvent], ready: dict[Action, float]) -> dict[Action, float]:
-    """New start times of the actions that move into a gap of their lane."""
+    """Return new start times of the actions that move into a gap of their lane."""
     moved: dict[Action, float] = {}
     free_at = 0.0
     for index, event in enumerate(events):

@@ -2,16 +2,16 @@
 
 from collections import defaultdict
 
-from multimodal.schedule.lane_times import duration_of
 from multimodal.schedule.passes.keep_earlier_passes import keeps_earlier_passes
-from multimodal.values.assignment import Assignment
+from multimodal.schedule.passes.lane_times import duration_of
+from multimodal.values.action import Action, ActionKind
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import Action, ActionKind, Lane, Schedule
+from multimodal.values.schedule import Schedule, lane_of
 
 
 @keeps_earlier_passes(never_longer=True)
-def delay_forward(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
+def delay_forward(schedule: Schedule) -> Schedule:
     """Give each pipeline stage of the LLM the fewest warm-up forwards that keep the schedule's length under unit costs.
 
     Optimus finds that the last forwards of 1F1B's warm-up, of the interleaved schedule above all, can be deferred "without any
@@ -21,13 +21,13 @@ def delay_forward(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignme
 
     O(stages x log(warm-up) executions).
     """
-    length = duration_of(schedule, graph=graph, plan=plan, assignment=assignment)
-    for lanes in _lanes_by_stage(graph, plan):
+    length = duration_of(schedule)
+    for lanes in _lanes_by_stage(schedule.step.graph, schedule.step.plan):
         fewest, most = 0, min((_num_warm_up(schedule.lanes[lane].actions) for lane in lanes), default=1) - 1
         while fewest < most:
             middle = (fewest + most + 1) // 2
             candidate = _delay(schedule, lanes, middle)
-            duration = duration_of(candidate, graph=graph, plan=plan, assignment=assignment)
+            duration = duration_of(candidate)
             if duration is not None and length is not None and duration <= length:
                 fewest = middle
             else:
@@ -37,7 +37,7 @@ def delay_forward(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignme
 
 
 def _lanes_by_stage(graph: ModelGraph, plan: Plan) -> list[tuple[int, ...]]:
-    """Lanes that belong to the LLM alone, per pipeline stage, the last stage first."""
+    """Return the lanes that belong to the LLM alone, per pipeline stage, the last stage first."""
     backbone = plan.units[graph.backbone.name]
     shared = {rank for name, unit in plan.units.items() if name != graph.backbone.name for rank in unit.ranks}
     lanes: dict[int, list[int]] = defaultdict(list)
@@ -49,7 +49,7 @@ def _lanes_by_stage(graph: ModelGraph, plan: Plan) -> list[tuple[int, ...]]:
 
 
 def _num_warm_up(actions: tuple[Action, ...]) -> int:
-    """Forwards before the first backward."""
+    """Return the number of forwards before the first backward."""
     count = 0
     for action in actions:
         if action.kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT):
@@ -62,11 +62,9 @@ def _delay(schedule: Schedule, lanes: tuple[int, ...], num_forwards: int) -> Sch
     """Take `num_forwards` forwards out of the warm-up of these lanes."""
     if num_forwards == 0:
         return schedule
-    return Schedule(
-        tuple(
-            Lane(lane.ranks, _delay_lane(lane.actions, num_forwards)) if index in lanes else lane
-            for index, lane in enumerate(schedule.lanes)
-        )
+    return schedule.with_lanes(
+        lane_of(lane.ranks, _delay_lane(lane.actions, num_forwards)) if index in lanes else lane
+        for index, lane in enumerate(schedule.lanes)
     )
 
 

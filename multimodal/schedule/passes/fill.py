@@ -1,15 +1,13 @@
 """Fill the time in which a lane waits for a message with weight gradients."""
 
-from multimodal.schedule.dependencies import dependencies, needs_message
-from multimodal.values.assignment import Assignment
-from multimodal.values.backward_need import BackwardNeed, stage_backward_need
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
-from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Lane, Resource, Schedule
-from multimodal.values.schedule_form import ScheduleForm, form_of
+from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
+from multimodal.values.backward_need import BackwardNeed
+from multimodal.values.dependencies import dependencies, needs_message
+from multimodal.values.schedule import Lane, Schedule, lane_of
+from multimodal.values.step_graph import StepGraph
 
 
-def fill(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
+def fill(schedule: Schedule) -> Schedule:
     """Let every weight gradient that stands before an action with a message fill that action's idle slot.
 
     A backward right before such an action is split first: its input gradient runs at once, as others wait for it, and its weight
@@ -18,38 +16,36 @@ def fill(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assig
     one more microbatch's gradients are kept. Lanes that share a stage's actions with other lanes stay as they are (these must
     agree on the order), and so does what stands before a reduction by layer. O(actions + dependencies).
     """
-    form = form_of(schedule)
-    return Schedule(tuple(_fill_lane(lane, form, graph, plan, assignment, splits=True) for lane in schedule.lanes))
+    return schedule.with_lanes(_fill_lane(lane, schedule.step, splits=True) for lane in schedule.lanes)
 
 
-def refill(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
+def refill(schedule: Schedule) -> Schedule:
     """Do what `fill` does with weight gradients that are there, and split no backward. O(actions + dependencies)."""
-    form = form_of(schedule)
-    return Schedule(tuple(_fill_lane(lane, form, graph, plan, assignment, splits=False) for lane in schedule.lanes))
+    return schedule.with_lanes(_fill_lane(lane, schedule.step, splits=False) for lane in schedule.lanes)
 
 
-def _fill_lane(lane: Lane, form: ScheduleForm, graph: ModelGraph, plan: Plan, assignment: Assignment, *, splits: bool) -> Lane:
-    if any(len(plan.lanes_of_stage(*action[1:4])) > 1 for action in lane.actions):
+def _fill_lane(lane: Lane, step: StepGraph, *, splits: bool) -> Lane:
+    if any(len(step.lanes_of(*action[1:4])) > 1 for action in lane.actions):
         return lane
     actions: list[Action] = []
     fillers: set[int] = set()
     for position, action in enumerate(lane.actions):
         carrier = _carrier(lane.actions, position)
-        waits = carrier is not None and _waits_for_message(carrier, form, graph, plan, assignment)
+        waits = carrier is not None and _waits_for_message(carrier, step)
         if position in lane.fillers or (waits and action.kind is ActionKind.WEIGHT_GRADIENT):
             fillers.add(len(actions))
             actions.append(action)
-        elif splits and waits and action.part < 0 and _can_split(action, graph, plan):
+        elif splits and waits and action.covers is None and _can_split(action, step):
             actions.append(action._replace(kind=ActionKind.INPUT_GRADIENT))
             fillers.add(len(actions))
             actions.append(action._replace(kind=ActionKind.WEIGHT_GRADIENT))
         else:
             actions.append(action)
-    return Lane(lane.ranks, tuple(actions), frozenset(fillers))
+    return lane_of(lane.ranks, actions, fillers)
 
 
 def _carrier(actions: tuple[Action, ...], position: int) -> Action | None:
-    """The next action that would not become a filler itself, when only computations stand between."""
+    """Return the next action that would not become a filler itself, when only computations stand between."""
     for action in actions[position + 1 :]:
         if ACTION_TABLE[action.kind].resource is not Resource.COMPUTE:
             return None
@@ -58,11 +54,9 @@ def _carrier(actions: tuple[Action, ...], position: int) -> Action | None:
     return None
 
 
-def _can_split(action: Action, graph: ModelGraph, plan: Plan) -> bool:
-    if action.kind is not ActionKind.BACKWARD:
-        return False
-    return stage_backward_need(graph, plan, action.unit, action.replica, action.stage) is BackwardNeed.FULL
+def _can_split(action: Action, step: StepGraph) -> bool:
+    return action.kind is ActionKind.BACKWARD and step.backward_need(*action[1:4]) is BackwardNeed.FULL
 
 
-def _waits_for_message(action: Action, form: ScheduleForm, graph: ModelGraph, plan: Plan, assignment: Assignment) -> bool:
-    return any(needs_message(need, action, plan) for need in dependencies(action, graph, plan, assignment, form=form))
+def _waits_for_message(action: Action, step: StepGraph) -> bool:
+    return any(needs_message(need, action, step.plan) for need in dependencies(action, step))

@@ -1,83 +1,130 @@
 """Lower a schedule: add the sends and receives that carry its dependencies between rank groups."""
 
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import pairwise
+
 import numpy as np
 
 from multimodal.kernels import kernels
-from multimodal.schedule.execution import Execution
-from multimodal.schedule.lane_execution import execute_lanes
-from multimodal.schedule.numbered_lanes import NumberedLanes, keep_numbers, number_lanes
-from multimodal.schedule.passes.lower_lanes_reference import lower_lanes_reference
-from multimodal.schedule.place_grid import show_places
-from multimodal.values.assignment import Assignment
+from multimodal.schedule.execute_lanes import Execution, execute_lanes
+from multimodal.values.action import Resource
 from multimodal.values.errors import ScheduleError
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
-from multimodal.values.schedule import ACTION_TABLE, Lane, Resource, Schedule
+from multimodal.values.schedule import Schedule, show_slots
+from multimodal.values.step_work import RESOURCE_NUMBERS, Bytes, Integers
 
 
-def insert_communication(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
+def insert_communication(schedule: Schedule) -> Schedule:
     """Turn a compute-dialect schedule into the lowered dialect.
 
     A send stands right after its producer, a receive before its consumer. Between two lanes messages match by order (NCCL), and
     two units may group the same data differently, so a lane may need messages in another order than they are sent. All actions
     are therefore numbered by one execution of the schedule under unit costs, and before each consumer stand the receives it
     needs together with every earlier-numbered receive from the same lanes that is still pending. A receive only posts, so
-    standing early costs memory at most, never time. `forward_only` schedules need no flag.
+    standing early costs memory at most, never time.
 
     Runs as a C++ kernel where that is built, with the same result.
     Raises ScheduleError when the schedule cannot finish. Complexity: O((actions + messages) log).
     """
-    execution = execute_lanes(schedule, graph=graph, plan=plan, assignment=assignment, lowered=False)
-    if stuck := execution.stuck(schedule):
+    execution = execute_lanes(schedule)
+    if stuck := execution.stuck:
         raise ScheduleError(
             "the schedule cannot finish, so no communication can be inserted; validate it first\n"
-            + show_places(schedule, marked=stuck)
+            + show_slots(schedule.lanes, marked=stuck)
         )
-    numbered = None
-    if kernels is not None:
-        numbered = number_lanes(schedule, graph=graph, plan=plan, assignment=assignment, lowered=False)
-    if numbered is not None and numbered.is_regular and numbered.table.has_distinct_messages:
-        return _lower(schedule, numbered, execution)
-    started = [execution.actions[number] for number in _in_order_of_start(execution)]
-    numbers = {action: number for number, action in enumerate(started)}
-    return lower_lanes_reference(schedule, numbers, graph=graph, plan=plan, assignment=assignment)
-
-
-def _in_order_of_start(execution: Execution) -> list[int]:
-    """The computations that ran, by number."""
-    started, first = np.unique(execution.event_actions, return_index=True)
-    ordered = started[np.argsort(first)].tolist()
-    return [number for number in ordered if ACTION_TABLE[execution.actions[number].kind].resource is Resource.COMPUTE]
-
-
-def _lower(schedule: Schedule, numbered: NumberedLanes, execution: Execution) -> Schedule:
-    table = numbered.table
-    starts = np.full(table.num_computed, -1)
+    work = schedule.work
+    starts = np.full(work.num_computed, -1)
     order = _in_order_of_start(execution)
     starts[order] = np.arange(len(order))
-    producers, consumers = table.message_ends
-    found = np.flatnonzero(starts[consumers] >= 0)
-    found = found[np.lexsort((starts[consumers[found]], starts[producers[found]]))]
-    source_starts, source_lanes = table.lanes_of_actions(producers[found])
-    rows = kernels.lower_lanes(
-        lane_starts=numbered.lane_starts,
-        lane_actions=numbered.lane_actions,
-        producers=producers[found],
-        consumers=consumers[found],
+    producers, consumers = work.message_ends
+    messages = np.flatnonzero(starts[consumers] >= 0)
+    messages = messages[np.lexsort((starts[consumers[messages]], starts[producers[messages]]))]
+    source_starts, source_lanes = work.lanes_of(producers[messages])
+    run = lower_lanes_reference if kernels is None else kernels.lower_lanes
+    rows = run(
+        lane_starts=schedule.lane_starts,
+        lane_actions=schedule.pieces,
+        producers=producers[messages],
+        consumers=consumers[messages],
         source_starts=source_starts,
         source_lanes=source_lanes,
-        num_actions=table.num_computed,
+        num_actions=work.num_computed,
     )
-    numbers, fillers = [], []
-    for lane, row in zip(schedule.lanes, rows, strict=True):
-        indices, kinds = np.divmod(np.array(row, np.int64), 3)  # 3 a: computation a; 3 m + 1, 3 m + 2: message m
-        carried = kinds > 0
-        indices[carried] = table.num_computed - 1 + kinds[carried] + 2 * found[indices[carried]]
-        numbers.append(indices)
-        positions = np.flatnonzero(~carried)
-        fillers.append(frozenset(int(positions[position]) for position in lane.fillers))
-    actions = (tuple(map(table.actions.__getitem__, lane.tolist())) for lane in numbers)
-    ranks = (lane.ranks for lane in schedule.lanes)
-    lowered = Schedule(tuple(map(Lane, ranks, actions, fillers)))
-    keep_numbers(lowered, table, numbers)
+    lanes, modes = [], []
+    for lane, row in enumerate(rows):
+        pieces, kinds = np.divmod(np.array(row, np.int64), 3)  # 3 a: computation a; 3 m + 1, 3 m + 2: message m
+        is_message = kinds > 0
+        pieces[is_message] = work.num_computed - 1 + kinds[is_message] + 2 * messages[pieces[is_message]]
+        lanes.append(pieces)
+        of_slots: Bytes = np.zeros(len(pieces), np.uint8)
+        of_slots[~is_message] = schedule.modes[schedule.lane_starts[lane] : schedule.lane_starts[lane + 1]]
+        modes.append(of_slots)
+    return Schedule.of_numbers(schedule.step, lanes, modes, lowered=True)
+
+
+def _in_order_of_start(execution: Execution) -> Integers:
+    """Return the computations that ran, in the order in which they started."""
+    started, first = np.unique(execution.event_pieces, return_index=True)
+    ordered = started[np.argsort(first)]
+    is_computed = execution.schedule.work.resources[ordered] == RESOURCE_NUMBERS[Resource.COMPUTE]
+    in_order: Integers = ordered[is_computed]
+    return in_order
+
+
+def lower_lanes_reference(
+    *,
+    lane_starts: Integers,
+    lane_actions: Integers,
+    producers: Integers,
+    consumers: Integers,
+    source_starts: Integers,
+    source_lanes: Integers,
+    num_actions: int,
+) -> list[list[int]]:
+    """Do in Python what csrc/lower_lanes.h describes: computation a is 3 a, message m is sent by 3 m + 1, received by 3 m + 2."""
+    sources = [source_lanes[first:last].tolist() for first, last in pairwise(source_starts.tolist())]
+    sends: list[list[int]] = [[] for _ in range(num_actions)]
+    receives: list[list[int]] = [[] for _ in range(num_actions)]
+    for message, (producer, consumer) in enumerate(zip(producers.tolist(), consumers.tolist(), strict=True)):
+        sends[producer].append(message)
+        receives[consumer].append(message)
+    lowered: list[list[int]] = []
+    for first, last in pairwise(lane_starts.tolist()):
+        actions = lane_actions[first:last].tolist()
+        pending = _PendingReceives((message for action in actions for message in receives[action]), sources)
+        lowered.append([])
+        for action in actions:
+            lowered[-1] += [3 * message + 2 for message in pending.take(receives[action])]
+            lowered[-1] += [3 * action, *(3 * message + 1 for message in sends[action])]
     return lowered
+
+
+class _PendingReceives:
+    """The receives that a lane has yet to post, as one queue per lane they come from."""
+
+    def __init__(self, messages: Iterable[int], sources: list[list[int]]) -> None:
+        self.sources = sources
+        self.queues: dict[int, list[int]] = defaultdict(list)
+        for message in messages:
+            for lane in sources[message]:
+                self.queues[lane].append(message)
+        for queue in self.queues.values():
+            heapq.heapify(queue)
+        self.posted: set[int] = set()
+
+    def take(self, needed: Iterable[int]) -> list[int]:
+        """Post `needed` and, transitively, all that must be posted before; returns the messages in sending order."""
+        taken: list[int] = []
+        wanted = [message for message in needed if message not in self.posted]
+        while wanted:
+            last = wanted.pop()
+            for lane in self.sources[last]:
+                queue = self.queues[lane]
+                while queue and queue[0] <= last:
+                    message = heapq.heappop(queue)
+                    if message not in self.posted:
+                        self.posted.add(message)
+                        taken.append(message)
+                        wanted.append(message)
+        return sorted(taken)

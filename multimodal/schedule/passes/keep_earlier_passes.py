@@ -3,18 +3,16 @@
 from collections.abc import Callable, Set
 from functools import wraps
 
-from multimodal.schedule.lane_times import duration_of
 from multimodal.schedule.passes.fill import refill
+from multimodal.schedule.passes.lane_times import duration_of
 from multimodal.schedule.passes.reduce_by_layer import cut_reductions, with_whole_reductions
-from multimodal.schedule.passes.schedule_pass import Pass
-from multimodal.schedule.text import action_to_text
-from multimodal.schedule.unit_cost_timeline import timeline_of_unit_costs
-from multimodal.values.assignment import Assignment
+from multimodal.schedule.simulate import timeline_of_unit_costs
+from multimodal.values.action import ActionKind, action_to_text
 from multimodal.values.errors import ScheduleError
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
-from multimodal.values.schedule import ActionKind, Lane, Schedule
-from multimodal.values.schedule_form import form_of
+from multimodal.values.schedule import Lane, Schedule, lane_of
+
+Pass = Callable[[Schedule], Schedule]
+"""Rewrites a schedule of the compute dialect."""
 
 
 def keeps_earlier_passes(*, never_longer: bool = False) -> Callable[[Pass], Pass]:
@@ -30,23 +28,20 @@ def keeps_earlier_passes(*, never_longer: bool = False) -> Callable[[Pass], Pass
 
     def decorate(rewrite: Pass) -> Pass:
         @wraps(rewrite)
-        def rewritten(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
-            cut = form_of(schedule).reduced_by_layer
+        def rewritten(schedule: Schedule) -> Schedule:
+            cut = schedule.step.cuts.reduced_by_layer
             _check_fillers(schedule)
-            found = rewrite(_plain(schedule), graph=graph, plan=plan, assignment=assignment)
+            moved = rewrite(_plain(schedule))
             if cut:
-                found = Schedule(tuple(_with_early_reductions(lane, cut) for lane in found.lanes))
-                found = cut_reductions(found, cut, graph=graph, plan=plan, assignment=assignment)
-                if form_of(found).reduced_by_layer != cut:
+                moved = cut_reductions(moved.with_lanes(_with_early_reductions(lane, cut) for lane in moved.lanes), cut)
+                if moved.step.cuts.reduced_by_layer != cut:
                     return schedule
-            if any(lane.fillers for lane in schedule.lanes):
-                found = refill(found, graph=graph, plan=plan, assignment=assignment)
+            if schedule.has_fillers:
+                moved = refill(moved)
             elif not cut:
-                return found
-            found = _with_unchanged_lanes(schedule, found)
-            if never_longer and _is_longer(found, schedule, graph=graph, plan=plan, assignment=assignment):
-                return schedule
-            return found
+                return moved
+            moved = _with_unchanged_lanes(schedule, moved)
+            return schedule if never_longer and _is_longer(moved, schedule) else moved
 
         return rewritten
 
@@ -66,7 +61,7 @@ def _check_fillers(schedule: Schedule) -> None:
 def _plain(schedule: Schedule) -> Schedule:
     """The same actions with whole reductions and without fillers."""
     lanes = map(with_whole_reductions, schedule.lanes)
-    return Schedule(tuple(Lane(lane.ranks, lane.actions) for lane in lanes))
+    return schedule.with_lanes(lane_of(lane.ranks, lane.actions) for lane in lanes)
 
 
 def _with_early_reductions(lane: Lane, stages: Set[tuple[str, int]]) -> Lane:
@@ -77,21 +72,21 @@ def _with_early_reductions(lane: Lane, stages: Set[tuple[str, int]]) -> Lane:
         if (reduction.unit, reduction.stage) in stages and own:
             actions.remove(reduction)
             actions.insert(own[-1] + 1, reduction)
-    return Lane(lane.ranks, tuple(actions))
+    return lane_of(lane.ranks, actions)
 
 
 def _with_unchanged_lanes(before: Schedule, after: Schedule) -> Schedule:
     """Leave lanes as they were where no action moved."""
     pairs = zip(before.lanes, after.lanes, strict=True)
-    return Schedule(tuple(old if old.actions == new.actions else new for old, new in pairs))
+    return after.with_lanes(old if old.actions == new.actions else new for old, new in pairs)
 
 
-def _is_longer(after: Schedule, before: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> bool:
+def _is_longer(after: Schedule, before: Schedule) -> bool:
     """True if the schedule takes longer under unit costs, either with fillers in line or with fillers that run in waits."""
     if after == before:
         return False
-    in_line = [duration_of(each, graph=graph, plan=plan, assignment=assignment) for each in (after, before)]
+    in_line = [duration_of(each) for each in (after, before)]
     if in_line[0] is None or (in_line[1] is not None and in_line[0] > in_line[1]):
         return True
-    timelines = [timeline_of_unit_costs(each, graph=graph, plan=plan, assignment=assignment) for each in (after, before)]
+    timelines = [timeline_of_unit_costs(each) for each in (after, before)]
     return timelines[0].duration_seconds > timelines[1].duration_seconds

@@ -1,22 +1,26 @@
 """Split-backward (Entrain 4.5.3): an encoder does not wait for the gradients of samples that the LLM runs later."""
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from multimodal.schedule.dependencies import dependencies
-from multimodal.schedule.lane_times import duration_of, lane_times, sort_lanes
+import numpy as np
+from numpy.typing import NDArray
+
 from multimodal.schedule.passes.keep_earlier_passes import keeps_earlier_passes
-from multimodal.schedule.unit_cost import unit_cost
-from multimodal.values.assignment import Assignment, MicrobatchPlace
-from multimodal.values.model_graph import ModelGraph, Role
-from multimodal.values.plan import Plan
-from multimodal.values.schedule import Action, ActionKind, Lane, Schedule
-from multimodal.values.schedule_form import form_of, parts_of
+from multimodal.schedule.passes.lane_times import duration_of, lane_times, sort_lanes
+from multimodal.schedule.unit_cost import unit_cost, unit_costs
+from multimodal.values.action import Action, ActionKind, SampleSubset
+from multimodal.values.assignment import MicrobatchPlace
+from multimodal.values.dependencies import dependencies
+from multimodal.values.schedule import Lane, Schedule, Slot
+
+_BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+_ROUNDING = 1e-6
+"""Seconds: thirds do not add up exactly."""
 
 
 @keeps_earlier_passes()
-def split_backward(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignment: Assignment) -> Schedule:
+def split_backward(schedule: Schedule) -> Schedule:
     """Cut the backward of every encoder microbatch with several consumers into one per consumer, each as early as it can run.
 
     Entrain defers samples of a microbatch to a later LLM microbatch; their gradients come back later, too. The backward of the
@@ -25,90 +29,59 @@ def split_backward(schedule: Schedule, *, graph: ModelGraph, plan: Plan, assignm
     one. Where the step would take longer under unit costs, with equal subsets, the schedule stays as it was. Raises ScheduleError
     when the schedule cannot finish. O((actions + dependencies) log).
     """
-    num_parts = _num_parts(graph, plan, assignment)
-    found = _cut(schedule, num_parts, graph=graph, plan=plan, assignment=assignment)
-    if found == schedule:
+    step = schedule.step
+    encoders = {unit.name for unit in step.graph.encoders}
+    consumers = {each: len(step.consumers(each)) for each in step.microbatches if each.unit in encoders}
+    num_subsets = {each: count for each, count in consumers.items() if count > 1}
+    rewritten = _cut(schedule, num_subsets)
+    if rewritten == schedule:
         return schedule
-    costs = _SubsetCosts(graph, plan, num_parts)
-    after, before = (
-        duration_of(each, graph=graph, plan=plan, assignment=assignment, duration=costs.seconds) for each in (found, schedule)
-    )
-    return found if after is not None and before is not None and after <= before + _ROUNDING else schedule
+    after, before = (duration_of(each, seconds=_seconds(each)) for each in (rewritten, schedule))
+    return rewritten if after is not None and before is not None and after <= before + _ROUNDING else schedule
 
 
-_ROUNDING = 1e-6
-"""Seconds: thirds do not add up exactly."""
+def _seconds(schedule: Schedule) -> NDArray[np.float64]:
+    """Return unit costs, [num_computed], of which every sample subset of a backward takes the same share."""
+    seconds = schedule.step.once(unit_costs).astype(np.float64)
+    for number, action in enumerate(schedule.work.computed):
+        if action.subset >= 0:
+            seconds[number] /= schedule.step.cuts.num_subsets[_microbatch(action)]
+    return seconds
 
 
-@dataclass(frozen=True)
-class _SubsetCosts:
-    """Unit costs of which every sample subset of a backward takes the same share."""
-
-    graph: ModelGraph
-    plan: Plan
-    num_parts: Mapping[MicrobatchPlace, int]
-    whole: dict[tuple[str, str, int, int], int] = field(default_factory=dict)
-    """(kind, unit, replica, stage) -> seconds, as all microbatches take the same."""
-
-    def seconds(self, action: Action) -> float:
-        """Return how long an action takes."""
-        key = action[:4]
-        if key not in self.whole:
-            self.whole[key] = unit_cost(action, self.graph, self.plan)
-        is_subset = action.part >= 0 and action.kind in _BACKWARDS
-        return self.whole[key] / (self.num_parts.get(_microbatch(action), 1) if is_subset else 1)
-
-
-def _num_parts(graph: ModelGraph, plan: Plan, assignment: Assignment) -> dict[MicrobatchPlace, int]:
-    """Return the number of consumers of every encoder microbatch that has several."""
-    return {
-        place: len(parts)
-        for unit in graph.encoders
-        for replica in range(plan.units[unit.name].data_parallel_size)
-        for microbatch in range(assignment.num_microbatches(unit.name, replica))
-        if len(parts := parts_of(place := MicrobatchPlace(unit.name, replica, microbatch), graph, assignment)) > 1
-    }
-
-
-def _cut(
-    schedule: Schedule, num_parts: dict[MicrobatchPlace, int], *, graph: ModelGraph, plan: Plan, assignment: Assignment
-) -> Schedule:
+def _cut(schedule: Schedule, num_subsets: dict[MicrobatchPlace, int]) -> Schedule:
     """Cut these microbatches' backwards, the last stage's first: a subset of one stage needs that of the next."""
-    form = form_of(schedule)
-    cut = replace(form, num_parts={**form.num_parts, **num_parts})
-    times = lane_times(schedule, graph=graph, plan=plan, assignment=assignment)
+    step = schedule.step
+    cut_step = step.with_cuts(replace(step.cuts, num_subsets={**step.cuts.num_subsets, **num_subsets}))
+    times = lane_times(schedule)
     starts = {event.action: event.start_seconds for lane in times for event in lane}
     ends = {event.action: event.end_seconds for lane in times for event in lane}
     replaced: dict[Action, list[Action]] = {}
     added: dict[int, list[Action]] = defaultdict(list)
-    backwards = [action for action in starts if _is_cut(action, graph, num_parts)]
+    backwards = [action for action in starts if _is_cut(action, num_subsets)]
     for backward in sorted(backwards, key=lambda action: -action.stage):
-        subsets = [backward._replace(part=part) for part in range(num_parts[_microbatch(backward)])]
+        subsets = [backward._replace(covers=SampleSubset(index)) for index in range(num_subsets[_microbatch(backward)])]
         num_early = 0 if backward.kind is ActionKind.WEIGHT_GRADIENT else len(subsets) - 1
         replaced[backward] = subsets[num_early:]
-        for part in replaced[backward]:
-            starts[part], ends[part] = starts[backward], ends[backward]
-        for part in subsets[:num_early]:
-            starts[part] = max(ends[need] for need in dependencies(part, graph, plan, assignment, form=cut))
-            ends[part] = starts[part] + unit_cost(backward, graph, plan)
-            if starts[part] == starts[backward]:
-                replaced[backward].insert(-1, part)
+        for subset in replaced[backward]:
+            starts[subset], ends[subset] = starts[backward], ends[backward]
+        for subset in subsets[:num_early]:
+            starts[subset] = max(ends[need] for need in dependencies(subset, cut_step))
+            ends[subset] = starts[subset] + unit_cost(backward, step)
+            if starts[subset] == starts[backward]:
+                replaced[backward].insert(-1, subset)
                 continue
-            for lane in plan.lanes_of_stage(part.unit, part.replica, part.stage):
-                added[lane].append(part)
-    lanes = (
-        Lane(lane.ranks, tuple(new for action in lane.actions for new in replaced.get(action, [action])))
+            for lane in step.lanes_of(*subset[1:4]):
+                added[lane].append(subset)
+    lanes = [
+        Lane(lane.ranks, tuple(Slot(new) for action in lane.actions for new in replaced.get(action, [action])))
         for lane in schedule.lanes
-    )
-    return sort_lanes(Schedule(tuple(lanes)), starts.__getitem__, added)
+    ]
+    return sort_lanes(lanes, step, starts.__getitem__, added)
 
 
-_BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
-
-
-def _is_cut(action: Action, graph: ModelGraph, num_parts: dict[MicrobatchPlace, int]) -> bool:
-    is_whole = action.kind in _BACKWARDS and action.part < 0
-    return is_whole and graph.unit(action.unit).role is Role.ENCODER and _microbatch(action) in num_parts
+def _is_cut(action: Action, num_subsets: dict[MicrobatchPlace, int]) -> bool:
+    return action.kind in _BACKWARDS and action.covers is None and _microbatch(action) in num_subsets
 
 
 def _microbatch(action: Action) -> MicrobatchPlace:

@@ -8,9 +8,9 @@ from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster, Network, NodeLink
+from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.schedule_cache import ScheduleCache
-from multimodal.values.assignment import validate_assignment
+from multimodal.values.step_graph import StepGraph, validate_assignment
 
 CLUSTER = Cluster(8, 100.0, 80.0, NodeLink(100.0, 1.0), Network(10.0, 5.0, 8))
 
@@ -57,4 +57,4 @@ def test_without_a_predictor_the_busiest_replica_counts(graph, build_plan, build
     found = {name: balancer(lengths, graph=graph, plan=plan, options=options) for name, balancer in BALANCERS.items()}
     busiest = {name: busiest_replica_seconds(assignment, work, plan=plan) for name, assignment in found.items()}
     assert busiest["auto"] == min(busiest[name] for name in ("none", "orchmllm", "disttrain", "entrain"))
-    validate_assignment(found["auto"], graph=graph, plan=plan, lengths=lengths)
+    validate_assignment(StepGraph(graph, plan, found["auto"]), lengths)

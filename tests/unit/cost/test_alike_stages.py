@@ -7,9 +7,10 @@ import pytest
 
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
+from multimodal.values.action import Action, ActionKind
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from multimodal.values.schedule import Action, ActionKind
+from multimodal.values.step_graph import StepGraph
 from tests.unit.cost.test_model_costs import ASSIGNMENT, COSTS
 
 KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
@@ -25,7 +26,7 @@ def costs_with(*, tensor_parallel_size: int, zero_stage: int, freeze_encoder: bo
     encoders = tuple(Replica((Stage((rank,), ((0, 8),)),)) for rank in (0, 1))
     plan = Plan({"vision": UnitPlan(encoders), "llm": UnitPlan((Replica(tuple(held)),), size)})
     graph = ModelGraph(units, (("vision", "llm"),))
-    return replace(COSTS, graph=graph, plan=plan, options=RunOptions(zero_stage=zero_stage))
+    return replace(COSTS, step=StepGraph(graph, plan, ASSIGNMENT), options=RunOptions(zero_stage=zero_stage))
 
 
 @pytest.mark.parametrize("freeze_encoder", [False, True])

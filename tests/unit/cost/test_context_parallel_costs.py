@@ -12,12 +12,13 @@ from multimodal.cost.step_memory import default_zero_stage, layer_static_bytes
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.unit_grid import build_unit_plan
 from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from multimodal.values.schedule import Action, ActionKind, Place
+from multimodal.values.step_graph import StepGraph
 from tests.unit.cost.layer_answers import layer_activation_bytes
 
 LINKS = {
@@ -38,7 +39,7 @@ def costs_of(*, vision: UnitSizes | None = None, **sizes: int) -> ModelCosts:
     llm = UnitSizes(**{"pipeline_parallel_size": 2, "data_parallel_size": 1, **sizes})
     units = {"vision": (vision or UnitSizes(data_parallel_size=1), llm.num_ranks), "llm": (llm, 0)}
     plan = Plan({name: build_unit_plan(GRAPH.unit(name), sizes=size, first_rank=first) for name, (size, first) in units.items()})
-    return ModelCosts(GRAPH, plan, ASSIGNMENT, LENGTHS, CLUSTER, vocab_size=512)
+    return ModelCosts(StepGraph(GRAPH, plan, ASSIGNMENT), LENGTHS, CLUSTER, vocab_size=512)
 
 
 ALONE, SPREAD, BOTH = costs_of(), costs_of(context_parallel_size=4), costs_of(context_parallel_size=4, tensor_parallel_size=2)
@@ -69,9 +70,10 @@ def test_every_rank_sends_its_share_of_a_message():
 
 def test_rows_change_hands_where_units_on_the_same_ranks_spread_tokens():
     costs = costs_of(pipeline_parallel_size=1, context_parallel_size=4)
-    plan = Plan({**costs.plan.units, "vision": build_unit_plan(GRAPH.unit("vision"), sizes=UnitSizes(1, 1, 4, 1), first_rank=0)})
+    vision = build_unit_plan(GRAPH.unit("vision"), sizes=UnitSizes(1, 1, 4, 1), first_rank=0)
+    plan = Plan({**costs.step.plan.units, "vision": vision})
     send = Action(ActionKind.SEND_FORWARD, "vision", 0, 0, 0, Place("llm", 0, 0, 0))
-    cost = replace(costs, plan=plan).transfer(send)
+    cost = replace(costs, step=StepGraph(GRAPH, plan, ASSIGNMENT)).transfer(send)
     assert cost.latency_seconds == pytest.approx(2e-6)
     assert cost.occupied_seconds == pytest.approx(1000 * 64 * 2 / 4 * 3 / 4 / 100e9), "of a quarter, a quarter stays"
 
@@ -84,7 +86,7 @@ def test_gradients_are_reduced_over_context_parallel_ranks_and_optimizer_state_i
         collective_seconds(4 * num_weights, ranks=range(4), cluster=CLUSTER)
     )
     gathered = 2 * 2 * 16 * NUM_TOKENS * 2
-    lane = SPREAD.plan.lane_of_rank[0]
+    lane = SPREAD.step.plan.lane_of_rank[0]
     assert SPREAD.static_bytes(lane) - SPREAD.memory.broker_bytes(0) == num_weights * (2 + 4 + 12 / 4) + gathered
 
 

@@ -2,11 +2,11 @@ import pytest
 
 from multimodal.cost.cost_table import CostTable
 from multimodal.cost.table_costs import TableCosts
-from multimodal.cost.table_model import build_table_model
+from multimodal.cost.table_model import build_table_step
+from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.backward_need import BackwardNeed, stage_backward_need
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import Role
-from multimodal.values.schedule import Action, ActionKind, Place
 
 FROZEN, TRAINED = {"forward": 1.0}, {"forward": 1.0, "backward": 2.0}
 PASSED_ON = {"forward": 1.0, "input_gradient": 1.0, "weight_gradient": 0.0}
@@ -17,7 +17,7 @@ def table_of(units, **more):
 
 
 def needs_of(units):
-    model = build_table_model(table_of(units))
+    model = build_table_step(table_of(units))
     return {
         name: [stage_backward_need(model.graph, model.plan, name, 0, stage) for stage in range(len(entry["stages"]))]
         for name, entry in units.items()
@@ -25,7 +25,7 @@ def needs_of(units):
 
 
 def test_each_stage_gets_a_lane_and_each_microbatch_a_sample():
-    model = build_table_model(
+    model = build_table_step(
         table_of({"vision": {"stages": [TRAINED] * 2}, "llm": {"upstream": ["vision"], "stages": [TRAINED] * 3}})
     )
     assert model.plan.lanes == ((0,), (1,), (2,), (3,), (4,))
@@ -38,7 +38,7 @@ def test_ranks_place_virtual_stages_and_colocated_units():
         "vision": {"stages": [TRAINED] * 2},
         "llm": {"upstream": ["vision"], "stages": [TRAINED] * 4, "ranks": [0, 1, 1, 0]},
     }
-    plan = build_table_model(table_of(units)).plan
+    plan = build_table_step(table_of(units)).plan
     assert plan.lanes == ((0,), (1,))
     assert [plan.lanes_of_stage("llm", 0, stage) for stage in range(4)] == [(0,), (1,), (1,), (0,)]
 
@@ -55,7 +55,7 @@ def test_ranks_place_virtual_stages_and_colocated_units():
     ],
 )
 def test_roles_follow_from_the_place(upstream, roles):
-    graph = build_table_model(table_of({name: {"upstream": up, "stages": [TRAINED]} for name, up in upstream.items()})).graph
+    graph = build_table_step(table_of({name: {"upstream": up, "stages": [TRAINED]} for name, up in upstream.items()})).graph
     assert {unit.name: unit.role for unit in graph.units} == {name: Role(role) for name, role in roles.items()}
 
 
@@ -156,4 +156,4 @@ def test_wrong_tables_are_refused(value, message):
 )
 def test_tables_of_no_model_are_refused(units, message):
     with pytest.raises(ConfigError, match=message):
-        build_table_model(table_of(units))
+        build_table_step(table_of(units))

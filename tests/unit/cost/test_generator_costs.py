@@ -3,11 +3,12 @@ import pytest
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.flops import step_flops
 from multimodal.cost.model_costs import ModelCosts
+from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from multimodal.values.schedule import Action, ActionKind, Place
+from multimodal.values.step_graph import StepGraph
 
 LINK = {"bandwidth_gbytes_per_second": 100.0, "latency_us": 2.0}
 CLUSTER = Cluster.from_dict(
@@ -40,7 +41,7 @@ PLAN = Plan.from_dict(
 IMAGE = ItemLengths("painter", 40, 0)
 LENGTHS = [SampleLengths(0, (IMAGE, IMAGE), 20, 15), SampleLengths(1, (), 30, 30), SampleLengths(2, (IMAGE,), 10, 5)]
 ASSIGNMENT = Assignment({"llm": (((Atom(0), Atom(1)), (Atom(2),)),), "painter": (((Atom(0),), (Atom(2),)),)})
-COSTS = ModelCosts(GRAPH, PLAN, ASSIGNMENT, LENGTHS, CLUSTER, vocab_size=512)
+COSTS = ModelCosts(StepGraph(GRAPH, PLAN, ASSIGNMENT), LENGTHS, CLUSTER, vocab_size=512)
 
 
 def test_the_llm_hands_over_one_hidden_state_an_image():

@@ -11,13 +11,14 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_costs import TransferCost
 from multimodal.cost.step_memory import ZERO_STAGES, layer_static_bytes
 from multimodal.cost.unit_load import UnitLoad, sample_load
+from multimodal.values.action import Action, ActionKind, LayerRange, Place
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from multimodal.values.schedule import Action, ActionKind, Place
+from multimodal.values.step_graph import StepGraph
 from tests.unit.cost.layer_answers import layer_activation_bytes
 
 LINKS = {
@@ -43,7 +44,7 @@ ASSIGNMENT = Assignment(
         "llm": (((Atom(0), Atom(1)), (Atom(2), Atom(3))),),
     }
 )
-COSTS = ModelCosts(GRAPH, PLAN, ASSIGNMENT, LENGTHS, Cluster.from_dict(CLUSTER), vocab_size=512)
+COSTS = ModelCosts(StepGraph(GRAPH, PLAN, ASSIGNMENT), LENGTHS, Cluster.from_dict(CLUSTER), vocab_size=512)
 
 
 def test_all_computations_together_cost_the_steps_flops():
@@ -108,11 +109,13 @@ def test_replicas_reduce_fp32_gradients_and_gather_bf16_parameters():
 
 
 def test_the_parts_of_a_reduction_by_layer_make_up_the_whole():
+    num_layers = len(PLAN.virtual_stage("vision", 0, 0).layers)
     whole, others, last = (
-        COSTS.collective_seconds(Action(ActionKind.REDUCE_GRADIENTS, "vision", 0, 0, part=part)) for part in (-1, 0, 1)
+        COSTS.collective_seconds(Action(ActionKind.REDUCE_GRADIENTS, "vision", 0, 0, covers=layers))
+        for layers in (None, LayerRange(1, num_layers), LayerRange(0, 1))
     )
     weights = COSTS.stages.trained_weights(("vision", 0, 0))
-    assert len(weights) == len(PLAN.virtual_stage("vision", 0, 0).layers)
+    assert len(weights) == num_layers
     assert sum(weights) == COSTS.stages.num_weights(("vision", 0, 0), trained_only=True)
     assert others + last == pytest.approx(whole)
     assert last == pytest.approx(whole * weights[0] / sum(weights))
@@ -180,9 +183,8 @@ def test_replicas_that_share_weights_compute_together():
     uneven = replace(
         ASSIGNMENT, units={**ASSIGNMENT.units, "vision": (((Atom(0, 0),), (Atom(2, 0),), (Atom(3, 0),)), ((Atom(1, 0),),))}
     )
-    apart, together = (
-        replace(COSTS, lengths=lengths, assignment=uneven, options=RunOptions(zero_stage=stage)) for stage in (1, 3)
-    )
+    step = COSTS.step.with_assignment(uneven)
+    apart, together = (replace(COSTS, step=step, lengths=lengths, options=RunOptions(zero_stage=stage)) for stage in (1, 3))
     small, large = (Action(ActionKind.BACKWARD, "vision", replica, 0, 0) for replica in (0, 1))
     assert apart.compute(small).seconds < apart.compute(large).seconds
     assert together.compute(small).seconds == together.compute(large).seconds >= apart.compute(large).seconds

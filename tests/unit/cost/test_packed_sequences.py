@@ -8,9 +8,11 @@ from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.seconds.layer_curves import LayerCurves, PackedSize, Quadratic
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.unit_load import UnitLoad, add_loads, item_load, sample_load
+from multimodal.plan.colocated import plan_colocated
 from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.step_graph import StepGraph
 from tools.profile_layers import packed_sizes, sizes_between
 
 SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
@@ -32,7 +34,7 @@ def test_sequences_add_up_over_items_and_samples() -> None:
     assert sample_load(GRAPH.unit("vision"), samples[1]) == UnitLoad()
     assert sample_load(GRAPH.unit("llm"), samples[0]).num_sequences == 1
     atoms = {"vision": (((Atom(0, 0), Atom(0, 1)), ()),), "llm": (((Atom(0), Atom(1)),),)}
-    loads = AssignedLoads(GRAPH, Assignment(atoms), samples)
+    loads = AssignedLoads(StepGraph(GRAPH, plan_colocated(GRAPH, sizes={}, world_size=1), Assignment(atoms)), samples)
     assert loads.at(MicrobatchPlace("llm", 0, 0)).num_sequences == 2
     assert [loads.at(MicrobatchPlace("vision", 0, index)).num_sequences for index in (0, 1)] == [2, 0]
 

@@ -14,12 +14,13 @@ from multimodal.cost.update_seconds import update_traffic_bytes
 from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.values.action import Action, ActionKind
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from multimodal.values.schedule import Action, ActionKind
+from multimodal.values.step_graph import StepGraph
 
 SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
 GRAPH = ModelGraph.from_dict({"units": {"vision": {"role": "encoder", **SHAPE}, "llm": {"role": "backbone", **SHAPE}}})
@@ -42,7 +43,7 @@ def costs(
     plan: Plan, *, profile: LayerProfile | None = None, cluster: Cluster = CLUSTER, options: RunOptions | None = None
 ) -> ModelCosts:
     assignment = Assignment({"vision": (((Atom(0, 0),), ()),), "llm": (((Atom(0),), (Atom(1),)),)})
-    return ModelCosts(GRAPH, plan, assignment, SAMPLES, cluster, 512, options or RunOptions(), profile)
+    return ModelCosts(StepGraph(GRAPH, plan, assignment), SAMPLES, cluster, 512, options or RunOptions(), profile)
 
 
 def profile_of(graph_unit: str = "llm") -> LayerProfile:
@@ -85,7 +86,8 @@ def test_replicas_that_share_an_optimizer_update_a_share(zero_stage: int, share:
 
 def test_what_is_frozen_is_not_updated() -> None:
     frozen = replace(GRAPH, units=tuple(replace(unit, freeze_module=True, freeze_projector=True) for unit in GRAPH.units))
-    assert replace(costs(ALONE, profile=profile_of()), graph=frozen).update_seconds == 1.0
+    trained = costs(ALONE, profile=profile_of())
+    assert replace(trained, step=replace(trained.step, graph=frozen)).update_seconds == 1.0
 
 
 def test_without_a_profile_an_update_moves_bytes() -> None:

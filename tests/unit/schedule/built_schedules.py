@@ -5,35 +5,34 @@ from hypothesis import strategies as st
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES
 from multimodal.schedule.passes.insert_communication import insert_communication
-from multimodal.values.schedule import Lane, Schedule
-from tests.unit.schedule.schedule_cases import Case, built_cases
+from multimodal.values.schedule import Lane, Schedule, lane_of
+from multimodal.values.step_graph import StepGraph
+from tests.unit.schedule.schedule_cases import built_cases
 
 
 @st.composite
-def rewritten_schedules(draw: st.DrawFn) -> tuple[Case, Schedule]:
+def rewritten_schedules(draw: st.DrawFn) -> tuple[StepGraph, Schedule]:
     """A random case and a compute-dialect schedule for it, of any builder, with any passes."""
     case, builder = draw(built_cases())
     passes = draw(st.lists(st.sampled_from(sorted(PASSES)), unique=True, max_size=3))
-    graph, plan, assignment = case
-    schedule = BUILDERS[builder](*case)
+    schedule = BUILDERS[builder](case)
     for name in passes:
-        schedule = PASSES[name](schedule, graph=graph, plan=plan, assignment=assignment)
+        schedule = PASSES[name](schedule)
     return case, schedule
 
 
 @st.composite
-def built_schedules(draw: st.DrawFn) -> tuple[Case, Schedule, bool]:
+def built_schedules(draw: st.DrawFn) -> tuple[StepGraph, Schedule, bool]:
     """A random case, a schedule for it in either dialect, and whether it is lowered."""
     case, schedule = draw(rewritten_schedules())
-    graph, plan, assignment = case
     lowered = draw(st.booleans())
     if lowered:
-        schedule = insert_communication(schedule, graph=graph, plan=plan, assignment=assignment)
+        schedule = insert_communication(schedule)
     return case, schedule, lowered
 
 
 @st.composite
-def broken_schedules(draw: st.DrawFn) -> tuple[Case, Schedule, bool]:
+def broken_schedules(draw: st.DrawFn) -> tuple[StepGraph, tuple[Lane, ...], bool]:
     """As `built_schedules`, but actions of a lane change places, are missing, stand twice, or in another lane."""
     case, schedule, lowered = draw(built_schedules())
     lanes = [list(lane.actions) for lane in schedule.lanes]
@@ -53,4 +52,4 @@ def broken_schedules(draw: st.DrawFn) -> tuple[Case, Schedule, bool]:
             case "move":
                 lanes[draw(st.integers(0, len(lanes) - 1))].append(actions.pop(first))
     kept = zip(schedule.lanes, lanes, strict=True)
-    return case, Schedule(tuple(Lane(lane.ranks, tuple(actions), lane.fillers) for lane, actions in kept)), lowered
+    return case, tuple(lane_of(lane.ranks, actions, lane.fillers) for lane, actions in kept), lowered

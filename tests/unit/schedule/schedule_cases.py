@@ -1,7 +1,6 @@
 """Small graphs, plans and assignments for the schedule tests, and strategies for random ones."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from hypothesis import strategies as st
 
@@ -10,16 +9,9 @@ from multimodal.schedule.builders.zb_v import is_v_shaped
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
+from multimodal.values.step_graph import StepGraph
 
 SHAPE = Transformer(num_layers=8, hidden_size=8, num_attention_heads=2, ffn_hidden_size=16)
-
-
-class Case(NamedTuple):
-    """The three values that a builder takes."""
-
-    graph: ModelGraph
-    plan: Plan
-    assignment: Assignment
 
 
 def build_graph(*encoders: str, frozen: Sequence[str] = (), frozen_projectors: Sequence[str] = ()) -> ModelGraph:
@@ -55,7 +47,7 @@ def build_case(
     *,
     colocated: bool = False,
     layouts: Mapping[str, Mapping[str, int]] | None = None,
-) -> Case:
+) -> StepGraph:
     """`sizes`: unit -> (dp, pp, tp); `groupings`: unit -> replica -> microbatch -> samples, one item per sample and encoder.
 
     `layouts`: unit -> chunks or v_shaped of `build_unit_plan`.
@@ -74,7 +66,7 @@ def build_case(
             for name, replicas in groupings.items()
         }
     )
-    return Case(graph, Plan(units), assignment)
+    return StepGraph(graph, Plan(units), assignment)
 
 
 def deal(num_samples: int, dp: int) -> list[list[list[int]]]:
@@ -96,7 +88,7 @@ def groupings_of(draw: st.DrawFn, atoms: Sequence[Atom], dp: int) -> tuple[tuple
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn) -> StepGraph:
     """Random graphs (none to two encoders, any part frozen), plans (disjoint, colocated, copies) and assignments."""
     encoders = draw(st.sampled_from([(), ("vision",), ("vision", "audio")]))
     frozen = [unit for unit in (*encoders, "llm") if draw(st.booleans())]
@@ -127,10 +119,10 @@ def cases(draw: st.DrawFn) -> Case:
     }
     placed["llm"] = [Atom(sample) for sample in range(len(num_items))]
     assignment = Assignment({name: draw(groupings_of(atoms, units[name].data_parallel_size)) for name, atoms in placed.items()})
-    return Case(graph, Plan(units), assignment)
+    return StepGraph(graph, Plan(units), assignment)
 
 
-def builders_for(case: Case) -> list[str]:
+def builders_for(case: StepGraph) -> list[str]:
     """The builders that the layout of a case allows."""
     encoders = [case.plan.units[unit.name] for unit in case.graph.encoders]
     stages = [[[stage.ranks for stage in replica.virtual_stages] for replica in unit.replicas] for unit in encoders]
@@ -146,9 +138,9 @@ def builders_for(case: Case) -> list[str]:
     ]
 
 
-def placed_for(builder: str, case: Case) -> Case:
+def placed_for(builder: str, case: StepGraph) -> StepGraph:
     """The case as the builder is given it."""
-    return case._replace(assignment=BUILDERS[builder].assignment_for(case.assignment, graph=case.graph, plan=case.plan))
+    return BUILDERS[builder].step_for(case)
 
 
 def _are_copies(encoder: UnitPlan, llm: UnitPlan) -> bool:
@@ -159,14 +151,14 @@ def _are_copies(encoder: UnitPlan, llm: UnitPlan) -> bool:
 
 
 @st.composite
-def built_cases(draw: st.DrawFn) -> tuple[Case, str]:
+def built_cases(draw: st.DrawFn) -> tuple[StepGraph, str]:
     """A random case and a builder that it allows."""
     case = draw(cases())
     builder = draw(st.sampled_from(builders_for(case)))
     return placed_for(builder, case), builder
 
 
-def golden_cases() -> dict[str, Case]:
+def golden_cases() -> dict[str, StepGraph]:
     """The small cases whose schedules are compared with golden text."""
     vision = build_graph("vision")
     frozen = build_graph("vision", frozen=["vision"], frozen_projectors=["vision"])

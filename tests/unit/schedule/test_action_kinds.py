@@ -3,24 +3,25 @@
 import pytest
 
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.dependencies import dependencies
-from multimodal.schedule.expected_actions import expected_actions
 from multimodal.schedule.passes.gather_parameters import gather_parameters
 from multimodal.schedule.passes.insert_communication import insert_communication
-from multimodal.schedule.text import action_to_text, schedule_from_text, schedule_to_text
+from multimodal.schedule.text import lanes_from_text, schedule_from_text, schedule_to_text
 from multimodal.schedule.unit_cost import unit_cost
 from multimodal.schedule.validate import validate_schedule
+from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource, action_to_text
+from multimodal.values.dependencies import dependencies
 from multimodal.values.errors import ScheduleError
-from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Lane, Place, Resource, Schedule
-from multimodal.values.schedule_form import ScheduleForm
+from multimodal.values.schedule import lane_of
+from multimodal.values.step_graph import Cuts
+from multimodal.values.step_work import step_work
 from tests.unit.schedule.schedule_cases import golden_cases
 
 CASE = golden_cases()["encoder_dp2_llm_pp2"]
-FORMS = ScheduleForm(split=frozenset({Place("llm", 0, 1, 0)}), gathers_parameters=True)
+STEP = CASE.with_cuts(Cuts(split=frozenset({Place("llm", 0, 1, 0)}), gathers_parameters=True))
 
 
 def example(kind: ActionKind) -> Action:
-    return next(action for action in expected_actions(*CASE, lowered=True, form=FORMS) if action.kind is kind)
+    return next(action for action in step_work(STEP).actions if action.kind is kind)
 
 
 def test_every_kind_has_a_row() -> None:
@@ -30,26 +31,25 @@ def test_every_kind_has_a_row() -> None:
 @pytest.mark.parametrize("kind", ActionKind)
 def test_text_handles_every_kind(kind: ActionKind) -> None:
     action = example(kind)
-    assert schedule_from_text(f"lane 0: {action_to_text(action)}").lanes[0].actions == (action,)
+    assert lanes_from_text(f"lane 0: {action_to_text(action)}")[0].actions == (action,)
 
 
 @pytest.mark.parametrize("kind", ActionKind)
 def test_dependencies_and_cost_handle_every_kind(kind: ActionKind) -> None:
     action = example(kind)
-    needed = set(dependencies(action, *CASE, lowered=True, form=FORMS))
-    assert (needed and needed <= set(expected_actions(*CASE, lowered=True, form=FORMS))) or kind is ActionKind.GATHER_PARAMETERS
+    needed = set(dependencies(action, STEP, lowered=True))
+    assert (needed and needed <= set(step_work(STEP).actions)) or kind is ActionKind.GATHER_PARAMETERS
     is_message = ACTION_TABLE[kind].resource in (Resource.SEND, Resource.RECEIVE)
-    assert (unit_cost(action, CASE.graph, CASE.plan) == 0) == is_message
+    assert (unit_cost(action, STEP) == 0) == is_message
 
 
 @pytest.mark.parametrize("kind", ActionKind)
 def test_the_validator_misses_every_kind(kind: ActionKind) -> None:
-    graph, plan, assignment = CASE
-    built = schedule_to_text(BUILDERS["1f1b"](*CASE))
-    compute = schedule_from_text(built.replace("B llm/0/1/0", "I llm/0/1/0; W llm/0/1/0"))
-    compute = gather_parameters(compute, graph=graph, plan=plan, assignment=assignment)
-    full = insert_communication(compute, graph=graph, plan=plan, assignment=assignment)
+    built = schedule_to_text(BUILDERS["1f1b"](CASE))
+    compute = schedule_from_text(built.replace("B llm/0/1/0", "I llm/0/1/0; W llm/0/1/0"), CASE)
+    compute = gather_parameters(compute)
+    full = insert_communication(compute)
     dropped = example(kind)
-    lanes = tuple(Lane(lane.ranks, tuple(action for action in lane.actions if action != dropped)) for lane in full.lanes)
+    lanes = [lane_of(lane.ranks, [action for action in lane.actions if action != dropped]) for lane in full.lanes]
     with pytest.raises(ScheduleError, match=f"^{action_to_text(dropped)}: missing"):
-        validate_schedule(Schedule(lanes), graph=graph, plan=plan, assignment=assignment, lowered=True)
+        validate_schedule(full.with_lanes(lanes))

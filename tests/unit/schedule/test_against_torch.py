@@ -16,7 +16,7 @@ SIZES = [(1, 2), (2, 1), (2, 4), (2, 5), (3, 3), (4, 2), (4, 4), (4, 12)]
 
 def build_lanes(builder: str, num_stages: int, num_microbatches: int, **layout: int) -> tuple[Lane, ...]:
     groupings = {"llm": deal(num_microbatches, 1)}
-    return BUILDERS[builder](*build_case(build_graph(), {"llm": (1, num_stages, 1)}, groupings, layouts={"llm": layout})).lanes
+    return BUILDERS[builder](build_case(build_graph(), {"llm": (1, num_stages, 1)}, groupings, layouts={"llm": layout})).lanes
 
 
 def ours(lane: Lane) -> list[tuple[str, int, int]]:

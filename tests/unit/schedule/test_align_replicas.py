@@ -1,6 +1,7 @@
 """Where lanes join the computations of replicas whose weights they share."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -9,24 +10,26 @@ from hypothesis import strategies as st
 from multimodal.schedule.align_replicas import Join, Joins, align_replicas
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
-from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Resource, Schedule
+from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
+from multimodal.values.schedule import Schedule
+from multimodal.values.step_graph import StepGraph
 from tests.distributed.schedule_rewrites import CutMicrobatches
-from tests.unit.schedule.schedule_cases import Case, build_case, build_graph, cases
+from tests.unit.schedule.schedule_cases import build_case, build_graph, cases
 
 LLM = build_graph()
 
 
-def llm_case(*groupings: list[list[int]], pp: int = 1) -> Case:
+def llm_case(*groupings: list[list[int]], pp: int = 1) -> StepGraph:
     """Replicas with these microbatches."""
     return build_case(LLM, {"llm": (len(groupings), pp, 1)}, {"llm": list(groupings)})
 
 
-def lowered(case: Case, *, builder: str = "1f1b", passes=(), forward_only: bool = False) -> Schedule:
-    return build_schedule(BUILDERS[builder], *case, passes=passes, forward_only=forward_only)
+def lowered(case: StepGraph, *, builder: str = "1f1b", passes=(), forward_only: bool = False) -> Schedule:
+    return build_schedule(BUILDERS[builder], replace(case, forward_only=forward_only), passes=passes)
 
 
-def align(case: Case, schedule: Schedule) -> Joins:
-    return align_replicas(schedule, graph=case.graph, plan=case.plan, assignment=case.assignment)
+def align(case: StepGraph, schedule: Schedule) -> Joins:
+    return align_replicas(schedule)
 
 
 def kinds_of(joins: Joins, lane: int) -> list[str]:
@@ -79,7 +82,7 @@ def test_encoders_without_an_item_on_one_replica():
 
 @settings(max_examples=60, derandomize=True, database=None)
 @given(case=cases(), builder=st.sampled_from(["1f1b", "gpipe", "zb-h1", "eager-1f1b"]))
-def test_replicas_make_one_sequence_of_computations(case: Case, builder: str):
+def test_replicas_make_one_sequence_of_computations(case: StepGraph, builder: str):
     schedule = lowered(case, builder=builder)
     joins = align(case, schedule)
     for unit, sizes in case.plan.units.items():
@@ -88,7 +91,9 @@ def test_replicas_make_one_sequence_of_computations(case: Case, builder: str):
             assert all(sequence == sequences[0] for sequence in sequences)
 
 
-def sequences_of(case: Case, schedule: Schedule, joins: Joins, unit: str, replica: int, stage: int) -> list[tuple[str, str, int]]:
+def sequences_of(
+    case: StepGraph, schedule: Schedule, joins: Joins, unit: str, replica: int, stage: int
+) -> list[tuple[str, str, int]]:
     """What every lane of a stage computes or joins there, in order; alike in all of them."""
     physical = case.plan.virtual_stage(unit, replica, stage).stage_index
     found = []

@@ -2,18 +2,21 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.builders.breadth_first import build_breadth_first
-from multimodal.schedule.lane_execution import execute_lanes
+from multimodal.schedule.execute_lanes import execute_lanes
+from multimodal.values.action import Action, ActionKind
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
-from multimodal.values.schedule import Action, ActionKind, Lane
+from multimodal.values.schedule import Lane
+from multimodal.values.step_graph import StepGraph
 from multimodal.values.timeline import TimelineEvent
-from tests.unit.schedule.schedule_cases import SHAPE, Case, build_case, build_graph, cases, deal
+from tests.unit.schedule.schedule_cases import SHAPE, build_case, build_graph, cases, deal
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.7, 1.9
 COMPUTED = (ActionKind.FORWARD, ActionKind.BACKWARD)
@@ -21,11 +24,13 @@ Ranks = Sequence[Sequence[int]]
 """Per replica the rank of every stage."""
 
 
-def one_unit(num_stages: int, num_microbatches: int, **layout: int) -> Case:
+def one_unit(num_stages: int, num_microbatches: int, **layout: int) -> StepGraph:
     return build_case(build_graph(), {"llm": (1, num_stages, 1)}, {"llm": deal(num_microbatches, 1)}, layouts={"llm": layout})
 
 
-def on_ranks(ranks: Mapping[str, Ranks], *, chunks: Mapping[str, int], num_microbatches: int, frozen: Sequence[str] = ()) -> Case:
+def on_ranks(
+    ranks: Mapping[str, Ranks], *, chunks: Mapping[str, int], num_microbatches: int, frozen: Sequence[str] = ()
+) -> StepGraph:
     """Units on any ranks; one sample, one item of each encoder and one drawing per microbatch, dealt round robin."""
     graph = build_graph(*(unit for unit in ranks if unit not in ("llm", "painter")), frozen=frozen)
     if "painter" in ranks:
@@ -46,18 +51,16 @@ def on_ranks(ranks: Mapping[str, Ranks], *, chunks: Mapping[str, int], num_micro
             tuple((Atom(sample, item),) for sample in range(replica, num_microbatches, len(replicas)))
             for replica in range(len(replicas))
         )
-    return Case(graph, Plan(units), Assignment(groupings))
+    return StepGraph(graph, Plan(units), Assignment(groupings))
 
 
 def seconds(action: Action) -> float:
     return {ActionKind.FORWARD: FORWARD_SECONDS, ActionKind.BACKWARD: BACKWARD_SECONDS}.get(action.kind, 0.0)
 
 
-def run(case: Case, builder: str, duration: Callable[[Action], float] = seconds) -> list[TimelineEvent]:
-    graph, plan, assignment = case
-    execution = execute_lanes(
-        BUILDERS[builder](*case), graph=graph, plan=plan, assignment=assignment, lowered=False, duration=duration
-    )
+def run(case: StepGraph, builder: str, duration: Callable[[Action], float] = seconds) -> list[TimelineEvent]:
+    schedule = BUILDERS[builder](case)
+    execution = execute_lanes(schedule, seconds=np.array([duration(action) for action in schedule.work.computed]))
     return [event for event in execution.events if event.action.kind in COMPUTED]
 
 
@@ -85,7 +88,7 @@ def test_order_of_torch(num_stages: int, chunks: int, num_microbatches: int) -> 
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     table = object.__new__(schedules.ScheduleLoopedBFS)
     vars(table).update(pp_group_size=num_stages, _stages=[None] * chunks, _n_microbatches=num_microbatches)
-    lanes = build_breadth_first(*one_unit(num_stages, num_microbatches, chunks=chunks)).lanes
+    lanes = build_breadth_first(one_unit(num_stages, num_microbatches, chunks=chunks)).lanes
     for rank, lane in enumerate(lanes):
         operations = [operation for operation in table._calculate_single_rank_operations(rank) if operation]
         found = [(kind, stage, microbatch) for kind, _, stage, microbatch in computed(lane)]
@@ -100,7 +103,7 @@ def test_order_of_torch(num_stages: int, chunks: int, num_microbatches: int) -> 
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 3), (3, 2), (4, 9)])
 def test_one_range_per_stage_is_gpipe(num_stages: int, num_microbatches: int) -> None:
     case = one_unit(num_stages, num_microbatches)
-    assert build_breadth_first(*case) == BUILDERS["gpipe"](*case)
+    assert build_breadth_first(case) == BUILDERS["gpipe"](case)
 
 
 def test_gradients_of_every_range_but_the_first_are_complete_early() -> None:
@@ -119,7 +122,7 @@ def test_gradients_of_every_range_but_the_first_are_complete_early() -> None:
 
 def test_an_encoder_in_the_llms_first_lane_and_a_generator_in_its_last_share_its_rounds() -> None:
     ranks = {"vision": [[0]], "llm": [[0, 1]], "painter": [[1]]}
-    first, last = build_breadth_first(*on_ranks(ranks, chunks={"llm": 2}, num_microbatches=2)).lanes
+    first, last = build_breadth_first(on_ranks(ranks, chunks={"llm": 2}, num_microbatches=2)).lanes
     assert computed(first) == [
         *[("F", unit, 0, microbatch) for microbatch in range(2) for unit in ("vision", "llm")],
         *[("F", "llm", 2, 0), ("F", "llm", 2, 1), ("B", "llm", 2, 0), ("B", "llm", 2, 1)],
@@ -169,7 +172,7 @@ def unit_seconds(action: Action) -> float:
     return {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0}.get(action.kind, 0.0)
 
 
-def _busy_and_fill(case: Case, events: Sequence[TimelineEvent]) -> list[tuple[float, float]]:
+def _busy_and_fill(case: StepGraph, events: Sequence[TimelineEvent]) -> list[tuple[float, float]]:
     """Per lane its work, and what must lie before its first and behind its last action: one microbatch in each stage upstream."""
     ahead: dict[tuple[str, int], int] = {}
     for unit in case.graph.unit_names:
@@ -185,8 +188,8 @@ def _busy_and_fill(case: Case, events: Sequence[TimelineEvent]) -> list[tuple[fl
 
 @settings(max_examples=60)
 @given(case=cases())
-def test_no_forward_follows_a_backward(case: Case) -> None:
-    for lane in build_breadth_first(*case).lanes:
+def test_no_forward_follows_a_backward(case: StepGraph) -> None:
+    for lane in build_breadth_first(case).lanes:
         kinds = [action.kind for action in lane.actions if action.kind in COMPUTED]
         assert kinds == sorted(kinds, key=COMPUTED.index)
 
@@ -195,12 +198,12 @@ def test_a_model_in_which_nothing_is_trained_has_forwards_alone() -> None:
     graph = build_graph("vision", frozen=["vision", "llm"], frozen_projectors=["vision"])
     groupings = {"vision": deal(3, 1), "llm": deal(3, 1)}
     case = build_case(graph, {"vision": (1, 1, 1), "llm": (1, 2, 1)}, groupings, layouts={"llm": {"chunks": 2}})
-    actions = [action for lane in build_breadth_first(*case).lanes for action in lane.actions]
+    actions = [action for lane in build_breadth_first(case).lanes for action in lane.actions]
     assert {action.kind for action in actions} == {ActionKind.FORWARD}
 
 
 def test_of_encoders_with_unequal_stages_all_microbatches_that_the_llm_takes_first_come_first() -> None:
     ranks = {"vision": [[0, 1]], "audio": [[0]], "llm": [[2, 3]]}
-    shared = build_breadth_first(*on_ranks(ranks, chunks={"llm": 2}, num_microbatches=3)).lanes[0]
+    shared = build_breadth_first(on_ranks(ranks, chunks={"llm": 2}, num_microbatches=3)).lanes[0]
     forwards = [microbatch for kind, _, _, microbatch in computed(shared) if kind == "F"]
     assert forwards == [0, 0, 1, 1, 2, 2]

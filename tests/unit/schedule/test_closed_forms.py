@@ -2,32 +2,27 @@
 
 from collections.abc import Mapping
 
+import numpy as np
 import pytest
 
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.lane_execution import execute_lanes
-from multimodal.values.schedule import ACTION_TABLE, ActionKind, Memory
+from multimodal.schedule.execute_lanes import execute_lanes
+from multimodal.values.action import ACTION_TABLE, ActionKind, Memory
+from multimodal.values.step_graph import StepGraph
 from multimodal.values.timeline import TimelineEvent
-from tests.unit.schedule.schedule_cases import Case, build_case, build_graph, deal
+from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
 
 SIZES = [(1, 3), (2, 2), (2, 5), (3, 3), (3, 6), (4, 4), (4, 8), (4, 13)]
 """(stages, microbatches)."""
 
 
-def one_unit(num_stages: int, num_microbatches: int, **layout: int) -> Case:
+def one_unit(num_stages: int, num_microbatches: int, **layout: int) -> StepGraph:
     return build_case(build_graph(), {"llm": (1, num_stages, 1)}, {"llm": deal(num_microbatches, 1)}, layouts={"llm": layout})
 
 
-def run(case: Case, builder: str, seconds: Mapping[ActionKind, float]) -> tuple[TimelineEvent, ...]:
-    graph, plan, assignment = case
-    return execute_lanes(
-        BUILDERS[builder](*case),
-        graph=graph,
-        plan=plan,
-        assignment=assignment,
-        lowered=False,
-        duration=lambda action: seconds.get(action.kind, 0.0),
-    ).events
+def run(case: StepGraph, builder: str, seconds: Mapping[ActionKind, float]) -> tuple[TimelineEvent, ...]:
+    schedule = BUILDERS[builder](case)
+    return execute_lanes(schedule, seconds=np.array([seconds.get(each.kind, 0.0) for each in schedule.work.computed])).events
 
 
 def duration(events: tuple[TimelineEvent, ...]) -> float:
@@ -83,10 +78,10 @@ def test_zb_v_is_never_idle(num_stages: int, num_microbatches: int) -> None:
     assert max(peaks(case, "zb-v")) == 2 * num_stages
 
 
-def peaks(case: Case, builder: str) -> list[int]:
+def peaks(case: StepGraph, builder: str) -> list[int]:
     """Most activations stored in each lane."""
     found = []
-    for lane in BUILDERS[builder](*case).lanes:
+    for lane in BUILDERS[builder](case).lanes:
         stored, most = 0, 0
         for action in lane.actions:
             memory = ACTION_TABLE[action.kind].memory

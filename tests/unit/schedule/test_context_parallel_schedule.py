@@ -9,11 +9,13 @@ from multimodal.cost.model_costs import ModelCosts
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.simulate import simulate_schedule
+from multimodal.values.action import ActionKind
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from multimodal.values.schedule import ActionKind, Schedule
+from multimodal.values.schedule import Schedule
+from multimodal.values.step_graph import StepGraph
 
 CLUSTER = Cluster.from_dict(
     {
@@ -45,7 +47,7 @@ def plan_of(*, vision_cp: int, llm_cp: int) -> Plan:
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    return build_schedule(BUILDERS["1f1b"], GRAPH, plan, ASSIGNMENT)
+    return build_schedule(BUILDERS["1f1b"], StepGraph(GRAPH, plan, ASSIGNMENT))
 
 
 @pytest.mark.parametrize(("vision_cp", "llm_cp", "num_messages"), [(1, 1, 0), (4, 4, 2), (1, 4, 2), (4, 2, 2), (2, 4, 2)])
@@ -60,7 +62,7 @@ def test_a_simulated_step_is_so_much_shorter() -> None:
     seconds = []
     for size in (1, 4):
         plan = plan_of(vision_cp=size, llm_cp=size)
-        costs = ModelCosts(GRAPH, plan, ASSIGNMENT, LENGTHS, CLUSTER, vocab_size=512)
-        simulation = simulate_schedule(schedule_of(plan), graph=GRAPH, plan=plan, assignment=ASSIGNMENT, costs=costs)
+        costs = ModelCosts(StepGraph(GRAPH, plan, ASSIGNMENT), LENGTHS, CLUSTER, vocab_size=512)
+        simulation = simulate_schedule(schedule_of(plan), costs)
         seconds.append(simulation.iteration_seconds)
     assert seconds[0] / 4 < seconds[1] < seconds[0] / 3  # a backward repeats attention

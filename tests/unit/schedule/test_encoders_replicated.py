@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,20 +9,21 @@ from multimodal.cost.table_costs import TableCosts
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders.encoders_replicated import build_encoders_replicated, replicate_microbatches
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
-from multimodal.schedule.simulate import simulate_schedule
-from multimodal.schedule.simulation import Simulation
-from multimodal.schedule.text import action_to_text, schedule_from_text, schedule_to_text
+from multimodal.schedule.simulate import Simulation, simulate_schedule
+from multimodal.schedule.text import schedule_from_text, schedule_to_text
 from multimodal.schedule.validate import validate_schedule
+from multimodal.values.action import ActionKind, action_to_text
 from multimodal.values.errors import ScheduleError
-from multimodal.values.schedule import ActionKind, Schedule
-from tests.unit.schedule.schedule_cases import Case, build_case, build_graph, deal, golden_cases, placed_for
+from multimodal.values.schedule import Schedule
+from multimodal.values.step_graph import StepGraph
+from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, golden_cases, placed_for
 from tests.unit.schedule.uniform_costs import UniformCosts
 
 NAME = "encoders-replicated"
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-def copies_case(num_stages: int, *, num_samples: int = 6, dp: int = 1, **graph: list[str]) -> Case:
+def copies_case(num_stages: int, *, num_samples: int = 6, dp: int = 1, **graph: list[str]) -> StepGraph:
     """One vision encoder beside every stage of `dp` LLM replicas; its microbatches are dealt over all copies."""
     groupings = {"vision": deal(num_samples, dp * num_stages), "llm": deal(num_samples, dp)}
     sizes = {"vision": (dp * num_stages, 1, 1), "llm": (dp, num_stages, 1)}
@@ -30,9 +32,8 @@ def copies_case(num_stages: int, *, num_samples: int = 6, dp: int = 1, **graph: 
 
 def simulate(table: dict[str, object]) -> Simulation:
     fused, model = replicate_encoders(CostTable.from_dict(table))
-    graph, plan, assignment = placed_for(NAME, Case(*model))
-    schedule = build_schedule(build_encoders_replicated, graph, plan, assignment)
-    return simulate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, costs=TableCosts(fused))
+    schedule = build_schedule(build_encoders_replicated, placed_for(NAME, model))
+    return simulate_schedule(schedule, TableCosts(fused))
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
@@ -40,7 +41,7 @@ def simulate(table: dict[str, object]) -> Simulation:
 def test_every_stage_computes_every_encoder_microbatch_that_its_replica_takes(num_stages: int, dp: int) -> None:
     case = copies_case(num_stages, num_samples=8, dp=dp)
     taken = [{atom.sample_id for microbatch in replica for atom in microbatch} for replica in case.assignment.units["llm"]]
-    for lane, actions in enumerate(lane.actions for lane in build_encoders_replicated(*case).lanes):
+    for lane, actions in enumerate(lane.actions for lane in build_encoders_replicated(case).lanes):
         for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
             places = [action.place for action in actions if action.unit == "vision" and action.kind is kind]
             samples = [case.assignment.units["vision"][place.replica][place.microbatch][0].sample_id for place in places]
@@ -50,7 +51,7 @@ def test_every_stage_computes_every_encoder_microbatch_that_its_replica_takes(nu
 
 def test_a_copy_works_right_beside_its_stage() -> None:
     """Replica 1 has two microbatches of its own; 2 and 3 are those of replica 0."""
-    (lane,) = build_encoders_replicated(*copies_case(2, num_samples=4)).lanes[1:]
+    (lane,) = build_encoders_replicated(copies_case(2, num_samples=4)).lanes[1:]
     shown = [action_to_text(action) for action in lane.actions]
     for microbatch, copy in ((0, "vision/1/0/2"), (2, "vision/1/0/3")):
         assert shown.index(f"F {copy}") + 1 == shown.index(f"F llm/0/1/{microbatch}")
@@ -67,7 +68,7 @@ def test_a_copy_works_right_beside_its_stage() -> None:
     ],
 )
 def test_what_is_frozen_is_not_repeated_backward(graph: dict[str, list[str]], has_backward: bool) -> None:
-    built = build_encoders_replicated(*copies_case(2, **graph))
+    built = build_encoders_replicated(copies_case(2, **graph))
     assert num_encoded(built, ActionKind.FORWARD) == 2 * 6
     assert num_encoded(built, ActionKind.BACKWARD) == (2 * 6 if has_backward else 0)
 
@@ -78,19 +79,19 @@ def num_encoded(schedule: Schedule, kind: ActionKind) -> int:
 
 def test_evaluation_repeats_forwards_alone() -> None:
     case = copies_case(2)
-    schedule = build_encoders_replicated(*case, forward_only=True)
-    validate_schedule(schedule, graph=case.graph, plan=case.plan, assignment=case.assignment, lowered=False, forward_only=True)
+    schedule = build_encoders_replicated(replace(case, forward_only=True))
+    validate_schedule(schedule)
     assert {action.kind for lane in schedule.lanes for action in lane.actions} == {ActionKind.FORWARD}
     assert num_encoded(schedule, ActionKind.FORWARD) == 2 * 6
 
 
 def test_the_validator_misses_repeated_work() -> None:
-    graph, plan, assignment = placed_for(NAME, golden_cases()["encoder_copies"])
-    text = schedule_to_text(build_encoders_replicated(graph, plan, assignment))
+    step = placed_for(NAME, golden_cases()["encoder_copies"])
+    text = schedule_to_text(build_encoders_replicated(step))
     broken = text.replace("F vision/1/0/2; ", "")
     assert broken != text
     with pytest.raises(ScheduleError, match="^F vision/1/0/2: missing"):
-        validate_schedule(schedule_from_text(broken), graph=graph, plan=plan, assignment=assignment, lowered=False)
+        validate_schedule(schedule_from_text(broken, step))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_other_layouts_are_refused(sizes: dict[str, tuple[int, int, int]], coloc
 
 def test_without_encoders_it_is_1f1b() -> None:
     case = build_case(build_graph(), {"llm": (1, 2, 1)}, {"llm": deal(4, 1)})
-    assert build_encoders_replicated(*placed_for(NAME, case)) == build_one_f_one_b(*case)
+    assert build_encoders_replicated(placed_for(NAME, case)) == build_one_f_one_b(case)
     table = CostTable.from_dict({"num_microbatches": 1, "units": {"llm": {"stages": [{"forward": 1.0}]}}})
     assert replicate_encoders(table)[0] == table
 
@@ -142,9 +143,8 @@ def test_a_copy_in_a_table_takes_what_all_stages_of_its_encoder_take() -> None:
 
 
 def test_copies_keep_activations_until_their_backward() -> None:
-    graph, plan, assignment = copies_case(2, num_samples=4)
-    schedule = build_schedule(build_encoders_replicated, graph, plan, assignment)
-    found = simulate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, costs=UniformCosts())
+    schedule = build_schedule(build_encoders_replicated, copies_case(2, num_samples=4))
+    found = simulate_schedule(schedule, UniformCosts())
     # Lane 0 has two microbatches of the LLM and of the encoder in flight; lane 1 one of each, and two encoded ahead for lane 0.
     assert found.peak_activation_bytes == (4 * 10, 4 * 10)
 
@@ -153,8 +153,8 @@ def test_llm_replicas_that_share_encoder_microbatches_repeat_each_others() -> No
     """Two LLM replicas that take the same encoder microbatches repeat them each."""
     groupings = {"vision": [[[0, 1]], [[2, 3]]], "llm": [[[0], [2]], [[1], [3]]]}
     case = build_case(build_graph("vision"), {"vision": (2, 1, 1), "llm": (2, 1, 1)}, groupings, colocated=True)
-    placed = replicate_microbatches(case.assignment, graph=case.graph, plan=case.plan)
-    lanes = build_encoders_replicated(case.graph, case.plan, placed).lanes
+    step = replicate_microbatches(case)
+    placed, lanes = step.assignment, build_encoders_replicated(step).lanes
     first, second = case.assignment.units["vision"][0][0], case.assignment.units["vision"][1][0]
     assert placed.units["vision"] == ((first, second), (second, first))
     assert placed.num_own_microbatches("vision", 0) == 1

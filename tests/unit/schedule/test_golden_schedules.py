@@ -33,13 +33,13 @@ def test_every_builder_has_golden_text() -> None:
 @pytest.mark.parametrize(("name", "builder"), SHOWN)
 def test_builder_gives_the_golden_schedule(name: str, builder: str) -> None:
     case = placed_for(builder, golden_cases()[name])
-    assert schedule_to_text(BUILDERS[builder](*case)) == (GOLDEN / f"{name}.{builder}.txt").read_text()
+    assert schedule_to_text(BUILDERS[builder](case)) == (GOLDEN / f"{name}.{builder}.txt").read_text()
 
 
 @pytest.mark.parametrize("name", golden_cases())
 def test_communication_insertion_turns_golden_compute_text_into_golden_lowered_text(name: str) -> None:
-    graph, plan, assignment = golden_cases()[name]
-    before = schedule_from_text((GOLDEN / f"{name}.1f1b.txt").read_text())
-    after = insert_communication(before, graph=graph, plan=plan, assignment=assignment)
+    case = golden_cases()[name]
+    before = schedule_from_text((GOLDEN / f"{name}.1f1b.txt").read_text(), case)
+    after = insert_communication(before)
     assert schedule_to_text(after) == (GOLDEN / f"{name}.1f1b.lowered.txt").read_text()
-    validate_schedule(after, graph=graph, plan=plan, assignment=assignment, lowered=True)
+    validate_schedule(after)

@@ -5,16 +5,17 @@ import pytest
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b
 from multimodal.schedule.builders.interleaved_chain import chain_of_replica
+from multimodal.values.action import ActionKind
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from multimodal.values.schedule import ActionKind
-from tests.unit.schedule.schedule_cases import Case, build_case, build_graph
+from multimodal.values.step_graph import StepGraph
+from tests.unit.schedule.schedule_cases import build_case, build_graph
 
 LAYERS = 10
 """Of every unit: an embedding, eight transformer layers, a projector or head."""
 
 
-def build_chain(cuts: dict[str, list[int]], *, num_lanes: int, num_microbatches: int, frozen: tuple[str, ...] = ()) -> Case:
+def build_chain(cuts: dict[str, list[int]], *, num_lanes: int, num_microbatches: int, frozen: tuple[str, ...] = ()) -> StepGraph:
     """cuts: unit -> where its layers are cut; pieces go to lanes in turn, in the order of the chain."""
     position, units = -1, {}
     for unit, ends in cuts.items():
@@ -26,15 +27,15 @@ def build_chain(cuts: dict[str, list[int]], *, num_lanes: int, num_microbatches:
     graph = build_graph(*(unit for unit in cuts if unit != "llm"), frozen=frozen)
     samples = range(num_microbatches)
     encoders = {unit.name: (tuple((Atom(sample, index),) for sample in samples),) for index, unit in enumerate(graph.encoders)}
-    return Case(graph, Plan(units), Assignment({**encoders, "llm": (tuple((Atom(sample),) for sample in samples),)}))
+    return StepGraph(graph, Plan(units), Assignment({**encoders, "llm": (tuple((Atom(sample),) for sample in samples),)}))
 
 
-def chain_text(case: Case, unit_of_position: list[tuple[str, int]], lane: int) -> list[tuple[str, int, int]]:
+def chain_text(case: StepGraph, unit_of_position: list[tuple[str, int]], lane: int) -> list[tuple[str, int, int]]:
     """A lane's computations as (kind, position in the chain, microbatch)."""
     number = {key: position for position, key in enumerate(unit_of_position)}
     return [
         (action.kind.value, number[action.unit, action.stage], action.microbatch)
-        for action in build_interleaved_1f1b(*case).lanes[lane].actions
+        for action in build_interleaved_1f1b(case).lanes[lane].actions
         if action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
     ]
 
@@ -55,13 +56,13 @@ def test_one_unit_may_end_and_the_next_begin_in_one_chunk() -> None:
     llm = UnitPlan((Replica((Stage((1,), ((0, 3), (6, 10))), Stage((0,), ((3, 6),)))),))
     assignment = Assignment({"vision": (((Atom(0, 0),), (Atom(1, 0),)),), "llm": (((Atom(0),), (Atom(1),)),)})
     plan = Plan({"vision": vision, "llm": llm})
-    assert chain_of_replica(graph, plan, assignment, 0) == (
+    assert chain_of_replica(StepGraph(graph, plan, assignment), 0) == (
         (("vision", 0),),
         (("vision", 1), ("llm", 0)),
         (("llm", 1),),
         (("llm", 2),),
     )
-    built = build_schedule(build_interleaved_1f1b, graph, plan, assignment)
+    built = build_schedule(build_interleaved_1f1b, StepGraph(graph, plan, assignment))
     computed = [(a.kind, a.unit, a.stage) for a in built.lanes[1].actions if a.kind in (ActionKind.FORWARD, ActionKind.BACKWARD)]
     assert computed[:2] == [(ActionKind.FORWARD, "vision", 1), (ActionKind.FORWARD, "llm", 0)]
     assert computed[-2:] == [(ActionKind.BACKWARD, "llm", 0), (ActionKind.BACKWARD, "vision", 1)]
@@ -69,19 +70,19 @@ def test_one_unit_may_end_and_the_next_begin_in_one_chunk() -> None:
 
 def test_a_frozen_encoder_leaves_its_backwards_out() -> None:
     chain = build_chain({"vision": [3, 6], "llm": [2, 4, 6, 8]}, num_lanes=2, num_microbatches=4, frozen=("vision",))
-    schedule = build_schedule(build_interleaved_1f1b, *chain)
+    schedule = build_schedule(build_interleaved_1f1b, chain)
     backwards = {a.stage for lane in schedule.lanes for a in lane.actions if a.unit == "vision" and a.kind is ActionKind.BACKWARD}
     assert backwards == {2}  # the last one holds the projector, which is trained
 
 
 def test_what_is_not_one_chain_is_not_taken_for_one() -> None:
     in_turn = build_chain({"vision": [3, 6], "llm": [2, 4, 6, 8]}, num_lanes=2, num_microbatches=4)
-    assert chain_of_replica(*in_turn, 0) is not None
+    assert chain_of_replica(in_turn, 0) is not None
     one_round = build_chain({"vision": [5], "llm": [5]}, num_lanes=4, num_microbatches=4)
-    assert chain_of_replica(*one_round, 0) is None
+    assert chain_of_replica(one_round, 0) is None
     swapped = in_turn.assignment.units["vision"][0]
     decoupled = Assignment({**in_turn.assignment.units, "vision": ((swapped[1], swapped[0], *swapped[2:]),)})
-    assert chain_of_replica(in_turn.graph, in_turn.plan, decoupled, 0) is None
+    assert chain_of_replica(in_turn.with_assignment(decoupled), 0) is None
 
 
 def test_a_replica_without_any_microbatch_only_reduces() -> None:
@@ -91,5 +92,5 @@ def test_a_replica_without_any_microbatch_only_reduces() -> None:
         {"vision": [[[0]], []], "llm": [[[0]], []]},
         colocated=True,
     )
-    idle = build_schedule(build_interleaved_1f1b, *case).lanes[1]
+    idle = build_schedule(build_interleaved_1f1b, case).lanes[1]
     assert {action.kind for action in idle.actions} == {ActionKind.REDUCE_GRADIENTS}

@@ -5,21 +5,22 @@ import pytest
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.draw import draw_timeline
 from multimodal.schedule.passes.insert_communication import insert_communication
-from multimodal.schedule.text import action_to_text, schedule_from_text
-from multimodal.schedule.unit_cost_timeline import timeline_of_unit_costs
+from multimodal.schedule.simulate import timeline_of_unit_costs
+from multimodal.schedule.text import schedule_from_text
+from multimodal.values.action import action_to_text
 from multimodal.values.errors import ScheduleError
+from multimodal.values.step_graph import StepGraph
 from multimodal.values.timeline import Timeline
-from tests.unit.schedule.schedule_cases import Case, build_case, build_graph, deal
+from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
 
 
-def one_sample() -> Case:
+def one_sample() -> StepGraph:
     return build_case(build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": deal(1, 1), "llm": deal(1, 1)})
 
 
-def lowered_timeline(case: Case) -> Timeline:
-    graph, plan, assignment = case
-    schedule = insert_communication(BUILDERS["1f1b"](*case), graph=graph, plan=plan, assignment=assignment)
-    return timeline_of_unit_costs(schedule, graph=graph, plan=plan, assignment=assignment, lowered=True)
+def lowered_timeline(case: StepGraph) -> Timeline:
+    schedule = insert_communication(BUILDERS["1f1b"](case))
+    return timeline_of_unit_costs(schedule)
 
 
 def test_the_timeline_shows_computing_waiting_and_reducing() -> None:
@@ -44,13 +45,13 @@ def test_a_gradient_that_only_passes_through_costs_half() -> None:
 
 
 def test_a_schedule_that_cannot_finish_has_no_timeline() -> None:
-    graph, plan, assignment = one_sample()
+    case = one_sample()
     vision, llm = "B vision/0/0/0; F vision/0/0/0; RG vision/0/0", "F llm/0/0/0; B llm/0/0/0; RG llm/0/0"
-    schedule = schedule_from_text(f"lane 0: {vision}\nlane 1: {llm}")
+    schedule = schedule_from_text(f"lane 0: {vision}\nlane 1: {llm}", case)
     with pytest.raises(ScheduleError, match="cannot finish"):
-        timeline_of_unit_costs(schedule, graph=graph, plan=plan, assignment=assignment)
+        timeline_of_unit_costs(schedule)
     with pytest.raises(ScheduleError, match=r"(?s)cannot finish.*lane 0 \(ranks 0\):  > B vision/0/0/0 <"):
-        insert_communication(schedule, graph=graph, plan=plan, assignment=assignment)
+        insert_communication(schedule)
 
 
 def test_a_timeline_is_drawn_as_png(tmp_path: Path) -> None:

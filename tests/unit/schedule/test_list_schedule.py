@@ -9,9 +9,8 @@ def test_a_limit_that_would_deadlock_gives_way() -> None:
     case = build_case(
         build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": [[[0], [1], [2]]], "llm": [[[0, 1], [2]]]}
     )
-    schedule = list_schedule(*case, policy=Policy(forward_limits={("vision", 0, 0): 1}))
-    graph, plan, assignment = case
-    validate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, lowered=False)
+    schedule = list_schedule(case, Policy(forward_limits={("vision", 0, 0): 1}))
+    validate_schedule(schedule)
     assert schedule_to_text(schedule).splitlines()[0] == (
         "lane 0: F vision/0/0/0; F vision/0/0/1; B vision/0/0/0; B vision/0/0/1; F vision/0/0/2; B vision/0/0/2; RG vision/0/0"
     )
@@ -21,7 +20,7 @@ def test_a_limit_holds_where_it_can() -> None:
     case = build_case(
         build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": [[[0], [1]]], "llm": [[[0], [1]]]}
     )
-    schedule = list_schedule(*case, policy=Policy(forward_limits={("vision", 0, 0): 1}))
+    schedule = list_schedule(case, Policy(forward_limits={("vision", 0, 0): 1}))
     assert schedule_to_text(schedule).splitlines()[0] == (
         "lane 0: F vision/0/0/0; B vision/0/0/0; F vision/0/0/1; B vision/0/0/1; RG vision/0/0"
     )
@@ -29,7 +28,7 @@ def test_a_limit_holds_where_it_can() -> None:
 
 def test_a_backward_below_its_floor_waits_for_forwards_until_none_is_left() -> None:
     case = build_case(build_graph(), {"llm": (1, 1, 1)}, {"llm": [[[0], [1], [2]]]})
-    schedule = list_schedule(*case, policy=Policy(forward_floors={("llm", 0, 0): 2}))
+    schedule = list_schedule(case, Policy(forward_floors={("llm", 0, 0): 2}))
     assert schedule_to_text(schedule).splitlines()[0] == (
         "lane 0: F llm/0/0/0; F llm/0/0/1; B llm/0/0/0; F llm/0/0/2; B llm/0/0/1; B llm/0/0/2; RG llm/0/0"
     )
@@ -38,7 +37,7 @@ def test_a_backward_below_its_floor_waits_for_forwards_until_none_is_left() -> N
 def test_a_floor_above_the_limit_gives_way() -> None:
     case = build_case(build_graph(), {"llm": (1, 1, 1)}, {"llm": [[[0], [1]]]})
     policy = Policy(forward_floors={("llm", 0, 0): 2}, forward_limits={("llm", 0, 0): 1})
-    schedule = list_schedule(*case, policy=policy)
+    schedule = list_schedule(case, policy)
     assert schedule_to_text(schedule).splitlines()[0] == (
         "lane 0: F llm/0/0/0; B llm/0/0/0; F llm/0/0/1; B llm/0/0/1; RG llm/0/0"
     )

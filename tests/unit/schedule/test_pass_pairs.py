@@ -8,50 +8,48 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.dependencies import dependencies, needs_message
-from multimodal.schedule.lane_times import duration_of
 from multimodal.schedule.passes import PASSES, passes_named
 from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.schedule.passes.lane_times import duration_of
+from multimodal.schedule.simulate import timeline_of_unit_costs
 from multimodal.schedule.text import schedule_from_text, schedule_to_text
-from multimodal.schedule.unit_cost_timeline import timeline_of_unit_costs
 from multimodal.schedule.validate import validate_schedule
+from multimodal.values.action import Action, ActionKind, LayerRange
+from multimodal.values.dependencies import begins_early, dependencies, needs_message
 from multimodal.values.errors import ConfigError, ScheduleError
-from multimodal.values.schedule import Action, ActionKind, Lane, Schedule
-from multimodal.values.schedule_form import form_of
-from tests.unit.schedule.schedule_cases import Case, build_case, build_graph, built_cases, deal
+from multimodal.values.schedule import Lane, Schedule
+from multimodal.values.step_graph import StepGraph
+from tests.unit.schedule.schedule_cases import build_case, build_graph, built_cases, deal
 
 UNDONE = [(name, later) for name, row in PASSES.items() for later in row.undone_by]
 PAIRS = [pair for pair in itertools.permutations(PASSES, 2) if pair not in UNDONE]
 
 
-def apply(case: Case, schedule: Schedule, name: str) -> Schedule:
-    graph, plan, assignment = case
-    return PASSES[name](schedule, graph=graph, plan=plan, assignment=assignment)
+def apply(case: StepGraph, schedule: Schedule, name: str) -> Schedule:
+    return PASSES[name](schedule)
 
 
-def check(case: Case, schedule: Schedule) -> None:
+def check(case: StepGraph, schedule: Schedule) -> None:
     """Validate in both dialects: no action is lost, none stands twice, and nothing waits in a circle."""
-    graph, plan, assignment = case
-    validate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, lowered=False)
-    lowered = insert_communication(schedule, graph=graph, plan=plan, assignment=assignment)
-    validate_schedule(lowered, graph=graph, plan=plan, assignment=assignment, lowered=True)
+    validate_schedule(schedule)
+    lowered = insert_communication(schedule)
+    validate_schedule(lowered)
 
 
-def seconds(case: Case, schedule: Schedule) -> list[float]:
+def seconds(case: StepGraph, schedule: Schedule) -> list[float]:
     """Return how long a schedule takes under unit costs with fillers in line and, if it has any, with fillers in waits."""
-    graph, plan, assignment = case
-    in_line = duration_of(schedule, graph=graph, plan=plan, assignment=assignment)
+    in_line = duration_of(schedule)
     assert in_line is not None
     if not any(lane.fillers for lane in schedule.lanes):
         return [in_line, 0.0]
-    return [in_line, timeline_of_unit_costs(schedule, graph=graph, plan=plan, assignment=assignment).duration_seconds]
+    return [in_line, timeline_of_unit_costs(schedule).duration_seconds]
 
 
-def assert_kept(case: Case, before: Schedule, after: Schedule) -> None:
+def assert_kept(case: StepGraph, before: Schedule, after: Schedule) -> None:
     """What `before` cuts, splits, gathers and fills, `after` does, too."""
-    was, now = form_of(before), form_of(after)
+    was, now = before.step.cuts, after.step.cuts
     assert was.split <= now.split
-    assert was.num_parts.items() <= now.num_parts.items()
+    assert was.num_subsets.items() <= now.num_subsets.items()
     assert was.reduced_by_layer <= now.reduced_by_layer
     assert was.gathers_parameters <= now.gathers_parameters
     for old, new in zip(before.lanes, after.lanes, strict=True):
@@ -65,21 +63,20 @@ def assert_kept(case: Case, before: Schedule, after: Schedule) -> None:
 
 def unfilled(before: Schedule, after: Schedule) -> Iterator[tuple[Lane, int]]:
     """Where fillers of `before` stand in line; the parts of one that is cut count as the whole."""
-    filled = [{lane.actions[position]._replace(part=-1) for position in lane.fillers} for lane in before.lanes]
+    filled = [{lane.actions[position]._replace(covers=None) for position in lane.fillers} for lane in before.lanes]
     for index, lane in enumerate(after.lanes):
         for position, action in enumerate(lane.actions):
-            if position not in lane.fillers and filled[index] & {action, action._replace(part=-1)}:
+            if position not in lane.fillers and filled[index] & {action, action._replace(covers=None)}:
                 yield lane, position
 
 
-def waits_for_message(case: Case, schedule: Schedule, lane: Lane, position: int) -> bool:
+def waits_for_message(case: StepGraph, schedule: Schedule, lane: Lane, position: int) -> bool:
     """True if what follows, but for weight gradients, is a computation that needs a message."""
-    graph, plan, assignment = case
     rest = [action for action in lane.actions[position:] if action.kind is not ActionKind.WEIGHT_GRADIENT]
     if not rest:
         return False
-    needs = dependencies(rest[0], graph, plan, assignment, form=form_of(schedule))
-    return any(needs_message(need, rest[0], plan) for need in needs)
+    needs = dependencies(rest[0], schedule.step)
+    return any(needs_message(need, rest[0], case.plan) for need in needs)
 
 
 def num_leading_gathers(actions: tuple[Action, ...]) -> int:
@@ -88,10 +85,10 @@ def num_leading_gathers(actions: tuple[Action, ...]) -> int:
 
 def assert_halves_of_reductions_stand_by_their_backward(actions: tuple[Action, ...]) -> None:
     for position, action in enumerate(actions):
-        if action.kind is ActionKind.REDUCE_GRADIENTS and action.part == 0:
-            rest = actions[position + 1 : position + 3]
-            assert action._replace(part=1) in rest
-            assert rest[0] == action._replace(part=1) or rest[0].kind is ActionKind.BACKWARD
+        if action.kind is ActionKind.REDUCE_GRADIENTS and begins_early(action):
+            rest, first_layer = actions[position + 1 : position + 3], action._replace(covers=LayerRange(0, 1))
+            assert first_layer in rest
+            assert rest[0] == first_layer or rest[0].kind is ActionKind.BACKWARD
 
 
 def is_taken(names: list[str]) -> bool:
@@ -109,10 +106,10 @@ def warm_ups(schedule: Schedule) -> list[int]:
 
 @settings(max_examples=60, deadline=None)
 @given(built=built_cases(), triple=st.permutations(sorted(PASSES)))
-def test_a_pass_keeps_what_those_before_it_did(built: tuple[Case, str], triple: list[str]) -> None:
+def test_a_pass_keeps_what_those_before_it_did(built: tuple[StepGraph, str], triple: list[str]) -> None:
     case, builder = built
     for names in (*PAIRS, *([tuple(triple[:3])] if is_taken(triple[:3]) else [])):
-        schedule = BUILDERS[builder](*case)
+        schedule = BUILDERS[builder](case)
         for name in names:
             after = apply(case, schedule, name)
             check(case, after)
@@ -126,10 +123,10 @@ def test_a_pass_keeps_what_those_before_it_did(built: tuple[Case, str], triple: 
 
 @settings(max_examples=40, deadline=None)
 @given(built=built_cases(), name=st.sampled_from(sorted(PASSES)))
-def test_a_pass_twice_changes_nothing_or_makes_nothing_longer(built: tuple[Case, str], name: str) -> None:
+def test_a_pass_twice_changes_nothing_or_makes_nothing_longer(built: tuple[StepGraph, str], name: str) -> None:
     """The two that move actions into waits may find more the second time; `--schedule-passes` refuses a name given twice."""
     case, builder = built
-    once = apply(case, BUILDERS[builder](*case), name)
+    once = apply(case, BUILDERS[builder](case), name)
     twice = apply(case, once, name)
     if name in ("defer-receives", "delay-forward"):
         check(case, twice)
@@ -156,7 +153,7 @@ def test_split_backward_cuts_what_fill_has_split() -> None:
         {"vision": (1, 2, 1), "llm": (1, 1, 1)},
         {"vision": [[[0, 1], [2]]], "llm": [[[0], [1, 2]]]},
     )
-    filled = apply(case, BUILDERS["1f1b"](*case), "fill")
+    filled = apply(case, BUILDERS["1f1b"](case), "fill")
     assert "I vision/0/1/0; {W vision/0/1/0} B vision/0/1/1" in schedule_to_text(filled)
     cut = apply(case, filled, "split-backward")
     check(case, cut)
@@ -170,23 +167,23 @@ def test_early_parts_stand_before_the_last_and_reductions_by_layer_stay() -> Non
     case = build_case(
         build_graph("vision"), {"vision": (1, 1, 1), "llm": (2, 1, 1)}, {"vision": [[[0, 1]]], "llm": [[[0]], [[1]]]}
     )
-    cut = apply(case, BUILDERS["gpipe"](*case), "reduce-by-layer")
+    cut = apply(case, BUILDERS["gpipe"](case), "reduce-by-layer")
     after = apply(case, cut, "split-backward")
     first = schedule_to_text(after).splitlines()[0]
-    assert first.endswith("F vision/0/0/0; B vision/0/0/0#0; RG vision/0/0#0; B vision/0/0/0#1; RG vision/0/0#1")
+    assert first.endswith("F vision/0/0/0; B vision/0/0/0#0; RG vision/0/0[1:10]; B vision/0/0/0#1; RG vision/0/0[0:1]")
 
 
 def test_fill_stops_before_a_reduction_by_layer() -> None:
     """What fills the last backward may be what its reduction needs: whichever pass comes first has its way."""
     case = build_case(build_graph(), {"llm": (2, 2, 1)}, {"llm": deal(4, 2)})
-    text = "RG llm/0/1#0; B llm/0/1/1; RG llm/0/1#1"
-    cut = apply(case, BUILDERS["gpipe"](*case), "reduce-by-layer")
+    text = "RG llm/0/1[1:5]; B llm/0/1/1; RG llm/0/1[0:1]"
+    cut = apply(case, BUILDERS["gpipe"](case), "reduce-by-layer")
     assert text in schedule_to_text(apply(case, cut, "fill"))
 
 
 @pytest.mark.parametrize("name", ["split-backward", "defer-receives", "delay-forward"])
 def test_a_filler_that_is_no_weight_gradient_is_refused(name: str) -> None:
     case = build_case(build_graph(), {"llm": (1, 1, 1)}, {"llm": deal(2, 1)})
-    schedule = schedule_from_text("lane 0: {F llm/0/0/1} F llm/0/0/0; B llm/0/0/0; B llm/0/0/1; RG llm/0/0")
+    schedule = schedule_from_text("lane 0: {F llm/0/0/1} F llm/0/0/0; B llm/0/0/0; B llm/0/0/1; RG llm/0/0", case)
     with pytest.raises(ScheduleError, match="lane 0: F llm/0/0/1 fills a wait, but .* apply them before"):
         apply(case, schedule, name)

@@ -1,25 +1,26 @@
 """Which round of the lanes a stage belongs to, and which of the LLM's microbatches a microbatch serves."""
 
-from multimodal.schedule.builders.pipeline_rounds import pipeline_rounds
-from multimodal.schedule.builders.served_microbatches import served_microbatches
+from multimodal.schedule.builders.breadth_first import pipeline_rounds, served_microbatches
 from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace
 from multimodal.values.model_graph import ModelGraph, Role, Unit
-from tests.unit.schedule.schedule_cases import SHAPE, Case, build_case, build_graph, deal
+from multimodal.values.plan import Plan
+from multimodal.values.step_graph import StepGraph
+from tests.unit.schedule.schedule_cases import SHAPE, build_case, build_graph, deal
 
 
-def rounds_before(case: Case, unit: str, *, replica: int = 0) -> list[int]:
-    before = pipeline_rounds(*case).before
+def rounds_before(case: StepGraph, unit: str, *, replica: int = 0) -> list[int]:
+    before = pipeline_rounds(case).before
     return [before[unit, replica, stage] for stage in range(case.plan.units[unit].num_virtual_stages)]
 
 
-def rounds_after(case: Case, unit: str, *, replica: int = 0) -> list[int]:
-    after = pipeline_rounds(*case).after
+def rounds_after(case: StepGraph, unit: str, *, replica: int = 0) -> list[int]:
+    after = pipeline_rounds(case).after
     return [after[unit, replica, stage] for stage in range(case.plan.units[unit].num_virtual_stages)]
 
 
 def encoder_and_llm(
     vision: tuple[int, int], llm: tuple[int, int], *, colocated: bool, layouts: dict[str, dict[str, int]] | None = None
-) -> Case:
+) -> StepGraph:
     sizes = {"vision": (*vision, 1), "llm": (*llm, 1)}
     groupings = {"vision": deal(4, vision[0]), "llm": deal(4, llm[0])}
     return build_case(build_graph("vision"), sizes, groupings, colocated=colocated, layouts=layouts)
@@ -56,7 +57,7 @@ def test_microbatches_serve_those_that_routes_lead_to_through_any_number_of_unit
     vision = (((Atom(0, 0), Atom(3, 0)), (Atom(2, 0),)),)
     samples = (((Atom(0),), (Atom(1),), (Atom(2),), (Atom(3),)),)
     drawn = (((Atom(3),), (Atom(1), Atom(2))),)
-    served = served_microbatches(graph, Assignment({"vision": vision, "llm": samples, "painter": drawn}))
+    served = served_microbatches(StepGraph(graph, Plan(), Assignment({"vision": vision, "llm": samples, "painter": drawn})))
     assert [served[MicrobatchPlace("vision", 0, microbatch)] for microbatch in range(2)] == [(0, 3), (2, 2)]
     assert [served[MicrobatchPlace("llm", 0, microbatch)] for microbatch in range(4)] == [(0, 0), (1, 1), (2, 2), (3, 3)]
     assert [served[MicrobatchPlace("painter", 0, microbatch)] for microbatch in range(2)] == [(3, 3), (1, 2)]

@@ -1,48 +1,51 @@
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.dependencies import dependencies
-from multimodal.schedule.expected_actions import expected_actions
 from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.schedule.simulate import timeline_of_unit_costs
 from multimodal.schedule.text import schedule_from_text, schedule_to_text
-from multimodal.schedule.unit_cost_timeline import timeline_of_unit_costs
 from multimodal.schedule.validate import validate_schedule
+from multimodal.values.action import ACTION_TABLE, ActionKind, Memory
+from multimodal.values.dependencies import dependencies
 from multimodal.values.errors import ScheduleError
-from multimodal.values.schedule import ACTION_TABLE, ActionKind, Memory
-from tests.unit.schedule.schedule_cases import Case, builders_for, built_cases, cases, placed_for
+from multimodal.values.step_graph import StepGraph
+from multimodal.values.step_work import step_work
+from tests.unit.schedule.schedule_cases import builders_for, built_cases, cases, placed_for
 
 
 @settings(max_examples=150)
 @given(built=built_cases(), forward_only=st.booleans())
-def test_every_built_schedule_is_valid_in_both_dialects_and_round_trips(built: tuple[Case, str], forward_only: bool) -> None:
-    (graph, plan, assignment), builder = built
-    compute = BUILDERS[builder](graph, plan, assignment, forward_only=forward_only)
-    validate_schedule(compute, graph=graph, plan=plan, assignment=assignment, lowered=False, forward_only=forward_only)
-    lowered = insert_communication(compute, graph=graph, plan=plan, assignment=assignment)
-    validate_schedule(lowered, graph=graph, plan=plan, assignment=assignment, lowered=True, forward_only=forward_only)
+def test_every_built_schedule_is_valid_in_both_dialects_and_round_trips(built: tuple[StepGraph, str], forward_only: bool) -> None:
+    case, builder = built
+    step = replace(case, forward_only=forward_only)
+    compute = BUILDERS[builder](step)
+    validate_schedule(compute)
+    lowered = insert_communication(compute)
+    validate_schedule(lowered)
     for schedule in (compute, lowered):
-        assert schedule_from_text(schedule_to_text(schedule)) == schedule
-    assert BUILDERS[builder](graph, plan, assignment, forward_only=forward_only) == compute
+        assert schedule_from_text(schedule_to_text(schedule), step, lowered=schedule.lowered) == schedule
+    assert BUILDERS[builder](step) == compute
 
 
 @settings(max_examples=40)
 @given(case=cases())
-def test_every_dependency_is_itself_expected(case: Case) -> None:
+def test_every_dependency_is_itself_expected(case: StepGraph) -> None:
     for lowered in (False, True):
-        expected = expected_actions(*case, lowered=lowered)
+        expected = step_work(case).actions if lowered else step_work(case).computed
         assert len(set(expected)) == len(expected)
-        assert {need for action in expected for need in dependencies(action, *case, lowered=lowered)} <= set(expected)
+        assert {need for action in expected for need in dependencies(action, case, lowered=lowered)} <= set(expected)
 
 
 @settings(max_examples=40)
 @given(built=built_cases())
-def test_forwards_of_a_stage_go_in_microbatch_order(built: tuple[Case, str]) -> None:
+def test_forwards_of_a_stage_go_in_microbatch_order(built: tuple[StepGraph, str]) -> None:
     case, builder = built
-    for lane in BUILDERS[builder](*case).lanes if BUILDERS[builder].can_train else ():
+    for lane in BUILDERS[builder](case).lanes:
         order = defaultdict(list)
         for action in lane.actions:
             if action.kind is ActionKind.FORWARD:
@@ -52,31 +55,28 @@ def test_forwards_of_a_stage_go_in_microbatch_order(built: tuple[Case, str]) -> 
 
 @settings(max_examples=40)
 @given(case=cases())
-def test_gpipe_does_no_forward_after_a_backward(case: Case) -> None:
-    for lane in BUILDERS["gpipe"](*case).lanes:
+def test_gpipe_does_no_forward_after_a_backward(case: StepGraph) -> None:
+    for lane in BUILDERS["gpipe"](case).lanes:
         kinds = [action.kind for action in lane.actions if action.kind is not ActionKind.REDUCE_GRADIENTS]
         assert kinds == sorted(kinds, key=[ActionKind.FORWARD, ActionKind.BACKWARD].index)
 
 
 @settings(max_examples=40)
 @given(built=built_cases())
-def test_a_message_takes_no_time_so_both_dialects_take_equally_long(built: tuple[Case, str]) -> None:
-    (graph, plan, assignment), builder = built
-    compute = BUILDERS[builder](graph, plan, assignment)
-    lowered = insert_communication(compute, graph=graph, plan=plan, assignment=assignment)
-    durations = [
-        timeline_of_unit_costs(schedule, graph=graph, plan=plan, assignment=assignment, lowered=is_lowered).duration_seconds
-        for schedule, is_lowered in ((compute, False), (lowered, True))
-    ]
+def test_a_message_takes_no_time_so_both_dialects_take_equally_long(built: tuple[StepGraph, str]) -> None:
+    case, builder = built
+    compute = BUILDERS[builder](case)
+    lowered = insert_communication(compute)
+    durations = [timeline_of_unit_costs(schedule).duration_seconds for schedule in (compute, lowered)]
     assert durations[0] == durations[1] > 0
 
 
 @settings(max_examples=40)
 @given(case=cases())
-def test_1f1b_never_keeps_more_than_gpipe(case: Case) -> None:
+def test_1f1b_never_keeps_more_than_gpipe(case: StepGraph) -> None:
     def peak(builder: str) -> list[int]:
         peaks = []
-        for lane in BUILDERS[builder](*case).lanes:
+        for lane in BUILDERS[builder](case).lanes:
             kept, most = 0, 0
             for action in lane.actions:
                 memory = ACTION_TABLE[action.kind].memory
@@ -90,7 +90,7 @@ def test_1f1b_never_keeps_more_than_gpipe(case: Case) -> None:
 
 @settings(max_examples=40)
 @given(case=cases())
-def test_a_builder_that_a_layout_does_not_allow_says_what_to_change(case: Case) -> None:
+def test_a_builder_that_a_layout_does_not_allow_says_what_to_change(case: StepGraph) -> None:
     for builder in set(BUILDERS) - set(builders_for(case)):
         with pytest.raises(ScheduleError, match=rf"{builder} needs .* found .* in the plan, or choose "):
-            BUILDERS[builder](*placed_for(builder, case))
+            BUILDERS[builder](placed_for(builder, case))

@@ -1,8 +1,9 @@
 import pytest
 
-from multimodal.schedule.text import action_to_text, schedule_from_text, schedule_to_text
+from multimodal.schedule.text import lanes_from_text, lanes_to_text
+from multimodal.values.action import Action, ActionKind, Place, action_to_text
 from multimodal.values.errors import ScheduleError
-from multimodal.values.schedule import Action, ActionKind, Lane, Place, Schedule
+from multimodal.values.schedule import Lane
 
 TEXT = """\
 lane 0,1: F vision/0/0/3; SF vision/0/0/3>llm/1/0/2; RB vision/0/0/3<llm/1/0/2; B vision/0/0/3; RG vision/0/0
@@ -12,18 +13,18 @@ lane 3:
 
 
 def test_text_round_trips() -> None:
-    schedule = schedule_from_text(TEXT)
-    assert schedule_to_text(schedule) == TEXT
-    assert schedule.lanes[0].ranks == (0, 1)
-    assert schedule.lanes[0].actions[1] == Action(ActionKind.SEND_FORWARD, "vision", 0, 0, 3, Place("llm", 1, 0, 2))
-    assert schedule.lanes[0].actions[-1] == Action(ActionKind.REDUCE_GRADIENTS, "vision", 0, 0)
-    assert schedule.lanes[2] == Lane((3,), ())
+    lanes = lanes_from_text(TEXT)
+    assert lanes_to_text(lanes) == TEXT
+    assert lanes[0].ranks == (0, 1)
+    assert lanes[0].actions[1] == Action(ActionKind.SEND_FORWARD, "vision", 0, 0, 3, Place("llm", 1, 0, 2))
+    assert lanes[0].actions[-1] == Action(ActionKind.REDUCE_GRADIENTS, "vision", 0, 0)
+    assert lanes[2] == Lane((3,), ())
 
 
 def test_blank_lines_and_spacing_do_not_matter() -> None:
     loose, strict = "\nlane 0:F llm/0/0/0 ;   B llm/0/0/0\n\n", "lane 0: F llm/0/0/0; B llm/0/0/0"
-    assert schedule_from_text(loose) == schedule_from_text(strict)
-    assert schedule_from_text("") == Schedule(())
+    assert lanes_from_text(loose) == lanes_from_text(strict)
+    assert lanes_from_text("") == ()
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_blank_lines_and_spacing_do_not_matter() -> None:
 )
 def test_parse_errors_say_where_and_what(text: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
-        schedule_from_text(text)
+        lanes_from_text(text)
 
 
 def test_a_unit_name_that_would_not_parse_back_is_refused() -> None:

@@ -1,4 +1,3 @@
-from dataclasses import fields, replace
 from itertools import pairwise
 
 import numpy as np
@@ -9,48 +8,48 @@ from hypothesis import strategies as st
 from multimodal.cost.step_costs import ComputeCost, StepCosts
 from multimodal.schedule.bubbles import BUBBLE_KINDS
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.compile_schedule import compile_structure
-from multimodal.schedule.lane_execution import execute_lanes
+from multimodal.schedule.compile_schedule import CompiledSchedule, compile_schedule, connected_lanes
+from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.schedule.passes import PASSES
 from multimodal.schedule.passes.insert_communication import insert_communication
-from multimodal.schedule.simulate import simulate_schedule
-from multimodal.schedule.simulation import Simulation
-from multimodal.schedule.text import action_to_text, schedule_from_text
-from multimodal.schedule.unit_cost_timeline import UnitCosts
+from multimodal.schedule.simulate import Simulation, simulate_schedule
+from multimodal.schedule.simulate_events import NodeKind
+from multimodal.schedule.text import schedule_from_text
+from multimodal.schedule.unit_cost import UnitCosts
+from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource, action_to_text
+from multimodal.values.dependencies import dependencies
 from multimodal.values.errors import ConfigError, ScheduleError
-from multimodal.values.schedule import Action, ActionKind, Place, Schedule
-from tests.unit.schedule.schedule_cases import Case, build_case, build_graph, cases, deal
+from multimodal.values.schedule import Schedule, lane_of
+from multimodal.values.step_graph import StepGraph
+from tests.unit.schedule.built_schedules import built_schedules
+from tests.unit.schedule.schedule_cases import build_case, build_graph, cases, deal
 from tests.unit.schedule.uniform_costs import GivenCosts, RandomCosts, UniformCosts
 
 
-def lower(case: Case, builder: str = "1f1b", *passes: str) -> Schedule:
-    graph, plan, assignment = case
-    schedule = BUILDERS[builder](*case)
+def lower(case: StepGraph, builder: str = "1f1b", *passes: str) -> Schedule:
+    schedule = BUILDERS[builder](case)
     for name in passes:
-        schedule = PASSES[name](schedule, graph=graph, plan=plan, assignment=assignment)
-    return insert_communication(schedule, graph=graph, plan=plan, assignment=assignment)
+        schedule = PASSES[name](schedule)
+    return insert_communication(schedule)
 
 
-def simulate(case: Case, schedule: Schedule, costs: StepCosts) -> Simulation:
-    graph, plan, assignment = case
-    return simulate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, costs=costs)
+def simulate(case: StepGraph, schedule: Schedule, costs: StepCosts) -> Simulation:
+    return simulate_schedule(schedule, costs)
 
 
-def pipeline(*, pp: int, num_microbatches: int, dp: int = 1) -> Case:
+def pipeline(*, pp: int, num_microbatches: int, dp: int = 1) -> StepGraph:
     return build_case(build_graph(), {"llm": (dp, pp, 1)}, {"llm": deal(num_microbatches * dp, dp)})
 
 
-def colocated() -> Case:
+def colocated() -> StepGraph:
     sizes = {"vision": (1, 1, 1), "llm": (1, 1, 1)}
     return build_case(build_graph("vision"), sizes, {"vision": deal(1, 1), "llm": deal(1, 1)}, colocated=True)
 
 
 def without_reductions(schedule: Schedule) -> Schedule:
-    return Schedule(
-        tuple(
-            replace(lane, actions=tuple(each for each in lane.actions if each.kind is not ActionKind.REDUCE_GRADIENTS))
-            for lane in schedule.lanes
-        )
+    return schedule.with_lanes(
+        lane_of(lane.ranks, (each for each in lane.actions if each.kind is not ActionKind.REDUCE_GRADIENTS))
+        for lane in schedule.lanes
     )
 
 
@@ -92,7 +91,7 @@ def test_replicas_share_a_link_only_if_they_are_said_to() -> None:
 
 def test_reductions_and_gathers_overlap_with_computations() -> None:
     text = "GP vision/0/0; GP llm/0/0; F vision/0/0/0; F llm/0/0/0; B llm/0/0/0; RG llm/0/0; B vision/0/0/0; RG vision/0/0"
-    found = simulate(colocated(), schedule_from_text(f"lane 0: {text}"), UniformCosts(collective=5.0))
+    found = simulate(colocated(), schedule_from_text(f"lane 0: {text}", colocated(), lowered=True), UniformCosts(collective=5.0))
     assert [(action_to_text(event.action), event.start_seconds, event.end_seconds) for event in found.timeline.events] == [
         ("GP vision/0/0", 0, 5),
         ("F vision/0/0/0", 5, 6),
@@ -151,11 +150,10 @@ def test_stage_seconds_add_up_all_computations_of_a_microbatch() -> None:
 
 @settings(max_examples=40)
 @given(case=cases(), builder=st.sampled_from(("gpipe", "1f1b")))
-def test_with_unit_costs_and_free_messages_the_clock_is_that_of_the_lanes(case: Case, builder: str) -> None:
-    graph, plan, assignment = case
+def test_with_unit_costs_and_free_messages_the_clock_is_that_of_the_lanes(case: StepGraph, builder: str) -> None:
     schedule = without_reductions(lower(case, builder))  # There, a lane waits for its reductions; here, it only starts them.
-    expected = execute_lanes(schedule, graph=graph, plan=plan, assignment=assignment, lowered=True)
-    found = simulate(case, schedule, UnitCosts(graph, plan))
+    expected = execute_lanes(schedule)
+    found = simulate(case, schedule, UnitCosts(case))
     computed = [event for event in found.timeline.events if event.action.peer is None]
     assert computed == list(expected.events)
     for lane in range(found.num_lanes):
@@ -165,7 +163,7 @@ def test_with_unit_costs_and_free_messages_the_clock_is_that_of_the_lanes(case: 
 
 @settings(max_examples=40)
 @given(case=cases(), seed=st.integers(0, 1000), passes=st.lists(st.sampled_from(("fill", "gather-parameters")), unique=True))
-def test_all_lane_time_is_busy_or_of_one_kind_of_bubble(case: Case, seed: int, passes: list[str]) -> None:
+def test_all_lane_time_is_busy_or_of_one_kind_of_bubble(case: StepGraph, seed: int, passes: list[str]) -> None:
     found = simulate(case, lower(case, "1f1b", *passes), RandomCosts(seed=seed))
     assert tuple(found.bubble) == BUBBLE_KINDS and min(found.bubble.values()) >= 0
     if found.iteration_seconds:
@@ -185,16 +183,49 @@ def test_replicas_that_are_alike_have_one_structure(vision: tuple[int, int, int]
     sizes, groupings = {"vision": vision, "llm": (3, 2, 1)}, {"vision": encoded, "llm": deal(12, 3)}
     case = build_case(build_graph("vision"), sizes, groupings, colocated=is_colocated)
     schedule = lower(case, "1f1b", "gather-parameters")
-    structure = compile_structure(schedule, graph=case.graph, plan=case.plan, assignment=case.assignment)
-    first, *others = (part.structure for part in structure.parts)
-    assert len(others) == 2
-    for other in others:
-        for field in fields(first):
-            one, another = getattr(first, field.name), getattr(other, field.name)
-            if isinstance(one, tuple):
-                assert len(one) == len(another) and all(map(np.array_equal, one, another)), field.name
-            else:
-                assert np.array_equal(one, another), field.name
+    compiled = compile_schedule(schedule)
+    first, *others = (_component(compiled, lanes) for lanes in connected_lanes(case))
+    assert others == [first] * 2
+
+
+def _component(compiled: CompiledSchedule, lanes: tuple[int, ...]) -> list[list[list[int]]]:
+    """The nodes of these lanes with what they need, numbered from the component's first one; collectives are -1."""
+    arrays = compiled.arrays
+    is_own = np.isin(compiled.lane_of_entry, lanes) & (arrays.kinds[arrays.lane_nodes] != NodeKind.COLLECTIVE)
+    first = int(arrays.lane_nodes[is_own].min())
+    rows = []
+    for lane in lanes:
+        nodes = arrays.lane_nodes[arrays.lane_starts[lane] : arrays.lane_starts[lane + 1]].tolist()
+        needs = [arrays.needs[arrays.need_starts[node] : arrays.need_starts[node + 1]].tolist() for node in nodes]
+        of_lane = [[node, *need] for node, need in zip(nodes, needs, strict=True) if arrays.kinds[node] != NodeKind.COLLECTIVE]
+        rows.append([[each - first if arrays.kinds[each] != NodeKind.COLLECTIVE else -1 for each in row] for row in of_lane])
+    return rows
+
+
+@settings(max_examples=100)
+@given(built=built_schedules())
+def test_a_compiled_schedule_needs_what_the_dependency_rule_says(built: tuple[StepGraph, Schedule, bool]) -> None:
+    _, schedule, lowered = built
+    compiled = compile_schedule(schedule)
+    arrays, sends = compiled.arrays, {}
+    for action in schedule.work.actions:
+        if ACTION_TABLE[action.kind].resource is Resource.RECEIVE:
+            (sends[action],) = dependencies(action, schedule.step, lowered=True)
+    collective = np.array([arrays.kinds[node] == NodeKind.COLLECTIVE for node in range(arrays.num_nodes)])
+    for node in np.flatnonzero(~collective).tolist():
+        action = compiled.actions[compiled.pieces[node]]
+        found = [
+            compiled.actions[compiled.pieces[need]]
+            for need in arrays.needs[arrays.need_starts[node] :][: np.diff(arrays.need_starts)[node]]
+        ]
+        wanted = [sends.get(need, need) for need in dependencies(action, schedule.step, lowered=lowered)]
+        assert [
+            each._replace(replica=0) if ACTION_TABLE[each.kind].resource is Resource.COLLECTIVE else each for each in found
+        ] == [each._replace(replica=0) if ACTION_TABLE[each.kind].resource is Resource.COLLECTIVE else each for each in wanted]
+    for lane, entry in zip(compiled.lane_of_entry.tolist(), range(len(compiled.slots)), strict=True):
+        action = schedule.lane(lane).actions[int(compiled.slots[entry] - schedule.lane_starts[lane])]
+        node_action = compiled.actions[compiled.pieces[arrays.lane_nodes[entry]]]
+        assert node_action == action or ACTION_TABLE[action.kind].resource is Resource.COLLECTIVE
 
 
 def test_a_schedule_that_cannot_finish_is_refused_with_its_place() -> None:
@@ -203,11 +234,11 @@ def test_a_schedule_that_cannot_finish_is_refused_with_its_place() -> None:
     with pytest.raises(ScheduleError, match=r"(?s)cannot finish.*> B llm/0/0/1 <"):
         simulate(
             case,
-            schedule_from_text("lane 0: " + text.replace("F llm/0/0/1; B llm/0/0/1", "B llm/0/0/1; F llm/0/0/1")),
+            schedule_from_text("lane 0: " + text.replace("F llm/0/0/1; B llm/0/0/1", "B llm/0/0/1; F llm/0/0/1"), case),
             UniformCosts(),
         )
     with pytest.raises(ScheduleError, match="B llm/0/0/1 needs F llm/0/0/1, which the schedule lacks"):
-        simulate(case, schedule_from_text("lane 0: " + text.replace("F llm/0/0/1; ", "")), UniformCosts())
+        simulate(case, schedule_from_text("lane 0: " + text.replace("F llm/0/0/1; ", ""), case), UniformCosts())
 
 
 def test_wrong_costs_are_named() -> None:

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 from multimodal.schedule import simulate_events as module
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.compile_schedule import compile_schedule
-from multimodal.schedule.event_arrays import EventArrays, NodeKind
 from multimodal.schedule.passes import PASSES
 from multimodal.schedule.passes.insert_communication import insert_communication
-from multimodal.schedule.simulate_events import simulate_events, simulate_events_reference
-from tests.unit.schedule.schedule_cases import Case, cases
+from multimodal.schedule.simulate_events import EventArrays, NodeKind, simulate_events, simulate_events_reference
+from multimodal.values.step_graph import StepGraph
+from tests.unit.schedule.schedule_cases import cases
 from tests.unit.schedule.uniform_costs import RandomCosts
 
 KERNELS = pytest.mark.parametrize("simulate", [simulate_events, simulate_events_reference])
@@ -127,13 +127,12 @@ def test_lanes_that_wait_for_each_other_stop(simulate):
     passes=st.lists(st.sampled_from(("split-backward", "fill", "gather-parameters")), unique=True),
     seed=st.integers(0, 1000),
 )
-def test_the_kernel_equals_its_reference_to_the_last_bit(case: Case, builder: str, passes: list[str], seed: int) -> None:
-    graph, plan, assignment = case
-    schedule = BUILDERS[builder](*case)
+def test_the_kernel_equals_its_reference_to_the_last_bit(case: StepGraph, builder: str, passes: list[str], seed: int) -> None:
+    schedule = BUILDERS[builder](case)
     for name in passes:
-        schedule = PASSES[name](schedule, graph=graph, plan=plan, assignment=assignment)
-    lowered = insert_communication(schedule, graph=graph, plan=plan, assignment=assignment)
-    arrays = compile_schedule(lowered, graph=graph, plan=plan, assignment=assignment, costs=RandomCosts(seed=seed)).arrays
+        schedule = PASSES[name](schedule)
+    lowered = insert_communication(schedule)
+    arrays = compile_schedule(lowered).with_costs(RandomCosts(seed=seed)).arrays
     fast, reference = simulate_events(arrays), simulate_events_reference(arrays)
     assert module.kernels is not None
     assert not np.isnan(reference.start_seconds).any()

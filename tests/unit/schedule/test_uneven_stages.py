@@ -8,7 +8,7 @@ import pytest
 
 from multimodal.cost.cost_table import CostTable
 from multimodal.cost.table_costs import TableCosts
-from multimodal.cost.table_model import build_table_model
+from multimodal.cost.table_model import build_table_step
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.simulate import simulate_schedule
@@ -57,9 +57,9 @@ def build_table(encoders: str, frozen: str, *, has_generator: bool, chunks: int 
 def simulated_seconds(table: Mapping[str, Any], builder: str) -> float:
     """How long a step takes."""
     costs = CostTable.from_dict(table)
-    graph, plan, assignment = build_table_model(costs)
-    schedule = build_schedule(BUILDERS[builder], graph, plan, assignment)
-    return simulate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, costs=TableCosts(costs)).iteration_seconds
+    case = build_table_step(costs)
+    schedule = build_schedule(BUILDERS[builder], case)
+    return simulate_schedule(schedule, TableCosts(costs)).iteration_seconds
 
 
 def seconds_of(unit: Mapping[str, Any]) -> list[float]:

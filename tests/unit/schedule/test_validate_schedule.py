@@ -1,29 +1,30 @@
 import re
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.dependencies import dependencies
 from multimodal.schedule.passes.insert_communication import insert_communication
-from multimodal.schedule.text import action_to_text, schedule_from_text, schedule_to_text
+from multimodal.schedule.text import lanes_from_text, schedule_to_text
 from multimodal.schedule.validate import validate_schedule
+from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource, action_to_text
+from multimodal.values.dependencies import dependencies
 from multimodal.values.errors import ScheduleError
-from multimodal.values.schedule import ACTION_TABLE, Action, ActionKind, Lane, Resource, Schedule
-from multimodal.values.schedule_form import form_of
-from tests.unit.schedule.schedule_cases import Case, build_case, build_graph, built_cases, deal, golden_cases
+from multimodal.values.schedule import Lane, Schedule, lane_of
+from multimodal.values.step_graph import StepGraph
+from multimodal.values.step_work import step_work
+from tests.unit.schedule.built_schedules import broken_schedules
+from tests.unit.schedule.schedule_cases import build_case, build_graph, built_cases, deal, golden_cases
 
 
-def check(case: Case, schedule: Schedule | str, *, lowered: bool = False) -> None:
-    graph, plan, assignment = case
-    schedule = schedule_from_text(schedule) if isinstance(schedule, str) else schedule
-    validate_schedule(schedule, graph=graph, plan=plan, assignment=assignment, lowered=lowered)
+def check(case: StepGraph, lanes: Sequence[Lane] | str, *, lowered: bool = False) -> None:
+    lanes = lanes_from_text(lanes) if isinstance(lanes, str) else lanes
+    validate_schedule(Schedule.of_lanes(case, lanes, lowered=lowered))
 
 
-def small() -> Case:
+def small() -> StepGraph:
     return build_case(build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": deal(2, 1), "llm": deal(2, 1)})
 
 
@@ -81,29 +82,26 @@ def test_receives_out_of_sending_order_are_refused() -> None:
 def test_reductions_in_different_orders_deadlock() -> None:
     graph = build_graph("vision")
     case = build_case(graph, {"vision": (2, 1, 1), "llm": (2, 1, 1)}, {"vision": deal(2, 2), "llm": deal(2, 2)}, colocated=True)
-    text = schedule_to_text(BUILDERS["gpipe"](*case))
+    text = schedule_to_text(BUILDERS["gpipe"](case))
     check(case, text)
     swapped = text.replace("RG llm/1/0; ", "").replace("RG vision/1/0", "RG vision/1/0; RG llm/1/0")
     with pytest.raises(ScheduleError, match="RG llm/0/0: deadlock: lane 0 waits in it for the other lanes that do"):
         check(case, swapped)
 
 
-def lower(case: Case, builder: str) -> Schedule:
-    graph, plan, assignment = case
-    return insert_communication(BUILDERS[builder](*case), graph=graph, plan=plan, assignment=assignment)
+def lower(case: StepGraph, builder: str) -> Schedule:
+    return insert_communication(BUILDERS[builder](case))
 
 
-def edit(schedule: Schedule, lane: int, change: Callable[[list[Action]], None]) -> Schedule:
-    actions = list(schedule.lanes[lane].actions)
+def edit(lanes: Sequence[Lane], lane: int, change: Callable[[list[Action]], None]) -> list[Lane]:
+    actions = list(lanes[lane].actions)
     change(actions)
-    lanes = list(schedule.lanes)
-    lanes[lane] = Lane(lanes[lane].ranks, tuple(actions))
-    return replace(schedule, lanes=tuple(lanes))
+    return [lane_of(each.ranks, actions) if index == lane else each for index, each in enumerate(lanes)]
 
 
-def refuse(case: Case, schedule: Schedule, *named: Action, lowered: bool) -> None:
+def refuse(case: StepGraph, lanes: Sequence[Lane], *named: Action, lowered: bool) -> None:
     with pytest.raises(ScheduleError) as refused:
-        check(case, schedule, lowered=lowered)
+        check(case, lanes, lowered=lowered)
     first_line = str(refused.value).splitlines()[0]
     assert any(action_to_text(action) in first_line for action in named), first_line
     assert re.search(r"^  lane \d+ \(ranks [\d,]+\):  .*> .* <", str(refused.value), re.MULTILINE)
@@ -111,36 +109,37 @@ def refuse(case: Case, schedule: Schedule, *named: Action, lowered: bool) -> Non
 
 @settings(max_examples=60)
 @given(built=built_cases(), lowered=st.booleans(), data=st.data())
-def test_a_dropped_duplicated_or_misplaced_action_is_refused(built: tuple[Case, str], lowered: bool, data: st.DataObject) -> None:
+def test_a_dropped_duplicated_or_misplaced_action_is_refused(
+    built: tuple[StepGraph, str], lowered: bool, data: st.DataObject
+) -> None:
     case, builder = built
-    schedule = lower(case, builder) if lowered else BUILDERS[builder](*case)
+    schedule = lower(case, builder) if lowered else BUILDERS[builder](case)
     lane, position = data.draw(
         st.sampled_from([(lane, at) for lane, each in enumerate(schedule.lanes) for at in range(len(each.actions))])
     )
     action = schedule.lanes[lane].actions[position]
     # Without its input gradient, a stage that trains nothing looks as if its backward were whole, and that is then missing.
     whole = action._replace(kind=ActionKind.BACKWARD)
-    refuse(case, edit(schedule, lane, lambda actions: actions.pop(position)), action, whole, lowered=lowered)
+    refuse(case, edit(schedule.lanes, lane, lambda actions: actions.pop(position)), action, whole, lowered=lowered)
     again = data.draw(st.integers(0, len(schedule.lanes[lane].actions)))
-    refuse(case, edit(schedule, lane, lambda actions: actions.insert(again, action)), action, lowered=lowered)
+    refuse(case, edit(schedule.lanes, lane, lambda actions: actions.insert(again, action)), action, lowered=lowered)
     others = set(range(len(schedule.lanes))) - set(case.plan.lanes_of_stage(action.unit, action.replica, action.stage))
     if others:
-        moved = edit(schedule, min(others), lambda actions: actions.append(action))
+        moved = edit(schedule.lanes, min(others), lambda actions: actions.append(action))
         refuse(case, edit(moved, lane, lambda actions: actions.pop(position)), action, lowered=lowered)
 
 
 @settings(max_examples=60)
 @given(built=built_cases(), lowered=st.booleans(), data=st.data())
-def test_a_swapped_dependent_pair_is_refused(built: tuple[Case, str], lowered: bool, data: st.DataObject) -> None:
+def test_a_swapped_dependent_pair_is_refused(built: tuple[StepGraph, str], lowered: bool, data: st.DataObject) -> None:
     case, builder = built
-    schedule = lower(case, builder) if lowered else BUILDERS[builder](*case)
-    form = form_of(schedule)
+    schedule = lower(case, builder) if lowered else BUILDERS[builder](case)
     pairs = [
         (lane, each.actions.index(need), position)
         for lane, each in enumerate(schedule.lanes)
         for position, action in enumerate(each.actions)
         if ACTION_TABLE[action.kind].resource is not Resource.RECEIVE
-        for need in dependencies(action, *case, lowered=lowered, form=form)
+        for need in dependencies(action, schedule.step, lowered=lowered)
         if need in each.actions
     ]
     assume(pairs)
@@ -149,13 +148,13 @@ def test_a_swapped_dependent_pair_is_refused(built: tuple[Case, str], lowered: b
     def swap(actions: list[Action]) -> None:
         actions[first], actions[second] = actions[second], actions[first]
 
-    broken = edit(schedule, lane, swap)
-    refuse(case, broken, *broken.lanes[lane].actions[first : second + 1], lowered=lowered)
+    broken = edit(schedule.lanes, lane, swap)
+    refuse(case, broken, *broken[lane].actions[first : second + 1], lowered=lowered)
 
 
 @settings(max_examples=60)
 @given(built=built_cases(), data=st.data())
-def test_swapped_sends_to_one_lane_are_refused(built: tuple[Case, str], data: st.DataObject) -> None:
+def test_swapped_sends_to_one_lane_are_refused(built: tuple[StepGraph, str], data: st.DataObject) -> None:
     case, builder = built
     schedule = lower(case, builder)
     sends = [
@@ -171,9 +170,106 @@ def test_swapped_sends_to_one_lane_are_refused(built: tuple[Case, str], data: st
     def swap(actions: list[Action]) -> None:
         actions[first], actions[second] = actions[second], actions[first]
 
-    broken = edit(schedule, lane, swap)
+    broken = edit(schedule.lanes, lane, swap)
     with pytest.raises(ScheduleError) as refused:
         check(case, broken, lowered=True)
     line = str(refused.value).splitlines()[0]
     assert "wrong message order" in line or "wrong order" in line
-    assert any(action_to_text(action) in line for action in broken.lanes[lane].actions[first : second + 1])
+    assert any(action_to_text(action) in line for action in broken[lane].actions[first : second + 1])
+
+
+def is_valid(step: StepGraph, lanes: Sequence[Lane], *, lowered: bool) -> bool:
+    """What the validator says, found action by action from `dependencies` alone; for lanes without fillers."""
+    try:
+        step = Schedule.of_lanes(step, lanes, lowered=lowered).step
+    except ScheduleError:
+        return False
+    expected = step_work(step).actions if lowered else step_work(step).computed
+    owners = {action: set(step.lanes_of(*action[1:4])) for action in expected}
+    if any(set(each.actions) != {action for action in expected if lane in owners[action]} for lane, each in enumerate(lanes)):
+        return False
+    for lane in lanes:
+        at = {action: position for position, action in enumerate(lane.actions)}
+        later = [
+            need
+            for action in lane.actions
+            if ACTION_TABLE[action.kind].resource is not Resource.RECEIVE
+            for need in dependencies(action, step, lowered=lowered)
+            if at.get(need, -1) > at[action]
+        ]
+        if later:
+            return False
+    return _match(step, lanes) and _finish(step, lanes, lowered=lowered)
+
+
+def _match(step: StepGraph, lanes: Sequence[Lane]) -> bool:
+    """True if every lane posts its receives from every other one in the order of the other's sends."""
+    sent: dict[tuple[int, int], list[object]] = {}
+    received: dict[tuple[int, int], list[object]] = {}
+    for lane, each in enumerate(lanes):
+        for action in (action for action in each.actions if action.peer is not None):
+            for other in step.lanes_of(*action.peer[:3]):
+                if ACTION_TABLE[action.kind].resource is Resource.SEND:
+                    sent.setdefault((lane, other), []).append((action.place, action.peer, action.covers))
+                else:
+                    received.setdefault((other, lane), []).append((action.peer, action.place, action.covers))
+    return sent == received
+
+
+def _finish(step: StepGraph, lanes: Sequence[Lane], *, lowered: bool) -> bool:
+    """True if the lanes come to their ends when each does what it can, in any order."""
+    positions = [0] * len(lanes)
+    passed: dict[Action, int] = {}
+
+    def is_done(action: Action) -> bool:
+        posted = passed.get(action, 0) == len(step.lanes_of(*action[1:4]))
+        if posted and ACTION_TABLE[action.kind].resource is Resource.RECEIVE:
+            return all(map(is_done, dependencies(action, step, lowered=lowered)))
+        return posted
+
+    def head(lane: int) -> Action | None:
+        return lanes[lane].actions[positions[lane]] if positions[lane] < len(lanes[lane].actions) else None
+
+    def can_run(action: Action) -> bool:
+        resource = ACTION_TABLE[action.kind].resource
+        together = [action]
+        if resource is Resource.COLLECTIVE:
+            together = [action._replace(replica=index) for index in range(step.plan.units[action.unit].data_parallel_size)]
+        if resource is Resource.RECEIVE:
+            return True
+        needs = [need for each in together for need in dependencies(each, step, lowered=lowered)]
+        waits = resource in (Resource.COMPUTE, Resource.COLLECTIVE)
+        at_head = {head(lane) for each in together for lane in step.lanes_of(*each[1:4])}
+        return all(map(is_done, needs)) and (not waits or at_head <= set(together))
+
+    moved = True
+    while moved:
+        moved = False
+        for lane in range(len(lanes)):
+            action = head(lane)
+            if action is None or not can_run(action):
+                continue
+            moved = True
+            alone = ACTION_TABLE[action.kind].resource in (Resource.SEND, Resource.RECEIVE)
+            together = [action]
+            if ACTION_TABLE[action.kind].resource is Resource.COLLECTIVE:
+                together = [action._replace(replica=index) for index in range(step.plan.units[action.unit].data_parallel_size)]
+            for each in together:
+                for other in [lane] if alone else step.lanes_of(*each[1:4]):
+                    positions[other] += 1
+                    passed[each] = passed.get(each, 0) + 1
+    return all(position == len(lane.actions) for position, lane in zip(positions, lanes, strict=True))
+
+
+@settings(max_examples=200)
+@given(broken=broken_schedules())
+def test_the_validator_agrees_with_one_that_asks_for_every_action(broken: tuple[StepGraph, tuple[Lane, ...], bool]) -> None:
+    case, lanes, lowered = broken
+    in_line = tuple(lane_of(lane.ranks, lane.actions) for lane in lanes)
+    expected = is_valid(case, in_line, lowered=lowered)
+    try:
+        check(case, in_line, lowered=lowered)
+    except ScheduleError:
+        assert not expected
+    else:
+        assert expected

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from random import Random
 
 from multimodal.cost.step_costs import ComputeCost, TransferCost
-from multimodal.values.schedule import Action, ActionKind, Place
+from multimodal.values.action import Action, ActionKind, Place
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from multimodal.values.action import Action, ActionKind
 from multimodal.values.errors import ConfigError
-from multimodal.values.schedule import Action, ActionKind
 from tests.sanity.repository import ROOT
 from tools.emulate import build_model_run, main
 
@@ -31,7 +31,7 @@ def model_flags(tmp_path: Path) -> list[str]:
 
 def test_computations_wait_as_long_as_the_profile_says(model_flags: list[str]) -> None:
     run = build_model_run(model_flags, "1f1b", "", num_iterations=1)
-    assert run.plan.num_ranks == 2
+    assert run.schedule.step.plan.num_ranks == 2
     seconds = run.costs.compute(Action(ActionKind.BACKWARD, "llm", 0, 0, 0)).seconds
     assert seconds == pytest.approx(1.25, rel=0.01)  # one transformer layer, and word embeddings
 

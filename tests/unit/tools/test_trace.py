@@ -4,8 +4,8 @@ import pytest
 
 from multimodal.schedule.chrome_trace import write_chrome_trace
 from multimodal.schedule.timeline_difference import IDLE, Share, compare_timelines
+from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.errors import DataError
-from multimodal.values.schedule import Action, ActionKind, Place
 from multimodal.values.timeline import Timeline, TimelineEvent
 from tools.trace import main
 

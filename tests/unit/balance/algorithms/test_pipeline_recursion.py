@@ -8,7 +8,7 @@ from multimodal.balance.algorithms.reorder_microbatches import pipeline_seconds
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.values.schedule import ActionKind
+from multimodal.values.action import ActionKind
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
 from tests.unit.schedule.uniform_costs import GivenCosts
 
@@ -28,10 +28,8 @@ def simulated_seconds(case, builder, forward, backward, order, first_stages):
             else table[first_stages[action.unit] + action.stage, order[action.microbatch]]
         )
 
-    graph, plan, assignment = case
-    given = {"graph": graph, "plan": plan, "assignment": assignment}
-    schedule = insert_communication(BUILDERS[builder](*case), **given)
-    return simulate_schedule(schedule, **given, costs=GivenCosts(seconds=seconds)).iteration_seconds
+    schedule = insert_communication(BUILDERS[builder](case))
+    return simulate_schedule(schedule, GivenCosts(seconds=seconds)).iteration_seconds
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.simulate_run import predict_run
 from multimodal.plan.planners.unit_layout import UnitLayout, even_layout
 from multimodal.schedule.builders import BUILDERS
+from multimodal.values.action import ActionKind
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.schedule import ActionKind
+from multimodal.values.step_graph import StepGraph
 from tests.unit.plan.planners.planning_cases import CLUSTER, LLM, TEXT_ONLY, request, with_memory
 
 
@@ -26,8 +27,7 @@ def test_the_schedules_that_split_backwards_are_known(name):
     plan = Candidate({"llm": UnitLayout(1, 1, stages)}).build_plan(TEXT_ONLY)
     lengths = request(TEXT_ONLY).lengths[:4]
     assignment = BALANCERS["none"](lengths, graph=TEXT_ONLY, plan=plan, options=BalanceOptions(vocab_size=4096))
-    placed = BUILDERS[name].assignment_for(assignment, graph=TEXT_ONLY, plan=plan)
-    schedule = BUILDERS[name](TEXT_ONLY, plan, placed)
+    schedule = BUILDERS[name](BUILDERS[name].step_for(StepGraph(TEXT_ONLY, plan, assignment)))
     kinds = {action.kind for lane in schedule.lanes for action in lane.actions}
     assert (ActionKind.WEIGHT_GRADIENT in kinds) == BUILDERS[name].splits_backwards
 

@@ -4,17 +4,17 @@ from typing import Any
 import pytest
 
 from megatron.runtime.execution.executor import Executor
+from multimodal.values.action import Place
 from multimodal.values.errors import ConfigError
-from multimodal.values.schedule import Place
-from multimodal.values.schedule_form import PLAIN, ScheduleForm
+from multimodal.values.step_graph import UNCUT, Cuts
 
-SPLIT = ScheduleForm(split=frozenset({Place("llm", 0, 0, 0)}))
+SPLIT = Cuts(split=frozenset({Place("llm", 0, 0, 0)}))
 
 
-def check(form: ScheduleForm, implementation: str) -> None:
+def check(cuts: Cuts, implementation: str) -> None:
     options = SimpleNamespace(transformer_impl=implementation)
     executor: Any = SimpleNamespace(stages={("llm", 0): SimpleNamespace(options=options)})
-    step: Any = SimpleNamespace(form=form)
+    step: Any = SimpleNamespace(cuts=cuts)
     Executor._check_implementation(executor, step)
 
 
@@ -23,6 +23,6 @@ def test_transformer_engine_cannot_split_backwards() -> None:
         check(SPLIT, "transformer_engine")
 
 
-@pytest.mark.parametrize(("form", "implementation"), [(PLAIN, "transformer_engine"), (SPLIT, "local")])
-def test_everything_else_runs(form: ScheduleForm, implementation: str) -> None:
-    check(form, implementation)
+@pytest.mark.parametrize(("cuts", "implementation"), [(UNCUT, "transformer_engine"), (SPLIT, "local")])
+def test_everything_else_runs(cuts: Cuts, implementation: str) -> None:
+    check(cuts, implementation)

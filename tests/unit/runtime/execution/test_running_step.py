@@ -9,7 +9,7 @@ import torch
 from megatron.runtime.communication.broker import MessageKey
 from megatron.runtime.execution.executor import RunningStep
 from megatron.runtime.execution.step_clock import StepClock
-from multimodal.values.schedule import Action, ActionKind, Place
+from multimodal.values.action import Action, ActionKind, Place, SampleSubset
 
 HERE, THERE = Place("llm", 0, 1, 0), Place("llm", 0, 0, 0)
 KEY = MessageKey("forward", THERE, HERE)
@@ -88,7 +88,7 @@ def test_fillers_run_while_the_message_is_not_there_and_the_others_after_the_car
 def test_a_filler_that_waits_runs_no_other_filler() -> None:
     log: list[Any] = []
     running = running_step(log, num_questions=1)
-    other = KEY._replace(part=1)
+    other = KEY._replace(covers=SampleSubset(1))
     running.store.put(("posted", other), 4, size_bytes=0)
 
     running.other = other

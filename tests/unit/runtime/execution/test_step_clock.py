@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.runtime.execution.step_clock import StepClock, seconds_by_resource
-from multimodal.values.schedule import Action, ActionKind
+from multimodal.values.action import Action, ActionKind
 from multimodal.values.timeline import TimelineEvent
 
 FORWARD = Action(ActionKind.FORWARD, "llm", 0, 0, 0)

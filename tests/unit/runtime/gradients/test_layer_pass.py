@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from megatron.runtime.gradients.sharded_layer import LayerPass, Visit
-from multimodal.values.schedule import ActionKind
+from multimodal.values.action import ActionKind
 
 FORWARD = [Visit(0, (0,), ()), Visit(1, (1,), ()), Visit(2, (2,), ())]
 BACKWARD = [Visit(2, (2,), (2,)), Visit(1, (1,), ()), Visit(0, (0,), (0,))]

@@ -10,8 +10,8 @@ import pytest
 from megatron.runtime.feed.step_planner import plan_step
 from megatron.runtime.step.step import Step
 from megatron.runtime.step.token_placement import WHOLE, ContextSharing
+from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.schedule_cache import ScheduleCache
 from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.errors import DataError
 from multimodal.values.plan import Plan

@@ -9,8 +9,8 @@ from megatron.runtime.flags.arguments import freeze_units, parse_arguments
 from megatron.runtime.training.prediction import build_predictor
 from multimodal.cost.run_options import RunOptions
 from multimodal.plan.disaggregated import plan_disaggregated
+from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.schedule_cache import ScheduleCache
 from multimodal.values.model_graph import ModelGraph
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}

@@ -1,21 +1,24 @@
+from dataclasses import replace
+
 import pytest
 
-from multimodal.schedule.dependencies import dependencies
-from multimodal.schedule.expected_actions import compute_actions, expected_actions
-from multimodal.schedule.text import action_to_text, schedule_from_text
-from multimodal.values.schedule import Action, ActionKind
-from tests.unit.schedule.schedule_cases import Case, build_case, build_graph, deal, golden_cases
+from multimodal.schedule.text import lanes_from_text
+from multimodal.values.action import Action, ActionKind, action_to_text
+from multimodal.values.dependencies import computations, dependencies
+from multimodal.values.step_graph import StepGraph
+from multimodal.values.step_work import step_work
+from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, golden_cases
 
 
 def parse(text: str) -> Action:
-    return schedule_from_text(f"lane 0: {text}").lanes[0].actions[0]
+    return lanes_from_text(f"lane 0: {text}")[0].actions[0]
 
 
-def needs(case: Case, text: str, *, lowered: bool = False) -> list[str]:
-    return [action_to_text(action) for action in dependencies(parse(text), *case, lowered=lowered)]
+def needs(case: StepGraph, text: str, *, lowered: bool = False) -> list[str]:
+    return [action_to_text(action) for action in dependencies(parse(text), case, lowered=lowered)]
 
 
-def unequal() -> Case:
+def unequal() -> StepGraph:
     """One encoder with items of samples 0 1 | 2 3 | 4 before two LLM replicas with samples 0 | 1 | 2 and 3 4."""
     return golden_cases()["encoder_dp1_llm_dp2_unequal"]
 
@@ -58,12 +61,12 @@ def test_dependencies_between_stages_of_a_unit() -> None:
 def test_equal_ranks_need_no_message() -> None:
     case = golden_cases()["colocated_one_rank"]
     assert needs(case, "F llm/0/0/1", lowered=True) == ["F vision/0/0/1"]
-    assert all(action.peer is None for action in expected_actions(*case, lowered=True))
+    assert all(action.peer is None for action in step_work(case).actions)
 
 
 def test_routes_are_built_once_per_assignment() -> None:
-    graph, _, assignment = unequal()
-    assert assignment.routes(graph) is assignment.routes(graph)
+    step = unequal()
+    assert step.routes is step.routes
 
 
 def test_a_text_only_microbatch_depends_on_nobody() -> None:
@@ -88,7 +91,7 @@ def test_backwards_and_reductions_exist_where_something_is_trained(
 ) -> None:
     graph = build_graph("vision", frozen=frozen, frozen_projectors=frozen_projectors)
     case = build_case(graph, {"vision": (1, 2, 1), "llm": (1, 1, 1)}, {"vision": deal(2, 1), "llm": deal(2, 1)})
-    actions = compute_actions(*case)
+    actions = computations(case)
     stages = {kind: {f"{a.unit} {a.stage}" for a in actions if a.kind is kind} for kind in ActionKind}
     assert stages[ActionKind.FORWARD] == {"vision 0", "vision 1", "llm 0"}
     assert stages[ActionKind.BACKWARD] == with_backward
@@ -97,10 +100,14 @@ def test_backwards_and_reductions_exist_where_something_is_trained(
 
 def test_a_replica_without_microbatches_still_reduces() -> None:
     case = build_case(build_graph("vision"), {"vision": (2, 1, 1), "llm": (1, 1, 1)}, {"vision": [[[0]], []], "llm": [[[0]]]})
-    assert [action_to_text(action) for action in compute_actions(*case) if action[1:3] == ("vision", 1)] == ["RG vision/1/0"]
+    assert [action_to_text(action) for action in computations(case) if action[1:3] == ("vision", 1)] == ["RG vision/1/0"]
 
 
 def test_forward_only_has_forwards_only() -> None:
-    assert {action.kind for action in compute_actions(*unequal(), forward_only=True)} == {ActionKind.FORWARD}
-    lowered = expected_actions(*unequal(), lowered=True, forward_only=True)
-    assert {action.kind for action in lowered} == {ActionKind.FORWARD, ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD}
+    step = replace(unequal(), forward_only=True)
+    assert {action.kind for action in computations(step)} == {ActionKind.FORWARD}
+    assert {action.kind for action in step_work(step).actions} == {
+        ActionKind.FORWARD,
+        ActionKind.SEND_FORWARD,
+        ActionKind.RECEIVE_FORWARD,
+    }

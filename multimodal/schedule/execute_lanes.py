@@ -1,0 +1,103 @@
+"""Run a schedule in the strictest way, on a clock of unit costs: what stops here might stop a real run.
+
+Unlike in the simulator, a lane waits in a collective for all others and runs fillers where they stand, so a schedule that
+finishes here finishes however long its actions take. Passes measure and order actions by this clock.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multimodal.kernels import kernels
+from multimodal.schedule.execute_lanes_reference import execute_lanes_reference
+from multimodal.schedule.unit_cost import unit_costs
+from multimodal.values.action import Action
+from multimodal.values.schedule import Schedule
+from multimodal.values.step_work import Integers
+from multimodal.values.timeline import TimelineEvent
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """What ran, and where the lanes stand. Events are kept as columns, by start: most who ask want only some of them."""
+
+    schedule: Schedule
+    event_pieces: Integers
+    event_lanes: Integers
+    start_seconds: Floats
+    end_seconds: Floats
+    positions: Integers
+    """[num_lanes] the position of the first slot that could not run; the number of slots when all did."""
+    is_done: NDArray[np.bool_]
+    """[num_pieces of the schedule's dialect] True for pieces that are complete."""
+
+    @cached_property
+    def events(self) -> tuple[TimelineEvent, ...]:
+        """Computations and collectives, by start; nothing of zero length."""
+        columns = (self.event_lanes, self.start_seconds, self.end_seconds)
+        actions = map(self.schedule.work.computed.__getitem__, self.event_pieces.tolist())
+        return tuple(map(TimelineEvent, actions, *(column.tolist() for column in columns)))
+
+    @cached_property
+    def done(self) -> frozenset[Action]:
+        """All actions that are complete."""
+        return frozenset(map(self.schedule.work.actions.__getitem__, np.flatnonzero(self.is_done).tolist()))
+
+    @property
+    def duration_seconds(self) -> float:
+        """From the start to the end of the last event."""
+        return float(self.end_seconds.max(initial=0.0))
+
+    @property
+    def stuck(self) -> dict[int, int]:
+        """Position of every lane that did not come to its end; empty when the schedule finished."""
+        lengths = np.diff(self.schedule.lane_starts)
+        return {int(lane): int(self.positions[lane]) for lane in np.flatnonzero(self.positions < lengths)}
+
+
+def execute_lanes(schedule: Schedule, *, seconds: Floats | None = None) -> Execution:
+    """Run a schedule of either dialect, valid or not.
+
+    A computation starts when all its lanes have come to it and its dependencies are complete. A reduction also waits for the
+    other replicas, and its lane for it. A send never blocks; a receive is only posted, and completes with its send. Lanes that
+    wait for each other in a circle stop: see `Execution.stuck`. Messages take no time.
+
+    seconds: of every computation and collective, [num_computed]; unit costs by default.
+    Runs as a C++ kernel where that is built, with the same result. O(actions + dependencies).
+    """
+    run = execute_lanes_reference if kernels is None else kernels.execute_lanes
+    pieces, lanes, start, end, positions, is_done = run(**lane_arrays(schedule, seconds=seconds))
+    order = np.lexsort((end, lanes, start))
+    return Execution(
+        schedule, pieces[order], lanes[order], start[order], end[order], np.asarray(positions), np.asarray(is_done, np.bool_)
+    )
+
+
+def lane_arrays(schedule: Schedule, *, seconds: Floats | None = None) -> dict[str, NDArray[Any]]:
+    """Return the kernel's arguments, see csrc/execute_lanes.h."""
+    work = schedule.work
+    num_pieces = work.num_pieces(lowered=schedule.lowered)
+    need_starts, needs = work.needs_in(lowered=schedule.lowered)
+    stage_starts, stage_lanes = work.lane_rows
+    collectives, member_starts, members = work.collective_rows
+    durations = np.zeros(num_pieces)
+    durations[: work.num_computed] = schedule.step.once(unit_costs) if seconds is None else seconds
+    return {
+        "lane_starts": schedule.lane_starts,
+        "lane_actions": schedule.pieces,
+        "resources": work.resources[:num_pieces],
+        "stages": work.stage_numbers[:num_pieces],
+        "stage_starts": stage_starts,
+        "stage_lanes": stage_lanes,
+        "need_starts": need_starts,
+        "needs": needs,
+        "collectives": collectives[:num_pieces],
+        "member_starts": member_starts,
+        "members": members,
+        "durations": durations,
+    }

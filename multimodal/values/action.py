@@ -1,0 +1,168 @@
+"""What a lane does: the kinds of action, the one table that describes them, actions themselves and their text.
+
+    F vision/0/0/3    SF vision/0/0/3>llm/1/0/2    B vision/0/0/3#1    RG llm/1/0[1:8]
+
+A place is unit/replica/stage/microbatch; `#1` is its second sample subset, `[1:8]` a range of its stage's layers; `>` leads to
+the peer that a send feeds, `<` to the peer that a receive drains.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from multimodal.values.errors import ScheduleError
+
+
+class ActionKind(StrEnum):
+    """The kinds of action; the value is the kind's name in a schedule's text."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT_GRADIENT = "I"
+    WEIGHT_GRADIENT = "W"
+    SEND_FORWARD = "SF"
+    RECEIVE_FORWARD = "RF"
+    SEND_BACKWARD = "SB"
+    RECEIVE_BACKWARD = "RB"
+    GATHER_PARAMETERS = "GP"
+    REDUCE_GRADIENTS = "RG"
+
+
+class Resource(StrEnum):
+    """The resource of a lane that an action occupies."""
+
+    COMPUTE = "compute"
+    SEND = "send"
+    RECEIVE = "receive"
+    COLLECTIVE = "collective"
+
+
+class Memory(StrEnum):
+    """What an action does to a lane's stored activations."""
+
+    ALLOCATES = "allocates"
+    FREES = "frees"
+    KEEPS = "keeps"
+
+
+class ActionRow(NamedTuple):
+    """One row of the action table."""
+
+    resource: Resource
+    has_microbatch: bool
+    has_peer: bool
+    memory: Memory
+    meaning: str
+
+
+ACTION_TABLE: Mapping[ActionKind, ActionRow] = {
+    ActionKind.FORWARD: ActionRow(Resource.COMPUTE, True, False, Memory.ALLOCATES, "forward of one microbatch through one stage"),
+    ActionKind.BACKWARD: ActionRow(
+        Resource.COMPUTE, True, False, Memory.FREES, "backward: whatever gradients the stage must give"
+    ),
+    ActionKind.INPUT_GRADIENT: ActionRow(
+        Resource.COMPUTE, True, False, Memory.KEEPS, "first half of a split backward: the gradient of the stage's input"
+    ),
+    ActionKind.WEIGHT_GRADIENT: ActionRow(
+        Resource.COMPUTE, True, False, Memory.FREES, "second half of a split backward: the gradients of the stage's weights"
+    ),
+    ActionKind.SEND_FORWARD: ActionRow(Resource.SEND, True, True, Memory.KEEPS, "send activations to the peer"),
+    ActionKind.RECEIVE_FORWARD: ActionRow(Resource.RECEIVE, True, True, Memory.ALLOCATES, "receive activations from the peer"),
+    ActionKind.SEND_BACKWARD: ActionRow(Resource.SEND, True, True, Memory.FREES, "send gradients to the peer"),
+    ActionKind.RECEIVE_BACKWARD: ActionRow(Resource.RECEIVE, True, True, Memory.ALLOCATES, "receive gradients from the peer"),
+    ActionKind.GATHER_PARAMETERS: ActionRow(
+        Resource.COLLECTIVE, False, False, Memory.KEEPS, "gather a stage's updated parameters over replicas"
+    ),
+    ActionKind.REDUCE_GRADIENTS: ActionRow(
+        Resource.COLLECTIVE, False, False, Memory.KEEPS, "reduce a stage's gradients over replicas"
+    ),
+}
+
+
+class Place(NamedTuple):
+    """One microbatch in one virtual stage; as an action's peer, the other end of a message."""
+
+    unit: str
+    replica: int
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSubset:
+    """One of the sample subsets that a microbatch's backward is cut into (Entrain 4.5.3), counted from 0."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRange:
+    """Layers `first` to `end` - 1 of a virtual stage, counted from 0."""
+
+    first: int
+    end: int
+
+
+Coverage = SampleSubset | LayerRange | None
+"""What a piece of work covers of its microbatch and stage; None: the whole."""
+
+
+class Action(NamedTuple):
+    """One thing a lane does. `stage` counts virtual stages; `microbatch` is -1 where the kind has none."""
+
+    kind: ActionKind
+    unit: str
+    replica: int
+    stage: int
+    microbatch: int = -1
+    peer: Place | None = None
+    covers: Coverage = None
+
+    @property
+    def place(self) -> Place:
+        """This action's own (unit, replica, stage, microbatch)."""
+        return Place(self.unit, self.replica, self.stage, self.microbatch)
+
+    @property
+    def subset(self) -> int:
+        """The index of the sample subset that is covered; -1: the whole microbatch."""
+        return self.covers.index if isinstance(self.covers, SampleSubset) else -1
+
+
+ARROWS = {Resource.SEND: ">", Resource.RECEIVE: "<"}
+UNIT_NAME = r"[^\s/<>;:,#{}\[\]]+"
+_UNIT_PATTERN = re.compile(UNIT_NAME)
+
+
+def action_to_text(action: Action) -> str:
+    """Print one action, such as `SF vision/0/0/3>llm/1/0/2`; raises ScheduleError where its kind's row does not allow it."""
+    check_action(action)
+    row = ACTION_TABLE[action.kind]
+    place: tuple[object, ...] = action.place if row.has_microbatch else action.place[:3]
+    peer = f"{ARROWS[row.resource]}{'/'.join(map(str, action.peer))}" if action.peer else ""
+    return f"{action.kind.value} {'/'.join(map(str, place))}{_coverage_to_text(action.covers)}{peer}"
+
+
+def _coverage_to_text(covers: Coverage) -> str:
+    if isinstance(covers, SampleSubset):
+        return f"#{covers.index}"
+    return f"[{covers.first}:{covers.end}]" if covers is not None else ""
+
+
+def check_action(action: Action) -> None:
+    """Raise ScheduleError where an action has, or lacks, a field against its kind's row."""
+    row = ACTION_TABLE[action.kind]
+    for what, has, wanted in (
+        ("microbatch", action.microbatch >= 0, row.has_microbatch),
+        ("peer", action.peer is not None, row.has_peer),
+    ):
+        if has != wanted:
+            expected = f"{action.kind.value} ({row.meaning}) has {'a' if wanted else 'no'} {what}"
+            raise ScheduleError(f"{expected}; {'add' if wanted else 'remove'} it in {tuple(action)[1:5]}")
+    for unit in (action.unit, *([action.peer.unit] if action.peer else [])):
+        if not _UNIT_PATTERN.fullmatch(unit):
+            raise ScheduleError(
+                f"unit name {unit!r} cannot be written in a schedule; leave out blanks and any of " + "/ < > ; : , # { } [ ]"
+            )

@@ -1,0 +1,233 @@
+"""The one dependency rule: which actions a step consists of, and what must have happened before each may run."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from multimodal.values.action import Action, ActionKind, Coverage, LayerRange, Place
+from multimodal.values.assignment import Assignment, MicrobatchPlace
+from multimodal.values.backward_need import BackwardNeed
+from multimodal.values.plan import Plan
+from multimodal.values.step_graph import Cuts, StepGraph
+
+_SEND_OF = {
+    ActionKind.FORWARD: ActionKind.SEND_FORWARD,
+    ActionKind.BACKWARD: ActionKind.SEND_BACKWARD,
+    ActionKind.INPUT_GRADIENT: ActionKind.SEND_BACKWARD,
+}
+_RECEIVE_OF = {
+    ActionKind.FORWARD: ActionKind.RECEIVE_FORWARD,
+    ActionKind.BACKWARD: ActionKind.RECEIVE_BACKWARD,
+    ActionKind.INPUT_GRADIENT: ActionKind.RECEIVE_BACKWARD,
+}
+_new = tuple.__new__
+"""Makes named tuples of their fields five times as fast as their constructors: schedules have actions by the ten thousand."""
+
+
+def computations(step: StepGraph) -> tuple[Action, ...]:
+    """Return every computation and collective of the step once, ordered by unit, stage, replica, then kind and microbatch.
+
+    A stage has backwards where `StepGraph.backward_need` says so, and reduces gradients where it trains something, even on a
+    replica without microbatches (the reduction is collective). Where a backward is split, its two halves take its place; a stage
+    that trains nothing has no weight gradient.
+    """
+    actions: list[Action] = []
+    for unit in step.graph.unit_names:
+        sizes = step.plan.units[unit]
+        for stage in range(sizes.num_virtual_stages):
+            layers = [replica.virtual_stages[stage].layers for replica in sizes.replicas]
+            needs = {each: step.backward_need(unit, layers.index(each), stage) for each in dict.fromkeys(layers)}
+            for replica in range(sizes.data_parallel_size):
+                need = needs[layers[replica]]
+                microbatches = range(step.num_microbatches(unit, replica))
+                actions += _whole(ActionKind.FORWARD, unit, replica, stage, microbatches)
+                if need.has_backward:
+                    actions += _backwards(unit, replica, stage, microbatches, need, step.cuts)
+                if need.trains_weights:
+                    actions += _collectives(step, unit, replica, stage)
+    return tuple(actions)
+
+
+def collectives(step: StepGraph) -> tuple[Action, ...]:
+    """Return the gathers and reductions of `computations`."""
+    nothing = Assignment({unit: ((),) * step.plan.units[unit].data_parallel_size for unit in step.graph.unit_names})
+    return computations(StepGraph(step.graph, step.plan, nothing, step.cuts, step.forward_only))
+
+
+def _whole(kind: ActionKind, unit: str, replica: int, stage: int, microbatches: range) -> list[Action]:
+    return [_new(Action, (kind, unit, replica, stage, microbatch, None, None)) for microbatch in microbatches]
+
+
+def _backwards(unit: str, replica: int, stage: int, microbatches: range, need: BackwardNeed, cuts: Cuts) -> list[Action]:
+    if not cuts.split and not cuts.num_subsets:
+        return _whole(ActionKind.BACKWARD, unit, replica, stage, microbatches)
+    whole = (ActionKind.BACKWARD,)
+    halves = (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT) if need.trains_weights else (ActionKind.INPUT_GRADIENT,)
+    return [
+        _new(Action, (kind, unit, replica, stage, microbatch, None, subset))
+        for microbatch in microbatches
+        for subset in cuts.subsets(MicrobatchPlace(unit, replica, microbatch))
+        for kind in (halves if (unit, replica, stage, microbatch) in cuts.split else whole)
+    ]
+
+
+def _collectives(step: StepGraph, unit: str, replica: int, stage: int) -> Iterator[Action]:
+    if step.cuts.gathers_parameters:
+        yield Action(ActionKind.GATHER_PARAMETERS, unit, replica, stage)
+    for layers in reduction_pieces(step, unit, replica, stage):
+        yield Action(ActionKind.REDUCE_GRADIENTS, unit, replica, stage, covers=layers)
+
+
+def reduction_pieces(step: StepGraph, unit: str, replica: int, stage: int) -> tuple[Coverage, ...]:
+    """Return what the reductions of a stage cover, in order."""
+    return step.cuts.reductions(unit, stage, num_layers=len(step.plan.virtual_stage(unit, replica, stage).layers))
+
+
+def dependencies(action: Action, step: StepGraph, *, lowered: bool = False) -> tuple[Action, ...]:
+    """Return the actions that must be complete before `action` may run.
+
+    A forward needs the forward of the stage before it; at a unit's first stage, the last-stage forwards of every upstream
+    microbatch that routes to it. A backward needs its own forward and the backward of the stage after it; at a unit's last
+    stage, the first-stage backwards of every downstream microbatch that it routes to. Reducing a stage's gradients needs all
+    its backwards on that replica; where that is done by layer, the first piece begins with the last microbatch's backward: it
+    needs all others, and what that backward needs.
+
+    In a split backward the input gradient takes the backward's place, and the weight gradient needs it. Where a microbatch's
+    backward is cut into sample subsets, a subset's backward needs the same subset at the stage after it; at the last stage, the
+    backward of the one downstream microbatch that the subset routes to.
+
+    In the lowered dialect (`lowered=True`) a dependency between different rank groups is carried by a message: the producer's
+    send, then the consumer's receive, then the consumer. The sends' and receives' own dependencies are the same in both.
+
+    `action` must be one of `computations` or one of their messages; the result is deterministic, its cost linear in its length.
+    """
+    needed = _RULES[action.kind](action, step)
+    if not lowered:
+        return tuple(needed)
+    return tuple(message(producer, action)[1] if needs_message(producer, action, step.plan) else producer for producer in needed)
+
+
+def needs_message(producer: Action, consumer: Action, plan: Plan) -> bool:
+    """Return True if what `producer` computes must travel to another rank group before `consumer` can use it."""
+    if producer.kind not in _SEND_OF or consumer.kind not in _SEND_OF or producer[1:4] == consumer[1:4]:
+        return False
+    return must_travel(producer.place, consumer.place, plan)
+
+
+def must_travel(source: Place, target: Place, plan: Plan) -> bool:
+    """Return True if ranks at `target` lack what those at `source` compute: they are others, or hold other tokens.
+
+    The latter where one of two units on the same ranks spreads tokens over context parallel ranks.
+    """
+    if plan.virtual_stage(*source[:3]).ranks != plan.virtual_stage(*target[:3]).ranks:
+        return True
+    sizes = plan.units[source.unit].context_parallel_size, plan.units[target.unit].context_parallel_size
+    return source.unit != target.unit and sizes != (1, 1)
+
+
+def message(producer: Action, consumer: Action) -> tuple[Action, Action]:
+    """Return the send at the producer's place and the receive at the consumer's place that carry this dependency."""
+    kind, unit, replica, stage, microbatch, _, covers = producer
+    other_kind, other_unit, other_replica, other_stage, other_microbatch, _, _ = consumer
+    # Between units a subset is named by the microbatch at the other end, so only stages of one unit need to say which.
+    if unit != other_unit:
+        covers = None
+    source = _new(Place, (unit, replica, stage, microbatch))
+    target = _new(Place, (other_unit, other_replica, other_stage, other_microbatch))
+    return (
+        _new(Action, (_SEND_OF[kind], unit, replica, stage, microbatch, target, covers)),
+        _new(Action, (_RECEIVE_OF[other_kind], other_unit, other_replica, other_stage, other_microbatch, source, covers)),
+    )
+
+
+def _microbatch(action: Action) -> MicrobatchPlace:
+    return MicrobatchPlace(action.unit, action.replica, action.microbatch)
+
+
+def _forward_needs(action: Action, step: StepGraph) -> Iterator[Action]:
+    if step.cuts.gathers_parameters and step.backward_need(*action[1:4]).trains_weights:
+        yield Action(ActionKind.GATHER_PARAMETERS, *action[1:4])
+    if action.stage > 0:
+        yield action._replace(stage=action.stage - 1)
+        return
+    for route in step.routes.to_target.get(_microbatch(action), ()):
+        source = route.source
+        last_stage = step.plan.units[source.unit].num_virtual_stages - 1
+        yield Action(ActionKind.FORWARD, source.unit, source.replica, last_stage, source.microbatch)
+
+
+def _gather_needs(action: Action, step: StepGraph) -> Iterator[Action]:
+    yield from ()
+
+
+def _backward_needs(action: Action, step: StepGraph) -> Iterator[Action]:
+    # What lies downstream of a stage that has a backward always has one, too: the gradient comes through it.
+    yield Action(ActionKind.FORWARD, *action.place)
+    if action.stage < step.plan.units[action.unit].num_virtual_stages - 1:
+        after = action.place._replace(stage=action.stage + 1)
+        yield Action(step.cuts.gradient_kind(after), *after, covers=action.covers)
+        return
+    for target in _targets_of(action, step):
+        first = Place(target.unit, target.replica, 0, target.microbatch)
+        yield from (Action(step.cuts.gradient_kind(first), *first, covers=each) for each in step.cuts.subsets(target))
+
+
+def _targets_of(action: Action, step: StepGraph) -> Iterator[MicrobatchPlace]:
+    routes = step.routes.from_source.get(_microbatch(action), ())
+    if action.subset < 0:
+        yield from (route.target for route in routes)
+        return
+    atoms = step.consumers(_microbatch(action))[action.subset]
+    yield next(route.target for route in routes if route.atoms[0] in atoms)
+
+
+def _weight_needs(action: Action, step: StepGraph) -> Iterator[Action]:
+    yield action._replace(kind=ActionKind.INPUT_GRADIENT)
+
+
+def _reduce_needs(action: Action, step: StepGraph) -> Iterator[Action]:
+    pieces = reduction_pieces(step, *action[1:4])
+    if action.covers != pieces[0]:
+        yield action._replace(covers=pieces[0])
+    last_microbatch = step.num_microbatches(action.unit, action.replica) - 1
+    for microbatch in range(last_microbatch + 1):
+        place = action.place._replace(microbatch=microbatch)
+        subsets = step.cuts.subsets(MicrobatchPlace(action.unit, action.replica, microbatch))
+        if begins_early(action) and microbatch == last_microbatch:
+            yield from _backward_needs(Action(step.cuts.gradient_kind(place), *place, covers=subsets[-1]), step)
+            subsets = subsets[:-1]
+        for subset in subsets:
+            yield Action(step.cuts.last_kind(place), *place, covers=subset)
+
+
+def begins_early(reduction: Action) -> bool:
+    """Return True if a reduction by layer starts with the last microbatch's backward instead of after it."""
+    return isinstance(reduction.covers, LayerRange) and reduction.covers.first > 0
+
+
+def _send_forward_needs(action: Action, step: StepGraph) -> Iterator[Action]:
+    yield Action(ActionKind.FORWARD, *action.place)
+
+
+def _send_backward_needs(action: Action, step: StepGraph) -> Iterator[Action]:
+    yield Action(step.cuts.gradient_kind(action.place), *action.place, covers=action.covers)
+
+
+def _receive_needs(kind: ActionKind) -> Callable[[Action, StepGraph], Iterator[Action]]:
+    def needs(action: Action, step: StepGraph) -> Iterator[Action]:
+        assert action.peer is not None, f"{action} has no peer"
+        yield Action(kind, *action.peer, peer=action.place, covers=action.covers)
+
+    return needs
+
+
+_RULES: Mapping[ActionKind, Callable[[Action, StepGraph], Iterator[Action]]] = {
+    ActionKind.FORWARD: _forward_needs,
+    ActionKind.BACKWARD: _backward_needs,
+    ActionKind.INPUT_GRADIENT: _backward_needs,
+    ActionKind.WEIGHT_GRADIENT: _weight_needs,
+    ActionKind.SEND_FORWARD: _send_forward_needs,
+    ActionKind.SEND_BACKWARD: _send_backward_needs,
+    ActionKind.RECEIVE_FORWARD: _receive_needs(ActionKind.SEND_FORWARD),
+    ActionKind.RECEIVE_BACKWARD: _receive_needs(ActionKind.SEND_BACKWARD),
+    ActionKind.GATHER_PARAMETERS: _gather_needs,
+    ActionKind.REDUCE_GRADIENTS: _reduce_needs,
+}

@@ -1,0 +1,207 @@
+"""One training step as one value: model graph, plan, assignment, and how the step's work is cut into pieces."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TypeVar, cast
+
+from multimodal.values.action import ActionKind, Coverage, LayerRange, Place, SampleSubset
+from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace, Routes
+from multimodal.values.backward_need import BackwardNeed, stage_backward_need
+from multimodal.values.errors import AssignmentError
+from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.plan import Plan
+from multimodal.values.sample_lengths import SampleLengths
+
+Made = TypeVar("Made")
+StageKey = tuple[str, int, int]
+"""(unit, replica, virtual stage)."""
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """How the backwards and reductions of a step are cut into pieces, and whether parameters are gathered."""
+
+    split: frozenset[Place] = frozenset()
+    """Places whose backward is an input gradient and, later, a weight gradient (zero bubble)."""
+    num_subsets: Mapping[MicrobatchPlace, int] = field(default_factory=dict)
+    """Microbatches whose backward is cut into sample subsets, in all stages alike (Entrain 4.5.3)."""
+    gathers_parameters: bool = False
+    """True if replicas gather a stage's updated parameters before its first forward (ZeRO-1)."""
+    reduced_by_layer: frozenset[tuple[str, int]] = frozenset()
+    """(unit, virtual stage) whose gradients are reduced in two pieces: all layers but the first, layer by layer during the last
+    microbatch's backward, and then the first layer, whose gradients are complete last."""
+
+    def subsets(self, microbatch: MicrobatchPlace) -> tuple[Coverage, ...]:
+        """Return what the backwards of a microbatch cover, one entry for each of them."""
+        num_subsets = self.num_subsets.get(microbatch, 0)
+        return tuple(map(SampleSubset, range(num_subsets))) if num_subsets else (None,)
+
+    def gradient_kind(self, place: Place) -> ActionKind:
+        """Return the kind of the action that gives a place's input gradient."""
+        return ActionKind.INPUT_GRADIENT if place in self.split else ActionKind.BACKWARD
+
+    def last_kind(self, place: Place) -> ActionKind:
+        """Return the kind of the action after which a place's weight gradients are complete."""
+        return ActionKind.WEIGHT_GRADIENT if place in self.split else ActionKind.BACKWARD
+
+    def reductions(self, unit: str, stage: int, *, num_layers: int) -> tuple[Coverage, ...]:
+        """Return what the reductions of a stage cover, in the order in which they run."""
+        return (LayerRange(1, num_layers), LayerRange(0, 1)) if (unit, stage) in self.reduced_by_layer else (None,)
+
+
+UNCUT = Cuts()
+"""One backward per microbatch and stage, one reduction per stage; parameters are not gathered."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepGraph:
+    """One step: what is trained, where, which samples, and how its work is cut.
+
+    `values/dependencies.py` says which work there is and what needs what; `values/step_work.py` numbers it.
+    """
+
+    graph: ModelGraph
+    plan: Plan
+    assignment: Assignment
+    cuts: Cuts = UNCUT
+    forward_only: bool = False
+    """Leave backwards and reductions out (evaluation)."""
+    _variants: list["StepGraph"] = field(default_factory=list, init=False, repr=False)
+    _made: dict[Callable[[Any], object], object] = field(default_factory=dict, init=False, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the values alone: what was made of them is larger, and can be made again."""
+        return StepGraph, (self.graph, self.plan, self.assignment, self.cuts, self.forward_only)
+
+    def with_cuts(self, cuts: Cuts) -> "StepGraph":
+        """Return this step with its work cut otherwise; the same value for the same cuts."""
+        if not self._variants:
+            self._variants.append(self)
+        for step in self._variants:
+            if step.cuts is cuts or step.cuts == cuts:
+                return step
+        step = replace(self, cuts=cuts)
+        object.__setattr__(step, "_variants", self._variants)
+        self._variants.append(step)
+        return step
+
+    def with_assignment(self, assignment: Assignment) -> "StepGraph":
+        """Return this step for other samples; what was made of it is kept where the assignments have one `shape`."""
+        step = StepGraph(self.graph, self.plan, assignment, self.cuts, self.forward_only)
+        if step.shape == self.shape:
+            step._made.update(self._made)
+        return step
+
+    def once(self, make: Callable[["StepGraph"], Made]) -> Made:
+        """Return `make(self)`, made when first asked for. It must depend on the shape of the assignment only."""
+        if make not in self._made:
+            self._made[make] = make(self)
+        return cast(Made, self._made[make])
+
+    @cached_property
+    def shape(self) -> tuple[object, ...]:
+        """Counts of microbatches and who routes to whom: steps that agree in both have the same schedules. O(items)."""
+        counts = tuple((unit, tuple(map(len, replicas))) for unit, replicas in self.assignment.units.items())
+        routes = self.routes.from_source.values()
+        return counts, tuple(sorted((route.source, route.target) for of_source in routes for route in of_source))
+
+    @property
+    def routes(self) -> Routes:
+        """All routes between units."""
+        return self.assignment.routes(self.graph)
+
+    def backward_need(self, unit: str, replica: int, stage: int) -> BackwardNeed:
+        """Return what the backward of a virtual stage must compute; nothing in a step that only runs forwards."""
+        return BackwardNeed.NONE if self.forward_only else stage_backward_need(self.graph, self.plan, unit, replica, stage)
+
+    def lanes_of(self, unit: str, replica: int, stage: int) -> tuple[int, ...]:
+        """Return the lanes that together execute a virtual stage."""
+        return self.plan.lanes_of_stage(unit, replica, stage)
+
+    def num_microbatches(self, unit: str, replica: int) -> int:
+        """Return the number of microbatches of a replica."""
+        return self.assignment.num_microbatches(unit, replica)
+
+    @cached_property
+    def microbatch_set(self) -> frozenset[MicrobatchPlace]:
+        """All microbatches."""
+        return frozenset(self.microbatches)
+
+    @property
+    def microbatches(self) -> tuple[MicrobatchPlace, ...]:
+        """All microbatches, unit by unit in the graph's order, replica by replica."""
+        return tuple(
+            MicrobatchPlace(unit, replica, index)
+            for unit in self.graph.unit_names
+            for replica, microbatches in enumerate(self.assignment.units[unit])
+            for index in range(len(microbatches))
+        )
+
+    @property
+    def stages(self) -> tuple[StageKey, ...]:
+        """All virtual stages, unit by unit in the graph's order, replica by replica."""
+        return tuple(
+            (unit, replica, stage)
+            for unit in self.graph.unit_names
+            for replica in range(self.plan.units[unit].data_parallel_size)
+            for stage in range(self.plan.units[unit].num_virtual_stages)
+        )
+
+    def consumers(self, microbatch: MicrobatchPlace) -> tuple[tuple[Atom, ...], ...]:
+        """Return the atoms of an encoder's microbatch by the downstream microbatch that consumes them: its sample subsets.
+
+        They come in the order of their consumers (microbatch, then replica); atoms keep their packing order. One subset per
+        consumer, so a subset's gradient arrives in one piece, and samples that the LLM defers stand last (Entrain 4.5.3).
+        """
+        routes = self.routes.from_source.get(microbatch, ())
+        ordered = sorted(routes, key=lambda route: (route.target.microbatch, route.target.replica, route.target.unit))
+        position = {atom: index for index, atom in enumerate(self.assignment.atoms(microbatch))}
+        return tuple(tuple(sorted(route.atoms, key=position.__getitem__)) for route in ordered)
+
+    def sample_subsets(self, microbatch: MicrobatchPlace) -> tuple[tuple[Atom, ...], ...]:
+        """Return the atoms of each piece that a microbatch runs as: one per consumer where its backward is cut, else all in one.
+
+        A microbatch that is cut runs its forward subset by subset, too, so that each has an autograd graph of its own. Packed
+        samples do not see each other, so that changes no number.
+        """
+        return self.consumers(microbatch) if microbatch in self.cuts.num_subsets else (self.assignment.atoms(microbatch),)
+
+
+def validate_assignment(step: StepGraph, lengths: Sequence[SampleLengths]) -> None:
+    """Check that every atom of a global batch is placed exactly once, in a replica that exists, and that no microbatch is empty.
+
+    A generator need not be given the samples that have nothing for it to make.
+    """
+    for name in step.graph.unit_names:
+        unit = step.graph.unit(name)
+        if name not in step.assignment.units:
+            raise AssignmentError(f"the assignment says nothing of unit '{name}'")
+        replicas, num_replicas = step.assignment.units[name], step.plan.units[name].data_parallel_size
+        if len(replicas) != num_replicas:
+            raise AssignmentError(f"unit '{name}': the assignment has {len(replicas)} replicas, the plan {num_replicas}")
+        placed = [atom for replica in replicas for microbatch in replica for atom in microbatch]
+        if any(not microbatch for replica in replicas for microbatch in replica):
+            raise AssignmentError(f"unit '{name}': a microbatch is empty; leave it out")
+        expected = {
+            Atom(sample.sample_id, index)
+            for sample in lengths
+            for index in ([i for i, item in enumerate(sample.items) if item.unit == name] if unit.role is Role.ENCODER else [-1])
+        }
+        if repeated := sorted({atom for atom in placed if placed.count(atom) > 1} if len(set(placed)) != len(placed) else ()):
+            raise AssignmentError(
+                f"unit '{name}': {_describe(repeated[0])} is placed {placed.count(repeated[0])} times; place it once"
+            )
+        idle = {
+            Atom(sample.sample_id)
+            for sample in lengths
+            if unit.role is Role.GENERATOR and all(item.unit != name for item in sample.items)
+        }
+        if missing := sorted(expected - idle - set(placed)):
+            raise AssignmentError(f"unit '{name}': {_describe(missing[0])} is placed nowhere ({len(missing)} such)")
+        if unknown := sorted(set(placed) - expected):
+            raise AssignmentError(f"unit '{name}': {_describe(unknown[0])} is not in the global batch or not for this unit")
+
+
+def _describe(atom: Atom) -> str:
+    return f"sample {atom.sample_id}" if atom.item_index < 0 else f"item {atom.item_index} of sample {atom.sample_id}"

@@ -1,0 +1,47 @@
+"""The step is one value: no product code takes, holds or passes its model graph, plan and assignment side by side."""
+
+import ast
+
+import pytest
+
+from tests.sanity.repository import ROOT, list_python_files
+
+TRIPLE = {"graph", "plan", "assignment"}
+MADE_HERE = {
+    "multimodal/values/step_graph.py": "StepGraph",
+}
+"""The one class that holds all three."""
+
+
+def find_triples(source: str) -> list[str]:
+    """Name the functions and classes of a module that take or hold all three."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = {each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
+        elif isinstance(node, ast.ClassDef):
+            fields = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
+            names = {each.id for each in fields if isinstance(each, ast.Name)}
+        else:
+            continue
+        if names >= TRIPLE:
+            found.append(node.name)
+    return found
+
+
+@pytest.mark.parametrize("path", [*list_python_files("multimodal", "megatron", "tools"), ROOT / "pretrain_mllm.py"], ids=str)
+def test_nobody_takes_the_step_apart(path):
+    name = str(path.relative_to(ROOT))
+    assert find_triples(path.read_text()) == ([MADE_HERE[name]] if name in MADE_HERE else [])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def build(graph, plan, assignment):\n    pass",
+        "def build(schedule, *, graph, plan, assignment, lowered):\n    pass",
+        "class Run:\n    graph: int\n    plan: int\n    assignment: int",
+    ],
+)
+def test_planted_triples_are_found(source):
+    assert len(find_triples(source)) == 1
