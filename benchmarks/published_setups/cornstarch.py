@@ -18,11 +18,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.published_setups.calibrate_compute import calibrate_compute
+from benchmarks.published_setups.layer_execution import LayerExecution, SystemLayerCosts
 from benchmarks.published_setups.planned import Setup, read_cluster, read_model
 from benchmarks.published_setups.rows import Row, single
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.run_options import LayerExecution
-from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.unit_load import add_loads, sample_load
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.values.backward_need import layers_backward_need
@@ -174,7 +173,7 @@ def unit_seconds(
     tensor_parallel_size: int = TENSOR_PARALLEL_SIZE,
 ) -> tuple[float, float]:
     """Return seconds of one microbatch through all layers of a unit: forward, backward."""
-    costs = LayerCosts(graph, cluster, graph.backbone.vocab_size or 0, execution=EXECUTION)
+    costs = SystemLayerCosts(graph, cluster, graph.backbone.vocab_size or 0, execution=EXECUTION)
     described = graph.unit(unit)
     load = add_loads([sample_load(described, sample or _sample(graph))] * num_samples)
     forward = backward = 0.0

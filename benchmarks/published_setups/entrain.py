@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.published_setups.layer_execution import AttentionWindow, LayerExecution
 from benchmarks.published_setups.length_files import IMAGES, read_lengths
 from benchmarks.published_setups.planned import Setup, read_cluster, read_model
 from benchmarks.published_setups.rows import Row, single
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.model_costs import ModelCosts
-from multimodal.cost.run_options import AttentionWindow, LayerExecution
 from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.planners.entrain import gpu_block, sample_work, stable_batch_size
 from multimodal.plan.planners.planned_run import PlannedRun

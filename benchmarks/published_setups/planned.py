@@ -1,15 +1,16 @@
 """Plans and simulates one step of a published set-up."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.published_setups.calibrate_compute import calibrate_compute
+from benchmarks.published_setups.layer_execution import DEFAULT_EXECUTION, LayerExecution, SystemLayerCosts
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.layer import Recompute
-from multimodal.cost.run_options import DEFAULT_EXECUTION, LayerExecution, RunOptions
+from multimodal.cost.run_options import RunOptions
 from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.planned_run import PlannedRun
@@ -36,11 +37,16 @@ class PaperRequest(PlanningRequest):
     @cached_property
     def layer_costs(self) -> LayerCosts:
         """Seconds of single layers."""
-        return replace(super().layer_costs, execution=self.execution, num_overlapped_parts=self.num_overlapped_parts)
+        return self._system_costs(self.graph, self.cluster, self.vocab_size, self.profile, self.num_overlapped_parts)
 
     def run_options(self, **options: Any) -> RunOptions:
         """How such a run computes and keeps things."""
-        return replace(super().run_options(**options), execution=self.execution, num_overlapped_parts=self.num_overlapped_parts)
+        ours = super().run_options(**options)
+        return replace(ours, layer_costs=self._system_costs, num_overlapped_parts=self.num_overlapped_parts)
+
+    @property
+    def _system_costs(self) -> Callable[..., LayerCosts]:
+        return partial(SystemLayerCosts, execution=self.execution)
 
 
 @dataclass(frozen=True)

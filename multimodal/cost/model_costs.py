@@ -53,9 +53,7 @@ class ModelCosts:
     def layer_costs(self) -> LayerCosts:
         """Seconds of single layers."""
         options = self.options
-        return LayerCosts(
-            self.step.graph, self.cluster, self.vocab_size, self.profile, options.execution, options.num_overlapped_parts
-        )
+        return options.layer_costs(self.step.graph, self.cluster, self.vocab_size, self.profile, options.num_overlapped_parts)
 
     @cached_property
     def loads(self) -> AssignedLoads:

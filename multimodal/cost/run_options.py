@@ -1,38 +1,10 @@
 """Options of a run that its costs depend on."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from multimodal.cost.layers.layer import Implementation, Recompute
-
-
-class AttentionWindow(NamedTuple):
-    """Attention inside windows: most layers of a unit attend to a few tokens nearby, some to whole sequences."""
-
-    unit: str
-    num_tokens: int
-    """Size of a window."""
-    full_share: float
-    """Share of the transformer layers that attend to whole sequences."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerExecution:
-    """Differences of published systems from Braid's runtime; the defaults are those of the runtime, and planners count on them.
-
-    Only the cost model knows these: they are there to predict what others measured (docs/published.md), not flags of a run.
-    """
-
-    repeated_collectives: float = 1.0
-    """Share of a forward's tensor parallel collectives that full recomputation runs again. PyTorch's non-reentrant checkpointing
-    ends as soon as it has all that the backward needs: a layer's last all-reduce is not repeated (0.5), nor, with sequence
-    parallelism, its last reduce-scatter (0.75). Megatron's repeats the whole forward."""
-    windows: tuple[AttentionWindow, ...] = ()
-    """Units of which most layers attend inside windows; the models that Braid builds attend to whole images."""
-
-
-DEFAULT_EXECUTION = LayerExecution()
-"""Braid's runtime."""
+from multimodal.cost.seconds.layer_costs import LayerCosts
 
 
 @dataclass(frozen=True)
@@ -47,8 +19,8 @@ class RunOptions:
     """The layers whose activations are counted."""
     num_overlapped_parts: int = 1
     """Into which a transformer layer's tensor parallel collectives are cut, as are the products beside them; 1: not at all."""
-    execution: LayerExecution = DEFAULT_EXECUTION
-    """How published systems run a layer; not among the flags."""
+    layer_costs: Callable[..., LayerCosts] = LayerCosts
+    """Builds the costs of layers, with the arguments of `LayerCosts`; not among the flags: other systems run layers otherwise."""
 
 
 DEFAULT_OPTIONS = RunOptions()

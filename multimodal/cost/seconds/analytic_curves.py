@@ -7,7 +7,6 @@ A matrix product of w FLOPs on one rank reaches `efficiency x w / (w + half)` of
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.collectives import ATTENTION_BACKWARD
 from multimodal.cost.layers.layer import Layer
-from multimodal.cost.run_options import AttentionWindow
 from multimodal.cost.seconds.layer_curves import LayerCurves, Quadratic
 from multimodal.cost.unit_load import UnitLoad
 
@@ -43,17 +42,3 @@ def _elementwise(layer: Layer, *, num_ranks: int, cluster: Cluster) -> tuple[Qua
     traffic = layer.traffic(cluster.bytes_per_element)
     bytes_per_second = num_ranks * cluster.memory_bandwidth_gbytes_per_second * 1e9
     return Quadratic(linear=traffic.forward / bytes_per_second), Quadratic(linear=traffic.input_gradient / bytes_per_second)
-
-
-def windowed(curves: LayerCurves, window: AttentionWindow) -> LayerCurves:
-    """Return the mean layer's curves: windows of w tokens turn n squared into n x w.
-
-    Exact for the whole unit; a stage with more of the layers that attend to everything than another takes longer than this says.
-    Windows that a border cuts are counted whole. Measured curves that are no quadratic stay as they are.
-    """
-    return LayerCurves(*(_windowed(curve, window) if isinstance(curve, Quadratic) else curve for curve in curves))
-
-
-def _windowed(curve: Quadratic, window: AttentionWindow) -> Quadratic:
-    inside = curve.quadratic * (1 - window.full_share) * window.num_tokens
-    return curve._replace(linear=curve.linear + inside, quadratic=curve.quadratic * window.full_share)

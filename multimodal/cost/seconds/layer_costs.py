@@ -8,8 +8,7 @@ from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.collectives import LayerCollectives
 from multimodal.cost.layers.layer import Layer, Recompute
 from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer
-from multimodal.cost.run_options import DEFAULT_EXECUTION, LayerExecution
-from multimodal.cost.seconds.analytic_curves import analytic_curves, windowed
+from multimodal.cost.seconds.analytic_curves import analytic_curves
 from multimodal.cost.seconds.layer_curves import Curve, LayerCurves, Quadratic, counted_tokens
 from multimodal.cost.seconds.layer_profile import LayerProfile, ProfileKey
 from multimodal.cost.unit_load import UnitLoad
@@ -60,8 +59,6 @@ class LayerCosts:
     """Padded."""
     profile: LayerProfile | None = None
     """Measured curves; layers that it does not list are computed from the cluster's description."""
-    execution: LayerExecution = DEFAULT_EXECUTION
-    """How published systems run a layer."""
     num_overlapped_parts: int = 1
     """Parts into which a tensor parallel collective and the matrix product beside it are cut: a part travels while another is
     computed, so that only one of them is waited for (DistTrain's StepCCL, section 6). 1: all of the collective is waited for."""
@@ -105,14 +102,9 @@ class LayerCosts:
         key = unit, kind, tensor_parallel_size, context_parallel_size
         if key not in self._curves:
             measured = self.profile.find(*key) if self.profile is not None else None
-            self._curves[key] = measured or self._analytic(unit, kind, tensor_parallel_size * context_parallel_size)
+            num_ranks = tensor_parallel_size * context_parallel_size
+            self._curves[key] = measured or analytic_curves(self._describe(unit, kind), num_ranks=num_ranks, cluster=self.cluster)
         return self._curves[key]
-
-    def _analytic(self, unit: str, kind: str, num_ranks: int) -> LayerCurves:
-        layer = self._describe(unit, kind)
-        curves = analytic_curves(layer, num_ranks=num_ranks, cluster=self.cluster)
-        window = next((window for window in self.execution.windows if window.unit == unit), None)
-        return curves if window is None or not layer.attends else windowed(curves, window)
 
     def _describe(self, unit: str, kind: str) -> Layer:
         return describe_layer(self.graph, self.graph.unit(unit), kind, vocab_size=self.vocab_size)
@@ -148,7 +140,6 @@ class LayerCosts:
             collectives,
             recompute,
             layer.is_at_exit,
-            self.execution.repeated_collectives,
             self.num_overlapped_parts,
             cutting,
             2 * cutting if recompute == "full" else cutting,
@@ -174,7 +165,6 @@ class _Prepared(NamedTuple):
     collectives: LayerCollectives
     recompute: Recompute | None
     at_exit: bool
-    repeated_collectives: float
     num_parts: int
     cutting: float
     """Seconds that a forward loses because its products are cut into parts: each pays a small product's constant."""
@@ -190,7 +180,7 @@ class _Prepared(NamedTuple):
             products_seconds=self.curves.weight_gradient.at(num_tokens, num_squared),
             num_parts=self.num_parts,
         )
-        again = tensor * self.repeated_collectives if self.recompute == "full" else 0.0
+        again = tensor if self.recompute == "full" else 0.0
         if not self.collectives.is_spread:
             return tensor, tensor + again
         attention = self.curves.attention.at(num_tokens, num_squared, num_sequences)

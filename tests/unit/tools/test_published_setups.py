@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.published_setups import cornstarch, disttrain, optimus
+from benchmarks.published_setups.layer_execution import AttentionWindow, LayerExecution, SystemLayerCosts
 from benchmarks.published_setups.orchmllm import pad_items
 from benchmarks.published_setups.planned import Setup, read_cluster, read_model
 from benchmarks.published_setups.rows import Row, single
 from benchmarks.published_training import main
-from multimodal.cost.run_options import LayerExecution
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from tests.unit.cost.test_layer_costs import CLUSTER, GRAPH, LAYER, LOAD, PLAIN
 
 
 @pytest.mark.parametrize(("simulated", "error"), [(1.26, -0.1), (1.4, 0.0), (1.6, 0.0), (1.9, 0.0), (2.09, 0.1)])
@@ -70,8 +71,31 @@ def test_a_system_s_way_of_running_layers_reaches_planning_and_prediction() -> N
     setup = Setup("megatron", graph, (sample,), 8, 8, {}, execution=execution, num_overlapped_parts=4)
     request = setup.request(read_cluster("a40"))
     options = request.run_options(recompute=None, transformer_impl="local")
-    for found in (request.layer_costs, options):
+    predicted = options.layer_costs(graph, request.cluster, 512, None, options.num_overlapped_parts)
+    for found in (request.layer_costs, predicted):
+        assert isinstance(found, SystemLayerCosts)
         assert (found.execution, found.num_overlapped_parts) == (execution, 4)
+
+
+def costs_of(execution: LayerExecution) -> SystemLayerCosts:
+    return SystemLayerCosts(GRAPH, CLUSTER, 512, execution=execution)
+
+
+def test_recomputation_that_ends_early_leaves_the_last_all_reduce_out() -> None:
+    early = costs_of(LayerExecution(repeated_collectives=0.5))
+    for recompute, passes in ((None, 1.0), ("full", 1.5)):
+        found = early.seconds("llm", LAYER, LOAD, tensor_parallel_size=2, recompute=recompute)
+        assert found.input_gradient_waiting == pytest.approx(passes * found.forward_waiting)
+
+
+@pytest.mark.parametrize("full_share", [0.0, 0.25, 1.0])
+def test_windows_turn_squares_into_tokens_for_their_share_of_layers(full_share: float) -> None:
+    costs = costs_of(LayerExecution(windows=(AttentionWindow("vision", 20, full_share),)))
+    squares = full_share * LOAD.num_squared + (1 - full_share) * 20 * LOAD.num_tokens
+    found = costs.seconds("vision", LAYER, LOAD, tensor_parallel_size=2, recompute="selective")
+    expected = PLAIN.seconds("vision", LAYER, LOAD._replace(num_squared=squares), tensor_parallel_size=2, recompute="selective")
+    assert found == pytest.approx(expected)
+    assert costs.seconds("llm", LAYER, LOAD) == PLAIN.seconds("llm", LAYER, LOAD)
 
 
 def test_items_are_padded_to_the_longest_of_their_microbatch() -> None:

@@ -1,4 +1,4 @@
-"""Collectives beside products, and what published systems do in a layer."""
+"""Collectives beside products."""
 
 from dataclasses import replace
 
@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from multimodal.cost.cluster import NodeLink
 from multimodal.cost.layers.collectives import LayerCollectives
-from multimodal.cost.run_options import AttentionWindow, LayerExecution
 from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.seconds.layer_curves import Quadratic
-from tests.unit.cost.test_layer_costs import CLUSTER, GRAPH, LAYER, LOAD, PLAIN
+from tests.unit.cost.test_layer_costs import CLUSTER, GRAPH, LAYER, LOAD
 
 
 def test_all_but_one_part_of_a_collective_runs_beside_the_products():
@@ -57,13 +56,6 @@ def test_overlap_shortens_waiting_and_nothing_else():
     assert found.weight_gradient == plain.weight_gradient
 
 
-def test_recomputation_that_ends_early_leaves_the_last_all_reduce_out():
-    early = replace(PLAIN, execution=LayerExecution(repeated_collectives=0.5))
-    for recompute, passes in ((None, 1.0), ("full", 1.5)):
-        found = early.seconds("llm", LAYER, LOAD, tensor_parallel_size=2, recompute=recompute)
-        assert found.input_gradient_waiting == pytest.approx(passes * found.forward_waiting)
-
-
 def test_products_cut_into_parts_pay_their_constant_for_each():
     cluster = replace(CLUSTER, half_efficiency_gflop=0.5)
     whole, cut = (
@@ -80,13 +72,3 @@ def test_a_forward_that_is_repeated_is_cut_again():
     cut = LayerCosts(GRAPH, cluster, 512, num_overlapped_parts=4)
     plain, repeated = (cut.seconds("llm", LAYER, LOAD, tensor_parallel_size=2, recompute=each) for each in (None, "full"))
     assert repeated.input_gradient - plain.input_gradient == pytest.approx(plain.forward)
-
-
-@pytest.mark.parametrize("full_share", [0.0, 0.25, 1.0])
-def test_windows_turn_squares_into_tokens_for_their_share_of_layers(full_share):
-    costs = replace(PLAIN, execution=LayerExecution(windows=(AttentionWindow("vision", 20, full_share),)))
-    squares = full_share * LOAD.num_squared + (1 - full_share) * 20 * LOAD.num_tokens
-    found = costs.seconds("vision", LAYER, LOAD, tensor_parallel_size=2, recompute="selective")
-    expected = PLAIN.seconds("vision", LAYER, LOAD._replace(num_squared=squares), tensor_parallel_size=2, recompute="selective")
-    assert found == pytest.approx(expected)
-    assert costs.seconds("llm", LAYER, LOAD) == PLAIN.seconds("llm", LAYER, LOAD)
