@@ -75,10 +75,6 @@ class Cluster:
         """FLOP/s that one accelerator reaches in large matrix products."""
         return self.peak_tflops * 1e12 * self.efficiency
 
-    def product_efficiency(self, flops: float) -> float:
-        """Share of the peak that one matrix product of so many FLOPs reaches."""
-        return self.efficiency * flops / (flops + self.half_efficiency_gflop * 1e9)
-
     @property
     def attention_flops_per_second(self) -> float:
         """FLOP/s that one accelerator reaches in core attention."""

@@ -21,8 +21,6 @@ class EncoderMicrobatch:
     """[num_tokens, 2], int64: (row, column) of each patch in its image."""
     cu_seqlens: torch.Tensor
     """[num_items + 1], int32: the start of each item among the patches, and the total."""
-    output_spans: Mapping[Atom, tuple[int, int]]
-    """Atom -> (start, length) among the packed output tokens of the projector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +58,10 @@ def pack_encoder_microbatch(
     grids = [source.item_grid(*index) for index in indices]
     positions = np.concatenate([patch_positions(grid, merge_size=merge_size) for grid in grids])
     starts = _starts([rows * columns for rows, columns in grids])
-    output_starts = starts // merge_size**2
-    spans = zip(output_starts[:-1].tolist(), np.diff(output_starts).tolist(), strict=True)
     return EncoderMicrobatch(
         patches=torch.from_numpy(np.concatenate([source.item(*index).patches for index in indices])) if with_pixels else None,
         positions=torch.from_numpy(positions),
         cu_seqlens=torch.from_numpy(starts),
-        output_spans=dict(zip(atoms, spans, strict=True)),
     )
 
 

@@ -35,14 +35,6 @@ def take_shard(full: Tensor, sharding: ParameterSharding, *, rank: int, tensor_p
     )
 
 
-def join_shards(shards: Sequence[Tensor], sharding: ParameterSharding) -> Tensor:
-    """Return the whole parameter from the parts of all tensor parallel ranks, in rank order."""
-    if sharding.dimension is None:
-        return shards[0]
-    blocks = zip(*(shard.chunk(sharding.num_blocks, dim=sharding.dimension) for shard in shards), strict=True)
-    return torch.cat([torch.cat(block, dim=sharding.dimension) for block in blocks], dim=sharding.dimension)
-
-
 def mark_sharding(parameter: Tensor, sharding: ParameterSharding) -> None:
     """Tell megatron-core (gradient norm, checkpoint) how the parameter is split; it does so itself only when it initialises."""
     if not hasattr(parameter, "tensor_model_parallel"):

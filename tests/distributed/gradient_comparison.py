@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from multimodal.model.parameter_sharding import WHOLE, join_shards
+from multimodal.model.parameter_sharding import WHOLE
 from tests.distributed.gradient_case import GradientCase, RankGradients, run_on_rank, run_reference
 from tests.distributed.rank_pool import RankPool
+from tests.unit.model.join_shards import join_shards
 
 TOLERANCE = 1e-9
 SMALLEST_SCALE = 1e-3

@@ -18,7 +18,7 @@ from megatron.runtime.step.token_placement import ContextSharing
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.in_order import balance_in_order
 from multimodal.model.layers.registry import sharding_of
-from multimodal.model.parameter_sharding import ParameterSharding, join_shards
+from multimodal.model.parameter_sharding import ParameterSharding
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated
@@ -30,6 +30,7 @@ from multimodal.values.plan import Plan
 from tests.distributed.gradient_case import whole_weights
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import TIMEOUT, RankPool
+from tests.unit.model.join_shards import join_shards
 
 SHAPES = (
     SampleShape((("vision", 2, 3), ("vision", 1, 1)), 9, 5),

@@ -20,7 +20,6 @@ class Membership:
     replica_index: int
     stage_index: int
     context_parallel_rank: int
-    tensor_parallel_rank: int
     groups: ProcessGroupCollection
     """tp, cp, tp_cp (the whole stage), dp (replicas), dp_cp (whoever holds the same parameters: replicas and context parallel
     ranks) and what megatron-core asks for beside; pp is this rank alone, as the plan numbers layers and stages."""
@@ -85,7 +84,7 @@ def _membership(plan: Plan, name: str, replica_index: int, stage_index: int, *, 
         **dict.fromkeys(("pp", "ep", "expt_dp", "intra_expt_dp", "expt_tp", "tp_ep", "tp_ep_pp"), alone),
         embd=embedding,
     )
-    return Membership(name, replica_index, stage_index, context_rank, tensor_rank, groups, embedding)
+    return Membership(name, replica_index, stage_index, context_rank, groups, embedding)
 
 
 def _all_rank_sets(plan: Plan) -> Iterable[tuple[int, ...]]:

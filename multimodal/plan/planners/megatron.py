@@ -87,9 +87,9 @@ def micro_batch_sizes(request: PlanningRequest, choices: Sequence[int]) -> Itera
     )
 
 
-def largest_fitting(sizes: Sequence[int], *, gpus_per_replica: int, num_gpus: int, count: int = 2) -> Sequence[int]:
+def largest_fitting(sizes: Sequence[int], *, gpus_per_replica: int, num_gpus: int) -> Sequence[int]:
     """Return the largest data parallel sizes that fit, in ascending order: fewer replicas only make every stage busier.
 
     Two, since the largest may lose a little where gradients are reduced over more of them.
     """
-    return [size for size in sizes if size * gpus_per_replica <= num_gpus][-count:]
+    return [size for size in sizes if size * gpus_per_replica <= num_gpus][-2:]

@@ -11,7 +11,8 @@ CLUSTER = Cluster(8, 100.0, 80.0, NodeLink(300.0, 4.0), Network(50.0, 8.0, 8), e
 
 def step_seconds(cluster: Cluster) -> float:
     """Two kinds of work of which the slower counts, and communication that no speed changes."""
-    products = 2e13 / (cluster.peak_tflops * 1e12 * cluster.product_efficiency(5e9))
+    size, half = 5e9, cluster.half_efficiency_gflop * 1e9
+    products = 2e13 / (cluster.flops_per_second * size / (size + half))
     return 0.3 + max(products, 0.1 + 0.5 * products)
 
 

@@ -18,15 +18,8 @@ LINKS = {
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_cluster_file_is_read(path: Path) -> None:
     cluster = Cluster.from_file(path)
-    assert 0 < cluster.product_efficiency(1e9) < cluster.product_efficiency(1e12) < cluster.efficiency <= 1
+    assert 0 < cluster.efficiency <= 1 and cluster.half_efficiency_gflop > 0
     assert cluster.memory_bandwidth_gbytes_per_second is not None
-
-
-def test_half_the_efficiency_is_reached_at_the_half_size() -> None:
-    cluster = Cluster.from_dict(
-        {"gpus_per_node": 1, "peak_tflops": 1.0, "memory_gb": 1, "efficiency": 0.8, "half_efficiency_gflop": 3.0, **LINKS}
-    )
-    assert cluster.product_efficiency(3e9) == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(

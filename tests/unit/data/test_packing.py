@@ -26,11 +26,10 @@ def source(open_manifest: Callable[..., ManifestSource], write_image: Callable[.
 
 
 def test_encoder_microbatch_holds_the_items_in_order(source: ManifestSource) -> None:
-    """Patches, positions and spans of each atom are those of the item itself."""
+    """Patches, positions and bounds of each atom are those of the item itself."""
     atoms = [Atom(72, 0), Atom(70, 1), Atom(70, 0)]
     batch = pack_encoder_microbatch(atoms, source=source, index_of_sample=INDEX_OF_SAMPLE, merge_size=2, with_pixels=True)
     assert batch.cu_seqlens.tolist() == [0, 32, 36, 60] and batch.cu_seqlens.dtype == torch.int32
-    assert batch.output_spans == {Atom(72, 0): (0, 8), Atom(70, 1): (8, 1), Atom(70, 0): (9, 6)}
     assert batch.positions.dtype == torch.int64 and batch.positions.shape == (60, 2)
     assert batch.positions[32:36].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
     assert batch.positions[36:].max(dim=0).values.tolist() == [3, 5]
@@ -47,7 +46,6 @@ def test_later_stages_decode_nothing(source: ManifestSource, monkeypatch: pytest
     light = pack_encoder_microbatch(atoms, source=source, index_of_sample=INDEX_OF_SAMPLE, merge_size=2, with_pixels=False)
     assert light.patches is None
     assert torch.equal(light.positions, full.positions) and torch.equal(light.cu_seqlens, full.cu_seqlens)
-    assert light.output_spans == full.output_spans
 
 
 def test_language_microbatch_holds_the_samples_in_order(source: ManifestSource) -> None:

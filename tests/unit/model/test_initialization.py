@@ -5,10 +5,10 @@ import torch
 
 from multimodal.model.initialization import initialize_parameters
 from multimodal.model.layers.registry import sharding_of
-from multimodal.model.parameter_sharding import join_shards
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.model_graph import ModelGraph
+from tests.unit.model.join_shards import join_shards
 from tests.unit.model.rank_groups import groups_of
 
 # megatron-core takes every group for one of size 1 while torch.distributed is not initialised.

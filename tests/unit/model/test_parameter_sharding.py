@@ -8,11 +8,11 @@ from multimodal.model.parameter_sharding import (
     WHOLE,
     ParameterSharding,
     full_shape,
-    join_shards,
     mark_sharding,
     take_shard,
 )
 from multimodal.values.model_graph import ModelGraph
+from tests.unit.model.join_shards import join_shards
 
 
 @given(size=st.integers(1, 4), blocks=st.integers(1, 2), rows=st.integers(1, 3), dimension=st.sampled_from([None, 0, 1]))
