@@ -1,1 +1,1 @@
-"""What Braid decides: which sample goes where, where each layer lives, when each action runs."""
+"""Braid's decisions: the place of each sample, the place of each layer, and the time of each action."""

@@ -1,4 +1,4 @@
-"""What an assignment asks of each unit, microbatch by microbatch."""
+"""The load that an assignment puts on each unit, microbatch by microbatch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -57,27 +57,27 @@ class ModelCosts:
 
     @cached_property
     def loads(self) -> AssignedLoads:
-        """What each microbatch asks of its unit."""
+        """The load of each microbatch on its unit."""
         return AssignedLoads(self.step, self.lengths)
 
     @cached_property
     def stages(self) -> StageLayers:
-        """What each stage holds."""
+        """The layers of each stage."""
         return StageLayers(self.step.graph, self.step.plan, self.vocab_size)
 
     @cached_property
     def memory(self) -> StepMemory:
-        """Sizes."""
+        """Bytes of weights, activations and messages."""
         return StepMemory(self.stages, self.loads, self.options, self.cluster.bytes_per_element)
 
     @cached_property
     def model_flops(self) -> float:
-        """Of the whole step."""
+        """Floating point operations that the model needs for the whole step."""
         return step_flops(self.step.graph, self.lengths, vocab_size=self.vocab_size)
 
     @property
     def peak_flops_per_second(self) -> float:
-        """Of all ranks together."""
+        """Peak FLOP/s of all ranks together."""
         return self.step.plan.num_ranks * self.cluster.peak_tflops * 1e12
 
     def compute(self, action: Action) -> ComputeCost:
@@ -176,7 +176,7 @@ class ModelCosts:
         return {}
 
     def _link(self, source: StageKey, target: StageKey) -> TransferCost:
-        """What one byte between two stages costs; a message inside one group of ranks is rows that change hands."""
+        """Return the cost of one byte between two stages; inside one group of ranks, a message is an exchange of rows."""
         if (source, target) not in self._links:
             ranks, others = (self.step.plan.virtual_stage(*stage).ranks for stage in (source, target))
             self._links[source, target] = (
@@ -187,7 +187,7 @@ class ModelCosts:
         return self._links[source, target]
 
     def _slowest_seconds(self, kind: ActionKind, unit: str, stage: int, microbatch: int) -> float:
-        """Of the replicas' microbatches of one number: who shares weights goes through the layers together."""
+        """Return the seconds of the slowest replica's microbatch of this number: replicas with common weights wait for it."""
         key = kind, unit, stage, microbatch
         if key not in self._slowest:
             self._slowest[key] = max(

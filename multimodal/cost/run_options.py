@@ -18,7 +18,7 @@ class RunOptions:
     transformer_impl: Implementation = "transformer_engine"
     """The layers whose activations are counted."""
     num_overlapped_parts: int = 1
-    """Into which a transformer layer's tensor parallel collectives are cut, as are the products beside them; 1: not at all."""
+    """Parts into which a transformer layer's tensor parallel collectives and the products beside them are cut; 1: not cut."""
     layer_costs: Callable[..., LayerCosts] = LayerCosts
     """Builds the costs of layers, with the arguments of `LayerCosts`; not among the flags: other systems run layers otherwise."""
 

@@ -1,4 +1,4 @@
-"""What a simulator must be told about a step: the interface between cost models and the simulator."""
+"""The costs of a step that the simulator asks for: the interface between cost models and the simulator."""
 
 from typing import NamedTuple, Protocol
 
@@ -34,7 +34,7 @@ class StepCosts(Protocol):
 
     @property
     def peak_flops_per_second(self) -> float:
-        """Of all ranks of the plan together; 0 where unknown."""
+        """Peak FLOP/s of all ranks of the plan together; 0 where unknown."""
 
     def compute(self, action: Action) -> ComputeCost:
         """Cost of a forward, backward, input gradient or weight gradient."""

@@ -35,7 +35,7 @@ class TextSegment:
     """A text and the role of its speaker."""
 
     role: str
-    """One of ROLES."""
+    """A name of ROLES."""
     text: str
 
 

@@ -42,7 +42,7 @@ class _IndexedSample:
     where: str
     conversation: Conversation
     images: tuple[_IndexedImage, ...]
-    """Those that fit into seq_length."""
+    """The images that fit into seq_length."""
 
 
 class ManifestSource:

@@ -35,7 +35,7 @@ class BuildOptions:
     attention_backend: str = AUTO
     """Implementation of attention; see `attention_backend.py`."""
     attention_mask: MaskMode = MaskMode.CAUSAL
-    """How the LLM's tokens attend to encoders' items."""
+    """The rule by which the LLM's tokens attend to encoders' items."""
     num_overlapped_parts: int = 1
     """Parts of a transformer layer's tensor parallel collectives, each beside the product of another; 1: they are not cut."""
 

@@ -1,1 +1,1 @@
-"""Where each layer lives: planners, one file each, that turn a model graph and sizes into a Plan."""
+"""Planners, one file each: they turn a model graph and sizes into a Plan, the place of each layer."""

@@ -1,4 +1,4 @@
-"""How much parallelism a unit is asked to have, before any rank is chosen."""
+"""The sizes of a unit's parallelism, before any rank is chosen."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

@@ -1,1 +1,1 @@
-"""When each action runs: builders emit schedules, passes rewrite them, one validator checks them."""
+"""Schedules, the order of all actions: builders emit them, passes rewrite them, one validator checks them."""

@@ -1,8 +1,8 @@
-"""Where replicas that share a unit's weights take part in each other's computations (ZeRO-3).
+"""Places at which replicas that share a unit's weights take part in each other's computations (ZeRO-3).
 
-Whoever computes a layer needs the shares of all replicas, so these have to go through one sequence of computations together.
-Replicas with as many microbatches in the same order do so anyhow. Where one has fewer, or orders them differently, it joins: it
-gives its shares of the weights, and gradients of zero, and computes nothing.
+A rank that computes a layer needs the shares of all replicas, so all go through one sequence of computations together.
+Replicas with equally many microbatches in the same order do so anyhow. A replica that has fewer, or orders them differently,
+joins: it gives its shares of the weights, and gradients of zero, and computes nothing.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ from multimodal.values.schedule import Schedule
 
 
 class Join(NamedTuple):
-    """What a lane takes part in without a microbatch of its own."""
+    """A computation of another replica, in which a lane takes part without a microbatch of its own."""
 
     kind: ActionKind
     """FORWARD, BACKWARD, INPUT_GRADIENT or WEIGHT_GRADIENT."""
@@ -58,7 +58,7 @@ class _Alignment:
         self.waiters: dict[Action, list[int]] = {}
         """Action -> lanes that go on when it is done."""
         self.arrived: dict[Join, dict[int, Action]] = {}
-        """What can run -> replica -> its action, of those that wait for other replicas."""
+        """Computation that can run -> replica -> its action, which waits for the other replicas."""
         self.queue = deque(range(len(self.lanes)))
         self._stages: dict[tuple[str, int, int], tuple[int, ...]] = {}
 
@@ -123,7 +123,7 @@ class _Alignment:
         self.queue.extend(self.waiters.pop(action, ()))
 
     def _must_wait(self, action: Action, *lanes: int) -> bool:
-        """Whether a dependency is not done; its end wakes the lanes."""
+        """Return True if a dependency is not done; its end wakes the lanes."""
         for need in dependencies(action, self.step, lowered=True):
             missing = [need] if need not in self.done else []
             if not missing and ACTION_TABLE[need.kind].resource is Resource.RECEIVE:  # posted; but is it sent?

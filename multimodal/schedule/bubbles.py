@@ -1,4 +1,4 @@
-"""Where the idle time of a simulated step lies, by kind (Optimus, Table 1)."""
+"""The idle time of a simulated step, by kind (Optimus, Table 1)."""
 
 from collections.abc import Mapping
 

@@ -33,7 +33,7 @@ def build_schedule(builder: Builder, step: StepGraph, *, passes: Sequence[Pass] 
 
 @dataclass
 class _Built:
-    """What was made for one shape."""
+    """The schedule of one shape, and the parts made from it on demand."""
 
     schedule: Schedule
     compiled: CompiledSchedule | None = None
@@ -42,7 +42,7 @@ class _Built:
 
 @dataclass
 class ScheduleCache:
-    """Lowered, validated schedules by shape, and what simulator and executor make of them.
+    """Lowered, validated schedules by shape, with the simulator's compiled form and the executor's joins.
 
     Schedules are built from counts and routes, not from sample ids: steps of one shape (`StepGraph.shape`) share theirs.
     """
@@ -73,7 +73,7 @@ class ScheduleCache:
         return built.compiled
 
     def joins(self, assignment: Assignment) -> Joins:
-        """Return what lanes join where replicas share their weights (`align_replicas`); raises ScheduleError."""
+        """Return the computations that lanes join where replicas share their weights (`align_replicas`); raises ScheduleError."""
         built = self._find(self.step(assignment))
         if built.joins is None:
             built.joins = align_replicas(built.schedule)

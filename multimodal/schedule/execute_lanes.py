@@ -1,4 +1,4 @@
-"""Run a schedule in the strictest way, on a clock of unit costs: what stops here might stop a real run.
+"""Run a schedule in the strictest way, on a clock of unit costs: a schedule that stops here might stop a real run.
 
 Unlike in the simulator, a lane waits in a collective for all others and runs fillers where they stand, so a schedule that
 finishes here finishes however long its actions take. Passes measure and order actions by this clock.
@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Execution:
-    """What ran, and where the lanes stand. Events are kept as columns, by start: most who ask want only some of them."""
+    """The events that ran, and the position of every lane. Events are columns, by start: most callers want only some of them."""
 
     schedule: Schedule
     event_pieces: Integers
@@ -45,12 +45,12 @@ class Execution:
 
     @cached_property
     def done(self) -> frozenset[Action]:
-        """All actions that are complete."""
+        """All complete actions."""
         return frozenset(map(self.schedule.work.actions.__getitem__, np.flatnonzero(self.is_done).tolist()))
 
     @property
     def duration_seconds(self) -> float:
-        """From the start to the end of the last event."""
+        """Seconds from the start of the step to the end of the last event."""
         return float(self.end_seconds.max(initial=0.0))
 
     @property

@@ -26,14 +26,14 @@ _IS_FORWARD, _IS_GRADIENT, _IS_WEIGHT_GRADIENT, _HAS_GRADIENT, _HAS_WEIGHT_GRADI
 
 @dataclass(frozen=True)
 class Policy:
-    """What tells one builder from another: what it wants beyond the dependencies."""
+    """A builder's rules beyond the dependencies: limits, order and urgency."""
 
     forward_limits: Mapping[StageKey, int] = field(default_factory=dict)
     """Most microbatches in flight per stage, or per group of stages; those that are not named are unlimited."""
     forward_floors: Mapping[StageKey, int] = field(default_factory=dict)
     """Per stage or group: a backward waits for forwards while fewer microbatches are in flight and any is left to start."""
     storage_limits: Mapping[StageKey, int] = field(default_factory=dict)
-    """Where backwards are split: most microbatches between forward and weight gradient, per stage or group."""
+    """Most microbatches between forward and weight gradient, per stage or group; for split backwards."""
     group_of: Mapping[StageKey, StageKey] = field(default_factory=dict)
     """Stages that share one limit, named by the stage in whose name it stands; by default every stage is its own group."""
     phase: Callable[[Action], int] | None = None
@@ -45,7 +45,7 @@ class Policy:
     urgent: frozenset[Action] = frozenset()
     """Actions that, once ready, go before all others."""
     rank: Callable[[Action], tuple[int, ...]] | None = None
-    """Of equally urgent actions, those of lower rank go first."""
+    """Order of equally urgent actions: lower ranks go first."""
 
 
 def list_schedule(step: StepGraph, policy: Policy) -> Schedule:

@@ -38,11 +38,11 @@ class Simulation:
     peak_total_bytes: tuple[int, ...]
     """Per lane, of each of its ranks: the peak of activations, and weights, gradients and optimizer state."""
     num_microbatches: int
-    """Of the unit that has most, over all its replicas."""
+    """Microbatches of the unit that has most, over all its replicas."""
     compiled: CompiledSchedule
     """The schedule as arrays."""
     times: EventTimes
-    """When every node of `compiled` started and ended."""
+    """Start and end of every node of `compiled`."""
 
     @property
     def num_lanes(self) -> int:

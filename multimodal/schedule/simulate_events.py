@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 
 
 class NodeKind(IntEnum):
-    """What a node of the event graph is."""
+    """The kinds of nodes of the event graph."""
 
     COMPUTE = 0
     """Occupies its lanes; they wait for it."""
@@ -71,7 +71,7 @@ class EventArrays:
 
 @dataclass(frozen=True)
 class EventTimes:
-    """When every node started and ended, in seconds; a send ends when its resources are free again, before it arrives."""
+    """Start and end of every node, in seconds; a send ends when its resources are free again, before it arrives."""
 
     start_seconds: Floats
     """[num_nodes]; NaN where a node never started."""
@@ -82,7 +82,7 @@ class EventTimes:
 
 
 _ENDS, _FILLS = 0, 1
-"""What the events of one moment are, in the order in which they are taken: what ends, then what is decided because of it."""
+"""Kinds of events in the order in which those of one moment are handled: ends, then the decisions that follow from them."""
 
 
 def simulate_events(arrays: EventArrays) -> EventTimes:
@@ -155,7 +155,7 @@ class _Run:
         self.pending: list[list[int]] = [[] for _ in range(num_lanes)]
         """Fillers that the lane has come to and not run."""
         self.num_tried = [0] * num_lanes
-        """How many of `pending` were passed over while the carrier waits."""
+        """Number of `pending` that were passed over while the carrier waits."""
         self.is_draining = [False] * num_lanes
         self.send_free, self.receive_free, self.collective_free = ([0.0] * num_lanes for _ in range(3))
         self.link_free: dict[int, float] = defaultdict(float)

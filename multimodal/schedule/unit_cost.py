@@ -1,4 +1,4 @@
-"""How long an action takes on the clock of builders and passes: small whole numbers, the same for every microbatch."""
+"""Durations of actions on the clock of builders and passes: small whole numbers, the same for every microbatch."""
 
 from dataclasses import dataclass
 

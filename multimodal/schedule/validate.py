@@ -32,7 +32,7 @@ def validate_schedule(schedule: Schedule) -> None:
 
 
 class _SlotOrder:
-    """Where every piece stands in every lane."""
+    """The position of every piece in every lane."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.work = schedule, schedule.work

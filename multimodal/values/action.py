@@ -1,4 +1,4 @@
-"""What a lane does: the kinds of action, the one table that describes them, actions themselves and their text.
+"""Actions of lanes: their kinds, the one table that describes these, actions themselves and their text.
 
     F vision/0/0/3    SF vision/0/0/3>llm/1/0/2    B vision/0/0/3#1    RG llm/1/0[1:8]
 
@@ -40,7 +40,7 @@ class Resource(StrEnum):
 
 
 class Memory(StrEnum):
-    """What an action does to a lane's stored activations."""
+    """The effect of an action on a lane's stored activations."""
 
     ALLOCATES = "allocates"
     FREES = "frees"
@@ -92,7 +92,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SampleSubset:
-    """One of the sample subsets that a microbatch's backward is cut into (Entrain 4.5.3), counted from 0."""
+    """A sample subset, counted from 0: a microbatch's backward may be cut into several (Entrain 4.5.3)."""
 
     index: int
 
@@ -106,7 +106,7 @@ class LayerRange:
 
 
 Coverage = SampleSubset | LayerRange | None
-"""What a piece of work covers of its microbatch and stage; None: the whole."""
+"""The part of its microbatch and stage that a piece of work covers; None: the whole."""
 
 
 class Action(NamedTuple):

@@ -1,4 +1,4 @@
-"""Which sample goes where: unit -> replica -> ordered microbatches -> atoms."""
+"""Assignments, the places of samples: unit -> replica -> ordered microbatches -> atoms."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from multimodal.values.model_graph import ModelGraph
 
 
 class Atom(NamedTuple):
-    """What an assignment places: an item of a sample (encoders) or a whole sample (LLM, generators)."""
+    """The smallest thing that is assigned: an item of a sample (encoders) or a whole sample (LLM, generators)."""
 
     sample_id: int
     item_index: int = -1
@@ -38,7 +38,7 @@ class Assignment:
         return len(self.units[unit][replica])
 
     def num_own_microbatches(self, unit: str, replica: int) -> int:
-        """Those whose results are used: the first so many; all, unless copies of an encoder repeat others' work."""
+        """Number of microbatches whose results are used, the first ones; all, unless copies of an encoder repeat others' work."""
         return self.num_microbatches(unit, replica)
 
     def atoms(self, place: MicrobatchPlace) -> Microbatch:

@@ -91,7 +91,7 @@ class AudioInput:
     tokens_per_second: int = field(default=50, metadata=_up_to(2**20))
     """Inside the encoder; the spectrogram has twice as many frames."""
     merge_factor: int = field(default=2, metadata=_up_to(2**10))
-    """So many neighbouring tokens leave the projector as one."""
+    """Neighbouring tokens that the projector merges into one."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""When each piece of a step's work runs: per lane an ordered list of slots."""
+"""Schedules, the order of a step's work: per lane an ordered list of slots."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from multimodal.values.step_work import Bytes, Integers, StepWork, step_work
 
 
 class SlotMode(IntEnum):
-    """How a slot's work runs."""
+    """The way a slot's work runs."""
 
     IN_LINE = 0
     """The lane runs it in its turn, and waits for it where it must."""
@@ -36,7 +36,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Lane:
-    """What one rank group executes, in order."""
+    """The ordered work of one group of ranks."""
 
     ranks: tuple[int, ...]
     slots: tuple[Slot, ...]
@@ -66,7 +66,7 @@ class Schedule:
     lowered: bool = False
     """True if messages are among the work: the lowered dialect; False: the compute dialect."""
     _lanes: dict[int, Lane] = field(default_factory=dict, init=False, repr=False)
-    """What `lane` has made, so that whoever gets a schedule from another process need not number the step's work again."""
+    """Results of `lane`: a schedule from another process need not number the step's work again."""
 
     @classmethod
     def of_numbers(
@@ -106,7 +106,7 @@ class Schedule:
 
     @property
     def work(self) -> StepWork:
-        """What the numbers stand for."""
+        """The pieces that the numbers stand for."""
         return step_work(self.step)
 
     @property

@@ -20,7 +20,7 @@ StageKey = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Cuts:
-    """How the backwards and reductions of a step are cut into pieces, and whether parameters are gathered."""
+    """The cuts of a step's backwards and reductions into pieces, and whether parameters are gathered."""
 
     split: frozenset[Place] = frozenset()
     """Places whose backward is an input gradient and, later, a weight gradient (zero bubble)."""

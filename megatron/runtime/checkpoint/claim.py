@@ -45,7 +45,7 @@ class Writer:
     job: str
     """The job that is started again after a failure; empty if no launcher says."""
     attempt: tuple[int, ...]
-    """How often it has been started again."""
+    """Numbers of times that it has been started again."""
     started: str
 
     @classmethod
@@ -218,7 +218,7 @@ def _job(environ: Mapping[str, str]) -> str:
 
 
 def _process_start(process: int) -> str | None:
-    """When a process of this machine started, in its own units; None when there is none, or only its exit code is left."""
+    """Return the start time of a process of this machine, in the system's units; None if it does not exist or has ended."""
     try:
         state, *rest = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except FileNotFoundError:

@@ -26,13 +26,13 @@ class SavedPiece(NamedTuple):
     start: int
     """Bytes from the beginning of the file."""
     offsets: tuple[int, ...]
-    """Where the rectangle starts in every dimension of the tensor."""
+    """The start of the rectangle in every dimension of the tensor."""
     sizes: tuple[int, ...]
     crc32: int
     """The checksum of its bytes."""
 
     def size_bytes(self, dtype: torch.dtype) -> int:
-        """How many bytes the rectangle takes."""
+        """Return the bytes that the rectangle takes."""
         return math.prod(self.sizes) * dtype.itemsize
 
 

@@ -27,15 +27,15 @@ Rows = NDArray[np.int64]
 class RowShares:
     """Rows of one route, by context parallel rank of either end; all of them ascending.
 
-    Of what an encoder hands to the LLM every row is given by one rank and taken by one. What the LLM hands to a generator may be
-    taken by several, whose gradients of it add up where it came from. A rank is sent what it takes, and nothing more.
+    Every row that an encoder hands to the LLM is given by one rank and taken by one. A row that the LLM hands to a generator may
+    be taken by several, whose gradients add up on the giving rank. A rank is sent only the rows that it takes.
     """
 
     def __init__(self, *, given: tuple[Rows, ...], taken: tuple[Rows, ...]) -> None:
         self.given, self.taken = given, taken
 
     def reversed(self) -> "RowShares":
-        """Those of the gradients, which travel the other way."""
+        """Return the shares of the gradients, which travel the other way."""
         return RowShares(given=self.taken, taken=self.given)
 
     @cached_property
@@ -44,24 +44,24 @@ class RowShares:
         return tuple(tuple(np.intersect1d(own, other, assume_unique=True) for other in self.given) for own in self.taken)
 
     def first_row(self, source: int, target: int) -> int:
-        """Where what `source` gives begins among everything that `target` receives, giving rank by giving rank."""
+        """Return the first row of `source` among all rows that `target` receives, ordered by giving rank."""
         return sum(map(len, self.common[target][:source]))
 
     def num_received(self, target: int) -> int:
-        """Rows that a taking rank receives; more than it takes where gradients add up."""
+        """Return the number of rows that a taking rank receives; more than it takes where gradients add up."""
         return sum(map(len, self.common[target]))
 
     def positions_given(self, source: int, target: int) -> Rows:
-        """Where the rows that travel between the two stand among all that `source` gives."""
+        """Return the positions, among all rows that `source` gives, of the rows that travel between the two."""
         return np.searchsorted(self.given[source], self.common[target][source])
 
     def positions_taken(self, target: int) -> Rows:
-        """Where each row that a rank receives belongs among those that it takes."""
+        """Return the position of each received row among the rows that the rank takes."""
         return np.searchsorted(self.taken[target], np.concatenate(self.common[target]))
 
 
 class MessageKey(NamedTuple):
-    """Which microbatch's tensor goes from where to where; direction is `forward` or `backward`."""
+    """The identity of a message: a microbatch's tensor between two places; direction is `forward` or `backward`."""
 
     direction: str
     source: Place

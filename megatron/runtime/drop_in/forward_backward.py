@@ -19,7 +19,7 @@ from megatron.runtime.drop_in.pipeline_step import LoopInputs, PipelineMessages,
 from multimodal.values.errors import ConfigError
 
 MESSAGE_TIMEOUT = timedelta(minutes=10)
-"""How long a stage waits for another before it gives up."""
+"""Time that a stage waits for another before it gives up."""
 
 DataIterator = Iterator[Any] | None
 

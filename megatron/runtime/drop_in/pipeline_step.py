@@ -41,7 +41,7 @@ class LoopInputs:
 
 @dataclass(frozen=True)
 class PipelineMessages:
-    """How this rank's messages look and where they go."""
+    """The shapes and peers of this rank's messages."""
 
     channel: MessageChannel | None
     """None: there is one stage."""

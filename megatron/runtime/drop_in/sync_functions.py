@@ -1,4 +1,4 @@
-"""When a loop's gradients are reduced and its parameters gathered: the functions of Megatron's config, driven by a schedule."""
+"""The reduction of a loop's gradients and gathering of its parameters: functions of Megatron's config, driven by a schedule."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

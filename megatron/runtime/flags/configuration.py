@@ -1,7 +1,7 @@
-"""What a run is told: one frozen dataclass per group of flags; each field's docstring is the flag's help.
+"""The configuration of a run: one frozen dataclass per group of flags; each field's docstring is the flag's help.
 
 A field `eval_iters` is the flag `--eval-iters`; a boolean that is on by default is the flag that turns it off
-(`load_optim` is `--no-load-optim`). What may be combined with what is said in `flag_rules.py` and checked in `cross_checks.py`.
+(`load_optim` is `--no-load-optim`). `flag_rules.py` says which flags go together, and `cross_checks.py` checks it.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from multimodal.schedule.passes import PASSES
 AT_LEAST_ONE: Mapping[str, Any] = MappingProxyType({"minimum": 1})
 AT_LEAST_ZERO: Mapping[str, Any] = MappingProxyType({"minimum": 0})
 A_COUNT: Mapping[str, Any] = MappingProxyType({"minimum": 1, "maximum": 10**9})
-"""Of steps, samples or tokens: no run has more, so that more is a typing error, and would only take memory and time."""
+"""A number of steps, samples or tokens: more than the maximum is a typing error, and would only take memory and time."""
 INPUT_PATH: Mapping[str, Any] = MappingProxyType({"input_path": True})
 """Inside a configuration file, such a path is looked up beside that file first."""
 PER_UNIT: Mapping[str, Any] = MappingProxyType({"per_unit": True})
@@ -33,16 +33,16 @@ def schedules_to_train() -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What is trained."""
+    """The model and its layers."""
 
     model: Path = field(metadata={**INPUT_PATH, "metavar": "FILE.yaml"})
     """The model graph: its units, their shapes, and the edges between them."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
-    """Whose transformer layers to use; transformer_engine needs that package and CUDA."""
+    """Implementation of transformer layers; transformer_engine needs that package and CUDA."""
     attention_backend: Literal["auto", "sequences", "blocks", "flex", "triton", "dense"] = "auto"
-    """Who computes attention; flex and triton need CUDA, dense is for checks; auto takes sequences or, for items, blocks."""
+    """Implementation of attention; flex and triton need CUDA, dense is for checks; auto takes sequences or, for items, blocks."""
     attention_mask: Literal["causal", "prefix", "embedded"] = "causal"
-    """How the LLM sees items: causally like text; all up to the last item in both directions, images first (prefix); or each item
+    """The LLM's mask of items: causal like text; all up to the last item in both directions, images first (prefix); or each item
     in both directions, anywhere in the text (embedded)."""
     freeze: tuple[str, ...] = field(default=(), metadata={"metavar": "UNIT"})
     """Units whose module is not trained (the projector of an encoder or generator still is)."""
@@ -54,7 +54,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelismConfig:
-    """Where the units run: by default each on ranks of its own, encoders first, then the LLM, then generators."""
+    """The ranks of the units: by default each has ranks of its own, encoders first, then the LLM, then generators."""
 
     units: Mapping[str, UnitSizes] = field(default_factory=dict, metadata=PER_UNIT)
     """Sizes of every unit of the model."""
@@ -63,13 +63,13 @@ class ParallelismConfig:
     tp_comm_overlap: bool = False
     """Cut the tensor parallel collectives of transformer layers into parts, each of which runs beside the product of another."""
     tp_comm_overlap_parts: int = field(default=4, metadata={"minimum": 2, "maximum": 1024})
-    """--tp-comm-overlap: how many parts; a microbatch of fewer tokens has fewer."""
+    """--tp-comm-overlap: number of parts; a microbatch of fewer tokens has fewer."""
     context_parallel_distribution: Literal["lpt", "zigzag", "ring", "random"] = "lpt"
-    """How blocks of a microbatch's tokens are dealt to context parallel ranks: by work, or as schemes for causal masks do."""
+    """Rule that deals blocks of a microbatch's tokens to context parallel ranks: by work, or as schemes for causal masks do."""
     context_parallel_block_size: int = field(default=128, metadata=A_COUNT)
     """Tokens of such a block; a multiple of the patches that an encoder with context parallelism merges into one token."""
     data_parallel_sharding_strategy: Literal["optim", "optim_grads_params"] = "optim"
-    """What the ranks that hold the same weights share: optimizer state (ZeRO-1; in float64 nothing), or all (ZeRO-3)."""
+    """State that data parallel ranks shard: the optimizer's (ZeRO-1; in float64 none), or weights and gradients, too (ZeRO-3)."""
     colocate_units: bool = False
     """All units share all ranks, each with dp = processes / (tp x cp x pp). Chosen by itself when there is one process."""
     plan: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "FILE.yaml"})
@@ -77,18 +77,18 @@ class ParallelismConfig:
 
     @property
     def num_overlapped_parts(self) -> int:
-        """Into which tensor parallel collectives are cut; 1: not at all."""
+        """Parts into which tensor parallel collectives are cut; 1: not cut."""
         return self.tp_comm_overlap_parts if self.tp_comm_overlap else 1
 
     @property
     def shards_weights(self) -> bool:
-        """Whether weights are shared, too (ZeRO-3)."""
+        """True if weights are sharded, too (ZeRO-3)."""
         return self.data_parallel_sharding_strategy == "optim_grads_params"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How long, in which batches, in which order and precision."""
+    """Length, batches, order and precision of the training."""
 
     micro_batch_size: int = field(default=1, metadata=AT_LEAST_ONE)
     """Samples in one microbatch of the LLM; the mean where --balance equalises their work."""
@@ -101,7 +101,7 @@ class TrainingConfig:
     exit_interval: int | None = field(default=None, metadata=AT_LEAST_ONE)
     """Stop after the next step that this divides."""
     exit_duration_in_mins: float | None = field(default=None, metadata={"above": 0, "maximum": 10**9})
-    """Save and stop after the step in which the run has lasted so many minutes, start-up included."""
+    """Save and stop after the step in which the run has lasted this many minutes, start-up included."""
     seed: int = field(default=1234, metadata={"minimum": 0, "maximum": 2**32 - 1})
     """Seed of weights, data order and the split of a manifest."""
     dtype: Literal["float32", "bfloat16", "float64"] = field(
@@ -115,19 +115,19 @@ class TrainingConfig:
     schedule: str = field(default="1f1b", metadata={"choices": schedules_to_train, "refused": simulated_only})
     """Order of forwards and backwards on every rank; some need virtual stages."""
     schedule_passes: str = field(default="", metadata={"metavar": "A,B", "names": lambda: tuple(PASSES)})
-    """Rewrite it, one after another."""
+    """Passes that rewrite the schedule, one after another."""
     emulate: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "COSTS.yaml"})
     """Wait as long as this table says instead of computing, and hold the measured step against the simulated one."""
     balance: str = field(default=UNBALANCED, metadata={"choices": lambda: tuple(BALANCERS)})
-    """How samples and items are distributed over replicas and microbatches."""
+    """Method that distributes samples and items over replicas and microbatches."""
     balance_granularity: Literal["item", "sample"] = "item"
-    """Whether an encoder's balancing moves every image and clip by itself, or all of a sample together."""
+    """The unit that balancing an encoder moves: each image or clip by itself, or all of a sample together."""
     cluster: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "C.yaml"})
     """The machine that --balance auto predicts steps for; by default one like this."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library; by default nccl where CUDA is present, else gloo."""
     distributed_timeout_minutes: float = field(default=10.0, metadata={"minimum": 0.01, "maximum": 30000})
-    """How long a rank waits for its peers before the run ends with an error."""
+    """Minutes that a rank waits for its peers before the run ends with an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ class OptimizerSettings:
     min_lr: float = field(default=0.0, metadata=AT_LEAST_ZERO)
     """Learning rate that the decay ends at."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
-    """How the learning rate falls after the warm-up."""
+    """Curve of the learning rate after the warm-up."""
     lr_decay_iters: int | None = field(default=None, metadata=AT_LEAST_ONE)
     """Step at which the decay ends; by default --train-iters."""
     lr_warmup_iters: int = field(default=0, metadata=AT_LEAST_ZERO)
@@ -151,7 +151,7 @@ class OptimizerSettings:
     lr_wsd_decay_iters: int | None = field(default=None, metadata=AT_LEAST_ONE)
     """WSD: steps of the final annealing."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
-    """WSD: how the learning rate falls in the final annealing."""
+    """WSD: curve of the learning rate in the final annealing."""
     weight_decay: float = field(default=0.01, metadata=AT_LEAST_ZERO)
     """AdamW's decoupled weight decay."""
     adam_beta1: float = field(default=0.9, metadata={"minimum": 0, "below": 1})
@@ -166,19 +166,19 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What is trained on."""
+    """The training data."""
 
     data_path: str = field(metadata={**INPUT_PATH, "metavar": "MANIFEST.jsonl|digits"})
     """A manifest with one sample per line, or the word digits: handwritten digits that are composed on the fly."""
     tokenizer_type: Literal["ByteTokenizer", "HuggingFaceTokenizer"] = "ByteTokenizer"
-    """How text becomes tokens."""
+    """Tokenizer of texts."""
     tokenizer_model: str | None = field(default=None, metadata={**INPUT_PATH, "metavar": "PATH"})
     """HuggingFaceTokenizer: its tokenizer.json, or the folder that holds it."""
     seq_length: int = field(default=4096, metadata=A_COUNT)
     """Most LLM tokens (text and images) that one sample may have."""
     lengths_from: Literal["index", "decode"] = "index"
-    """Where lengths come from: metadata, so that each rank loads what it was assigned; or from decoding, each rank a share of the
-    global batch, which is then exchanged."""
+    """Source of lengths: metadata, so that each rank loads only samples assigned to it; or decoding, in which each rank decodes a
+    share of the global batch, which is then exchanged."""
     allow_outside_paths: bool = False
     """Let a manifest name files outside its own folder, by absolute paths, .. or links; for manifests that you trust."""
     max_image_pixels: int = field(default=DEFAULT_MAX_PIXELS, metadata=AT_LEAST_ONE)
@@ -193,7 +193,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """How the model is judged on held-out samples."""
+    """Evaluation on held-out samples."""
 
     eval_interval: int | None = field(default=None, metadata=AT_LEAST_ONE)
     """Steps between evaluations; by default only after the last step."""
@@ -205,7 +205,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """What is kept, and what is resumed."""
+    """Checkpoints to save and to resume from."""
 
     save: Path | None = field(default=None, metadata={"metavar": "DIR"})
     """Folder for checkpoints; one is written at the end."""
@@ -227,7 +227,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """What is reported, and where."""
+    """Reports, and the places they go to."""
 
     log_interval: int = field(default=10, metadata=AT_LEAST_ONE)
     """Steps between lines of the log."""
@@ -247,7 +247,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that a run is told."""
+    """The whole configuration of a run."""
 
     model: ModelConfig
     parallelism: ParallelismConfig

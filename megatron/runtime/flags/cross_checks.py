@@ -85,7 +85,7 @@ def _check_layers_can_be_built(graph: ModelGraph) -> None:
 
 
 def _check_encoder_flags(config: RunConfig, *, graph: ModelGraph) -> None:
-    """Where no unit is an encoder, what is about encoders has to stay at its default."""
+    """Require the flags about encoders to stay at their defaults if no unit is an encoder."""
     for name, group in GROUPS.items():
         for flag in field_flags(group):
             is_set = flag.name in config.given and getattr(getattr(config, name), flag.name) != flag.default
@@ -158,7 +158,7 @@ def _check_context_parallelism(config: RunConfig, *, graph: ModelGraph, plan: Pl
 
 
 def shown_flag(name: str) -> str:
-    """How messages spell the flag of a field, or of a unit's field."""
+    """Return the spelling of a field's flag, or of a unit's field's, in messages."""
     for group in GROUPS.values():
         for flag in field_flags(group):
             if flag.name == name:

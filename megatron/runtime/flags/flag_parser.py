@@ -88,7 +88,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 _SPELLED = " spelled"
-"""Where the namespace keeps how each destination was set, for messages; no flag can have this destination."""
+"""Destination under which the namespace keeps the spelling of each given flag, for messages; no flag can have this name."""
 
 
 class _StoreOnce(argparse.Action):

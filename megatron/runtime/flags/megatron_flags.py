@@ -91,7 +91,7 @@ ALWAYS_ON: Mapping[str, str] = MappingProxyType(
         "the launcher's environment says the rank": "local-rank",
     }
 )
-"""What holds without a flag -> flags."""
+"""Behaviour that needs no flag -> Megatron's flags for it."""
 
 NOT_AVAILABLE: Mapping[str, str] = MappingProxyType(
     {
@@ -217,7 +217,7 @@ NOT_AVAILABLE: Mapping[str, str] = MappingProxyType(
         ),
     }
 )
-"""Why -> flags."""
+"""Reason -> flags that are not available."""
 
 KNOWN_ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {

@@ -1,4 +1,4 @@
-"""Whether the chosen schedule and passes find in the plan what they are for: what would silently run as another is refused."""
+"""Checks of the chosen schedule and passes against the plan: a schedule that would silently run as another is refused."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from multimodal.values.plan import Plan
 
 
 class _Choice(NamedTuple):
-    """What is checked: a choice of schedule, on a plan."""
+    """A choice of schedule and passes, on a plan."""
 
     name: str
     schedule: ScheduleRow
@@ -27,7 +27,7 @@ class _Choice(NamedTuple):
 
     @property
     def is_whole_on_every_rank(self) -> bool:
-        """Whether no rank ever waits for another's activations."""
+        """True if no rank ever waits for another's activations."""
         lanes_of_units = [
             [{self.plan.lane_of_rank[rank] for rank in replica.ranks} for replica in unit.replicas]
             for unit in self.plan.units.values()

@@ -13,7 +13,7 @@ LLM = "llm"
 
 
 class SizeSpelling(NamedTuple):
-    """How the flags of one field of `UnitSizes` end."""
+    """The endings of the flags of one field of `UnitSizes`."""
 
     long: str
     """As Megatron calls it."""
@@ -60,7 +60,7 @@ class UnitFlag:
 
     @property
     def destination(self) -> str:
-        """Where the parser puts the value: `vision.tensor_parallel_size`."""
+        """The parser's destination of the value: `vision.tensor_parallel_size`."""
         return f"{self.unit}.{self.name}"
 
 

@@ -1,1 +1,1 @@
-"""How the ranks of a run meet, agree to start, fail together and stop together."""
+"""The ranks of a run meet, agree to start, fail together and stop together."""

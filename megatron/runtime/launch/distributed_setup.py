@@ -192,9 +192,9 @@ class World:
     size: int
     local_rank: int
     meeting: Meeting
-    """Where the ranks tell each other what no process group is needed for."""
+    """The store for messages between ranks that need no process group."""
     timeout: timedelta
-    """How long a rank waits for its peers."""
+    """Time that a rank waits for its peers."""
     watch: RankWatch = field(repr=False)
 
     def agree(self, values: StartValues) -> None:

@@ -22,9 +22,9 @@ _REPORT_SECONDS = 8.0
 _LEAVE_SECONDS = 4.0
 _ROLL_CALL_SECONDS = 2.5
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Socket closed")
-"""How torch.distributed's messages tell that another rank is gone."""
+"""Parts of torch.distributed's messages that tell that another rank is gone."""
 _WAITED_IN_VAIN = ("Timed out waiting", "wait timeout after", "timed out after", "Socket Timeout")
-"""How they tell that another rank did not come."""
+"""Parts that tell that another rank did not come."""
 FAULTS = "frozen, killed, out of memory, or its node failed? See how its log ends, and the kernel's log (dmesg) of its node"
 
 
@@ -41,7 +41,7 @@ class InterruptedRunError(Exception):
 
 
 class Ending:
-    """How this process ends when something fails, in whichever of its threads."""
+    """The end of this process when something fails in any of its threads."""
 
     def __init__(self) -> None:
         self.meeting: Meeting | None = None
@@ -99,7 +99,7 @@ def _fail_before_meeting(problem: BaseException, exit_code: int) -> int:
 
 
 def _place_or_guess() -> RankPlace:
-    """Where this rank is; with a wrong number of processes in its environment it still finds the others."""
+    """Return the place of this rank, so that it finds the others even if its environment names a wrong number of processes."""
     for environ in (os.environ, {**os.environ, "WORLD_SIZE": str(2**30)}):
         with suppress(ConfigError):
             return find_rank_place(environ)
@@ -199,7 +199,7 @@ def report(problem: BaseException, rank: int) -> None:
 
 
 def shown_place_of_main_thread() -> str:
-    """Where the main thread is, innermost call first."""
+    """Return the main thread's stack, innermost call first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return _shown_stack(traceback.extract_stack(frame)) if frame is not None else "has ended"
 

@@ -1,7 +1,7 @@
-"""Where the ranks of a run meet before anything collective: a store that all can reach, in which each can say that it failed.
+"""The store in which the ranks of a run meet before anything collective: all can reach it, and each can say that it failed.
 
 torchrun keeps such a store; else rank 0 does, on MASTER_ADDR and MASTER_PORT. A store whose keeper is frozen answers nobody,
-so everything that must end is asked in a thread of its own (`ask_within`).
+so every question that must end is asked in a thread of its own (`ask_within`).
 """
 
 import os
@@ -43,13 +43,13 @@ class Meeting:
 
     place: RankPlace
     store: Store
-    """For whatever the ranks decide together."""
+    """For common decisions of the ranks."""
     opened_line: Future[Store]
-    """The same store over a connection of its own, for what must get through while the other one waits: who failed."""
+    """The same store over a second connection, which tells of a rank's failure while the first one waits."""
 
     @property
     def line(self) -> Store:
-        """That connection, once it stands."""
+        """The second connection, once it stands."""
         return self.opened_line.result()
 
     def wait_for_line(self) -> None:

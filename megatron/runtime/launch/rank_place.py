@@ -1,4 +1,4 @@
-"""Which of the processes of a run this one is, as its launcher says in environment variables."""
+"""The place of this process among those of its run, as its launcher says in environment variables."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

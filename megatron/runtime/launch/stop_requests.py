@@ -17,7 +17,7 @@ _SAME_SIGNAL_SECONDS = 3.0
 
 
 class StopReason(IntEnum):
-    """Why a run stops before its last step; where ranks have several reasons, all take the largest."""
+    """Reasons to stop a run before its last step; if ranks have several, all take the largest."""
 
     NONE = 0
     DURATION = 1

@@ -50,7 +50,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """How the model does on held-out samples."""
+    """The model's results on held-out samples."""
 
     loss: float
     generator_loss: float
@@ -65,7 +65,7 @@ class EvaluationReport:
 
 
 LINES_PER_BALANCE_LINE = 10
-"""How often the balance of the steps since the last time is told."""
+"""Steps' lines per line that tells the balance of these steps."""
 
 
 class Reporter(Protocol):

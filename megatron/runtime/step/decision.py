@@ -32,27 +32,27 @@ class StepDecision:
 
     @property
     def plan(self) -> Plan:
-        """Where each layer lives."""
+        """The places of all layers."""
         return self.schedule.step.plan
 
     @property
     def assignment(self) -> Assignment:
-        """Which sample goes where."""
+        """The places of all samples."""
         return self.schedule.step.assignment
 
     @property
     def routes(self) -> Routes:
-        """Who hands what to whom between units."""
+        """The hand-overs of microbatches between units."""
         return self.schedule.step.routes
 
     @property
     def cuts(self) -> Cuts:
-        """How the schedule cuts backwards and reductions."""
+        """The schedule's cuts of backwards and reductions."""
         return self.schedule.step.cuts
 
     @cached_property
     def num_target_tokens(self) -> int:
-        """Target tokens of the whole global batch: what the LLM's loss is divided by."""
+        """Target tokens of the whole global batch, by which the LLM's loss is divided."""
         return sum(sample.num_target_tokens for sample in self.lengths.values())
 
     @cached_property

@@ -29,18 +29,18 @@ class Step(StepDecision):
     digest: int = 0
     """The digest of the assignment; ranks compare it before they run the step."""
     balance: BalanceReport = field(default_factory=BalanceReport)
-    """What balancing did."""
+    """The effect of balancing."""
     sharing: ContextSharing = BY_WORKLOAD
-    """How they are."""
+    """The rule that deals tokens to context parallel ranks."""
 
     @cached_property
     def placement(self) -> TokenPlacement:
-        """Where every token is."""
+        """The place of every token."""
         sizes = {name: self.plan.units[name].context_parallel_size for name in self.graph.unit_names}
         return TokenPlacement(self, sizes=sizes, sharing=self.sharing)
 
     def changed(self, **changes: Any) -> "Step":
-        """The same step with other inputs or reports; keeps what was worked out of `placement`."""
+        """Return the same step with other inputs or reports; keeps `placement`."""
         other = replace(self, **changes)
         other.__dict__["placement"] = self.placement
         return other
@@ -76,7 +76,7 @@ class LossSums:
 
     @classmethod
     def of_step(cls, step: Step, result: StepResult) -> "LossSums":
-        """Those of one step."""
+        """Return the sums of one step."""
         backbone = step.graph.backbone.name
         return cls(
             backbone,

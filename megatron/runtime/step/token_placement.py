@@ -1,4 +1,4 @@
-"""Where every token of a step's microbatches is: which context parallel rank holds it, and what it is given and gives for it.
+"""The context parallel rank that holds each token of a step's microbatches, and the tokens that ranks give and receive.
 
 All of it follows from lengths, which every rank knows, so no rank asks another.
 """
@@ -28,12 +28,12 @@ from multimodal.values.sample_lengths import ItemLengths
 
 @dataclass(frozen=True, slots=True)
 class ContextSharing:
-    """The rule that is alike on every rank, so that each can work out what any other holds."""
+    """The rule that deals tokens, the same on every rank: each can work out the tokens of any other."""
 
     method: TokenDistribution = TokenDistribution.LPT
-    """How blocks of tokens are dealt."""
+    """The method that deals blocks of tokens."""
     block_size: int = 128
-    """Tokens of a block, which stay together; a multiple of what an encoder merges into one token."""
+    """Tokens of a block, which stay together; a multiple of the patches that an encoder merges into one token."""
     mask_mode: MaskMode = MaskMode.CAUSAL
     """The role of items in the LLM's attention: decides how much work a block is."""
 
@@ -196,7 +196,7 @@ class TokenPlacement:
         return atoms
 
     def _first_tokens(self, place: MicrobatchPlace, part: int) -> dict[Atom, int]:
-        """Where every item begins among the tokens of a sample subset; in the LLM also items that it hands to generators."""
+        """Return the first token of every item within a sample subset; in the LLM also of items that it hands to generators."""
         atoms = self._atoms(place, part)
         if not self._is_backbone(place):
             return dict(zip(atoms, _starts([self._item(atom).num_tokens for atom in atoms]), strict=True))

@@ -33,7 +33,7 @@ from multimodal.values.timeline import TimelineEvent
 
 @dataclass(frozen=True)
 class RunSummary:
-    """How a run ended."""
+    """The end of a run."""
 
     done_steps: int
     evaluation: EvaluationReport | None
@@ -59,7 +59,7 @@ def train(run: Run) -> RunSummary:
 
 @dataclass
 class _Progress:
-    """How far training has come."""
+    """The progress of the training."""
 
     step: int
     saved_step: int | None = None

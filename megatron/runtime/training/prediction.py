@@ -94,7 +94,7 @@ class EmulationTable:
         return cls(_RepeatedCosts(table))
 
     def seconds(self, action: Action) -> float:
-        """How long to wait in place of a computation."""
+        """Return the seconds to wait in place of a computation."""
         return self.costs.compute(action).seconds
 
     def simulated_seconds(self, step: Step) -> float:

@@ -27,7 +27,7 @@ class Start(NamedTuple):
 
     folder: Path
     flag: str
-    """That named it, for messages."""
+    """The flag that named the folder, for messages."""
     is_resumption: bool
     """False: from the weights alone, at step 0."""
 

@@ -57,7 +57,7 @@ class _Front:
 
     @cached_property
     def least_gpus(self) -> float:
-        """Of any choice."""
+        """The fewest GPUs of any choice."""
         return float(self.gpus.min())
 
     @cached_property
@@ -67,7 +67,7 @@ class _Front:
 
     @cached_property
     def least_chain(self) -> float:
-        """Of any choice."""
+        """The shortest `chain_seconds` of any choice."""
         return float(self.chain_seconds.min())
 
     def take(self, rows: Integers | Bools) -> "_Front":

@@ -127,7 +127,7 @@ def reshard_seconds(request: PlanningRequest, candidate: Candidate) -> float:
 POOL_SIZE = 1024
 """Samples whose work is computed; batches are drawn from them."""
 LARGEST_BATCH = 1 << 16
-"""Where the proportions lie on the border between two allocations, no batch is large enough; then this one must do."""
+"""The largest batch to try: no batch is large enough if the proportions lie on the border between two allocations."""
 
 
 def sample_work(request: PlanningRequest) -> Mapping[str, NDArray[np.float64]]:

@@ -25,7 +25,7 @@ class PlannedRun:
     recompute: Recompute | None = None
     """None, `selective` or `full`: `--recompute-granularity`."""
     transformer_impl: Implementation = "transformer_engine"
-    """Whose layers run: activations differ."""
+    """The implementation of transformer layers; activations differ."""
     tp_comm_overlap: bool = False
     """True if tensor parallel collectives run in parts beside products; local layers only."""
     sharding: Sharding = "optim"

@@ -89,7 +89,7 @@ class PlanningRequest:
     profile: LayerProfile | None = None
     """Measured costs of layers, in place of what the cluster's description gives."""
     transformer_impl: Implementation | None = None
-    """Whose layers run; None: Transformer Engine's where that can be (see `implementation`)."""
+    """The implementation of transformer layers; None: Transformer Engine's where it can run (see `implementation`)."""
     sharding: Sharding | None = None
     """The state that replicas share; None: `optim`, or what the planner finds best."""
     most_context_parallel: int = 1
@@ -159,7 +159,7 @@ class PlanningRequest:
         return 3 if self.sharding == "optim_grads_params" else default_zero_stage(self.cluster.bytes_per_element)
 
     def implementation(self, schedule: str) -> Implementation:
-        """Whose layers run a schedule: Transformer Engine computes in bfloat16, whole backwards and weights that are whole."""
+        """Return the layers that run a schedule: Transformer Engine needs bfloat16, whole backwards and unsharded weights."""
         if self.transformer_impl is not None:
             return self.transformer_impl
         is_local = BUILDERS[schedule].splits_backwards or self.cluster.dtype != "bfloat16" or self.zero_stage == 3

@@ -47,7 +47,7 @@ class Prediction:
     peak_memory_bytes: int
     bubble: Mapping[str, float]
     replica_share: int = 1
-    """One of so many replicas was simulated."""
+    """Replicas per simulated replica: only one of this number was simulated."""
 
 
 @dataclass(frozen=True)

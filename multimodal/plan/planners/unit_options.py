@@ -72,7 +72,7 @@ class _Grid(NamedTuple):
 
 
 class _Stage(NamedTuple):
-    """One of a unit's two ends: which outermost layers it holds, and how many of the others, taken to be the heaviest kind."""
+    """A unit's first or last stage: its outermost layers, and the number of others, taken to be the heaviest kind."""
 
     layers: tuple[str, ...]
     num_body: Integers

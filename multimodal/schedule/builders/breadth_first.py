@@ -113,7 +113,7 @@ def _rounds_of_stages(replica: Replica) -> tuple[int, ...]:
 
 
 class _Flows:
-    """Which replicas route to which, by replica and the other end's unit."""
+    """The replicas that each replica routes to and from, by replica and the other end's unit."""
 
     def __init__(self, step: StepGraph) -> None:
         self.plan = step.plan
@@ -126,7 +126,7 @@ class _Flows:
                 self.sources[target, source[0]].add(source)
 
     def is_joined(self, source: _ReplicaKey, target: _ReplicaKey) -> bool:
-        """Whether one begins where the other ends, and neither has anything to do with other replicas of the other's unit."""
+        """Return True if `target` begins on the lanes where `source` ends, and both route to no other replica of their units."""
         last = self.plan.units[source[0]].num_virtual_stages - 1
         is_alone = self.targets[source, target[0]] == {target} and self.sources[target, source[0]] == {source}
         return is_alone and self.plan.lanes_of_stage(*source, last) == self.plan.lanes_of_stage(*target, 0)

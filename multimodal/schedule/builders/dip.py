@@ -11,7 +11,7 @@ from multimodal.values.schedule import Schedule
 from multimodal.values.step_graph import StepGraph
 
 PHASES = 3
-"""Of a round: encoder forwards, the LLM and what follows it, encoder backwards."""
+"""Phases of a round: encoder forwards; the LLM and the generators; encoder backwards."""
 
 
 def build_dip(step: StepGraph, *, num_rounds: int = 1) -> Schedule:

@@ -27,11 +27,11 @@ class ReplicatedAssignment(Assignment):
     """Without the repeated microbatches: who computes what is used."""
 
     def routes(self, graph: ModelGraph) -> Routes:
-        """Those of the original: nobody takes what is repeated."""
+        """Return the original's routes: no unit takes repeated results."""
         return self.original.routes(graph)
 
     def num_own_microbatches(self, unit: str, replica: int) -> int:
-        """Those of the original."""
+        """Return the number of microbatches in the original."""
         return self.original.num_microbatches(unit, replica)
 
 

@@ -50,14 +50,14 @@ def build_interleaved_1f1b(step: StepGraph) -> Schedule:
 
 
 def is_interleaved(unit: UnitPlan) -> bool:
-    """Whether a unit's layers are dealt to its stages in turn, several chunks to each."""
+    """Return True if a unit's layers are dealt to its stages in turn, several chunks to each."""
     return num_chunks(unit) > 1 and all(
         stage.stage_index == stage.index % len(replica.stages) for replica in unit.replicas for stage in replica.virtual_stages
     )
 
 
 def interleaves(graph: ModelGraph, plan: Plan) -> bool:
-    """Whether a plan has anything to interleave: a unit with chunks dealt in turn, or a chain of units dealt to one grid."""
+    """Return True if a plan interleaves a unit (chunks dealt in turn), or a chain of units dealt to one grid."""
     replicas = range(plan.units[graph.backbone.name].data_parallel_size)
     return any(is_interleaved(unit) for unit in plan.units.values()) or any(
         dealt_positions(graph.unit_names, plan, replica) for replica in replicas

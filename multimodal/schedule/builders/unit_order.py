@@ -12,7 +12,7 @@ class Step(NamedTuple):
 
     kind: ActionKind
     chunk: int
-    """Which of the stage's layer ranges, from 0 upstream."""
+    """Index among the stage's layer ranges, from 0 upstream."""
     microbatch: int
 
 

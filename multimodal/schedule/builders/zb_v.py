@@ -56,7 +56,7 @@ def build_zb_v(step: StepGraph) -> Schedule:
 
 
 def is_v_shaped(unit: UnitPlan) -> bool:
-    """Whether stage s of P holds virtual stages s and 2 P - 1 - s."""
+    """Return True if stage s of P holds virtual stages s and 2 P - 1 - s."""
     return num_chunks(unit) == 2 and all(
         stage.stage_index == min(stage.index, 2 * len(replica.stages) - 1 - stage.index)
         for replica in unit.replicas

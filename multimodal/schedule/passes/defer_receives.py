@@ -33,7 +33,7 @@ def defer_receives(schedule: Schedule) -> Schedule:
 
 
 _WINDOW = 32
-"""How many actions ahead a gap is filled from."""
+"""Number of actions ahead from which a gap is filled."""
 
 
 def _fill_gaps(events: Sequence[TimelineEvent], ready: dict[Action, float]) -> dict[Action, float]:

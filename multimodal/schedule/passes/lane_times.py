@@ -1,4 +1,4 @@
-"""When every action of a schedule would start, and lanes rebuilt from such times: the tools of passes that move actions."""
+"""Start times of a schedule's actions, and lanes rebuilt from such times: the tools of passes that move actions."""
 
 from collections.abc import Callable, Iterable, Mapping
 
