@@ -21,9 +21,16 @@ class Execution {
           num_passed_(num_actions_, 0),
           passed_at_(num_actions_, 0.0),
           waiters_(num_actions_),
+          num_lanes_of_collective_(lanes.member_starts.size - 1, 0),
+          num_arrived_(lanes.member_starts.size - 1, 0),
+          num_met_(lanes.member_starts.size - 1, 0),
+          arrived_at_(num_lanes_, -1),
           mark_(num_lanes_, -1) {
         events_.is_done.assign(num_actions_, 0);
         for (std::int64_t lane = 0; lane < num_lanes_; ++lane) positions_[lane] = lanes.lane_starts[lane];
+        for (std::size_t collective = 0; collective < num_arrived_.size(); ++collective)
+            for (std::int64_t index = in_.member_starts[collective]; index < in_.member_starts[collective + 1]; ++index)
+                num_lanes_of_collective_[collective] += num_lanes_of(in_.members[index]);
     }
 
     LaneEvents run() {
@@ -49,7 +56,7 @@ class Execution {
         const std::int64_t action = head(lane);
         if (in_.resources[action] == kSend) return send(action, lane);
         if (in_.resources[action] == kReceive) return post(action, lane);
-        return compute(action);
+        return in_.collectives[action] < 0 ? compute(action) : collect(action, lane);
     }
 
     bool send(std::int64_t action, std::int64_t lane) {
@@ -101,39 +108,59 @@ class Execution {
         return true;
     }
 
-    // What runs together with an action: itself or, of a collective, all replicas' actions.
-    void gather_together(std::int64_t action) {
-        together_.clear();
-        const std::int64_t collective = in_.collectives[action];
-        if (collective < 0) {
-            together_.push_back(action);
-        } else {
-            for (std::int64_t index = in_.member_starts[collective]; index < in_.member_starts[collective + 1]; ++index)
-                together_.push_back(in_.members[index]);
-        }
-        lanes_.clear();
-        ++round_;
-        for (const std::int64_t each : together_) {
-            const std::int64_t stage = in_.stages[each];
-            for (std::int64_t index = in_.stage_starts[stage]; index < in_.stage_starts[stage + 1]; ++index) {
-                const std::int64_t lane = in_.stage_lanes[index];
-                if (mark_[lane] == round_) continue;
-                mark_[lane] = round_;
-                lanes_.push_back(lane);
-            }
+    // Adds the lanes of an action's stage to `lanes_`, each once a round.
+    void add_lanes(std::int64_t action) {
+        const std::int64_t stage = in_.stages[action];
+        for (std::int64_t index = in_.stage_starts[stage]; index < in_.stage_starts[stage + 1]; ++index) {
+            const std::int64_t lane = in_.stage_lanes[index];
+            if (mark_[lane] == round_) continue;
+            mark_[lane] = round_;
+            lanes_.push_back(lane);
         }
     }
 
+    void begin_round() {
+        together_.clear();
+        lanes_.clear();
+        ++round_;
+    }
+
     bool compute(std::int64_t action) {
-        gather_together(action);
-        for (const std::int64_t lane : lanes_) {
-            const std::int64_t other = head(lane);
-            const bool is_together =
-                other == action || (other >= 0 && in_.collectives[action] >= 0 && in_.collectives[other] == in_.collectives[action]);
-            if (!is_together) return false;
+        begin_round();
+        together_.push_back(action);
+        add_lanes(action);
+        for (const std::int64_t lane : lanes_)
+            if (head(lane) != action) return false;
+        if (!is_met(action, lanes_)) return false;
+        start_together();
+        return true;
+    }
+
+    // A collective looks at its members when the last of their lanes has come to it, and goes on where it stopped when it is
+    // woken: every lane and every need is looked at once, however many replicas there are.
+    bool collect(std::int64_t action, std::int64_t lane) {
+        const std::int64_t collective = in_.collectives[action];
+        const std::int64_t first = in_.member_starts[collective], last = in_.member_starts[collective + 1];
+        if (arrived_at_[lane] != positions_[lane]) {
+            arrived_at_[lane] = positions_[lane];
+            ++num_arrived_[collective];
         }
-        for (const std::int64_t each : together_)
-            if (!is_met(each, lanes_)) return false;
+        if (num_arrived_[collective] < num_lanes_of_collective_[collective]) return false;
+        own_lane_.assign(1, lane);
+        for (std::int64_t index = first + num_met_[collective]; index < last; ++index) {
+            if (!is_met(in_.members[index], own_lane_)) return false;
+            ++num_met_[collective];
+        }
+        begin_round();
+        for (std::int64_t index = first; index < last; ++index) {
+            together_.push_back(in_.members[index]);
+            add_lanes(in_.members[index]);
+        }
+        start_together();
+        return true;
+    }
+
+    void start_together() {
         double start = 0.0;
         for (const std::int64_t each : together_)
             for (std::int64_t index = in_.need_starts[each]; index < in_.need_starts[each + 1]; ++index) {
@@ -144,7 +171,6 @@ class Execution {
         for (const std::int64_t lane : lanes_) start = std::max(start, free_at_[lane]);
         for (const std::int64_t each : together_) occupy(each, start);
         queue_.insert(queue_.end(), lanes_.begin(), lanes_.end());
-        return true;
     }
 
     void occupy(std::int64_t action, double start) {
@@ -180,6 +206,9 @@ class Execution {
     std::vector<std::int64_t> num_passed_;
     std::vector<double> passed_at_;
     std::vector<std::vector<std::int64_t>> waiters_;
+    std::vector<std::int64_t> num_lanes_of_collective_;
+    std::vector<std::int64_t> num_arrived_, num_met_;  // Per collective: lanes that stand at it, members whose needs are met.
+    std::vector<std::int64_t> arrived_at_;             // Per lane the position at which it was last counted.
     std::vector<std::int64_t> mark_;
     std::int64_t round_ = 0;
     std::vector<std::int64_t> own_lane_, together_, lanes_;
