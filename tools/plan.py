@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -22,9 +22,8 @@ from multimodal.cost.layers.registry import read_model
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.draw_plans import draw_plans
 from multimodal.plan.planners.plan_file import write_plan_file
-from multimodal.plan.planners.plan_run import plan_per_gpu, plan_run
+from multimodal.plan.planners.plan_run import Planned, plan_per_gpu, plan_run
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, Sharding
 from multimodal.plan.planners.simulate_run import SEED, Prediction
@@ -41,13 +40,8 @@ SIZE_NAMES = {
     "dp": "data_parallel_size",
     "v": "virtual_stages",
 }
-
-
-class Planned(NamedTuple):
-    """The plan of one planner, and its prediction."""
-
-    run: PlannedRun
-    prediction: Prediction
+COLOURS = ("#4878a8", "#b0b0b0", "#8c8c8c", "#e8a33d", "#d96b4c", "#c9c15a", "#8f6fae")
+"""Of computing, then of each kind of idleness."""
 
 
 def build_parser() -> Parser:
@@ -145,7 +139,7 @@ def plan(name: str, request: PlanningRequest, flags: argparse.Namespace) -> Plan
     """Let one planner plan; raises PlanError."""
     max_actions = None if flags.simulate_all else request.max_actions
     search = plan_per_gpu if flags.prefer == "per-gpu" else plan_run
-    return Planned(*search(PLANNERS[name], request, max_actions=max_actions))
+    return search(PLANNERS[name], request, max_actions=max_actions)
 
 
 def report(planned: Planned) -> dict[str, Any]:
@@ -244,6 +238,35 @@ def print_comparison(compared: Mapping[str, Planned | str]) -> None:
     for name, other in compared.items():
         if isinstance(other, str):
             console.print(f"{name}: {other}")
+
+
+def draw_plans(predictions: Mapping[str, Prediction], path: str | Path) -> None:
+    """Write a PNG with horizontal bars, shortest step first; needs matplotlib (the extra `plots`)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    ordered = sorted(predictions.items(), key=lambda entry: entry[1].iteration_seconds, reverse=True)
+    figure = Figure(figsize=(9.0, 1.4 + 0.4 * len(ordered)), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    kinds = tuple(ordered[0][1].bubble)
+    left = [0.0] * len(ordered)
+    for kind, colour in zip(("computing", *kinds), COLOURS, strict=True):
+        widths = [
+            each.iteration_seconds * (each.bubble[kind] if kind in each.bubble else max(0.0, 1 - sum(each.bubble.values())))
+            for _, each in ordered
+        ]
+        axes.barh([name for name, _ in ordered], widths, left=left, color=colour, label=kind, height=0.7)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    for row, (_, each) in enumerate(ordered):
+        label = f" {each.iteration_seconds:.3g} s, MFU {each.mfu:.1%}"
+        axes.text(each.iteration_seconds, row, label, va="center", fontsize=8)
+    axes.set_xlim(0, 1.25 * max(each.iteration_seconds for _, each in ordered))
+    axes.set_xlabel("seconds per step, over all GPUs")
+    axes.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.18))
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path)
 
 
 def compare(flags: argparse.Namespace, request: PlanningRequest, main_plan: Planned) -> dict[str, Planned | str]:

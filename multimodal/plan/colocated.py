@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from multimodal.plan.unit_grid import build_unit_plan
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.unit_sizes import UnitSizes, complete_sizes
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, validate_plan
@@ -17,18 +17,11 @@ def plan_colocated(graph: ModelGraph, *, sizes: Mapping[str, UnitSizes], world_s
     world_size: number of processes. is_folded: two virtual stages per rank form a V (ZB-V).
     Raises PlanError when a unit's replicas do not fill the ranks, or a given data parallel size is another one.
     """
-    if unknown := [name for name in sizes if name not in graph.unit_names]:
-        raise PlanError(f"sizes were given for a unit '{unknown[0]}'; the model's units are {', '.join(graph.unit_names)}")
+    spread = {
+        name: _spread(name, sizes=each, world_size=world_size) for name, each in complete_sizes(sizes, graph.unit_names).items()
+    }
     plan = Plan(
-        {
-            unit.name: build_unit_plan(
-                unit,
-                sizes=_spread(unit.name, sizes=sizes.get(unit.name, UnitSizes()), world_size=world_size),
-                first_rank=0,
-                is_folded=is_folded,
-            )
-            for unit in graph.units
-        }
+        {unit.name: build_unit_plan(unit, sizes=spread[unit.name], first_rank=0, is_folded=is_folded) for unit in graph.units}
     )
     validate_plan(plan, graph=graph, world_size=world_size)
     return plan

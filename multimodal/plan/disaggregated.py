@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from multimodal.plan.unit_grid import build_unit_plan
-from multimodal.plan.unit_sizes import UnitSizes, describe_sizes
+from multimodal.plan.unit_sizes import UnitSizes, complete_sizes, describe_sizes
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, validate_plan
@@ -18,9 +18,7 @@ def plan_disaggregated(graph: ModelGraph, *, sizes: Mapping[str, UnitSizes], wor
     world_size: number of processes; all of them must be used. is_folded: two virtual stages per rank form a V (ZB-V).
     Raises PlanError, with the arithmetic, when the ranks do not come out even.
     """
-    if unknown := [name for name in sizes if name not in graph.unit_names]:
-        raise PlanError(f"sizes were given for a unit '{unknown[0]}'; the model's units are {', '.join(graph.unit_names)}")
-    complete = _fill_open_size({name: sizes.get(name, UnitSizes()) for name in graph.unit_names}, world_size=world_size)
+    complete = _fill_open_size(complete_sizes(sizes, graph.unit_names), world_size=world_size)
     units, first_rank = {}, 0
     for unit in graph.units:
         units[unit.name] = build_unit_plan(unit, sizes=complete[unit.name], first_rank=first_rank, is_folded=is_folded)

@@ -1,5 +1,7 @@
 """Lay one unit out on consecutive ranks, in Megatron's default order (tp fastest, then cp, then dp, then pp)."""
 
+from collections.abc import Mapping, Sequence
+
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import Unit
@@ -12,8 +14,6 @@ V_SHAPE_RANGES = 2
 def build_unit_plan(unit: Unit, *, sizes: UnitSizes, first_rank: int, is_folded: bool = False) -> UnitPlan:
     """Build the unit's plan on ranks `first_rank` and up.
 
-    Stage p of replica d holds the ranks `first_rank + (p * dp + d) * (cp * tp) + 0 .. cp * tp - 1`, so the peers of one tensor
-    parallel group are neighbours and replicas of one stage are close, as with Megatron's order tp-cp-ep-dp-pp.
     Transformer layers are divided evenly over the layer ranges. Of several ranges per stage, stage p of P holds every P-th from p
     on, as Megatron deals model chunks (interleaved 1F1B).
 
@@ -21,25 +21,40 @@ def build_unit_plan(unit: Unit, *, sizes: UnitSizes, first_rank: int, is_folded:
     Raises PlanError when there are more ranges than layers, and for virtual stages without a pipeline.
     """
     assert sizes.data_parallel_size is not None
-    num_stages, data_parallel_size = sizes.pipeline_parallel_size, sizes.data_parallel_size
+    num_stages = sizes.pipeline_parallel_size
     num_chunks = count_virtual_stages(unit, sizes=sizes)
     try:
         ranges = split_layers(unit.layers, num_stages=num_stages * num_chunks)
     except PlanError as problem:
         raise PlanError(f"unit '{unit.name}': {_explain(problem, unit, sizes=sizes, num_chunks=num_chunks)}") from None
-    group_size = sizes.tensor_parallel_size * sizes.context_parallel_size
+    folds = is_folded and num_chunks == V_SHAPE_RANGES
+    held = {p: (ranges[p], ranges[-1 - p]) if folds else ranges[p::num_stages] for p in range(num_stages)}
+    return place_stages(
+        held,
+        tensor=sizes.tensor_parallel_size,
+        context=sizes.context_parallel_size,
+        data=sizes.data_parallel_size,
+        first_rank=first_rank,
+    )
 
-    def held_by(stage_index: int) -> tuple[tuple[int, int], ...]:
-        if is_folded and num_chunks == V_SHAPE_RANGES:
-            return ranges[stage_index], ranges[-1 - stage_index]
-        return ranges[stage_index::num_stages]
 
-    def stage(replica_index: int, stage_index: int) -> Stage:
-        first = first_rank + (stage_index * data_parallel_size + replica_index) * group_size
-        return Stage(tuple(range(first, first + group_size)), held_by(stage_index))
+def place_stages(
+    held: Mapping[int, Sequence[tuple[int, int]]], *, tensor: int, context: int, data: int, first_rank: int = 0
+) -> UnitPlan:
+    """Give each stage of each replica its ranks.
 
-    replicas = tuple(Replica(tuple(stage(d, p) for p in range(num_stages))) for d in range(data_parallel_size))
-    return UnitPlan(replicas, sizes.tensor_parallel_size, sizes.context_parallel_size)
+    Stage p of replica d holds the ranks `first_rank + (p * data + d) * (context * tensor) + 0 .. context * tensor - 1`, so the
+    peers of one tensor parallel group are neighbours and replicas of one stage are close, as with Megatron's order
+    tp-cp-ep-dp-pp.
+    held: position p of a stage -> its layer ranges; tensor, context, data: parallel sizes.
+    """
+    size = tensor * context
+
+    def stage(position: int, replica: int) -> Stage:
+        first = first_rank + (position * data + replica) * size
+        return Stage(tuple(range(first, first + size)), tuple(held[position]))
+
+    return UnitPlan(tuple(Replica(tuple(stage(each, replica) for each in held)) for replica in range(data)), tensor, context)
 
 
 def count_virtual_stages(unit: Unit, *, sizes: UnitSizes) -> int:

@@ -1,6 +1,6 @@
 """The sizes of a unit's parallelism, before any rank is chosen."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from multimodal.values.errors import PlanError
@@ -50,6 +50,13 @@ class UnitSizes:
         context = f"cp {self.context_parallel_size} x " if self.context_parallel_size != 1 else ""
         replicas = "?" if self.data_parallel_size is None else self.data_parallel_size
         return f"tp {self.tensor_parallel_size} x {context}pp {self.pipeline_parallel_size} x dp {replicas}"
+
+
+def complete_sizes(sizes: Mapping[str, UnitSizes], units: Sequence[str]) -> dict[str, UnitSizes]:
+    """Return the sizes of all units, 1 in everything where none are given; raises PlanError for a unit that is not there."""
+    if unknown := [name for name in sizes if name not in units]:
+        raise PlanError(f"sizes were given for a unit '{unknown[0]}'; the model's units are {', '.join(units)}")
+    return {name: sizes.get(name, UnitSizes()) for name in units}
 
 
 def describe_sizes(sizes: Mapping[str, UnitSizes]) -> str:

@@ -14,7 +14,7 @@ from megatron.runtime.flags.field_flags import field_flags
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.plan_search import PlanSearch
+from multimodal.plan.planners.braid import PlanSearch
 from multimodal.schedule.builders import BUILDERS
 from tests.distributed.added_rows import BALANCER, PLANNER, SCHEDULE, add_rows
 from tests.distributed.launch import REPOSITORY, launch

@@ -45,12 +45,7 @@ class Candidate:
         return lay_out_units(graph, self.layouts, groups=self.all_groups, idle=self.idle)
 
     def to_run(
-        self,
-        request: PlanningRequest,
-        *,
-        seconds: float,
-        balance: str = "none",
-        schedule: str | None = None,
+        self, request: PlanningRequest, *, seconds: float, balance: str = "none", schedule: str | None = None
     ) -> PlannedRun:
         """Return the planner's answer; seconds: what it expects of a step."""
         run = build_run(request, self.build_plan(request.graph), schedule=schedule or self.schedule, seconds=seconds)
@@ -108,25 +103,18 @@ def _in_flight_downstream(graph: ModelGraph, layouts: Mapping[str, UnitLayout], 
     )
 
 
-def peak_bytes(
-    request: PlanningRequest, memory: MemoryEstimate, candidate: Candidate, *, schedule: str | None = None
-) -> Mapping[str, float]:
-    """Unit -> most bytes that a rank of it needs for it, besides those that one layer works with."""
-    in_flight = partial(samples_in_flight, request, candidate, schedule=schedule)
-    return {
+def fits(memory: MemoryEstimate, candidate: Candidate, *, schedule: str | None = None) -> bool:
+    """Return True if the estimated peak under a schedule, by default the candidate's, is within the memory to count on."""
+    in_flight = partial(samples_in_flight, memory.request, candidate, schedule=schedule)
+    peaks = {
         unit: max(
             memory.stage_bytes(unit, layout, stage, num_samples=in_flight(unit, stage))
             for stage in range(layout.pipeline_parallel_size)
         )
         for unit, layout in candidate.layouts.items()
     }
-
-
-def fits(request: PlanningRequest, memory: MemoryEstimate, candidate: Candidate, *, schedule: str | None = None) -> bool:
-    """Return True if the estimated peak under a schedule, by default the candidate's, is within the memory to count on."""
-    peaks = peak_bytes(request, memory, candidate, schedule=schedule)
     working = {unit: memory.working_bytes(unit, layout.stage_size) for unit, layout in candidate.layouts.items()}
     return all(
-        sum(peaks[unit] for unit in group) + max(working[unit] for unit in group) <= request.planned_memory_bytes
+        sum(peaks[unit] for unit in group) + max(working[unit] for unit in group) <= memory.request.planned_memory_bytes
         for group in candidate.all_groups
     )

@@ -1,11 +1,10 @@
 """Cornstarch: every module partitioned by itself, loosely coupled by the time of an LLM stage (Cornstarch 5.2, Alg. 1)."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from multimodal.plan.planners.candidate import Candidate
 from multimodal.plan.planners.layer_times import PlanningTimes
-from multimodal.plan.planners.megatron import largest_fitting, shared_data_parallel_sizes
+from multimodal.plan.planners.megatron import shared_data_parallel_sizes, with_replicas
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.plan.planners.step_estimate import choose_candidate
@@ -32,8 +31,7 @@ def _plan(request: PlanningRequest, *, is_frozen_aware: bool) -> PlannedRun:
 
 def _candidates(request: PlanningRequest, times: PlanningTimes) -> Iterator[Candidate]:
     """For each number of LLM stages: the LLM's partition, and the others' that keep up with its stage time; one dp for all."""
-    graph, size = request.graph, request.default_micro_batch_size
-    backbone = graph.backbone
+    graph, backbone = request.graph, request.graph.backbone
     data_sizes = shared_data_parallel_sizes(request, graph.unit_names)
     for tensor, context in request.stage_sizes(backbone.name):
         for num_stages in request.pipeline_parallel_sizes(backbone.name):
@@ -45,10 +43,7 @@ def _candidates(request: PlanningRequest, times: PlanningTimes) -> Iterator[Cand
                 for unit in graph.units
                 if unit is not backbone
             }
-            replica = llm.num_ranks + sum(layout.num_ranks for layout in others.values())
-            for data in largest_fitting(data_sizes, gpus_per_replica=replica, num_gpus=request.num_gpus):
-                layouts = {name: replace(each, data_parallel_size=data) for name, each in {**others, backbone.name: llm}.items()}
-                yield Candidate({name: layouts[name] for name in graph.unit_names}, size)
+            yield from with_replicas(request, {**others, backbone.name: llm}, data_sizes)
 
 
 def partition_module(times: PlanningTimes, unit: Unit, *, tensor: int, context: int, num_stages: int) -> tuple[UnitLayout, float]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from multimodal.plan.planners.candidate import Candidate
-from multimodal.plan.planners.megatron import largest_fitting, shared_data_parallel_sizes, shared_stage_sizes
+from multimodal.plan.planners.megatron import shared_data_parallel_sizes, shared_stage_sizes, with_replicas
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.plan.planners.step_estimate import choose_candidate
@@ -25,7 +25,7 @@ def plan_encoders_colocated(request: PlanningRequest) -> PlannedRun:
 
 
 def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
-    graph, size = request.graph, request.default_micro_batch_size
+    graph = request.graph
     encoders = tuple(unit.name for unit in graph.encoders)
     rest = [unit for unit in graph.units if unit.name not in encoders]
     data_sizes = shared_data_parallel_sizes(request, graph.unit_names)
@@ -35,16 +35,13 @@ def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
         _encoder_stages(request, encoders), encoder_sizes, rest_sizes
     ):
         for pipeline in request.pipeline_parallel_sizes(graph.backbone.name):
-            taken = encoder_tensor * encoder_context * encoder_stages * bool(encoders)
-            replica = taken + tensor * context * (pipeline + len(rest) - 1)
-            for data in largest_fitting(data_sizes, gpus_per_replica=replica, num_gpus=request.num_gpus):
-                layouts = {
-                    unit.name: even_layout(unit, encoder_tensor, data, encoder_stages, context=encoder_context)
-                    if unit.name in encoders
-                    else even_layout(unit, tensor, data, pipeline if unit.name == graph.backbone.name else 1, context=context)
-                    for unit in graph.units
-                }
-                yield Candidate(layouts, size, (encoders,) if encoders else ())
+            layouts = {
+                unit.name: even_layout(unit, encoder_tensor, 1, encoder_stages, context=encoder_context)
+                if unit.name in encoders
+                else even_layout(unit, tensor, 1, pipeline if unit.name == graph.backbone.name else 1, context=context)
+                for unit in graph.units
+            }
+            yield from with_replicas(request, layouts, data_sizes, groups=(encoders,) if encoders else ())
 
 
 def _encoder_stages(request: PlanningRequest, encoders: tuple[str, ...]) -> list[int]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from multimodal.plan.planners.candidate import Candidate
-from multimodal.plan.planners.megatron import largest_fitting, shared_stage_sizes
+from multimodal.plan.planners.megatron import shared_stage_sizes, with_replicas
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.step_estimate import choose_candidate
@@ -31,20 +31,15 @@ def plan_encoders_replicated(request: PlanningRequest) -> PlannedRun:
 
 def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
     """Yield each LLM with encoders of its dp: that many microbatches run on each of its stages."""
-    graph, size = request.graph, request.default_micro_batch_size
-    encoders = tuple(unit.name for unit in graph.encoders)
-    backbone = graph.backbone.name
-    data_sizes = request.data_parallel_sizes(backbone)
-    together = (*encoders, backbone)
+    graph, backbone = request.graph, request.graph.backbone.name
+    together = (*(unit.name for unit in graph.encoders), backbone)
     for tensor, context in shared_stage_sizes(request, together):
         for pipeline in request.pipeline_parallel_sizes(backbone):
-            replica = tensor * context * (pipeline + len(graph.generators))
-            for data in largest_fitting(data_sizes, gpus_per_replica=replica, num_gpus=request.num_gpus):
-                layouts = {
-                    unit.name: even_layout(unit, tensor, data, pipeline if unit.name == backbone else 1, context=context)
-                    for unit in graph.units
-                }
-                yield Candidate(layouts, size, ((*encoders, backbone),) if encoders else ())
+            layouts = {
+                unit.name: even_layout(unit, tensor, 1, pipeline if unit.name == backbone else 1, context=context)
+                for unit in graph.units
+            }
+            yield from with_replicas(request, layouts, request.data_parallel_sizes(backbone), groups=(together,))
 
 
 def _replicate(request: PlanningRequest, candidate: Candidate) -> Candidate:

@@ -13,14 +13,13 @@ from multimodal.cost.communication import message_cost
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.planners.candidate import Candidate, fits, num_unit_microbatches
 from multimodal.plan.planners.flops_ratio import proportional_gpus
-from multimodal.plan.planners.layer_times import PlanningTimes
+from multimodal.plan.planners.layer_times import PlanningTimes, unit_seconds
 from multimodal.plan.planners.megatron import shared_data_parallel_sizes
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.plan.planners.step_estimate import choose, unit_stage_seconds
 from multimodal.plan.planners.unit_layout import UnitLayout, partition_unit
-from multimodal.values.backward_need import layers_backward_need
 from multimodal.values.model_graph import Role, Unit
 
 BALANCE = "entrain"
@@ -49,10 +48,10 @@ def plan_entrain(request: PlanningRequest) -> PlannedRun:
         request,
         (each for data, size in batch_sizes.items() for each in _candidates(request, times, _proportions(work, size), data)),
         seconds=partial(iteration_seconds, request, times),
-        fits=partial(fits, request, memory),
+        fits=partial(fits, memory),
     )
     is_pipeline = sum(layout.pipeline_parallel_size for layout in chosen.layouts.values()) > 1
-    schedule = AHEAD if is_pipeline and fits(request, memory, chosen, schedule=AHEAD) else chosen.schedule
+    schedule = AHEAD if is_pipeline and fits(memory, chosen, schedule=AHEAD) else chosen.schedule
     run = chosen.to_run(request, seconds=seconds, balance=BALANCE, schedule=schedule)
     batch_size = batch_sizes[chosen.layouts[request.graph.backbone.name].data_parallel_size]
     notes = (f"minimum stable profiling batch: {batch_size} samples ({num_trials()} trials)",)
@@ -139,15 +138,7 @@ def sample_work(request: PlanningRequest) -> Mapping[str, NDArray[np.float64]]:
     for unit in request.graph.units:
         loads = request.sample_loads[unit.name][rows]
         distinct, position = np.unique(loads, axis=0, return_inverse=True)
-        kinds = {kind: (unit.layers.index(kind), unit.layers.count(kind)) for kind in dict.fromkeys(unit.layers)}
-        needs = {
-            kind: layers_backward_need(request.graph, unit.name, range(index, index + 1)) for kind, (index, _) in kinds.items()
-        }
-        seconds = []
-        for row in distinct.tolist():
-            load = UnitLoad(*map(int, row))
-            layers = {kind: request.layer_costs.seconds(unit.name, kind, load, recompute=request.recompute) for kind in kinds}
-            seconds.append(sum(kinds[kind][1] * (one.forward + one.backward(kind, needs[kind])) for kind, one in layers.items()))
+        seconds = [unit_seconds(request, unit.name, UnitLoad(*map(int, row)), StageSize(1)) for row in distinct.tolist()]
         found[unit.name] = np.array(seconds)[position.ravel()]
     return found
 

@@ -12,7 +12,7 @@ from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.step_estimate import estimate_seconds
-from multimodal.plan.planners.unit_layout import UnitLayout, even_layout
+from multimodal.plan.planners.unit_layout import UnitLayout
 from multimodal.plan.planners.unit_options import UnitOptions, infeasible, list_options
 from multimodal.values.model_graph import Role
 
@@ -25,13 +25,13 @@ def plan_flops_ratio(request: PlanningRequest) -> PlannedRun:
     """
     times, memory = PlanningTimes(request), MemoryEstimate(request)
     graph, size = request.graph, request.default_micro_batch_size
-    options = {name: list_options(request, times, memory, unit=name, max_gpus=request.num_gpus) for name in graph.unit_names}
+    options = {name: list_options(times, memory, unit=name, max_gpus=request.num_gpus) for name in graph.unit_names}
     fewest = {name: int(each.gpus.min()) if len(each) else request.num_gpus + 1 for name, each in options.items()}
     layouts = _lay_out(request, options, fewest)
     if layouts is None:
         raise infeasible(request)
     candidate = Candidate({name: layouts[name] for name in graph.unit_names}, size)
-    return candidate.to_run(request, seconds=estimate_seconds(request, times, candidate))
+    return candidate.to_run(request, seconds=estimate_seconds(times, candidate))
 
 
 def _lay_out(
@@ -55,9 +55,7 @@ def _lay_out(
                     return None
                 fewest = {**fewest, unit.name: int(enough.min())}
                 break
-            sizes = (int(column[row]) for column in (chosen.tensor, chosen.data, chosen.pipeline))
-            layout = even_layout(unit, *sizes, context=int(chosen.context[row]))
-            layouts[unit.name] = layout
+            layout = layouts[unit.name] = chosen.layout(row, unit)
             if unit.role is not Role.ENCODER:
                 in_flight += layout.pipeline_parallel_size * layout.data_parallel_size
         else:

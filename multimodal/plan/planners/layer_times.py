@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
-from multimodal.values.backward_need import layers_backward_need
 
 
 class LayerTimes(NamedTuple):
@@ -36,27 +36,29 @@ class PlanningTimes:
         return self._known[unit, size]
 
     def _compute(self, unit: str, size: StageSize) -> LayerTimes:
-        request = self.request
-        described = request.graph.unit(unit)
-        load = request.load(unit, request.default_micro_batch_size)
-        forward, backward = [], []
-        # Layers of one kind in a unit have one shape and one backward.
-        kinds = {}
-        for index, kind in enumerate(described.layers):
-            need = layers_backward_need(request.graph, unit, range(index, index + 1)) if kind not in kinds else None
-            if need is not None:
-                one = request.layer_costs.seconds(
-                    unit,
-                    kind,
-                    load,
-                    tensor_parallel_size=size.tensor,
-                    context_parallel_size=size.context,
-                    recompute=request.recompute,
-                )
-                kinds[kind] = (one.forward, one.backward(kind, need) if self.is_frozen_aware else 2 * one.forward)
-            forward.append(kinds[kind][0])
-            backward.append(kinds[kind][1])
-        return LayerTimes(tuple(forward), tuple(backward))
+        load = self.request.load(unit, self.request.default_micro_batch_size)
+        kinds = kind_seconds(self.request, unit, load, size)
+        if not self.is_frozen_aware:
+            kinds = {kind: (forward, 2 * forward) for kind, (forward, _) in kinds.items()}
+        layers = self.request.graph.unit(unit).layers
+        return LayerTimes(tuple(kinds[kind][0] for kind in layers), tuple(kinds[kind][1] for kind in layers))
+
+
+def kind_seconds(request: PlanningRequest, unit: str, load: UnitLoad, size: StageSize) -> dict[str, tuple[float, float]]:
+    """Return kind of layer -> seconds of its forward and backward; layers of one kind in a unit are alike."""
+    found = {}
+    for kind in dict.fromkeys(request.graph.unit(unit).layers):
+        one = request.layer_costs.seconds(
+            unit, kind, load, tensor_parallel_size=size.tensor, context_parallel_size=size.context, recompute=request.recompute
+        )
+        found[kind] = one.forward, one.backward(kind, request.backward_need(unit, kind))
+    return found
+
+
+def unit_seconds(request: PlanningRequest, unit: str, load: UnitLoad, size: StageSize) -> float:
+    """Return the seconds of a load in all layers of a unit, forward and backward."""
+    layers = request.graph.unit(unit).layers
+    return sum(layers.count(kind) * sum(seconds) for kind, seconds in kind_seconds(request, unit, load, size).items())
 
 
 def stage_times(times: LayerTimes, stages: Sequence[Sequence[tuple[int, int]]]) -> tuple[float, ...]:

@@ -86,73 +86,61 @@ def _best_first(best: Mapping[int, float]) -> list[int]:
 
 def _kinds(request: PlanningRequest) -> Iterator[list[PlannedRun]]:
     times, memory, spread = PlanningTimes(request), MemoryEstimate(request), LengthSpread(request)
-    for virtual_stages in _virtual_stages(request):
+    fixed = request.fixed(request.graph.backbone.name).virtual_stages
+    for virtual_stages in (fixed,) if fixed else VIRTUAL_STAGES:
         for list_scored, leaves_ranks in ((_disaggregated, True), (_colocated, False)):
             problem = build_problem(
                 request, virtual_stages=virtual_stages, leaves_ranks=leaves_ranks, left_out=request.idle_units
             )
-            scored = list_scored(request, times, memory, spread, problem) if len(problem.llm) else ()
+            scored = list_scored(times, memory, spread, problem) if len(problem.llm) else ()
             yield [candidate.to_run(request, seconds=seconds) for candidate, seconds in scored]
     if request.zero_stage != 3:  # its estimate would have to know what replicas share
-        yield from _grids(request, times, memory, spread)
+        yield from _grids(times, memory, spread)
 
 
-def _grids(
-    request: PlanningRequest, times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread
-) -> list[list[PlannedRun]]:
+def _grids(times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread) -> list[list[PlannedRun]]:
     """The best grids for each number of virtual stages, as cut and with even lanes; none where units cannot share tp and dp."""
     try:
-        grids = list(list_grids(request, times, layers_per_range=LAYERS_PER_RANGE))
+        grids = list(list_grids(times, layers_per_range=LAYERS_PER_RANGE))
     except PlanError:
         return []
     kinds: dict[int, list[tuple[float, Grid]]] = {}
-    scored = ((grid_seconds(request, grid, spread=spread), index, grid) for index, grid in enumerate(grids))
+    scored = ((grid_seconds(times.request, grid, spread=spread), index, grid) for index, grid in enumerate(grids))
     for seconds, _, grid in sorted(scored, key=lambda entry: entry[:2]):
         kept = kinds.setdefault(min(grid.virtual_stages, MOST_KINDS_OF_RANGES), [])
         is_near = not kept or seconds <= SLACK * kept[0][0]
-        if len(kept) < MOST_PER_KIND // 2 and is_near and grid_fits(request, memory, grid):
+        if len(kept) < MOST_PER_KIND // 2 and is_near and grid_fits(memory, grid):
             kept.append((seconds, grid))
-    evened = [_evened(request, times, memory, spread, kept) for kept in kinds.values()]
-    return [[grid_run(request, grid, seconds=seconds) for seconds, grid in kept] for kept in (*kinds.values(), *evened)]
+    evened = [_evened(times, memory, spread, kept) for kept in kinds.values()]
+    return [[grid_run(times.request, grid, seconds=seconds) for seconds, grid in kept] for kept in (*kinds.values(), *evened)]
 
 
 def _evened(
-    request: PlanningRequest, times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread, kept: list[tuple[float, Grid]]
+    times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread, kept: list[tuple[float, Grid]]
 ) -> list[tuple[float, Grid]]:
     """The grids that can be evened out, with even lanes."""
-    evened = [even_grid(request, times, grid) for _, grid in kept]
-    changed = [each for each, (_, grid) in zip(evened, kept, strict=True) if each != grid and grid_fits(request, memory, each)]
-    return sorted(((grid_seconds(request, each, spread=spread), each) for each in changed), key=lambda entry: entry[0])
-
-
-def _virtual_stages(request: PlanningRequest) -> Sequence[int]:
-    fixed = request.fixed(request.graph.backbone.name).virtual_stages
-    return (fixed,) if fixed else VIRTUAL_STAGES
+    evened = [even_grid(times, grid) for _, grid in kept]
+    changed = [each for each, (_, grid) in zip(evened, kept, strict=True) if each != grid and grid_fits(memory, each)]
+    return sorted(((grid_seconds(times.request, each, spread=spread), each) for each in changed), key=lambda entry: entry[0])
 
 
 def _disaggregated(
-    request: PlanningRequest, times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread, problem: AllocationProblem
+    times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread, problem: AllocationProblem
 ) -> list[Scored]:
     """The best choice of other units for each parallelism of the LLM; layers partitioned by their times."""
-    found = []
+    request, found = times.request, []
     for choice in rank_allocations(problem, slack=SLACK)[: 2 * MOST_PER_KIND]:
         even = with_idle_units(request, build_candidate(request, problem, choice))
-        balanced = balance_layers(request, times, even)
-        scored = [
-            (each, estimate_seconds(request, times, each, spread=spread))
-            for each in (balanced, even)
-            if fits(request, memory, each)
-        ]
-        found += scored[:1]
+        balanced = balance_layers(times, even)
+        if chosen := next((each for each in (balanced, even) if fits(memory, each)), None):
+            found.append((chosen, estimate_seconds(times, chosen, spread=spread)))
     return sorted(found, key=lambda each: (each[1], each[0].num_gpus))[:MOST_PER_KIND]
 
 
-def _colocated(
-    request: PlanningRequest, times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread, problem: AllocationProblem
-) -> list[Scored]:
+def _colocated(times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread, problem: AllocationProblem) -> list[Scored]:
     """Return layouts with every unit on all ranks that the LLM takes, encoders and generators with one stage per replica."""
-    graph, llm = request.graph, problem.llm
-    backbone = graph.backbone
+    request, llm = times.request, problem.llm
+    graph, backbone = request.graph, request.graph.backbone
     others = [unit for unit in graph.units if unit.name != backbone.name and unit.name not in request.idle_units]
     if not others:
         return []
@@ -162,22 +150,15 @@ def _colocated(
         count = int(llm.gpus[row])
         if llm.stage_seconds[row] * problem.num_microbatches / llm.data[row] > SLACK * best:
             continue
-        own = even_layout(
-            backbone,
-            int(llm.tensor[row]),
-            int(llm.data[row]),
-            int(llm.pipeline[row]),
-            virtual_stages=problem.virtual_stages,
-            context=int(llm.context[row]),
-        )
+        own = llm.layout(row, backbone, virtual_stages=problem.virtual_stages)
         for layouts in product(*(_spread(request, unit, count) for unit in others)):
             chosen = {**{unit.name: layout for unit, layout in zip(others, layouts, strict=True)}, backbone.name: own}
             busy = {name: chosen[name] for name in graph.unit_names if name in chosen}
             candidate = with_idle_units(request, Candidate(busy, request.default_micro_batch_size, (tuple(busy),)))
-            if lower_bound_seconds(request, times, candidate) > SLACK * best:
+            if lower_bound_seconds(times, candidate) > SLACK * best:
                 continue
-            seconds = estimate_seconds(request, times, candidate, spread=spread)
-            if seconds <= SLACK * best and fits(request, memory, candidate):
+            seconds = estimate_seconds(times, candidate, spread=spread)
+            if seconds <= SLACK * best and fits(memory, candidate):
                 found.append((candidate, seconds))
                 best = min(best, seconds)
     return sorted(found, key=lambda each: (each[1], each[0].num_gpus))[:MOST_PER_KIND]
@@ -216,11 +197,11 @@ def _spread(request: PlanningRequest, unit: Unit, num_gpus: int) -> Iterator[Uni
             yield even_layout(unit, tensor, data, stages, context=context)
 
 
-def balance_layers(request: PlanningRequest, times: PlanningTimes, candidate: Candidate) -> Candidate:
+def balance_layers(times: PlanningTimes, candidate: Candidate) -> Candidate:
     """Partition every unit's layers anew by their times, into as many stages as it has."""
     layouts = {}
     for name, layout in candidate.layouts.items():
-        unit = request.graph.unit(name)
+        unit = times.request.graph.unit(name)
         total = times.of_unit(name, layout.stage_size).total
         ranges = partition_unit(unit, total, num_stages=layout.pipeline_parallel_size * layout.virtual_stages)
         stages = deal_ranges(ranges, num_stages=layout.pipeline_parallel_size)

@@ -1,13 +1,14 @@
 """Megatron-LM: one rigid grid, in which encoders and generators are extra pipeline stages beside the LLM's (DistTrain 2.1)."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 
 from multimodal.plan.planners.candidate import Candidate
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import MOST_MICRO_BATCH_TOKENS, PlanningRequest, StageSize
 from multimodal.plan.planners.step_estimate import choose_candidate
-from multimodal.plan.planners.unit_layout import even_layout
+from multimodal.plan.planners.unit_layout import Groups, UnitLayout, even_layout
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import Unit
 
@@ -26,23 +27,26 @@ def plan_megatron(request: PlanningRequest) -> PlannedRun:
 
 
 def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
-    graph, size = request.graph, request.default_micro_batch_size
-    names = graph.unit_names
-    backbone = graph.backbone.name
+    graph, names = request.graph, request.graph.unit_names
     data_sizes = shared_data_parallel_sizes(request, names)
     for extra, (tensor, context) in product(range(1, MOST_EXTRA_STAGES + 1), shared_stage_sizes(request, names)):
-        for pipeline in request.pipeline_parallel_sizes(backbone):
-            stages = {unit.name: _num_stages(request, unit, backbone, pipeline, extra) for unit in graph.units}
-            replica = tensor * context * sum(stages.values())
-            for data in largest_fitting(data_sizes, gpus_per_replica=replica, num_gpus=request.num_gpus):
-                layouts = {unit.name: even_layout(unit, tensor, data, stages[unit.name], context=context) for unit in graph.units}
-                yield Candidate(layouts, size)
+        for pipeline in request.pipeline_parallel_sizes(graph.backbone.name):
+            stages = {unit.name: _num_stages(request, unit, extra) for unit in graph.units} | {graph.backbone.name: pipeline}
+            layouts = {unit.name: even_layout(unit, tensor, 1, stages[unit.name], context=context) for unit in graph.units}
+            yield from with_replicas(request, layouts, data_sizes)
 
 
-def _num_stages(request: PlanningRequest, unit: Unit, backbone: str, pipeline: int, extra: int) -> int:
-    if unit.name == backbone:
-        return pipeline
+def _num_stages(request: PlanningRequest, unit: Unit, extra: int) -> int:
     return request.fixed(unit.name).pipeline_parallel_size or min(extra, unit.transformer.num_layers)
+
+
+def with_replicas(
+    request: PlanningRequest, layouts: Mapping[str, UnitLayout], data_sizes: Sequence[int], *, groups: Groups = ()
+) -> Iterator[Candidate]:
+    """Yield one replica of every unit as often as the largest of the data parallel sizes allow (`largest_fitting`)."""
+    one = Candidate({name: layouts[name] for name in request.graph.unit_names}, request.default_micro_batch_size, groups)
+    for data in largest_fitting(data_sizes, gpus_per_replica=one.num_gpus, num_gpus=request.num_gpus):
+        yield replace(one, layouts={name: replace(each, data_parallel_size=data) for name, each in one.layouts.items()})
 
 
 def shared_data_parallel_sizes(request: PlanningRequest, units: Sequence[str]) -> tuple[int, ...]:

@@ -54,12 +54,7 @@ def plan_megatron_balanced(request: PlanningRequest) -> PlannedRun:
     Raises PlanError when nothing fits.
     """
     times, memory = PlanningTimes(request), MemoryEstimate(request)
-    grid, seconds = choose(
-        request,
-        list_grids(request, times),
-        seconds=partial(grid_seconds, request),
-        fits=partial(grid_fits, request, memory),
-    )
+    grid, seconds = choose(request, list_grids(times), seconds=partial(grid_seconds, request), fits=partial(grid_fits, memory))
     return grid_run(request, grid, seconds=seconds)
 
 
@@ -70,17 +65,17 @@ def grid_run(request: PlanningRequest, grid: Grid, *, seconds: float) -> Planned
     return build_run(request, plan, schedule=plain_schedule(has_virtual_stages=grid.virtual_stages > 1), seconds=seconds)
 
 
-def list_grids(request: PlanningRequest, times: PlanningTimes, *, layers_per_range: Sequence[int] = ()) -> Iterator[Grid]:
+def list_grids(times: PlanningTimes, *, layers_per_range: Sequence[int] = ()) -> Iterator[Grid]:
     """Yield the grid of every tp, cp, dp, pp and V.
 
     layers_per_range: V that make ranges of about so many layers, or of equal time, are tried, too, unless V is fixed.
     """
-    names = request.graph.unit_names
+    request, names = times.request, times.request.graph.unit_names
     backbone = request.fixed(request.graph.backbone.name)
     chunks = (backbone.virtual_stages,) if backbone.virtual_stages else VIRTUAL_STAGES
     data_sizes = shared_data_parallel_sizes(request, names)
     for tensor, context in shared_stage_sizes(request, names):
-        pieces = chain_pieces(request, times, StageSize(tensor, context))
+        pieces = chain_pieces(times, StageSize(tensor, context))
         most_stages = min(len(pieces), request.num_gpus // (tensor * context))
         stages = (backbone.pipeline_parallel_size,) if backbone.pipeline_parallel_size else range(1, most_stages + 1)
         for num_stages in stages:
@@ -103,11 +98,11 @@ def _finer(pieces: Sequence[Piece], num_stages: int, layers_per_range: Sequence[
     return (found | {math.ceil(sum(seconds) / (max(seconds) * num_stages))}) - {0}
 
 
-def even_grid(request: PlanningRequest, times: PlanningTimes, grid: Grid) -> Grid:
+def even_grid(times: PlanningTimes, grid: Grid) -> Grid:
     """Return the grid with evened out lanes (`even_out_lanes`)."""
     layout = next(iter(grid.layouts.values()))
-    tensor, context = layout.tensor_parallel_size, layout.context_parallel_size
-    pieces = chain_pieces(request, times, StageSize(tensor, context))
+    tensor, context = layout.stage_size
+    pieces = chain_pieces(times, layout.stage_size)
     seconds = [each for _, _, each in pieces]
     cuts = partition_layers(seconds, num_stages=grid.num_stages * grid.virtual_stages)
     evened = even_out_lanes(seconds, cuts, num_lanes=grid.num_stages)
@@ -115,10 +110,10 @@ def even_grid(request: PlanningRequest, times: PlanningTimes, grid: Grid) -> Gri
     return found.with_replicas(layout.data_parallel_size)
 
 
-def chain_pieces(request: PlanningRequest, times: PlanningTimes, size: StageSize) -> tuple[Piece, ...]:
+def chain_pieces(times: PlanningTimes, size: StageSize) -> tuple[Piece, ...]:
     """List the layers of all units as one chain."""
     found = []
-    for unit in request.graph.units:
+    for unit in times.request.graph.units:
         total = times.of_unit(unit.name, size).total
         found += [(unit.name, piece, sum(total[piece[0] : piece[1]])) for piece in unit_pieces(unit)]
     return tuple(found)
@@ -157,8 +152,9 @@ def grid_seconds(request: PlanningRequest, grid: Grid, *, spread: LengthSpread |
     return max(ends + count * slowest * waits, heaviest) + reduction
 
 
-def grid_fits(request: PlanningRequest, memory: MemoryEstimate, grid: Grid) -> bool:
+def grid_fits(memory: MemoryEstimate, grid: Grid) -> bool:
     """Return True if the units' estimated bytes fit together in every stage of the grid."""
+    request = memory.request
     candidate = Candidate(grid.layouts, request.default_micro_batch_size)
     total = [0.0] * grid.num_stages
     working = [0.0] * grid.num_stages

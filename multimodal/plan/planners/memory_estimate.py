@@ -16,7 +16,6 @@ from multimodal.cost.step_memory import GATHERED_GROUPS, layer_static_bytes
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
 from multimodal.plan.planners.unit_layout import Range, UnitLayout
-from multimodal.values.backward_need import layers_backward_need
 
 
 class LayerMemory(NamedTuple):
@@ -141,10 +140,8 @@ class MemoryEstimate:
         key = unit, kind, is_recomputed
         if key not in self._layers:
             request, described = self.request, self.request.graph.unit(unit)
-            index = described.layers.index(kind)
-            need = layers_backward_need(request.graph, unit, range(index, index + 1))
+            need = request.backward_need(unit, kind)
             load = UnitLoad(*(math.ceil(each) for each in request.mean_loads[unit]))
-
             layer = describe_layer(request.graph, described, kind, vocab_size=request.vocab_size)
             case = ActivationCase(
                 need,

@@ -1,9 +1,11 @@
 """Runs a planner until its plan's simulated peak of memory fits, and compares what runs will reach."""
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 from multimodal.cost.layers.layer import Recompute
 from multimodal.plan.planners.planned_run import PlannedRun
@@ -23,6 +25,18 @@ MARGIN = 0.98
 Planner = Callable[[PlanningRequest], PlannedRun]
 
 
+class Planned(NamedTuple):
+    """A run with its prediction."""
+
+    run: PlannedRun
+    prediction: Prediction
+
+    @property
+    def key(self) -> tuple[float, int]:
+        """Shorter steps first; of equals, fewer GPUs."""
+        return self.prediction.iteration_seconds, self.run.num_gpus
+
+
 def plan_run(
     planner: Planner,
     request: PlanningRequest,
@@ -31,7 +45,7 @@ def plan_run(
     num_batches: int | None = None,
     filling: float = FILLING,
     is_checked: bool = True,
-) -> tuple[PlannedRun, Prediction]:
+) -> Planned:
     """Plan, simulate, and plan again with less memory to count on while the simulated peak does not fit.
 
     Planners estimate activations in closed form; real batches and schedules can need more. Where nothing fits, whole layers are
@@ -69,7 +83,7 @@ def _plan_in_memory(
     planner: Planner,
     request: PlanningRequest,
     predict: Callable[[PlannedRun, PlanningRequest], Prediction],
-) -> tuple[PlannedRun, Prediction]:
+) -> Planned:
     scaled, seconds = request, 0.0
     for _ in range(MOST_ROUNDS):
         run = planner(scaled)
@@ -77,9 +91,9 @@ def _plan_in_memory(
         validate_plan(run.plan, graph=request.graph, world_size=run.num_gpus)
         prediction = predict(run, request)
         if prediction.peak_memory_bytes <= request.memory_bytes:
-            return replace(run, planning_seconds=seconds), prediction
+            return Planned(replace(run, planning_seconds=seconds), prediction)
         excess = prediction.peak_memory_bytes / request.memory_bytes
-        scaled = scaled.with_memory_scale(scaled.memory_scale * MARGIN / excess)
+        scaled = replace(scaled, memory_scale=scaled.memory_scale * MARGIN / excess)
     raise PlanError(
         f"planner '{run.planner}': its plans need {prediction.peak_memory_bytes / 1e9:.3g} GB on some GPU where "
         f"{request.memory_bytes / 1e9:.3g} GB may be used, after {MOST_ROUNDS} attempts with less; use more GPUs, a smaller "
@@ -87,37 +101,9 @@ def _plan_in_memory(
     )
 
 
-@dataclass(frozen=True)
-class Ranked:
-    """A run with the prediction that it is ranked by."""
-
-    run: PlannedRun
-    prediction: Prediction
-
-    @property
-    def key(self) -> tuple[float, int]:
-        """Shorter steps first; of equals, fewer GPUs."""
-        return self.prediction.iteration_seconds, self.run.num_gpus
-
-
 def run_key(run: PlannedRun) -> str:
     """Return what tells runs apart that a search has seen."""
-    how = (
-        run.schedule,
-        run.passes,
-        run.balance,
-        run.micro_batch_size,
-        run.recompute,
-        run.transformer_impl,
-        run.sharding,
-        run.tp_comm_overlap,
-    )
-    return repr((run.plan.units, *how))
-
-
-def has_tensor_parallelism(run: PlannedRun) -> bool:
-    """Return True if some unit has a tensor parallel size above 1."""
-    return any(unit.tensor_parallel_size > 1 for unit in run.plan.units.values())
+    return repr([getattr(run, each.name) for each in fields(run) if each.compare])
 
 
 def has_virtual_stages(run: PlannedRun) -> bool:
@@ -125,9 +111,9 @@ def has_virtual_stages(run: PlannedRun) -> bool:
     return any(len(stage.layer_ranges) > 1 for unit in run.plan.units.values() for stage in unit.replicas[0].stages)
 
 
-def describe(ranked: Ranked) -> str:
+def describe(planned: Planned) -> str:
     """One line: time, MFU, memory, bubbles by kind, distance to the ideal, and the units' sizes."""
-    run, found = ranked.run, ranked.prediction
+    run, found = planned
     bubbles = ", ".join(f"{kind} {share:.1%}" for kind, share in found.bubble.items() if share >= 0.0005)
     units = ", ".join(f"{unit} {describe_sizes(plan)}" for unit, plan in run.plan.units.items())
     above = found.iteration_seconds / found.ideal_seconds - 1 if found.ideal_seconds else 0.0
@@ -153,7 +139,7 @@ NUM_STEPS = 8
 """Eighths of the GPUs are tried."""
 
 
-def plan_per_gpu(planner: Planner, request: PlanningRequest, *, max_actions: int | None) -> tuple[PlannedRun, Prediction]:
+def plan_per_gpu(planner: Planner, request: PlanningRequest, *, max_actions: int | None) -> Planned:
     """Plan for 8/8, 7/8, ... 1/8 of the GPUs, and return the plan with most tokens per second and GPU.
 
     Of equals, the one with more GPUs. A search by simulation gets its share of the time budget for each.
@@ -161,20 +147,21 @@ def plan_per_gpu(planner: Planner, request: PlanningRequest, *, max_actions: int
     """
     sizes = sorted({max(1, request.num_gpus * step // NUM_STEPS) for step in range(1, NUM_STEPS + 1)}, reverse=True)
     budget = request.time_budget_seconds / len(sizes)
-    best: tuple[PlannedRun, Prediction] | None = None
+    best: Planned | None = None
     problem: PlanError | None = None
     seconds = 0.0
     for size in sizes:
         smaller = replace(request, num_gpus=size, time_budget_seconds=budget)
         try:
-            run, prediction = plan_run(planner, smaller, max_actions=max_actions)
-        except PlanError as found:
-            problem = problem or found
+            found = plan_run(planner, smaller, max_actions=max_actions)
+        except PlanError as failure:
+            problem = problem or failure
             break
-        seconds += run.planning_seconds
-        if best is None or prediction.tokens_per_second_per_gpu > best[1].tokens_per_second_per_gpu * (1 + 1e-9):
-            best = run, prediction
+        seconds += found.run.planning_seconds
+        least = best.prediction.tokens_per_second_per_gpu * (1 + 1e-9) if best else -math.inf
+        if found.prediction.tokens_per_second_per_gpu > least:
+            best = found
     if best is None:
         assert problem is not None
         raise problem
-    return replace(best[0], planning_seconds=seconds), best[1]
+    return best._replace(run=replace(best.run, planning_seconds=seconds))

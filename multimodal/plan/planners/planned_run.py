@@ -12,7 +12,7 @@ class PlannedRun:
     """A plan with the flags that belong to it."""
 
     plan: Plan
-    planner: str = field(default="", kw_only=True)
+    planner: str = field(default="", kw_only=True, compare=False)
     """The name of the planner that found it."""
     schedule: str = "1f1b"
     """A name of `BUILDERS`."""
@@ -42,6 +42,11 @@ class PlannedRun:
         return self.plan.num_ranks
 
     @property
+    def has_tensor_parallelism(self) -> bool:
+        """True if some unit has a tensor parallel size above 1."""
+        return any(unit.tensor_parallel_size > 1 for unit in self.plan.units.values())
+
+    @property
     def flags(self) -> str:
         """The flags that belong to the plan and are called alike everywhere."""
         flags = [f"--schedule {self.schedule}"]
@@ -58,9 +63,8 @@ class PlannedRun:
     @property
     def training_flags(self) -> str:
         """The flags of pretrain_mllm.py: predictions count on sequence parallelism wherever there is tensor parallelism."""
-        is_divided = any(unit.tensor_parallel_size > 1 for unit in self.plan.units.values())
         strategy = f" --data-parallel-sharding-strategy {self.sharding}" if self.sharding != "optim" else ""
-        return f"{self.flags}{strategy}" + (" --sequence-parallel" if is_divided else "")
+        return f"{self.flags}{strategy}" + (" --sequence-parallel" if self.has_tensor_parallelism else "")
 
     @property
     def simulation_flags(self) -> str:

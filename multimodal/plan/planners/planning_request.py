@@ -18,7 +18,7 @@ from multimodal.cost.step_memory import default_zero_stage
 from multimodal.cost.unit_load import UnitLoad, sample_load
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES
-from multimodal.values.backward_need import unit_is_trainable
+from multimodal.values.backward_need import BackwardNeed, layers_backward_need, unit_is_trainable
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import MOST_RANKS, Plan
@@ -199,13 +199,14 @@ class PlanningRequest:
             num_overlapped_parts=OVERLAPPED_PARTS if tp_comm_overlap else 1,
         )
 
+    def backward_need(self, unit: str, kind: str) -> BackwardNeed:
+        """Return the gradients that a unit's layers of one kind compute."""
+        index = self.graph.unit(unit).layers.index(kind)
+        return layers_backward_need(self.graph, unit, range(index, index + 1))
+
     def fixed(self, unit: str) -> FixedSizes:
         """Return the sizes of a unit that are decided."""
         return self.fixed_sizes.get(unit, FixedSizes())
-
-    def with_memory_scale(self, scale: float) -> "PlanningRequest":
-        """Return the same request with less memory to count on."""
-        return replace(self, memory_scale=scale)
 
     @cached_property
     def sample_loads(self) -> Mapping[str, NDArray[np.float64]]:
@@ -230,11 +231,6 @@ class PlanningRequest:
     def idle_units(self) -> frozenset[str]:
         """Units that none of the samples asks for anything."""
         return frozenset(name for name, load in self.mean_loads.items() if not load[0] and name != self.graph.backbone.name)
-
-    @cached_property
-    def largest_tokens(self) -> Mapping[str, int]:
-        """Unit -> tokens of the longest sample."""
-        return {name: int(loads[:, 0].max()) for name, loads in self.sample_loads.items()}
 
     def load(self, unit: str, num_samples: float) -> UnitLoad:
         """Return what so many average samples ask of a unit."""
@@ -280,7 +276,7 @@ class PlanningRequest:
         most = min(
             self.most_context_parallel,
             self.num_gpus,
-            int(max(average, self.largest_tokens[unit]) / self.least_share_tokens),
+            int(max(average, self.sample_loads[unit][:, 0].max()) / self.least_share_tokens),
             int(average / BLOCK_SIZE),
         )
         described = self.graph.unit(unit)

@@ -14,12 +14,11 @@ from multimodal.cost.layers.registry import describe_layer
 from multimodal.cost.step_memory import GRADIENT_BYTES
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.planners.candidate import Candidate, fits, num_unit_microbatches
-from multimodal.plan.planners.layer_times import PlanningTimes, stage_times
+from multimodal.plan.planners.layer_times import PlanningTimes, stage_times, unit_seconds
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.plan.planners.unit_layout import UnitLayout
 from multimodal.plan.planners.unit_options import infeasible
-from multimodal.values.backward_need import layers_backward_need
 
 NUM_DRAWN = 1024
 """Microbatches drawn from the lengths."""
@@ -35,7 +34,7 @@ class LengthSpread:
     request: PlanningRequest
     _works: dict[str, NDArray[np.float64]] = field(default_factory=dict, repr=False)
     _draws: dict[tuple[str, int], NDArray[np.float64]] = field(default_factory=dict, repr=False)
-    _heaviest: dict[tuple[str, int, int], float] = field(default_factory=dict, repr=False)
+    _heaviest: dict[tuple[str, StageSize], float] = field(default_factory=dict, repr=False)
 
     def slowdown(self, unit: str, *, micro_batch_size: int, num_stages: int) -> float:
         """Return how many times an average microbatch's time a full pipeline of so many stages takes for each.
@@ -54,11 +53,11 @@ class LengthSpread:
 
     def heaviest_seconds(self, unit: str, layout: UnitLayout) -> float:
         """Return the seconds that the heaviest sample spends in all stages of a unit: no step is shorter."""
-        key = unit, layout.tensor_parallel_size, layout.context_parallel_size
+        key = unit, layout.stage_size
         if key not in self._heaviest:
             loads = self.request.sample_loads[unit]
             heaviest = loads[int(np.argmax(self._seconds_of_samples(unit)))]
-            self._heaviest[key] = self._seconds(unit, UnitLoad(*map(int, heaviest)), tensor=key[1], context=key[2])
+            self._heaviest[key] = unit_seconds(self.request, unit, UnitLoad(*map(int, heaviest)), layout.stage_size)
         return self._heaviest[key]
 
     def _microbatches(self, unit: str, micro_batch_size: int) -> NDArray[np.float64]:
@@ -84,18 +83,6 @@ class LengthSpread:
             self._works[unit] = np.array(seconds)[index.ravel()]
         return self._works[unit]
 
-    def _seconds(self, unit: str, load: UnitLoad, *, tensor: int, context: int) -> float:
-        request, described = self.request, self.request.graph.unit(unit)
-        total = 0.0
-        for kind in dict.fromkeys(described.layers):
-            index = described.layers.index(kind)
-            need = layers_backward_need(request.graph, unit, range(index, index + 1))
-            one = request.layer_costs.seconds(
-                unit, kind, load, tensor_parallel_size=tensor, context_parallel_size=context, recompute=request.recompute
-            )
-            total += described.layers.count(kind) * (one.forward + one.backward(kind, need))
-        return total
-
 
 def unit_stage_seconds(times: PlanningTimes, candidate: Candidate) -> Mapping[str, tuple[float, ...]]:
     """Unit -> seconds of each of its stages per microbatch, forward and backward; sharded weights have to come in time."""
@@ -111,16 +98,14 @@ def unit_stage_seconds(times: PlanningTimes, candidate: Candidate) -> Mapping[st
     return found
 
 
-def lower_bound_seconds(request: PlanningRequest, times: PlanningTimes, candidate: Candidate) -> float:
+def lower_bound_seconds(times: PlanningTimes, candidate: Candidate) -> float:
     """Return the busiest lane's work: no schedule of average microbatches is shorter."""
     stages = unit_stage_seconds(times, candidate)
-    busy = {unit: num_unit_microbatches(request, candidate, unit) * max(seconds) for unit, seconds in stages.items()}
+    busy = {unit: num_unit_microbatches(times.request, candidate, unit) * max(seconds) for unit, seconds in stages.items()}
     return max(sum(busy[unit] for unit in group) for group in candidate.all_groups)
 
 
-def estimate_seconds(
-    request: PlanningRequest, times: PlanningTimes, candidate: Candidate, *, spread: LengthSpread | None = None
-) -> float:
+def estimate_seconds(times: PlanningTimes, candidate: Candidate, *, spread: LengthSpread | None = None) -> float:
     """Return the time of a step of average microbatches under 1F1B.
 
     Sum of tau over the longest chain of units, and (n_u - 1) beta_u of the slowest group of units, where unit u's replicas run
@@ -128,7 +113,7 @@ def estimate_seconds(
     their own work side by side, so only the slowest one's stages count in the chain. Virtual stages divide a unit's warm-up.
     spread: with it, pipelines wait for their heaviest microbatches, and no step is shorter than its heaviest sample.
     """
-    stages = unit_stage_seconds(times, candidate)
+    request, stages = times.request, unit_stage_seconds(times, candidate)
     warmup = {
         unit: sum(seconds) / chunks + max(seconds) * (1 - 1 / chunks)
         for unit, seconds in stages.items()
@@ -166,12 +151,11 @@ def reduction_seconds(request: PlanningRequest, unit: str, layout: UnitLayout) -
     if layout.weight_copies == 1:
         return 0.0
     described = request.graph.unit(unit)
-    needs = {kind: described.layers.index(kind) for kind in described.layers}
     weights = {
         kind: describe_layer(request.graph, described, kind, vocab_size=request.vocab_size).num_weights
-        if layers_backward_need(request.graph, unit, range(index, index + 1)).trains_weights
+        if request.backward_need(unit, kind).trains_weights
         else 0
-        for kind, index in needs.items()
+        for kind in dict.fromkeys(described.layers)
     }
     heaviest = max(
         sum(weights[kind] for first, end in ranges for kind in described.layers[first:end]) for ranges in layout.stages
@@ -230,7 +214,7 @@ def choose_candidate(
     return choose(
         request,
         candidates,
-        seconds=partial(estimate_seconds, request, times),
-        fits=partial(fits, request, MemoryEstimate(request)),
-        least_seconds=partial(lower_bound_seconds, request, times),
+        seconds=partial(estimate_seconds, times),
+        fits=partial(fits, MemoryEstimate(request)),
+        least_seconds=partial(lower_bound_seconds, times),
     )

@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.plan.planners.planning_request import StageSize
+from multimodal.plan.unit_grid import place_stages
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph, Unit
-from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers, validate_plan
+from multimodal.values.plan import Plan, Replica, UnitPlan, split_layers, validate_plan
 
 Range = tuple[int, int]
 """Layers from the first to before the second."""
@@ -97,36 +98,19 @@ def lay_out_grid(
 
     stages: unit -> stage of the grid -> the unit's layer ranges there, for the stages that hold any of it.
     """
-    size, replicas = layout.ranks_per_stage, layout.data_parallel_size
-
-    def stage(index: int, replica: int, ranges: Sequence[Range]) -> Stage:
-        first = (index * replicas + replica) * size
-        return Stage(tuple(range(first, first + size)), tuple(ranges))
-
     assert all(0 <= index < num_stages for held in stages.values() for index in held)
-    units = {
-        name: UnitPlan(
-            tuple(Replica(tuple(stage(index, replica, held[index]) for index in held)) for replica in range(replicas)),
-            layout.tensor_parallel_size,
-            layout.context_parallel_size,
-        )
-        for name, held in stages.items()
-    }
-    return _checked(graph, units)
+    tensor, context, data = layout.tensor_parallel_size, layout.context_parallel_size, layout.data_parallel_size
+    return _checked(graph, {name: place_stages(held, tensor=tensor, context=context, data=data) for name, held in stages.items()})
 
 
 def build_unit(layout: UnitLayout, *, first_rank: int) -> UnitPlan:
-    """Lay one unit out: stage p of replica d begins at `first_rank + (p * dp + d) * tp * cp`."""
-    size, replicas = layout.ranks_per_stage, layout.data_parallel_size
-
-    def stage(index: int, replica: int) -> Stage:
-        first = first_rank + (index * replicas + replica) * size
-        return Stage(tuple(range(first, first + size)), layout.stages[index])
-
-    return UnitPlan(
-        tuple(Replica(tuple(stage(index, replica) for index in range(len(layout.stages)))) for replica in range(replicas)),
-        layout.tensor_parallel_size,
-        layout.context_parallel_size,
+    """Lay one unit out on consecutive ranks (`place_stages`)."""
+    return place_stages(
+        dict(enumerate(layout.stages)),
+        tensor=layout.tensor_parallel_size,
+        context=layout.context_parallel_size,
+        data=layout.data_parallel_size,
+        first_rank=first_rank,
     )
 
 

@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 from multimodal.plan.planners.layer_times import PlanningTimes
 from multimodal.plan.planners.memory_estimate import LayerMemory, MemoryEstimate
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
+from multimodal.plan.planners.unit_layout import UnitLayout, even_layout
 from multimodal.values.errors import PlanError
+from multimodal.values.model_graph import Unit
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -41,20 +43,24 @@ class UnitOptions:
         """Keep some rows."""
         return UnitOptions(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
+    def layout(self, row: int, unit: Unit, *, virtual_stages: int = 1) -> UnitLayout:
+        """Lay the unit out as a row says, its layers cut evenly."""
+        tensor, data, pipeline, context = (int(column[row]) for column in (self.tensor, self.data, self.pipeline, self.context))
+        return even_layout(unit, tensor, data, pipeline, virtual_stages, context=context)
 
-def list_options(
-    request: PlanningRequest, times: PlanningTimes, memory: MemoryEstimate, *, unit: str, max_gpus: int
-) -> UnitOptions:
+
+def list_options(times: PlanningTimes, memory: MemoryEstimate, *, unit: str, max_gpus: int) -> UnitOptions:
     """List the parallelisms of a unit that fit `max_gpus` and, with nothing downstream in flight, the memory.
 
     Data parallel sizes divide the number of microbatches. The first stage (an embedding, the most layers, P microbatches in
     flight under 1F1B) and the last one (projector or head) decide about memory. O(tp x cp x dp x pp).
     """
+    request = times.request
     data = request.data_parallel_sizes(unit)
     pipeline = request.pipeline_parallel_sizes(unit)
     grid = _Grid(*(axis.ravel() for axis in np.meshgrid(np.array(data), np.array(pipeline), indexing="ij")))
     columns = [
-        _of_stage_size(request, times, memory, unit, size, grid)
+        _of_stage_size(times, memory, unit, size, grid)
         for size in request.stage_sizes(unit)
         if size.tensor * size.context <= max_gpus or size.context == 1
     ]
@@ -80,27 +86,20 @@ class _Stage(NamedTuple):
     """Microbatches of its own under 1F1B."""
 
 
-def _of_stage_size(
-    request: PlanningRequest,
-    times: PlanningTimes,
-    memory: MemoryEstimate,
-    unit: str,
-    size: StageSize,
-    grid: _Grid,
-) -> UnitOptions:
+def _of_stage_size(times: PlanningTimes, memory: MemoryEstimate, unit: str, size: StageSize, grid: _Grid) -> UnitOptions:
     seconds = times.of_unit(unit, size).total
     num_layers = len(seconds) - 2
     most, least = -(-num_layers // grid.pipeline), num_layers // grid.pipeline
     slowest_body = max(seconds[1:-1])
     first, last = seconds[0] + most * slowest_body, seconds[-1] + least * slowest_body
     slowest = np.where(grid.pipeline == 1, sum(seconds), np.maximum(first, last))
-    kinds = request.graph.unit(unit).layers
+    kinds = times.request.graph.unit(unit).layers
     allowed = np.full(len(slowest), _UNLIMITED)
     one = np.ones_like(grid.pipeline)
     for stage in (_Stage((kinds[0],), most, grid.pipeline), _Stage((kinds[-1],), least, one)):
-        allowed = np.minimum(allowed, _in_flight_downstream(request, memory, unit, size, grid, stage))
+        allowed = np.minimum(allowed, _in_flight_downstream(memory, unit, size, grid, stage))
     both = _Stage((kinds[0], kinds[-1]), most, one)
-    alone = _in_flight_downstream(request, memory, unit, size, grid, both)
+    alone = _in_flight_downstream(memory, unit, size, grid, both)
     allowed = np.where(grid.pipeline == 1, alone, allowed)
     return UnitOptions(
         size.tensor * one,
@@ -114,18 +113,12 @@ def _of_stage_size(
     )
 
 
-def _in_flight_downstream(
-    request: PlanningRequest,
-    memory: MemoryEstimate,
-    unit: str,
-    size: StageSize,
-    grid: _Grid,
-    stage: _Stage,
-) -> Floats:
+def _in_flight_downstream(memory: MemoryEstimate, unit: str, size: StageSize, grid: _Grid, stage: _Stage) -> Floats:
     """Return how many microbatches units downstream may keep in flight for a stage to fit; -1 where it does not by itself.
 
     Solves static + working + activations(own + downstream / dp microbatches) <= memory for the downstream microbatches.
     """
+    request = memory.request
     outer = [memory.layer(unit, kind) for kind in stage.layers]
     bodies = [memory.layer(unit, kind) for kind in dict.fromkeys(request.graph.unit(unit).layers[1:-1])]
     copies, position = np.unique(grid.data * size.context, return_inverse=True)
@@ -180,13 +173,7 @@ def infeasible(request: PlanningRequest) -> PlanError:
     where = f"no plan on {request.num_gpus} GPUs fits {gigabytes:.3g} GB each"
     fewest = {}
     for unit in request.graph.unit_names:
-        options = list_options(
-            wide,
-            times,
-            memory,
-            unit=unit,
-            max_gpus=_LARGEST_SEARCH,
-        )
+        options = list_options(times, memory, unit=unit, max_gpus=_LARGEST_SEARCH)
         if not len(options):
             return PlanError(
                 f"{where}: unit '{unit}' does not fit at any tensor, pipeline or data parallel size that is allowed; use GPUs "

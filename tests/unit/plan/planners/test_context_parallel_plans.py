@@ -146,7 +146,7 @@ def test_estimated_and_simulated_time_agree():
         candidate = candidate_of(context=context)
         run = candidate.to_run(asked, seconds=0.0)
         seconds[context] = predict_run(run, asked).iteration_seconds
-        assert estimate_seconds(asked, PlanningTimes(asked), candidate) == pytest.approx(seconds[context], rel=0.03)
+        assert estimate_seconds(PlanningTimes(asked), candidate) == pytest.approx(seconds[context], rel=0.03)
     assert seconds[4] < 0.35 * seconds[1]
 
 

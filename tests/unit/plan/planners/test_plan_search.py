@@ -6,7 +6,7 @@ import pytest
 
 from multimodal.balance import BALANCERS
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.plan_search import PlanSearch
+from multimodal.plan.planners.braid import PlanSearch
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.unit_layout import fold_stages
 from multimodal.schedule.builders import BUILDERS, VirtualStages
