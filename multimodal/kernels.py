@@ -1,7 +1,7 @@
 """The C++ kernels: `kernels` is their module, or None where it cannot be used and Python references run instead.
 
-Both give the same results, bit for bit, but a reference may take a thousand times as long. So whoever starts a run says which of
-them run (`describe_kernels`).
+Both give the same results, bit for bit, but a reference may take a thousand times as long. So an entry point says which of them
+run (`describe_kernels`).
 """
 
 _NAMES = (

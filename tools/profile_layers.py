@@ -194,7 +194,7 @@ def _profile_step(graph: ModelGraph, rows: Sequence[Row], given: argparse.Namesp
 
 @contextmanager
 def fake_ranks(count: int) -> Iterator[None]:
-    """Let this process be the first of so many ranks, whose collectives send nothing."""
+    """Let this process be the first of `count` ranks, whose collectives send nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)  # type: ignore[no-untyped-call]
     try:
         yield

@@ -28,7 +28,7 @@ class MaskTensors:
     sample_ids: Tensor
     item_ids: Tensor
     positions: Tensor
-    """In the whole packed sequence."""
+    """Positions in the whole packed sequence."""
 
     def rows(self, start: int, stop: int) -> "MaskTensors":
         """Return the tokens start .. stop - 1."""

@@ -45,7 +45,7 @@ class PackedLengths(PackedSeqParams):
     qkv_format: str = "sbhd"
     lengths: tuple[int, ...] = ()
     items: tuple[ItemSpan, ...] = ()
-    """Inside the sequences, in any order; an LLM's only."""
+    """Items inside the sequences, in any order; an LLM's only."""
     share: RankShare | None = None
     """This rank's tokens, where a sequence is spread over ranks; `lengths` and `items` are of all ranks."""
     _masks: dict[MaskRule, AttentionMask] = field(default_factory=dict, repr=False, compare=False)

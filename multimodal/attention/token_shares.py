@@ -63,7 +63,7 @@ class RankShare:
 
     shares: TokenShares
     rank: int
-    """In the context parallel group."""
+    """Index in the context parallel group."""
 
     @property
     def num_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Balancers: they turn lengths into an Assignment, every rank the same one. A row says all that others ask about one."""
+"""Balancers: they turn lengths into an Assignment, every rank the same one. Each has a row of facts."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Placement(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class BalancerRow:
-    """One balancer: its function, and all that flags, `auto`, planners and pages ask about it."""
+    """One balancer: its function, and the facts about it for flags, `auto`, planners and documentation."""
 
     balance: Balancer
     meaning: str
@@ -132,4 +132,4 @@ BALANCERS: dict[str, BalancerRow] = {
         needs_costs=True,
     ),
 }
-"""Every balancer by the name that `--balance` chooses it by. Rows can be added at any time."""
+"""Every balancer by its name for `--balance`. Rows can be added at any time."""

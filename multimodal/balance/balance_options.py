@@ -14,7 +14,7 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
 
 MOST_TOKENS = 2**31 - 1
-"""In one item or text: beyond it, sums of squares would not be exact."""
+"""Most tokens of one item or text: beyond it, sums of squares would not be exact."""
 
 
 class Prediction(Protocol):
@@ -47,7 +47,7 @@ class Granularity(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceOptions:
-    """Sizes, costs and whatever else shapes an assignment."""
+    """Sizes, costs and all other inputs that shape an assignment."""
 
     micro_batch_size: int = 1
     """Samples in one microbatch of the LLM. Balancers that equalise work take it as the mean: it sets their number."""

@@ -26,9 +26,9 @@ class NodeTraffic(NamedTuple):
     """Bytes that the rank with most of them sends to other nodes."""
 
     before: int
-    """If new batch j goes to replica j."""
+    """Bytes if new batch j goes to replica j."""
     after: int
-    """After node-wise rearrangement."""
+    """Bytes after node-wise rearrangement."""
 
 
 class UnitMeasure(NamedTuple):
@@ -105,7 +105,7 @@ def _measure_unit(before: Assignment, after: Assignment, work: BatchWork, *, uni
 def moved_volume(before: Assignment, after: Assignment, work: BatchWork, *, unit: str, bytes_per_token: int) -> csr_matrix:
     """Return [num_replicas, num_replicas] bytes of raw data that each replica loaded of each new batch. O(atoms).
 
-    before: places atoms with who loads them; after: makes the new batches.
+    before: the assignment of atoms to the replicas that load them; after: the assignment that makes the new batches.
     """
     loaded = before.place_of_atom[unit]
     sources, batches, volumes = [], [], []

@@ -32,7 +32,7 @@ class StepPredictor:
         return self.predict_each((assignment,), lengths)[0]
 
     def predict_each(self, assignments: Sequence[Assignment], lengths: Sequence[SampleLengths]) -> "list[StepPrediction]":
-        """Predict a step of these samples under each of several assignments; what they have in common is computed once."""
+        """Predict a step of these samples under each of several assignments; their common part is computed once."""
         first = ModelCosts(self.schedules.step(assignments[0]), lengths, self.cluster, self.vocab_size, self.options)
         return [StepPrediction(self.schedules, first.of_step(self.schedules.step(assignment))) for assignment in assignments]
 

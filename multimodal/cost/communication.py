@@ -9,7 +9,7 @@ from multimodal.cost.step_costs import TransferCost
 def collective_seconds(num_bytes: float, *, ranks: Sequence[int], cluster: Cluster) -> float:
     """Return the seconds of an all-gather or a reduce-scatter by a ring; an all-reduce takes two of these.
 
-    num_bytes: of the whole tensor, all ranks' shares together. ranks: who takes part. Each of the n - 1 steps moves one share,
+    num_bytes: of the whole tensor. ranks: the members of the group. Each of the n - 1 steps moves one share,
     `num_bytes / n / bandwidth`, and starts with a latency: of the network for as many steps as there are nodes but one, of the
     node's links for the others (NCCL's tuning model, src/graph/tuning.cc). Across nodes a rank has its part of the node's network
     cards, since the other ranks of its node do the same at the same time with their peers.

@@ -43,7 +43,7 @@ class CostTable:
 
     num_microbatches: int
     send_seconds: float
-    """From the end of a computation to its result's arrival in another lane; keeps nothing busy."""
+    """Seconds from the end of a computation to its result's arrival in another lane; keeps nothing busy."""
     units: Mapping[str, UnitSeconds]
 
     @classmethod

@@ -33,7 +33,7 @@ _OF_EVERY_ASSIGNMENT = ("layer_costs", "stages", "_compute_costs", "_firsts_alik
 class ModelCosts:
     """`StepCosts` of one global batch on a cluster.
 
-    A computation takes its layers' seconds (`LayerCosts`), with what is waited for of the collectives inside them. A message is
+    A computation takes its layers' seconds (`LayerCosts`), with the waits for collectives inside them. A message is
     `num_tokens x hidden_size` elements. Replicas reduce fp32 gradients and gather the parameters of trained layers (ZeRO-1);
     where they share the weights themselves (ZeRO-3), every stage gathers them in every pass, while the layer before computes, and
     replicas go through it together: their microbatches of one number all take as long as the slowest of them.
@@ -135,7 +135,7 @@ class ModelCosts:
 
     @cached_property
     def update_seconds(self) -> float:
-        """From the end of the last backward and reduction to that of the step: the optimizer's, and a profile's other work."""
+        """Seconds from the last backward and reduction to the end of the step: the optimizer, and a profile's other work."""
         step = self.profile.step if self.profile is not None else None
         return update_seconds(self.stages, options=self.options, cluster=self.cluster, profile=step)
 

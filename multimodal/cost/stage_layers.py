@@ -55,7 +55,7 @@ class StageLayers:
         return self.describe(unit, kind).num_weights
 
     def describe(self, unit: str, kind: str) -> Layer:
-        """Return what a layer of this kind costs in a unit."""
+        """Return the costs of a layer of this kind in a unit."""
         return describe_layer(self.graph, self.graph.unit(unit), kind, vocab_size=self.vocab_size)
 
     @cached_property

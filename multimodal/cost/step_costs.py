@@ -9,7 +9,7 @@ class ComputeCost(NamedTuple):
     """One computation."""
 
     seconds: float
-    """From its start to its end, collectives inside it included."""
+    """Seconds from its start to its end, collectives inside it included."""
     tensor_parallel_seconds: float = 0.0
     """The share of `seconds` in which the lane computes nothing because it waits for a collective inside a layer."""
 
@@ -18,7 +18,7 @@ class TransferCost(NamedTuple):
     """One message between two lanes."""
 
     latency_seconds: float
-    """From the end of sending to its arrival; keeps nothing busy."""
+    """Seconds from the end of sending to its arrival; keeps nothing busy."""
     occupied_seconds: float
     """Size over bandwidth: keeps the sender's sending, the receiver's receiving and the shared link busy."""
     link: int = -1

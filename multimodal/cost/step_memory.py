@@ -41,7 +41,7 @@ def layer_static_bytes(
     zero_stage: int = 1,
     bytes_per_element: int = BYTES_PER_ELEMENT,
 ) -> float:
-    """Return the bytes of so many weights on one replica, all tensor parallel ranks together.
+    """Return the bytes of `num_weights` weights on one replica, all tensor parallel ranks together.
 
     zero_stage: see ZERO_STAGES; data_parallel_size: ranks that hold the same weights, context parallel ones included. Weights in
     fp32 are their own master weights; in fp64, gradients and moments are fp64, too.

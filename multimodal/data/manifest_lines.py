@@ -24,7 +24,7 @@ class ImageSegment:
     """An image file and its size in pixels, if the manifest gives it."""
 
     path: str
-    """As the manifest spells it: relative to the manifest's folder."""
+    """The path in the manifest's spelling: relative to the manifest's folder."""
     size: tuple[int, int] | None
     """(width, height)."""
     is_answer: bool = False

@@ -12,7 +12,7 @@ class ParameterSharding(NamedTuple):
     """The split of one parameter over tensor parallel ranks."""
 
     dimension: int | None
-    """None for a parameter that every rank holds whole."""
+    """The dimension that is cut; None for a parameter that every rank holds whole."""
     num_blocks: int = 1
     """Stacked matrices of each of which a rank holds its part: 2 where a gated first MLP layer stacks [gate; up]."""
 

@@ -23,7 +23,7 @@ class PackedInput:
     positions: Tensor
     """[num_tokens] (text) or [num_tokens, 2] (rows and columns of patches)."""
     patches: Tensor | None = None
-    """[num_tokens, patch_channels]: what an encoder's first stage takes, or what a generator's last stage is to make."""
+    """[num_tokens, patch_channels]: the input of an encoder's first stage, or the target of a generator's last stage."""
     token_ids: Tensor | None = None
     """[num_tokens]; the LLM only."""
     items: tuple[ItemSpan, ...] = ()

@@ -28,7 +28,7 @@ class LayerGuard(Protocol):
         """Called before the layer with its input; returns what to compute with."""
 
     def after(self, layer: int, output: Tensor | HeadOutput) -> Tensor | HeadOutput:
-        """Called after the layer with what it gave; returns what to hand on."""
+        """Called with the layer's result; returns the result to hand on."""
 
 
 class UnitStage(MegatronModule):

@@ -27,7 +27,7 @@ class Join(NamedTuple):
 
 
 Joins = tuple[Mapping[int, tuple[Join, ...]], ...]
-"""Per lane: position in its actions -> what it joins before that action; the number of actions for what comes after the last."""
+"""Per lane: position in its actions -> joins before that action; the number of actions for joins after the last."""
 
 
 def align_replicas(schedule: Schedule) -> Joins:
@@ -46,7 +46,7 @@ def align_replicas(schedule: Schedule) -> Joins:
 
 
 class _Alignment:
-    """The state of the run: where lanes stand, what is done, and who waits for what."""
+    """The state of the run: positions of lanes, actions done, and lanes that wait for them."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.lanes = [lane.actions for lane in schedule.lanes]

@@ -101,7 +101,7 @@ def compile_schedule(schedule: Schedule) -> CompiledSchedule:
     node_of_piece[members] = node_of_collective[collective_of[members]]
     receive_slots = np.flatnonzero(resources[pieces] == _RECEIVE)
     receives = pieces[receive_slots]
-    node_of_piece[receives] = node_of_piece[receives - 1]  # Whoever needs the receive waits for what is sent.
+    node_of_piece[receives] = node_of_piece[receives - 1]  # A piece that needs the receive waits for the send.
     sends = node_of_piece[receives]
 
     by_collective = members[np.lexsort((members, node_of_piece[members]))]

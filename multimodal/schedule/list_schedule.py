@@ -189,7 +189,7 @@ def _flags(work: StepWork, listed: Integers) -> Bytes:
 
 
 def _links(work: StepWork, listed: Integers, flags: Bytes, policy: Policy) -> tuple[Integers, Integers, Integers, Integers]:
-    """Return who follows whom, and what every action releases: starts and positions of both."""
+    """Return the followers of every action, and the actions that it releases: starts and positions of both."""
     position = np.full(work.num_computed, -1)
     position[listed] = np.arange(len(listed))
     owners, needs = position[work.need_owners], position[work.needs]

@@ -198,7 +198,7 @@ class _Run:
             self._end_phases(index)
 
     def _end_flights(self, index: int) -> None:
-        """Take note of what is no longer in flight or stored after an action, which may admit forwards."""
+        """Note the microbatches that are no longer in flight or stored after an action, which may admit forwards."""
         landed = [index] if self.flags[index] & _IS_FORWARD and self.num_holds[index] == 0 else []
         for forward in self.releases[index]:
             self.num_holds[forward] -= 1

@@ -24,7 +24,7 @@ class Simulation:
     """The result of `simulate_schedule`. `timeline` and `stage_seconds` are made when first asked for."""
 
     iteration_seconds: float
-    """From the step's start until everything has ended, messages and collectives included."""
+    """Seconds from the step's start until all work has ended, messages and collectives included."""
     ideal_seconds: float
     """Total seconds of computations over the number of lanes: no schedule of these computations is shorter."""
     mfu: float
@@ -61,7 +61,7 @@ class Simulation:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Computations, the time lanes stood still for receives, sends and collectives: what a run measures."""
+        """Computations, and the time that lanes waited for receives, sends and collectives, as a run measures them."""
         return build_timeline(self.compiled, self.times)
 
     @cached_property

@@ -11,7 +11,7 @@ def report_simulations(simulations: Sequence[Simulation], *, update_seconds: flo
 
     Times are means over the steps, MFU and bubbles means weighted by the steps' times, peaks and counts maxima. `lanes` and
     `stages` describe the first step; `stages` has each virtual stage's computation, microbatch by microbatch. update_seconds: of
-    every step, after what is simulated; they are part of its time, neither busy nor a bubble.
+    every step, after the simulated work; they are part of its time, neither busy nor a bubble.
     """
     whole = sum(each.iteration_seconds + update_seconds for each in simulations)
 

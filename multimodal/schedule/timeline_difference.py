@@ -23,7 +23,7 @@ class Share:
 
     @property
     def difference_seconds(self) -> float:
-        """By how much the second one takes longer."""
+        """Seconds by which the second one takes longer."""
         return self.second_seconds - self.first_seconds
 
 

@@ -1,4 +1,4 @@
-"""The one validator of schedules: what it accepts, the executor can run to its end."""
+"""The one validator of schedules: the executor can run every accepted schedule to its end."""
 
 import numpy as np
 

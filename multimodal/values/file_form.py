@@ -78,7 +78,7 @@ def at_line(path: str | Path, problem: BraidError) -> BraidError:
 
 
 def line_of(path: str | Path, place: Sequence[str | int]) -> int | None:
-    """Return the line, counted from 1, on which something stands in a YAML or JSON file; None where nobody can tell.
+    """Return the line, counted from 1, on which something stands in a YAML or JSON file; None if unknown.
 
     place: keys and indices that lead to it; where the file lacks the last of them, the line of the value that should hold it.
     """

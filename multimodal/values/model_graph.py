@@ -89,7 +89,7 @@ class AudioInput:
 
     num_mel_bins: int = field(default=128, metadata=_up_to(2**16))
     tokens_per_second: int = field(default=50, metadata=_up_to(2**20))
-    """Inside the encoder; the spectrogram has twice as many frames."""
+    """Tokens per second inside the encoder; the spectrogram has twice as many frames."""
     merge_factor: int = field(default=2, metadata=_up_to(2**10))
     """Neighbouring tokens that the projector merges into one."""
 

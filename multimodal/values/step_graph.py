@@ -56,7 +56,7 @@ UNCUT = Cuts()
 
 @dataclass(frozen=True, eq=False)
 class StepGraph:
-    """One step: what is trained, where, which samples, and how its work is cut.
+    """One step: its model, plan and samples, and the cuts of its work.
 
     `values/dependencies.py` says which work there is and what needs what; `values/step_work.py` numbers it.
     """
@@ -101,7 +101,7 @@ class StepGraph:
 
     @cached_property
     def shape(self) -> tuple[object, ...]:
-        """Counts of microbatches and who routes to whom: steps that agree in both have the same schedules. O(items)."""
+        """Counts of microbatches, and the routes between them: steps that agree in both have the same schedules. O(items)."""
         counts = tuple((unit, tuple(map(len, replicas))) for unit, replicas in self.assignment.units.items())
         routes = self.routes.from_source.values()
         return counts, tuple(sorted((route.source, route.target) for of_source in routes for route in of_source))

@@ -1,4 +1,4 @@
-"""The work of a step as numbered pieces, with what each needs as arrays: `dependencies`, asked once for all who want to know."""
+"""The work of a step as numbered pieces, with their needs as arrays: `dependencies`, evaluated once for all callers."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property

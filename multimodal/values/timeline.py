@@ -28,7 +28,7 @@ class Timeline:
 
     @property
     def duration_seconds(self) -> float:
-        """From the step's start to the last event's end."""
+        """Seconds from the step's start to the last event's end."""
         return max((event.end_seconds for event in self.events), default=0.0)
 
     def to_dict(self) -> dict[str, Any]:

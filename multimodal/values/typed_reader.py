@@ -38,7 +38,7 @@ class Plain:
 
     value: Any
     where: str
-    """In words, for messages: `unit 'vision', image`."""
+    """The place in words, for messages: `unit 'vision', image`."""
     error: type[BraidError]
     place: tuple[str | int, ...] = ()
     """Keys and indices that lead to the value from the top of the file."""

@@ -11,7 +11,7 @@ LARGEST_DEPTH = 50
 LARGEST_ALIASED_NODES = 100_000
 """The most nodes that aliases repeat in one file, each counted with all nodes inside it."""
 LARGEST_INTEGER_BITS = 10_000
-"""Python prints such integers; who reads one as a number bounds it further, and can name its key."""
+"""Python prints integers of this size; readers of a number bound it further, and can name its key."""
 _MERGE = "tag:yaml.org,2002:merge"
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _RIDDLE = re.compile(r"[-+]?(0[0-7_]+|.*:.*)")

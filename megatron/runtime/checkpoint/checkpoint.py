@@ -210,7 +210,7 @@ def on_all_ranks(action: Callable[[], _Result], *, what: str) -> list[_Result]:
 
 
 def on_this_rank(action: Callable[[], _Result], *, what: str) -> _Result:
-    """Run `action` on every rank and return this rank's own result, which nobody else gets; errors as in `on_all_ranks`."""
+    """Run `action` on every rank and return this rank's result alone; errors as in `on_all_ranks`."""
     kept: list[_Result] = []
     on_all_ranks(lambda: kept.append(action()), what=what)
     return kept[0]
@@ -228,5 +228,5 @@ def _describe(error: BaseException) -> str:
 
 
 def _printable(message: str) -> str:
-    """Without control characters: a message may quote what a stranger wrote into a checkpoint."""
+    """Return a text without control characters: a message may quote a stranger's text from a checkpoint."""
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in message)

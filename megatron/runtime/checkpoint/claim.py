@@ -1,10 +1,10 @@
-"""One run at a time writes into a folder of checkpoints: its mark there says who, and that it is alive.
+"""One run at a time writes into a folder of checkpoints: its mark there names it, and shows that it is alive.
 
 The mark is the file `.writer.json`, which rank 0 touches every few seconds. A mark is taken over when its run is gone:
 
 - its process, on this machine, has ended;
 - it is an earlier attempt of the same job, which Slurm requeued or torchrun started again, wherever that ran;
-- nobody has touched it for a minute: its machine failed, or it hangs.
+- the mark has not been touched for a minute: its machine failed, or it hangs.
 
 Where none of this can be known at once (the mark is of another machine and young), it is watched: a touch proves that the run
 lives, a minute of silence that it does not. Times are the file system's own, so clocks need not agree.
@@ -41,7 +41,7 @@ class Writer:
     process_start: str
     """Tells it from a later process of the same number."""
     machine: str
-    """Within which process numbers mean something: a boot of a host, and a container's process table."""
+    """The scope of process numbers: a boot of a host, and a container's process table."""
     job: str
     """The job that is started again after a failure; empty if no launcher says."""
     attempt: tuple[int, ...]
@@ -100,7 +100,7 @@ class FolderClaim:
         self._is_released = threading.Event()
 
     def try_to_take(self) -> bool:
-        """Take the folder if nobody writes there; False: it is not known yet, ask again.
+        """Take the folder if no run writes there; False: it is not known yet, ask again.
 
         Returns within seconds. Raises CheckpointError when another run is alive, OSError when the folder cannot be written to.
         """

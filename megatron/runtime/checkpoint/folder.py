@@ -6,7 +6,7 @@
     .step_00000060.partial-HOST-PID     being written, or left by a save that died
     .step_00000030.removed-HOST-PID     being removed
 
-Names change by rename alone, which is atomic, and what is removed is first renamed out of sight. So whatever moment a process
+Names change by rename alone, which is atomic, and a removed folder is first renamed out of sight. So whatever moment a process
 dies at, every complete checkpoint is whole.
 """
 

@@ -1,4 +1,4 @@
-"""`braid.json`: what a checkpoint is of, the files that belong to it, and checksums that bind them to each other."""
+"""`braid.json`: the origin of a checkpoint, its files, and checksums that bind them to each other."""
 
 import base64
 import json
@@ -35,7 +35,7 @@ class Manifest:
     dtype: str
     model: dict[str, Any]
     plan: dict[str, Any]
-    """For the reader's information; a checkpoint loads under any plan."""
+    """The plan, for information; a checkpoint loads under any."""
     run_state: dict[str, Any]
     schedulers_state: dict[str, Any]
     random_state: dict[str, Any]

@@ -3,7 +3,7 @@
 torch.distributed.checkpoint plans both on rank 0 (who writes what several ranks hold, which saved rectangles a wanted one
 overlaps) and checks that the written rectangles fill every tensor without overlap; here is told which rectangles there are. Files
 are Braid's own, where torch's would be pickles: one per writing rank, the bytes of its pieces one after another and nothing else,
-and `tensors.json` (`index`), which says what they are. Neither holds anything that could be executed.
+and `tensors.json` (`index`), which describes them. Neither holds anything that could be executed.
 """
 
 import os

@@ -4,7 +4,7 @@ DistTrain 4.1 bridges units by brokers, gcd(DP, DP) many; here every tensor para
 units the rows are the same on all tensor parallel ranks of a stage, so rank i of the source sends only what overlaps with its
 1/tp of the rows, and the target's ranks gather their shares. Where a unit spreads tokens over context parallel ranks, each of
 these gives and takes rows of its own (`RowShares`), and the same holds for its tensor parallel ranks. Between stages of one
-unit, where all ranks may hold different rows, each passes on what it has.
+unit, where all ranks may hold different rows, each passes on its own.
 """
 
 from collections.abc import Iterator

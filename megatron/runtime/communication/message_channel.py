@@ -70,7 +70,7 @@ class MessageChannel:
 class ReceiveWatch:
     """Receives of one message, watched from the moment somebody asks.
 
-    NCCL says whether a receive is complete. gloo says so only to who waits, so there a thread waits, which costs no core.
+    NCCL says whether a receive is complete. gloo says so only to a waiting thread, so there a thread waits, which costs no core.
     """
 
     def __init__(self, receives: Sequence[dist.Work], *, device: torch.device) -> None:

@@ -21,10 +21,10 @@ class Membership:
     stage_index: int
     context_parallel_rank: int
     groups: ProcessGroupCollection
-    """tp, cp, tp_cp (the whole stage), dp (replicas), dp_cp (whoever holds the same parameters: replicas and context parallel
+    """tp, cp, tp_cp (the whole stage), dp (replicas), dp_cp (ranks that hold the same parameters: replicas and context parallel
     ranks) and what megatron-core asks for beside; pp is this rank alone, as the plan numbers layers and stages."""
     embedding_group: dist.ProcessGroup | None
-    """This rank and its counterpart, who holds the same share of weights, when one is in the first stage and one in the last."""
+    """This rank and its counterpart with the same share of weights, when one is in the first stage and one in the last."""
 
 
 class GroupBook:

@@ -28,7 +28,7 @@ RUNNABLE = frozenset(
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """All that a pipeline's schedule depends on, besides the builder."""
+    """The inputs of a pipeline's schedule, besides the builder."""
 
     num_stages: int
     """Pipeline parallel size."""

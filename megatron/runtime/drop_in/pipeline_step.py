@@ -151,7 +151,7 @@ class PipelineStep(LaneRun):
         self.gradient_sync.launch(self._chunk_index(action))
 
     def link(self, key: MessageKey) -> Link:
-        """Return the ranks and the shape of a message: each rank of a pipeline passes on what it has."""
+        """Return the ranks and the shape of a message: each rank of a pipeline passes on its own data."""
         source, target = (self.messages.ranks[place.stage % self.shape.num_stages] for place in (key.source, key.target))
         is_like_input = (key.direction == "forward") == (target == dist.get_rank())
         shape = self.messages.receive_shape if is_like_input else self.messages.send_shape

@@ -80,7 +80,7 @@ def _read_model(model: str | None, *, entries: Mapping[str, Any], config_path: P
 
 
 def _check_input_file(flag: str, path: str | Path | None) -> None:
-    """Raise ConfigError, which names the flag, where there is no file to read; what is in it its reader checks."""
+    """Raise ConfigError, which names the flag, if there is no file to read; the file's reader checks its content."""
     if path is not None and not Path(path).is_file():
         found = "is a folder or a device" if Path(path).exists() else "no such file"
         raise ConfigError(f"{flag} {path}: {found}; give the path of an existing .yaml or .json file")
@@ -127,7 +127,7 @@ def _build_config(values: Mapping[str, Any], *, graph: ModelGraph) -> RunConfig:
 
 
 def _fill_in_steps(config: RunConfig) -> RunConfig:
-    """Replace what is relative to the length of training by steps: --lr-decay-iters and --lr-warmup-fraction."""
+    """Turn values relative to the length of training into steps: --lr-decay-iters and --lr-warmup-fraction."""
     optimizer = config.optimizer
     decay_iters = optimizer.lr_decay_iters or config.training.train_iters
     fraction = optimizer.lr_warmup_fraction

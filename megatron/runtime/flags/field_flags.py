@@ -29,7 +29,7 @@ class FieldFlag:
     opposite: str | None = None
     """Booleans: the spelling that sets the default again, for overruling a configuration file."""
     parse: Callable[[str], Any] | None = None
-    """From the text of one value; None for booleans."""
+    """The parser of one value's text; None for booleans."""
     metavar: str = ""
     choices: tuple[str, ...] = ()
     is_list: bool = False
@@ -50,7 +50,7 @@ class FieldFlag:
         return " and ".join(f"{word} {bound:.15g}" for word, bound in parts if bound is not None)
 
     def wanted_instead_of(self, number: float) -> str:
-        """Say what a number that is not allowed should be: a large one no larger, any other one within the other bounds."""
+        """Return the bounds to tell for a forbidden number: the upper one if it is too large, else the other bounds."""
         if self.maximum is not None and number > self.maximum:
             return f"at most {self.maximum:.15g}"
         return replace(self, maximum=None).bounds()
@@ -68,7 +68,7 @@ class FieldFlag:
 def field_flags(group: type) -> tuple[FieldFlag, ...]:
     """List the flags of a configuration dataclass, in the order of its fields; fields filled per unit have none.
 
-    A field whose metadata has `choices` chooses a name from what is registered when this is called; one that has `names` takes
+    A field whose metadata has `choices` chooses a name that is registered when this is called; one that has `names` takes
     several such names. Names that `refused` returns are refused for its reasons.
     """
     hints = _field_hints(group)

@@ -34,7 +34,7 @@ class Rule(NamedTuple):
 
 
 def _passes(config: RunConfig) -> list[PassRow]:
-    """List the passes that are named; what is wrong with a name, `check_schedule` says."""
+    """List the passes that are named; `check_schedule` reports wrong names."""
     return [PASSES[name] for name in config.training.schedule_passes.split(",") if name in PASSES]
 
 

@@ -16,14 +16,14 @@ class SizeSpelling(NamedTuple):
     """The endings of the flags of one field of `UnitSizes`."""
 
     long: str
-    """As Megatron calls it."""
+    """Megatron's ending."""
     short: str = ""
     also: str = ""
     """Megatron's other name for it."""
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """All of them, without the dash in front."""
+        """All endings, without the dash in front."""
         return tuple(ending for ending in self if ending)
 
 

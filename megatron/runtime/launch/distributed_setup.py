@@ -55,7 +55,7 @@ def digest_of(values: StartValues) -> str:
 
 
 def describe_difference(here: StartValues, *, there: StartValues, rank: int) -> str:
-    """Say what is different first, and what to do; here: of rank 0, there: of `rank`. Empty when nothing is."""
+    """Return the first difference and its remedy; here: of rank 0, there: of `rank`. Empty if there is none."""
     for section, advice in _ADVICE.items():
         first, other = here.get(section, {}), there.get(section, {})
         for name in dict.fromkeys((*first, *other)):

@@ -45,7 +45,7 @@ class Ending:
 
     def __init__(self) -> None:
         self.meeting: Meeting | None = None
-        """Once the ranks have met."""
+        """Set once the ranks have met."""
         self._lock = threading.Lock()
 
     def fail(self, problem: BaseException) -> NoReturn:
@@ -176,7 +176,7 @@ def _without_store(problem: BaseException, place: RankPlace) -> BaseException:
 
 
 def store_keeper(place: RankPlace) -> str:
-    """Return who does not answer when the store in which the ranks meet does not."""
+    """Return the keeper of the store in which the ranks meet, for messages about a store that does not answer."""
     where = f"the store at {place.address}:{place.port}"
     if place.launcher_keeps_store:
         return f"other ranks, and {where}, which torchrun keeps on the first node, does not answer:"

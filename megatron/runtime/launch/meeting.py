@@ -34,7 +34,7 @@ _Result = TypeVar("_Result")
 
 
 class StoreGoneError(RuntimeError):
-    """The store does not answer: who keeps it was killed or is frozen."""
+    """The store does not answer: the process that keeps it was killed or is frozen."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Meeting:
         return self.line.check([_FIRST_IS_HERE]) or self.failure() is not None
 
     def call_roll(self, *, seconds: float) -> dict[int, str]:
-        """Ask all other ranks what they are doing; returns what those said that answered in time. Raises StoreGoneError."""
+        """Ask all other ranks for their state; returns the answers that came in time. Raises StoreGoneError."""
 
         def call() -> None:
             self.line.set(_ROLL_CALL, "1")
@@ -116,7 +116,7 @@ class Meeting:
         self.line.set(f"{_ROLL_CALL}/{self.place.rank}", doing)
 
     def wait_for_all(self, *, seconds: float) -> None:
-        """Wait until every rank has come here: none sees a connection break, and the store outlives whoever asks it."""
+        """Wait until every rank has come here: none sees a connection break, and the store outlives the ranks that use it."""
 
         def wait() -> None:
             if self.store.add(_DONE, 1) < self.place.size:
@@ -127,7 +127,7 @@ class Meeting:
         ask_within(2 * seconds + 1.0, wait)
 
     def leave(self, *, seconds: float) -> None:
-        """Before this process ends by a failure: say so, and where it keeps the store, wait until all others have."""
+        """Tell that this process ends by a failure, and, if it keeps the store, wait until all others have told the same."""
 
         def leave() -> None:
             if self.line.add(_LEFT, 1) < self.place.size and self.place.keeps_store:
@@ -171,7 +171,7 @@ def _first_line(problem: BaseException) -> str:
 
 
 def _open_line(place: RankPlace, *, port: int, prefix: str, seconds: float) -> Future[Store]:
-    """In a thread: torch asks for names of addresses, which can take seconds."""
+    """Open the second connection, in a thread: torch asks for names of addresses, which can take seconds."""
     opened: Future[Store] = Future()
 
     def connect() -> None:

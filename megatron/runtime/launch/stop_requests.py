@@ -47,7 +47,7 @@ class StopRequests:
         threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
 
     def begin_training(self) -> None:
-        """From now on there is something to save."""
+        """Stop after a step from now on, since there is something to save."""
         self._is_training = True
 
     def reason(self, *, exit_duration_minutes: float | None) -> StopReason:
@@ -64,7 +64,7 @@ class StopRequests:
                     self.take(signal.Signals(number))
 
     def take(self, number: signal.Signals) -> None:
-        """Do what a signal asks for."""
+        """Handle a signal."""
         now = time.monotonic()
         if number is signal.SIGTERM and self._is_training:
             if self._asked_seconds is None:
@@ -77,7 +77,7 @@ class StopRequests:
 
 
 def ignore_in_worker() -> None:
-    """In a forked loader process: its training process decides when it ends."""
+    """Ignore signals in a forked loader process, whose training process decides when it ends."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGINT):  # a launcher may send them to all processes of a job
         signal.signal(number, signal.SIG_IGN)

@@ -47,7 +47,7 @@ class JsonLog:
 
 
 def check_log_file(path: Path) -> None:
-    """Raise ConfigError when it cannot be written; what it holds stays."""
+    """Raise ConfigError if the file cannot be written; its lines stay."""
     with _named_in_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()

@@ -206,7 +206,7 @@ class ConsoleReporter:
                 tensorboard.close()
 
     def _write(self, place: str, write: Callable[[], None]) -> bool:
-        """Do what a full disk must not end training for; returns whether it went well, and warns of a place once."""
+        """Write, where a failure must not end training; returns True on success, and warns of a place once."""
         try:
             write()
         except OSError as problem:

@@ -1,4 +1,4 @@
-"""The effect of balancing on a step: work spread before and after, and whether anybody had to wait for it."""
+"""The effect of balancing on a step: the spread of work before and after, and the time that ranks waited for it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,7 +84,7 @@ def _describe(before: NDArray[np.float64], after: NDArray[np.float64]) -> str:
 
 
 def _named(imbalance: Imbalance) -> dict[str, float]:
-    """With names that a log's reader need not look up."""
+    """Return the values under names that a log's reader need not look up."""
     return {
         "busiest_replica_over_mean": imbalance.replica,
         "busiest_microbatch_over_mean": imbalance.microbatch,

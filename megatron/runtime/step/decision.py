@@ -23,7 +23,7 @@ class StepDecision:
     schedule: Schedule
     """Lowered; with its step."""
     lengths: Mapping[int, SampleLengths]
-    """By sample id."""
+    """Sample id -> lengths."""
 
     @property
     def graph(self) -> ModelGraph:
@@ -145,7 +145,7 @@ class StepDecision:
 
 
 class OutputPiece(NamedTuple):
-    """Rows that belong together in what a unit gives of a microbatch."""
+    """Rows that belong together in a unit's output for a microbatch."""
 
     item: Atom
     num_rows: int

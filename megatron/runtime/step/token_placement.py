@@ -47,7 +47,7 @@ WHOLE = -1
 
 
 class TokenPlacement:
-    """Answers for one step. Everything is worked out once, when it is first asked for; it pickles with what it knows."""
+    """The places of one step's tokens. Each answer is computed once, on first use; pickling keeps the computed ones."""
 
     def __init__(self, step: StepDecision, *, sizes: Mapping[str, int], sharing: ContextSharing) -> None:
         """step: what was decided; sizes: unit -> context parallel size."""
@@ -89,7 +89,7 @@ class TokenPlacement:
         return torch.from_numpy(own[rows.numpy()[shares.given[rank]]])
 
     def work_out_routes(self, plan: Plan, *, rank: int) -> None:
-        """Work out who gives and takes what on all routes of this rank, ahead of the step that needs it."""
+        """Compute the rows given and taken on all routes of this rank, ahead of the step that needs them."""
         for route in (route for found in self._step.routes.from_source.values() for route in found):
             ends = (plan.units[end.unit].replicas[end.replica].ranks for end in (route.source, route.target))
             if any(rank in ranks for ranks in ends):

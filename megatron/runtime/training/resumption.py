@@ -62,7 +62,7 @@ def release(run: Run) -> None:
 def choose_start(checkpoint: CheckpointConfig) -> Start | None:
     """Return the start that the flags ask for; None: new weights.
 
-    A run that starts from given weights and has saved since goes on from what it saved: so it can be requeued as it stands.
+    A run that starts from given weights and has saved since goes on from its own checkpoint, so it can be requeued as it is.
     Raises CheckpointError when a folder that must hold a checkpoint does not.
     """
     own, own_flag = (checkpoint.save, "--save") if checkpoint.finetune else (checkpoint.load, "--load")

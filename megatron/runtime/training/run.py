@@ -42,7 +42,7 @@ class Run:
     world: World
     data: DataSets
     session: Session
-    """All that depends on the plan."""
+    """The owner of all state that depends on the plan."""
     scheduler: OptimizerParamScheduler
     trainer: Trainer
     done_steps: int = 0
@@ -62,7 +62,7 @@ class Run:
 def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests) -> Run:
     """Build model, data and optimizers of this rank, newly initialised; raises BraidErrors.
 
-    First whatever this rank can tell alone, then, once all ranks have found the same, what is collective.
+    First the steps that this rank can take alone; then, once all ranks have agreed, the collective ones.
     """
     if config.checkpoint.save:
         _check_writable(config.checkpoint.save)

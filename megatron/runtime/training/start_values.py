@@ -29,7 +29,7 @@ from multimodal.values.plan import Plan
 MAY_DIFFER = frozenset({"log_interval", "log_json", "tensorboard_dir", "peak_tflops", "progress_bar"})
 """Fields that change nothing in what ranks do together: only rank 0 reports, and devices may be unlike."""
 BY_CONTENT = frozenset({"model", "plan", "data_path", "tokenizer_model", "emulate", "cluster"})
-"""Input files, which may lie elsewhere on every node: what is in them is compared instead."""
+"""Input files, which may lie elsewhere on every node: their contents are compared instead."""
 _PACKAGES = ("braid", "megatron-core", "torch", "numpy")
 _MOST_DIGESTED_LENGTHS = 100_000
 
@@ -71,7 +71,7 @@ def _flag_values(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _shown_flag(flag: str, value: Any, *, is_switch: bool) -> str:
-    """As it would be typed: `with --lr 0.001`, `without --plan`."""
+    """Return the flag as typed: `with --lr 0.001`, `without --plan`."""
     if is_switch:
         is_given = bool(value) != flag.startswith("--no-")
         return f"{'with' if is_given else 'without'} {flag}"

@@ -13,7 +13,7 @@ from multimodal.values.errors import AssignmentError
 MAX_EXCHANGES = 1000
 """Enough for every case that was measured; a bound on the time."""
 _TOLERANCE_DIVISOR = 10_000
-"""Exchanges stop when the most loaded rank is above the mean by one part in so many; the kernel has the same number."""
+"""Inverse tolerance of exchanges, relative to the mean load of ranks; the kernel has the same number."""
 
 
 class TokenDistribution(StrEnum):

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 GOOD_ENOUGH = 1000
-"""A costliest bin within one part in so many of the lower bound is not improved on."""
+"""Inverse tolerance: a costliest bin that exceeds the lower bound by less than 1 / GOOD_ENOUGH is not improved."""
 
 
 class _Exchange(NamedTuple):

@@ -24,7 +24,7 @@ def partition_longest_first(costs: Sequence[float], *, num_bins: int, max_items_
     costs: one per item, finite and not negative, in any unit; compared and added exactly when all are integers, else in
         double precision.
     num_bins: at least 1; bins may stay empty.
-    max_items_per_bin: a bin that holds so many is full; None: no limit.
+    max_items_per_bin: most items in a bin; None: no limit.
 
     Returns per bin the indices of its items by descending cost. Equal costs go by item index, equal loads by bin index. Runs as a
     C++ kernel where that is built, with the same result. Raises AssignmentError when an argument is out of range.

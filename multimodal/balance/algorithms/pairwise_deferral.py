@@ -65,7 +65,7 @@ def defer_pairwise(llm: Sequence[float], *, microbatches: Sequence[Sequence[int]
 
 
 def _squared_deviation(load: float, mean: float) -> float:
-    """Relative to the mean, so that no load overflows; 0 where all loads are."""
+    """Return the squared deviation relative to the mean, so that no load overflows; 0 if all loads are 0."""
     if mean <= 0:
         return 0.0
     deviation = load / mean - 1.0

@@ -40,7 +40,7 @@ def post_balance(
 
     lengths: [num_items] whole numbers of tokens, not negative, at least one.
     num_bins: at least 1; with fewer items than bins some stay empty.
-    max_items_per_bin: a bin that holds so many is full; None: no limit.
+    max_items_per_bin: most items in a bin; None: no limit.
     refinement_steps: budget of the local search in looks at items, 0 for none. It is no time, which would end the search at
         different places on different ranks: the result is a function of the arguments alone.
 

@@ -7,7 +7,7 @@ from multimodal.values.model_graph import Unit
 
 
 class AudioEmbeddingLayer(PatchEmbeddingLayer):
-    """From a spectrogram to hidden states. Planned and simulated; multimodal/model does not build it yet."""
+    """Turns a spectrogram into hidden states. Planned and simulated; multimodal/model does not build it yet."""
 
     @classmethod
     def fits(cls, unit: Unit) -> bool:

@@ -24,9 +24,9 @@ class GeneratorProjectorLayer(Layer):
         return self.unit.transformer.hidden_size
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
-        """None that depend on tokens."""
+        """No FLOPs depend on tokens."""
         return LayerFlops(0.0)
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
-        """None; the index of each patch's image takes a few bytes, which are not counted."""
+        """Nothing is counted: the index of each patch's image takes a few bytes."""
         return ActivationBytes()

@@ -39,7 +39,7 @@ class LayerTraffic(NamedTuple):
 
     forward: float
     input_gradient: float
-    """All of the backward: weight gradients are matrix products, which read what they need themselves."""
+    """Bytes of the whole backward: weight gradients are matrix products, which read their inputs themselves."""
 
 
 class ActivationBytes(NamedTuple):

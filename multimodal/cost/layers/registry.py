@@ -31,7 +31,7 @@ LAYER_KINDS: dict[str, type[Layer]] = {
 
 
 def describe_layer(graph: ModelGraph, unit: Unit, kind: str, *, vocab_size: int) -> Layer:
-    """Return what a layer of this kind costs in a unit; vocab_size: padded."""
+    """Return the costs of a layer of this kind in a unit; vocab_size: padded."""
     return LAYER_KINDS[kind](graph, unit, vocab_size)
 
 

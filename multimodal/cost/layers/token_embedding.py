@@ -18,9 +18,9 @@ class TokenEmbeddingLayer(Layer):
         return self.unit.transformer.hidden_size * self.vocab_size
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
-        """None."""
+        """No FLOPs: a lookup."""
         return LayerFlops(0.0)
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
-        """None; token ids take a few bytes, which are not counted."""
+        """Nothing is counted: token ids take a few bytes."""
         return ActivationBytes()

@@ -1,1 +1,1 @@
-"""Seconds of single layers: curves over tokens, from a cluster's description or measured, and what a layer takes by them."""
+"""Seconds of single layers, by curves over tokens: from a cluster's description, or measured."""

@@ -27,7 +27,7 @@ class MeasuredLayer(NamedTuple):
 
 
 def draw_curves(layers: Sequence[MeasuredLayer], path: str | Path) -> None:
-    """Write a PNG with one panel per layer: lines are curves, dots what they were fitted to, rings what was held out.
+    """Write a PNG with one panel per layer: lines are curves, dots the points they were fitted to, rings the points held out.
 
     Whole lines are of the fewest sequences that the tokens were packed in, broken ones of more.
 

@@ -41,12 +41,12 @@ class LayerSeconds(NamedTuple):
 
 
 NO_SECONDS = LayerSeconds(0.0, 0.0, 0.0)
-"""For an empty load."""
+"""The costs of an empty load."""
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Seconds of single layers. Nothing here depends on what is frozen: `LayerSeconds.backward` applies that.
+    """Seconds of single layers. Nothing here depends on frozen units: `LayerSeconds.backward` accounts for them.
 
     Computations come from a profile or from the cluster's description; collectives always from the cluster's links.
 
@@ -157,7 +157,7 @@ class LayerCosts:
 
 
 class _Prepared(NamedTuple):
-    """All of a layer's seconds that does not depend on the load."""
+    """The part of a layer's seconds that does not depend on the load."""
 
     curves: LayerCurves
     repeated: tuple[Curve, ...]
@@ -172,7 +172,7 @@ class _Prepared(NamedTuple):
     """Seconds that an input gradient, recomputation included, loses in the same way."""
 
     def waiting(self, load: UnitLoad) -> tuple[float, float]:
-        """Seconds of waiting for collectives in a forward, and in an input gradient with what it computes again."""
+        """Seconds of waiting for collectives in a forward, and in an input gradient with its recomputation."""
         num_tokens, num_squared, _, num_sequences = load
         tensor = self.collectives.exposed_tensor(
             num_tokens,

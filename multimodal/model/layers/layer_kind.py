@@ -86,7 +86,7 @@ class LayerKind(ABC):
     recomputes: ClassVar[bool] = False
     """True if full recomputation keeps the layer's input alone."""
     takes_hidden: ClassVar[bool] = True
-    """False for a unit's first layer, which makes hidden states of what it reads in the batch."""
+    """False for a unit's first layer, which makes hidden states from its input in the batch."""
     gives_loss: ClassVar[bool] = False
     """True if `run` returns a HeadOutput."""
     picks_tokens: ClassVar[bool] = False

@@ -80,7 +80,7 @@ def transformer_layer_spec(
 ) -> ModuleSpec:
     """Return the spec of one transformer layer.
 
-    rule: how tokens attend; attention_backend: who computes that (`attention_backend.py`); is_shared: whether the tokens of a
+    rule: the rule of attention; attention_backend: a name of `attention_backend.py`; is_shared: True if the tokens of a
     sequence are spread over ranks; num_overlapped_parts: into which tensor parallel collectives are cut, each beside the product
     of another (local implementation only).
     Raises ConfigError when Transformer Engine or a backend is asked for but not installed, or cannot evaluate the mask.

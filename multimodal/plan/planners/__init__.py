@@ -1,4 +1,4 @@
-"""Planners: from a model, a machine and real lengths to a Plan, one file each, and what others ask about each."""
+"""Planners: from a model, a machine and real lengths to a Plan, one file each, and a row of facts about each."""
 
 import time
 from dataclasses import dataclass, replace

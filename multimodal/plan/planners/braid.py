@@ -23,9 +23,9 @@ RANKING_SHARE = 0.1
 RANKING_FILLING = 2.0
 """Times that such a simulation fills the pipelines at least."""
 PROMISING = 1.25
-"""Another planner's plan that is ranked at most so many times behind the best one is judged in any case."""
+"""Another planner's plan is judged in any case if its ranked step is at most this many times as long as the best one's."""
 HOPELESS = 2.0
-"""One so many times behind is not tried with another balancer."""
+"""A plan whose step is this many times as long is not tried with another balancer."""
 LAYOUTS_UNTIL, VARIANTS_UNTIL = 0.55, 0.75
 """Shares of the time budget after which no further layout, and no further variant of the best ones, is simulated."""
 NUM_FINALISTS = 4

@@ -47,7 +47,7 @@ class Candidate:
     def to_run(
         self, request: PlanningRequest, *, seconds: float, balance: str = "none", schedule: str | None = None
     ) -> PlannedRun:
-        """Return the planner's answer; seconds: what it expects of a step."""
+        """Return the planner's answer; seconds: its estimate of a step."""
         run = build_run(request, self.build_plan(request.graph), schedule=schedule or self.schedule, seconds=seconds)
         return replace(run, balance=balance, micro_batch_size=self.micro_batch_size)
 

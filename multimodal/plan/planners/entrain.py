@@ -25,7 +25,7 @@ from multimodal.values.model_graph import Role, Unit
 BALANCE = "entrain"
 """Entrain's hierarchical assignment; its plans count on it."""
 AHEAD = "eager-1f1b"
-"""Its schedule where memory allows."""
+"""Entrain's schedule if memory allows it."""
 
 
 def plan_entrain(request: PlanningRequest) -> PlannedRun:
@@ -144,7 +144,7 @@ def sample_work(request: PlanningRequest) -> Mapping[str, NDArray[np.float64]]:
 
 
 def num_trials(*, alpha: float = 0.05, error: float = 0.05) -> int:
-    """Return k = ceil(ln alpha / ln(1 - p_error)): so many equal outcomes bound the error with confidence 1 - alpha (Eq. C.5)."""
+    """Return k = ceil(ln alpha / ln(1 - p_error)): k equal outcomes bound the error with confidence 1 - alpha (Eq. C.5)."""
     return math.ceil(math.log(alpha) / math.log(1 - error))
 
 
@@ -157,7 +157,7 @@ def gpu_block(request: PlanningRequest) -> int:
 def replica_allocation(work: Mapping[str, float], *, num_gpus: int, data_parallel_size: int, block: int = 1) -> dict[str, int]:
     """Divide a replica's GPUs over units in proportion to their work, at least one block each (Entrain's ProportionalAllocation).
 
-    block: GPUs are handed out by so many, so that none are lost to sizes that a unit's tensor parallelism does not allow.
+    block: GPUs are handed out in groups of this size, so that none are lost to sizes that a unit's tensor parallelism forbids.
     """
     blocks = proportional_gpus(dict(work), fewest=dict.fromkeys(work, 1), num_gpus=num_gpus // data_parallel_size // block)
     return {unit: block * count for unit, count in blocks.items()}
@@ -174,7 +174,7 @@ def stable_batch_size(
     error: float = 0.05,
     seed: int = 0,
 ) -> int:
-    """Return b_min: random batches of so many samples keep giving the same allocation (Entrain, Alg. 2).
+    """Return b_min: random batches of this many samples keep giving the same allocation (Entrain, Alg. 2).
 
     work: unit -> seconds of each sample of a pool, from which batches are drawn with replacement; block: as for
     `replica_allocation`. Doubles the size from

@@ -16,7 +16,7 @@ class LayerTimes(NamedTuple):
 
     @property
     def total(self) -> tuple[float, ...]:
-        """Forward and backward together: what a stage of a full pipeline takes per microbatch."""
+        """Seconds of forward and backward together, which a stage of a full pipeline takes per microbatch."""
         return tuple(forward + backward for forward, backward in zip(self.forward, self.backward, strict=True))
 
 

@@ -27,13 +27,13 @@ KIND_SLACK = 1.5
 """Kinds whose best estimate is above this factor of the best of all are left out; estimates compare badly between kinds."""
 MOST_PER_KIND = 8
 MOST_KINDS_OF_RANGES = 5
-"""Grids with so many ranges per stage or more are of one kind."""
+"""Grids with this many ranges per stage or more are of one kind."""
 LAYERS_PER_RANGE = (1, 2, 3)
 """Layers per range of chains over a grid that are tried: equal ranges keep an interleaved pipeline from waiting."""
 EFFICIENT_TOKENS = 8_192
 """Tokens of a microbatch from which layers are efficient."""
 FILLING_MICROBATCHES = 8
-"""With so many for every GPU, a pipeline is mostly full."""
+"""Microbatches per GPU with which a pipeline is mostly full."""
 NUM_PROMISING_SIZES = 2
 """Microbatch sizes at which recomputation and sharded weights are tried, too."""
 

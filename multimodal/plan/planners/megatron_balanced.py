@@ -68,7 +68,7 @@ def grid_run(request: PlanningRequest, grid: Grid, *, seconds: float) -> Planned
 def list_grids(times: PlanningTimes, *, layers_per_range: Sequence[int] = ()) -> Iterator[Grid]:
     """Yield the grid of every tp, cp, dp, pp and V.
 
-    layers_per_range: V that make ranges of about so many layers, or of equal time, are tried, too, unless V is fixed.
+    layers_per_range: V that make ranges of about this many layers, or of equal time, are tried, too, unless V is fixed.
     """
     request, names = times.request, times.request.graph.unit_names
     backbone = request.fixed(request.graph.backbone.name)
@@ -90,7 +90,7 @@ def list_grids(times: PlanningTimes, *, layers_per_range: Sequence[int] = ()) ->
 
 
 def _finer(pieces: Sequence[Piece], num_stages: int, layers_per_range: Sequence[int], fixed: FixedSizes) -> set[int]:
-    """V that make ranges of so many layers, and that which makes all ranges about as long as the heaviest piece."""
+    """Return the V that make ranges of this many layers, and the V that makes all ranges about as long as the heaviest piece."""
     if fixed.virtual_stages or not layers_per_range:
         return set()
     seconds = [each for _, _, each in pieces]

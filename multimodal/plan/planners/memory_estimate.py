@@ -82,7 +82,7 @@ class MemoryEstimate:
         return static + self.activation_bytes(unit, layout, stage_index, num_samples=num_samples)
 
     def working_bytes(self, unit: str, size: StageSize) -> float:
-        """Return the bytes that a rank needs while one layer of the unit runs: what it computes again, and what it gathers.
+        """Return the bytes that a rank needs while one layer of the unit runs, for recomputed activations and gathered weights.
 
         As `StepMemory` counts it; of units that share ranks, one works at a time.
         """

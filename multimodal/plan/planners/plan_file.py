@@ -1,4 +1,4 @@
-"""The plan file that a planner writes: what it is for and predicts as comments, and a plan that can be edited by hand."""
+"""The plan file of a planner: its purpose and prediction as comments, and a plan that can be edited by hand."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

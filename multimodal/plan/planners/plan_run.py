@@ -1,4 +1,4 @@
-"""Runs a planner until its plan's simulated peak of memory fits, and compares what runs will reach."""
+"""Runs a planner until its plan's simulated peak of memory fits, and compares the predictions of runs."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -17,9 +17,9 @@ from multimodal.values.plan import UnitPlan, validate_plan
 MOST_ROUNDS = 5
 RECOMPUTES: tuple[Recompute | None, ...] = (None, "full")
 FALLBACK_SHARE_TOKENS = 8 * BLOCK_SIZE
-"""Tokens that context parallel ranks may get at least where nothing fits otherwise."""
+"""Fewest tokens of context parallel ranks if nothing fits otherwise."""
 MARGIN = 0.98
-"""Aim a little below the limit in the next round."""
+"""Factor of the next round's limit, to end a little below it."""
 
 
 Planner = Callable[[PlanningRequest], PlannedRun]
@@ -49,8 +49,8 @@ def plan_run(
     """Plan, simulate, and plan again with less memory to count on while the simulated peak does not fit.
 
     Planners estimate activations in closed form; real batches and schedules can need more. Where nothing fits, whole layers are
-    computed again in their backward, unless the request says what is; and where that is not enough, context parallelism is
-    allowed, also to planners that do not look at it else. Keywords: as for `predict_run`;
+    computed again in their backward, unless the request chooses; and where that is not enough, context parallelism is
+    allowed, also to planners that otherwise do not use it. Keywords: as for `predict_run`;
     num_batches: the request's unless given.
     Raises PlanError, saying what would fit, when nothing does.
     """
@@ -67,7 +67,7 @@ def plan_run(
 
 
 def _attempts(request: PlanningRequest) -> Iterator[PlanningRequest]:
-    """Yield the request with what may be given up for memory, the least first."""
+    """Yield the request with ever larger concessions to memory."""
     recomputes = (request.recompute,) if request.recompute else RECOMPUTES
     spread = replace(request, most_context_parallel=LARGEST_CONTEXT_PARALLEL, least_share_tokens=FALLBACK_SHARE_TOKENS)
     requests = (request, spread) if _context_sizes(spread) != _context_sizes(request) else (request,)
@@ -102,7 +102,7 @@ def _plan_in_memory(
 
 
 def run_key(run: PlannedRun) -> str:
-    """Return what tells runs apart that a search has seen."""
+    """Return the key by which a search recognises a run that it has seen."""
     return repr([getattr(run, each.name) for each in fields(run) if each.compare])
 
 
@@ -112,7 +112,7 @@ def has_virtual_stages(run: PlannedRun) -> bool:
 
 
 def describe(planned: Planned) -> str:
-    """One line: time, MFU, memory, bubbles by kind, distance to the ideal, and the units' sizes."""
+    """Return one line: time, MFU, memory, bubbles by kind, distance to the ideal, and the units' sizes."""
     run, found = planned
     bubbles = ", ".join(f"{kind} {share:.1%}" for kind, share in found.bubble.items() if share >= 0.0005)
     units = ", ".join(f"{unit} {describe_sizes(plan)}" for unit, plan in run.plan.units.items())
@@ -128,7 +128,7 @@ def describe(planned: Planned) -> str:
 
 
 def describe_sizes(unit: UnitPlan) -> str:
-    """Sizes as error messages show them: `tp 2 x pp 4 x dp 3`; cp where it is not 1."""
+    """Return sizes as error messages show them: `tp 2 x pp 4 x dp 3`; cp where it is not 1."""
     stages = len(unit.replicas[0].stages)
     virtual = f" (v {unit.num_virtual_stages / stages:g})" if unit.num_virtual_stages > stages else ""
     context = f"cp {unit.context_parallel_size} x " if unit.context_parallel_size > 1 else ""
@@ -136,7 +136,7 @@ def describe_sizes(unit: UnitPlan) -> str:
 
 
 NUM_STEPS = 8
-"""Eighths of the GPUs are tried."""
+"""Number of sizes that are tried: eighths of the GPUs."""
 
 
 def plan_per_gpu(planner: Planner, request: PlanningRequest, *, max_actions: int | None) -> Planned:

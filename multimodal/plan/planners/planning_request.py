@@ -34,7 +34,7 @@ BLOCK_SIZE = 128
 """Tokens that context parallel ranks are dealt at a time, by default."""
 LARGEST_CONTEXT_PARALLEL = CONTEXT_PARALLEL_SIZES[-1]
 LEAST_SHARE_TOKENS = 32 * BLOCK_SIZE
-"""Sequences are long where each context parallel rank gets so many tokens: about what a layer's products need to be efficient."""
+"""Fewest tokens of each context parallel rank: about as many as a layer's matrix products need to be efficient."""
 Sharding = Literal["optim", "optim_grads_params"]
 """The state that replicas share: the optimizer's (ZeRO-1), or gradients and weights as well (ZeRO-3); Megatron's names."""
 OVERLAPPED_PARTS = 4
@@ -99,7 +99,7 @@ class PlanningRequest:
     memory_headroom: float = 0.1
     """Share of a GPU's memory that stays free: fragmentation, workspaces, communication buffers."""
     memory_scale: float = 1.0
-    """Planners count on this share of what is left: below 1 after a plan's simulated peak was above their estimate."""
+    """Share of the remaining memory that planners count on: below 1 after a plan's simulated peak was above their estimate."""
     time_budget_seconds: float = 30.0
     """Processor seconds that a planner that searches by simulation may take."""
     num_batches: int = 2
@@ -233,7 +233,7 @@ class PlanningRequest:
         return frozenset(name for name, load in self.mean_loads.items() if not load[0] and name != self.graph.backbone.name)
 
     def load(self, unit: str, num_samples: float) -> UnitLoad:
-        """Return what so many average samples ask of a unit."""
+        """Return the load of this many average samples on a unit."""
         return UnitLoad(*(round(num_samples * each) for each in self.mean_loads[unit]))
 
     def tensor_parallel_sizes(self, unit: str) -> tuple[int, ...]:
@@ -267,7 +267,7 @@ class PlanningRequest:
         """The fixed size; else 1, and those up to `most_context_parallel` whose ranks get `least_share_tokens` of a large load.
 
         A large load is a microbatch of average samples or the longest sample; of the former, every rank must get a block, since
-        short samples take turns with long ones. An encoder has 1 where blocks would cut what it merges.
+        short samples take turns with long ones. An encoder has 1 where blocks would cut patches that it merges.
         """
         fixed = self.fixed(unit).context_parallel_size
         if fixed is not None:

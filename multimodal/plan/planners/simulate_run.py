@@ -30,9 +30,9 @@ KEPT_REPLICAS = 4
 SEED = 0
 """Seed of the order in which samples are drawn: files are often sorted, and training shuffles."""
 VARIED_FACTOR = 6
-"""If lengths vary, a step so many times as large is simulated whole: the time of a part says little."""
+"""If lengths vary, a step this many times as large is simulated whole: the time of a part says little."""
 FILLING = 3.0
-"""The larger of two simulated batches fills all pipelines so many times, the smaller one half as often."""
+"""Number of times that the larger of two simulated batches fills all pipelines; the smaller one fills them half as often."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Prediction:
     """Means over the simulated batches; memory is the largest peak."""
 
     iteration_seconds: float
-    """From the step's start to the end of the update, as training reports it."""
+    """Seconds from the step's start to the end of the update, as training reports it."""
     ideal_seconds: float
     mfu: float
     tokens_per_second_per_gpu: float
@@ -98,7 +98,7 @@ def predict_run(
 ) -> Prediction:
     """Simulate `num_batches` global batches; where samples are alike, one.
 
-    max_actions: where a step has more computations than so many (where lengths vary: `VARIED_FACTOR` times as many), less of it
+    max_actions: if a step has more computations than this (if lengths vary: `VARIED_FACTOR` times as many), less of it
     is simulated. First, as many replicas (and as large a share of each batch) are left out as the data parallel sizes' common
     divisor allows: replicas of one unit are alike and meet in collectives only, so what is lost is the spread between replicas
     and their contention for network cards. Then, if that is not enough, two smaller batches are simulated and all seconds are
@@ -190,7 +190,7 @@ def _of_batch(
 
 
 def _like(lengths: Sequence[SampleLengths], count: int) -> list[SampleLengths]:
-    """Return so many samples, in order, with about the distribution of sizes that all of them have: every so many-th by size."""
+    """Return `count` samples, in order, spread evenly over all samples by size."""
     by_size = sorted(range(len(lengths)), key=lambda index: lengths[index].num_tokens)
     return [lengths[index] for index in sorted(by_size[len(lengths) * (2 * each + 1) // (2 * count)] for each in range(count))]
 
@@ -302,7 +302,7 @@ def _run_options(run: PlannedRun, request: PlanningRequest) -> RunOptions:
 
 
 def _update_seconds(run: PlannedRun, request: PlanningRequest) -> float:
-    """Seconds of the optimizer, after what is simulated."""
+    """Return the optimizer's seconds, which the simulation leaves out."""
     return update_seconds(
         StageLayers(request.graph, run.plan, request.vocab_size),
         options=_run_options(run, request),

@@ -37,7 +37,7 @@ class LengthSpread:
     _heaviest: dict[tuple[str, StageSize], float] = field(default_factory=dict, repr=False)
 
     def slowdown(self, unit: str, *, micro_batch_size: int, num_stages: int) -> float:
-        """Return how many times an average microbatch's time a full pipeline of so many stages takes for each.
+        """Return the time per microbatch of a full pipeline of `num_stages` stages, relative to an average microbatch's.
 
         The stages work on as many microbatches at a time and go on together: about as fast as the heaviest of them.
         """

@@ -142,7 +142,7 @@ def _in_flight_downstream(memory: MemoryEstimate, unit: str, size: StageSize, gr
 def pareto_rows(*columns: Floats | Integers) -> Integers:
     """Return the rows that no other row beats or equals in all columns (smaller is better), one of each set of equals.
 
-    Rows are compared in blocks in lexical order, in which whoever beats a row stands before it. O(n x kept).
+    Rows are compared in blocks in lexical order, in which a row that beats another stands before it. O(n x kept).
     """
     values = np.stack([np.asarray(column, dtype=np.float64) for column in columns], axis=1)
     order = np.lexsort(values.T[::-1])

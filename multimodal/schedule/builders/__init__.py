@@ -1,4 +1,4 @@
-"""Schedules: builders from a step to the compute dialect, one file each, and what others ask about each."""
+"""Schedules: builders from a step to the compute dialect, one file each, and a row of facts about each."""
 
 import math
 from collections.abc import Callable
@@ -30,11 +30,11 @@ class VirtualStages(Enum):
     """The use that a schedule makes of stages that hold several layer ranges."""
 
     NO_USE = "no use"
-    """It runs such plans, and gains nothing."""
+    """Plans with virtual stages run, and gain nothing."""
     OPTIONAL = "optional"
-    """It is meant for plans with and without them."""
+    """Meant for plans with and without virtual stages."""
     EXPECTED = "expected"
-    """It is meant for them; without them it is another schedule."""
+    """Meant for virtual stages; without them it is another schedule."""
 
 
 class Layout(NamedTuple):
@@ -75,7 +75,7 @@ class ScheduleRow:
     needs_messages: bool = False
     """True if it changes nothing where every rank holds the whole model."""
     otherwise: str = "1f1b"
-    """The schedule that it amounts to where the model or the plan lack what it needs."""
+    """The equivalent schedule if the model or the plan lacks its requirements."""
     is_tried_first: bool = False
     """True if a search tries it on every kind of layout that it suits, not only on the best layouts."""
 

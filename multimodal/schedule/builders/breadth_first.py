@@ -21,7 +21,7 @@ def build_breadth_first(step: StepGraph) -> Schedule:
     and their reduction hides behind backwards of early ones, as gathering late parameters does behind early forwards
     (`gather-parameters`). The price is the memory of `gpipe`: activations of all microbatches.
 
-    Inside a round, microbatches go in the order in which the LLM takes them, and of one microbatch what is farthest along. No
+    Inside a round, microbatches go in the order in which the LLM takes them, and within one the most advanced action. No
     lane waits for the order's sake: where nothing of a round is ready, the next one begins. With P stages of v ranges and m >= P
     microbatches the bubble is (P - 1) / (v m) of the work, as of interleaved 1F1B. One unit without such ranges runs GPipe.
     """
@@ -43,7 +43,7 @@ class _BreadthFirst:
         self.backbone = self.position[step.graph.backbone.name]
 
     def rank(self, action: Action) -> tuple[int, ...]:
-        """Most rounds still to come first, then the LLM's microbatch that it serves, then what is farthest along."""
+        """Order by most remaining rounds, then by the LLM's microbatch that the action serves, then by progress."""
         first, last = self.served[MicrobatchPlace(action.unit, action.replica, action.microbatch)]
         is_upstream = self.position[action.unit] < self.backbone
         if action.kind is ActionKind.FORWARD:
@@ -61,9 +61,9 @@ class PipelineRounds(NamedTuple):
     """Rounds through the lanes, on the longest way that leads through a stage."""
 
     before: Mapping[StageKey, int]
-    """From the beginning of the graph to the stage, not counting its own."""
+    """Rounds from the beginning of the graph to the stage, without its own."""
     after: Mapping[StageKey, int]
-    """From the stage to the end of the graph, not counting its own."""
+    """Rounds from the stage to the end of the graph, without its own."""
 
 
 def pipeline_rounds(step: StepGraph) -> PipelineRounds:
@@ -133,7 +133,7 @@ class _Flows:
 
 
 Served = Mapping[MicrobatchPlace, tuple[int, int]]
-"""The first and the last of the LLM's microbatches, of whichever replica, that a microbatch is linked to."""
+"""The first and the last of the LLM's microbatches, of any replica, that a microbatch is linked to."""
 
 
 def served_microbatches(step: StepGraph) -> Served:

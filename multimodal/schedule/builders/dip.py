@@ -21,7 +21,7 @@ def build_dip(step: StepGraph, *, num_rounds: int = 1) -> Schedule:
     backwards. Modalities never wait for each other inside a phase, but all of an encoder's activations are kept over the LLM's
     phase. Meant for plans whose encoders share the LLM's lanes; an encoder on lanes of its own just runs as in GPipe.
 
-    num_rounds: into so many rounds the step is cut by the LLM's microbatches, each with the three phases; so an encoder keeps the
+    num_rounds: rounds into which the step is cut by the LLM's microbatches, each with the three phases; so an encoder keeps the
     activations of one round. OrchMLLM's iterations, which are a mini-batch each, are such rounds with gradients accumulated.
     Raises ScheduleError for less than one.
     """

@@ -24,7 +24,7 @@ class ReplicatedAssignment(Assignment):
     """An assignment whose encoders compute, after their own microbatches, those of others; costs see the work of both."""
 
     original: Assignment = field(default_factory=Assignment)
-    """Without the repeated microbatches: who computes what is used."""
+    """The assignment without repeated microbatches: the ranks that compute the results that are used."""
 
     def routes(self, graph: ModelGraph) -> Routes:
         """Return the original's routes: no unit takes repeated results."""
@@ -50,7 +50,7 @@ def replicate_microbatches(step: StepGraph) -> StepGraph:
 
 
 def _microbatches_of_copy(encoder: str, copy: int, step: StepGraph) -> tuple[MicrobatchPlace, ...]:
-    """Return what a replica of an encoder computes: its own microbatches, then others' in the order in which they are taken."""
+    """Return the microbatches that an encoder's replica computes: its own, then others' in the order in which they are taken."""
     backbone, plan, routes = step.graph.backbone.name, step.plan, step.routes.to_target
     beside, _ = plan.stage_of_ranks[backbone, plan.units[encoder].replicas[copy].ranks]
     own = [MicrobatchPlace(encoder, copy, number) for number in range(step.num_microbatches(encoder, copy))]
@@ -62,9 +62,9 @@ def _microbatches_of_copy(encoder: str, copy: int, step: StepGraph) -> tuple[Mic
 def build_encoders_replicated(step: StepGraph) -> Schedule:
     """Build the 1F1B of an LLM whose every stage holds whole encoders and runs them for each microbatch, in the compute dialect.
 
-    Whoever the original assignment gives an encoder microbatch computes it for real. The copies beside the other stages of the
+    The replica that originally has an encoder microbatch computes it for real. The copies beside the other stages of the
     LLM replica that takes it repeat its forward right before their stage's forward, and its backward, where the encoder has one,
-    right after their stage's backward; as do those whose own stage alone takes what they compute.
+    right after their stage's backward; so do encoders whose results only their own stage takes.
 
     step: what `replicate_microbatches` returned.
     """

@@ -1,4 +1,4 @@
-"""Passes: functions from one schedule to another, one file each, and what others ask about each."""
+"""Passes: functions from one schedule to another, one file each, and a row of facts about each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ class PassRow:
     source: str = ""
     """The paper or the system that it comes from."""
     need: Need
-    """Without it, the pass changes nothing."""
+    """The plan's property without which the pass changes nothing."""
     splits_backwards: bool = False
     """True if it makes input and weight gradients of backwards, which only `--transformer-impl local` can run."""
     works_with_sharded_weights: bool = True
@@ -46,7 +46,7 @@ class PassRow:
     is_planned: bool = False
     """True if every planned run has it where it changes anything, because it costs nothing."""
     least_zero_stage: int = 0
-    """It changes nothing where replicas share less."""
+    """The lowest ZeRO stage at which the pass changes anything."""
     undone_by: Mapping[str, str] = field(default_factory=dict)
     """Later pass -> how it would undo this one; nothing in a schedule says why its forwards stand late."""
 
