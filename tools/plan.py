@@ -23,10 +23,10 @@ from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.plan_file import write_plan_file
-from multimodal.plan.planners.plan_run import Planned, plan_per_gpu, plan_run
+from multimodal.plan.planners.plan_to_fit import Planned, plan_per_gpu, plan_to_fit
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, Sharding
-from multimodal.plan.planners.simulate_run import SEED, Prediction
+from multimodal.plan.planners.prediction import SEED, Prediction
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import BraidError, ConfigError
 from multimodal.values.plan import UnitPlan
@@ -138,7 +138,7 @@ def build_request(flags: argparse.Namespace) -> PlanningRequest:
 def plan(name: str, request: PlanningRequest, flags: argparse.Namespace) -> Planned:
     """Let one planner plan; raises PlanError."""
     max_actions = None if flags.simulate_all else request.max_actions
-    search = plan_per_gpu if flags.prefer == "per-gpu" else plan_run
+    search = plan_per_gpu if flags.prefer == "per-gpu" else plan_to_fit
     return search(PLANNERS[name], request, max_actions=max_actions)
 
 

@@ -9,10 +9,10 @@ from statistics import fmean
 
 from multimodal.balance import BALANCERS, UNBALANCED, Placement, placements_of
 from multimodal.plan.planners.layout_search import best_layouts
-from multimodal.plan.planners.plan_run import Planned, Planner, describe, has_virtual_stages, plan_run, run_key
+from multimodal.plan.planners.plan_to_fit import Planned, Planner, describe, has_virtual_stages, plan_to_fit, run_key
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import LARGEST_CONTEXT_PARALLEL, PlanningRequest
-from multimodal.plan.planners.simulate_run import predict_run
+from multimodal.plan.planners.prediction import predict_run
 from multimodal.plan.planners.unit_layout import fold_stages
 from multimodal.plan.planners.unit_options import infeasible
 from multimodal.schedule.builders import BUILDERS, ScheduleRow
@@ -90,12 +90,12 @@ class PlanSearch:
     def rank_others(self, planners: Sequence[Planner]) -> None:
         """Simulate the other planners' plans, and balanced ones where they do not balance.
 
-        Each plans with less memory, and at last with recomputation, while its plan does not fit (`plan_run`). What a planner
+        Each plans with less memory, and at last with recomputation, while its plan does not fit (`plan_to_fit`). What a planner
         cannot plan is left out, and so is a plan that no run could follow.
         """
         for planner in planners:
             try:
-                planned = plan_run(
+                planned = plan_to_fit(
                     planner,
                     self.others_request,
                     max_actions=self._ranking_actions // 3,
@@ -295,7 +295,7 @@ class PlanSearch:
 
     def _judge_planner(self, planner: Planner) -> None:
         try:
-            planned = plan_run(planner, self.others_request, max_actions=self.request.max_actions)
+            planned = plan_to_fit(planner, self.others_request, max_actions=self.request.max_actions)
         except BraidError:
             return
         if BUILDERS[planned.run.schedule].can_train and run_key(planned.run) not in self.judged:

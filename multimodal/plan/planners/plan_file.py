@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.simulate_run import Prediction
+from multimodal.plan.planners.prediction import Prediction
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.plan import Plan, Stage
 

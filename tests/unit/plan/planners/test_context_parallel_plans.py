@@ -11,9 +11,9 @@ from multimodal.plan.planners.candidate import Candidate
 from multimodal.plan.planners.disttrain import build_problem
 from multimodal.plan.planners.layer_times import PlanningTimes
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.plan_run import plan_run
+from multimodal.plan.planners.plan_to_fit import plan_to_fit
 from multimodal.plan.planners.planning_request import FixedSizes, StageSize
-from multimodal.plan.planners.simulate_run import predict_run
+from multimodal.plan.planners.prediction import predict_run
 from multimodal.plan.planners.step_estimate import estimate_seconds, reduction_seconds
 from multimodal.plan.planners.unit_layout import UnitLayout, even_layout, lay_out_units
 from multimodal.values.errors import PlanError
@@ -35,7 +35,7 @@ def long_request(**changes):
 @pytest.mark.parametrize("name", PLANNERS)
 def test_every_planner_keeps_a_fixed_context_parallel_size(name, graph):
     asked = request(GRAPHS[graph], num_gpus=16, fixed_sizes=FIXED)
-    run, prediction = plan_run(PLANNERS[name], asked, max_actions=asked.max_actions)
+    run, prediction = plan_to_fit(PLANNERS[name], asked, max_actions=asked.max_actions)
     validate_plan(run.plan, graph=asked.graph, world_size=run.num_gpus)
     llm = run.plan.units["llm"]
     assert llm.context_parallel_size == 2 and run.num_gpus <= 16
@@ -89,9 +89,9 @@ def test_ranks_of_a_stage_are_neighbours_and_tensor_parallel_groups_stay_in_a_no
 
 def test_braid_spreads_long_documents_where_there_are_few_of_them():
     asked = long_request()
-    run, prediction = plan_run(PLANNERS["braid"], asked, max_actions=asked.max_actions)
+    run, prediction = plan_to_fit(PLANNERS["braid"], asked, max_actions=asked.max_actions)
     assert run.plan.units["llm"].context_parallel_size > 1
-    other = plan_run(PLANNERS["megatron-balanced"], asked, max_actions=asked.max_actions)[1]
+    other = plan_to_fit(PLANNERS["megatron-balanced"], asked, max_actions=asked.max_actions)[1]
     assert prediction.iteration_seconds < 0.5 * other.iteration_seconds
     assert any("cp 4" in note for note in run.notes)
 
@@ -106,7 +106,7 @@ def test_context_parallelism_is_the_last_resort_of_planners_that_do_not_look_at_
     asked = with_memory(long_request(fixed_sizes={"llm": sizes, "vision": sizes}), 6.0)
     with pytest.raises(PlanError, match="no plan on 32 GPUs fits"):
         PLANNERS["disttrain"](replace(asked, recompute="full"))
-    run, prediction = plan_run(PLANNERS["disttrain"], asked, max_actions=asked.max_actions)
+    run, prediction = plan_to_fit(PLANNERS["disttrain"], asked, max_actions=asked.max_actions)
     assert run.plan.units["llm"].context_parallel_size > 1
     assert prediction.peak_memory_bytes <= asked.memory_bytes
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 import pytest
 
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.plan_run import plan_run
+from multimodal.plan.planners.plan_to_fit import plan_to_fit
 from multimodal.plan.planners.planning_request import FixedSizes
-from multimodal.plan.planners.simulate_run import predict_run
+from multimodal.plan.planners.prediction import predict_run
 from multimodal.values.errors import PlanError
 from multimodal.values.plan import validate_plan
 from tests.unit.plan.planners.planning_cases import CLUSTER, GRAPHS, LLM, TEXT_ONLY, THREE, TWO, frozen, request, with_memory
@@ -18,7 +18,7 @@ FAST = tuple(name for name in PLANNERS if name != "braid")
 @pytest.mark.parametrize("name", PLANNERS)
 def test_every_plan_validates_fits_and_is_simulated(name, graph):
     asked = request(GRAPHS[graph])
-    run, prediction = plan_run(PLANNERS[name], asked, max_actions=None)
+    run, prediction = plan_to_fit(PLANNERS[name], asked, max_actions=None)
     validate_plan(run.plan, graph=asked.graph, world_size=run.num_gpus)
     assert run.planner == name and run.num_gpus <= asked.num_gpus
     assert 0 < prediction.ideal_seconds <= prediction.iteration_seconds * (1 + 1e-9)
@@ -32,9 +32,9 @@ def test_every_plan_validates_fits_and_is_simulated(name, graph):
 @pytest.mark.parametrize("graph", ["two", "three"])
 def test_braid_is_never_behind_another_planner(graph):
     asked = request(GRAPHS[graph], time_budget_seconds=3.0)
-    best = plan_run(PLANNERS["braid"], asked, max_actions=asked.max_actions)[1].iteration_seconds
+    best = plan_to_fit(PLANNERS["braid"], asked, max_actions=asked.max_actions)[1].iteration_seconds
     for name in FAST:
-        other = plan_run(PLANNERS[name], asked, max_actions=asked.max_actions)[1].iteration_seconds
+        other = plan_to_fit(PLANNERS[name], asked, max_actions=asked.max_actions)[1].iteration_seconds
         assert best <= other * (1 + 1e-9), name
 
 

@@ -11,7 +11,7 @@ from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.candidate import Candidate
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.planning_request import FixedSizes
-from multimodal.plan.planners.simulate_run import predict_run
+from multimodal.plan.planners.prediction import predict_run
 from multimodal.plan.planners.unit_layout import UnitLayout, even_layout
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.action import ActionKind

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from multimodal.cost.layers.layer import Recompute
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import BLOCK_SIZE, LARGEST_CONTEXT_PARALLEL, PlanningRequest
-from multimodal.plan.planners.simulate_run import FILLING, Prediction, predict_run
+from multimodal.plan.planners.prediction import FILLING, Prediction, predict_run
 from multimodal.values.errors import PlanError
 from multimodal.values.plan import UnitPlan, validate_plan
 
@@ -37,7 +37,7 @@ class Planned(NamedTuple):
         return self.prediction.iteration_seconds, self.run.num_gpus
 
 
-def plan_run(
+def plan_to_fit(
     planner: Planner,
     request: PlanningRequest,
     *,
@@ -59,7 +59,7 @@ def plan_run(
     problem: PlanError | None = None
     for attempt in _attempts(request):
         try:
-            return _plan_in_memory(planner, attempt, predict)
+            return _plan_attempt(planner, attempt, predict)
         except PlanError as found:
             problem = problem or found
     assert problem is not None
@@ -79,7 +79,7 @@ def _context_sizes(request: PlanningRequest) -> list[tuple[int, ...]]:
     return [request.context_parallel_sizes(unit) for unit in request.graph.unit_names]
 
 
-def _plan_in_memory(
+def _plan_attempt(
     planner: Planner,
     request: PlanningRequest,
     predict: Callable[[PlannedRun, PlanningRequest], Prediction],
@@ -153,7 +153,7 @@ def plan_per_gpu(planner: Planner, request: PlanningRequest, *, max_actions: int
     for size in sizes:
         smaller = replace(request, num_gpus=size, time_budget_seconds=budget)
         try:
-            found = plan_run(planner, smaller, max_actions=max_actions)
+            found = plan_to_fit(planner, smaller, max_actions=max_actions)
         except PlanError as failure:
             problem = problem or failure
             break

@@ -1,7 +1,7 @@
 import pytest
 
 from multimodal.plan.planners.candidate import Candidate
-from multimodal.plan.planners.simulate_run import keep_replicas, predict_run
+from multimodal.plan.planners.prediction import keep_replicas, predict_run
 from multimodal.plan.planners.unit_layout import even_layout
 from multimodal.values.plan import Plan
 from tests.unit.plan.planners.planning_cases import LLM, TWO, VISION, request
