@@ -15,7 +15,7 @@ from multimodal.cost.step_costs import ComputeCost, StepCosts
 from multimodal.cost.table_costs import TableCosts
 from multimodal.cost.table_model import build_table_step
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.draw_comparison import draw_comparison
+from multimodal.schedule.draw import draw_comparison
 from multimodal.schedule.passes import PASSES
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.simulate import simulate_schedule

@@ -26,9 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.runtime.emulation.emulated_run import EmulatedRun, emulate
 from megatron.runtime.flags.field_flags import refusing
-from multimodal.cost.cost_table import CostTable
-from multimodal.cost.table_costs import TableCosts
-from multimodal.cost.table_model import build_table_step
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS, simulated_only
 from multimodal.schedule.draw import draw_timeline
@@ -43,10 +40,7 @@ def main(argv: Sequence[str]) -> int:
     """Emulate and print; returns the exit code."""
     given = _parse(argv)
     try:
-        if given.costs is not None:
-            run = build_run(given.costs, given.schedule, given.schedule_passes, num_iterations=given.iterations)
-        else:
-            run = build_model_run(given.model_flags, given.schedule, given.schedule_passes, num_iterations=given.iterations)
+        run = build_run(given.model_flags, given.schedule, given.schedule_passes, num_iterations=given.iterations)
         simulation = simulate_schedule(run.schedule, run.costs)
         timelines = emulate(run)
     except BraidError as problem:
@@ -62,15 +56,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def build_run(costs: Path, schedule: str, passes: str, *, num_iterations: int) -> EmulatedRun:
-    """Build the run of a cost table; raises BraidError."""
-    table = CostTable.from_file(costs)
-    step = build_table_step(table)
-    check_virtual_stages(schedule, step.graph, step.plan)
-    return EmulatedRun(build_schedule(BUILDERS[schedule], step, passes=passes_named(passes)), TableCosts(table), num_iterations)
-
-
-def build_model_run(model_flags: Sequence[str], schedule: str, passes: str, *, num_iterations: int) -> EmulatedRun:
+def build_run(model_flags: Sequence[str], schedule: str, passes: str, *, num_iterations: int) -> EmulatedRun:
     """Build the run of the first step that flags of tools/simulate.py describe; raises BraidError."""
     flags = build_parser().parse_args([*model_flags, "--schedule", schedule])
     check_flags(flags)
@@ -96,7 +82,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--costs", type=Path, metavar="COSTS.yaml", help="seconds per stage; see docs/simulate.md")
     names = [name for name, row in BUILDERS.items() if row.can_train]
     parser.add_argument("--schedule", type=refusing(simulated_only()), choices=names, default="1f1b", help="the builder")
     parser.add_argument("--schedule-passes", default="", metavar="A,B", help=f"of {', '.join(PASSES)}")
@@ -104,8 +89,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--report-dir", type=Path, metavar="DIR", help="folder for timelines and a picture")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given, given.model_flags = parser.parse_known_args(argv)
-    if given.costs is not None and given.model_flags:
-        parser.error(f"{given.model_flags[0]} would be ignored beside --costs, which says all of it")
     if given.iterations < 1:
         parser.error("--iterations must be at least 1")
     return given

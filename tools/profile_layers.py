@@ -21,12 +21,13 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -37,7 +38,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.runtime import platform
 from megatron.runtime.profiler import LayerTimes, build_layer, time_layer, time_runtime, time_update
 from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer, read_model
-from multimodal.cost.seconds.draw_curves import MeasuredLayer, draw_curves
 from multimodal.cost.seconds.fit_quadratic import FitError, fit_error, fit_quadratic
 from multimodal.cost.seconds.layer_curves import Curve, Interpolated, LayerCurves, PackedSize
 from multimodal.cost.seconds.layer_profile import LayerProfile, ProfileKey, StepProfile
@@ -46,6 +46,9 @@ from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Unit
 from tools.command_line import run_tool
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 SECONDS_PER_SIZE = 0.2
 """Small sizes are repeated until then: the median of many runs is not disturbed by a few."""
@@ -53,8 +56,8 @@ DEFAULT_SIZES = "64,256,1024,4096"
 DEFAULT_SEQUENCES = "1,8"
 SHORTEST = 4
 """Tokens of the shortest sequences that are packed."""
-
-
+COLOURS = {"forward": "#4c8fd6", "input_gradient": "#e8883a", "weight_gradient": "#3fa66b"}
+PANEL_INCHES = (4.2, 3.2)
 _REPLICAS = ("dp", "dp_cp", "intra_dp_cp", "intra_dist_opt", "expt_dp", "intra_expt_dp")
 _ALONE = (*_REPLICAS, "cp", "pp", "ep", "expt_tp", "tp_ep", "tp_ep_pp")
 """Process groups in which a profiled layer has no peers."""
@@ -127,7 +130,7 @@ def _run(given: argparse.Namespace) -> None:
     step = _profile_step(graph, rows, given)
     LayerProfile(name, dtype, {row.key: row.curves for row in rows}, step).to_file(given.output)
     if given.picture is not None:
-        _draw(rows, given)
+        draw_curves(rows, given.picture)
     _report(rows, step, given)
 
 
@@ -220,13 +223,57 @@ def sizes_between(sizes: Sequence[int], sequences: Sequence[int]) -> tuple[Packe
     return packed_sizes([round(math.sqrt(low * high)) for low, high in pairwise(sizes)], (sequences[0], *counts))
 
 
-def _draw(rows: Sequence[Row], given: argparse.Namespace) -> None:
-    layers = [
-        MeasuredLayer(f"{row.key[0]}, {row.key[1]}, tp {row.key[2]}", row.curves, row.fitted, row.seconds)
-        for row in rows
-        if LAYER_KINDS[row.key[1]].attends
-    ]
-    draw_curves(layers, given.picture)
+def draw_curves(rows: Sequence[Row], path: Path) -> None:
+    """Write a PNG with one panel per layer that attends.
+
+    Lines are curves, dots the points they were fitted to, rings the points held out. Whole lines are of the fewest sequences
+    that the tokens were packed in, broken ones of more.
+
+    Needs matplotlib (the extra `plots`), which is imported here and draws without a display.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    layers = [row for row in rows if LAYER_KINDS[row.key[1]].attends]
+    figure = Figure(figsize=(PANEL_INCHES[0] * len(layers), PANEL_INCHES[1]), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, layer in zip(figure.subplots(1, len(layers), squeeze=False)[0], layers, strict=True):
+        _draw_layer(axes, layer)
+    figure.savefig(path, dpi=110)
+
+
+def _draw_layer(axes: "Axes", layer: Row) -> None:
+    counts = sorted({size.num_sequences for size in layer.fitted})
+    for name, colour in COLOURS.items():
+        measured = layer.seconds[name]
+        if not any(measured.values()):
+            continue
+        for count in counts:
+            label = name.replace("_", " ") if count == counts[0] else None
+            sizes = [size.num_tokens for size in measured if size.num_sequences == count]
+            line = [PackedSize(round(tokens), count) for tokens in np.geomspace(min(sizes), max(sizes), 60)]
+            curve = getattr(layer.curves, name)
+            axes.plot(
+                [size.num_tokens for size in line],
+                [1e3 * curve.at(size.num_tokens, size.num_squared, count) for size in line],
+                color=colour,
+                linestyle="-" if count == counts[0] else "--",
+                linewidth=1.2,
+                label=label,
+            )
+        for is_fitted, fill in ((True, colour), (False, "none")):
+            points = {size: 1e3 * value for size, value in measured.items() if (size in layer.fitted) == is_fitted}
+            tokens = [size.num_tokens for size in points]
+            axes.scatter(tokens, list(points.values()), s=18, facecolors=fill, edgecolors=colour, zorder=3)
+    ticks = sorted({size.num_tokens for size in layer.fitted if size.num_sequences == counts[0]})
+    unit, kind, tensor_parallel_size, _ = layer.key
+    axes.set(
+        title=f"{unit}, {kind}, tp {tensor_parallel_size}", xlabel="tokens", ylabel="milliseconds", xscale="log", yscale="log"
+    )
+    axes.set_xticks(ticks, [f"{size:,}" for size in ticks])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.legend(frameon=False, fontsize=8)
 
 
 def groups_of_one() -> ProcessGroupCollection:

@@ -23,13 +23,12 @@ from multimodal.cost.cost_table import CostTable
 from multimodal.cost.layers.layer import Implementation
 from multimodal.cost.layers.registry import read_model
 from multimodal.cost.model_costs import ModelCosts
-from multimodal.cost.replicated_table import replicate_encoders
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.step_costs import StepCosts
 from multimodal.cost.step_memory import ZERO_STAGES, default_zero_stage
 from multimodal.cost.table_costs import TableCosts
-from multimodal.cost.table_model import build_table_step
+from multimodal.cost.table_model import build_table_step, replicate_encoders
 from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.planners.planning_request import OVERLAPPED_PARTS
 from multimodal.schedule.build_schedule import build_schedule

@@ -15,7 +15,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from multimodal.schedule.chrome_trace import read_timeline
-from multimodal.schedule.draw_comparison import draw_comparison
+from multimodal.schedule.draw import draw_comparison
 from multimodal.schedule.timeline_difference import IDLE, Share, TimelineDifference, compare_timelines
 from multimodal.values.action import ACTION_TABLE, ActionKind
 from tools.command_line import Parser, format_ranks, format_seconds, run_tool
@@ -58,7 +58,7 @@ def _name(kind: str) -> str:
 
 def _row(name: str, share: Share) -> tuple[str, ...]:
     first, second = share.first_seconds, share.second_seconds
-    return name, format_seconds(first), format_seconds(second), format_seconds(share.difference_seconds), _change(first, second)
+    return name, format_seconds(first), format_seconds(second), format_seconds(second - first), _change(first, second)
 
 
 def _change(first: float, second: float) -> str:

@@ -1,5 +1,7 @@
-"""Draw a timeline: one row per lane, one box per action, time to the right."""
+"""Draws timelines: one row per lane, one box per action, time to the right."""
 
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +10,6 @@ from multimodal.values.timeline import Timeline, TimelineEvent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _UNIT_COLOURS = (
     ("#4c8fd6", "#a9cdf0", "#2b5f99"),
@@ -27,7 +28,7 @@ _COMPUTATIONS = {
     ActionKind.INPUT_GRADIENT: "input gradient",
     ActionKind.WEIGHT_GRADIENT: "weight gradient",
 }
-LANE_HEIGHT_INCHES = 0.42
+_LANE_HEIGHT_INCHES = 0.42
 _LARGEST_NUMBER_POINTS = 8.0
 _SMALLEST_NUMBER_POINTS = 4.5
 
@@ -39,48 +40,44 @@ def draw_timeline(timeline: Timeline, path: str | Path, *, title: str) -> None:
     later layer ranges have a dark frame; waiting for a message is hatched, idle time is white. Needs matplotlib (the extra
     `plots`), which is imported here and draws without a display.
     """
+    draw_comparison({title: timeline}, path)
+
+
+def draw_comparison(timelines: Mapping[str, Timeline], path: str | Path) -> None:
+    """Draw timelines above each other, a panel per title, with one time axis and the same colours, so that differences show."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    width = min(20.0, max(9.0, 0.16 * max(map(len, _events_by_lane(timeline)), default=0)))
-    figure = Figure(figsize=(width, 1.5 + LANE_HEIGHT_INCHES * len(timeline.lanes)), dpi=110, layout="constrained")
+    events = sorted((event for timeline in timelines.values() for event in timeline.events), key=lambda each: each.start_seconds)
+    together = Timeline(next(iter(timelines.values())).lanes, tuple(events))
+    units = tuple(dict.fromkeys(event.action.unit for event in events))
+    lanes = Counter((title, event.lane) for title, timeline in timelines.items() for event in timeline.events)
+    width = min(20.0, max(9.0, 0.16 * max(lanes.values(), default=0)))
+    heights = [1.0 + _LANE_HEIGHT_INCHES * len(timeline.lanes) for timeline in timelines.values()]
+    figure = Figure(figsize=(width, 0.6 + sum(heights)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    units = tuple(dict.fromkeys(event.action.unit for event in sorted(timeline.events, key=lambda event: event.start_seconds)))
-    seconds_per_inch = max(timeline.duration_seconds, 1e-9) / (width - 2)
-    draw_lanes(axes, timeline, units=units, seconds_per_inch=seconds_per_inch, title=title)
-    draw_legend(figure, timeline, units=units)
+    panels = figure.subplots(len(heights), squeeze=False, sharex=True, height_ratios=heights)
+    seconds = max(together.duration_seconds, 1e-9)
+    for axes, (title, timeline) in zip(panels[:, 0], timelines.items(), strict=True):
+        _draw_lanes(axes, timeline, units=units, seconds_per_inch=seconds / (width - 2), title=title)
+        if len(timelines) > 1:
+            axes.axvline(timeline.duration_seconds, color="#444444", linewidth=0.8, linestyle=":")
+        axes.tick_params(axis="x", labelbottom=True)
+        axes.set_xlim(0, seconds)
+    figure.legend(handles=_legend(together, units), loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     figure.savefig(path)
 
 
-def draw_lanes(axes: "Axes", timeline: Timeline, *, units: tuple[str, ...], seconds_per_inch: float, title: str) -> None:
+def _draw_lanes(axes: "Axes", timeline: Timeline, *, units: tuple[str, ...], seconds_per_inch: float, title: str) -> None:
     """Draw all lanes of a timeline; units: in the order of their colours."""
-    first_stages = _first_stages(timeline)
+    first_stages: dict[tuple[int, str, int], int] = {}
+    for event in timeline.events:
+        held = event.lane, event.action.unit, event.action.replica
+        first_stages[held] = min(event.action.stage, first_stages.get(held, event.action.stage))
     for event in timeline.events:
         is_later_range = event.action.stage > first_stages[(event.lane, *event.action[1:3])]
         _draw_event(axes, event, units, seconds_per_inch, is_later_range=is_later_range)
     _dress(axes, timeline, title)
-
-
-def draw_legend(figure: "Figure", timeline: Timeline, *, units: tuple[str, ...]) -> None:
-    """Explain the looks of what the timeline has, below the figure."""
-    figure.legend(handles=_legend(timeline, units), loc="outside lower center", ncols=5, frameon=False, fontsize=8)
-
-
-def _first_stages(timeline: Timeline) -> dict[tuple[int, str, int], int]:
-    """(lane, unit, replica) -> its first virtual stage there."""
-    found: dict[tuple[int, str, int], int] = {}
-    for event in timeline.events:
-        held = event.lane, event.action.unit, event.action.replica
-        found[held] = min(event.action.stage, found.get(held, event.action.stage))
-    return found
-
-
-def _events_by_lane(timeline: Timeline) -> list[list[TimelineEvent]]:
-    rows: list[list[TimelineEvent]] = [[] for _ in timeline.lanes]
-    for event in timeline.events:
-        rows[event.lane].append(event)
-    return rows
 
 
 def _draw_event(
@@ -128,7 +125,6 @@ def _dress(axes: "Axes", timeline: Timeline, title: str) -> None:
     axes.set_title(title, fontsize=11, loc="left")
     axes.set_yticks(range(len(timeline.lanes)), [_row_label(timeline, lane) for lane in range(len(timeline.lanes))], fontsize=8)
     axes.set_ylim(len(timeline.lanes) - 0.5, -0.5)
-    axes.set_xlim(0, max(timeline.duration_seconds, 1e-9))
     axes.set_xlabel("seconds", fontsize=8)
     axes.tick_params(axis="x", labelsize=8)
     axes.tick_params(axis="y", length=0)

@@ -22,7 +22,7 @@ def report_simulations(simulations: Sequence[Simulation], *, update_seconds: flo
     return {
         "iteration_seconds": whole / len(simulations),
         "update_seconds": update_seconds,
-        "ideal_seconds": _mean(simulations, lambda each: each.ideal_seconds),
+        "ideal_seconds": sum(each.ideal_seconds for each in simulations) / len(simulations),
         "mfu": over_time(lambda each: each.mfu),
         "bubble": {kind: over_time(_bubble_of(kind)) for kind in first.bubble},
         "busy_fraction": over_time(lambda each: each.busy_fraction),
@@ -33,10 +33,6 @@ def report_simulations(simulations: Sequence[Simulation], *, update_seconds: flo
         "lanes": _lanes(first),
         "stages": _stages(first),
     }
-
-
-def _mean(simulations: Sequence[Simulation], value: Callable[[Simulation], float]) -> float:
-    return sum(map(value, simulations)) / len(simulations)
 
 
 def _bubble_of(kind: str) -> Callable[[Simulation], float]:
@@ -55,19 +51,17 @@ def _step(simulation: Simulation, update_seconds: float) -> Mapping[str, Any]:
 
 
 def _lanes(simulation: Simulation) -> list[Mapping[str, Any]]:
-    held: list[dict[str, None]] = []
-    for lane in simulation.compiled.schedule.lanes:
-        stages = sorted({action.place[:3] for action in lane.actions})
-        held.append(dict.fromkeys(f"{unit} {replica} stage {stage}" for unit, replica, stage in stages))
+    lanes = simulation.compiled.schedule.lanes
+    held = [sorted({action.place[:3] for action in lane.actions}) for lane in lanes]
     return [
         {
             "ranks": list(lane.ranks),
-            "stages": list(held[index]),
+            "stages": [f"{unit} {replica} stage {stage}" for unit, replica, stage in held[index]],
             "busy_seconds": simulation.busy_seconds[index],
             "peak_activation_bytes": simulation.peak_activation_bytes[index],
             "peak_memory_bytes": simulation.peak_total_bytes[index],
         }
-        for index, lane in enumerate(simulation.compiled.schedule.lanes)
+        for index, lane in enumerate(lanes)
     ]
 
 

@@ -21,11 +21,6 @@ class Share:
     first_seconds: float
     second_seconds: float
 
-    @property
-    def difference_seconds(self) -> float:
-        """Seconds by which the second one takes longer."""
-        return self.second_seconds - self.first_seconds
-
 
 @dataclass(frozen=True, slots=True)
 class TimelineDifference:

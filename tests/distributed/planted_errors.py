@@ -23,8 +23,8 @@ from megatron.runtime.step.step import Step
 from multimodal.attention import context_parallel
 from multimodal.attention.core_attention import PackedAttention
 from multimodal.attention.packed_lengths import PackedLengths
-from multimodal.model.layers.generator_projector import GeneratorProjector
-from multimodal.model.layers.head import LanguageHead
+from multimodal.model.layers.backbone_ends import LanguageHead
+from multimodal.model.layers.generator_ends import GeneratorProjector
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
 from multimodal.model.weight_gradient_queue import LinearWeightGradient

@@ -106,7 +106,7 @@ def test_an_added_schedule_is_a_flag_and_is_searched_simulated_and_emulated(
     step = [*model, "--plan", str(file)]
     simulated = run_tool(simulate, capsys, *step, "--schedule", SCHEDULE, "--balance", BALANCER)
     assert simulated["iteration_seconds"] > 0
-    assert emulate.build_model_run(step, SCHEDULE, "", num_iterations=1).schedule.lanes
+    assert emulate.build_run(step, SCHEDULE, "", num_iterations=1).schedule.lanes
 
 
 def test_an_added_balancer_is_a_candidate_of_auto_and_of_the_search(monkeypatch: pytest.MonkeyPatch, search: PlanSearch) -> None:

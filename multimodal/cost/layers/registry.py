@@ -4,14 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from multimodal.cost.layers.audio_embedding import AudioEmbeddingLayer
-from multimodal.cost.layers.generator_head import GeneratorHeadLayer
-from multimodal.cost.layers.generator_projector import GeneratorProjectorLayer
-from multimodal.cost.layers.head import HeadLayer
+from multimodal.cost.layers.backbone_ends import HeadLayer, TokenEmbeddingLayer
+from multimodal.cost.layers.encoder_ends import AudioEmbeddingLayer, PatchEmbeddingLayer, ProjectorLayer
+from multimodal.cost.layers.generator_ends import GeneratorHeadLayer, GeneratorProjectorLayer
 from multimodal.cost.layers.layer import Layer
-from multimodal.cost.layers.patch_embedding import PatchEmbeddingLayer
-from multimodal.cost.layers.projector import ProjectorLayer
-from multimodal.cost.layers.token_embedding import TokenEmbeddingLayer
 from multimodal.cost.layers.transformer import TransformerLayer
 from multimodal.values.errors import ModelError
 from multimodal.values.file_form import read_file
@@ -27,7 +23,7 @@ LAYER_KINDS: dict[str, type[Layer]] = {
     "generator_projector": GeneratorProjectorLayer,
     "generator_head": GeneratorHeadLayer,
 }
-"""Each has a module of its name in multimodal/model/layers, unless it can only be planned."""
+"""Each has a row of its name in multimodal/model/layers/registry.py, unless it can only be planned."""
 
 
 def describe_layer(graph: ModelGraph, unit: Unit, kind: str, *, vocab_size: int) -> Layer:

@@ -1,12 +1,9 @@
 """All kinds of layer that can be built and trained, by name."""
 
-from multimodal.model.layers.generator_head import GeneratorHeadKind
-from multimodal.model.layers.generator_projector import GeneratorProjectorKind
-from multimodal.model.layers.head import HeadKind
+from multimodal.model.layers.backbone_ends import HeadKind, TokenEmbeddingKind
+from multimodal.model.layers.encoder_ends import PatchEmbeddingKind, ProjectorKind
+from multimodal.model.layers.generator_ends import GeneratorHeadKind, GeneratorProjectorKind
 from multimodal.model.layers.layer_kind import LayerKind
-from multimodal.model.layers.patch_embedding import PatchEmbeddingKind
-from multimodal.model.layers.projector import ProjectorKind
-from multimodal.model.layers.token_embedding import TokenEmbeddingKind
 from multimodal.model.layers.transformer import TransformerKind
 from multimodal.model.parameter_sharding import ParameterSharding
 from multimodal.values.errors import ModelError

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from multimodal.model.initialization import initialize_parameters
-from multimodal.model.layers.generator_projector import position_features
+from multimodal.model.layers.generator_ends import position_features
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.transformer_config import BuildOptions, Precision

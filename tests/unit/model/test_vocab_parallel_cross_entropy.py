@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from multimodal.model.layers.head import vocab_parallel_cross_entropy
+from multimodal.model.layers.backbone_ends import vocab_parallel_cross_entropy
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from multimodal.cost.cost_table import CostTable
-from multimodal.cost.replicated_table import replicate_encoders
 from multimodal.cost.table_costs import TableCosts
+from multimodal.cost.table_model import replicate_encoders
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders.encoders_replicated import build_encoders_replicated, replicate_microbatches
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b

@@ -1,0 +1,114 @@
+"""First and last layers of encoders: patches or sound in, tokens of the LLM out."""
+
+from multimodal.cost.layers.layer import ActivationBytes, ActivationCase, Layer, LayerFlops
+from multimodal.cost.unit_load import UnitLoad
+from multimodal.values.model_graph import Role, Unit
+
+
+class PatchEmbeddingLayer(Layer):
+    """Whole on every tensor parallel rank."""
+
+    position = "first"
+    roles = (Role.ENCODER,)
+
+    @classmethod
+    def fits(cls, unit: Unit) -> bool:
+        """True if the unit takes images."""
+        return unit.audio is None
+
+    @property
+    def num_weights(self) -> int:
+        """Channels of a patch times hidden size; 0 where no image is described."""
+        return self.input_values * self.unit.transformer.hidden_size if self.unit.image is not None else 0
+
+    @property
+    def num_vector_entries(self) -> int:
+        """The bias."""
+        return self.unit.transformer.hidden_size
+
+    @property
+    def can_be_built(self) -> bool:
+        """True if an image is described."""
+        return self.unit.image is not None
+
+    def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
+        """The patches, for the weight gradient."""
+        trains = case.need.trains_weights
+        return ActivationBytes(replicated=float(case.bytes_per_element * load.num_tokens * self.input_values if trains else 0))
+
+
+class AudioEmbeddingLayer(PatchEmbeddingLayer):
+    """Turns a spectrogram into hidden states. Planned and simulated; multimodal/model does not build it yet."""
+
+    @classmethod
+    def fits(cls, unit: Unit) -> bool:
+        """True if the unit takes sound."""
+        return unit.audio is not None
+
+    @property
+    def num_weights(self) -> int:
+        """Both convolutions."""
+        hidden = self.unit.transformer.hidden_size
+        return 3 * hidden * (self._num_mel_bins + hidden)
+
+    @property
+    def num_vector_entries(self) -> int:
+        """The bias of each convolution."""
+        return 2 * self.unit.transformer.hidden_size
+
+    @property
+    def can_be_built(self) -> bool:
+        """False."""
+        return False
+
+    def forward_flops(self, load: UnitLoad) -> LayerFlops:
+        """The first convolution sees two frames per token."""
+        weights = self.num_weights + 3 * self.unit.transformer.hidden_size * self._num_mel_bins
+        return LayerFlops(2.0 * load.num_tokens * weights)
+
+    @property
+    def _num_mel_bins(self) -> int:
+        assert self.unit.audio is not None, f"unit '{self.unit.name}' has no audio"
+        return self.unit.audio.num_mel_bins
+
+
+class ProjectorLayer(Layer):
+    """Two products with a GELU between them (Qwen2-VL's patch merger)."""
+
+    position = "last"
+    roles = (Role.ENCODER,)
+    num_products = 2
+    is_at_exit = True
+
+    @property
+    def num_weights(self) -> int:
+        """Both matrices; 0 where no items are described."""
+        if self.unit.image is None and self.unit.audio is None:
+            return 0
+        merged = self.unit.transformer.hidden_size * self.unit.merge_factor
+        return self._inner_size * (merged + self._output_size)
+
+    @property
+    def num_vector_entries(self) -> int:
+        """The norm and both biases."""
+        return self.norm_vector_entries() + self._inner_size + self._output_size
+
+    @property
+    def can_be_built(self) -> bool:
+        """True if items are described, by which tokens are merged."""
+        return self.unit.image is not None or self.unit.audio is not None
+
+    def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
+        """Norm and both products; tokens are gathered before the first, so nothing but the inner width is divided."""
+        size, trains, hidden = case.bytes_per_element, case.need.trains_weights, self.unit.transformer.hidden_size
+        inner = self._inner_size * (2 if trains else 1)
+        whole = load.num_tokens * (self.exit_norm_bytes(case) + (size * hidden if trains else 0.0))
+        return ActivationBytes(0.0, float(size * load.num_outputs * inner), whole)
+
+    @property
+    def _inner_size(self) -> int:
+        return self.unit.projector_hidden_size or self.unit.transformer.hidden_size * self.unit.merge_factor
+
+    @property
+    def _output_size(self) -> int:
+        return self.graph.unit(self.graph.downstream(self.unit.name)[0]).transformer.hidden_size
