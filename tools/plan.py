@@ -23,7 +23,7 @@ from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.plan_file import write_plan_file
-from multimodal.plan.planners.plan_to_fit import Planned, plan_per_gpu, plan_to_fit
+from multimodal.plan.planners.plan_to_fit import PredictedRun, plan_per_gpu, plan_to_fit
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, Sharding
 from multimodal.plan.planners.prediction import SEED, Prediction
@@ -135,14 +135,14 @@ def build_request(flags: argparse.Namespace) -> PlanningRequest:
     )
 
 
-def plan(name: str, request: PlanningRequest, flags: argparse.Namespace) -> Planned:
+def plan(name: str, request: PlanningRequest, flags: argparse.Namespace) -> PredictedRun:
     """Let one planner plan; raises PlanError."""
     max_actions = None if flags.simulate_all else request.max_actions
     search = plan_per_gpu if flags.prefer == "per-gpu" else plan_to_fit
     return search(PLANNERS[name], request, max_actions=max_actions)
 
 
-def report(planned: Planned) -> dict[str, Any]:
+def report(planned: PredictedRun) -> dict[str, Any]:
     """Return the JSON object of one plan."""
     run, prediction = planned
     return {
@@ -183,7 +183,7 @@ def unit_sizes(unit: UnitPlan) -> dict[str, int]:
     }
 
 
-def print_plan(planned: Planned, request: PlanningRequest) -> None:
+def print_plan(planned: PredictedRun, request: PlanningRequest) -> None:
     """Print one plan for a person."""
     console = Console(width=120, highlight=False)
     run, prediction = planned
@@ -209,10 +209,10 @@ def print_plan(planned: Planned, request: PlanningRequest) -> None:
         console.print(note)
 
 
-def print_comparison(compared: Mapping[str, Planned | str]) -> None:
+def print_comparison(compared: Mapping[str, PredictedRun | str]) -> None:
     """Print all planners' plans in one table, and below it the errors of those that found none."""
     console = Console(width=140, highlight=False)
-    best = min((other.prediction.iteration_seconds for other in compared.values() if isinstance(other, Planned)), default=0.0)
+    best = min((run.prediction.iteration_seconds for run in compared.values() if isinstance(run, PredictedRun)), default=0.0)
     table = Table("planner", "step", "of best", "ideal/step", "MFU", "GPUs", "GB", "planned in", "units: tp x cp x pp x dp")
     for name, other in compared.items():
         if isinstance(other, str):
@@ -269,9 +269,9 @@ def draw_plans(predictions: Mapping[str, Prediction], path: str | Path) -> None:
     figure.savefig(path)
 
 
-def compare(flags: argparse.Namespace, request: PlanningRequest, main_plan: Planned) -> dict[str, Planned | str]:
+def compare(flags: argparse.Namespace, request: PlanningRequest, main_plan: PredictedRun) -> dict[str, PredictedRun | str]:
     """Let all compared planners plan; those that cannot give their error's text."""
-    compared: dict[str, Planned | str] = {}
+    compared: dict[str, PredictedRun | str] = {}
     for name in dict.fromkeys((*flags.compare, flags.planner)):
         try:
             compared[name] = main_plan if name == flags.planner else plan(name, request, flags)
@@ -322,7 +322,7 @@ def run(argv: Sequence[str]) -> None:
             simulate_flags=simulate_flags(flags, request, planned.run),
         )
     if flags.picture is not None:
-        draw_plans({name: other.prediction for name, other in compared.items() if isinstance(other, Planned)}, flags.picture)
+        draw_plans({name: other.prediction for name, other in compared.items() if isinstance(other, PredictedRun)}, flags.picture)
     if flags.json:
         answer = report(planned)
         if flags.compare:

@@ -86,15 +86,15 @@ def _unit_entries(name: str, entry: Plain) -> dict[str, Plain]:
 def _upstream(keys: Mapping[str, Plain], *, names: tuple[str, ...]) -> tuple[str, ...]:
     if "upstream" not in keys or keys["upstream"].value is None:
         return ()
-    found: list[str] = []
+    sources: list[str] = []
     for source in keys["upstream"].entries(expected="a list of unit names"):
         name = source.read(str)
         if name not in names:
             source.fail(f"names '{name}', which is no unit of the table ({', '.join(names)})")
-        if name in found:
+        if name in sources:
             source.fail(f"names '{name}' again; keep one")
-        found.append(name)
-    return tuple(found)
+        sources.append(name)
+    return tuple(sources)
 
 
 def _topological_order(upstream: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:

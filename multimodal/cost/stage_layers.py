@@ -61,13 +61,13 @@ class StageLayers:
     @cached_property
     def of_rank(self) -> Mapping[int, Sequence[StageKey]]:
         """Rank -> the stages it holds."""
-        found: dict[int, list[StageKey]] = defaultdict(list)
+        stages: dict[int, list[StageKey]] = defaultdict(list)
         for name, unit in self.plan.units.items():
             for replica_index, replica in enumerate(unit.replicas):
                 for stage in replica.virtual_stages:
                     for rank in stage.ranks:
-                        found[rank].append((name, replica_index, stage.index))
-        return found
+                        stages[rank].append((name, replica_index, stage.index))
+        return stages
 
     @cached_property
     def _needs(self) -> Mapping[str, Sequence[BackwardNeed]]:

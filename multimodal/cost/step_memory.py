@@ -171,7 +171,7 @@ class StepMemory:
         """Return the bytes in use while one layer runs: those it recomputes, and those it gathers.
 
         It gathers, where replicas share weights, those of two layers (the one in use and the next one), the gradients of one,
-        and those of another on their way to who keeps them; and the keys and values of two groups of heads (likewise) of a whole
+        and those of another on their way to their keeper; and the keys and values of two groups of heads (likewise) of a whole
         microbatch where ranks share its tokens.
         """
         counts, unit = self.layers.counts(stage), stage[0]

@@ -43,10 +43,10 @@ def update_traffic_bytes(bytes_per_element: int) -> float:
 
 def _updated_weights(stages: StageLayers, keys: Collection[StageKey], options: RunOptions) -> dict[str, float]:
     """Unit -> trained weights that a rank which holds these stages updates: a share, where replicas share the optimizer."""
-    found: dict[str, float] = {}
+    weights: dict[str, float] = {}
     for unit, replica, stage in keys:
         sizes = stages.plan.units[unit]
         num_sharers = sizes.data_parallel_size * sizes.context_parallel_size if options.zero_stage else 1
         num_weights = stages.num_weights((unit, replica, stage), trained_only=True)
-        found[unit] = found.get(unit, 0.0) + num_weights / sizes.tensor_parallel_size / num_sharers
-    return found
+        weights[unit] = weights.get(unit, 0.0) + num_weights / sizes.tensor_parallel_size / num_sharers
+    return weights

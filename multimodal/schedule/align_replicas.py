@@ -96,16 +96,16 @@ class _Alignment:
 
     def _fire(self, join: Join) -> None:
         """Run a computation in all replicas that have come to it; the others join."""
-        own = self.arrived.pop(join)
+        arrived = self.arrived.pop(join)
         for replica in range(self.plan.units[join.unit].data_parallel_size):
             lanes = self._lanes_of(join.unit, replica, join.stage)
             for lane in lanes:
-                if replica in own:
+                if replica in arrived:
                     self.positions[lane] += 1
                 else:
                     self.joins[lane].setdefault(self.positions[lane], []).append(join)
-            if replica in own:
-                self._complete(own[replica])
+            if replica in arrived:
+                self._complete(arrived[replica])
                 self.queue.extend(lanes)
 
     def _force(self) -> None:

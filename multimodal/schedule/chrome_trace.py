@@ -37,15 +37,15 @@ def read_timeline(path: str | Path) -> Timeline:
 
 
 def _names(timeline: Timeline) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     for lane, ranks in enumerate(timeline.lanes):
         label = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         held = sorted({event.action.unit for event in timeline.events if event.lane == lane})
-        found.append({"ph": "M", "pid": lane, "name": "process_name", "args": {"name": f"{' + '.join(held)} ({label})"}})
-        found.append({"ph": "M", "pid": lane, "name": "process_sort_index", "args": {"sort_index": lane}})
+        records.append({"ph": "M", "pid": lane, "name": "process_name", "args": {"name": f"{' + '.join(held)} ({label})"}})
+        records.append({"ph": "M", "pid": lane, "name": "process_sort_index", "args": {"sort_index": lane}})
         for resource, thread in _THREADS.items():
-            found.append({"ph": "M", "pid": lane, "tid": thread, "name": "thread_name", "args": {"name": str(resource)}})
-    return found
+            records.append({"ph": "M", "pid": lane, "tid": thread, "name": "thread_name", "args": {"name": str(resource)}})
+    return records
 
 
 def _event(event: TimelineEvent) -> dict[str, Any]:

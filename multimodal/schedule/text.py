@@ -98,11 +98,11 @@ def _lane_from_text(line: str, line_number: int) -> Lane:
 
 
 def _action_from_text(token: str, line_number: int, column: int) -> Action:
-    found = _ACTION_PATTERN.fullmatch(token)
-    if found is None:
+    match = _ACTION_PATTERN.fullmatch(token)
+    if match is None:
         expected = "expected an action such as 'F llm/0/1/2', 'RG llm/0/1' or 'SF vision/0/0/3>llm/1/0/2'"
         raise _parse_error(line_number, column, token, expected)
-    kind, unit, replica, stage, microbatch, subset, first, end, arrow, *peer = found.groups()
+    kind, unit, replica, stage, microbatch, subset, first, end, arrow, *peer = match.groups()
     if kind not in list(ActionKind):
         raise _parse_error(line_number, column, kind, f"expected one of {', '.join(ActionKind)}")
     action = Action(

@@ -60,16 +60,16 @@ def compare_timelines(first: Timeline, second: Timeline) -> TimelineDifference:
 
 
 def _sum(timeline: Timeline) -> dict[tuple[int, str], float]:
-    found: dict[tuple[int, str], float] = defaultdict(float)
+    sums: dict[tuple[int, str], float] = defaultdict(float)
     computing: dict[int, float] = defaultdict(float)
     for event in timeline.events:
         seconds = event.end_seconds - event.start_seconds
-        found[event.lane, str(event.action.kind)] += seconds
+        sums[event.lane, str(event.action.kind)] += seconds
         if ACTION_TABLE[event.action.kind].resource is Resource.COMPUTE:
             computing[event.lane] += seconds
     for lane in range(len(timeline.lanes)):
-        found[lane, IDLE] = timeline.duration_seconds - computing[lane]
-    return found
+        sums[lane, IDLE] = timeline.duration_seconds - computing[lane]
+    return sums
 
 
 def _describe(timeline: Timeline) -> str:

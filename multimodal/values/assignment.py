@@ -105,7 +105,7 @@ class Routes:
 
 def build_routes(graph: ModelGraph, assignment: Assignment) -> Routes:
     """Match every encoder item, and every sample of the LLM, with the downstream microbatch that holds its sample; O(items)."""
-    found: dict[tuple[MicrobatchPlace, MicrobatchPlace], list[Atom]] = {}
+    atoms_between: dict[tuple[MicrobatchPlace, MicrobatchPlace], list[Atom]] = {}
     for source, target in graph.edges:
         items: dict[int, list[Atom]] = {}
         for atom in sorted(assignment.place_of_atom[source]):
@@ -116,10 +116,10 @@ def build_routes(graph: ModelGraph, assignment: Assignment) -> Routes:
                 for sample in microbatch:
                     for atom in items.get(sample.sample_id, ()):
                         source_place = MicrobatchPlace(source, *assignment.place_of_atom[source][atom])
-                        found.setdefault((source_place, target_place), []).append(atom)
+                        atoms_between.setdefault((source_place, target_place), []).append(atom)
     from_source: dict[MicrobatchPlace, list[Route]] = {}
     to_target: dict[MicrobatchPlace, list[Route]] = {}
-    for (source_place, target_place), atoms in sorted(found.items()):
+    for (source_place, target_place), atoms in sorted(atoms_between.items()):
         route = Route(source_place, target_place, tuple(atoms))
         from_source.setdefault(source_place, []).append(route)
         to_target.setdefault(target_place, []).append(route)

@@ -61,7 +61,7 @@ def save_checkpoint(
     run_state: Mapping[str, Any],
     keep_last: int,
 ) -> Path:
-    """Save everything that a run after `step` steps is, and remove all but the `keep_last` newest; collective over all ranks.
+    """Save the whole state of a run after `step` steps, and remove all but the `keep_last` newest; collective over all ranks.
 
     schedulers_state and run_state are rank 0's and must fit into JSON. Returns the checkpoint's folder, in which a checkpoint of
     the same step is replaced. Raises CheckpointError on every rank when it fails on any; earlier checkpoints are then untouched.

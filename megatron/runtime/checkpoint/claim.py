@@ -50,7 +50,7 @@ class Writer:
 
     @classmethod
     def of_this_process(cls, environ: Mapping[str, str]) -> "Writer":
-        """This process as a writer."""
+        """Return this process as a writer."""
         return cls(
             token=uuid.uuid4().hex,
             host=socket.gethostname(),

@@ -34,20 +34,20 @@ class _Complete(NamedTuple):
 
 
 def find_newest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint in `folder`, or `folder` itself when it is one; None when there is none."""
+    """Return the newest complete checkpoint in `folder`, or `folder` itself when it is one; None when there is none."""
     complete = list_checkpoints(folder)
     return complete[-1] if complete else None
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """All complete checkpoints, oldest step first; a folder that is a checkpoint itself holds just that one."""
+    """Return all complete checkpoints, oldest step first; a folder that is a checkpoint itself holds just that one."""
     if _COMPLETE.fullmatch(folder.name) and (folder / "braid.json").exists():
         return [folder]
     return [entry.path for entry in _list_complete(folder)]
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a complete checkpoint's name tells."""
+    """Return the step that a complete checkpoint's name tells."""
     match = _COMPLETE.fullmatch(checkpoint.name)
     assert match is not None, f"{checkpoint} is not the name of a complete checkpoint"
     return int(match[1])
@@ -59,7 +59,7 @@ def folder_of_run(path: Path) -> Path:
 
 
 def damaged(checkpoint: Path, found: str) -> CheckpointError:
-    """The error for a checkpoint that is not what was saved, with the way out.
+    """Return the error for a checkpoint that differs from what was saved, with the way out.
 
     found: names the file and what is wrong with it.
     """

@@ -46,7 +46,7 @@ class SavedTensor:
 
 
 TensorIndex = Mapping[str, SavedTensor]
-"""Tensor's name -> where it lies."""
+"""Tensor's name -> its place in the files."""
 
 
 def index_to_json(index: TensorIndex) -> bytes:

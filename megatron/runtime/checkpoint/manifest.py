@@ -62,7 +62,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_newest(folder: Path) -> tuple[Path, Manifest]:
-    """The newest complete checkpoint in `folder` and its manifest; raises CheckpointError when there is none or it is damaged."""
+    """Return the newest complete checkpoint in `folder` and its manifest; raises CheckpointError for none or a damaged one."""
     path = find_newest_checkpoint(folder)
     if path is None:
         found = "no such folder" if not folder.exists() else "no complete checkpoint there (no folder step_<number>)"

@@ -1,9 +1,9 @@
 """Pieces of tensors to files and back: every rank writes what it holds and reads what it needs.
 
-torch.distributed.checkpoint plans both on rank 0 (who writes what several ranks hold, which saved rectangles a wanted one
-overlaps) and checks that the written rectangles fill every tensor without overlap; here is told which rectangles there are. Files
-are Braid's own, where torch's would be pickles: one per writing rank, the bytes of its pieces one after another and nothing else,
-and `tensors.json` (`index`), which describes them. Neither holds anything that could be executed.
+torch.distributed.checkpoint plans both on rank 0 (who writes values of several holders, which saved rectangles a wanted one
+overlaps) and checks that the written rectangles fill every tensor without overlap; this module names the rectangles. Files are
+Braid's own, where torch's would be pickles: one per writing rank, the bytes of its pieces one after another and nothing else, and
+`tensors.json` (`index`), which describes them. Neither holds anything that could be executed.
 """
 
 import os

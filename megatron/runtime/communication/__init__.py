@@ -1,1 +1,1 @@
-"""Process groups, and messages and collectives over them: what moves between ranks."""
+"""Process groups, and the messages and collectives over them."""

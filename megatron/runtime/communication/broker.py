@@ -131,7 +131,7 @@ def pieces_of(link: Link) -> tuple[Piece, ...]:
 def _pieces_from(
     link: Link, source_index: int, i: int, source: int, target_index: int, targets: tuple[int, ...]
 ) -> Iterator[Piece]:
-    """Yields what the i-th tensor parallel rank of one context parallel rank sends to those of another."""
+    """Yield the pieces that the i-th tensor parallel rank of one context parallel rank sends to those of another."""
     start, size = 0, link.shape[0]
     if link.rows is not None:
         start, size = link.rows.first_row(source_index, target_index), len(link.rows.common[target_index][source_index])
@@ -144,7 +144,7 @@ def _pieces_from(
 
 
 def _payload_of(piece: Piece, link: Link, payload: Tensor) -> Tensor:
-    """The rows of a piece in what its source rank gives."""
+    """Return the rows of a piece among those that its source rank gives."""
     if link.rows is None:
         return payload[piece.first_row : piece.last_row]
     source, target = _index_of(piece.source_rank, link.source_groups), _index_of(piece.target_rank, link.target_groups)
@@ -163,7 +163,7 @@ def _index_of(rank: int, groups: tuple[tuple[int, ...], ...]) -> int:
 
 
 def _in_order(received: Tensor, rows: RowShares | None, target: int) -> Tensor:
-    """Put received rows where they belong, and add up what came from several ranks."""
+    """Put received rows into their places, and add up rows that came from several ranks."""
     if rows is None:
         return received
     num_taken, positions = len(rows.taken[target]), rows.positions_taken(target)
@@ -243,7 +243,7 @@ class Broker:
         return incoming.buffer
 
     def complete(self, key: MessageKey, group: dist.ProcessGroup | None = None) -> Tensor:
-        """All rows that this rank takes, in the route's order.
+        """Return all rows that this rank takes, in the route's order.
 
         group: between units, its tensor parallel peers, with whom it gathers shares.
         """

@@ -56,13 +56,13 @@ def build_memberships(plan: Plan, *, rank: int, book: GroupBook) -> dict[str, Me
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # where sequence parallel layers gather their inputs
         parallel_state._set_global_memory_buffer()
     book.create(_all_rank_sets(plan))
-    found = {}
+    memberships = {}
     for name, unit in plan.units.items():
         for replica_index, replica in enumerate(unit.replicas):
             for stage_index, stage in enumerate(replica.stages):
                 if rank in stage.ranks:
-                    found[name] = _membership(plan, name, replica_index, stage_index, rank=rank, book=book)
-    return found
+                    memberships[name] = _membership(plan, name, replica_index, stage_index, rank=rank, book=book)
+    return memberships
 
 
 def _membership(plan: Plan, name: str, replica_index: int, stage_index: int, *, rank: int, book: GroupBook) -> Membership:

@@ -32,7 +32,7 @@ class LoopInputs:
     forward_step_func: Callable[..., Any]
     chunks: Sequence[torch.nn.Module]
     data_iterators: Sequence[Any]
-    """One per chunk."""
+    """Data iterators, one per chunk."""
     config: Any
     collect_non_loss_data: bool
     first_val_step: bool | None
@@ -44,7 +44,7 @@ class PipelineMessages:
     """The shapes and peers of this rank's messages."""
 
     channel: MessageChannel | None
-    """None: there is one stage."""
+    """None if there is one stage."""
     ranks: tuple[int, ...]
     """Global ranks of the pipeline, by stage."""
     receive_shape: tuple[int, ...]
@@ -184,7 +184,7 @@ class PipelineStep(LaneRun):
 
 
 def _checkpointed_forwards(lane: Lane, *, num_keeping: int | None) -> list[bool | None]:
-    """Tell of each forward of a lane whether all its layers recompute their activations; None: as the layers are configured.
+    """Return, for each forward of a lane, True if all its layers recompute their activations; None: as the layers are configured.
 
     Of the microbatches that are in flight at once, the first `num_keeping` (Megatron's
     num_microbatches_with_partial_activation_checkpoints) keep theirs.

@@ -87,7 +87,7 @@ def _check_input_file(flag: str, path: str | Path | None) -> None:
 
 
 def _merge(from_command_line: Mapping[str, Any], *, from_file: Mapping[str, Any], graph: ModelGraph | None) -> RunConfig:
-    """One configuration of both; where they exclude each other, the command line wins."""
+    """Return one configuration of both; where they exclude each other, the command line wins."""
     values = {**from_file, **from_command_line}
     required = [flag for group in GROUPS.values() for flag in field_flags(group) if flag.is_required]
     if missing := [f"{flag.flag} {flag.metavar}" for flag in required if flag.name not in values]:
@@ -197,7 +197,7 @@ def _unit_name(graph: ModelGraph, name: str, *, flag: str) -> str:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Flag -> value as it stands in the file. Raises ConfigError when a key appears twice, or in two spellings."""
+    """Return flag -> value as it stands in the file. Raises ConfigError when a key appears twice, or in two spellings."""
     mapping = read_mapping(path, error=ConfigError)
     entries: dict[str, Any] = {}
     for key, value in mapping.items():
@@ -212,7 +212,7 @@ def _flag(key: str) -> str:
 
 
 def parse_config_file(entries: Mapping[str, Any], *, parser: FlagParser, path: Path) -> dict[str, Any]:
-    """Destination -> value, by the same parser as the command line; input paths are found beside the file.
+    """Return destination -> value, by the same parser as the command line; input paths are found beside the file.
 
     Raises ConfigError that starts with the file's path.
     """
@@ -226,7 +226,7 @@ def parse_config_file(entries: Mapping[str, Any], *, parser: FlagParser, path: P
 
 
 def _at_flag(path: Path, problem: ConfigError) -> BraidError:
-    """The same error, with the file and the line of the first key whose flag it names."""
+    """Return the same error with the file and the line of the first key whose flag it names."""
     keys = read_mapping(path, error=ConfigError)
     named = [key for key in keys if re.search(rf"{re.escape(_flag(key))}(?![\w-])", str(problem))]
     return at_line(path, ConfigError(str(problem), place=tuple(named[:1])))

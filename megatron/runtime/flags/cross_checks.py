@@ -1,4 +1,4 @@
-"""Checks what may be combined with what: every rule about two or more flags, and what flags ask of the model and the plan."""
+"""Checks of combinations: every rule about two or more flags, and the flags' demands on the model and the plan."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -96,7 +96,7 @@ def _check_encoder_flags(config: RunConfig, *, graph: ModelGraph) -> None:
 
 
 def check_plan(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> None:
-    """Check what depends on the parallel sizes; raises ConfigError."""
+    """Check the rules that depend on the parallel sizes; raises ConfigError."""
     for name in ("sequence_parallel", "tp_comm_overlap"):
         if getattr(config.parallelism, name) and all(unit.tensor_parallel_size == 1 for unit in plan.units.values()):
             raise ConfigError(

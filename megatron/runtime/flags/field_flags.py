@@ -84,11 +84,11 @@ def field_docstrings(group: type) -> dict[str, str]:
     """Read the string literal under each field of a dataclass, on one line."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(group))).body
     assert isinstance(body, ast.ClassDef)
-    found = {}
+    docstrings = {}
     for statement, following in zip(body.body, body.body[1:], strict=False):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and isinstance(following, ast.Expr):
-            found[statement.target.id] = " ".join(str(ast.literal_eval(following.value)).split())
-    return found
+            docstrings[statement.target.id] = " ".join(str(ast.literal_eval(following.value)).split())
+    return docstrings
 
 
 def whole_number(text: str) -> int:

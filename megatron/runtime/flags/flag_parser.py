@@ -1,6 +1,6 @@
 """The argparse parser of all flags: grouped like the configuration, and strict about what argparse lets pass.
 
-A flag that there is none of is answered with what became of Megatron's, or the spelling that must have been meant.
+An unknown flag is answered with Braid's counterpart of Megatron's flag, or with the spelling that was probably meant.
 """
 
 import argparse
@@ -201,7 +201,7 @@ def explain_unknown(flag: str, *, spellings: Collection[str], graph: ModelGraph 
 
 
 def _split_unit(name: str, graph: ModelGraph | None) -> tuple[str, str]:
-    """The unit that a flag begins with, and the rest; empty where it begins with none."""
+    """Return the unit that a flag begins with, and the rest; empty if it begins with none."""
     for unit in (*graph.unit_names, LLM) if graph else ():
         prefix = unit.replace("_", "-") + "-"
         if name.startswith(prefix):
@@ -210,7 +210,7 @@ def _split_unit(name: str, graph: ModelGraph | None) -> tuple[str, str]:
 
 
 def _guess(name: str, spellings: Iterable[str]) -> str:
-    """The flag that is spelt almost like this one."""
+    """Return the flag that is spelt almost like this one."""
     own = {spelling.lstrip("-") for spelling in spellings}
     close = max((_likeness(name, known), known) for known in sorted(own | megatron_flag_names()))
     if close[0] == 0.0:
@@ -220,7 +220,7 @@ def _guess(name: str, spellings: Iterable[str]) -> str:
 
 
 def _likeness(name: str, known: str) -> float:
-    """1 for names that differ in dashes only, 0 for such as must mean something else."""
+    """Return the likeness of two names: 1 if they differ in dashes only, 0 if they must mean different things."""
     words, known_words = name.split("-"), known.split("-")
     if "".join(words) == "".join(known_words):
         return 1.0

@@ -120,7 +120,7 @@ def _sections() -> Iterator[str]:
 
 
 def _plan_dependent() -> str:
-    """Fill in which schedules and passes ask what of a plan."""
+    """Fill in the demands of schedules and passes on a plan."""
     schedules = {
         "without an encoder": _schedules(lambda row: row.fewest_encoders == 1),
         "with fewer than two encoders": _schedules(lambda row: row.fewest_encoders > 1),

@@ -48,7 +48,7 @@ def check_schedule(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> None:
 
 
 def _check_virtual_stages(choice: _Choice) -> Iterator[str]:
-    """Virtual stages of the size flags want a schedule that makes use of them; a plan file may cut layers as it likes."""
+    """Require a schedule that makes use of the size flags' virtual stages; a plan file may cut layers as it likes."""
     if choice.plan_file:
         return
     schedule, others = choice.schedule, [name for name, row in BUILDERS.items() if row.can_train]
@@ -73,7 +73,7 @@ def _check_virtual_stages(choice: _Choice) -> Iterator[str]:
 
 
 def _check_shape(choice: _Choice) -> Iterator[str]:
-    """Schedules for virtual stages want a plan with such stages, in the right shape."""
+    """Require, for schedules with virtual stages, a plan that has such stages in the right shape."""
     layout = choice.schedule.layout
     if layout is not None and not layout.is_met(choice.graph, choice.plan):
         yield _missing_shape(choice, wanted=layout.wanted, instead=choice.schedule.otherwise)
@@ -93,7 +93,7 @@ def _missing_shape(choice: _Choice, *, wanted: str, instead: str) -> str:
 
 
 def _check_units(choice: _Choice) -> Iterator[str]:
-    """Schedules that are another word for a plainer one on this model and plan."""
+    """Refuse schedules that equal a plainer one on this model and plan."""
     row, num_encoders = choice.schedule, len(choice.graph.encoders)
     ignored, leave_out = f"--schedule {choice.name} would be ignored:", f"leave it out, which is --schedule {row.otherwise}"
     if num_encoders < row.fewest_encoders:

@@ -35,7 +35,7 @@ SIZE_SPELLINGS = {
     "virtual_pipeline_size": SizeSpelling("virtual-pipeline-model-parallel-size", "vpp", "num-virtual-stages-per-pipeline-rank"),
     "layers_per_virtual_stage": SizeSpelling("num-layers-per-virtual-pipeline-stage"),
 }
-"""Field of `UnitSizes` -> how its flags end."""
+"""Field of `UnitSizes` -> the endings of its flags."""
 
 MICRO_BATCH_SIZE = "micro_batch_size"
 MICRO_BATCH_ENDING = "micro-batch-size"

@@ -132,7 +132,7 @@ class RankWatch:
     """Watches from `start` to `stop`."""
 
     def __init__(self, meeting: Meeting, *, ending: Ending, timeout_seconds: float) -> None:
-        """timeout_seconds: a store that does not answer for so long is taken for gone."""
+        """timeout_seconds: time without an answer after which the store is taken for gone."""
         self._meeting, self._ending = meeting, ending
         self._patience_seconds = timeout_seconds + _MARGIN_SECONDS
         self._stopped = Event()

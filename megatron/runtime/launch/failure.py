@@ -16,9 +16,9 @@ if TYPE_CHECKING:  # a wrong flag ends the run before torch needs to be imported
 
 PROGRAM = "pretrain_mllm.py"
 _EARLY_SECONDS = 15.0
-"""A rank that fails before the ranks have met looks so long for the others; rank 0 tells them so long."""
+"""Seconds that a rank which fails before the ranks have met looks for the others, and that rank 0 tells them."""
 _REPORT_SECONDS = 8.0
-"""A rank that did not fail first waits so long for the message of the one that did."""
+"""Seconds that a rank which did not fail first waits for the message of the one that did."""
 _LEAVE_SECONDS = 4.0
 _ROLL_CALL_SECONDS = 2.5
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Socket closed")
@@ -121,7 +121,7 @@ def _tell_others(problem: BaseException, exit_code: int, place: RankPlace) -> in
 
 
 def _fail(problem: BaseException, exit_code: int, meeting: "Meeting") -> int:
-    """Say what failed if nobody has failed before, and tell all; returns the exit code of the rank that failed first."""
+    """Report the failure if it is the first of the run, and tell all; returns the exit code of the rank that failed first."""
     from megatron.runtime.launch.meeting import StoreGoneError
 
     try:
@@ -146,7 +146,7 @@ def _leave(meeting: "Meeting | None") -> None:
 
 
 def explain_lost_ranks(problem: BaseException, meeting: "Meeting", *, seconds: float = _ROLL_CALL_SECONDS) -> BaseException:
-    """Turn what torch says of a lost rank into which rank that is; anything else stays."""
+    """Turn torch's error about a lost rank into one that names the rank; other errors stay."""
     is_lost, is_late = _says(problem, _LOST_PEER), _says(problem, _WAITED_IN_VAIN)
     if not is_lost and not is_late:
         return problem

@@ -20,12 +20,12 @@ from megatron.runtime.launch.rank_place import RankPlace
 
 POLL_SECONDS = 0.2
 _NAME_SECONDS = 30.0
-"""A MASTER_ADDR that is no known name after so long is a wrong one."""
+"""Seconds after which a MASTER_ADDR that is no known name is a wrong one."""
 _LATE_SECONDS = 15.0
-"""A failure is kept so long for ranks that have not come yet."""
+"""Seconds that a failure is kept for ranks that have not come yet."""
 _CONNECT_SECONDS = 30.0
 _RETURN_SECONDS = 5.0
-"""A store that vanishes while a rank connects to it is not waited for any longer."""
+"""Seconds to wait for a store that vanishes while a rank connects to it."""
 _HERE, _FIRST_IS_HERE, _CLAIMED, _FAILED, _DONE, _LEFT = "here", "first-is-here", "claimed", "failed", "done", "left"
 _ROLL_CALL = "roll-call"
 _TROUBLE = "trouble"
@@ -81,7 +81,7 @@ class Meeting:
         return ask_within(3.0, self.failure)
 
     def say_first_is_here(self) -> None:
-        """Rank 0: its flags are in order, so that a rank whose flags are not is alone with that."""
+        """Tell, on rank 0, that its flags are in order: a rank whose flags are not is alone with that."""
         self.store.set(_FIRST_IS_HERE, "1")
 
     def knows_of_first(self) -> bool:
@@ -138,7 +138,7 @@ class Meeting:
 
 
 def open_meeting(place: RankPlace, *, seconds: float) -> Meeting:
-    """Connect to the store, or keep it; raises StoreGoneError when nobody does within `seconds`, or another run does."""
+    """Connect to the store, or keep it; raises StoreGoneError if no process keeps it within `seconds`, or another run does."""
     where = f"the store at {place.address}:{place.port} in which the ranks meet"
     store = ask_within(seconds + 5.0, lambda: _try_to_connect(place, seconds=seconds))
     if isinstance(store, StoreGoneError):
@@ -208,7 +208,7 @@ def _store(place: RankPlace, *, port: int, keeps: bool, seconds: float) -> TCPSt
 
 
 def _wait_for_port(place: RankPlace, *, port: int, seconds: float) -> None:
-    """Until somebody listens there; torch would wait as well, but complain with C++ stacks."""
+    """Wait until a process listens there; torch would wait as well, but complain with C++ stacks."""
     start = time.monotonic()
     while True:
         try:
@@ -226,7 +226,7 @@ def _wait_for_port(place: RankPlace, *, port: int, seconds: float) -> None:
 
 
 def wait_until(has_happened: Callable[[], bool], *, seconds: float) -> bool:
-    """Look again and again; returns whether it has happened within `seconds`."""
+    """Look again and again; returns True if it has happened within `seconds`."""
     deadline = time.monotonic() + seconds
     while not (found := has_happened()) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
@@ -234,7 +234,7 @@ def wait_until(has_happened: Callable[[], bool], *, seconds: float) -> bool:
 
 
 def ask_within(seconds: float, question: Callable[[], _Result]) -> _Result:
-    """The answer of a question to the store; raises StoreGoneError when there is none in time, or the connection is lost."""
+    """Return the store's answer to a question; raises StoreGoneError if there is none in time, or the connection is lost."""
     answers: list[_Result] = []
     problems: list[BaseException] = []
 

@@ -13,7 +13,7 @@ from enum import IntEnum
 from megatron.runtime.launch.failure import Ending, InterruptedRunError
 
 _SAME_SIGNAL_SECONDS = 3.0
-"""srun and torchrun both send SIGTERM to the same rank; what follows so soon is no second request."""
+"""srun and torchrun both send SIGTERM to the same rank; a signal that follows this soon is no second request."""
 
 
 class StopReason(IntEnum):
@@ -24,7 +24,7 @@ class StopReason(IntEnum):
     SIGTERM = 2
 
     def describe(self) -> str:
-        """Names what stopped the run."""
+        """Return the cause of the stop in words."""
         return "--exit-duration-in-mins" if self is StopReason.DURATION else self.name
 
 

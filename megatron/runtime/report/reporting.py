@@ -60,7 +60,7 @@ class EvaluationReport:
     answer_accuracy: float
     """Share of samples whose whole answer greedy decoding gives: each token is its first choice, after the right ones before.
 
-    Of those that answer in words alone, as tokens cannot tell whether an image is right; NaN where none does.
+    Of samples with answers in words alone, as tokens cannot tell whether an image is right; NaN without one.
     """
 
 

@@ -1,1 +1,1 @@
-"""One training step as a value: what was decided, what this rank loaded, where every token is."""
+"""One training step as a value: its decision, this rank's inputs, and the places of tokens."""

@@ -19,12 +19,12 @@ class BalanceReport:
     """The effect of balancing on one step."""
 
     imbalance_before: Mapping[str, Imbalance] = field(default_factory=dict)
-    """Per unit, as the data loader's order would have it (--balance none)."""
+    """Unit -> imbalance of the data loader's order (--balance none)."""
     imbalance_after: Mapping[str, Imbalance] = field(default_factory=dict)
     balance_ms: float = 0.0
-    """Computing the assignment took, in the background."""
+    """Milliseconds to compute the assignment, in the background."""
     assign_wait_ms: float = 0.0
-    """The step waited for its assignment and its data: the rank that waited longest."""
+    """Milliseconds that the step waited for its assignment and data, on the rank that waited longest."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain form, for the log."""
@@ -61,7 +61,7 @@ class BalanceMean:
             self._sums[unit] = self._sums.get(unit, 0.0) + both
 
     def tell(self) -> str | None:
-        """One line in words, and start anew; None when no step was counted."""
+        """Return one line in words and start anew; None when no step was counted."""
         if not self._num_steps:
             return None
         steps = "-".join(map(str, dict.fromkeys((self._first_step, self._last_step))))

@@ -1,4 +1,4 @@
-"""The decisions of a step: which samples run where and when, and what follows from it and from lengths alone."""
+"""The decisions of a step: the place and time of every sample, and the facts that follow from it and from lengths alone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class StepDecision:
     """The decisions about one global batch, alike on every rank."""
 
     schedule: Schedule
-    """Lowered; with its step."""
+    """The lowered schedule, with its step."""
     lengths: Mapping[int, SampleLengths]
     """Sample id -> lengths."""
 
@@ -57,7 +57,7 @@ class StepDecision:
 
     @cached_property
     def num_generated_values(self) -> Mapping[str, int]:
-        """Generator -> pixel values that it makes of the whole global batch: what its loss is divided by.
+        """Generator -> pixel values that it makes of the whole global batch, by which its loss is divided.
 
         One a token where the model does not describe the images (emulated runs).
         """
@@ -71,7 +71,7 @@ class StepDecision:
 
     @property
     def samples_in_words(self) -> frozenset[int]:
-        """Samples of which no generator makes anything."""
+        """Samples without items for generators."""
         return frozenset(
             sample_id
             for sample_id, sample in self.lengths.items()
@@ -88,7 +88,7 @@ class StepDecision:
         return self.schedule.step.sample_subsets(place)
 
     def part_of(self, route: Route) -> int:
-        """Index of the sample subset of the route's source that the route takes its rows from."""
+        """Index of the source's sample subset from which the route takes its rows."""
         return next(index for index, atoms in enumerate(self.subsets(route.source)) if route.atoms[0] in atoms)
 
     def num_tokens_of(self, place: MicrobatchPlace) -> int:
@@ -112,7 +112,7 @@ class StepDecision:
         return sum(piece.num_rows for piece in self.pieces_of(route))
 
     def source_rows(self, route: Route) -> Tensor:
-        """[num_rows]: where the route's rows lie in the output of the sample subset that it takes them from."""
+        """[num_rows]: positions of the route's rows in the output of the sample subset that it takes them from."""
         starts, total = {}, 0
         for atom in self.subsets(route.source)[self.part_of(route)]:
             for piece in self.output_of(route.source.unit, atom):

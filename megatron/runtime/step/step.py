@@ -1,4 +1,4 @@
-"""One step as the executor takes it, as it gives it back, and the losses of one or more."""
+"""One step as input of the executor, its results, and the losses of one or more steps."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ from multimodal.values.timeline import TimelineEvent
 
 @dataclass(frozen=True)
 class Step(StepDecision):
-    """One global batch: decided alike on every rank, but for `inputs`, which hold what this rank loaded."""
+    """One global batch: alike on every rank, but for `inputs`, which hold the samples that this rank loaded."""
 
     inputs: Mapping[MicrobatchPlace, PackedInput]
     """Inputs of microbatches that run whole."""
@@ -60,14 +60,14 @@ class StepResult:
     """The same of each generator: sum of the squared errors of all values."""
     num_correct_tokens: int
     correct_samples: Mapping[int, bool]
-    """sample id -> whether greedy decoding gives the whole answer; evaluation only."""
+    """Sample id -> True if greedy decoding gives the whole answer; evaluation only."""
     events: tuple[TimelineEvent, ...]
     peak_activation_bytes: int
 
 
 @dataclass(frozen=True)
 class LossSums:
-    """This rank's sums, by unit, and what all ranks know they are to be divided by."""
+    """This rank's sums by unit, and their divisors, which all ranks know."""
 
     backbone: str
     sums: Mapping[str, float] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class LossSums:
         )
 
     def plus(self, other: "LossSums") -> "LossSums":
-        """Both together."""
+        """Return the sums of both."""
         units = {**self.counts, **other.counts}
         return LossSums(
             self.backbone,

@@ -39,11 +39,11 @@ class ContextSharing:
 
 
 BY_WORKLOAD = ContextSharing()
-"""Unless asked otherwise."""
+"""The default rule."""
 
 
 WHOLE = -1
-"""In place of a sample subset's index: the whole microbatch."""
+"""The whole microbatch, in place of a sample subset's index."""
 
 
 class TokenPlacement:
@@ -66,7 +66,7 @@ class TokenPlacement:
         return tuple(count if share is None else share.num_tokens for count, share in zip(whole, shares, strict=True))
 
     def row_shares(self, route: Route) -> RowShares | None:
-        """Return which rows of a route each rank gives and takes; None where neither end spreads tokens."""
+        """Return the rows of a route that each rank gives and takes; None where neither end spreads tokens."""
         if self._sizes[route.source.unit] == self._sizes[route.target.unit] == 1:
             return None
         key = route.source, route.target
@@ -80,7 +80,7 @@ class TokenPlacement:
         return self._step.num_rows_of_route(route) if shares is None else len(shares.given[self._index(route.source.unit, rank)])
 
     def output_rows(self, route: Route, *, rank: int) -> Tensor:
-        """[num_rows]: where the rows that context parallel rank `rank` gives lie in its output of the route's sample subset."""
+        """[num_rows]: positions of the rows given by context parallel rank `rank` in its output of the route's sample subset."""
         rows, shares = self._step.source_rows(route), self.row_shares(route)
         if shares is None or self._sizes[route.source.unit] == 1:
             return rows
@@ -175,7 +175,7 @@ class TokenPlacement:
         return self._shares[place, part]
 
     def _layout(self, place: MicrobatchPlace, part: int) -> tuple[tuple[int, ...], tuple[ItemSpan, ...]]:
-        """Lengths of the sequences of a sample subset, and where encoders' items are among its tokens."""
+        """Return the lengths of a sample subset's sequences, and the positions of encoders' items among its tokens."""
         atoms = self._atoms(place, part)
         if not self._is_backbone(place):
             return tuple(self._item(atom).num_tokens for atom in atoms), ()
@@ -189,7 +189,7 @@ class TokenPlacement:
         return tuple(self._step.lengths[atom.sample_id].num_tokens for atom in atoms), items
 
     def _atoms(self, place: MicrobatchPlace, part: int) -> Microbatch:
-        """The sequences: items of an encoder or a generator, samples of the LLM."""
+        """Return the sequences: items of an encoder or a generator, samples of the LLM."""
         atoms = self._subset(place, part)
         if self._step.graph.unit(place.unit).role is Role.GENERATOR:
             return list_items(atoms, unit=place.unit, lengths_by_sample=self._step.lengths)

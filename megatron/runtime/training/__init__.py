@@ -1,1 +1,1 @@
-"""A training run: what the flags ask for is built, resumed, and trained to the end."""
+"""A training run: built as the flags say, resumed, and trained to the end."""

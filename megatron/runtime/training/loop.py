@@ -129,7 +129,7 @@ def _load(run: Run, planner: StepPlanner, steps: range) -> Iterator[Step]:
 
 
 def _timed(steps: Iterator[Step]) -> Iterator[tuple[Step, float]]:
-    """Every step with the seconds that taking it took."""
+    """Yield every step with the seconds that it took to get it."""
     while True:
         start = time.perf_counter()
         step = next(steps, None)
@@ -163,7 +163,7 @@ def _shown_schedule(config: RunConfig) -> str:
 
 
 def describe_end(run: Run, summary: RunSummary) -> str:
-    """One line: how good, and where everything is."""
+    """Return one line: the results, and the places of checkpoints and reports."""
     places = []
     logging_config = run.config.logging
     if run.config.checkpoint.save:
@@ -212,7 +212,7 @@ def _planner(run: Run, source: SampleSource, *, seed: int, shuffle: bool, forwar
 
 
 def _balance_options(run: Run) -> BalanceOptions:
-    """Evaluations are balanced like training steps, which costs no other schedules."""
+    """Return the balancer's options, the same for evaluations: so these need no other schedules."""
     training = run.config.training
     return BalanceOptions(
         micro_batch_size=training.micro_batch_size,

@@ -150,7 +150,7 @@ def _check_units(graph: ModelGraph) -> None:
 
 
 def _check_writable(folder: Path) -> None:
-    """Better now than when there is something to lose."""
+    """Check that files can be written, before there is something to lose."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:

@@ -35,7 +35,7 @@ _MOST_DIGESTED_LENGTHS = 100_000
 
 
 def collect_start_values(config: RunConfig, *, graph: ModelGraph, plan: Plan, data: DataSets, vocab_size: int) -> StartValues:
-    """Everything of this rank that must be alike on all; O(bytes of the manifest)."""
+    """Return all values of this rank that must be alike on all; O(bytes of the manifest)."""
     return {
         "program": {
             **{package: _version(package) for package in _PACKAGES},

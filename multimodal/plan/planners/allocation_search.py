@@ -123,16 +123,16 @@ def rank_allocations(problem: AllocationProblem, *, slack: float) -> list[Alloca
         return []
     fronts = [_front_of(options, is_encoder=name in problem.upstream) for name, options in problem.others.items()]
     bounds = sorted((_row_bound(problem, fronts, row), row) for row in range(len(problem.llm)))
-    found: list[AllocationChoice] = []
+    choices: list[AllocationChoice] = []
     best = float("inf")
     for bound, row in bounds:
         if bound > slack * best:
             break
         choice = _round(problem, fronts, row, None)
         if choice is not None:
-            found.append(choice)
+            choices.append(choice)
             best = min(best, choice.seconds)
-    return sorted((choice for choice in found if choice.seconds <= slack * best), key=lambda choice: choice.seconds)
+    return sorted((choice for choice in choices if choice.seconds <= slack * best), key=lambda choice: choice.seconds)
 
 
 def _front_of(options: UnitOptions, *, is_encoder: bool) -> _Front:

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from multimodal.balance import BALANCERS, UNBALANCED, Placement, placements_of
 from multimodal.plan.planners.layout_search import best_layouts
-from multimodal.plan.planners.plan_to_fit import Planned, Planner, describe, has_virtual_stages, plan_to_fit, run_key
+from multimodal.plan.planners.plan_to_fit import Planner, PredictedRun, describe, has_virtual_stages, plan_to_fit, run_key
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import LARGEST_CONTEXT_PARALLEL, PlanningRequest
 from multimodal.plan.planners.prediction import predict_run
@@ -76,11 +76,11 @@ class PlanSearch:
         self.others_request = request
         self.request = replace(request, most_context_parallel=max(request.most_context_parallel, LARGEST_CONTEXT_PARALLEL))
         self.began = began
-        self.ranked: list[Planned] = []
+        self.ranked: list[PredictedRun] = []
         self.others: list[tuple[float, Planner]] = []
-        self.final: list[Planned] = []
+        self.final: list[PredictedRun] = []
         self.judged: set[str] = set()
-        self.seen: dict[str, Planned | None] = {}
+        self.seen: dict[str, PredictedRun | None] = {}
         self.num_estimated = 0
 
     def time_until(self, share: float) -> float:
@@ -142,7 +142,7 @@ class PlanSearch:
             if position[index] == len(kinds[index]):
                 del position[index]
 
-    def _try_layout(self, layout: PlannedRun, form: Form | None) -> Planned | None:
+    def _try_layout(self, layout: PlannedRun, form: Form | None) -> PredictedRun | None:
         """Rank a layout with a form, or with each that suits it; return the best."""
         runs = map(partial(self._formed, layout), self._forms(layout) if form is None else (form,))
         return min(filter(None, map(self.try_run, filter(None, runs))), key=lambda each: each.key, default=None)
@@ -232,7 +232,7 @@ class PlanSearch:
         for other in filter(None, others):
             yield replace(other, transformer_impl="local", tp_comm_overlap=True) if run.tp_comm_overlap else other
 
-    def try_run(self, run: PlannedRun) -> Planned | None:
+    def try_run(self, run: PlannedRun) -> PredictedRun | None:
         """Simulate a part of the batch; None where it does not fit the memory, or the schedule not the layout."""
         key = run_key(run)
         if key not in self.seen:
@@ -243,20 +243,20 @@ class PlanSearch:
             except BraidError:
                 self.seen[key] = None
             else:
-                self._keep(Planned(run, prediction))
+                self._keep(PredictedRun(run, prediction))
         return self.seen[key]
 
-    def _keep(self, ranked: Planned) -> None:
+    def _keep(self, ranked: PredictedRun) -> None:
         fits = ranked.prediction.peak_memory_bytes <= self.request.memory_bytes
         self.seen[run_key(ranked.run)] = ranked if fits else None
         if fits:
             self.ranked.append(ranked)
 
-    def best(self, count: int) -> list[Planned]:
+    def best(self, count: int) -> list[PredictedRun]:
         """Return the best runs of those simulated so far."""
         return sorted(self.ranked, key=lambda each: each.key)[:count]
 
-    def choose(self) -> Planned:
+    def choose(self) -> PredictedRun:
         """Judge the best as every planner's plan is judged in the end, and return the best plan of all that fit.
 
         At least one is judged, then promising plans of other planners, then more of the search while one more can be expected to
@@ -302,7 +302,7 @@ class PlanSearch:
             self.judged.add(run_key(planned.run))
             self.final.append(planned)
 
-    def _judge(self, ranked: Planned) -> None:
+    def _judge(self, ranked: PredictedRun) -> None:
         try:
             prediction = predict_run(
                 ranked.run, self.request, max_actions=self.request.max_actions, num_batches=self.request.num_batches
@@ -310,7 +310,7 @@ class PlanSearch:
         except BraidError:
             return
         if prediction.peak_memory_bytes <= self.request.memory_bytes:
-            self.final.append(Planned(ranked.run, prediction))
+            self.final.append(PredictedRun(ranked.run, prediction))
 
 
 def _first_balances(placement: Placement) -> tuple[str, ...]:

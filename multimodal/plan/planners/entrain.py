@@ -134,13 +134,13 @@ def sample_work(request: PlanningRequest) -> Mapping[str, NDArray[np.float64]]:
     random = np.random.default_rng(0)
     count = len(request.lengths)
     rows = np.arange(count) if count <= POOL_SIZE else np.sort(random.choice(count, POOL_SIZE, replace=False))
-    found = {}
+    work = {}
     for unit in request.graph.units:
         loads = request.sample_loads[unit.name][rows]
         distinct, position = np.unique(loads, axis=0, return_inverse=True)
         seconds = [unit_seconds(request, unit.name, UnitLoad(*map(int, row)), StageSize(1)) for row in distinct.tolist()]
-        found[unit.name] = np.array(seconds)[position.ravel()]
-    return found
+        work[unit.name] = np.array(seconds)[position.ravel()]
+    return work
 
 
 def num_trials(*, alpha: float = 0.05, error: float = 0.05) -> int:
@@ -149,7 +149,7 @@ def num_trials(*, alpha: float = 0.05, error: float = 0.05) -> int:
 
 
 def gpu_block(request: PlanningRequest) -> int:
-    """Return what every unit's number of GPUs must be a multiple of: 1, or what fixed tp and cp ask for."""
+    """Return the divisor of every unit's number of GPUs: 1, or the one that fixed tp and cp require."""
     sizes = ((request.tensor_parallel_sizes(unit), request.context_parallel_sizes(unit)) for unit in request.graph.unit_names)
     return math.lcm(*(math.gcd(*tensor) * math.gcd(*context) for tensor, context in sizes))
 

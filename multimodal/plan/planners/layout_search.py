@@ -118,7 +118,7 @@ def _grids(times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread) -
 def _evened(
     times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread, kept: list[tuple[float, Grid]]
 ) -> list[tuple[float, Grid]]:
-    """The grids that can be evened out, with even lanes."""
+    """Return the grids that can be evened out, with even lanes."""
     evened = [even_grid(times, grid) for _, grid in kept]
     changed = [each for each, (_, grid) in zip(evened, kept, strict=True) if each != grid and grid_fits(memory, each)]
     return sorted(((grid_seconds(times.request, each, spread=spread), each) for each in changed), key=lambda entry: entry[0])
@@ -127,14 +127,14 @@ def _evened(
 def _disaggregated(
     times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread, problem: AllocationProblem
 ) -> list[Scored]:
-    """The best choice of other units for each parallelism of the LLM; layers partitioned by their times."""
-    request, found = times.request, []
+    """Return the best choice of other units for each parallelism of the LLM; layers partitioned by their times."""
+    request, scored = times.request, []
     for choice in rank_allocations(problem, slack=SLACK)[: 2 * MOST_PER_KIND]:
         even = with_idle_units(request, build_candidate(request, problem, choice))
         balanced = balance_layers(times, even)
         if chosen := next((each for each in (balanced, even) if fits(memory, each)), None):
-            found.append((chosen, estimate_seconds(times, chosen, spread=spread)))
-    return sorted(found, key=lambda each: (each[1], each[0].num_gpus))[:MOST_PER_KIND]
+            scored.append((chosen, estimate_seconds(times, chosen, spread=spread)))
+    return sorted(scored, key=lambda each: (each[1], each[0].num_gpus))[:MOST_PER_KIND]
 
 
 def _colocated(times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread, problem: AllocationProblem) -> list[Scored]:

@@ -94,8 +94,8 @@ def _finer(pieces: Sequence[Piece], num_stages: int, layers_per_range: Sequence[
     if fixed.virtual_stages or not layers_per_range:
         return set()
     seconds = [each for _, _, each in pieces]
-    found = {len(pieces) // (num_stages * layers) for layers in layers_per_range}
-    return (found | {math.ceil(sum(seconds) / (max(seconds) * num_stages))}) - {0}
+    numbers = {len(pieces) // (num_stages * layers) for layers in layers_per_range}
+    return (numbers | {math.ceil(sum(seconds) / (max(seconds) * num_stages))}) - {0}
 
 
 def even_grid(times: PlanningTimes, grid: Grid) -> Grid:
@@ -106,17 +106,17 @@ def even_grid(times: PlanningTimes, grid: Grid) -> Grid:
     seconds = [each for _, _, each in pieces]
     cuts = partition_layers(seconds, num_stages=grid.num_stages * grid.virtual_stages)
     evened = even_out_lanes(seconds, cuts, num_lanes=grid.num_stages)
-    found = build_grid(pieces, evened, num_stages=grid.num_stages, tensor=tensor, context=context)
-    return found.with_replicas(layout.data_parallel_size)
+    even = build_grid(pieces, evened, num_stages=grid.num_stages, tensor=tensor, context=context)
+    return even.with_replicas(layout.data_parallel_size)
 
 
 def chain_pieces(times: PlanningTimes, size: StageSize) -> tuple[Piece, ...]:
     """List the layers of all units as one chain."""
-    found = []
+    pieces = []
     for unit in times.request.graph.units:
         total = times.of_unit(unit.name, size).total
-        found += [(unit.name, piece, sum(total[piece[0] : piece[1]])) for piece in unit_pieces(unit)]
-    return tuple(found)
+        pieces += [(unit.name, piece, sum(total[piece[0] : piece[1]])) for piece in unit_pieces(unit)]
+    return tuple(pieces)
 
 
 def build_grid(pieces: Sequence[Piece], cuts: Sequence[Range], *, num_stages: int, tensor: int, context: int) -> Grid:

@@ -107,12 +107,12 @@ class MemoryEstimate:
     @cached_property
     def _spreads(self) -> dict[str, tuple[float, float]]:
         """Unit -> standard deviation and maximum of a sample's tokens, in means."""
-        found = {}
+        spreads = {}
         for unit, loads in self.request.sample_loads.items():
             tokens = loads[:, 0]
             mean = float(tokens.mean())
-            found[unit] = (float(tokens.std()) / mean, float(tokens.max()) / mean) if mean else (0.0, 1.0)
-        return found
+            spreads[unit] = (float(tokens.std()) / mean, float(tokens.max()) / mean) if mean else (0.0, 1.0)
+        return spreads
 
     def heavy_samples(self, unit: str, num_samples: ArrayLike) -> NDArray[np.float64]:
         """Return how many average samples weigh as much as `num_samples` samples well may."""

@@ -25,7 +25,7 @@ MARGIN = 0.98
 Planner = Callable[[PlanningRequest], PlannedRun]
 
 
-class Planned(NamedTuple):
+class PredictedRun(NamedTuple):
     """A run with its prediction."""
 
     run: PlannedRun
@@ -33,7 +33,7 @@ class Planned(NamedTuple):
 
     @property
     def key(self) -> tuple[float, int]:
-        """Shorter steps first; of equals, fewer GPUs."""
+        """The order of runs: shorter steps first; of equals, fewer GPUs."""
         return self.prediction.iteration_seconds, self.run.num_gpus
 
 
@@ -45,7 +45,7 @@ def plan_to_fit(
     num_batches: int | None = None,
     filling: float = FILLING,
     is_checked: bool = True,
-) -> Planned:
+) -> PredictedRun:
     """Plan, simulate, and plan again with less memory to count on while the simulated peak does not fit.
 
     Planners estimate activations in closed form; real batches and schedules can need more. Where nothing fits, whole layers are
@@ -60,8 +60,8 @@ def plan_to_fit(
     for attempt in _attempts(request):
         try:
             return _plan_attempt(planner, attempt, predict)
-        except PlanError as found:
-            problem = problem or found
+        except PlanError as error:
+            problem = problem or error
     assert problem is not None
     raise problem
 
@@ -83,7 +83,7 @@ def _plan_attempt(
     planner: Planner,
     request: PlanningRequest,
     predict: Callable[[PlannedRun, PlanningRequest], Prediction],
-) -> Planned:
+) -> PredictedRun:
     scaled, seconds = request, 0.0
     for _ in range(MOST_ROUNDS):
         run = planner(scaled)
@@ -91,7 +91,7 @@ def _plan_attempt(
         validate_plan(run.plan, graph=request.graph, world_size=run.num_gpus)
         prediction = predict(run, request)
         if prediction.peak_memory_bytes <= request.memory_bytes:
-            return Planned(replace(run, planning_seconds=seconds), prediction)
+            return PredictedRun(replace(run, planning_seconds=seconds), prediction)
         excess = prediction.peak_memory_bytes / request.memory_bytes
         scaled = replace(scaled, memory_scale=scaled.memory_scale * MARGIN / excess)
     raise PlanError(
@@ -111,15 +111,16 @@ def has_virtual_stages(run: PlannedRun) -> bool:
     return any(len(stage.layer_ranges) > 1 for unit in run.plan.units.values() for stage in unit.replicas[0].stages)
 
 
-def describe(planned: Planned) -> str:
+def describe(planned: PredictedRun) -> str:
     """Return one line: time, MFU, memory, bubbles by kind, distance to the ideal, and the units' sizes."""
-    run, found = planned
-    bubbles = ", ".join(f"{kind} {share:.1%}" for kind, share in found.bubble.items() if share >= 0.0005)
+    run, prediction = planned
+    bubbles = ", ".join(f"{kind} {share:.1%}" for kind, share in prediction.bubble.items() if share >= 0.0005)
     units = ", ".join(f"{unit} {describe_sizes(plan)}" for unit, plan in run.plan.units.items())
-    above = found.iteration_seconds / found.ideal_seconds - 1 if found.ideal_seconds else 0.0
+    above = prediction.iteration_seconds / prediction.ideal_seconds - 1 if prediction.ideal_seconds else 0.0
     return (
-        f"{found.iteration_seconds:.4g} s, MFU {found.mfu:.1%}, {found.peak_memory_bytes / 1e9:.3g} GB, {above:.1%} above ideal "
-        f"({bubbles}): {units}; {run.schedule}, --balance {run.balance}, microbatch {run.micro_batch_size}"
+        f"{prediction.iteration_seconds:.4g} s, MFU {prediction.mfu:.1%}, {prediction.peak_memory_bytes / 1e9:.3g} GB, "
+        f"{above:.1%} above ideal ({bubbles}): {units}; {run.schedule}, --balance {run.balance}, "
+        f"microbatch {run.micro_batch_size}"
         + (f", recomputing {run.recompute}" if run.recompute else "")
         + (", overlapped tensor parallelism" if run.tp_comm_overlap else "")
         + (", weights sharded" if run.sharding != "optim" else "")
@@ -139,7 +140,7 @@ NUM_STEPS = 8
 """Number of sizes that are tried: eighths of the GPUs."""
 
 
-def plan_per_gpu(planner: Planner, request: PlanningRequest, *, max_actions: int | None) -> Planned:
+def plan_per_gpu(planner: Planner, request: PlanningRequest, *, max_actions: int | None) -> PredictedRun:
     """Plan for 8/8, 7/8, ... 1/8 of the GPUs, and return the plan with most tokens per second and GPU.
 
     Of equals, the one with more GPUs. A search by simulation gets its share of the time budget for each.
@@ -147,7 +148,7 @@ def plan_per_gpu(planner: Planner, request: PlanningRequest, *, max_actions: int
     """
     sizes = sorted({max(1, request.num_gpus * step // NUM_STEPS) for step in range(1, NUM_STEPS + 1)}, reverse=True)
     budget = request.time_budget_seconds / len(sizes)
-    best: Planned | None = None
+    best: PredictedRun | None = None
     problem: PlanError | None = None
     seconds = 0.0
     for size in sizes:

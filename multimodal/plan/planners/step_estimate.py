@@ -85,8 +85,8 @@ class LengthSpread:
 
 
 def unit_stage_seconds(times: PlanningTimes, candidate: Candidate) -> Mapping[str, tuple[float, ...]]:
-    """Unit -> seconds of each of its stages per microbatch, forward and backward; sharded weights have to come in time."""
-    found = {}
+    """Return unit -> seconds of each stage per microbatch, forward and backward, and at least those of moving sharded weights."""
+    stage_seconds = {}
     for unit, layout in candidate.layouts.items():
         computing = stage_times(times.of_unit(unit, layout.stage_size), layout.stages)
         least = 0.0
@@ -94,8 +94,8 @@ def unit_stage_seconds(times: PlanningTimes, candidate: Candidate) -> Mapping[st
             # Twice the weights, and once the gradients.
             per_weight = 2 * times.request.cluster.bytes_per_element + GRADIENT_BYTES
             least = per_weight / GRADIENT_BYTES * reduction_seconds(times.request, unit, layout)
-        found[unit] = tuple(max(seconds, least) for seconds in computing)
-    return found
+        stage_seconds[unit] = tuple(max(seconds, least) for seconds in computing)
+    return stage_seconds
 
 
 def lower_bound_seconds(times: PlanningTimes, candidate: Candidate) -> float:

@@ -68,7 +68,7 @@ def _phases(step: StepGraph, *, num_rounds: int) -> Callable[[Action], int]:
             backward[place] = max((backward[target] for target in targets[place]), default=last - 1) + 1
 
     def phase(action: Action) -> int:
-        found = forward if action.kind is ActionKind.FORWARD else backward
-        return found[MicrobatchPlace(action.unit, action.replica, action.microbatch)]
+        phases = forward if action.kind is ActionKind.FORWARD else backward
+        return phases[MicrobatchPlace(action.unit, action.replica, action.microbatch)]
 
     return phase

@@ -106,15 +106,15 @@ def passes_named(names: str) -> tuple[PassRow, ...]:
 
     Raises ConfigError for an unknown name, one given twice, and an order in which a pass undoes an earlier one.
     """
-    found = [name for name in names.split(",") if name]
-    if unknown := [name for name in found if name not in PASSES]:
+    named = [name for name in names.split(",") if name]
+    if unknown := [name for name in named if name not in PASSES]:
         raise ConfigError(f"--schedule-passes: there is no pass '{unknown[0]}'; choose from {', '.join(PASSES)}")
-    if twice := [name for name in found if found.count(name) > 1]:
+    if twice := [name for name in named if named.count(name) > 1]:
         raise ConfigError(f"--schedule-passes names {twice[0]} twice; leave one out")
-    for index, first in enumerate(found):
-        for second in (later for later in found[index:] if later in PASSES[first].undone_by):
+    for index, first in enumerate(named):
+        for second in (later for later in named[index:] if later in PASSES[first].undone_by):
             raise ConfigError(
                 f"--schedule-passes {names}: {second} after {first} {PASSES[first].undone_by[second]}; put {first} after "
                 f"{second}, such as --schedule-passes {second},{first}, or leave one out"
             )
-    return tuple(PASSES[name] for name in found)
+    return tuple(PASSES[name] for name in named)
