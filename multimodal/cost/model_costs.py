@@ -99,7 +99,7 @@ class ModelCosts:
         return sum(self._slowest_seconds(kind, unit, stage, place.microbatch) for place in places for kind in kinds)
 
     def of_step(self, step: StepGraph) -> "ModelCosts":
-        """Return the costs of the same samples placed otherwise; what does not depend on the placement is not computed again."""
+        """Return the costs of the same samples placed otherwise; keeps results that do not depend on the placement."""
         other = replace(self, step=step)
         for name in _OF_EVERY_ASSIGNMENT:
             other.__dict__[name] = getattr(self, name)

@@ -16,7 +16,7 @@ class RunOptions:
     """Shared by replicas: 0 nothing, 1 optimizer state, 2 gradients as well, 3 weights as well."""
     sequence_parallel: bool = True
     transformer_impl: Implementation = "transformer_engine"
-    """The layers whose activations are counted."""
+    """The implementation of layers whose activations are counted."""
     num_overlapped_parts: int = 1
     """Parts into which a transformer layer's tensor parallel collectives and the products beside them are cut; 1: not cut."""
     layer_costs: Callable[..., LayerCosts] = LayerCosts

@@ -29,7 +29,7 @@ _TWO_PICTURES_SHARE = 0.15
 _CELL_GRIDS = ((1, 4), (2, 2), (1, 5), (1, 6), (2, 3), (1, 8), (2, 4), (2, 5), (1, 12), (2, 6))
 """(rows, columns) of cells."""
 _CELL_TOKENS = (1, 1, 2)
-"""LLM tokens along a cell's side; what stands here twice is twice as frequent."""
+"""LLM tokens along a cell's side; a size that is listed twice is twice as frequent."""
 _SMALLEST_GLYPH = 0.92
 """Side of the smallest glyph in a cell of several tokens, relative to the cell's."""
 

@@ -56,7 +56,7 @@ def deferrable_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Te
 
 
 class _DeferredLinear(torch.autograd.Function):
-    """Linear whose backward gives the input gradient and queues what the weight gradient needs.
+    """Linear whose backward gives the input gradient and queues the inputs of the weight gradient.
 
     gathers: the input is shared by rows over `group` (sequence parallelism): it is gathered, its gradient reduce-scattered; only
     the share is kept until the backward. reduces: the input is the same on all ranks of `group`, its gradient their sum.

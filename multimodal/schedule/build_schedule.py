@@ -51,7 +51,7 @@ class ScheduleCache:
     plan: Plan
     builder: Builder
     passes: Sequence[Pass] = ()
-    """Applied one after another to what the builder emits; forward-only schedules, in which there is nothing to cut, stay."""
+    """Applied one after another to the builder's schedule; not to forward-only ones, in which there is nothing to cut."""
     forward_only: bool = False
     capacity: int = 64
     _built: dict[object, _Built] = field(default_factory=dict)

@@ -35,7 +35,7 @@ class Policy:
     storage_limits: Mapping[StageKey, int] = field(default_factory=dict)
     """Most microbatches between forward and weight gradient, per stage or group; for split backwards."""
     group_of: Mapping[StageKey, StageKey] = field(default_factory=dict)
-    """Stages that share one limit, named by the stage in whose name it stands; by default every stage is its own group."""
+    """Stage -> the stage that names the group sharing its limit; by default every stage is its own group."""
     phase: Callable[[Action], int] | None = None
     """A lane ends each phase before the next; no action may have a higher phase than one that needs it."""
     orders: Sequence[Sequence[Action]] = ()

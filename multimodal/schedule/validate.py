@@ -62,7 +62,7 @@ class _SlotOrder:
             raise self._error(piece, problem, {lane: int(self.schedule.lane_starts[lane + 1])})
 
     def check_needs(self) -> None:
-        """Check that what an action needs never stands after it in the same lane; a receive only posts, and may."""
+        """Check that an action's needs never stand after it in the same lane; a receive only posts, and may."""
         schedule = self.schedule
         slots = np.flatnonzero(self.work.resources[schedule.pieces] != _RECEIVE)
         starts, needed = take_rows(*self.work.needs_in(lowered=schedule.lowered), schedule.pieces[slots])
@@ -93,7 +93,7 @@ class _SlotOrder:
                     raise self._error(piece, problem, {lane: slot})
 
     def _up_to_carrier(self, slot: int, end: int) -> list[int]:
-        """Return what may run before a filler though it stands after it, the carrier last; empty where it has no carrier."""
+        """Return the pieces after a filler that may run before it, the carrier last; empty if it has no carrier."""
         pieces, resources = self.schedule.pieces, self.work.resources
         in_line = [each for each in range(slot + 1, end) if not self.schedule.modes[each]]
         carrier = next((each for each in in_line if resources[pieces[each]] == _COMPUTE), -1)

@@ -1,4 +1,4 @@
-"""The one dependency rule: which actions a step consists of, and what must have happened before each may run."""
+"""The one dependency rule: the actions that a step consists of, and those that each needs before it may run."""
 
 from collections.abc import Callable, Iterator, Mapping
 

@@ -71,7 +71,7 @@ class StepGraph:
     _made: dict[Callable[[Any], object], object] = field(default_factory=dict, init=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the values alone: what was made of them is larger, and can be made again."""
+        """Pickle the values alone: results made from them are larger, and can be made again."""
         return StepGraph, (self.graph, self.plan, self.assignment, self.cuts, self.forward_only)
 
     def with_cuts(self, cuts: Cuts) -> "StepGraph":
@@ -87,7 +87,7 @@ class StepGraph:
         return step
 
     def with_assignment(self, assignment: Assignment) -> "StepGraph":
-        """Return this step for other samples; what was made of it is kept where the assignments have one `shape`."""
+        """Return this step for other samples; results made from it are kept if the assignments have one `shape`."""
         step = StepGraph(self.graph, self.plan, assignment, self.cuts, self.forward_only)
         if step.shape == self.shape:
             step._made.update(self._made)

@@ -57,7 +57,7 @@ def parse_arguments(argv: Sequence[str], *, environ: Mapping[str, str]) -> RunCo
 
 
 def _read_first(argv: Sequence[str]) -> dict[str, str]:
-    """Find what must be known before the units' flags are: --config and --model."""
+    """Find the flags that must be read before the units' flags are known: --config and --model."""
 
     class FirstParser(argparse.ArgumentParser):
         def error(self, message: str) -> Any:

@@ -198,7 +198,7 @@ class World:
     watch: RankWatch = field(repr=False)
 
     def agree(self, values: StartValues) -> None:
-        """Compare what this rank was told with all others; raises ConfigError for a rank that differs."""
+        """Compare this rank's start values with all others'; raises ConfigError for a rank that differs."""
         agree_on_start(self.meeting, values, timeout_seconds=self.timeout.total_seconds())
 
     def connect(self, *, backend: str | None) -> None:

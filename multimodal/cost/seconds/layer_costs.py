@@ -118,7 +118,7 @@ class LayerCosts:
         recompute: Recompute | None,
         ranks: tuple[int, ...] | None,
     ) -> "_Prepared":
-        """Look up once what all loads of a layer share."""
+        """Look up once the values that all loads of a layer share."""
         layer = self._describe(unit, kind)
         curves = self.curves(unit, kind, tensor_parallel_size=tensor_parallel_size, context_parallel_size=context_parallel_size)
         neighbours = range(tensor_parallel_size * context_parallel_size)

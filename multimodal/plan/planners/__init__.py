@@ -27,7 +27,7 @@ class Planner(Protocol):
 
 @dataclass(frozen=True)
 class PlannerRow:
-    """One planner: its function, and what the search and pages ask about it."""
+    """One planner: its function, and the facts about it for searches and documentation."""
 
     name: str
     plan: Planner
@@ -116,4 +116,4 @@ _ROWS = (
 )
 
 PLANNERS: dict[str, PlannerRow] = {row.name: row for row in _ROWS}
-"""Every planner by the name that `--planner` chooses it by. Rows can be added at any time."""
+"""Every planner by its name for `--planner`. Rows can be added at any time."""

@@ -21,7 +21,7 @@ from multimodal.values.errors import BraidError
 RANKING_SHARE = 0.1
 """The largest simulation that only ranks, as a share of `max_actions`."""
 RANKING_FILLING = 2.0
-"""Times that such a simulation fills the pipelines at least."""
+"""Fewest times that such a simulation fills the pipelines."""
 PROMISING = 1.25
 """Another planner's plan is judged in any case if its ranked step is at most this many times as long as the best one's."""
 HOPELESS = 2.0
@@ -30,7 +30,7 @@ LAYOUTS_UNTIL, VARIANTS_UNTIL = 0.55, 0.75
 """Shares of the time budget after which no further layout, and no further variant of the best ones, is simulated."""
 NUM_FINALISTS = 4
 MOST_JUDGED = 12
-"""However late it is."""
+"""Most runs that are judged, whatever the time."""
 MEMORY_SCALES = (1.0, 0.85, 0.7)
 """Shares of the memory that estimates may fill, the next one where nothing fits when it is simulated."""
 NUM_REPORTED = 5
@@ -70,7 +70,7 @@ def plan_braid(request: PlanningRequest, others: Sequence[Planner]) -> PlannedRu
 
 
 class PlanSearch:
-    """A search: keeps what has been simulated, and chooses what to simulate next."""
+    """A search: keeps the simulated runs, and chooses the next ones to simulate."""
 
     def __init__(self, request: PlanningRequest, *, began: float) -> None:
         self.others_request = request
@@ -84,7 +84,7 @@ class PlanSearch:
         self.num_estimated = 0
 
     def time_until(self, share: float) -> float:
-        """Seconds until so much of the time budget is used."""
+        """Return the seconds until this share of the time budget is used."""
         return self.began + share * self.request.time_budget_seconds - time.process_time()
 
     def rank_others(self, planners: Sequence[Planner]) -> None:
@@ -148,7 +148,7 @@ class PlanSearch:
         return min(filter(None, map(self.try_run, filter(None, runs))), key=lambda each: each.key, default=None)
 
     def _forms(self, layout: PlannedRun) -> Iterator[Form]:
-        """Schedules and balancers to try on the first layout of a kind; the best of them is what the others of the kind get.
+        """Return the schedules and balancers to try on the first layout of a kind; the other layouts get the best of them.
 
         Those whose rows say so: where units share ranks and have equally many replicas, a sample's items can stay with it, and
         ranks meet in the end only; else units are balanced each by itself and run in phases, so that they meet seldom.
@@ -186,7 +186,7 @@ class PlanSearch:
         return run is not None and self.try_run(run) is not None
 
     def _formed(self, layout: PlannedRun, form: Form) -> PlannedRun | None:
-        """Give a run a schedule, what can run it, and a balancer; None where it does not suit the plan or the implementation."""
+        """Give a run a schedule, layers that run it, and a balancer; None if these do not suit the plan or the implementation."""
         schedule, balance = form
         row, plan = BUILDERS[schedule], layout.plan
         request = replace(self.request, sharding=layout.sharding)

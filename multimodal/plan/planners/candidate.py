@@ -53,7 +53,7 @@ class Candidate:
 
 
 def build_run(request: PlanningRequest, plan: Plan, *, schedule: str, seconds: float) -> PlannedRun:
-    """Return a run of a plan with what the request says of it, or what follows from the schedule."""
+    """Return a run of a plan with the request's options, or those that follow from the schedule."""
     return PlannedRun(
         plan,
         schedule=schedule,

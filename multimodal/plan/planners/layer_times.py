@@ -1,4 +1,4 @@
-"""Seconds of every layer of a unit for a microbatch of average samples: what planners sum over stages."""
+"""Seconds of every layer of a unit for a microbatch of average samples, which planners sum over stages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 
 
 class LayerTimes(NamedTuple):
-    """Per layer of a unit, one microbatch."""
+    """Seconds per layer of a unit, for one microbatch."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]

@@ -73,7 +73,7 @@ def best_layouts(request: PlanningRequest, *, deadline: float = math.inf) -> lis
 
 
 def _efficient_first(request: PlanningRequest, sizes: Sequence[int]) -> list[int]:
-    """Sort microbatch sizes by how near their tokens are to what makes layers efficient, or still fills pipelines."""
+    """Sort microbatch sizes by the distance of their tokens from a number that makes layers efficient, or fills pipelines."""
     longest = max(loads[0] for loads in request.mean_loads.values()) or 1.0
     of_gpu = request.global_batch_size * longest / request.num_gpus
     wanted = min(EFFICIENT_TOKENS, of_gpu / FILLING_MICROBATCHES)

@@ -1,4 +1,4 @@
-"""Bytes that a rank needs under a layout, in closed form: what planners prune by before anything is simulated."""
+"""Bytes that a rank needs under a layout, in closed form, by which planners prune before they simulate anything."""
 
 import math
 from collections import Counter
@@ -26,7 +26,7 @@ class LayerMemory(NamedTuple):
     activations: ActivationBytes
     """Bytes of one average sample, if no context parallel ranks share its tokens."""
     spread_activations: ActivationBytes
-    """The same over all ranks that do."""
+    """Bytes of one average sample over all context parallel ranks that share its tokens."""
     bytes_per_element: int
     zero_stage: int
 
@@ -115,13 +115,13 @@ class MemoryEstimate:
         return spreads
 
     def heavy_samples(self, unit: str, num_samples: ArrayLike) -> NDArray[np.float64]:
-        """Return how many average samples weigh as much as `num_samples` samples well may."""
+        """Return the number of average samples that weigh as much as `num_samples` heavy ones may."""
         count = np.asarray(num_samples, dtype=np.float64)
         deviation, heaviest = self._spreads[unit]
         return np.asarray(np.minimum(count + 3 * deviation * np.sqrt(count), count * heaviest))
 
     def samples_within(self, unit: str, average: ArrayLike) -> NDArray[np.float64]:
-        """Return the number of samples that well may weigh as much as `average` average ones: `heavy_samples` inverted."""
+        """Return the number of heavy samples that may weigh as much as `average` average ones: `heavy_samples` inverted."""
         weight = np.asarray(average, dtype=np.float64)
         deviation, heaviest = self._spreads[unit]
         root = (np.sqrt(9 * deviation**2 + 4 * weight) - 3 * deviation) / 2
@@ -136,7 +136,7 @@ class MemoryEstimate:
         return self._counts[key]
 
     def layer(self, unit: str, kind: str, *, is_recomputed: bool = True) -> LayerMemory:
-        """Return what one layer of this kind needs; is_recomputed: whether as much is computed again as the request says."""
+        """Return the memory of one layer of this kind; is_recomputed: True if it is computed again as the request says."""
         key = unit, kind, is_recomputed
         if key not in self._layers:
             request, described = self.request, self.request.graph.unit(unit)

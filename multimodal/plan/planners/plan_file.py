@@ -14,7 +14,7 @@ def write_plan_file(
 ) -> None:
     """Write a commented YAML file that `Plan.from_file` reads.
 
-    made_for: what the plan was made for, as lines of name and value. simulate_flags: flags of tools/simulate.py that
+    made_for: the plan's purpose, as lines of name and value. simulate_flags: flags of tools/simulate.py that
     reproduce the prediction.
     """
     lines = [f"# A plan by the planner '{run.planner}'"]

@@ -70,28 +70,28 @@ class PlanningRequest:
     """The input of every planner; raises PlanError when it contradicts itself."""
 
     graph: ModelGraph
-    """With its freezing applied."""
+    """The model, with its freezing applied."""
     cluster: Cluster
     num_gpus: int
-    """The most that a plan may use."""
+    """Most GPUs that a plan may use."""
     global_batch_size: int
     """Samples per step."""
     lengths: tuple[SampleLengths, ...]
     """A sample of the real data, in any number."""
     micro_batch_size: int | None = None
-    """Samples per LLM microbatch; None: 1, or what the planner finds best."""
+    """Samples per LLM microbatch; None: 1, or the planner's choice."""
     vocab_size: int = 50304
-    """Padded."""
+    """The padded size of the LLM's vocabulary."""
     fixed_sizes: Mapping[str, FixedSizes] = field(default_factory=dict)
     """Unit -> sizes that the plan must have."""
     recompute: Recompute | None = None
     """The part of transformer layers that is computed again in their backward."""
     profile: LayerProfile | None = None
-    """Measured costs of layers, in place of what the cluster's description gives."""
+    """Measured costs of layers, in place of those computed from the cluster's description."""
     transformer_impl: Implementation | None = None
     """The implementation of transformer layers; None: Transformer Engine's where it can run (see `implementation`)."""
     sharding: Sharding | None = None
-    """The state that replicas share; None: `optim`, or what the planner finds best."""
+    """The state that replicas share; None: `optim`, or the planner's choice."""
     most_context_parallel: int = 1
     """The largest context parallel size that a planner may choose."""
     least_share_tokens: int = LEAST_SHARE_TOKENS

@@ -48,8 +48,8 @@ def forward_floors(plan: Plan, limits: Mapping[StageKey, int]) -> Mapping[StageK
 def microbatch_spans(step: StepGraph, *, depths: Mapping[str, int]) -> dict[StageKey, int]:
     """Return, for each stage, how many microbatches the units downstream of it keep in flight there.
 
-    `depths` says how many microbatches each unit has in flight in its first stage when it is alone; what it must keep for units
-    downstream of it adds to that. A stage without a backward needs to be ahead of its consumers' next microbatch only.
+    depths: microbatches that each unit has in flight in its first stage when it is alone; those that it must keep for units
+    downstream of it are added. A stage without a backward needs to be ahead of its consumers' next microbatch only.
     """
     spans: dict[StageKey, int] = {}
     for unit in reversed(step.graph.unit_names):
