@@ -76,7 +76,7 @@ class StepMemory:
     def static_bytes(self, rank: int) -> int:
         """Return the bytes of a rank's weights, gradients and optimizer state, of the work on one layer, and of messages."""
         held = self.layers.of_rank[rank]
-        return round(sum(map(self._weight_bytes, held)) + max(map(self._working_bytes, held)) + self.broker_bytes(rank))
+        return round(sum(map(self.weight_bytes, held)) + max(map(self._working_bytes, held)) + self.broker_bytes(rank))
 
     def broker_bytes(self, rank: int) -> int:
         """Return the bytes of messages that have been posted and not used, or made and not sent."""
@@ -151,7 +151,8 @@ class StepMemory:
         is_encoder = self.layers.graph.unit(unit).role is Role.ENCODER
         return self.layers.graph.downstream(unit) if is_encoder else ()
 
-    def _weight_bytes(self, stage: StageKey) -> float:
+    def weight_bytes(self, stage: StageKey) -> float:
+        """Return the bytes of a stage's weights, gradients and optimizer state, per rank."""
         sizes = self.layers.plan.units[stage[0]]
         num_trained = self.layers.num_weights(stage, trained_only=True)
         num_frozen = self.layers.num_weights(stage, trained_only=False) - num_trained

@@ -20,11 +20,16 @@ from torch.distributed import ProcessGroup
 from multimodal.model.weight_gradient_queue import LinearWeightGradient, WeightGradientQueue, active_queue
 
 
+def queue_of(weight: Tensor) -> WeightGradientQueue | None:
+    """Return the active queue if the weight has a gradient that may be left to it."""
+    return active_queue() if weight.requires_grad and torch.is_grad_enabled() else None
+
+
 class DeferrableColumnParallelLinear(ColumnParallelLinear):
     """ColumnParallelLinear that leaves its weight gradient to the active queue, if there is one."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
-        queue = active_queue() if weight.requires_grad and torch.is_grad_enabled() else None
+        queue = queue_of(weight)
         if queue is None:
             whole: Tensor = super()._forward_impl(input, weight, *args, **options)
             return whole
@@ -38,7 +43,7 @@ class DeferrableRowParallelLinear(RowParallelLinear):
     """RowParallelLinear that leaves its weight gradient to the active queue, if there is one."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
-        queue = active_queue() if weight.requires_grad and torch.is_grad_enabled() else None
+        queue = queue_of(weight)
         if queue is None:
             whole: Tensor = super()._forward_impl(input, weight, *args, **options)
             return whole
@@ -48,7 +53,7 @@ class DeferrableRowParallelLinear(RowParallelLinear):
 
 def deferrable_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Apply torch's linear, alike on every tensor parallel rank; its weight gradient goes to the active queue."""
-    queue = active_queue() if weight.requires_grad and torch.is_grad_enabled() else None
+    queue = queue_of(weight)
     if queue is None:
         return torch.nn.functional.linear(inputs, weight, bias)
     output: Tensor = _DeferredLinear.apply(inputs, weight, bias, queue, None, False, False)

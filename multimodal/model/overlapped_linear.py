@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
+from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear, queue_of
 from multimodal.model.overlapped_product import Overlap, gather_then_multiply, multiply_then_reduce, start_gathering
-from multimodal.model.weight_gradient_queue import LinearWeightGradient, WeightGradientQueue, active_queue
+from multimodal.model.weight_gradient_queue import LinearWeightGradient, WeightGradientQueue
 
 
 class OverlappedColumnParallelLinear(DeferrableColumnParallelLinear):
@@ -32,7 +32,7 @@ class OverlappedColumnParallelLinear(DeferrableColumnParallelLinear):
             alone: Tensor = super()._forward_impl(input, weight, *args, **options)
             return alone
         overlap = Overlap(options["tp_group"], self.num_overlapped_parts, gathers)
-        output: Tensor = _OverlappedColumn.apply(input, weight, options["bias"], _queue_of(weight), overlap)
+        output: Tensor = _OverlappedColumn.apply(input, weight, options["bias"], queue_of(weight), overlap)
         return output
 
 
@@ -49,14 +49,10 @@ class OverlappedRowParallelLinear(DeferrableRowParallelLinear):
             alone: tuple[Tensor, Tensor | None] = super().forward(input_)
             return alone
         overlap = Overlap(self.tp_group, self.num_overlapped_parts, self.sequence_parallel)
-        output: Tensor = _OverlappedRow.apply(input_, self.weight, _queue_of(self.weight), overlap)
+        output: Tensor = _OverlappedRow.apply(input_, self.weight, queue_of(self.weight), overlap)
         if self.skip_bias_add or self.bias is None:
             return output, self.bias
         return output + self.bias, None
-
-
-def _queue_of(weight: Tensor) -> WeightGradientQueue | None:
-    return active_queue() if weight.requires_grad and torch.is_grad_enabled() else None
 
 
 class _OverlappedColumn(torch.autograd.Function):

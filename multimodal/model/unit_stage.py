@@ -122,13 +122,7 @@ class UnitStage(MegatronModule):
             # The backward may recompute in another thread; it must find the queue, or save other tensors than the forward.
             contexts = (nullcontext(), DeferWeightGradients(active_queue()))
             recomputed: Tensor = checkpoint(
-                kind.run,
-                layer,
-                hidden,
-                given,
-                use_reentrant=False,
-                preserve_rng_state=False,
-                context_fn=lambda: contexts,
+                kind.run, layer, hidden, given, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts
             )
             return recomputed
         return kind.run(layer, hidden, given)

@@ -123,9 +123,7 @@ class LayerCosts:
         curves = self.curves(unit, kind, tensor_parallel_size=tensor_parallel_size, context_parallel_size=context_parallel_size)
         neighbours = range(tensor_parallel_size * context_parallel_size)
         collectives = layer.collectives(
-            tensor_parallel_size=tensor_parallel_size,
-            ranks=neighbours if ranks is None else ranks,
-            cluster=self.cluster,
+            tensor_parallel_size=tensor_parallel_size, ranks=neighbours if ranks is None else ranks, cluster=self.cluster
         )
         repeated: list[Curve] = []
         if recompute == "full" and layer.recomputes:

@@ -91,7 +91,10 @@ class LayerProfile:
         """Plain form, read back by `from_dict`."""
         units: dict[str, dict[str, list[dict[str, Any]]]] = {}
         for (unit, kind, *sizes), curves in self.curves.items():
-            entry = {**dict(zip(_SIZES, sizes, strict=True)), **_curves_to_dict(curves)}
+            entry = {
+                **dict(zip(_SIZES, sizes, strict=True)),
+                **{name: _curve_to_plain(curve) for name, curve in curves._asdict().items()},
+            }
             units.setdefault(unit, {}).setdefault(kind, []).append(entry)
         plain = {"device": self.device, "dtype": self.dtype, "units": units}
         return plain if self.step is None else {**plain, "step": self.step.to_dict()}
@@ -137,11 +140,6 @@ def _sizes(entry: Plain) -> tuple[int, int]:
     sizes = entry.mapping()
     tensor, context = (sizes[name].read(int, minimum=1, maximum=MOST_RANKS) if name in sizes else 1 for name in _SIZES)
     return tensor, context
-
-
-def _curves_to_dict(curves: LayerCurves) -> dict[str, Any]:
-    """Plain form, read back by `_curves_from_plain`."""
-    return {name: _curve_to_plain(curve) for name, curve in curves._asdict().items()}
 
 
 def _curves_from_plain(value: Plain, *, also: tuple[str, ...] = ()) -> LayerCurves:

@@ -42,9 +42,7 @@ class PatchEmbeddingKind(LayerKind):
     def build(self, context: LayerContext, index: int) -> PatchEmbedding:
         """Build it for the patches of the unit's images."""
         return PatchEmbedding(
-            patch_channels=context.patch_channels,
-            hidden_size=context.config.hidden_size,
-            precision=context.options.precision,
+            patch_channels=context.patch_channels, hidden_size=context.config.hidden_size, precision=context.options.precision
         )
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:

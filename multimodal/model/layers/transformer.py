@@ -105,11 +105,7 @@ def _local_spec(num_overlapped_parts: int) -> ModuleSpec:
     column, row = _linear_layers(num_overlapped_parts)
     self_attention = ModuleSpec(
         module=SelfAttention,
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=column,
-            core_attention=PackedAttention,
-            linear_proj=row,
-        ),
+        submodules=SelfAttentionSubmodules(linear_qkv=column, core_attention=PackedAttention, linear_proj=row),
     )
     submodules = TransformerLayerSubmodules(
         input_layernorm=Norm,

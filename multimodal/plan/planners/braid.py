@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
@@ -121,7 +122,7 @@ class PlanSearch:
         A kind's estimates are corrected by the mean ratio of its simulations to them, those of a kind that has not been simulated
         by the smallest such ratio of any kind.
         """
-        kinds = best_layouts(self.request, deadline=self.began + self._seconds(0.3))
+        kinds = best_layouts(self.request, deadline=self.began + 0.3 * self.request.time_budget_seconds)
         self.num_estimated = sum(map(len, kinds))
         position = dict.fromkeys(range(len(kinds)), 0)
         ratios: dict[int, list[float]] = {}
@@ -196,9 +197,6 @@ class PlanSearch:
             return None
         implementation = request.implementation(schedule)
         return replace(layout, plan=plan, schedule=schedule, balance=balance, transformer_impl=implementation)
-
-    def _seconds(self, share: float) -> float:
-        return share * self.request.time_budget_seconds
 
     @property
     def _ranking_actions(self) -> int:
@@ -286,12 +284,17 @@ class PlanSearch:
 
     def _judge_next(self) -> bool:
         """Judge the best of the search that has not been; False where none is left."""
-        for ranked in self.best(len(self.ranked)):
-            if run_key(ranked.run) not in self.judged:
-                self.judged.add(run_key(ranked.run))
-                self._judge(ranked)
-                return True
-        return False
+        run = next((each.run for each in self.best(len(self.ranked)) if run_key(each.run) not in self.judged), None)
+        if run is None:
+            return False
+        self.judged.add(run_key(run))
+        with suppress(BraidError):
+            prediction = predict_run(
+                run, self.request, max_actions=self.request.max_actions, num_batches=self.request.num_batches
+            )
+            if prediction.peak_memory_bytes <= self.request.memory_bytes:
+                self.final.append(PredictedRun(run, prediction))
+        return True
 
     def _judge_planner(self, planner: Planner) -> None:
         try:
@@ -301,16 +304,6 @@ class PlanSearch:
         if BUILDERS[planned.run.schedule].can_train and run_key(planned.run) not in self.judged:
             self.judged.add(run_key(planned.run))
             self.final.append(planned)
-
-    def _judge(self, ranked: PredictedRun) -> None:
-        try:
-            prediction = predict_run(
-                ranked.run, self.request, max_actions=self.request.max_actions, num_batches=self.request.num_batches
-            )
-        except BraidError:
-            return
-        if prediction.peak_memory_bytes <= self.request.memory_bytes:
-            self.final.append(PredictedRun(ranked.run, prediction))
 
 
 def _first_balances(placement: Placement) -> tuple[str, ...]:

@@ -80,9 +80,7 @@ def _context_sizes(request: PlanningRequest) -> list[tuple[int, ...]]:
 
 
 def _plan_attempt(
-    planner: Planner,
-    request: PlanningRequest,
-    predict: Callable[[PlannedRun, PlanningRequest], Prediction],
+    planner: Planner, request: PlanningRequest, predict: Callable[[PlannedRun, PlanningRequest], Prediction]
 ) -> PredictedRun:
     scaled, seconds = request, 0.0
     for _ in range(MOST_ROUNDS):

@@ -11,7 +11,6 @@ from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_costs import StepCosts
-from multimodal.cost.step_memory import layer_static_bytes
 from multimodal.cost.update_seconds import update_seconds
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
@@ -68,23 +67,9 @@ class ShareCosts(ModelCosts):
 
     def static_bytes(self, lane: int) -> int:
         """Bytes of weights, gradients and optimizer state; the latter is shared by all replicas, not by those of the share."""
-        first_rank = self.step.plan.lanes[lane][0]
-        return round(super().static_bytes(lane) - sum(map(self._excess_bytes, self.stages.of_rank[first_rank])))
-
-    def _excess_bytes(self, stage: tuple[str, int, int]) -> float:
-        units = (self.step.plan.units[stage[0]], self.whole.step.plan.units[stage[0]])
-        num_weights = self.stages.num_weights(stage, trained_only=True)
-        of_share, of_whole = (
-            layer_static_bytes(
-                num_weights,
-                is_trained=True,
-                data_parallel_size=unit.data_parallel_size * unit.context_parallel_size,
-                zero_stage=self.options.zero_stage,
-                bytes_per_element=self.cluster.bytes_per_element,
-            )
-            for unit in units
-        )
-        return (of_share - of_whole) / units[0].tensor_parallel_size
+        stages = self.stages.of_rank[self.step.plan.lanes[lane][0]]
+        excess = sum(self.memory.weight_bytes(stage) - self.whole.memory.weight_bytes(stage) for stage in stages)
+        return round(super().static_bytes(lane) - excess)
 
 
 def predict_run(
@@ -149,11 +134,7 @@ class _Step:
 
 
 def _of_batch(
-    lengths: Sequence[SampleLengths],
-    part: int,
-    simulate: Callable[[Sequence[SampleLengths]], Simulation],
-    *,
-    keeps_all: bool,
+    lengths: Sequence[SampleLengths], part: int, simulate: Callable[[Sequence[SampleLengths]], Simulation], *, keeps_all: bool
 ) -> _Step:
     """Simulate a batch, or two parts of it that are continued in a straight line.
 
@@ -294,10 +275,7 @@ def _simulate(
 
 def _run_options(run: PlannedRun, request: PlanningRequest) -> RunOptions:
     return request.run_options(
-        recompute=run.recompute,
-        transformer_impl=run.transformer_impl,
-        sharding=run.sharding,
-        tp_comm_overlap=run.tp_comm_overlap,
+        recompute=run.recompute, transformer_impl=run.transformer_impl, sharding=run.sharding, tp_comm_overlap=run.tp_comm_overlap
     )
 
 

@@ -162,9 +162,7 @@ def reduction_seconds(request: PlanningRequest, unit: str, layout: UnitLayout) -
     )
     size = layout.tensor_parallel_size
     return collective_seconds(
-        GRADIENT_BYTES * heaviest / size,
-        ranks=range(0, layout.weight_copies * size, size),
-        cluster=request.cluster,
+        GRADIENT_BYTES * heaviest / size, ranks=range(0, layout.weight_copies * size, size), cluster=request.cluster
     )
 
 

@@ -113,11 +113,7 @@ def _depth(unit: UnitPlan, num_microbatches: int) -> int:
 
 
 def _limit_stages(
-    name: str,
-    step: StepGraph,
-    spans: dict[StageKey, int],
-    limits: dict[StageKey, int],
-    groups: dict[StageKey, StageKey],
+    name: str, step: StepGraph, spans: dict[StageKey, int], limits: dict[StageKey, int], groups: dict[StageKey, StageKey]
 ) -> None:
     """Let the chunks of one stage share a limit: the warm-up, one more, and what units downstream need in every chunk.
 
