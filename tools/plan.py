@@ -81,7 +81,9 @@ def build_parser() -> Parser:
         "--data-parallel-sharding-strategy", choices=get_args(Sharding), help="What replicas share (optim; braid searches)."
     )
     how.add_argument("--memory-headroom", type=float, default=0.1, metavar="SHARE", help="Of a GPU's memory, kept free (0.1).")
-    how.add_argument("--time-budget", type=float, default=30.0, metavar="SECONDS", help="For planners that simulate (30).")
+    how.add_argument(
+        "--time-budget", type=float, default=30.0, metavar="SECONDS", help="Nominal, for planners that simulate (30)."
+    )
     how.add_argument(
         "--simulate-all", action="store_true", help="Predict from whole steps of all replicas, however long that takes."
     )
@@ -131,8 +133,13 @@ def build_request(flags: argparse.Namespace) -> PlanningRequest:
         profile=LayerProfile.from_file(flags.layer_costs) if flags.layer_costs else None,
         memory_headroom=flags.memory_headroom,
         time_budget_seconds=flags.time_budget,
+        on_progress=_say if sys.stderr.isatty() else None,
         num_batches=flags.num_iterations,
     )
+
+
+def _say(progress: str) -> None:
+    print(progress, file=sys.stderr, flush=True)
 
 
 def plan(name: str, request: PlanningRequest, flags: argparse.Namespace) -> PredictedRun:

@@ -14,7 +14,7 @@ from megatron.runtime.flags.field_flags import field_flags
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.braid import PlanSearch
+from multimodal.plan.planners.braid import PlanSearch, SearchBudget
 from multimodal.schedule.builders import BUILDERS
 from tests.distributed.added_rows import BALANCER, PLANNER, SCHEDULE, add_rows
 from tests.distributed.launch import REPOSITORY, launch
@@ -39,9 +39,9 @@ def rows() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def search() -> PlanSearch:
-    """A search that looks at one planner's plan, and has all time of the world to vary it."""
+    """A search that looks at one planner's plan, with an unlimited budget to vary it."""
     add_rows()
-    found = PlanSearch(request(TWO), began=float("inf"))
+    found = PlanSearch(request(TWO), budget=SearchBudget(float("inf")))
     found.rank_others([PLANNERS["megatron"]])
     found.vary_best()
     return found

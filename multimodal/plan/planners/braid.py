@@ -1,19 +1,19 @@
 """Braid: searches the union of all layouts with the real lengths, and lets the simulator decide."""
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
+from typing import Any
 
 from multimodal.balance import BALANCERS, UNBALANCED, Placement, placements_of
 from multimodal.plan.planners.layout_search import best_layouts
 from multimodal.plan.planners.plan_to_fit import Planner, PredictedRun, describe, has_virtual_stages, plan_to_fit, run_key
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import LARGEST_CONTEXT_PARALLEL, PlanningRequest
-from multimodal.plan.planners.prediction import predict_run
+from multimodal.plan.planners.prediction import FILLING, Prediction, nominal_seconds, predict_run
 from multimodal.plan.planners.unit_layout import fold_stages
 from multimodal.plan.planners.unit_options import infeasible
 from multimodal.schedule.builders import BUILDERS, ScheduleRow
@@ -27,16 +27,47 @@ PROMISING = 1.25
 """Another planner's plan is judged in any case if its ranked step is at most this many times as long as the best one's."""
 HOPELESS = 2.0
 """A plan whose step is this many times as long is not tried with another balancer."""
+ESTIMATES_UNTIL = 0.3
+"""Share of the budget after which layouts of no further microbatch size are estimated."""
+SECONDS_PER_ESTIMATED_GPU = 0.01
+"""Nominal seconds of estimating all layouts at one microbatch size, over the number of GPUs."""
+OVERHEAD = 1.15
+"""Nominal seconds of the whole search over those of its simulations."""
 LAYOUTS_UNTIL, VARIANTS_UNTIL = 0.55, 0.75
 """Shares of the time budget after which no further layout, and no further variant of the best ones, is simulated."""
 NUM_FINALISTS = 4
 MOST_JUDGED = 12
-"""Most runs that are judged, whatever the time."""
+"""Most runs that are judged, whatever the budget."""
 MEMORY_SCALES = (1.0, 0.85, 0.7)
 """Shares of the memory that estimates may fill, the next one where nothing fits when it is simulated."""
 NUM_REPORTED = 5
 Form = tuple[str, str]
 """A schedule and a balancer."""
+
+
+@dataclass
+class SearchBudget:
+    """What a search may use up: nominal seconds, counted from the sizes of what it looks at instead of by a clock.
+
+    So it ends at the same place on a fast machine and on a slow or busy one, with C++ kernels and without.
+    """
+
+    seconds: float
+    spent_seconds: float = 0.0
+
+    def left(self, share: float) -> float:
+        """Return the seconds until this share of the budget is used."""
+        return share * self.seconds - self.spent_seconds
+
+    def predict(
+        self, run: PlannedRun, request: PlanningRequest, *, max_actions: int | None, num_batches: int = 1, **options: Any
+    ) -> Prediction:
+        """Simulate a run as `predict_run` does, and count it, whether it fits or not."""
+        filling = options.get("filling", FILLING)
+        self.spent_seconds += OVERHEAD * nominal_seconds(
+            run, request, max_actions=max_actions, num_batches=num_batches, filling=filling
+        )
+        return predict_run(run, request, max_actions=max_actions, num_batches=num_batches, **options)
 
 
 def plan_braid(request: PlanningRequest, others: Sequence[Planner]) -> PlannedRun:
@@ -51,21 +82,28 @@ def plan_braid(request: PlanningRequest, others: Sequence[Planner]) -> PlannedRu
     4. The best are judged as `tools/plan.py` judges every plan; and so is every other planner's that did not rank far behind the
        best, so that this planner is not behind them.
 
-    The search ends with `request.time_budget_seconds` of processor time, so that a busy machine finds the same plan later; step 4
-    is included as far as it can be foreseen.
+    The search ends when `request.time_budget_seconds` of nominal work are used up (`SearchBudget`): the same inputs give the same
+    plan on every machine, sooner or later. Step 4 is included as far as it can be foreseen.
+    Interrupted from the keyboard (Ctrl-C), it returns the best plan so far; a second time, nothing.
     others: the planners of step 1. Raises PlanError when nothing fits.
     """
-    began = time.process_time()
-    for scale in MEMORY_SCALES:
-        search = PlanSearch(replace(request, memory_scale=scale * request.memory_scale), began=began)
-        search.rank_others(others)
-        search.rank_layouts()
-        if search.ranked:
-            break
-    search.vary_best()
+    budget = SearchBudget(request.time_budget_seconds)
+    try:
+        for scale in MEMORY_SCALES:
+            search = PlanSearch(replace(request, memory_scale=scale * request.memory_scale), budget=budget)
+            search.rank_others(others)
+            search.rank_layouts()
+            if search.ranked:
+                break
+        search.vary_best()
+    except KeyboardInterrupt:
+        if not search.ranked:
+            raise
+        search.is_interrupted = True
     best = search.choose()
     top = sorted(search.final, key=lambda each: each.key)[:NUM_REPORTED]
     counted = f"{search.num_estimated} layouts estimated, {len(search.seen)} runs simulated"
+    counted += ", interrupted: the best so far" * search.is_interrupted
     notes = (counted, *map(describe, top))
     return replace(best.run, objective_seconds=best.prediction.iteration_seconds, notes=notes)
 
@@ -73,20 +111,17 @@ def plan_braid(request: PlanningRequest, others: Sequence[Planner]) -> PlannedRu
 class PlanSearch:
     """A search: keeps the simulated runs, and chooses the next ones to simulate."""
 
-    def __init__(self, request: PlanningRequest, *, began: float) -> None:
+    def __init__(self, request: PlanningRequest, *, budget: SearchBudget) -> None:
         self.others_request = request
         self.request = replace(request, most_context_parallel=max(request.most_context_parallel, LARGEST_CONTEXT_PARALLEL))
-        self.began = began
+        self.budget = budget
         self.ranked: list[PredictedRun] = []
         self.others: list[tuple[float, Planner]] = []
         self.final: list[PredictedRun] = []
         self.judged: set[str] = set()
         self.seen: dict[str, PredictedRun | None] = {}
         self.num_estimated = 0
-
-    def time_until(self, share: float) -> float:
-        """Return the seconds until this share of the time budget is used."""
-        return self.began + share * self.request.time_budget_seconds - time.process_time()
+        self.is_interrupted = False
 
     def rank_others(self, planners: Sequence[Planner]) -> None:
         """Simulate the other planners' plans, and balanced ones where they do not balance.
@@ -103,6 +138,7 @@ class PlanSearch:
                     num_batches=1,
                     filling=RANKING_FILLING,
                     is_checked=False,
+                    predict=self.budget.predict,
                 )
             except BraidError:
                 continue
@@ -117,17 +153,17 @@ class PlanSearch:
                 self.try_run(replace(run, balance=_first_balances(placement)[0]))
 
     def rank_layouts(self) -> None:
-        """Simulate the most promising layouts while there is time.
+        """Simulate the most promising layouts while the budget lasts.
 
         A kind's estimates are corrected by the mean ratio of its simulations to them, those of a kind that has not been simulated
         by the smallest such ratio of any kind.
         """
-        kinds = best_layouts(self.request, deadline=self.began + 0.3 * self.request.time_budget_seconds)
+        kinds = best_layouts(self.request, takes_more=self._takes_more_layouts)
         self.num_estimated = sum(map(len, kinds))
         position = dict.fromkeys(range(len(kinds)), 0)
         ratios: dict[int, list[float]] = {}
         forms: dict[int, Form] = {}
-        while position and self.time_until(LAYOUTS_UNTIL) > 0:
+        while position and self.budget.left(LAYOUTS_UNTIL) > 0:
             least = min((min(found) for found in ratios.values()), default=1.0)
             expected = {
                 index: kinds[index][place].objective_seconds * (fmean(ratios[index]) if index in ratios else least)
@@ -198,16 +234,22 @@ class PlanSearch:
         implementation = request.implementation(schedule)
         return replace(layout, plan=plan, schedule=schedule, balance=balance, transformer_impl=implementation)
 
+    def _takes_more_layouts(self) -> bool:
+        is_over = self.budget.left(ESTIMATES_UNTIL) <= 0
+        if not is_over:
+            self.budget.spent_seconds += SECONDS_PER_ESTIMATED_GPU * self.request.num_gpus
+        return not is_over
+
     @property
     def _ranking_actions(self) -> int:
         return int(self.request.max_actions * RANKING_SHARE)
 
     def vary_best(self) -> None:
-        """Try overlapped tensor parallelism, then balancers, then schedules, on the best layouts, while there is time."""
+        """Try overlapped tensor parallelism, then balancers, then schedules, on the best layouts, while the budget lasts."""
         for vary in (self._overlapped, self._balances, self._schedules):
             for each in self.best(NUM_FINALISTS):
                 for run in vary(each.run):
-                    if self.time_until(VARIANTS_UNTIL) < 0:
+                    if self.budget.left(VARIANTS_UNTIL) < 0:
                         return
                     self.try_run(run)
 
@@ -235,7 +277,7 @@ class PlanSearch:
         key = run_key(run)
         if key not in self.seen:
             try:
-                prediction = predict_run(
+                prediction = self.budget.predict(
                     run, self.request, max_actions=self._ranking_actions, filling=RANKING_FILLING, is_checked=False
                 )
             except BraidError:
@@ -247,8 +289,13 @@ class PlanSearch:
     def _keep(self, ranked: PredictedRun) -> None:
         fits = ranked.prediction.peak_memory_bytes <= self.request.memory_bytes
         self.seen[run_key(ranked.run)] = ranked if fits else None
-        if fits:
-            self.ranked.append(ranked)
+        if not fits:
+            return
+        if self.request.on_progress and all(ranked.key < each.key for each in self.ranked):
+            self.request.on_progress(
+                f"{self.budget.spent_seconds:.0f} of {self.budget.seconds:g} s: best so far {describe(ranked)}"
+            )
+        self.ranked.append(ranked)
 
     def best(self, count: int) -> list[PredictedRun]:
         """Return the best runs of those simulated so far."""
@@ -258,8 +305,12 @@ class PlanSearch:
         """Judge the best as every planner's plan is judged in the end, and return the best plan of all that fit.
 
         At least one is judged, then promising plans of other planners, then more of the search while one more can be expected to
-        be done in time, or none has fitted.
+        fit the budget, or none has fitted.
         """
+        while self.is_interrupted and not self.final and self._judge_next():
+            pass
+        if self.is_interrupted and self.final:
+            return min(self.final, key=lambda each: each.key)
         self._judge_next()
         least = min((each.prediction.iteration_seconds for each in self.ranked), default=math.inf)
         for seconds, planner in sorted(self.others, key=lambda entry: entry[0]):
@@ -267,11 +318,11 @@ class PlanSearch:
                 break
             self._judge_planner(planner)
         slowest = 0.0
-        while not self.final or self._is_undecided() or self.time_until(1.0) > slowest:
-            began = time.process_time()
+        while not self.final or self._is_undecided() or self.budget.left(1.0) > slowest:
+            before = self.budget.spent_seconds
             if not self._judge_next():
                 break
-            slowest = max(slowest, time.process_time() - began)
+            slowest = max(slowest, self.budget.spent_seconds - before)
         if not self.final:
             raise infeasible(self.request)
         return min(self.final, key=lambda each: each.key)
@@ -289,7 +340,7 @@ class PlanSearch:
             return False
         self.judged.add(run_key(run))
         with suppress(BraidError):
-            prediction = predict_run(
+            prediction = self.budget.predict(
                 run, self.request, max_actions=self.request.max_actions, num_batches=self.request.num_batches
             )
             if prediction.peak_memory_bytes <= self.request.memory_bytes:
@@ -298,7 +349,7 @@ class PlanSearch:
 
     def _judge_planner(self, planner: Planner) -> None:
         try:
-            planned = plan_to_fit(planner, self.others_request, max_actions=self.request.max_actions)
+            planned = plan_to_fit(planner, self.others_request, max_actions=self.request.max_actions, predict=self.budget.predict)
         except BraidError:
             return
         if BUILDERS[planned.run.schedule].can_train and run_key(planned.run) not in self.judged:

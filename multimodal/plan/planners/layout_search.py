@@ -1,8 +1,7 @@
 """The best layouts by estimate, of every kind: disaggregated, colocated, with virtual stages, at several microbatch sizes."""
 
 import math
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -40,19 +39,19 @@ NUM_PROMISING_SIZES = 2
 Scored = tuple[Candidate, float]
 
 
-def best_layouts(request: PlanningRequest, *, deadline: float = math.inf) -> list[list[PlannedRun]]:
+def best_layouts(request: PlanningRequest, *, takes_more: Callable[[], bool] = lambda: True) -> list[list[PlannedRun]]:
     """Return kinds of layouts, each the best runs of its kind with their estimated seconds, the shortest first.
 
     A kind is a placement (ranks of its own for each unit, all ranks for all units, or one chain over a grid), a number of virtual
     stages of the LLM, a microbatch size, whether whole layers are computed again in their backward, and what replicas share.
-    deadline: of `time.process_time()`, after which no further microbatch size is looked at.
+    takes_more: asked before every microbatch size; once it says False and there is a layout, no further one is looked at.
     """
     kinds: list[list[PlannedRun]] = []
     best: dict[int, float] = {}
 
     def look_at(forms: Iterable[PlanningRequest]) -> None:
         for form in forms:
-            if kinds and time.process_time() > deadline:
+            if not takes_more() and kinds:
                 return
             found = [kind for kind in _kinds(form) if kind]
             size = form.default_micro_batch_size

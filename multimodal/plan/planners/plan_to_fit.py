@@ -45,21 +45,22 @@ def plan_to_fit(
     num_batches: int | None = None,
     filling: float = FILLING,
     is_checked: bool = True,
+    predict: Callable[..., Prediction] = predict_run,
 ) -> PredictedRun:
     """Plan, simulate, and plan again with less memory to count on while the simulated peak does not fit.
 
     Planners estimate activations in closed form; real batches and schedules can need more. Where nothing fits, whole layers are
     computed again in their backward, unless the request chooses; and where that is not enough, context parallelism is
     allowed, also to planners that otherwise do not use it. Keywords: as for `predict_run`;
-    num_batches: the request's unless given.
+    num_batches: the request's unless given. predict: simulates a run.
     Raises PlanError, saying what would fit, when nothing does.
     """
     count = request.num_batches if num_batches is None else num_batches
-    predict = partial(predict_run, max_actions=max_actions, num_batches=count, filling=filling, is_checked=is_checked)
+    simulate = partial(predict, max_actions=max_actions, num_batches=count, filling=filling, is_checked=is_checked)
     problem: PlanError | None = None
     for attempt in _attempts(request):
         try:
-            return _plan_attempt(planner, attempt, predict)
+            return _plan_attempt(planner, attempt, simulate)
         except PlanError as error:
             problem = problem or error
     assert problem is not None

@@ -1,6 +1,6 @@
 """The input of a planner: a model, a machine, a batch, real lengths, and the sizes that a person has decided."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -101,7 +101,9 @@ class PlanningRequest:
     memory_scale: float = 1.0
     """Share of the remaining memory that planners count on: below 1 after a plan's simulated peak was above their estimate."""
     time_budget_seconds: float = 30.0
-    """Processor seconds that a planner that searches by simulation may take."""
+    """Nominal seconds that a planner that searches by simulation may use up: counted work, the same on every machine."""
+    on_progress: Callable[[str], None] | None = field(default=None, compare=False)
+    """Told, by such a planner, of every better plan that it finds."""
     num_batches: int = 2
     """Global batches, drawn at random, that a plan is judged on; where samples are alike, one says as much."""
     max_actions: int = 8_000

@@ -72,6 +72,29 @@ class ShareCosts(ModelCosts):
         return round(super().static_bytes(lane) - excess)
 
 
+SECONDS_PER_SIMULATION, SECONDS_PER_SAMPLE, SECONDS_PER_COMPUTATION = 15e-3, 0.1e-3, 40e-6
+"""What assigning, building and simulating take on one core of 2024, as rounded from `benchmarks/planning.py`'s cases."""
+
+
+def nominal_seconds(
+    run: PlannedRun, request: PlanningRequest, *, max_actions: int | None, num_batches: int, filling: float = FILLING
+) -> float:
+    """Return about what `predict_run` takes, from sizes alone: the same on every machine, fast or slow, busy or not."""
+    num_batches = num_batches if request.lengths_vary else 1
+    if max_actions is not None and request.lengths_vary:
+        max_actions *= VARIED_FACTOR
+    share = choose_share(run, request, max_actions=max_actions)
+    plan = keep_replicas(run.plan, share) or run.plan
+    whole = -(-request.global_batch_size // share)
+    part = _num_samples(run, plan, whole, max_actions, filling)
+    samples = [part] if part == whole else [part, part // 2]
+    seconds = sum(
+        SECONDS_PER_SIMULATION + SECONDS_PER_SAMPLE * count + SECONDS_PER_COMPUTATION * _num_actions(run, plan, count)
+        for count in samples
+    )
+    return num_batches * seconds
+
+
 def predict_run(
     run: PlannedRun,
     request: PlanningRequest,

@@ -6,20 +6,19 @@ import pytest
 
 from multimodal.balance import BALANCERS
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.braid import PlanSearch
+from multimodal.plan.planners.braid import PlanSearch, SearchBudget
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.unit_layout import fold_stages
 from multimodal.schedule.builders import BUILDERS, VirtualStages
 from multimodal.schedule.builders.zb_v import is_v_shaped
 from tests.unit.plan.planners.planning_cases import TEXT_ONLY, TWO, request
 
-ALWAYS = float("inf")
-"""A start that leaves all time of the world."""
+UNLIMITED = SearchBudget(float("inf"))
 
 
 def varied(asked, planner):
     """Search the variants of one planner's plan."""
-    search = PlanSearch(asked, began=ALWAYS)
+    search = PlanSearch(asked, budget=UNLIMITED)
     search.rank_others([PLANNERS[planner]])
     search.vary_best()
     return [ranked.run for ranked in search.ranked]

@@ -1,9 +1,10 @@
 import re
+import time
 from dataclasses import replace
 
 import pytest
 
-from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners import PLANNERS, braid
 from multimodal.plan.planners.plan_to_fit import plan_to_fit
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.prediction import predict_run
@@ -36,6 +37,37 @@ def test_braid_is_never_behind_another_planner(graph):
     for name in FAST:
         other = plan_to_fit(PLANNERS[name], asked, max_actions=asked.max_actions)[1].iteration_seconds
         assert best <= other * (1 + 1e-9), name
+
+
+def test_braid_finds_the_same_plan_however_slow_the_machine_is(monkeypatch):
+    asked = request(GRAPHS["two"], time_budget_seconds=2.0)
+    first = PLANNERS["braid"](asked)
+
+    def slowly(*arguments, **options):
+        time.sleep(0.02)
+        return predict_run(*arguments, **options)
+
+    monkeypatch.setattr(braid, "predict_run", slowly)
+    again = PLANNERS["braid"](asked)
+    assert first.planning_seconds < again.planning_seconds
+    assert replace(first, planning_seconds=0.0) == replace(again, planning_seconds=0.0)
+
+
+def test_an_interrupted_search_gives_the_best_plan_so_far(monkeypatch):
+    said = []
+    asked = request(GRAPHS["two"], time_budget_seconds=2.0, on_progress=said.append)
+    calls = iter(range(100_000))
+
+    def until_interrupted(*arguments, **options):
+        if next(calls) == 20:
+            raise KeyboardInterrupt
+        return predict_run(*arguments, **options)
+
+    monkeypatch.setattr(braid, "predict_run", until_interrupted)
+    run = PLANNERS["braid"](asked)
+    assert "interrupted: the best so far" in run.notes[0]
+    validate_plan(run.plan, graph=asked.graph, world_size=run.num_gpus)
+    assert said and all("best so far" in line for line in said)
 
 
 @pytest.mark.parametrize("name", FAST)
