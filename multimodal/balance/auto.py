@@ -1,6 +1,7 @@
 """Tries the balancers on the batch at hand and takes the one whose step is predicted to be shortest."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import fmean
 
 from multimodal.balance.balance_options import BalanceOptions, Predictor
 from multimodal.balance.batch_work import BatchWork, read_batch
@@ -24,10 +25,10 @@ def balance_auto(
     """Return the assignment with the shortest predicted step among the candidates; the data's order is one of them.
 
     Candidates are what the balancers make of the batch, and the LLM's balanced microbatches reordered as DistTrain does, with
-    encoders balanced by themselves or beside them. The prediction is
-    that of `options.predictor`, or without it the work of the busiest replica. Ties go to the first, so the result is never
-    predicted to be worse than none. All of it is deterministic, so that ranks agree: what is bounded is the number of
-    candidates and the size of what is simulated, not the time that they take.
+    encoders balanced by themselves or beside them. The prediction is that of `options.predictor`, or without it
+    `busiest_replicas_work`. Ties go to the first, so the result is never predicted to be worse than none.
+    All of it is deterministic, so that ranks agree: what is bounded is the number of candidates and the size of what is
+    simulated, not the time that they take.
 
     balancers: the data's order first. Raises AssignmentError as `validate_inputs` does.
     """
@@ -39,7 +40,7 @@ def balance_auto(
         follow_llm(reordered, work, plan=plan),
     ]
     if options.predictor is None:
-        return min(candidates, key=lambda assignment: busiest_replica_seconds(assignment, work, plan=plan))
+        return min(candidates, key=lambda assignment: busiest_replicas_work(assignment, work, plan=plan))
     return _shortest(list(_unique(candidates)), lengths, options.predictor)
 
 
@@ -62,10 +63,17 @@ def _shortest(candidates: Sequence[Assignment], lengths: Sequence[SampleLengths]
     return candidates[best]
 
 
-def busiest_replica_seconds(assignment: Assignment, work: BatchWork, *, plan: Plan) -> float:
-    """Return the largest work of a replica over its ranks, in FLOPs: a prediction that knows no schedule."""
-    return max(
-        sum(sum(work.flops(unit, microbatch)) for microbatch in microbatches) / len(plan.units[unit].replicas[replica].ranks)
-        for unit, replicas in assignment.units.items()
-        for replica, microbatches in enumerate(replicas)
-    )
+def busiest_replicas_work(assignment: Assignment, work: BatchWork, *, plan: Plan) -> float:
+    """Return the sum over units of the work per rank of the unit's busiest replica: a prediction that knows no schedule.
+
+    In FLOPs; or where costs of units are declared, which say nothing about one unit against another, over the unit's mean.
+    """
+    total = 0.0
+    for unit, replicas in assignment.units.items():
+        works = [
+            sum(work.microbatch_work(unit, microbatch) for microbatch in microbatches) / len(layout.ranks)
+            for microbatches, layout in zip(replicas, plan.units[unit].replicas, strict=True)
+        ]
+        mean = fmean(works) if work.options.unit_costs else 1.0
+        total += max(works) / mean if mean else 0.0
+    return total

@@ -78,6 +78,12 @@ class BatchWork:
         }
         return {**encoders, self.graph.backbone.name: samples, **{unit.name: samples for unit in self.graph.generators}}
 
+    def microbatch_work(self, unit: str, atoms: Sequence[Atom]) -> float:
+        """Return the work of one microbatch of a unit: its declared cost in tokens, else FLOPs of forward and backward."""
+        if unit in self.options.unit_costs:
+            return self.cost(unit).batch_cost([self.load(unit, atom).num_tokens for atom in atoms])
+        return sum(self.flops(unit, atoms))
+
     def flops(self, unit: str, atoms: Sequence[Atom]) -> tuple[float, float]:
         """Return the FLOPs of these atoms' forward and of their backward."""
         loads, flops = [self.load(unit, atom) for atom in atoms], self._flops[unit]

@@ -3,10 +3,11 @@ from random import Random
 import pytest
 
 from multimodal.balance import BALANCERS
-from multimodal.balance.auto import busiest_replica_seconds
+from multimodal.balance.auto import busiest_replicas_work
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.step_predictor import StepPredictor
+from multimodal.balance.unit_cost import CostForm, UnitCost
 from multimodal.cost.cluster import Cluster, Network, NodeLink
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
@@ -49,12 +50,25 @@ def test_the_quick_bound_is_below_the_prediction(graph, build_plan, build_sample
     assert 0 < prediction.least_seconds <= prediction.seconds
 
 
-def test_without_a_predictor_the_busiest_replica_counts(graph, build_plan, build_sample):
+@pytest.mark.parametrize("costs", [{}, {"llm": UnitCost(), "vision": UnitCost(CostForm.PADDED), "audio": UnitCost()}])
+def test_without_a_predictor_the_busiest_replica_of_every_unit_counts(graph, build_plan, build_sample, costs):
     plan = build_plan(vision=2, audio=1, llm=2)
     lengths = draw_batch(build_sample, 1)
-    options = BalanceOptions(micro_batch_size=3)
+    options = BalanceOptions(micro_batch_size=3, unit_costs=costs)
     work = BatchWork(graph, lengths, options)
     found = {name: balancer(lengths, graph=graph, plan=plan, options=options) for name, balancer in BALANCERS.items()}
-    busiest = {name: busiest_replica_seconds(assignment, work, plan=plan) for name, assignment in found.items()}
+    busiest = {name: busiest_replicas_work(assignment, work, plan=plan) for name, assignment in found.items()}
     assert busiest["auto"] == min(busiest[name] for name in ("none", "orchmllm", "disttrain", "entrain"))
     validate_assignment(StepGraph(graph, plan, found["auto"]), lengths)
+
+
+def test_where_costs_are_declared_auto_balances_a_small_encoder_too(graph, build_plan, build_sample):
+    plan = build_plan(vision=4, audio=1, llm=2)
+    lengths = [build_sample(index, 4_000, ("vision", 16 if index % 4 else 256)) for index in range(16)]
+    options = BalanceOptions(num_microbatches=4, unit_costs=dict.fromkeys(graph.unit_names, UnitCost()))
+    tokens = [sample.items[0].num_tokens for sample in lengths]
+    busiest = {}
+    for name in ("none", "orchmllm", "auto"):
+        replicas = BALANCERS[name](lengths, graph=graph, plan=plan, options=options).units["vision"]
+        busiest[name] = max(sum(tokens[atom.sample_id] for batch in batches for atom in batch) for batches in replicas)
+    assert busiest["auto"] == busiest["orchmllm"] < busiest["none"]
