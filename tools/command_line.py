@@ -64,8 +64,11 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return f"{ranks[0]}" + (f"-{ranks[-1]}" if len(ranks) > 1 else "")
 
 
-def figure_folder() -> Path:
+def figure_folder(description: str | None) -> Path:
     """Return the folder that is the only argument of a tool that draws (docs/figures by default), and make it."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[1] / "docs" / "figures"
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n\n")[0])
+    default = Path(__file__).resolve().parents[1] / "docs" / "figures"
+    parser.add_argument("folder", nargs="?", type=Path, default=default, help="where the figures go (docs/figures)")
+    folder: Path = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -148,7 +148,7 @@ def draw_rank_figure() -> Figure:
 
 def main() -> None:
     """Draw into the folder given."""
-    folder = figure_folder()
+    folder = figure_folder(__doc__)
     draw_block_figure().savefig(folder / "attention-blocks.png", dpi=80)
     draw_rank_figure().savefig(folder / "context-parallelism.png", dpi=80)
 

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from megatron.runtime import platform
 from megatron.runtime.checkpoint.checkpoint import load_checkpoint
@@ -41,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NUM_SAMPLES = 8
 VOCABULARY_MULTIPLE = 128
 """The default of --make-vocab-size-divisible-by."""
-Picture = npt.NDArray[np.float32]
+Picture = npt.NDArray[np.floating]
 
 
 def main() -> None:
@@ -65,7 +66,7 @@ def main() -> None:
     )
     platform.install()
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", store=dist.FileStore(str(Path(folder) / "store"), 1), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=FileStore(str(Path(folder) / "store"), 1), rank=0, world_size=1)
         drawn = draw_answers(load_model(graph, arguments.load), graph, source)
         dist.destroy_process_group()
     wanted = [

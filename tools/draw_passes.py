@@ -120,7 +120,7 @@ def _simulate(schedule: Schedule, costs: StepCosts) -> Timeline:
 
 def main() -> None:
     """Build, rewrite, simulate and draw."""
-    folder = figure_folder()
+    folder = figure_folder(__doc__)
     for name, figure in FIGURES.items():
         step, costs = build_example(figure)
         before = BUILDERS[figure.builder](step)

@@ -81,7 +81,7 @@ def _encoder_stages(ranks: tuple[int, ...]) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Build, lower, validate and draw."""
-    folder = figure_folder()
+    folder = figure_folder(__doc__)
     for name, row in BUILDERS.items():
         if row.num_rounds > 1:
             continue  # the schedule of one round, several times

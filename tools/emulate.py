@@ -88,7 +88,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=5, metavar="N", help="measured steps (the median counts)")
     parser.add_argument("--report-dir", type=Path, metavar="DIR", help="folder for timelines and a picture")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    given, given.model_flags = parser.parse_known_args(argv)
+    given, model_flags = parser.parse_known_args(argv)
+    given.model_flags = model_flags
     if given.iterations < 1:
         parser.error("--iterations must be at least 1")
     return given
