@@ -40,8 +40,8 @@ SIZE_NAMES = {
     "dp": "data_parallel_size",
     "v": "virtual_stages",
 }
-COLOURS = ("#4878a8", "#b0b0b0", "#8c8c8c", "#e8a33d", "#d96b4c", "#c9c15a", "#8f6fae")
-"""Of computing, then of each kind of idleness."""
+COLORS = ("#4878a8", "#b0b0b0", "#8c8c8c", "#e8a33d", "#d96b4c", "#c9c15a", "#8f6fae")
+"""The color of computing, then those of the kinds of idle time."""
 
 
 def build_parser() -> Parser:
@@ -258,12 +258,12 @@ def draw_plans(predictions: Mapping[str, Prediction], path: str | Path) -> None:
     axes = figure.subplots()
     kinds = tuple(ordered[0][1].bubble)
     left = [0.0] * len(ordered)
-    for kind, colour in zip(("computing", *kinds), COLOURS, strict=True):
+    for kind, color in zip(("computing", *kinds), COLORS, strict=True):
         widths = [
             each.iteration_seconds * (each.bubble[kind] if kind in each.bubble else max(0.0, 1 - sum(each.bubble.values())))
             for _, each in ordered
         ]
-        axes.barh([name for name, _ in ordered], widths, left=left, color=colour, label=kind, height=0.7)
+        axes.barh([name for name, _ in ordered], widths, left=left, color=color, label=kind, height=0.7)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for row, (_, each) in enumerate(ordered):
         label = f" {each.iteration_seconds:.3g} s, MFU {each.mfu:.1%}"

@@ -56,7 +56,7 @@ DEFAULT_SIZES = "64,256,1024,4096"
 DEFAULT_SEQUENCES = "1,8"
 SHORTEST = 4
 """Tokens of the shortest sequences that are packed."""
-COLOURS = {"forward": "#4c8fd6", "input_gradient": "#e8883a", "weight_gradient": "#3fa66b"}
+COLORS = {"forward": "#4c8fd6", "input_gradient": "#e8883a", "weight_gradient": "#3fa66b"}
 PANEL_INCHES = (4.2, 3.2)
 _REPLICAS = ("dp", "dp_cp", "intra_dp_cp", "intra_dist_opt", "expt_dp", "intra_expt_dp")
 _ALONE = (*_REPLICAS, "cp", "pp", "ep", "expt_tp", "tp_ep", "tp_ep_pp")
@@ -244,7 +244,7 @@ def draw_curves(rows: Sequence[Row], path: Path) -> None:
 
 def _draw_layer(axes: "Axes", layer: Row) -> None:
     counts = sorted({size.num_sequences for size in layer.fitted})
-    for name, colour in COLOURS.items():
+    for name, color in COLORS.items():
         measured = layer.seconds[name]
         if not any(measured.values()):
             continue
@@ -256,15 +256,15 @@ def _draw_layer(axes: "Axes", layer: Row) -> None:
             axes.plot(
                 [size.num_tokens for size in line],
                 [1e3 * curve.at(size.num_tokens, size.num_squared, count) for size in line],
-                color=colour,
+                color=color,
                 linestyle="-" if count == counts[0] else "--",
                 linewidth=1.2,
                 label=label,
             )
-        for is_fitted, fill in ((True, colour), (False, "none")):
+        for is_fitted, fill in ((True, color), (False, "none")):
             points = {size: 1e3 * value for size, value in measured.items() if (size in layer.fitted) == is_fitted}
             tokens = [size.num_tokens for size in points]
-            axes.scatter(tokens, list(points.values()), s=18, facecolors=fill, edgecolors=colour, zorder=3)
+            axes.scatter(tokens, list(points.values()), s=18, facecolors=fill, edgecolors=color, zorder=3)
     ticks = sorted({size.num_tokens for size in layer.fitted if size.num_sequences == counts[0]})
     unit, kind, tensor_parallel_size, _ = layer.key
     axes.set(

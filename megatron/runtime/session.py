@@ -47,7 +47,7 @@ class SessionOptions:
     seed: int = 0
     """Draws the initial weights."""
     timeout: timedelta = _DEFAULT_TIMEOUT
-    """How long a rank waits for its peers."""
+    """The longest that a rank waits for its peers."""
     optimizer: OptimizerConfig | None = None
     """None: nothing is updated."""
     builder: Builder = BUILDERS["1f1b"]

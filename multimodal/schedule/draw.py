@@ -11,17 +11,17 @@ from multimodal.values.timeline import Timeline, TimelineEvent
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_UNIT_COLOURS = (
+_UNIT_COLORS = (
     ("#4c8fd6", "#a9cdf0", "#2b5f99"),
     ("#e8883a", "#f8cfa5", "#a85a17"),
     ("#3fa66b", "#b0dec3", "#256c43"),
     ("#9a6cc4", "#d9c6ec", "#66418a"),
 )
 """(backward or input gradient, forward, weight gradient) per unit: one hue; units beyond the fourth start over."""
-_REDUCE_COLOUR = "#d64550"
-_SEND_COLOUR = "#9a9a9a"
-_FRAME_COLOUR = "#222222"
-_WAIT_COLOUR = "#f6f6f6"
+_REDUCE_COLOR = "#d64550"
+_SEND_COLOR = "#9a9a9a"
+_FRAME_COLOR = "#222222"
+_WAIT_COLOR = "#f6f6f6"
 _COMPUTATIONS = {
     ActionKind.FORWARD: "forward",
     ActionKind.BACKWARD: "backward",
@@ -36,7 +36,7 @@ _SMALLEST_NUMBER_POINTS = 4.5
 def draw_timeline(timeline: Timeline, path: str | Path, *, title: str) -> None:
     """Write a timeline as PNG: rows are lanes, labelled with ranks and units; the number in a box is its microbatch.
 
-    Forwards are light, backwards and input gradients dark, weight gradients darkest in their unit's colour; a lane's
+    Forwards are light, backwards and input gradients dark, weight gradients darkest in their unit's color; a lane's
     later layer ranges have a dark frame; waiting for a message is hatched, idle time is white. Needs matplotlib (the extra
     `plots`), which is imported here and draws without a display.
     """
@@ -44,7 +44,7 @@ def draw_timeline(timeline: Timeline, path: str | Path, *, title: str) -> None:
 
 
 def draw_comparison(timelines: Mapping[str, Timeline], path: str | Path) -> None:
-    """Draw timelines above each other, a panel per title, with one time axis and the same colours, so that differences show."""
+    """Draw timelines above each other, a panel per title, with one time axis and the same colors, so that differences show."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -69,7 +69,7 @@ def draw_comparison(timelines: Mapping[str, Timeline], path: str | Path) -> None
 
 
 def _draw_lanes(axes: "Axes", timeline: Timeline, *, units: tuple[str, ...], seconds_per_inch: float, title: str) -> None:
-    """Draw all lanes of a timeline; units: in the order of their colours."""
+    """Draw all lanes of a timeline; units: in the order of their colors."""
     first_stages: dict[tuple[int, str, int], int] = {}
     for event in timeline.events:
         held = event.lane, event.action.unit, event.action.replica
@@ -86,7 +86,7 @@ def _draw_event(
     kind, start, seconds = event.action.kind, event.start_seconds, event.end_seconds - event.start_seconds
     look = _look(kind, units.index(event.action.unit))
     if is_later_range and ACTION_TABLE[kind].resource is Resource.COMPUTE:
-        look["edgecolor"] = _FRAME_COLOUR
+        look["edgecolor"] = _FRAME_COLOR
     axes.barh(event.lane, seconds, left=start, height=0.8, linewidth=0.6, **look)
     points = _number_points(str(event.action.microbatch), seconds / seconds_per_inch)
     if ACTION_TABLE[kind].resource is Resource.COMPUTE and points >= _SMALLEST_NUMBER_POINTS:
@@ -108,17 +108,17 @@ def _number_points(label: str, width_inches: float) -> float:
 
 
 def _look(kind: ActionKind, unit_index: int) -> dict[str, Any]:
-    """Return how an action's box looks: colours by resource, and by direction and unit where it computes."""
+    """Return how an action's box looks: colors by resource, and by direction and unit where it computes."""
     resource = ACTION_TABLE[kind].resource
     if resource is Resource.COLLECTIVE:
-        return {"facecolor": _REDUCE_COLOUR, "edgecolor": "white"}
+        return {"facecolor": _REDUCE_COLOR, "edgecolor": "white"}
     if resource is Resource.SEND:
-        return {"facecolor": _SEND_COLOUR, "edgecolor": "white"}
+        return {"facecolor": _SEND_COLOR, "edgecolor": "white"}
     if resource is Resource.RECEIVE:
-        return {"facecolor": _WAIT_COLOUR, "edgecolor": "#d2d2d2", "hatch": "////"}
-    backward, forward, weight_gradient = _UNIT_COLOURS[unit_index % len(_UNIT_COLOURS)]
-    colours = {ActionKind.FORWARD: forward, ActionKind.WEIGHT_GRADIENT: weight_gradient}
-    return {"facecolor": colours.get(kind, backward), "edgecolor": "white"}
+        return {"facecolor": _WAIT_COLOR, "edgecolor": "#d2d2d2", "hatch": "////"}
+    backward, forward, weight_gradient = _UNIT_COLORS[unit_index % len(_UNIT_COLORS)]
+    colors = {ActionKind.FORWARD: forward, ActionKind.WEIGHT_GRADIENT: weight_gradient}
+    return {"facecolor": colors.get(kind, backward), "edgecolor": "white"}
 
 
 def _dress(axes: "Axes", timeline: Timeline, title: str) -> None:

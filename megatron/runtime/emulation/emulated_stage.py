@@ -20,7 +20,7 @@ from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.assignment import MicrobatchPlace
 
 Seconds = Callable[[Action], float]
-"""How long a computation takes."""
+"""Returns the seconds that a computation takes."""
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,11 @@ class OpenSubset:
     output: GradientEdge | None
     """The edge of the output into the graph, without the tensor, so that it can be freed; None as above."""
     output_shape: torch.Size | None
-    """None where the stage hands nothing on."""
+    """None if the stage hands nothing on."""
     hidden: Tensor | None
     items: tuple[tuple[Route, Tensor], ...]
     queue: WeightGradientQueue | None
-    """Where the backward leaves weight gradients; None where it is not split."""
+    """The queue in which the backward leaves weight gradients; None if it is not split."""
 
 
 class RunningStep(StepMessages):

@@ -51,7 +51,7 @@ class RankResources:
             if isinstance(unit, ShardedUnit)
             for index, stage in unit.sharded.items()
         }
-        """Those of the stages whose weights are."""
+        """The stages whose weights are sharded."""
         self._shares_stages = any(
             len(plan.lanes_of_stage(name, index, stage.index)) > 1
             for name, unit in plan.units.items()
@@ -84,7 +84,7 @@ class RankResources:
         return group
 
     def context_parallel_rank(self, unit: str) -> int:
-        """Which share of the tokens this rank holds in a unit."""
+        """The index of the share of the tokens that this rank holds in a unit."""
         rank: int = self._groups[unit].cp.rank()
         return rank
 

@@ -119,7 +119,7 @@ def _with_tensor_parallel_group(optimizer: MegatronOptimizer, gradients: UnitGra
 
 
 BuildAdam = Callable[[Iterable[tuple[Tensor, bool]]], torch.optim.Optimizer]
-"""From parameters, each with whether its weights decay."""
+"""Builds an optimizer from parameters, each with True if its weights decay."""
 
 
 class SteppedPiece(NamedTuple):

@@ -52,7 +52,7 @@ class Piece(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """Where it lies."""
+        """The rectangle of the whole tensor that the values fill."""
         return Box(self.offsets, tuple(self.values.shape))
 
 

@@ -47,9 +47,9 @@ Form = tuple[str, str]
 
 @dataclass
 class SearchBudget:
-    """What a search may use up: nominal seconds, counted from the sizes of what it looks at instead of by a clock.
+    """The nominal seconds that a search may use up, counted from the sizes of what it looks at instead of by a clock.
 
-    So it ends at the same place on a fast machine and on a slow or busy one, with C++ kernels and without.
+    So a search ends at the same place on a fast machine and on a slow or busy one, with C++ kernels and without.
     """
 
     seconds: float

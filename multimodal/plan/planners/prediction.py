@@ -73,7 +73,7 @@ class ShareCosts(ModelCosts):
 
 
 SECONDS_PER_SIMULATION, SECONDS_PER_SAMPLE, SECONDS_PER_COMPUTATION = 15e-3, 0.1e-3, 40e-6
-"""What assigning, building and simulating take on one core of 2024, as rounded from `benchmarks/planning.py`'s cases."""
+"""Nominal seconds of assigning, building and simulating: one core's of 2024, rounded from `benchmarks/planning.py`."""
 
 
 def nominal_seconds(
