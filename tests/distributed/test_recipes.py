@@ -25,7 +25,7 @@ from tools import emulate, plan, simulate
 CLUSTER = REPOSITORY / "examples" / "clusters" / "a40.yaml"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def rows() -> Iterator[None]:
     """Add the rows, and take them away again."""
     tables: tuple[dict[str, Any], ...] = (BUILDERS, BALANCERS, PLANNERS)
@@ -38,9 +38,8 @@ def rows() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def search() -> PlanSearch:
+def search(rows: None) -> PlanSearch:
     """A search that looks at one planner's plan, with an unlimited budget to vary it."""
-    add_rows()
     found = PlanSearch(request(TWO), budget=SearchBudget(float("inf")))
     found.rank_others([PLANNERS["megatron"]])
     found.vary_best()
