@@ -94,6 +94,7 @@ def _serve(pipe: Any, rank: int) -> None:
         try:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=TIMEOUT)
             try:
+                dist.barrier()  # a rank that is done at once must not close connections that others still open
                 answer = "result", function(*args)
             finally:
                 dist.destroy_process_group()
