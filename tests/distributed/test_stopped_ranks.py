@@ -40,9 +40,10 @@ def train(folder: Path, *flags: object, meanwhile: Callable[[Sequence[int], Path
 
 
 def logged_steps(folder: Path) -> list[int]:
-    """The steps in the log."""
+    """The steps in the log, but for a line that is being written."""
     log = folder / "log.jsonl"
-    return [json.loads(line)["step"] for line in log.read_text().splitlines()] if log.exists() else []
+    lines = log.read_text().rpartition("\n")[0].splitlines() if log.exists() else []
+    return [json.loads(line)["step"] for line in lines]
 
 
 def wait_for_steps(folder: Path, count: int) -> None:
