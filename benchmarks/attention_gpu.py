@@ -104,7 +104,7 @@ def time_ms(run: Callable[[], object], *, repeats: int) -> float:
 
 
 def measure_matrix_peak_tflops(*, repeats: int, size: int = 8192) -> float:
-    """What a large matrix product reaches."""
+    """Return the TFLOP/s that a large matrix product reaches."""
     left, right = (torch.randn(size, size, device="cuda", dtype=DTYPE) for _ in range(2))
     return 2 * size**3 / time_ms(lambda: left @ right, repeats=repeats) / 1e9
 

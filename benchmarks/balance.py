@@ -71,7 +71,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Row:
-    """What one method does with one batch."""
+    """The result of one method on one batch."""
 
     form: str
     method: str

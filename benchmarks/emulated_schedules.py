@@ -165,7 +165,7 @@ class _WaitingStage(MegatronModule):
         self.input: Tensor | None = None
 
     def set_input_tensor(self, tensor: Any) -> None:
-        """What Megatron's schedule hands over from the stage before."""
+        """Take what Megatron's schedule hands over from the stage before."""
         self.input = tensor[0] if isinstance(tensor, list) else tensor
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ PIPELINES = ((4, 1, 16), (8, 1, 64), (8, 2, 64), (8, 4, 64), (16, 1, 64))
 
 @dataclass(frozen=True)
 class Pool:
-    """What each sample of a data set asks of encoder and LLM, in any unit of time."""
+    """The work that each sample of a data set asks of encoder and LLM, in any unit of time."""
 
     encoder: Loads
     llm: Loads

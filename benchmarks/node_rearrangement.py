@@ -57,7 +57,7 @@ class Row:
 
     @property
     def over_lp(self) -> float:
-        """What the claim is about."""
+        """The result over the bound of the linear program: the claim is about it."""
         return self.after / self.lp_bound
 
     @property

@@ -71,14 +71,14 @@ EMULATED = {
 
 
 class Planned(NamedTuple):
-    """What tools/plan.py answered."""
+    """The answer of tools/plan.py."""
 
     path: Path
     answer: Mapping[str, Any]
 
     @property
     def flags(self) -> list[str]:
-        """What runs the plan as it was predicted."""
+        """Return the flags that run the plan as it was predicted."""
         answer = self.answer
         passes = ("--schedule-passes", ",".join(answer["schedule_passes"])) if answer["schedule_passes"] else ()
         sizes = ("--micro-batch-size", str(answer["micro_batch_size"]))

@@ -56,7 +56,7 @@ class MeasuredCosts(ModelCosts):
     seconds: Mapping[Action, float] | None = None
 
     def compute(self, action: Action) -> ComputeCost:
-        """What the action took."""
+        """Return the seconds that the action took."""
         assert self.seconds is not None
         return ComputeCost(self.seconds[action])
 

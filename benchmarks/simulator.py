@@ -46,7 +46,7 @@ CLAIMED_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Size:
-    """What a schedule's length depends on."""
+    """The sizes that a schedule's length depends on."""
 
     num_replicas: int
     num_microbatches: int = 16

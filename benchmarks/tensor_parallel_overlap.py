@@ -105,7 +105,7 @@ def build_layers(num_parts: int) -> list[Module]:
 
 
 def median_seconds(layers: list[Module]) -> tuple[float, float]:
-    """Of a forward and a backward."""
+    """Return the median seconds of a forward and a backward."""
     times = []
     for _ in range(NUM_REPETITIONS):
         output = torch.randn(NUM_ROWS // NUM_RANKS, 1, SIZE, requires_grad=True)

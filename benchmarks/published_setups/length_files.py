@@ -16,5 +16,5 @@ def read_lengths(folder: Path, name: str, *, graph: ModelGraph) -> tuple[SampleL
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether the folder has all files."""
+    """Return True if the folder has all files."""
     return all((folder / f"{name}.csv.gz").is_file() for name in (*IMAGES, *SPEECH))

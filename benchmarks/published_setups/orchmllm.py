@@ -62,7 +62,7 @@ class OrchmllmStep:
         self.assignments: dict[str, Assignment] = {}
 
     def costs(self, balance: str, cluster: Cluster) -> ModelCosts:
-        """What a balancer's placement costs."""
+        """Return the costs of a balancer's placement."""
         if balance not in self.assignments:
             placed = BALANCERS[balance](self.lengths, graph=self.graph, plan=self.plan, options=self.options)
             self.assignments[balance] = placed

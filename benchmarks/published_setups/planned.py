@@ -51,7 +51,7 @@ class PaperRequest(PlanningRequest):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a paper ran: model, data, sizes, and the planner that stands for its system."""
+    """An experiment of a paper: model, data, sizes, and the planner that stands for its system."""
 
     planner: str
     graph: ModelGraph

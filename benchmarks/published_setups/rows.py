@@ -25,7 +25,7 @@ class Row:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether the paper's cluster was calibrated on this figure."""
+        """True if the paper's cluster was calibrated on this figure."""
         return self.calibrated_speed is not None
 
     @property
