@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from multimodal.attention.attention_mask import AttentionMask
 from multimodal.attention.bitfield import BitfieldMask, MaskSegment, build_bitfield_mask
 from multimodal.attention.block_summary import count_block_workloads
-from multimodal.attention.token_shares import TokenShares, share_tokens
+from multimodal.attention.token_shares import BlockShares, share_tokens
 from multimodal.attention.triton_kernels.work_list import WorkList, order_blocks, plan_work_list
 from multimodal.balance.algorithms.distribute_tokens import TokenDistribution, rank_workloads
 from tools.command_line import figure_folder
@@ -105,7 +105,7 @@ def draw_programs(axes: Axes, work: WorkList, title: str) -> None:
     axes.invert_yaxis()
 
 
-def draw_shares(axes: Axes, mask: BitfieldMask, shares: TokenShares) -> float:
+def draw_shares(axes: Axes, mask: BitfieldMask, shares: BlockShares) -> float:
     """Color the keys that every query sees by the query's rank; returns the largest over the mean workload."""
     owners = np.repeat(shares.owners, SHARED_BLOCK_SIZE)[: mask.num_tokens]
     by_rank = np.array([to_rgb(color) for color in RANK_COLORS])[owners]  # [num_tokens, 3]

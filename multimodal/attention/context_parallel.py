@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from multimodal.attention.attention_backend import AttentionBackend
 from multimodal.attention.attention_mask import AttentionMask
-from multimodal.attention.token_shares import TokenShares
+from multimodal.attention.token_shares import BlockShares
 from multimodal.values.errors import ConfigError
 
 _Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -27,7 +27,7 @@ class ContextGroup:
     """The ranks that a sequence is spread over, and the tokens that each holds."""
 
     group: dist.ProcessGroup
-    shares: TokenShares
+    shares: BlockShares
     groups_per_step: int = 1
     """Key heads that are gathered at once: more make fewer, larger messages, and take more memory."""
 

@@ -12,7 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from multimodal.attention.attention_backend import load_backend
 from multimodal.attention.context_parallel import ContextGroup, attend_across_ranks
-from multimodal.attention.packed_lengths import MaskRule, PackedLengths
+from multimodal.attention.packed_lengths import ItemParts, MaskRule, PackedLengths
+from multimodal.attention.token_shares import BlockShares
+
+_Tensors = tuple[Tensor, Tensor, Tensor]
+"""Query, key and value, as `CoreAttention.forward` takes them."""
 
 
 class CoreAttention(torch.nn.Module):
@@ -103,25 +107,49 @@ class MaskedAttention(CoreAttention):
 
         Returns zeros for padding.
         """
-        if packed_seq_params.share is not None:
-            return self._attend_across_ranks(query, key, value, packed_seq_params)
-        return super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+        packed, share = packed_seq_params, packed_seq_params.share
+        if share is None:
+            return super().forward(query, key, value, attention_mask, packed_seq_params=packed)
+        own = query[: share.num_tokens], key[: share.num_tokens], value[: share.num_tokens]
+        parts = packed.item_parts
+        mixed = self._attend_across_ranks(own, packed) if parts is None else self._attend_by_item(own, parts)
+        return torch.cat((mixed, mixed.new_zeros(query.shape[0] - share.num_tokens, *mixed.shape[1:])))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedLengths) -> Tensor:
         mask = packed.mask(self.rule)
         mixed = self.attend(query[:, 0], key[:, 0], value[:, 0], mask=mask, softmax_scale=self.softmax_scale)
         return mixed.flatten(1)[:, None]
 
-    def _attend_across_ranks(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedLengths) -> Tensor:
+    def _attend_by_item(self, own: _Tensors, parts: ItemParts) -> Tensor:
+        """Cut items need the other ranks, all of which know whether there are any; whole ones do not."""
+        if not parts.cut.lengths:
+            return self._attend_alone(own, parts.whole)
+        cut_rows, whole_rows = (rows.to(own[0].device) for rows in (parts.cut_rows, parts.whole_rows))
+        cut = self._attend_across_ranks(_select(own, cut_rows), parts.cut)
+        whole = self._attend_alone(_select(own, whole_rows), parts.whole)
+        return torch.cat((cut, whole)).index_select(0, torch.cat((cut_rows, whole_rows)).argsort())
+
+    def _attend_alone(self, own: _Tensors, packed: PackedLengths) -> Tensor:
+        """Without items there are no rows, which not every backend takes."""
+        return super().forward(*own, None, packed_seq_params=packed) if packed.lengths else own[0].flatten(2)
+
+    def _attend_across_ranks(self, own: _Tensors, packed: PackedLengths) -> Tensor:
         """Keeps no inner activations of its own accord."""
         share = packed.share
-        assert share is not None and self.context_group is not None
+        assert share is not None and isinstance(share.shares, BlockShares) and self.context_group is not None
+        query, key, value = own
         mixed = attend_across_ranks(
-            *(tensor[: share.num_tokens, 0] for tensor in (query, key, value)),
+            query[:, 0],
+            key[:, 0],
+            value[:, 0],
             context=ContextGroup(self.context_group, share.shares),
             mask=packed.mask(self.rule),
             attend=self.attend,
             softmax_scale=self.softmax_scale,
         )
-        padding = mixed.new_zeros(query.shape[0] - share.num_tokens, *mixed.shape[1:])
-        return torch.cat((mixed, padding)).flatten(1)[:, None]
+        return mixed.flatten(1)[:, None]
+
+
+def _select(tensors: _Tensors, rows: Tensor) -> _Tensors:
+    query, key, value = tensors
+    return query.index_select(0, rows), key.index_select(0, rows), value.index_select(0, rows)

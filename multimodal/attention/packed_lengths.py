@@ -2,13 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
 
 from multimodal.attention.attention_mask import AttentionMask
 from multimodal.attention.bitfield import BitfieldMask, MaskMode, MaskSegment, build_bitfield_mask
-from multimodal.attention.token_shares import RankShare
+from multimodal.attention.token_shares import BlockShares, RankShare, WholeItemShares
 
 _ITEM = "item"
 
@@ -54,11 +58,40 @@ class PackedLengths(PackedSeqParams):
         """Return the mask of these tokens; built once for all layers that share this object."""
         if rule not in self._masks:
             tokens = build_packed_mask(self.lengths, items=self.items, rule=rule)
-            if self.share is None:
-                self._masks[rule] = AttentionMask(tokens)
-            else:
-                self._masks[rule] = AttentionMask(tokens, self.share.shares.block_size, self.share.blocks)
+            self._masks[rule] = self._attention_mask(tokens)
         return self._masks[rule]
+
+    def _attention_mask(self, tokens: BitfieldMask) -> AttentionMask:
+        if self.share is None:
+            return AttentionMask(tokens)
+        shares = self.share.shares
+        assert isinstance(shares, BlockShares)
+        return AttentionMask(tokens, shares.block_size, shares.blocks_of(self.share.rank))
+
+    @cached_property
+    def item_parts(self) -> "ItemParts | None":
+        """The two parts of this rank's tokens; None where blocks of tokens are dealt, or one rank has everything."""
+        if self.share is None or not isinstance(self.share.shares, WholeItemShares):
+            return None
+        shares, rank = self.share.shares, self.share.rank
+        is_cut = shares.is_cut_token(rank)
+        return ItemParts(
+            PackedLengths(lengths=shares.lengths_of(rank)),
+            torch.from_numpy(np.flatnonzero(~is_cut)),
+            PackedLengths(lengths=shares.cut_lengths, share=RankShare(shares.cut, rank)),
+            torch.from_numpy(np.flatnonzero(is_cut)),
+        )
+
+
+class ItemParts(NamedTuple):
+    """A rank's tokens of items that it has whole, which attend without other ranks, and those of cut items."""
+
+    whole: PackedLengths
+    whole_rows: Tensor
+    """Rows of `whole` among the rank's tokens, ascending, int64, on the CPU."""
+    cut: PackedLengths
+    """The cut items of all ranks, and the rank's share of their tokens; no lengths where nothing is cut."""
+    cut_rows: Tensor
 
 
 def build_packed_mask(lengths: Sequence[int], *, items: Sequence[ItemSpan], rule: MaskRule) -> BitfieldMask:

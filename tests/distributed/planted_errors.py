@@ -21,7 +21,7 @@ from megatron.runtime.gradients.sharded_layer import ShardedLayer
 from megatron.runtime.session import Session
 from megatron.runtime.step.step import Step
 from multimodal.attention import context_parallel
-from multimodal.attention.core_attention import PackedAttention
+from multimodal.attention.core_attention import MaskedAttention, PackedAttention
 from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.model.layers.backbone_ends import LanguageHead
 from multimodal.model.layers.generator_ends import GeneratorProjector
@@ -47,6 +47,7 @@ def _run_with(name: str, case: GradientCase) -> RankGradients:
         **ERRORS_OF_GENERATORS,
         **ERRORS_OF_MASKS,
         **ERRORS_OF_CONTEXT_PARALLELISM,
+        **ERRORS_OF_CUT_ITEMS,
         **ERRORS_OF_SHARDED_WEIGHTS,
     }
     with errors[name]():
@@ -331,6 +332,25 @@ ERRORS_OF_CONTEXT_PARALLELISM: Mapping[str, Callable[[], Any]] = {
     ),
 }
 _POSITIONS_GIVEN = RowShares.positions_given
+
+
+@contextmanager
+def _parts_of_items_attend_alone() -> Iterator[None]:
+    def alone(attention: MaskedAttention, own: tuple[torch.Tensor, ...], packed: PackedLengths) -> torch.Tensor:
+        lengths = (own[0].shape[0],) if own[0].shape[0] else ()
+        return attention._attend_alone(own, PackedLengths(lengths=lengths))  # type: ignore[arg-type]
+
+    with patch.object(MaskedAttention, "_attend_across_ranks", alone):
+        yield
+
+
+ERRORS_OF_CUT_ITEMS: Mapping[str, Callable[[], Any]] = {
+    "a part of an item attends to itself alone": _parts_of_items_attend_alone,
+    "gradients of cut items' keys and values do not come home": _key_gradients_not_sent_home,
+    "rows of cut and whole items are exchanged": lambda: patch.object(
+        torch.Tensor, "argsort", lambda rows: torch.arange(len(rows))
+    ),
+}
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from megatron.runtime.feed.step_inputs import load_inputs
 from megatron.runtime.launch.stop_requests import ignore_in_worker
 from megatron.runtime.step.balance_report import report_balance
 from megatron.runtime.step.step import Step
-from megatron.runtime.step.token_placement import BY_WORKLOAD, ContextSharing
+from megatron.runtime.step.token_placement import DEFAULT_SHARING, ContextSharing
 from multimodal.balance import Balancer
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.placement import drop_idle_samples
@@ -52,7 +52,7 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         options: BalanceOptions,
         exchange: SampleExchange | None = None,
         is_emulated: bool = False,
-        sharing: ContextSharing = BY_WORKLOAD,
+        sharing: ContextSharing = DEFAULT_SHARING,
         shards_weights: bool = False,
     ) -> None:
         """exchange: decode first, then send samples where they are needed; is_emulated: load no data (`with_emulated_inputs`)."""
@@ -99,7 +99,7 @@ def plan_step(
     rank: int,
     source_index: Mapping[int, int],
     is_emulated: bool = False,
-    sharing: ContextSharing = BY_WORKLOAD,
+    sharing: ContextSharing = DEFAULT_SHARING,
     shards_weights: bool = False,
 ) -> Step:
     """The step of a given assignment, with this rank's inputs; raises AssignmentError, ScheduleError or DataError.

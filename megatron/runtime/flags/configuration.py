@@ -64,8 +64,9 @@ class ParallelismConfig:
     """Cut the tensor parallel collectives of transformer layers into parts, each of which runs beside the product of another."""
     tp_comm_overlap_parts: int = field(default=4, metadata={"minimum": 2, "maximum": 1024})
     """--tp-comm-overlap: number of parts; a microbatch of fewer tokens has fewer."""
-    context_parallel_distribution: Literal["lpt", "zigzag", "ring", "random"] = "lpt"
-    """Rule that deals blocks of a microbatch's tokens to context parallel ranks: by work, or as schemes for causal masks do."""
+    context_parallel_distribution: Literal["by-item", "lpt", "zigzag", "ring", "random"] = "by-item"
+    """Rule that deals a microbatch's tokens to context parallel ranks: an encoder's or a generator's by whole items, of which only
+    long ones are cut, and the LLM's as lpt (by-item); or blocks of them, by work (lpt) or as schemes for causal masks do."""
     context_parallel_block_size: int = field(default=128, metadata=A_COUNT)
     """Tokens of such a block; a multiple of the patches that an encoder with context parallelism merges into one token."""
     data_parallel_sharding_strategy: Literal["optim", "optim_grads_params"] = "optim"

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.runtime.step.balance_report import BalanceReport
 from megatron.runtime.step.decision import StepDecision
-from megatron.runtime.step.token_placement import BY_WORKLOAD, ContextSharing, TokenPlacement
+from megatron.runtime.step.token_placement import DEFAULT_SHARING, ContextSharing, TokenPlacement
 from multimodal.model.stage_input import PackedInput
 from multimodal.schedule.align_replicas import Joins
 from multimodal.values.assignment import MicrobatchPlace
@@ -30,7 +30,7 @@ class Step(StepDecision):
     """The digest of the assignment; ranks compare it before they run the step."""
     balance: BalanceReport = field(default_factory=BalanceReport)
     """The effect of balancing."""
-    sharing: ContextSharing = BY_WORKLOAD
+    sharing: ContextSharing = DEFAULT_SHARING
     """The rule that deals tokens to context parallel ranks."""
 
     @cached_property

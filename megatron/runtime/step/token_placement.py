@@ -14,9 +14,10 @@ from megatron.runtime.communication.broker import Rows, RowShares
 from megatron.runtime.step.decision import StepDecision
 from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.packed_lengths import ItemSpan, build_packed_mask
-from multimodal.attention.token_shares import RankShare, TokenShares, share_tokens
+from multimodal.attention.token_shares import BlockShares, RankShare, TokenShares, WholeItemShares, share_tokens
 from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.balance.batch_work import list_items
+from multimodal.cost.item_shares import CUT, ItemDealer
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.layers.transformer import mask_rule_of
 from multimodal.values.assignment import Atom, Microbatch, MicrobatchPlace, Route
@@ -30,15 +31,15 @@ from multimodal.values.sample_lengths import ItemLengths
 class ContextSharing:
     """The rule that deals tokens, the same on every rank: each can work out the tokens of any other."""
 
-    method: TokenDistribution = TokenDistribution.LPT
-    """The method that deals blocks of tokens."""
+    method: TokenDistribution = TokenDistribution.BY_ITEM
+    """The method that deals whole items or blocks of tokens."""
     block_size: int = 128
     """Tokens of a block, which stay together; a multiple of the patches that an encoder merges into one token."""
     mask_mode: MaskMode = MaskMode.CAUSAL
     """The role of items in the LLM's attention: decides how much work a block is."""
 
 
-BY_WORKLOAD = ContextSharing()
+DEFAULT_SHARING = ContextSharing()
 """The default rule."""
 
 
@@ -53,6 +54,7 @@ class TokenPlacement:
         """step: what was decided; sizes: unit -> context parallel size."""
         self._step, self._sizes, self._sharing = step, sizes, sharing
         self._shares: dict[tuple[MicrobatchPlace, int], TokenShares] = {}
+        self._dealers: dict[str, ItemDealer] = {}
         self._row_shares: dict[tuple[MicrobatchPlace, MicrobatchPlace], RowShares] = {}
 
     def own_share(self, place: MicrobatchPlace, *, part: int, rank: int) -> RankShare | None:
@@ -163,16 +165,30 @@ class TokenPlacement:
 
     def _shares_of(self, place: MicrobatchPlace, part: int) -> TokenShares:
         if (place, part) not in self._shares:
-            unit = self._step.graph.unit(place.unit)
-            lengths, items = self._layout(place, part)
-            rule = mask_rule_of(unit, graph=self._step.graph, mode=self._sharing.mask_mode)
-            self._shares[place, part] = share_tokens(
-                build_packed_mask(lengths, items=items, rule=rule),
-                num_ranks=self._sizes[place.unit],
-                method=self._sharing.method,
-                block_size=self._sharing.block_size,
-            )
+            has_whole_items = self._sharing.method is TokenDistribution.BY_ITEM and not self._is_backbone(place)
+            self._shares[place, part] = self._deal_items(place, part) if has_whole_items else self._deal_blocks(place, part)
         return self._shares[place, part]
+
+    def _deal_items(self, place: MicrobatchPlace, part: int) -> WholeItemShares:
+        if place.unit not in self._dealers:
+            size, block_size = self._sizes[place.unit], self._sharing.block_size
+            self._dealers[place.unit] = ItemDealer(self._step.graph, place.unit, size, block_size)
+        dealer = self._dealers[place.unit]
+        loads = dealer.loads_of(self._item(atom) for atom in self._atoms(place, part))
+        lengths, dealt = np.array([load.num_tokens for load in loads], dtype=np.int64), dealer.deal(loads)
+        num_cut = int(lengths[dealt.owners == CUT].sum())
+        cut = BlockShares(dealt.block_owners, dealer.num_ranks, num_cut, dealer.block_size)
+        return WholeItemShares(tuple(lengths.tolist()), dealt.owners, cut, dealer.num_ranks)
+
+    def _deal_blocks(self, place: MicrobatchPlace, part: int) -> TokenShares:
+        lengths, items = self._layout(place, part)
+        rule = mask_rule_of(self._step.graph.unit(place.unit), graph=self._step.graph, mode=self._sharing.mask_mode)
+        return share_tokens(
+            build_packed_mask(lengths, items=items, rule=rule),
+            num_ranks=self._sizes[place.unit],
+            method=self._sharing.method,
+            block_size=self._sharing.block_size,
+        )
 
     def _layout(self, place: MicrobatchPlace, part: int) -> tuple[tuple[int, ...], tuple[ItemSpan, ...]]:
         """Return the lengths of a sample subset's sequences, and the positions of encoders' items among its tokens."""
@@ -209,7 +225,7 @@ class TokenPlacement:
 
 
 def _owners(shares: TokenShares, tokens: Rows) -> Rows:
-    return shares.owners[tokens // shares.block_size].astype(np.int64)
+    return shares.owner_of_token[tokens].astype(np.int64)
 
 
 def _first_of_merged(item: ItemLengths) -> Rows:

@@ -19,6 +19,9 @@ _TOLERANCE_DIVISOR = 10_000
 class TokenDistribution(StrEnum):
     """The rule by which ranks get blocks of tokens."""
 
+    BY_ITEM = "by-item"
+    """Whole items, and blocks of those that are too long, where tokens attend inside their item only (`cost.item_shares`); blocks
+    of other sequences as LPT does."""
     LPT = "lpt"
     """By workload, longest first (Cornstarch, thesis Alg. 1), then exchanged while the most loaded rank gains."""
     ZIGZAG = "zigzag"
@@ -60,7 +63,7 @@ def distribute_tokens(
     if num_ranks < 1:
         raise AssignmentError(f"cannot distribute {len(workloads)} blocks of tokens over {num_ranks} ranks; expected at least 1")
     match _read_method(method):
-        case TokenDistribution.LPT:
+        case TokenDistribution.BY_ITEM | TokenDistribution.LPT:
             distribute = distribute_longest_first_reference if kernels is None else kernels.distribute_longest_first
             return distribute(workloads, num_ranks=num_ranks, has_equal_counts=has_equal_counts, max_exchanges=MAX_EXCHANGES)
         case TokenDistribution.ZIGZAG:

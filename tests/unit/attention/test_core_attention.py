@@ -1,6 +1,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
@@ -10,6 +11,7 @@ from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.block_attention import attend_densely
 from multimodal.attention.core_attention import MaskedAttention, PackedAttention
 from multimodal.attention.packed_lengths import ItemSpan, MaskRule, PackedLengths
+from multimodal.attention.token_shares import BlockShares, RankShare, WholeItemShares
 
 LENGTHS = (3, 1, 4)
 
@@ -84,3 +86,23 @@ def test_without_items_equals_one_sequence_at_a_time(is_causal: bool) -> None:
     packed = PackedLengths(lengths=(6, 4))
     found, expected = (each(*draw(), None, packed_seq_params=packed) for each in (masked, sequences))
     assert torch.allclose(found, expected, rtol=0, atol=1e-14)
+
+
+def test_ranks_with_whole_items_attend_without_each_other() -> None:
+    """No process group is there to be asked; the third rank has nothing but its row of padding."""
+    inputs = [torch.randn(sum(LENGTHS), 1, 2, 5, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    attention = MaskedAttention(
+        config=None,  # type: ignore[arg-type]
+        attn_mask_type=AttnMaskType.no_mask,
+        rule=MaskRule(is_causal=False),
+        backend="blocks",
+        recompute=True,
+    )
+    expected = token_by_token(*inputs, is_causal=False)
+    nothing = BlockShares(np.empty(0, dtype=np.int32), 3, num_tokens=0, block_size=2)
+    shares = WholeItemShares(LENGTHS, np.array([1, 0, 1], dtype=np.int32), nothing, num_ranks=3)
+    for rank, positions in enumerate([[3], [0, 1, 2, 4, 5, 6, 7], []]):
+        own = [torch.cat((tensor[positions], torch.zeros(1, 1, 2, 5))) for tensor in inputs]
+        found = attention(*own, None, packed_seq_params=PackedLengths(lengths=LENGTHS, share=RankShare(shares, rank)))
+        assert torch.allclose(found[:-1], expected[positions], rtol=0, atol=1e-12) and not found[-1].any()
+        torch.autograd.grad(found.sum(), inputs[:1])

@@ -4,13 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multimodal.attention.attention_mask import AttentionMask
-from multimodal.attention.token_shares import TokenShares, share_tokens
+from multimodal.attention.packed_lengths import MaskRule, PackedLengths
+from multimodal.attention.token_shares import BlockShares, RankShare, WholeItemShares, share_tokens
 from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from tests.unit.attention.mask_cases import build_mask, item, random_masks, text
 
 
 def test_shares_keep_the_order_of_the_sequence() -> None:
-    shares = TokenShares(np.array([1, 0, 1, 0], dtype=np.int32), num_ranks=3, num_tokens=14, block_size=4)
+    shares = BlockShares(np.array([1, 0, 1, 0], dtype=np.int32), num_ranks=3, num_tokens=14, block_size=4)
     assert shares.blocks_of(0) == (1, 3) and shares.positions_of(0).tolist() == [4, 5, 6, 7, 12, 13]
     assert shares.blocks_of(1) == (0, 2) and shares.positions_of(1).tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
     assert shares.blocks_of(2) == () and shares.num_rows == 8
@@ -40,3 +41,18 @@ def test_the_work_of_all_ranks_is_the_masks(method: TokenDistribution) -> None:
     if method is TokenDistribution.LPT:
         work = [len(part.by_query.blocks) for part in parts]
         assert max(work) - min(work) <= 2
+
+
+def test_whole_items_and_parts_of_cut_ones_keep_the_order_of_the_sequence() -> None:
+    cut = BlockShares(np.array([0, 0, 1], dtype=np.int32), 2, num_tokens=9, block_size=4)
+    shares = WholeItemShares((2, 5, 1, 4), np.array([1, -1, 0, -1], dtype=np.int32), cut, num_ranks=2)
+    assert shares.owner_of_token.tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1]
+    assert shares.lengths_of(1) == (2,) and shares.cut_lengths == (5, 4)
+    share = RankShare(shares, 0)
+    packed = PackedLengths(lengths=shares.lengths, share=share)
+    assert share.positions.tolist() == [2, 3, 4, 5, 6, 7, 8, 9, 10] and packed.item_parts is not None
+    assert packed.item_parts.whole_rows.tolist() == [5] and packed.item_parts.whole.lengths == (1,)
+    of_cut = packed.item_parts.cut
+    assert of_cut.lengths == (5, 4) and packed.item_parts.cut_rows.tolist() == [0, 1, 2, 3, 4, 6, 7, 8]
+    mask = of_cut.mask(MaskRule(is_causal=False))
+    assert (mask.num_keys, mask.num_queries) == (9, 8)

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.runtime import platform
 from megatron.runtime.execution.activation_store import SavedTensors, storage_identity
 from megatron.runtime.profiler import build_layer, synthetic_input
-from multimodal.attention.token_shares import RankShare, TokenShares
+from multimodal.attention.token_shares import BlockShares, RankShare
 from multimodal.cost.layers.registry import describe_layer
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.model.stage_input import PackedInput
@@ -149,7 +149,7 @@ def test_context_parallel_ranks_share_what_is_predicted(shape: str, dtype: Any, 
     options = BuildOptions(Precision(dtype), recompute=recompute)
     stage = build_layer(graph, "llm", "transformer", groups=groups(1, context=2), options=options, vocab_size=VOCABULARY)
     blocks = np.array([0, 1, 1, 0], dtype=np.int32)
-    share = RankShare(TokenShares(blocks, 2, num_tokens, num_tokens // 4), 0)
+    share = RankShare(BlockShares(blocks, 2, num_tokens, num_tokens // 4), 0)
     hidden = torch.randn(num_tokens // 2, 1, 64, dtype=dtype).requires_grad_()
     batch = PackedInput((300, 212), torch.from_numpy(share.positions), share=share)
     predicted = layer_activation_bytes(

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from multimodal.attention.packed_lengths import ItemSpan
-from multimodal.attention.token_shares import RankShare, TokenShares
+from multimodal.attention.token_shares import BlockShares, RankShare
 from multimodal.model.stage_input import PackedInput, share_input
 
-SHARES = TokenShares(np.array([0, 1, 1, 0, 2], dtype=np.int32), 4, num_tokens=9, block_size=2)
+SHARES = BlockShares(np.array([0, 1, 1, 0, 2], dtype=np.int32), 4, num_tokens=9, block_size=2)
 """Tokens 0 1 | 2 3 4 5 | 6 7 | 8; the last of four ranks has none."""
 TEXT = PackedInput(
     (5, 4),

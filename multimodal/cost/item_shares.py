@@ -1,0 +1,161 @@
+"""The items that each context parallel rank computes, where tokens attend inside their item only: in encoders and generators.
+
+An item that one rank has whole needs no keys and values of others. So items are dealt whole, longest first; where that leaves
+a rank with too much, one of its items is cut, and its tokens level the ranks.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heapify, heapreplace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multimodal.cost.flops import UnitFlops, unit_flops
+from multimodal.cost.unit_load import UnitLoad, add_loads, item_load
+from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.sample_lengths import ItemLengths
+
+CUT = -1
+"""In place of the rank of an item that several ranks have."""
+DEFAULT_BLOCK_SIZE = 128
+"""Tokens that stay together where an item is cut."""
+TOLERANCE = 0.1
+"""Work above an even share that a rank may have without cutting an item, as a fraction of that share."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ItemShares:
+    """The ranks of one microbatch's items."""
+
+    owners: NDArray[np.int32]
+    """[num_items]: the rank that has the item whole, or CUT."""
+    block_owners: NDArray[np.int32]
+    """[num_blocks]: the rank of every block of the cut items' tokens, which are laid end to end; the last one may be shorter."""
+
+
+class RankLoad(NamedTuple):
+    """One context parallel rank's part of a microbatch."""
+
+    whole: UnitLoad
+    """Of the items that it has whole."""
+    cut: UnitLoad
+    """Of its blocks of cut items: each token counts the tokens of its item in `num_squared`."""
+
+
+@dataclass(frozen=True)
+class ItemDealer:
+    """Deals the items of a unit's microbatches to its context parallel ranks, by the FLOPs of forward and backward."""
+
+    graph: ModelGraph
+    unit: str
+    num_ranks: int
+    block_size: int = DEFAULT_BLOCK_SIZE
+
+    def loads_of(self, items: Iterable[ItemLengths]) -> tuple[UnitLoad, ...]:
+        """Return what each item asks of the unit; all tokens of a generator leave it."""
+        is_generator = self.graph.unit(self.unit).role is Role.GENERATOR
+        return tuple(item_load(item.num_tokens, item.num_tokens if is_generator else item.num_output_tokens) for item in items)
+
+    def deal(self, items: Sequence[UnitLoad]) -> ItemShares:
+        """Deal the items of one microbatch."""
+        costs = [self._flops.of(item) for item in items]
+        lengths = [item.num_tokens for item in items]
+        return share_items(lengths, costs=costs, num_ranks=self.num_ranks, block_size=self.block_size)
+
+    def rank_loads(self, items: Sequence[UnitLoad]) -> tuple[RankLoad, ...]:
+        """Return the part of one microbatch that each rank computes."""
+        shares = self.deal(items)
+        of_owner: dict[int, list[UnitLoad]] = {owner: [] for owner in (CUT, *range(self.num_ranks))}
+        for item, owner in zip(items, shares.owners.tolist(), strict=True):
+            of_owner[owner].append(item)
+        cut = self._cut_loads(of_owner.pop(CUT), shares.block_owners)
+        return tuple(RankLoad(add_loads(whole), part) for whole, part in zip(of_owner.values(), cut, strict=True))
+
+    def work(self, load: RankLoad) -> float:
+        """FLOPs of a rank's part."""
+        return self._flops.of(load.whole) + self._flops.of(load.cut)
+
+    def _cut_loads(self, items: Sequence[UnitLoad], block_owners: NDArray[np.int32]) -> list[UnitLoad]:
+        if not items:
+            return [UnitLoad()] * self.num_ranks
+        lengths, outputs = np.array([(item.num_tokens, item.num_outputs) for item in items]).T
+        item_of_token = np.repeat(np.arange(len(items)), lengths)
+        owner_of_token = np.repeat(block_owners, self.block_size)[: len(item_of_token)]
+        tokens = np.zeros((self.num_ranks, len(items)), dtype=np.int64)
+        np.add.at(tokens, (owner_of_token, item_of_token), 1)
+        columns = (tokens, tokens * lengths, tokens * outputs // lengths, tokens > 0)
+        return [UnitLoad(*map(int, rank)) for rank in zip(*(column.sum(axis=1) for column in columns), strict=True)]
+
+    @cached_property
+    def _flops(self) -> UnitFlops:
+        return unit_flops(self.graph, self.unit, vocab_size=1)
+
+
+def share_items(
+    lengths: Sequence[int], *, costs: Sequence[float], num_ranks: int, block_size: int = DEFAULT_BLOCK_SIZE
+) -> ItemShares:
+    """Deal items whole, longest first onto the least loaded rank; cut what leaves a rank too much.
+
+    lengths, costs: tokens and work of every item, in the order of the sequence. While a rank has more than 1 + TOLERANCE even
+    shares, the item that it gives up is the shortest that is enough, else its longest; one of a single block cannot be cut. The
+    blocks of these items fill up the ranks in order, the emptiest first, so no rank gets more than an even share and a block.
+
+    Ties go by item and by rank, so that every rank decides alike. O(items log items + cut tokens).
+    """
+    even = sum(costs) / num_ranks
+    items_of_rank = _place_longest_first(costs, num_ranks)
+    owners = np.full(len(lengths), CUT, dtype=np.int32)
+    loads = []
+    for rank, items in enumerate(items_of_rank):
+        kept = _keep_whole(items, lengths=lengths, costs=costs, even=even, block_size=block_size)
+        owners[kept] = rank
+        loads.append(sum(costs[item] for item in kept))
+    is_cut = owners == CUT
+    return ItemShares(owners, _fill_up(np.array(loads), np.asarray(lengths)[is_cut], np.asarray(costs)[is_cut], block_size))
+
+
+def _place_longest_first(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
+    """Return the items of every rank, longest first."""
+    items_of_rank: list[list[int]] = [[] for _ in range(num_ranks)]
+    ranks = [(0.0, rank) for rank in range(num_ranks)]
+    heapify(ranks)
+    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
+        load, rank = ranks[0]
+        items_of_rank[rank].append(item)
+        heapreplace(ranks, (load + costs[item], rank))
+    return items_of_rank
+
+
+def _keep_whole(
+    items: Sequence[int], *, lengths: Sequence[int], costs: Sequence[float], even: float, block_size: int
+) -> list[int]:
+    """Return the items that a rank keeps; items: longest first."""
+    kept, load = list(items), sum(costs[item] for item in items)
+    while load > (1 + TOLERANCE) * even:
+        can_be_cut = [item for item in kept if lengths[item] > block_size]
+        if not can_be_cut:
+            break
+        enough = [item for item in can_be_cut if load - costs[item] <= even]
+        given_up = enough[-1] if enough else can_be_cut[0]
+        kept.remove(given_up)
+        load -= costs[given_up]
+    return kept
+
+
+def _fill_up(
+    loads: NDArray[np.float64], lengths: NDArray[np.int64], costs: NDArray[np.float64], block_size: int
+) -> NDArray[np.int32]:
+    """Return the rank of every block of the cut items: as much for each as lifts it to the level of all that get any."""
+    if not len(lengths):
+        return np.empty(0, dtype=np.int32)
+    upto_token = np.concatenate(([0.0], np.cumsum(np.repeat(costs / lengths, lengths))))
+    starts = np.arange(0, len(upto_token) - 1, block_size)
+    middles = (upto_token[starts] + upto_token[np.minimum(starts + block_size, len(upto_token) - 1)]) / 2
+    order = np.argsort(loads, kind="stable")
+    levels = (np.cumsum(loads[order]) + upto_token[-1]) / np.arange(1, len(loads) + 1)
+    num_filled = int(np.flatnonzero(levels >= loads[order])[-1]) + 1
+    room = np.cumsum(levels[num_filled - 1] - loads[order[:num_filled]])
+    return order[np.minimum(np.searchsorted(room, middles), num_filled - 1)].astype(np.int32)
