@@ -6,7 +6,7 @@ from typing import NamedTuple
 from multimodal.cost.layers.layer import Recompute
 from multimodal.cost.seconds.layer_costs import LayerCosts, LayerSeconds
 from multimodal.cost.seconds.layer_curves import LayerCurves, Quadratic
-from multimodal.cost.unit_load import UnitLoad
+from multimodal.cost.unit_load import CutLoad, UnitLoad
 
 
 class AttentionWindow(NamedTuple):
@@ -50,6 +50,7 @@ class SystemLayerCosts(LayerCosts):
         context_parallel_size: int = 1,
         recompute: Recompute | None = None,
         ranks: tuple[int, ...] | None = None,
+        cut: CutLoad | None = None,
     ) -> LayerSeconds:
         """Return the seconds of one layer, less the collectives that recomputation leaves out."""
         found = super().seconds(
@@ -60,6 +61,7 @@ class SystemLayerCosts(LayerCosts):
             context_parallel_size=context_parallel_size,
             recompute=recompute,
             ranks=ranks,
+            cut=cut,
         )
         if recompute != "full" or context_parallel_size > 1:
             return found

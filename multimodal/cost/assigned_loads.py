@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from multimodal.cost.unit_load import UnitLoad, add_loads, item_load, sample_load
+from multimodal.cost.item_shares import ItemDealer, RankLoad
+from multimodal.cost.unit_load import ComputedLoad, CutLoad, UnitLoad, add_loads, item_load, of_all_ranks, sample_load
 from multimodal.values.action import Action
-from multimodal.values.assignment import Atom, MicrobatchPlace
+from multimodal.values.assignment import Atom, Microbatch, MicrobatchPlace
 from multimodal.values.model_graph import Role
-from multimodal.values.sample_lengths import SampleLengths, index_by_sample
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths, index_by_sample
 from multimodal.values.step_graph import StepGraph
 
 
@@ -18,6 +19,8 @@ class AssignedLoads:
 
     step: StepGraph
     lengths: Sequence[SampleLengths]
+    item_block_size: int | None = None
+    """As in `RunOptions`."""
 
     def at(self, place: MicrobatchPlace) -> UnitLoad:
         """The load of one microbatch."""
@@ -34,10 +37,61 @@ class AssignedLoads:
         """The load of some atoms together."""
         return add_loads(self._of_atom(unit, atom) for atom in atoms)
 
+    def computed_at(self, place: MicrobatchPlace) -> ComputedLoad:
+        """What the computations of one microbatch take their time for."""
+        if place.unit not in self._dealers:
+            return ComputedLoad(self.at(place))
+        return self._busiest(place.unit, self.step.assignment.atoms(place))
+
+    def computed_by(self, action: Action) -> ComputedLoad:
+        """The same of one computation, which may be of a sample subset."""
+        place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
+        if action.subset < 0:
+            return self.computed_at(place)
+        if action.unit not in self._dealers:
+            return ComputedLoad(self.of_action(action))
+        return self._busiest(action.unit, self.step.consumers(place)[action.subset])
+
+    def kept_at(self, place: MicrobatchPlace) -> RankLoad:
+        """The part of one microbatch that the context parallel rank with the most tokens has, times their number."""
+        if place.unit in self._dealers:
+            num_ranks = self._dealers[place.unit].num_ranks
+            parts = self._rank_loads(place.unit, self.step.assignment.atoms(place))
+            fullest = max(parts, key=lambda part: part.whole.num_tokens + part.cut.num_tokens)
+            return RankLoad(*(of_all_ranks(load, num_ranks) for load in fullest))
+        is_spread = self.step.plan.units[place.unit].context_parallel_size > 1
+        return RankLoad(UnitLoad(), self.at(place)) if is_spread else RankLoad(self.at(place), UnitLoad())
+
+    def num_gathered(self, unit: str, replica: int) -> int:
+        """Tokens of whose keys and values context parallel ranks hold all at a time; of the microbatch with the most."""
+        if self.step.plan.units[unit].context_parallel_size == 1:
+            return 0
+        if unit not in self._dealers:
+            return self.largest(unit, replica).num_tokens
+        cut = [[part.cut for part in self._rank_loads(unit, atoms)] for atoms in self.step.assignment.units[unit][replica]]
+        return max((add_loads(parts).num_tokens for parts in cut), default=0)
+
+    def _busiest(self, unit: str, atoms: Microbatch) -> ComputedLoad:
+        dealer, parts = self._dealers[unit], self._rank_loads(unit, atoms)
+        busiest = max(parts, key=dealer.work)
+        num_gathered = dealer.num_ranks * max(part.cut.num_tokens for part in parts)
+        return ComputedLoad(
+            of_all_ranks(add_loads(busiest), dealer.num_ranks),
+            CutLoad(of_all_ranks(busiest.cut, dealer.num_ranks), num_gathered),
+        )
+
+    def _rank_loads(self, unit: str, atoms: Microbatch) -> tuple[RankLoad, ...]:
+        if (unit, atoms) not in self._dealt:
+            dealer = self._dealers[unit]
+            self._dealt[unit, atoms] = dealer.rank_loads(
+                dealer.loads_of(item for atom in atoms for item in self._items(unit, atom))
+            )
+        return self._dealt[unit, atoms]
+
     def largest(self, unit: str, replica: int) -> UnitLoad:
         """The load of a replica's microbatch with the most tokens."""
         places = (MicrobatchPlace(unit, replica, index) for index in range(len(self.step.assignment.units[unit][replica])))
-        return max(map(self.at, places), key=lambda load: load.num_tokens, default=UnitLoad())
+        return max((add_loads(self.kept_at(place)) for place in places), key=lambda load: load.num_tokens, default=UnitLoad())
 
     def num_conditions(self, generator: str, atoms: Sequence[Atom]) -> int:
         """Rows that the LLM hands to a generator for some samples: one for each image that it makes of them."""
@@ -55,6 +109,24 @@ class AssignedLoads:
         samples = (self._by_sample[atom.sample_id] for atom in self.step.assignment.atoms(place))
         return sum(item.num_output_tokens for sample in samples for item in sample.items)
 
+    def _items(self, unit: str, atom: Atom) -> Sequence[ItemLengths]:
+        items = self._by_sample[atom.sample_id].items
+        return (
+            [item for item in items if item.unit == unit] if atom.item_index < 0 else items[atom.item_index : atom.item_index + 1]
+        )
+
+    @cached_property
+    def _dealers(self) -> Mapping[str, ItemDealer]:
+        """Of the units whose context parallel ranks have whole items."""
+        if self.item_block_size is None:
+            return {}
+        sizes = {name: unit.context_parallel_size for name, unit in self.step.plan.units.items()}
+        return {
+            name: ItemDealer(self.step.graph, name, size, self.item_block_size)
+            for name, size in sizes.items()
+            if size > 1 and not self.step.graph.unit(name).is_causal
+        }
+
     def _of_atom(self, unit: str, atom: Atom) -> UnitLoad:
         sample = self._by_sample[atom.sample_id]
         if atom.item_index < 0:
@@ -64,6 +136,10 @@ class AssignedLoads:
     @cached_property
     def _by_sample(self) -> Mapping[int, SampleLengths]:
         return index_by_sample(self.lengths)
+
+    @cached_property
+    def _dealt(self) -> dict[tuple[str, Microbatch], tuple[RankLoad, ...]]:
+        return {}
 
     @cached_property
     def _loads(self) -> dict[MicrobatchPlace, UnitLoad]:

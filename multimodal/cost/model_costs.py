@@ -15,7 +15,7 @@ from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.stage_layers import StageKey, StageLayers
 from multimodal.cost.step_costs import ComputeCost, TransferCost
 from multimodal.cost.step_memory import GRADIENT_BYTES, StepMemory
-from multimodal.cost.unit_load import UnitLoad
+from multimodal.cost.unit_load import ComputedLoad, add_loads
 from multimodal.cost.update_seconds import update_seconds
 from multimodal.values.action import Action, ActionKind, Coverage, Place
 from multimodal.values.assignment import MicrobatchPlace
@@ -58,7 +58,7 @@ class ModelCosts:
     @cached_property
     def loads(self) -> AssignedLoads:
         """The load of each microbatch on its unit."""
-        return AssignedLoads(self.step, self.lengths)
+        return AssignedLoads(self.step, self.lengths, self.options.item_block_size)
 
     @cached_property
     def stages(self) -> StageLayers:
@@ -82,7 +82,7 @@ class ModelCosts:
 
     def compute(self, action: Action) -> ComputeCost:
         """Cost of one computation; the backward of a sample subset costs its atoms' share."""
-        load = self.loads.of_action(action)
+        load = self.loads.computed_by(action)
         own = self._compute_cost(action.kind, action.unit, action.replica, action.stage, load)
         is_alone = action.microbatch >= self.step.assignment.num_own_microbatches(action.unit, action.replica)
         if self.options.zero_stage < 3 or is_alone or action.covers is not None:
@@ -94,7 +94,7 @@ class ModelCosts:
         """Return the seconds of a stage's computations of some kinds, over all microbatches."""
         places = [MicrobatchPlace(unit, replica, index) for index in range(self.step.num_microbatches(unit, replica))]
         if self.options.zero_stage < 3:
-            loads = [self.loads.at(place) for place in places]
+            loads = [self.loads.computed_at(place) for place in places]
             return sum(self._compute_cost(kind, unit, replica, stage, load).seconds for load in loads for kind in kinds)
         return sum(self._slowest_seconds(kind, unit, stage, place.microbatch) for place in places for kind in kinds)
 
@@ -159,7 +159,8 @@ class ModelCosts:
         """Elements of the activations that travel from `source` to `target`; gradients have as many."""
         hidden = self.step.graph.unit(source.unit).transformer.hidden_size
         if source.unit == target.unit and covers is None:
-            return self.loads.at(MicrobatchPlace(source.unit, source.replica, source.microbatch)).num_tokens * hidden
+            kept = self.loads.kept_at(MicrobatchPlace(source.unit, source.replica, source.microbatch))
+            return add_loads(kept).num_tokens * hidden
         if source.unit == target.unit:
             return self.loads.of_action(Action(ActionKind.BACKWARD, *source, covers=covers)).num_tokens * hidden
         here = MicrobatchPlace(source.unit, source.replica, source.microbatch)
@@ -191,7 +192,9 @@ class ModelCosts:
         key = kind, unit, stage, microbatch
         if key not in self._slowest:
             self._slowest[key] = max(
-                self._compute_cost(kind, unit, replica, stage, self.loads.at(MicrobatchPlace(unit, replica, microbatch))).seconds
+                self._compute_cost(
+                    kind, unit, replica, stage, self.loads.computed_at(MicrobatchPlace(unit, replica, microbatch))
+                ).seconds
                 for replica in range(self.step.plan.units[unit].data_parallel_size)
                 if microbatch < self.step.assignment.num_own_microbatches(unit, replica)
             )
@@ -202,10 +205,10 @@ class ModelCosts:
         return {}
 
     @cached_property
-    def _compute_costs(self) -> dict[tuple[ActionKind, StageKey, UnitLoad], ComputeCost]:
+    def _compute_costs(self) -> dict[tuple[ActionKind, StageKey, ComputedLoad], ComputeCost]:
         return {}
 
-    def _compute_cost(self, kind: ActionKind, unit: str, replica: int, stage: int, load: UnitLoad) -> ComputeCost:
+    def _compute_cost(self, kind: ActionKind, unit: str, replica: int, stage: int, load: ComputedLoad) -> ComputeCost:
         alike = self._first_alike((unit, replica, stage))
         key = kind, alike, load
         if key not in self._compute_costs:
@@ -229,22 +232,23 @@ class ModelCosts:
     def _stages_alike(self) -> dict[tuple[object, ...], StageKey]:
         return {}
 
-    def _sum_layers(self, kind: ActionKind, unit: str, replica: int, stage: int, load: UnitLoad) -> ComputeCost:
+    def _sum_layers(self, kind: ActionKind, unit: str, replica: int, stage: int, load: ComputedLoad) -> ComputeCost:
         ranks = self.step.plan.virtual_stage(unit, replica, stage).ranks
         seconds, waiting = 0.0, 0.0
         for (layer, need), count in self.stages.counts((unit, replica, stage)).items():
             one = self.layer_costs.seconds(
                 unit,
                 layer,
-                load,
+                load.all,
                 tensor_parallel_size=self.step.plan.units[unit].tensor_parallel_size,
                 context_parallel_size=self.step.plan.units[unit].context_parallel_size,
                 recompute=self.options.recompute,
                 ranks=ranks,
+                cut=load.cut,
             )
             cost = _cost_of(kind, one, layer, need)
             seconds, waiting = seconds + count * cost.seconds, waiting + count * cost.tensor_parallel_seconds
-        if not load.num_tokens:
+        if not load.all.num_tokens:
             return ComputeCost(seconds, waiting)
         if self.profile is not None and self.profile.step is not None and kind is not ActionKind.WEIGHT_GRADIENT:
             seconds += self.profile.step.computation_seconds

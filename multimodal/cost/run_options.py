@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from multimodal.cost.item_shares import DEFAULT_BLOCK_SIZE
 from multimodal.cost.layers.layer import Implementation, Recompute
 from multimodal.cost.seconds.layer_costs import LayerCosts
 
@@ -19,6 +20,9 @@ class RunOptions:
     """The implementation of layers whose activations are counted."""
     num_overlapped_parts: int = 1
     """Parts into which a transformer layer's tensor parallel collectives and the products beside them are cut; 1: not cut."""
+    item_block_size: int | None = DEFAULT_BLOCK_SIZE
+    """Tokens of a block of cut items, where context parallel ranks of encoders and generators have whole items; None: they spread
+    the tokens of every microbatch."""
     layer_costs: Callable[..., LayerCosts] = LayerCosts
     """Builds the costs of layers, with the arguments of `LayerCosts`; not among the flags: other systems run layers otherwise."""
 

@@ -8,7 +8,7 @@ from multimodal.cost.layers.layer import ActivationCase, Recompute
 from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageKey, StageLayers
-from multimodal.cost.unit_load import UnitLoad
+from multimodal.cost.unit_load import UnitLoad, add_loads
 from multimodal.values.action import Place
 from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.backward_need import BackwardNeed
@@ -66,12 +66,14 @@ class StepMemory:
 
     def activation_bytes(self, place: Place) -> int:
         """Return the bytes that one microbatch keeps in a stage: of its layers, and of received inputs that need a gradient."""
-        load = self.loads.at(MicrobatchPlace(place.unit, place.replica, place.microbatch))
-        counts = self.layers.counts(place[:3]).items()
-        kept = sum(
-            count * self._layer_bytes(place.unit, layer, need, load, self.options.recompute) for (layer, need), count in counts
+        kept = self.loads.kept_at(MicrobatchPlace(place.unit, place.replica, place.microbatch))
+        layers = sum(
+            count * self._layer_bytes(place.unit, layer, need, load, self.options.recompute, is_spread=is_spread)
+            for (layer, need), count in self.layers.counts(place[:3]).items()
+            for load, is_spread in ((kept.whole, False), (kept.cut, True))
+            if load.num_tokens
         )
-        return round(kept + self._received_bytes(place, load))
+        return round(layers + self._received_bytes(place, add_loads(kept)))
 
     def static_bytes(self, rank: int) -> int:
         """Return the bytes of a rank's weights, gradients and optimizer state, of the work on one layer, and of messages."""
@@ -100,11 +102,12 @@ class StepMemory:
         )
         return peak / sizes.tensor_parallel_size
 
-    def _layer_bytes(self, unit: str, layer: str, need: BackwardNeed, load: UnitLoad, recompute: Recompute | None) -> float:
-        key = unit, layer, need, load, recompute
+    def _layer_bytes(
+        self, unit: str, layer: str, need: BackwardNeed, load: UnitLoad, recompute: Recompute | None, *, is_spread: bool
+    ) -> float:
+        key = unit, layer, need, load, recompute, is_spread
         if key not in self._known_bytes:
             sizes = self.layers.plan.units[unit]
-            is_spread = sizes.context_parallel_size > 1
             case = ActivationCase(need, self.bytes_per_element, self.options.transformer_impl, recompute, is_spread)
             total = (
                 self.layers.describe(unit, layer)
@@ -115,7 +118,7 @@ class StepMemory:
         return self._known_bytes[key]
 
     @cached_property
-    def _known_bytes(self) -> dict[tuple[str, str, BackwardNeed, UnitLoad, Recompute | None], float]:
+    def _known_bytes(self) -> dict[tuple[str, str, BackwardNeed, UnitLoad, Recompute | None, bool], float]:
         return {}
 
     def _received_bytes(self, place: Place, load: UnitLoad) -> float:
@@ -172,8 +175,8 @@ class StepMemory:
         """Return the bytes in use while one layer runs: those it recomputes, and those it gathers.
 
         It gathers, where replicas share weights, those of two layers (the one in use and the next one), the gradients of one,
-        and those of another on their way to their keeper; and the keys and values of two groups of heads (likewise) of a whole
-        microbatch where ranks share its tokens.
+        and those of another on their way to their keeper; and the keys and values of two groups of heads (likewise) of all tokens
+        that ranks share.
         """
         counts, unit = self.layers.counts(stage), stage[0]
         sizes = self.layers.plan.units[unit]
@@ -181,11 +184,13 @@ class StepMemory:
         if self.options.recompute == "full":
             largest = self.loads.largest(unit, stage[1])
             repeated = [(layer, need) for layer, need in counts if LAYER_KINDS[layer].recomputes]
-            working = max((self._layer_bytes(unit, layer, need, largest, None) for layer, need in repeated), default=0.0)
+            is_spread = sizes.context_parallel_size > 1
+            kept = (self._layer_bytes(unit, layer, need, largest, None, is_spread=is_spread) for layer, need in repeated)
+            working = max(kept, default=0.0)
         working += self.gathered_bytes(stage)
         if sizes.context_parallel_size > 1:
             shape = self.layers.graph.unit(unit).transformer
             num_groups = min(GATHERED_GROUPS, shape.query_groups // sizes.tensor_parallel_size)
-            num_tokens = self.loads.largest(unit, stage[1]).num_tokens
+            num_tokens = self.loads.num_gathered(unit, stage[1])
             working += num_groups * 2 * shape.head_channels * num_tokens * self.bytes_per_element
         return working

@@ -20,6 +20,22 @@ class UnitLoad(NamedTuple):
     """Sequences that attend apart: samples, or items of an encoder or a generator. No FLOPs, but some calls for each."""
 
 
+class CutLoad(NamedTuple):
+    """The part of a load that attends to the keys and values of other context parallel ranks."""
+
+    attending: UnitLoad
+    num_gathered: int
+    """Rows of keys that are gathered, with those that pad every rank's to as many as the fullest one's."""
+
+
+class ComputedLoad(NamedTuple):
+    """The load of a computation: the microbatch's, or the busiest context parallel rank's part times their number."""
+
+    all: UnitLoad
+    cut: CutLoad | None = None
+    """None: all of it, where context parallel ranks share it."""
+
+
 def item_load(num_tokens: int, num_output_tokens: int) -> UnitLoad:
     """Return the load of one sequence inside a unit."""
     return UnitLoad(num_tokens, num_tokens * num_tokens, num_output_tokens, 1 if num_tokens else 0)
@@ -38,3 +54,8 @@ def add_loads(loads: Iterable[UnitLoad]) -> UnitLoad:
     """Sum up; nothing is the empty load."""
     columns = zip(*loads, strict=True)
     return UnitLoad(*map(sum, columns))
+
+
+def of_all_ranks(load: UnitLoad, num_ranks: int) -> UnitLoad:
+    """Return the load that gives every rank as much as `load` when they share it; all see the same sequences."""
+    return UnitLoad(num_ranks * load.num_tokens, num_ranks * load.num_squared, num_ranks * load.num_outputs, load.num_sequences)

@@ -65,8 +65,8 @@ class ParallelismConfig:
     tp_comm_overlap_parts: int = field(default=4, metadata={"minimum": 2, "maximum": 1024})
     """--tp-comm-overlap: number of parts; a microbatch of fewer tokens has fewer."""
     context_parallel_distribution: Literal["by-item", "lpt", "zigzag", "ring", "random"] = "by-item"
-    """Rule that deals a microbatch's tokens to context parallel ranks: an encoder's or a generator's by whole items, of which only
-    long ones are cut, and the LLM's as lpt (by-item); or blocks of them, by work (lpt) or as schemes for causal masks do."""
+    """Rule that deals a microbatch's tokens to context parallel ranks: whole items of encoders and generators, of which only long
+    ones are cut, and the LLM's as lpt (by-item); or blocks of tokens, by work (lpt) or as schemes for causal masks do."""
     context_parallel_block_size: int = field(default=128, metadata=A_COUNT)
     """Tokens of such a block; a multiple of the patches that an encoder with context parallelism merges into one token."""
     data_parallel_sharding_strategy: Literal["optim", "optim_grads_params"] = "optim"
@@ -80,6 +80,11 @@ class ParallelismConfig:
     def num_overlapped_parts(self) -> int:
         """Parts into which tensor parallel collectives are cut; 1: not cut."""
         return self.tp_comm_overlap_parts if self.tp_comm_overlap else 1
+
+    @property
+    def item_block_size(self) -> int | None:
+        """Tokens of a block of an item that context parallel ranks cut; None: they have no whole items."""
+        return self.context_parallel_block_size if self.context_parallel_distribution == "by-item" else None
 
     @property
     def shards_weights(self) -> bool:

@@ -41,6 +41,7 @@ def build_predictor(config: RunConfig, schedules: ScheduleCache, *, vocab_size: 
         sequence_parallel=config.parallelism.sequence_parallel,
         transformer_impl=config.model.transformer_impl,
         num_overlapped_parts=config.parallelism.num_overlapped_parts,
+        item_block_size=config.parallelism.item_block_size,
     )
     return StepPredictor(schedules, cluster, vocab_size, options)
 

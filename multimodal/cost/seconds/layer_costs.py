@@ -11,7 +11,7 @@ from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer
 from multimodal.cost.seconds.analytic_curves import analytic_curves
 from multimodal.cost.seconds.layer_curves import Curve, LayerCurves, Quadratic, counted_tokens
 from multimodal.cost.seconds.layer_profile import LayerProfile, ProfileKey
-from multimodal.cost.unit_load import UnitLoad
+from multimodal.cost.unit_load import CutLoad, UnitLoad
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.model_graph import ModelGraph
 
@@ -77,11 +77,13 @@ class LayerCosts:
         context_parallel_size: int = 1,
         recompute: Recompute | None = None,
         ranks: tuple[int, ...] | None = None,
+        cut: CutLoad | None = None,
     ) -> LayerSeconds:
         """Return the seconds of one layer of this kind over one microbatch; O(1).
 
         load: of the whole microbatch, before tensor and context parallelism divide it; an empty one takes no time. ranks: of the
-        stage, for its collectives, as `Stage.ranks`; None: neighbours that begin at a node's first accelerator.
+        stage, for its collectives, as `Stage.ranks`; None: neighbours that begin at a node's first accelerator. cut: the part of
+        the load for which context parallel ranks gather keys and values; None: all.
         """
         if not load.num_tokens:
             return NO_SECONDS
@@ -93,8 +95,10 @@ class LayerCosts:
         weight_gradient = prepared.curves.weight_gradient.at(*counted)
         for curve in prepared.repeated:
             input_gradient += curve.at(*counted)
-        forward, input_gradient = forward + prepared.cutting, input_gradient + prepared.cutting_back
-        waiting, waiting_back = prepared.waiting(load)
+        cut = cut or CutLoad(load, load.num_tokens)
+        forward = forward + prepared.cutting
+        input_gradient += prepared.cutting_back + prepared.repeated_by_gathering(cut)
+        waiting, waiting_back = prepared.waiting(load, cut)
         return LayerSeconds(forward + waiting, input_gradient + waiting_back, weight_gradient, waiting, waiting_back)
 
     def curves(self, unit: str, kind: str, *, tensor_parallel_size: int, context_parallel_size: int) -> LayerCurves:
@@ -128,8 +132,8 @@ class LayerCosts:
         repeated: list[Curve] = []
         if recompute == "full" and layer.recomputes:
             repeated.append(curves.forward)
-        if collectives.is_spread or (recompute == "selective" and layer.attends):
-            repeated.append(curves.attention)  # once: gathered attention repeats itself, selective or not
+        if recompute == "selective" and layer.attends:
+            repeated.append(curves.attention)
         is_cut = collectives.tensor != Quadratic()
         cutting = _constant(curves.weight_gradient) * (self.num_overlapped_parts - 1) if is_cut else 0.0
         prepared = _Prepared(
@@ -159,7 +163,7 @@ class _Prepared(NamedTuple):
 
     curves: LayerCurves
     repeated: tuple[Curve, ...]
-    """Computed again by the backward: as recomputation asks, and attention where its keys are gathered anew."""
+    """Computed again by the backward, as recomputation asks."""
     collectives: LayerCollectives
     recompute: Recompute | None
     at_exit: bool
@@ -169,9 +173,15 @@ class _Prepared(NamedTuple):
     cutting_back: float
     """Seconds that an input gradient, recomputation included, loses in the same way."""
 
-    def waiting(self, load: UnitLoad) -> tuple[float, float]:
+    def repeated_by_gathering(self, cut: CutLoad) -> float:
+        """Seconds of attention that the backward repeats where it gathers keys anew: once, selective recomputation or not."""
+        if not self.collectives.is_spread or not cut.num_gathered or self.recompute == "selective":
+            return 0.0
+        return self.curves.attention.at(*counted_tokens(cut.attending, at_exit=self.at_exit))
+
+    def waiting(self, load: UnitLoad, cut: CutLoad) -> tuple[float, float]:
         """Seconds of waiting for collectives in a forward, and in an input gradient with its recomputation."""
-        num_tokens, num_squared, _, num_sequences = load
+        num_tokens, num_squared = load[:2]
         tensor = self.collectives.exposed_tensor(
             num_tokens,
             num_squared,
@@ -179,11 +189,12 @@ class _Prepared(NamedTuple):
             num_parts=self.num_parts,
         )
         again = tensor if self.recompute == "full" else 0.0
-        if not self.collectives.is_spread:
+        if not self.collectives.is_spread or not cut.num_gathered:
             return tensor, tensor + again
+        num_tokens, num_squared, _, num_sequences = cut.attending
         attention = self.curves.attention.at(num_tokens, num_squared, num_sequences)
-        gathering = self.collectives.exposed_gathering(num_tokens, num_squared, attention_seconds=attention)
-        way_back = self.collectives.exposed_way_back(num_tokens, num_squared, attention_seconds=attention) + tensor
+        gathering = self.collectives.exposed_gathering(cut.num_gathered, num_squared, attention_seconds=attention)
+        way_back = self.collectives.exposed_way_back(cut.num_gathered, num_squared, attention_seconds=attention) + tensor
         return tensor + gathering, way_back + (again + gathering if self.recompute == "full" else 0.0)
 
 

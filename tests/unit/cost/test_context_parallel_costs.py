@@ -13,7 +13,7 @@ from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.unit_grid import build_unit_plan
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.action import Action, ActionKind, Place
-from multimodal.values.assignment import Assignment, Atom
+from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -120,3 +120,62 @@ def test_float64_shares_nothing_and_is_wide_throughout():
     double = replace(SPREAD, cluster=replace(CLUSTER, dtype="float64"), options=RunOptions(zero_stage=0))
     reduce = Action(ActionKind.REDUCE_GRADIENTS, "llm", 0, 0)
     assert double.collective_seconds(reduce) == 2 * SPREAD.collective_seconds(reduce)
+
+
+ITEMS = [4096, 512, 512, 512, 512]
+SAMPLES = [SampleLengths(0, tuple(ItemLengths("vision", length, length // 4) for length in ITEMS), 100, 50)]
+SHORT, MIXED, LONG = ((Atom(0, 1), Atom(0, 2)), (Atom(0, 3), Atom(0, 0), Atom(0, 4)), (Atom(0, 0),))
+
+
+def encoder_costs(*microbatches: tuple[Atom, ...], cp: int, **options) -> ModelCosts:
+    """Costs of an encoder alone on its ranks, which is trained, as is the LLM behind it."""
+    costs = costs_of(vision=UnitSizes(1, 1, cp, 1), pipeline_parallel_size=1)
+    step = StepGraph(GRAPH, costs.step.plan, Assignment({"vision": (microbatches,), "llm": (((Atom(0),),),)}))
+    return replace(costs, step=step, lengths=SAMPLES, options=RunOptions(**options))
+
+
+def test_a_microbatch_of_whole_items_takes_as_long_as_one_rank_s_items_and_waits_for_nothing():
+    one, two = encoder_costs((Atom(0, 1),), cp=1), encoder_costs(SHORT, cp=2)
+    for kind in (ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT, ActionKind.BACKWARD):
+        action = Action(kind, "vision", 0, 0, 0)
+        assert two.compute(action) == pytest.approx(one.compute(action)) and two.compute(action).tensor_parallel_seconds == 0.0
+    place = Place("vision", 0, 0, 0)
+    assert two.activation_bytes(place) == one.activation_bytes(place)
+    lane = two.step.plan.lane_of_rank[1]
+    gathered = encoder_costs(SHORT, cp=2, item_block_size=None).static_bytes(lane) - two.static_bytes(lane)
+    assert gathered == 2 * 2 * 16 * 1024 * 2
+
+
+@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+def test_a_microbatch_of_one_item_takes_as_long_as_one_whose_tokens_are_spread(recompute):
+    cut, spread = (encoder_costs(LONG, cp=2, recompute=recompute, item_block_size=size) for size in (128, None))
+    for kind in (ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT, ActionKind.BACKWARD):
+        action = Action(kind, "vision", 0, 0, 0)
+        assert cut.compute(action) == pytest.approx(spread.compute(action))
+    assert cut.static_bytes(0) == spread.static_bytes(0)
+    assert cut.activation_bytes(Place("vision", 0, 0, 0)) == spread.activation_bytes(Place("vision", 0, 0, 0))
+
+
+def test_a_mixed_microbatch_waits_for_the_keys_of_what_is_cut():
+    mixed = encoder_costs(MIXED, cp=2)
+    whole, cut = (
+        encoder_costs(MIXED, cp=2, item_block_size=size).loads.computed_at(MicrobatchPlace("vision", 0, 0))
+        for size in (None, 128)
+    )
+    assert whole.cut is None and cut.cut is not None
+    assert cut.all.num_squared == pytest.approx(whole.all.num_squared, rel=0.1), "attention is most of the work here"
+    assert 4096 <= cut.cut.num_gathered < 5120 and cut.cut.attending.num_squared == 4096 * cut.cut.attending.num_tokens
+    waits = mixed.compute(Action(ActionKind.FORWARD, "vision", 0, 0, 0)).tensor_parallel_seconds
+    head = collective_seconds(cut.cut.num_gathered * 2 * 16 * 2, ranks=range(2), cluster=CLUSTER)
+    attention = 2 * (4 * 64 * cut.cut.attending.num_squared / 2 / 50e12)
+    assert waits == pytest.approx(2 * (head + max(0.0, 4 * head - attention / 2) * 3 / 4))
+
+
+def test_a_replica_s_ranks_are_as_slow_as_the_one_with_the_most():
+    """Three equal items of a block for two ranks: nothing can be cut."""
+    items = tuple(ItemLengths("vision", 128, 32) for _ in range(3))
+    costs = encoder_costs(tuple(Atom(0, index) for index in range(3)), cp=2)
+    found = replace(costs, lengths=[SampleLengths(0, items, 100, 50)]).loads
+    place = MicrobatchPlace("vision", 0, 0)
+    assert found.computed_at(place).all == UnitLoad(4 * 128, 4 * 128**2, 4 * 32, 2)
+    assert found.kept_at(place).whole == found.computed_at(place).all
