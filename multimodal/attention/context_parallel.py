@@ -1,12 +1,12 @@
 """Attention of a sequence whose tokens are spread over ranks: keys and values are gathered by groups of heads.
 
 While one group of heads is attended to, the keys and values of the next are on their way (Llama 3; Cornstarch, thesis 3.4.3). At
-no time are more than two groups of gathered keys and values held: they are not kept for the backward, which gathers them again,
+no time are more than two steps' gathered keys and values held: they are not kept for the backward, which gathers them again,
 repeats the attention of the group, and sends the gradients home by reduce-scatter while the next group is computed.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from multimodal.attention.attention_backend import AttentionBackend
 from multimodal.attention.attention_mask import AttentionMask
 from multimodal.attention.token_shares import BlockShares
+from multimodal.cost.layers.collectives import count_groups_at_once
 from multimodal.values.errors import ConfigError
 
 _Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -28,8 +29,8 @@ class ContextGroup:
 
     group: dist.ProcessGroup
     shares: BlockShares
-    groups_per_step: int = 1
-    """Key heads that are gathered at once: more make fewer, larger messages, and take more memory."""
+    groups_at_once: int | None = None
+    """Key heads that are gathered at once: more make fewer, larger messages, and take more memory. None: as the costs say."""
 
     @property
     def rank(self) -> int:
@@ -53,15 +54,17 @@ def attend_across_ranks(
     sequence. mask: of the whole sequence, with this rank's `query_blocks`. Returns [num_local, heads, channels].
     Raises ConfigError when the heads cannot be gathered in such groups.
     """
-    if key.shape[1] % context.groups_per_step:
-        raise ConfigError(
-            f"{key.shape[1]} key heads cannot be gathered {context.groups_per_step} at a time; choose a divisor of them"
-        )
+    num_groups, at_once = key.shape[1], context.groups_at_once
+    if at_once is None:
+        num_rows = context.shares.num_rows * context.shares.num_ranks
+        at_once = count_groups_at_once(num_groups, bytes_per_group=num_rows * 2 * key.shape[2] * key.element_size())
+    if num_groups % at_once:
+        raise ConfigError(f"{num_groups} key heads cannot be gathered {at_once} at a time; choose a divisor of them")
 
     def attend_to_group(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return attend(queries, keys, values, mask=mask, softmax_scale=softmax_scale)
 
-    mixed: Tensor = _ContextAttention.apply(query, key, value, context, attend_to_group)
+    mixed: Tensor = _ContextAttention.apply(query, key, value, replace(context, groups_at_once=at_once), attend_to_group)
     return mixed
 
 
@@ -99,12 +102,17 @@ class _ContextAttention(torch.autograd.Function):
 
 def _steps(tensor: Tensor, key: Tensor, context: ContextGroup) -> tuple[Tensor, ...]:
     """Cut the query heads into those of each step's key heads."""
-    return tensor.split(tensor.shape[1] // key.shape[1] * context.groups_per_step, dim=1)
+    return tensor.split(tensor.shape[1] // key.shape[1] * _at_once(context), dim=1)
+
+
+def _at_once(context: ContextGroup) -> int:
+    assert context.groups_at_once is not None
+    return context.groups_at_once
 
 
 def _gather_groups(key: Tensor, value: Tensor, context: ContextGroup) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield every step's keys and values of the whole sequence, having started the gather of the step after."""
-    size = context.groups_per_step
+    size = _at_once(context)
     steps = list(zip(key.split(size, dim=1), value.split(size, dim=1), strict=True))
     rows = torch.from_numpy(context.shares.gathered_rows).to(key.device)
     coming = [_start_gather(*steps[0], context)]
@@ -120,7 +128,7 @@ def _gather_groups(key: Tensor, value: Tensor, context: ContextGroup) -> Iterato
 
 def _start_gather(key: Tensor, value: Tensor, context: ContextGroup) -> tuple[Any, Tensor]:
     shares = context.shares
-    local = key.new_zeros(shares.num_rows, 2 * context.groups_per_step, key.shape[2])
+    local = key.new_zeros(shares.num_rows, 2 * _at_once(context), key.shape[2])
     torch.cat((key, value), dim=1, out=local[: key.shape[0]])
     gathered = key.new_empty(shares.num_ranks * shares.num_rows, *local.shape[1:])
     return dist.all_gather_into_tensor(gathered, local, group=context.group, async_op=True), gathered

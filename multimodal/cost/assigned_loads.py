@@ -64,10 +64,8 @@ class AssignedLoads:
 
     def num_gathered(self, unit: str, replica: int) -> int:
         """Tokens of whose keys and values context parallel ranks hold all at a time; of the microbatch with the most."""
-        if self.step.plan.units[unit].context_parallel_size == 1:
-            return 0
         if unit not in self._dealers:
-            return self.largest(unit, replica).num_tokens
+            return self.fullest(unit, replica).cut.num_tokens
         cut = [[part.cut for part in self._rank_loads(unit, atoms)] for atoms in self.step.assignment.units[unit][replica]]
         return max((add_loads(parts).num_tokens for parts in cut), default=0)
 
@@ -88,10 +86,11 @@ class AssignedLoads:
             )
         return self._dealt[unit, atoms]
 
-    def largest(self, unit: str, replica: int) -> UnitLoad:
-        """The load of a replica's microbatch with the most tokens."""
+    def fullest(self, unit: str, replica: int) -> RankLoad:
+        """What is kept of a replica's microbatch of which a rank has the most tokens."""
         places = (MicrobatchPlace(unit, replica, index) for index in range(len(self.step.assignment.units[unit][replica])))
-        return max((add_loads(self.kept_at(place)) for place in places), key=lambda load: load.num_tokens, default=UnitLoad())
+        nothing = RankLoad(UnitLoad(), UnitLoad())
+        return max(map(self.kept_at, places), key=lambda kept: add_loads(kept).num_tokens, default=nothing)
 
     def num_conditions(self, generator: str, atoms: Sequence[Atom]) -> int:
         """Rows that the LLM hands to a generator for some samples: one for each image that it makes of them."""

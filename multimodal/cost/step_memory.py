@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from multimodal.cost.assigned_loads import AssignedLoads
+from multimodal.cost.item_shares import RankLoad
+from multimodal.cost.layers.collectives import held_key_bytes
 from multimodal.cost.layers.layer import ActivationCase, Recompute
 from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.cost.run_options import RunOptions
@@ -24,8 +26,6 @@ ZERO_STAGES = (0, 1, 2, 3)
 """Shared by replicas instead of kept by each: 0 nothing, 1 optimizer state, 2 gradients as well, 3 weights as well."""
 OPEN_ACTIVATIONS, OPEN_GRADIENTS = 1, 4
 """Messages held at a time: the runtime posts receives eight actions ahead, and keeps a result until it is sent."""
-GATHERED_GROUPS = 2
-"""Groups of heads whose keys and values context parallel ranks hold of all tokens at a time (multimodal/attention)."""
 
 
 def default_zero_stage(bytes_per_element: int) -> int:
@@ -68,10 +68,8 @@ class StepMemory:
         """Return the bytes that one microbatch keeps in a stage: of its layers, and of received inputs that need a gradient."""
         kept = self.loads.kept_at(MicrobatchPlace(place.unit, place.replica, place.microbatch))
         layers = sum(
-            count * self._layer_bytes(place.unit, layer, need, load, self.options.recompute, is_spread=is_spread)
+            count * self._rank_bytes(place.unit, layer, need, kept, self.options.recompute)
             for (layer, need), count in self.layers.counts(place[:3]).items()
-            for load, is_spread in ((kept.whole, False), (kept.cut, True))
-            if load.num_tokens
         )
         return round(layers + self._received_bytes(place, add_loads(kept)))
 
@@ -101,6 +99,10 @@ class StepMemory:
             for here, next_one, gradient, gone in zip(weights, [0, *weights], gradients, [*gradients[1:], 0], strict=False)
         )
         return peak / sizes.tensor_parallel_size
+
+    def _rank_bytes(self, unit: str, layer: str, need: BackwardNeed, kept: RankLoad, recompute: Recompute | None) -> float:
+        parts = ((load, is_spread) for load, is_spread in ((kept.whole, False), (kept.cut, True)) if load.num_tokens)
+        return sum(self._layer_bytes(unit, layer, need, load, recompute, is_spread=is_spread) for load, is_spread in parts)
 
     def _layer_bytes(
         self, unit: str, layer: str, need: BackwardNeed, load: UnitLoad, recompute: Recompute | None, *, is_spread: bool
@@ -175,22 +177,19 @@ class StepMemory:
         """Return the bytes in use while one layer runs: those it recomputes, and those it gathers.
 
         It gathers, where replicas share weights, those of two layers (the one in use and the next one), the gradients of one,
-        and those of another on their way to their keeper; and the keys and values of two groups of heads (likewise) of all tokens
+        and those of another on their way to their keeper; and the keys and values of two steps' heads (likewise) of all tokens
         that ranks share.
         """
         counts, unit = self.layers.counts(stage), stage[0]
         sizes = self.layers.plan.units[unit]
         working = 0.0
         if self.options.recompute == "full":
-            largest = self.loads.largest(unit, stage[1])
+            kept = self.loads.fullest(unit, stage[1])
             repeated = [(layer, need) for layer, need in counts if LAYER_KINDS[layer].recomputes]
-            is_spread = sizes.context_parallel_size > 1
-            kept = (self._layer_bytes(unit, layer, need, largest, None, is_spread=is_spread) for layer, need in repeated)
-            working = max(kept, default=0.0)
+            working = max((self._rank_bytes(unit, layer, need, kept, None) for layer, need in repeated), default=0.0)
         working += self.gathered_bytes(stage)
         if sizes.context_parallel_size > 1:
             shape = self.layers.graph.unit(unit).transformer
-            num_groups = min(GATHERED_GROUPS, shape.query_groups // sizes.tensor_parallel_size)
-            num_tokens = self.loads.num_gathered(unit, stage[1])
-            working += num_groups * 2 * shape.head_channels * num_tokens * self.bytes_per_element
+            bytes_per_group = 2 * shape.head_channels * self.loads.num_gathered(unit, stage[1]) * self.bytes_per_element
+            working += held_key_bytes(shape.query_groups // sizes.tensor_parallel_size, bytes_per_group=bytes_per_group)
         return working

@@ -25,7 +25,7 @@ HEADS, GROUPS = 8, 4
 class Case:
     mask: str
     method: str = "lpt"
-    groups_per_step: int = 1
+    groups_at_once: int | None = 1
     backend: str = "blocks"
 
 
@@ -41,7 +41,7 @@ def attend_on_rank(case: Case) -> list[NDArray[np.generic]]:
     shares = share_tokens(tokens, num_ranks=dist.get_world_size(), method=case.method, block_size=16)
     positions = torch.from_numpy(shares.positions_of(dist.get_rank()))
     mask = AttentionMask(tokens, block_size=16, query_blocks=shares.blocks_of(dist.get_rank()))
-    context = ContextGroup(dist.group.WORLD, shares, groups_per_step=case.groups_per_step)
+    context = ContextGroup(dist.group.WORLD, shares, groups_at_once=case.groups_at_once)
     *leaves, gradient = (tensor[positions] for tensor in draw_inputs(whole_mask(case), heads=HEADS, groups=GROUPS))
     for leaf in leaves:
         leaf.requires_grad_()
@@ -55,9 +55,9 @@ def attend_on_rank(case: Case) -> list[NDArray[np.generic]]:
     "case",
     [
         *(Case("embedded", method) for method in TokenDistribution),
-        Case("packed, empty modalities", groups_per_step=2),
-        Case("prefix", groups_per_step=4, backend="dense"),
-        Case("one token"),
+        Case("packed, empty modalities", groups_at_once=2),
+        Case("prefix", groups_at_once=4, backend="dense"),
+        Case("one token", groups_at_once=None),
     ],
     ids=lambda case: f"{case.mask}-{case.method}",
 )
@@ -73,4 +73,4 @@ def test_equals_one_process(ranks: RankPool, case: Case, num_ranks: int) -> None
 
 def test_heads_that_cannot_be_cut_are_refused(ranks: RankPool) -> None:
     with pytest.raises(RankError, match="4 key heads cannot be gathered 3 at a time; choose a divisor of them"):
-        ranks.run(attend_on_rank, Case("causal", groups_per_step=3), world_size=1)
+        ranks.run(attend_on_rank, Case("causal", groups_at_once=3), world_size=1)

@@ -13,7 +13,7 @@ ROOMS_BELOW = {
     "schedule": {"cost", "values"},
     "balance": {"schedule", "cost", "values"},
     "plan": {"balance", "schedule", "cost", "values"},
-    "attention": {"balance", "values"},
+    "attention": {"balance", "cost", "values"},
     "model": {"attention", "balance", "values"},
     "data": {"balance", "values"},
 }

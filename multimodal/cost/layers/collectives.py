@@ -12,15 +12,36 @@ ATTENTION_BACKWARD = 2.5
 (Dao et al., FlashAttention, section 3)."""
 
 
+GATHERED_AT_ONCE_BYTES = 8 * 2**20
+"""Keys and values that context parallel ranks gather in one step, at most, unless one group of heads alone has more."""
+GATHERED_STEPS = 2
+"""Steps whose keys and values are held at a time: the one attended to, and the one that comes."""
+
+
+def count_groups_at_once(num_groups: int, *, bytes_per_group: float) -> int:
+    """Return how many groups of heads are gathered in one step, a divisor of all: few bytes would only wait for the latency."""
+    most = max(1, min(num_groups, int(GATHERED_AT_ONCE_BYTES / max(1.0, bytes_per_group))))
+    return max(count for count in range(1, most + 1) if num_groups % count == 0)
+
+
+def held_key_bytes(num_groups: int, *, bytes_per_group: float) -> float:
+    """Return the bytes of gathered keys and values that are held at a time."""
+    held = GATHERED_STEPS * count_groups_at_once(num_groups, bytes_per_group=bytes_per_group)
+    return min(held, num_groups) * bytes_per_group
+
+
 class LayerCollectives(NamedTuple):
     """Seconds of one layer's collectives in one pass (forward or backward), over all tokens of a load."""
 
     tensor: Quadratic = Quadratic()
     """Over tensor parallel ranks."""
     context: Quadratic = Quadratic()
-    """Gathering the keys and values of all heads over context parallel ranks, or sending their gradients home."""
-    num_steps: int = 1
-    """Groups of heads that are gathered one after another; one group is attended to while the next one comes."""
+    """Gathering the keys and values of all heads over context parallel ranks, or sending their gradients home, in one step."""
+    num_groups: int = 1
+    """Groups of heads, of which as many are gathered at once as `count_groups_at_once` says; they are attended to while the next
+    ones come."""
+    bytes_per_key: float = 0.0
+    """Of one token's key and value in one group of heads."""
 
     @property
     def is_spread(self) -> bool:
@@ -36,20 +57,25 @@ class LayerCollectives(NamedTuple):
         moving = self.tensor.at(num_tokens, num_squared) + (num_parts - 1) * self.tensor.constant
         return _beside(moving, products_seconds, num_parts) + moving / num_parts
 
-    def exposed_gathering(self, num_tokens: int, num_squared: int, *, attention_seconds: float) -> float:
-        """Seconds that a forward waits for keys and values: for the first group, and where gathering outlasts attention."""
-        gathering = self.context.at(num_tokens, num_squared)
-        return _beside(gathering, attention_seconds, self.num_steps) + gathering / self.num_steps
+    def exposed_gathering(self, num_tokens: int, *, attention_seconds: float) -> float:
+        """Seconds that a forward waits for keys and values: for the first step, and where gathering outlasts attention."""
+        gathering, num_steps = self._gathering(num_tokens)
+        return _beside(gathering, attention_seconds, num_steps) + gathering / num_steps
 
-    def exposed_way_back(self, num_tokens: int, num_squared: int, *, attention_seconds: float) -> float:
+    def exposed_way_back(self, num_tokens: int, *, attention_seconds: float) -> float:
         """Seconds that a backward waits: it gathers again, repeats attention, and sends gradients home.
 
-        It waits for the first group to come and for the gradients of the last one to go; in between, both run beside attention's
+        It waits for the first step to come and for the gradients of the last one to go; in between, both run beside attention's
         forward and backward. attention_seconds: of a forward.
         """
-        gathering = self.context.at(num_tokens, num_squared)
+        gathering, num_steps = self._gathering(num_tokens)
         computing = (1 + ATTENTION_BACKWARD) * attention_seconds
-        return _beside(2 * gathering, computing, self.num_steps) + 2 * gathering / self.num_steps
+        return _beside(2 * gathering, computing, num_steps) + 2 * gathering / num_steps
+
+    def _gathering(self, num_tokens: int) -> tuple[float, int]:
+        """Seconds of gathering everything, and the steps that it takes, each of which pays the latency."""
+        num_steps = self.num_groups // count_groups_at_once(self.num_groups, bytes_per_group=num_tokens * self.bytes_per_key)
+        return self.context.at(num_tokens, 0) + (num_steps - 1) * self.context.constant, num_steps
 
 
 def _beside(moving: float, computing: float, num_parts: int) -> float:

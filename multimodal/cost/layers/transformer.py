@@ -104,16 +104,17 @@ class TransformerLayer(Layer):
         return LayerTraffic(float(bytes_per_element * forward), float(bytes_per_element * backward))
 
     def collectives(self, *, tensor_parallel_size: int, ranks: Sequence[int], cluster: Cluster) -> LayerCollectives:
-        """Hidden states between tensor parallel ranks; keys and values, one head at a time, between context parallel ones."""
+        """Hidden states between tensor parallel ranks; keys and values, by groups of heads, between context parallel ones."""
         shape, size = self.unit.transformer, cluster.bytes_per_element
         tensor_group, context_group = ranks[:tensor_parallel_size], ranks[::tensor_parallel_size]
         hidden_bytes = size * shape.hidden_size / len(context_group)
-        num_steps = shape.query_groups // tensor_parallel_size
-        group_bytes = size * 2 * shape.head_channels
+        num_groups = shape.query_groups // tensor_parallel_size
+        bytes_per_key = size * 2 * shape.head_channels
         return LayerCollectives(
             collective_per_token(hidden_bytes, ranks=tensor_group, cluster=cluster).times(_PER_PASS),
-            collective_per_token(group_bytes, ranks=context_group, cluster=cluster).times(num_steps),
-            num_steps,
+            collective_per_token(num_groups * bytes_per_key, ranks=context_group, cluster=cluster),
+            num_groups,
+            bytes_per_key,
         )
 
     @property

@@ -193,8 +193,8 @@ class _Prepared(NamedTuple):
             return tensor, tensor + again
         num_tokens, num_squared, _, num_sequences = cut.attending
         attention = self.curves.attention.at(num_tokens, num_squared, num_sequences)
-        gathering = self.collectives.exposed_gathering(cut.num_gathered, num_squared, attention_seconds=attention)
-        way_back = self.collectives.exposed_way_back(cut.num_gathered, num_squared, attention_seconds=attention) + tensor
+        gathering = self.collectives.exposed_gathering(cut.num_gathered, attention_seconds=attention)
+        way_back = self.collectives.exposed_way_back(cut.num_gathered, attention_seconds=attention) + tensor
         return tensor + gathering, way_back + (again + gathering if self.recompute == "full" else 0.0)
 
 

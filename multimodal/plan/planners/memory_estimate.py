@@ -10,9 +10,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from multimodal.cost.layers.collectives import held_key_bytes
 from multimodal.cost.layers.layer import ActivationBytes, ActivationCase
 from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer
-from multimodal.cost.step_memory import GATHERED_GROUPS, layer_static_bytes
+from multimodal.cost.step_memory import layer_static_bytes
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
 from multimodal.plan.planners.unit_layout import Range, UnitLayout
@@ -99,9 +100,9 @@ class MemoryEstimate:
             weights = max(self.layer(unit, kind).num_weights for kind in kinds)
             working += 2 * weights * request.cluster.bytes_per_element / size.tensor
         if size.context > 1:
-            num_groups = min(GATHERED_GROUPS, shape.query_groups // size.tensor)
-            per_token = num_groups * 2 * shape.head_channels * request.cluster.bytes_per_element
-            working += samples * request.mean_loads[unit][0] * per_token
+            num_tokens = samples * request.mean_loads[unit][0]
+            bytes_per_group = num_tokens * 2 * shape.head_channels * request.cluster.bytes_per_element
+            working += held_key_bytes(shape.query_groups // size.tensor, bytes_per_group=bytes_per_group)
         return working
 
     @cached_property
