@@ -1,5 +1,6 @@
 """The input of a planner: a model, a machine, a batch, real lengths, and the sizes that a person has decided."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -33,6 +34,8 @@ CONTEXT_PARALLEL_SIZES = (1, 2, 4, 8)
 BLOCK_SIZE = 128
 """Tokens that context parallel ranks are dealt at a time, by default."""
 LARGEST_CONTEXT_PARALLEL = CONTEXT_PARALLEL_SIZES[-1]
+LEAST_PART_TOKENS = 8 * BLOCK_SIZE
+"""Tokens of a part of an item."""
 LEAST_SHARE_TOKENS = 32 * BLOCK_SIZE
 """Fewest tokens of each context parallel rank: about as many as a layer's matrix products need to be efficient."""
 Sharding = Literal["optim", "optim_grads_params"]
@@ -282,9 +285,20 @@ class PlanningRequest:
             int(average / BLOCK_SIZE),
         )
         described = self.graph.unit(unit)
+        longest = 0 if described.is_causal else self.longest_items.get(unit, 0)
+        parts = min(longest / max(1.0, average), longest / LEAST_PART_TOKENS, self.most_context_parallel, self.num_gpus)
+        most = max(most, math.ceil(parts))
         if described.role is Role.ENCODER and BLOCK_SIZE % described.merge_factor:
             most = 1
         return tuple(size for size in CONTEXT_PARALLEL_SIZES if size <= max(1, most))
+
+    @cached_property
+    def longest_items(self) -> Mapping[str, int]:
+        """Unit -> the tokens of the longest of its items."""
+        longest: dict[str, int] = {}
+        for item in (item for sample in self.lengths for item in sample.items):
+            longest[item.unit] = max(longest.get(item.unit, 0), item.num_tokens)
+        return longest
 
     def stage_sizes(self, unit: str) -> list[StageSize]:
         """Return every tp and cp of a unit."""

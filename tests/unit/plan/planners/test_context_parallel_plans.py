@@ -69,6 +69,19 @@ def test_sizes_are_open_only_where_every_rank_gets_a_long_share():
     assert short.context_parallel_sizes("llm") == (1,)
 
 
+def test_an_encoder_may_cut_items_that_are_longer_than_a_microbatch():
+    one_long = (
+        SampleLengths(0, (ItemLengths("vision", 3072, 768),), 100, 50),
+        *(SampleLengths(index, (ItemLengths("vision", 256, 64),), 100, 50) for index in range(1, 20)),
+    )
+    asked = request(TWO, lengths=one_long, num_gpus=32, most_context_parallel=8, micro_batch_size=1)
+    assert asked.longest_items == {"vision": 3072}
+    assert asked.context_parallel_sizes("vision") == (1, 2), "3 parts of 1,024 tokens; its ranks have less than 4,096"
+    assert replace(asked, micro_batch_size=8).context_parallel_sizes("vision") == (1,), "a microbatch has 3,174 on average"
+    assert replace(asked, most_context_parallel=1).context_parallel_sizes("vision") == (1,)
+    assert asked.context_parallel_sizes("llm") == (1,)
+
+
 def test_an_encoder_whose_merged_patches_blocks_would_cut_is_not_spread():
     odd = replace(TWO, units=(replace(VISION, image=replace(VISION.image, merge_size=3)), LLM))
     lengths = (SampleLengths(0, (ItemLengths("vision", 90_000, 10_000),), 10, 10),)
