@@ -17,9 +17,11 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from multimodal.balance import BALANCERS
+from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
+from multimodal.cost.item_shares import DEFAULT_BLOCK_SIZE
 from multimodal.cost.layers.layer import Implementation
 from multimodal.cost.layers.registry import read_model
 from multimodal.cost.model_costs import ModelCosts
@@ -64,6 +66,8 @@ DATA_FLAGS = (
     "transformer_impl",
     "tp_comm_overlap",
     "tp_comm_overlap_parts",
+    "context_parallel_distribution",
+    "context_parallel_block_size",
 )
 
 
@@ -116,6 +120,8 @@ def build_parser() -> Parser:
         help="Tensor parallel collectives run in parts beside products (local layers).",
     )
     data.add_argument("--tp-comm-overlap-parts", type=count, metavar="N", help=f"How many ({OVERLAPPED_PARTS}).")
+    data.add_argument("--context-parallel-distribution", choices=tuple(TokenDistribution), help="What ranks share (by-item).")
+    data.add_argument("--context-parallel-block-size", type=count, metavar="N", help=f"Tokens of a block ({DEFAULT_BLOCK_SIZE}).")
     when = parser.add_argument_group("the schedule")
     when.add_argument("--schedule", required=True, choices=BUILDERS, help="Builds the schedule.")
     when.add_argument("--schedule-passes", default="", metavar="A,B", help=f"Rewrite it, in this order: {', '.join(PASSES)}.")
@@ -184,11 +190,14 @@ def build_steps(flags: argparse.Namespace) -> Iterator[CostedStep]:
 def run_options(flags: argparse.Namespace, cluster: Cluster) -> RunOptions:
     """Return the options of the run: recomputation, sharding, implementation of layers."""
     zero_stage = default_zero_stage(cluster.bytes_per_element) if flags.zero_stage is None else flags.zero_stage
+    distribution = flags.context_parallel_distribution or TokenDistribution.BY_ITEM
+    block_size = flags.context_parallel_block_size or DEFAULT_BLOCK_SIZE
     return RunOptions(
         flags.recompute_granularity,
         zero_stage,
         transformer_impl=flags.transformer_impl or ("local" if flags.tp_comm_overlap else "transformer_engine"),
         num_overlapped_parts=(flags.tp_comm_overlap_parts or OVERLAPPED_PARTS) if flags.tp_comm_overlap else 1,
+        item_block_size=block_size if distribution == TokenDistribution.BY_ITEM else None,
     )
 
 

@@ -68,6 +68,20 @@ def test_cornstarchs_frozen_model_is_simulated(capsys):
     assert report["iteration_seconds"] >= 24 * (0.02815 + 0.0513) + 2 * 0.07504
 
 
+def test_context_parallel_ranks_have_whole_items_unless_told_otherwise(flags, tmp_path, capsys):
+    vision = {"context_parallel_size": 2, "replicas": [{"stages": [{"ranks": [0, 1], "layers": [[0, 6]]}]}]}
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump({"units": {**PLAN["units"], "vision": vision}}))
+    rows = ("a,1120x1120;1120x1120,12,0", "b,1120x1120;1120x1120,12,0")
+    (tmp_path / "lengths.csv").write_text("\n".join((LENGTHS.splitlines()[0], *rows)))
+    data = ["--lengths", str(tmp_path / "lengths.csv"), "--json", "--context-parallel-distribution"]
+    by_item, spread = (simulate(capsys, *flags, *data, name)["stages"] for name in ("by-item", "lpt"))
+    assert by_item == simulate(capsys, *flags, *data[:-1])["stages"]
+    seconds = [
+        [sum(stage["microbatch_seconds"]) for stage in stages if stage["unit"] == "vision"] for stages in (by_item, spread)
+    ]
+    assert seconds[0] < seconds[1], "nothing is gathered, nor repeated"
+
+
 @pytest.mark.parametrize("data", [["--uniform-lengths", "vision=64,llm=128"], ["--lengths", "{folder}/lengths.csv"]])
 def test_a_plan_is_simulated_on_a_cluster(flags, tmp_path, capsys, data):
     data = [word.format(folder=tmp_path) for word in data]
