@@ -1,8 +1,8 @@
 """Attention of a sequence whose tokens are spread over ranks: keys and values are gathered by groups of heads.
 
 While one group of heads is attended to, the keys and values of the next are on their way (Llama 3; Cornstarch, thesis 3.4.3). At
-no time are more than two steps' gathered keys and values held: they are not kept for the backward, which gathers them again,
-repeats the attention of the group, and sends the gradients home by reduce-scatter while the next group is computed.
+no time are more than two steps' gathered keys and values held: they are not kept for the backward, which gathers them again and
+sends the gradients home by reduce-scatter while the next group is computed.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 
 from multimodal.attention.attention_backend import AttentionBackend
 from multimodal.attention.attention_mask import AttentionMask
@@ -47,11 +48,13 @@ def attend_across_ranks(
     mask: AttentionMask,
     attend: AttentionBackend,
     softmax_scale: float | None = None,
+    recompute: bool = False,
 ) -> Tensor:
     """Attend with this rank's queries to the keys of all ranks; every rank of the group must call it.
 
     query: [num_local, heads, channels]; key, value: [num_local, groups, channels], of this rank's tokens in the order of the
-    sequence. mask: of the whole sequence, with this rank's `query_blocks`. Returns [num_local, heads, channels].
+    sequence. mask: of the whole sequence, with this rank's `query_blocks`. recompute: repeat the attention in the backward, which
+    keeps nothing else for it. Returns [num_local, heads, channels].
     Raises ConfigError when the heads cannot be gathered in such groups.
     """
     num_groups, at_once = key.shape[1], context.groups_at_once
@@ -64,7 +67,8 @@ def attend_across_ranks(
     def attend_to_group(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return attend(queries, keys, values, mask=mask, softmax_scale=softmax_scale)
 
-    mixed: Tensor = _ContextAttention.apply(query, key, value, replace(context, groups_at_once=at_once), attend_to_group)
+    context, is_kept = replace(context, groups_at_once=at_once), torch.is_grad_enabled() and query.requires_grad and not recompute
+    mixed: Tensor = _ContextAttention.apply(query, key, value, context, attend_to_group, is_kept)
     return mixed
 
 
@@ -72,32 +76,72 @@ class _ContextAttention(torch.autograd.Function):
     """Loops over groups of heads, one collective ahead."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, context: ContextGroup, attend: _Attend) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, context: ContextGroup, attend: _Attend, is_kept: bool
+    ) -> Tensor:
         ctx.save_for_backward(query, key, value)
-        ctx.context, ctx.attend = context, attend
-        steps = zip(_steps(query, key, context), _gather_groups(key, value, context), strict=True)
-        return torch.cat([attend(queries, *keys_values) for queries, keys_values in steps], dim=1)
+        ctx.context, ctx.attend, ctx.kept = context, attend, []
+        mixed = []
+        for queries, keys_values in zip(_steps(query, key, context), _gather_groups(key, value, context), strict=True):
+            if is_kept:
+                ctx.kept.append(_AttendedGroup(attend, queries, keys_values))
+                mixed.append(ctx.kept[-1].release())
+            else:
+                mixed.append(attend(queries, *keys_values.chunk(2, dim=1)))
+        return torch.cat(mixed, dim=1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, mixed_gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, mixed_gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         query, key, value = ctx.saved_tensors
         context: ContextGroup = ctx.context
-        steps = zip(
-            _steps(query, key, context), _steps(mixed_gradient, key, context), _gather_groups(key, value, context), strict=True
-        )
+        gathered = _gather_groups(key, value, context)
+        steps = zip(_steps(query, key, context), _steps(mixed_gradient, key, context), gathered, strict=True)
+        kept: list[_AttendedGroup] = ctx.kept[::-1]
         query_gradients, sent = [], []
         for queries, gradient, keys_values in steps:
-            leaves = [tensor.detach().requires_grad_() for tensor in (queries, *keys_values)]
-            with torch.enable_grad():
-                mixed = ctx.attend(*leaves)
-            of_queries, of_keys, of_values = torch.autograd.grad(mixed, leaves, gradient)
+            group = kept.pop() if kept else _AttendedGroup(ctx.attend, queries, keys_values)
+            of_queries, of_keys, of_values = group.gradients(gradient, keys_values)
             query_gradients.append(of_queries)
             sent.append(_Reduction(of_keys, of_values, context))
             for earlier in sent[:-1]:
                 earlier.finish()
+        ctx.kept = []
         key_gradients, value_gradients = zip(*(reduction.finish() for reduction in sent), strict=True)
-        return torch.cat(query_gradients, dim=1), torch.cat(key_gradients, dim=1), torch.cat(value_gradients, dim=1), None, None
+        gradients = torch.cat(query_gradients, dim=1), torch.cat(key_gradients, dim=1), torch.cat(value_gradients, dim=1)
+        return *gradients, None, None, None
+
+
+class _AttendedGroup:
+    """Attention of one step's heads, with all that its backward needs."""
+
+    def __init__(self, attend: _Attend, queries: Tensor, keys_values: Tensor) -> None:
+        """keys_values: [num_tokens, 2 x key heads, channels], which nothing else uses."""
+        self._keys_values = keys_values
+        self._leaves = [tensor.detach().requires_grad_() for tensor in (queries, *keys_values.chunk(2, dim=1))]
+        with torch.enable_grad(), saved_tensors_hooks(_keep, _return):
+            self._mixed = attend(*self._leaves)
+
+    def release(self) -> Tensor:
+        """Give back the memory of the keys and values; returns the output."""
+        self._keys_values.untyped_storage().resize_(0)
+        return self._mixed.detach()
+
+    def gradients(self, gradient: Tensor, keys_values: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of queries, keys and values; keys_values: the same, gathered anew if they were released."""
+        if keys_values is not self._keys_values:
+            self._keys_values.untyped_storage().resize_(keys_values.untyped_storage().nbytes())
+            self._keys_values.data.copy_(keys_values)  # past autograd's count of changes: it has seen these values
+        return torch.autograd.grad(self._mixed, self._leaves, gradient)
+
+
+def _keep(tensor: Tensor) -> Tensor:
+    """Keep a tensor past all other hooks; detached, for an operation's own output would tie its graph into a reference cycle."""
+    return tensor if tensor.is_leaf else tensor.detach()
+
+
+def _return(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _steps(tensor: Tensor, key: Tensor, context: ContextGroup) -> tuple[Tensor, ...]:
@@ -110,8 +154,8 @@ def _at_once(context: ContextGroup) -> int:
     return context.groups_at_once
 
 
-def _gather_groups(key: Tensor, value: Tensor, context: ContextGroup) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield every step's keys and values of the whole sequence, having started the gather of the step after."""
+def _gather_groups(key: Tensor, value: Tensor, context: ContextGroup) -> Iterator[Tensor]:
+    """Yield every step's keys, and values beside them, of the whole sequence, having started the gather of the step after."""
     size = _at_once(context)
     steps = list(zip(key.split(size, dim=1), value.split(size, dim=1), strict=True))
     rows = torch.from_numpy(context.shares.gathered_rows).to(key.device)
@@ -123,7 +167,7 @@ def _gather_groups(key: Tensor, value: Tensor, context: ContextGroup) -> Iterato
         del gathered
         if following is not None:
             coming.append(_start_gather(*following, context))
-        yield in_order[:, :size], in_order[:, size:]
+        yield in_order
 
 
 def _start_gather(key: Tensor, value: Tensor, context: ContextGroup) -> tuple[Any, Tensor]:

@@ -80,7 +80,8 @@ class PackedAttention(CoreAttention):
 class MaskedAttention(CoreAttention):
     """Tokens attend as the rule says, by any backend, over one rank or the ranks that a sequence is spread over.
 
-    backend: a name of `attention_backend.py` other than `auto` and `sequences`; pg_collection: its `cp` are the ranks that a
+    backend: a name of `attention_backend.py` other than `auto` and `sequences`; repeats: attention over several ranks keeps no
+    inner activations, as within layers that are computed again (full recomputation); pg_collection: its `cp` are the ranks that a
     sequence is spread over. Raises ConfigError when the backend's package is missing.
     """
 
@@ -93,10 +94,12 @@ class MaskedAttention(CoreAttention):
         backend: str,
         recompute: bool = False,
         softmax_scale: float | None = None,
+        repeats: bool = False,
         pg_collection: ProcessGroupCollection | None = None,
         **_: Any,
     ) -> None:
         super().__init__(recompute=recompute, softmax_scale=softmax_scale)
+        self.repeats = recompute or repeats
         self.rule, self.attend = rule, load_backend(backend)
         self.context_group = getattr(pg_collection, "cp", None)
 
@@ -134,7 +137,7 @@ class MaskedAttention(CoreAttention):
         return super().forward(*own, None, packed_seq_params=packed) if packed.lengths else own[0].flatten(2)
 
     def _attend_across_ranks(self, own: _Tensors, packed: PackedLengths) -> Tensor:
-        """Keeps no inner activations of its own accord."""
+        """Checkpointing it would gather keys and values once more."""
         share = packed.share
         assert share is not None and isinstance(share.shares, BlockShares) and self.context_group is not None
         query, key, value = own
@@ -146,6 +149,7 @@ class MaskedAttention(CoreAttention):
             mask=packed.mask(self.rule),
             attend=self.attend,
             softmax_scale=self.softmax_scale,
+            recompute=self.repeats,
         )
         return mixed.flatten(1)[:, None]
 

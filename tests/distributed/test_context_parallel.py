@@ -27,6 +27,7 @@ class Case:
     method: str = "lpt"
     groups_at_once: int | None = 1
     backend: str = "blocks"
+    recompute: bool = False
 
 
 def whole_mask(case: Case) -> AttentionMask:
@@ -45,7 +46,8 @@ def attend_on_rank(case: Case) -> list[NDArray[np.generic]]:
     *leaves, gradient = (tensor[positions] for tensor in draw_inputs(whole_mask(case), heads=HEADS, groups=GROUPS))
     for leaf in leaves:
         leaf.requires_grad_()
-    output = attend_across_ranks(*leaves, context=context, mask=mask, attend=load_backend(case.backend))
+    attend = load_backend(case.backend)
+    output = attend_across_ranks(*leaves, context=context, mask=mask, attend=attend, recompute=case.recompute)
     found = output.detach(), *torch.autograd.grad(output, leaves, gradient)
     return [positions.numpy(), *(tensor.numpy() for tensor in found)]
 
@@ -57,9 +59,10 @@ def attend_on_rank(case: Case) -> list[NDArray[np.generic]]:
         *(Case("embedded", method) for method in TokenDistribution),
         Case("packed, empty modalities", groups_at_once=2),
         Case("prefix", groups_at_once=4, backend="dense"),
+        Case("embedded", groups_at_once=2, recompute=True),
         Case("one token", groups_at_once=None),
     ],
-    ids=lambda case: f"{case.mask}-{case.method}",
+    ids=lambda case: f"{case.mask}-{case.method}-{case.recompute}",
 )
 def test_equals_one_process(ranks: RankPool, case: Case, num_ranks: int) -> None:
     mask = whole_mask(case)

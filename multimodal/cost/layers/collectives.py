@@ -63,14 +63,13 @@ class LayerCollectives(NamedTuple):
         return _beside(gathering, attention_seconds, num_steps) + gathering / num_steps
 
     def exposed_way_back(self, num_tokens: int, *, attention_seconds: float) -> float:
-        """Seconds that a backward waits: it gathers again, repeats attention, and sends gradients home.
+        """Seconds that a backward waits: it gathers again, and sends gradients home.
 
-        It waits for the first step to come and for the gradients of the last one to go; in between, both run beside attention's
-        forward and backward. attention_seconds: of a forward.
+        It waits for the first step to come and for the gradients of the last one to go; in between, both run beside attention.
+        attention_seconds: of a backward, and of a forward where that is repeated.
         """
         gathering, num_steps = self._gathering(num_tokens)
-        computing = (1 + ATTENTION_BACKWARD) * attention_seconds
-        return _beside(2 * gathering, computing, num_steps) + 2 * gathering / num_steps
+        return _beside(2 * gathering, attention_seconds, num_steps) + 2 * gathering / num_steps
 
     def _gathering(self, num_tokens: int) -> tuple[float, int]:
         """Seconds of gathering everything, and the steps that it takes, each of which pays the latency."""

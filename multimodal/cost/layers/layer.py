@@ -67,7 +67,7 @@ class ActivationCase(NamedTuple):
     implementation: Implementation = "transformer_engine"
     recompute: Recompute | None = None
     is_spread: bool = False
-    """True if context parallel ranks share the tokens: attention keeps its inputs and repeats itself, as `selective` does."""
+    """True if attention gathers keys and values of other context parallel ranks, which it does not keep."""
 
 
 @dataclass(frozen=True)

@@ -44,22 +44,31 @@ class TransformerLayer(Layer):
         """Bytes by implementation; with full recomputation the input alone."""
         if case.recompute == "full":
             return ActivationBytes(float(case.bytes_per_element * load.num_tokens * self.unit.transformer.hidden_size))
-        is_selective = case.is_spread or case.recompute == "selective"
-        per_token = self._local_bytes if case.implementation == "local" else self._fused_bytes
-        whole, split = per_token(trains=case.need.trains_weights, size=case.bytes_per_element, is_selective=is_selective)
+        is_selective = case.recompute == "selective"
+        if case.implementation == "local":
+            whole, split = self._local_bytes(
+                trains=case.need.trains_weights, size=case.bytes_per_element, is_selective=is_selective or case.is_spread
+            )
+        else:
+            whole, split = self._fused_bytes(
+                trains=case.need.trains_weights, size=case.bytes_per_element, is_selective=is_selective, is_spread=case.is_spread
+            )
         return ActivationBytes(load.num_tokens * whole, load.num_tokens * split)
 
-    def _fused_bytes(self, *, trains: bool, size: int, is_selective: bool) -> tuple[float, float]:
+    def _fused_bytes(self, *, trains: bool, size: int, is_selective: bool, is_spread: bool) -> tuple[float, float]:
         """Bytes per token that fused kernels keep, whole and split (Korthikanti et al., 2022, section 4, with flash attention).
 
         Inputs of both norms (2h), queries, keys, values and the attention's output, and the MLP's first product; if weights are
         trained, also the inputs of the matrix products (2h and the MLP's inner width). For GPT's shape that is 32h bytes in bf16,
-        Korthikanti's 34h less its two dropout masks.
+        Korthikanti's 34h less its two dropout masks. Attention over several ranks has its output group by group of heads, and so
+        keeps one of its own beside the projection's input.
         """
         shape = self.unit.transformer
         query, key_value = self._widths
         first_product = shape.ffn_hidden_size * (2 if self._is_gated else 1)
-        output = 0 if is_selective and not trains else query
+        output = query if trains or not is_selective else 0
+        if is_spread and trains and not is_selective:
+            output += query
         whole = 2 * shape.hidden_size * (2 if trains else 1)
         split = query + key_value + output + first_product + (shape.ffn_hidden_size if trains else 0)
         return float(size * whole), float(size * split)

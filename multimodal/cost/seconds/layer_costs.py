@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.layers.collectives import LayerCollectives
+from multimodal.cost.layers.collectives import ATTENTION_BACKWARD, LayerCollectives
 from multimodal.cost.layers.layer import Layer, Recompute
 from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer
 from multimodal.cost.seconds.analytic_curves import analytic_curves
@@ -174,8 +174,8 @@ class _Prepared(NamedTuple):
     """Seconds that an input gradient, recomputation included, loses in the same way."""
 
     def repeated_by_gathering(self, cut: CutLoad) -> float:
-        """Seconds of attention that the backward repeats where it gathers keys anew: once, selective recomputation or not."""
-        if not self.collectives.is_spread or not cut.num_gathered or self.recompute == "selective":
+        """Seconds of attention over several ranks that is repeated: in a layer that is computed again, it keeps nothing."""
+        if self.recompute != "full" or not self.collectives.is_spread or not cut.num_gathered:
             return 0.0
         return self.curves.attention.at(*counted_tokens(cut.attending, at_exit=self.at_exit))
 
@@ -194,7 +194,8 @@ class _Prepared(NamedTuple):
         num_tokens, num_squared, _, num_sequences = cut.attending
         attention = self.curves.attention.at(num_tokens, num_squared, num_sequences)
         gathering = self.collectives.exposed_gathering(cut.num_gathered, attention_seconds=attention)
-        way_back = self.collectives.exposed_way_back(cut.num_gathered, attention_seconds=attention) + tensor
+        computing = attention * (ATTENTION_BACKWARD + (self.recompute is not None))
+        way_back = self.collectives.exposed_way_back(cut.num_gathered, attention_seconds=computing) + tensor
         return tensor + gathering, way_back + (again + gathering if self.recompute == "full" else 0.0)
 
 

@@ -88,17 +88,16 @@ def transformer_layer_spec(
     spec = _local_spec(num_overlapped_parts) if implementation == "local" else _transformer_engine_spec()
     self_attention = spec.submodules.self_attention
     self_attention.params = {"attn_mask_type": AttnMaskType.causal if rule.is_causal else AttnMaskType.no_mask}
-    self_attention.submodules.core_attention = _core_attention(
-        attention_backend, rule, recomputes=recompute == "selective", is_shared=is_shared
-    )
+    self_attention.submodules.core_attention = _core_attention(attention_backend, rule, recompute=recompute, is_shared=is_shared)
     return spec
 
 
-def _core_attention(backend: str, rule: MaskRule, *, recomputes: bool, is_shared: bool) -> ModuleSpec:
+def _core_attention(backend: str, rule: MaskRule, *, recompute: str | None, is_shared: bool) -> ModuleSpec:
     chosen = choose_backend(backend, rule=rule, is_shared=is_shared)
+    params = {"recompute": recompute == "selective"}
     if chosen == SEQUENCES:
-        return ModuleSpec(module=PackedAttention, params={"recompute": recomputes})
-    return ModuleSpec(module=MaskedAttention, params={"rule": rule, "backend": chosen, "recompute": recomputes})
+        return ModuleSpec(module=PackedAttention, params=params)
+    return ModuleSpec(module=MaskedAttention, params={**params, "repeats": recompute == "full", "rule": rule, "backend": chosen})
 
 
 def _local_spec(num_overlapped_parts: int) -> ModuleSpec:
