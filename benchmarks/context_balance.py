@@ -45,6 +45,9 @@ CLAIMED_IMBALANCE, CLAIMED_FROM_TOKENS = 1.01, 1 << 16
 CLAIMED_COUNT_MILLISECONDS, CLAIMED_DEAL_MILLISECONDS = 20.0, 1.0
 DEFAULT_LENGTHS = Path(__file__).parents[2] / "shared" / "data" / "lengths"
 
+METHODS = tuple(method for method in TokenDistribution if method is not TokenDistribution.BY_ITEM)
+"""Those that deal blocks in ways of their own; `cut_items.py` measures whole items."""
+
 Sample = Sequence[MaskSegment]
 
 
@@ -163,7 +166,7 @@ def measure(mask: str, built: BitfieldMask, *, num_ranks: Sequence[int], seed: i
         imbalance = {}
         mean = workloads.sum() / count
         least = max(np.ceil(mean), workloads.max()) / mean
-        for method in TokenDistribution:
+        for method in METHODS:
             owners = distribute_tokens(workloads, num_ranks=count, method=method, seed=seed)
             loads = rank_workloads(workloads, owners, num_ranks=count)
             imbalance[method.value] = float(loads.max() / loads.mean())
@@ -189,7 +192,7 @@ def _best(work: Callable[[], object], repeats: int) -> float:
 
 def show(rows: Sequence[Row], timings: Sequence[Timing], console: Console) -> None:
     """Print both tables."""
-    table = Table("mask", "tokens", "ranks", "least", *TokenDistribution, title="largest workload of a rank over the mean")
+    table = Table("mask", "tokens", "ranks", "least", *METHODS, title="largest workload of a rank over the mean")
     for row in rows:
         ratios = [f"{each:.4f}" for each in (row.least, *row.imbalance.values())]
         table.add_row(row.mask, str(row.num_tokens), str(row.num_ranks), *ratios)

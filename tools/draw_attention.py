@@ -133,7 +133,7 @@ def draw_block_figure() -> Figure:
 
 def draw_rank_figure() -> Figure:
     """Draw three masks, each dealt to four ranks in four ways."""
-    methods = list(TokenDistribution)
+    methods = [method for method in TokenDistribution if method is not TokenDistribution.BY_ITEM]
     figure, grid = plt.subplots(len(SHARED_MASKS), len(methods), figsize=(12, 9.6), layout="constrained")
     for row, mode in zip(grid, SHARED_MASKS, strict=True):
         mask = build_mask(SHARED_MASKS, mode)

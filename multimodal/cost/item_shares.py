@@ -61,7 +61,7 @@ class ItemDealer:
 
     def deal(self, items: Sequence[UnitLoad]) -> ItemShares:
         """Deal the items of one microbatch."""
-        costs = [self._flops.of(item) for item in items]
+        costs = [round(self._flops.of(item)) for item in items]
         lengths = [item.num_tokens for item in items]
         return share_items(lengths, costs=costs, num_ranks=self.num_ranks, block_size=self.block_size)
 
@@ -95,32 +95,32 @@ class ItemDealer:
 
 
 def share_items(
-    lengths: Sequence[int], *, costs: Sequence[float], num_ranks: int, block_size: int = DEFAULT_BLOCK_SIZE
+    lengths: Sequence[int], *, costs: Sequence[int], num_ranks: int, block_size: int = DEFAULT_BLOCK_SIZE
 ) -> ItemShares:
     """Deal items whole, longest first onto the least loaded rank; cut what leaves a rank too much.
 
-    lengths, costs: tokens and work of every item, in the order of the sequence. While a rank has more than 1 + TOLERANCE even
+    lengths, costs: tokens and FLOPs of every item, in the order of the sequence. While a rank has more than 1 + TOLERANCE even
     shares, the item that it gives up is the shortest that is enough, else its longest; one of a single block cannot be cut. The
-    blocks of these items fill up the ranks in order, the emptiest first, so no rank gets more than an even share and a block.
+    blocks of these items are dealt in the same way, so no rank that gets any has more than an even share and a block.
 
-    Ties go by item and by rank, so that every rank decides alike. O(items log items + cut tokens).
+    Ties go by item and by rank, so that every rank decides alike. O(items log items + cut tokens + blocks log ranks).
     """
     even = sum(costs) / num_ranks
     items_of_rank = _place_longest_first(costs, num_ranks)
     owners = np.full(len(lengths), CUT, dtype=np.int32)
-    loads = []
+    loads: list[int] = []
     for rank, items in enumerate(items_of_rank):
         kept = _keep_whole(items, lengths=lengths, costs=costs, even=even, block_size=block_size)
         owners[kept] = rank
         loads.append(sum(costs[item] for item in kept))
-    is_cut = owners == CUT
-    return ItemShares(owners, _fill_up(np.array(loads), np.asarray(lengths)[is_cut], np.asarray(costs)[is_cut], block_size))
+    cut = np.flatnonzero(owners == CUT).tolist()
+    return ItemShares(owners, _fill_up(loads, [lengths[item] for item in cut], [costs[item] for item in cut], block_size))
 
 
-def _place_longest_first(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
+def _place_longest_first(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
     """Return the items of every rank, longest first."""
     items_of_rank: list[list[int]] = [[] for _ in range(num_ranks)]
-    ranks = [(0.0, rank) for rank in range(num_ranks)]
+    ranks = [(0, rank) for rank in range(num_ranks)]
     heapify(ranks)
     for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
         load, rank = ranks[0]
@@ -129,9 +129,7 @@ def _place_longest_first(costs: Sequence[float], num_ranks: int) -> list[list[in
     return items_of_rank
 
 
-def _keep_whole(
-    items: Sequence[int], *, lengths: Sequence[int], costs: Sequence[float], even: float, block_size: int
-) -> list[int]:
+def _keep_whole(items: Sequence[int], *, lengths: Sequence[int], costs: Sequence[int], even: float, block_size: int) -> list[int]:
     """Return the items that a rank keeps; items: longest first."""
     kept, load = list(items), sum(costs[item] for item in items)
     while load > (1 + TOLERANCE) * even:
@@ -145,17 +143,16 @@ def _keep_whole(
     return kept
 
 
-def _fill_up(
-    loads: NDArray[np.float64], lengths: NDArray[np.int64], costs: NDArray[np.float64], block_size: int
-) -> NDArray[np.int32]:
-    """Return the rank of every block of the cut items: as much for each as lifts it to the level of all that get any."""
-    if not len(lengths):
-        return np.empty(0, dtype=np.int32)
-    upto_token = np.concatenate(([0.0], np.cumsum(np.repeat(costs / lengths, lengths))))
-    starts = np.arange(0, len(upto_token) - 1, block_size)
-    middles = (upto_token[starts] + upto_token[np.minimum(starts + block_size, len(upto_token) - 1)]) / 2
-    order = np.argsort(loads, kind="stable")
-    levels = (np.cumsum(loads[order]) + upto_token[-1]) / np.arange(1, len(loads) + 1)
-    num_filled = int(np.flatnonzero(levels >= loads[order])[-1]) + 1
-    room = np.cumsum(levels[num_filled - 1] - loads[order[:num_filled]])
-    return order[np.minimum(np.searchsorted(room, middles), num_filled - 1)].astype(np.int32)
+def _fill_up(loads: Sequence[int], lengths: Sequence[int], costs: Sequence[int], block_size: int) -> NDArray[np.int32]:
+    """Return the rank of every block of the cut items: longest first onto the least loaded rank."""
+    of_token = np.repeat([cost // length for cost, length in zip(costs, lengths, strict=True)], lengths).astype(np.int64)
+    starts = np.arange(0, len(of_token), block_size)
+    of_block = np.add.reduceat(of_token, starts) if len(starts) else of_token
+    ranks = list(zip(loads, range(len(loads)), strict=True))
+    heapify(ranks)
+    owners = np.empty(len(of_block), dtype=np.int32)
+    for block in np.argsort(-of_block, kind="stable").tolist():
+        load, rank = ranks[0]
+        owners[block] = rank
+        heapreplace(ranks, (load + int(of_block[block]), rank))
+    return owners

@@ -26,8 +26,8 @@ GRAPH = ModelGraph.from_dict(
 )
 
 
-def costs_of(lengths: Sequence[int]) -> list[float]:
-    return [float(length + length * length / 50) for length in lengths]
+def costs_of(lengths: Sequence[int]) -> list[int]:
+    return [50 * length + length * length for length in lengths]
 
 
 def share(lengths: Sequence[int], *, num_ranks: int) -> ItemShares:
@@ -51,10 +51,10 @@ def work_of_ranks(lengths: Sequence[int], shares: ItemShares, *, num_ranks: int)
     [
         ([30, 30], 2, [0, 1], []),
         ([30, 20, 20, 30], 2, [0, 0, 1, 1], []),
-        ([64], 4, [CUT], [0, 0, 1, 1, 2, 2, 3, 3]),
-        ([10, 200, 10], 2, [1, CUT, 1], [0] * 13 + [1] * 12),
+        ([64], 4, [CUT], [0, 1, 2, 3, 0, 1, 2, 3]),
+        ([10, 200, 10], 2, [1, CUT, 1], [*([0, 1] * 12), 0]),
         ([8, 6], 4, [0, 1], []),
-        ([48, 48, 48], 2, [0, 1, CUT], [0, 0, 0, 1, 1, 1]),
+        ([48, 48, 48], 2, [0, 1, CUT], [0, 1, 0, 1, 0, 1]),
         ([], 3, [], []),
     ],
     ids=["equal", "pairs", "one", "one among short ones", "of a block", "one too many", "none"],
