@@ -22,7 +22,7 @@ CUT = -1
 """In place of the rank of an item that several ranks have."""
 DEFAULT_BLOCK_SIZE = 128
 """Tokens that stay together where an item is cut."""
-TOLERANCE = 0.1
+TOLERANCE = 0.05
 """Work above an even share that a rank may have without cutting an item, as a fraction of that share."""
 
 

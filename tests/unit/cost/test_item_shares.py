@@ -93,7 +93,7 @@ def test_nothing_is_cut_where_whole_items_are_near_to_even_shares(lengths: list[
 
 
 def test_a_cut_item_goes_to_no_more_ranks_than_have_room() -> None:
-    lengths = [200, 100, 100, 100, 100]
+    lengths = [215, 100, 100, 100, 100]
     shares = share(lengths, num_ranks=4)
     assert shares.owners.tolist() == [CUT, 1, 2, 3, 1]
     assert set(shares.block_owners.tolist()) == {0, 2, 3}
