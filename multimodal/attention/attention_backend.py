@@ -13,7 +13,7 @@ from multimodal.attention.packed_lengths import MaskRule
 from multimodal.values.errors import ConfigError
 
 AUTO = "auto"
-"""`sequences` where it can evaluate the mask and has whole sequences, else `blocks`."""
+"""`sequences` where it can evaluate the mask and has whole sequences or items, else `blocks`."""
 SEQUENCES = "sequences"
 """Torch's scaled dot product attention, one packed sequence at a time; knows no items, so `causal` masks and encoders only."""
 

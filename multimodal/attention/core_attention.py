@@ -81,7 +81,8 @@ class MaskedAttention(CoreAttention):
     """Tokens attend as the rule says, by any backend, over one rank or the ranks that a sequence is spread over.
 
     backend: a name of `attention_backend.py` other than `auto` and `sequences`; repeats: attention over several ranks keeps no
-    inner activations, as within layers that are computed again (full recomputation); pg_collection: its `cp` are the ranks that a
+    inner activations, as within layers that are computed again (full recomputation); keeps_sequences: `PackedAttention`
+    attends to items that one rank has whole, as it does without context parallelism; pg_collection: its `cp` are the ranks that a
     sequence is spread over. Raises ConfigError when the backend's package is missing.
     """
 
@@ -95,11 +96,14 @@ class MaskedAttention(CoreAttention):
         recompute: bool = False,
         softmax_scale: float | None = None,
         repeats: bool = False,
+        keeps_sequences: bool = False,
         pg_collection: ProcessGroupCollection | None = None,
         **_: Any,
     ) -> None:
         super().__init__(recompute=recompute, softmax_scale=softmax_scale)
         self.repeats = recompute or repeats
+        options: dict[str, Any] = {"recompute": recompute, "softmax_scale": softmax_scale}
+        self.packed = PackedAttention(config=config, attn_mask_type=attn_mask_type, **options) if keeps_sequences else None
         self.rule, self.attend = rule, load_backend(backend)
         self.context_group = getattr(pg_collection, "cp", None)
 
@@ -134,7 +138,11 @@ class MaskedAttention(CoreAttention):
 
     def _attend_alone(self, own: _Tensors, packed: PackedLengths) -> Tensor:
         """Without items there are no rows, which not every backend takes."""
-        return super().forward(*own, None, packed_seq_params=packed) if packed.lengths else own[0].flatten(2)
+        if not packed.lengths:
+            return own[0].flatten(2)
+        attend = super().forward if self.packed is None else self.packed
+        mixed: Tensor = attend(*own, None, packed_seq_params=packed)
+        return mixed
 
     def _attend_across_ranks(self, own: _Tensors, packed: PackedLengths) -> Tensor:
         """Checkpointing it would gather keys and values once more."""

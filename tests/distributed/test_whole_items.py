@@ -39,7 +39,7 @@ def whole_items_case(*, graph: ModelGraph = GRAPH, **units: UnitPlan) -> Gradien
     )
     source = RandomSource(graph, SAMPLES, 12)
     case = replace(build_case(**units), graph=graph, assignment=assignment, source=source, block_size=BLOCK_SIZE)
-    return replace(case, distribution=TokenDistribution.BY_ITEM)
+    return replace(case, distribution=TokenDistribution.BY_ITEM, attention_backend="auto")
 
 
 def test_the_microbatches_are_of_each_kind() -> None:
@@ -59,8 +59,9 @@ PLANS = {
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_any_grid(ranks: RankPool, plan: str) -> None:
-    assert_matches(replace(whole_items_case(**PLANS[plan]), sequence_parallel="tp" in plan), ranks)
+@pytest.mark.parametrize("backend", ["auto", "blocks"])
+def test_any_grid(ranks: RankPool, plan: str, backend: str) -> None:
+    assert_matches(replace(whole_items_case(**PLANS[plan]), sequence_parallel="tp" in plan, attention_backend=backend), ranks)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

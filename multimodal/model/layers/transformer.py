@@ -97,7 +97,8 @@ def _core_attention(backend: str, rule: MaskRule, *, recompute: str | None, is_s
     params = {"recompute": recompute == "selective"}
     if chosen == SEQUENCES:
         return ModuleSpec(module=PackedAttention, params=params)
-    return ModuleSpec(module=MaskedAttention, params={**params, "repeats": recompute == "full", "rule": rule, "backend": chosen})
+    of_items = {"repeats": recompute == "full", "keeps_sequences": choose_backend(backend, rule=rule) == SEQUENCES}
+    return ModuleSpec(module=MaskedAttention, params={**params, **of_items, "rule": rule, "backend": chosen})
 
 
 def _local_spec(num_overlapped_parts: int) -> ModuleSpec:
