@@ -39,9 +39,11 @@ class AssignedLoads:
 
     def computed_at(self, place: MicrobatchPlace) -> ComputedLoad:
         """What the computations of one microbatch take their time for."""
-        if place.unit not in self._dealers:
-            return ComputedLoad(self.at(place))
-        return self._busiest(place.unit, self.step.assignment.atoms(place))
+        if place not in self._computed:
+            is_dealt = place.unit in self._dealers
+            atoms = self.step.assignment.atoms(place)
+            self._computed[place] = self._busiest(place.unit, atoms) if is_dealt else ComputedLoad(self.at(place))
+        return self._computed[place]
 
     def computed_by(self, action: Action) -> ComputedLoad:
         """The same of one computation, which may be of a sample subset."""
@@ -54,13 +56,9 @@ class AssignedLoads:
 
     def kept_at(self, place: MicrobatchPlace) -> RankLoad:
         """The part of one microbatch that the context parallel rank with the most tokens has, times their number."""
-        if place.unit in self._dealers:
-            num_ranks = self._dealers[place.unit].num_ranks
-            parts = self._rank_loads(place.unit, self.step.assignment.atoms(place))
-            fullest = max(parts, key=lambda part: part.whole.num_tokens + part.cut.num_tokens)
-            return RankLoad(*(of_all_ranks(load, num_ranks) for load in fullest))
-        is_spread = self.step.plan.units[place.unit].context_parallel_size > 1
-        return RankLoad(UnitLoad(), self.at(place)) if is_spread else RankLoad(self.at(place), UnitLoad())
+        if place not in self._kept:
+            self._kept[place] = self._fullest(place)
+        return self._kept[place]
 
     def num_gathered(self, unit: str, replica: int) -> int:
         """Tokens of whose keys and values context parallel ranks hold all at a time; of the microbatch with the most."""
@@ -77,6 +75,15 @@ class AssignedLoads:
             of_all_ranks(add_loads(busiest), dealer.num_ranks),
             CutLoad(of_all_ranks(busiest.cut, dealer.num_ranks), num_gathered),
         )
+
+    def _fullest(self, place: MicrobatchPlace) -> RankLoad:
+        if place.unit in self._dealers:
+            num_ranks = self._dealers[place.unit].num_ranks
+            parts = self._rank_loads(place.unit, self.step.assignment.atoms(place))
+            fullest = max(parts, key=lambda part: part.whole.num_tokens + part.cut.num_tokens)
+            return RankLoad(*(of_all_ranks(load, num_ranks) for load in fullest))
+        is_spread = self.step.plan.units[place.unit].context_parallel_size > 1
+        return RankLoad(UnitLoad(), self.at(place)) if is_spread else RankLoad(self.at(place), UnitLoad())
 
     def _rank_loads(self, unit: str, atoms: Microbatch) -> tuple[RankLoad, ...]:
         if (unit, atoms) not in self._dealt:
@@ -135,6 +142,14 @@ class AssignedLoads:
     @cached_property
     def _by_sample(self) -> Mapping[int, SampleLengths]:
         return index_by_sample(self.lengths)
+
+    @cached_property
+    def _computed(self) -> dict[MicrobatchPlace, ComputedLoad]:
+        return {}
+
+    @cached_property
+    def _kept(self) -> dict[MicrobatchPlace, RankLoad]:
+        return {}
 
     @cached_property
     def _dealt(self) -> dict[tuple[str, Microbatch], tuple[RankLoad, ...]]:

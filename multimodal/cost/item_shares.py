@@ -4,7 +4,7 @@ An item that one rank has whole needs no keys and values of others. So items are
 a rank with too much, one of its items is cut, and its tokens level the ranks.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heapreplace
@@ -81,13 +81,14 @@ class ItemDealer:
     def _cut_loads(self, items: Sequence[UnitLoad], block_owners: NDArray[np.int32]) -> list[UnitLoad]:
         if not items:
             return [UnitLoad()] * self.num_ranks
-        lengths, outputs = np.array([(item.num_tokens, item.num_outputs) for item in items]).T
-        item_of_token = np.repeat(np.arange(len(items)), lengths)
-        owner_of_token = np.repeat(block_owners, self.block_size)[: len(item_of_token)]
-        tokens = np.zeros((self.num_ranks, len(items)), dtype=np.int64)
-        np.add.at(tokens, (owner_of_token, item_of_token), 1)
-        columns = (tokens, tokens * lengths, tokens * outputs // lengths, tokens > 0)
-        return [UnitLoad(*map(int, rank)) for rank in zip(*(column.sum(axis=1) for column in columns), strict=True)]
+        tokens: list[dict[int, int]] = [{} for _ in range(self.num_ranks)]
+        owners = block_owners.tolist()
+        for block, item, num_tokens in _cut_into_blocks([item.num_tokens for item in items], self.block_size):
+            own = tokens[owners[block]]
+            own[item] = own.get(item, 0) + num_tokens
+        return [
+            add_loads(_part(items[item], num_tokens) for item, num_tokens in own.items()) if own else UnitLoad() for own in tokens
+        ]
 
     @cached_property
     def _flops(self) -> UnitFlops:
@@ -145,14 +146,30 @@ def _keep_whole(items: Sequence[int], *, lengths: Sequence[int], costs: Sequence
 
 def _fill_up(loads: Sequence[int], lengths: Sequence[int], costs: Sequence[int], block_size: int) -> NDArray[np.int32]:
     """Return the rank of every block of the cut items: longest first onto the least loaded rank."""
-    of_token = np.repeat([cost // length for cost, length in zip(costs, lengths, strict=True)], lengths).astype(np.int64)
-    starts = np.arange(0, len(of_token), block_size)
-    of_block = np.add.reduceat(of_token, starts) if len(starts) else of_token
+    of_block = [0] * -(-sum(lengths) // block_size)
+    for block, item, num_tokens in _cut_into_blocks(lengths, block_size):
+        of_block[block] += costs[item] * num_tokens // lengths[item]
     ranks = list(zip(loads, range(len(loads)), strict=True))
     heapify(ranks)
-    owners = np.empty(len(of_block), dtype=np.int32)
-    for block in np.argsort(-of_block, kind="stable").tolist():
-        load, rank = ranks[0]
-        owners[block] = rank
-        heapreplace(ranks, (load + int(of_block[block]), rank))
-    return owners
+    owners = [0] * len(of_block)
+    for block in sorted(range(len(of_block)), key=of_block.__getitem__, reverse=True):
+        load, owners[block] = ranks[0]
+        heapreplace(ranks, (load + of_block[block], owners[block]))
+    return np.array(owners, dtype=np.int32)
+
+
+def _cut_into_blocks(lengths: Sequence[int], block_size: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (block, item, tokens of the item in the block) of items that are laid end to end."""
+    position = 0
+    for item, length in enumerate(lengths):
+        end = position + length
+        while position < end:
+            block = position // block_size
+            num_tokens = min(end, (block + 1) * block_size) - position
+            yield block, item, num_tokens
+            position += num_tokens
+
+
+def _part(item: UnitLoad, num_tokens: int) -> UnitLoad:
+    """Return the load of some of an item's tokens, each of which attends to the whole item."""
+    return UnitLoad(num_tokens, num_tokens * item.num_tokens, num_tokens * item.num_outputs // item.num_tokens, 1)
