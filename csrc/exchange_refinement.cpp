@@ -35,7 +35,7 @@ class Refinement {
         if (padded()) add_padding();
     }
 
-    void run(std::int64_t bound, std::int64_t num_steps) {
+    void run(std::int64_t bound, std::int64_t& num_steps) {
         if (*std::max_element(costs_.begin(), costs_.end()) <= bound + bound / kGoodEnough) return;
         sort_by_bin();
         sort_by_cost();
@@ -201,7 +201,7 @@ class Refinement {
 }  // namespace
 
 void refine_by_exchange(const RankedItems& items, std::int64_t num_bins, std::int64_t max_items_per_bin, std::int64_t bound,
-                        std::int64_t num_steps, std::vector<std::int32_t>& bin_of_rank) {
+                        std::int64_t& num_steps, std::vector<std::int32_t>& bin_of_rank) {
     if (num_steps <= 0) return;
     Refinement(items, num_bins, max_items_per_bin, bin_of_rank).run(bound, num_steps);
 }

@@ -23,91 +23,119 @@ class Placement {
           limited_(max_items_per_bin < items.size()),
           room_(num_bins, max_items_per_bin),
           ready_(num_bins),
-          key_of_bin_(num_bins, kNone),
+          key_of_bin_(num_bins),
           bin_of_rank_(bin_of_rank) {
         bin_of_rank_.resize(items.size());
         std::iota(ready_.begin(), ready_.end(), Key{0});
+        key_of_bin_ = ready_;
     }
 
-    void run() {
+    // Returns the load of the most loaded bin.
+    std::int64_t run() {
         while (next_ < items_.size()) {
             const std::size_t num_ready = ready_.size();
             if (place_run() * 8 < num_ready) place_one_by_one(num_ready);
         }
+        for (const Key key : key_of_bin_) most_of_full_ = std::max(most_of_full_, key == kNone ? 0 : load(key));
+        return most_of_full_;
     }
 
    private:
     static constexpr Key kNone = ~Key{0};
 
+    std::int64_t load(Key key) const { return static_cast<std::int64_t>(key >> bin_bits_); }
     std::size_t bin(Key key) const { return static_cast<std::size_t>(key & ((Key{1} << bin_bits_) - 1)); }
 
     // Puts the next item into the bin of `key`; returns the bin's new key, or kNone when it is full.
     Key place(Key key) {
         bin_of_rank_[next_] = static_cast<std::int32_t>(bin(key));
         key += static_cast<Key>(items_.additive[next_++]) << bin_bits_;
-        return --room_[bin(key)] > 0 ? key : kNone;
+        if (--room_[bin(key)] > 0) return key;
+        most_of_full_ = std::max(most_of_full_, load(key));
+        return kNone;
     }
 
     // Places one item per bin, in ascending order of load, for as long as no bin that got one is the least loaded again:
     // as one by one would, with one linear sort in place of many steps of a heap. Returns how many.
     std::size_t place_run() {
         const std::size_t limit = std::min(ready_.size(), static_cast<std::size_t>(items_.size() - next_));
-        const std::int64_t* costs = items_.additive.data() + next_;
-        std::int32_t* bins = bin_of_rank_.data() + next_;
+        const std::int64_t* const costs = items_.additive.data() + next_;
+        std::int32_t* const bins = bin_of_rank_.data() + next_;
+        Key *const ready = ready_.data(), *const key_of_bin = key_of_bin_.data();
+        const int shift = bin_bits_;
+        const Key mask = (Key{1} << shift) - 1;
         std::size_t taken = 0;
         Key least = kNone, most = 0;
-        for (; taken < limit && ready_[taken] < least; ++taken) {
-            const Key key = ready_[taken] + (static_cast<Key>(costs[taken]) << bin_bits_);
-            const std::size_t bin = this->bin(key);
+        bool is_sorted = true;  // as after a run of equal items, of which large batches have many
+        for (; taken < limit && ready[taken] < least; ++taken) {
+            const Key key = ready[taken] + (static_cast<Key>(costs[taken]) << shift);
+            const std::size_t bin = static_cast<std::size_t>(key & mask);
             bins[taken] = static_cast<std::int32_t>(bin);
-            if (limited_ && --room_[bin] <= 0) continue;
-            key_of_bin_[bin] = key;
+            key_of_bin[bin] = ready[taken] = key;
+            is_sorted &= key >= most;
             least = std::min(least, key);
             most = std::max(most, key);
         }
+        if (taken < ready_.size()) most = std::max(most, ready_.back());
         next_ += taken;
-        sort_placed(taken, least, most);
-        merge_placed(taken);
+        is_sorted &= taken == ready_.size();
+        if (limited_) close_full_bins(taken);
+        if (next_ < items_.size() && !is_sorted) sort_by_load(least, most);
         return taken;
     }
 
-    // Collects the keys in the order of bins, so that only the loads' distances from the least one are left to sort by.
-    void sort_placed(std::size_t num_taken, Key least, Key most) {
+    void close_full_bins(std::size_t taken) {
+        bool is_any_full = false;
+        for (std::size_t index = 0; index < taken; ++index) {
+            const Key key = ready_[index];
+            if (--room_[bin(key)] > 0) continue;
+            most_of_full_ = std::max(most_of_full_, load(key));
+            key_of_bin_[bin(key)] = ready_[index] = kNone;
+            is_any_full = true;
+        }
+        if (is_any_full) ready_.erase(std::remove(ready_.begin(), ready_.end(), kNone), ready_.end());
+    }
+
+    // Makes `ready_` from `key_of_bin_`: from the order of bins only loads are left to sort by, from the least one on.
+    void sort_by_load(Key least, Key most) {
         const Key base = least >> bin_bits_ << bin_bits_;
-        placed_.resize(key_of_bin_.size());
-        if (num_taken == key_of_bin_.size() && !limited_) {
-            placed_.swap(key_of_bin_);
-            std::fill(key_of_bin_.begin(), key_of_bin_.end(), kNone);
-        } else {
-            take_placed();
-        }
-        if (!placed_.empty()) radix_sort(placed_, spare_, base, bin_bits_, bit_width((most - base) >> bin_bits_));
+        const int num_bits = bit_width((most - base) >> bin_bits_);
+        if (num_bits <= kLargestDigitBits) return distribute_by_load(base, std::size_t{1} << num_bits);
+        ready_.clear();
+        std::copy_if(key_of_bin_.begin(), key_of_bin_.end(), std::back_inserter(ready_), [](Key key) { return key != kNone; });
+        radix_sort(ready_, spare_, base, bin_bits_, num_bits);
     }
 
-    void take_placed() {
-        std::size_t num_placed = 0;
-        for (Key& key : key_of_bin_) {
-            placed_[num_placed] = key;
-            num_placed += key != kNone;
-            key = kNone;
+    // One pass of a radix sort. `ready_` holds the same keys, nearly in order, so two counters take turns: counting on the
+    // same one again and again is slow.
+    void distribute_by_load(Key base, std::size_t num_loads) {
+        const int shift = bin_bits_;
+        const auto distance = [base, shift](Key key) { return static_cast<std::size_t>((key - base) >> shift); };
+        std::uint32_t starts[1 << kLargestDigitBits], others[1 << kLargestDigitBits];
+        std::fill(starts, starts + num_loads, 0);
+        std::fill(others, others + num_loads, 0);
+        Key* const ready = ready_.data();
+        const std::size_t half = ready_.size() / 2;
+        for (std::size_t index = 0; index < half; ++index) {
+            ++starts[distance(ready[index])];
+            ++others[distance(ready[index + half])];
         }
-        placed_.resize(num_placed);
-    }
-
-    void merge_placed(std::size_t taken) {
-        if (taken == ready_.size()) {
-            ready_.swap(placed_);
-            return;
+        if (ready_.size() % 2) ++starts[distance(ready_.back())];
+        std::uint32_t start = 0;
+        for (std::size_t load = 0; load < num_loads; ++load) {
+            const std::uint32_t count = starts[load] + others[load];
+            starts[load] = start;
+            start += count;
         }
-        merged_.resize(placed_.size() + ready_.size() - taken);
-        std::merge(placed_.begin(), placed_.end(), ready_.begin() + taken, ready_.end(), merged_.begin());
-        ready_.swap(merged_);
+        for (const Key key : key_of_bin_)
+            if (key != kNone) ready[starts[distance(key)]++] = key;
     }
 
     // The same through a binary heap, for many short items and few bins far below the others.
     void place_one_by_one(std::size_t num_items) {
         for (; num_items > 0 && next_ < items_.size(); --num_items) {
             const Key key = place(ready_.front());
+            key_of_bin_[bin(ready_.front())] = key;
             ready_.front() = key == kNone ? ready_.back() : key;
             if (key == kNone) ready_.pop_back();
             sift_down();
@@ -131,25 +159,25 @@ class Placement {
 
     const RankedItems& items_;
     const int bin_bits_;
-    std::int64_t next_ = 0;
+    std::int64_t next_ = 0, most_of_full_ = 0;
     const bool limited_;
     std::vector<std::int64_t> room_;
     std::vector<Key> ready_;  // ascending, hence also a heap; full bins are gone
-    std::vector<Key> key_of_bin_, placed_, merged_, spare_;
+    std::vector<Key> key_of_bin_, spare_;
     std::vector<std::int32_t>& bin_of_rank_;
 };
 
 }  // namespace
 
-void place_longest_first(const RankedItems& items, std::int64_t num_bins, std::int64_t max_items_per_bin,
-                         std::vector<std::int32_t>& bin_of_rank) {
-    const std::int64_t total = std::accumulate(items.additive.begin(), items.additive.end(), std::int64_t{0});
-    const int key_bits = bit_width(static_cast<std::uint64_t>(total)) + bit_width(static_cast<std::uint64_t>(num_bins));
-    if (key_bits < 64) {
-        Placement<std::uint64_t>(items, num_bins, max_items_per_bin, bin_of_rank).run();
-    } else {
-        Placement<Wide>(items, num_bins, max_items_per_bin, bin_of_rank).run();
-    }
+std::int64_t place_longest_first(const RankedItems& items, std::int64_t num_bins, std::int64_t max_items_per_bin,
+                                 std::vector<std::int32_t>& bin_of_rank) {
+    // A bin without limit gets an item when it is the least loaded one, so its load then is at most the mean.
+    std::int64_t most = std::accumulate(items.additive.begin(), items.additive.end(), std::int64_t{0});
+    if (max_items_per_bin >= items.size()) most = std::min(most, most / num_bins + items.additive[0]);
+    const int key_bits = bit_width(static_cast<std::uint64_t>(most)) + bit_width(static_cast<std::uint64_t>(num_bins));
+    if (key_bits < 32) return Placement<std::uint32_t>(items, num_bins, max_items_per_bin, bin_of_rank).run();
+    if (key_bits < 64) return Placement<std::uint64_t>(items, num_bins, max_items_per_bin, bin_of_rank).run();
+    return Placement<Wide>(items, num_bins, max_items_per_bin, bin_of_rank).run();
 }
 
 }  // namespace braid

@@ -6,10 +6,11 @@
 
 namespace braid {
 
-// Writes the bin of each rank. Padded costs are not looked at; equal loads go by bin index.
+// Writes the bin of each rank and returns the load of the most loaded bin. Padded costs are not looked at; equal loads go by bin
+// index.
 // num_bins * max_items_per_bin is at least the number of items; the costs' sum is below 2^62.
 // O(n) while items are longer than the loads differ, O(n log num_bins) otherwise.
-void place_longest_first(const RankedItems& items, std::int64_t num_bins, std::int64_t max_items_per_bin,
-                         std::vector<std::int32_t>& bin_of_rank);
+std::int64_t place_longest_first(const RankedItems& items, std::int64_t num_bins, std::int64_t max_items_per_bin,
+                                 std::vector<std::int32_t>& bin_of_rank);
 
 }  // namespace braid

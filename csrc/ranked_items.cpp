@@ -12,69 +12,79 @@ namespace {
 constexpr std::int64_t kMostCounters = 1 << 18;  // a megabyte
 constexpr std::int64_t kMostRounds = 16;  // further ones add little to the bound
 
-// One counter per length: large batches hold each length several times over.
-void rank_by_counting(const std::int64_t* lengths, std::int64_t longest, std::vector<std::uint32_t>& order) {
-    thread_local std::vector<std::uint32_t> starts;
-    starts.assign(longest + 2, 0);
-    for (std::size_t index = 0; index < order.size(); ++index) ++starts[longest - lengths[index] + 1];
-    for (std::int64_t distance = 0; distance < longest; ++distance) starts[distance + 1] += starts[distance];
-    for (std::size_t index = 0; index < order.size(); ++index) {
-        order[starts[longest - lengths[index]]++] = static_cast<std::uint32_t>(index);
-    }
+}  // namespace
+
+void Ranking::rank(const std::int64_t* lengths, std::int64_t num_items) {
+    lengths_ = lengths;
+    num_items_ = num_items;
+    longest_ = 0;
+    for (std::int64_t index = 0; index < num_items; ++index) longest_ = std::max(longest_, lengths[index]);
+    is_counted_ = longest_ <= std::min<std::int64_t>(kMostCounters, 2 * num_items);
+    if (is_counted_) return count_lengths();
+    item_.resize(num_items);
+    if (longest_ <= UINT32_MAX) return rank_by_digits();
+    std::iota(item_.begin(), item_.end(), 0);
+    std::stable_sort(item_.begin(), item_.end(), [&](std::uint32_t a, std::uint32_t b) { return lengths[a] > lengths[b]; });
+}
+
+// One counter per length: large batches hold each length several times over, and no item has to be moved.
+void Ranking::count_lengths() {
+    starts_.assign(longest_ + 2, 0);
+    for (std::int64_t index = 0; index < num_items_; ++index) ++starts_[longest_ - lengths_[index] + 1];
+    for (std::int64_t distance = 0; distance < longest_; ++distance) starts_[distance + 1] += starts_[distance];
 }
 
 // Packs (distance from the longest, index) into one word, so that sorting moves words only.
-void rank_by_digits(const std::int64_t* lengths, std::int64_t longest, std::vector<std::uint32_t>& order) {
-    thread_local std::vector<std::uint64_t> keys, spare;
-    keys.resize(order.size());
-    for (std::size_t index = 0; index < order.size(); ++index) {
-        keys[index] = static_cast<std::uint64_t>(longest - lengths[index]) << 32 | index;
+void Ranking::rank_by_digits() {
+    keys_.resize(num_items_);
+    for (std::int64_t index = 0; index < num_items_; ++index) {
+        keys_[index] = static_cast<std::uint64_t>(longest_ - lengths_[index]) << 32 | static_cast<std::uint64_t>(index);
     }
-    radix_sort(keys, spare, std::uint64_t{0}, 32, bit_width(static_cast<std::uint64_t>(longest)));
-    std::transform(keys.begin(), keys.end(), order.begin(), [](std::uint64_t key) { return static_cast<std::uint32_t>(key); });
+    radix_sort(keys_, spare_, std::uint64_t{0}, 32, bit_width(static_cast<std::uint64_t>(longest_)));
+    std::transform(keys_.begin(), keys_.end(), item_.begin(), [](std::uint64_t key) { return static_cast<std::uint32_t>(key); });
 }
 
-void rank(const std::int64_t* lengths, std::vector<std::uint32_t>& order) {
-    std::int64_t longest = 0;
-    for (std::size_t index = 0; index < order.size(); ++index) longest = std::max(longest, lengths[index]);
-    if (longest <= std::min<std::int64_t>(kMostCounters, 2 * order.size())) {
-        rank_by_counting(lengths, longest, order);
-    } else if (longest <= UINT32_MAX) {
-        rank_by_digits(lengths, longest, order);
+void Ranking::gather(const std::int64_t* costs, std::vector<std::int64_t>& ranked) const {
+    ranked.resize(num_items_);
+    if (!is_counted_) {
+        for (std::int64_t rank = 0; rank < num_items_; ++rank) ranked[rank] = costs[item_[rank]];
+    } else if (costs == lengths_) {
+        for (std::int64_t distance = 0; distance <= longest_; ++distance) {
+            const std::int64_t end = distance == longest_ ? num_items_ : starts_[distance + 1];
+            std::fill(ranked.begin() + starts_[distance], ranked.begin() + end, longest_ - distance);
+        }
     } else {
-        std::iota(order.begin(), order.end(), 0);
-        std::stable_sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) { return lengths[a] > lengths[b]; });
+        next_.assign(starts_.begin(), starts_.end());
+        for (std::int64_t index = 0; index < num_items_; ++index) ranked[next_[longest_ - lengths_[index]]++] = costs[index];
     }
 }
 
-void gather(const std::int64_t* costs, const std::vector<std::uint32_t>& order, std::vector<std::int64_t>& ranked) {
-    ranked.resize(costs ? order.size() : 0);
-    for (std::size_t rank = 0; rank < ranked.size(); ++rank) ranked[rank] = costs[order[rank]];
+void Ranking::scatter(const std::vector<std::int32_t>& of_rank, std::int32_t* of_item) const {
+    if (!is_counted_) {
+        for (std::int64_t rank = 0; rank < num_items_; ++rank) of_item[item_[rank]] = of_rank[rank];
+        return;
+    }
+    next_.assign(starts_.begin(), starts_.end());
+    for (std::int64_t index = 0; index < num_items_; ++index) of_item[index] = of_rank[next_[longest_ - lengths_[index]]++];
 }
 
-}  // namespace
-
-const RankedItems& rank_items(const std::int64_t* lengths, const std::int64_t* additive, const std::int64_t* padded,
-                              std::int64_t num_items) {
-    thread_local RankedItems items;
-    items.item.resize(num_items);
-    rank(lengths, items.item);
-    gather(additive, items.item, items.additive);
-    gather(padded, items.item, items.padded);
-    if (!additive) items.additive.assign(num_items, 0);
-    return items;
+std::int64_t costliest_bin(const RankedItems& items, std::int64_t num_bins, const std::vector<std::int32_t>& bin_of_rank) {
+    std::vector<std::int64_t> costs(num_bins, 0), padding(num_bins, -1);
+    for (std::int64_t rank = 0; rank < items.size(); ++rank) {
+        const std::int32_t bin = bin_of_rank[rank];
+        if (padding[bin] < 0) padding[bin] = items.padding(rank);  // of the bin's longest item
+        costs[bin] += items.additive[rank] + padding[bin];
+    }
+    return *std::max_element(costs.begin(), costs.end());
 }
 
 std::int64_t lower_bound(const RankedItems& items, std::int64_t num_bins) {
-    const auto cost = [&](std::int64_t rank) {
-        return items.additive[rank] + (items.padded.empty() ? 0 : items.padded[rank]);
-    };
-    std::int64_t total = 0;
-    for (std::int64_t rank = 0; rank < items.size(); ++rank) total += cost(rank);
+    std::int64_t total = std::accumulate(items.additive.begin(), items.additive.end(), std::int64_t{0});
+    total = std::accumulate(items.padded.begin(), items.padded.end(), total);
     std::int64_t bound = (total + num_bins - 1) / num_bins;
     for (std::int64_t round = 0; round <= kMostRounds && round * num_bins < items.size(); ++round) {
         std::int64_t together = 0;
-        for (std::int64_t rank = round * num_bins - round; rank <= round * num_bins; ++rank) together += cost(rank);
+        for (std::int64_t rank = round * num_bins - round; rank <= round * num_bins; ++rank) together += items.cost(rank);
         bound = std::max(bound, together);
     }
     return bound;

@@ -12,17 +12,43 @@ constexpr std::int64_t kGoodEnough = 1000;  // a costliest bin within one part i
 // Item costs by rank, longest first. A bin costs the sum of `additive` plus its number of items times the largest `padded`.
 // Both descend with the rank; `padded` is empty where nothing is padded.
 struct RankedItems {
-    std::vector<std::uint32_t> item;  // which item of the caller has this rank
     std::vector<std::int64_t> additive, padded;
 
-    std::int64_t size() const { return static_cast<std::int64_t>(item.size()); }
+    std::int64_t size() const { return static_cast<std::int64_t>(additive.size()); }
+    bool is_padded() const { return !padded.empty(); }
+    std::int64_t padding(std::int64_t rank) const { return is_padded() ? padded[rank] : 0; }
+    std::int64_t cost(std::int64_t rank) const { return additive[rank] + padding(rank); }  // of a bin of this item alone
 };
 
-// Ranks items by descending length, equal lengths by index. `additive` or `padded` may be null; neither falls where lengths rise.
-// What is returned is the thread's own and holds until it ranks again: on a large batch fresh memory would take as long as
-// sorting. O(n) for lengths below 2^32, else O(n log n).
-const RankedItems& rank_items(const std::int64_t* lengths, const std::int64_t* additive, const std::int64_t* padded,
-                              std::int64_t num_items);
+// Which rank each item has: by descending length, equal lengths by index. Its memory is kept for the next batch: on a large one
+// fresh memory would take as long as sorting.
+class Ranking {
+   public:
+    // lengths: [num_items], fewer than 2^32; must stay as they are while the ranks are in use. O(n) for lengths below 2^32, else
+    // O(n log n).
+    void rank(const std::int64_t* lengths, std::int64_t num_items);
+
+    // Writes the costs of all items by rank; `costs` may be the lengths themselves.
+    void gather(const std::int64_t* costs, std::vector<std::int64_t>& ranked) const;
+
+    // Writes what each item's rank has: the inverse of `gather`.
+    void scatter(const std::vector<std::int32_t>& of_rank, std::int32_t* of_item) const;
+
+   private:
+    void count_lengths();
+    void rank_by_digits();
+
+    const std::int64_t* lengths_ = nullptr;
+    std::int64_t num_items_ = 0, longest_ = 0;
+    bool is_counted_ = false;
+    std::vector<std::uint32_t> starts_;         // where counted: the first rank of the length so far below the longest
+    mutable std::vector<std::uint32_t> next_;   // scratch: `starts_` while ranks are given out
+    std::vector<std::uint32_t> item_;           // else: which item has each rank
+    std::vector<std::uint64_t> keys_, spare_;
+};
+
+// The cost of the costliest bin.
+std::int64_t costliest_bin(const RankedItems& items, std::int64_t num_bins, const std::vector<std::int32_t>& bin_of_rank);
 
 // No partition into num_bins bins has a bin that costs less, were nothing padded beyond itself: the mean, the longest item,
 // and the shortest k + 1 of the first k num_bins + 1 items, two of which must share a bin with k - 1 others.

@@ -92,8 +92,8 @@ def integer_costs(lengths: ArrayLike, *, cost: UnitCost) -> IntegerCosts:
     lengths: [num_items] whole numbers of tokens, at least one. Raises AssignmentError where one is no whole number or is
     negative, and where a batch of all of them could cost 2^61 tokens or more. O(n).
     """
-    tokens = _read_lengths(lengths)
-    longest, num_items, weight = int(tokens.max()), len(tokens), cost.quadratic_weight
+    tokens, longest = _read_lengths(lengths)
+    num_items, weight = len(tokens), cost.quadratic_weight
     match cost.form:
         case CostForm.LINEAR:
             most = num_items * longest  # saves the exact sum, which reads a large batch once more
@@ -116,21 +116,25 @@ def integer_costs(lengths: ArrayLike, *, cost: UnitCost) -> IntegerCosts:
             return IntegerCosts(tokens, linear, None, 1 << bits)
 
 
-def _read_lengths(lengths: ArrayLike) -> Integers:
-    """Return lengths as [num_items] int64; raises AssignmentError with the first one that is wrong. O(n)."""
+def _read_lengths(lengths: ArrayLike) -> tuple[Integers, int]:
+    """Return lengths as [num_items] int64, and the longest; raises AssignmentError with the first one that is wrong. O(n)."""
     values = np.asarray(lengths)
     if values.ndim != 1:
         raise AssignmentError(f"lengths have {values.ndim} dimensions; give one length per item, a list of numbers")
     if not values.size:
         raise AssignmentError("the batch has no items; give at least one length")
-    if values.dtype.kind in "iu" and values.min() >= 0 and values.max() < 1 << 62:
-        return np.ascontiguousarray(values, dtype=np.int64)
+    if values.dtype.kind in "iu":
+        tokens = np.ascontiguousarray(values, dtype=np.int64)
+        longest = int(tokens.view(np.uint64).max())  # a large batch is read once: what is negative, or was beyond, is large here
+        if longest < 1 << 62:
+            return tokens, longest
     for index, length in enumerate(values.tolist()):
         if not isinstance(length, int | float) or not 0 <= length < 1 << 62 or length != int(length):
             raise AssignmentError(
                 f"item {index} has length {length!r}; lengths must be whole numbers of tokens from 0 to 2^62 - 1"
             )
-    return values.astype(np.int64)
+    tokens = values.astype(np.int64)
+    return tokens, int(tokens.max())
 
 
 def _scale_bits(total: float) -> int:

@@ -8,6 +8,14 @@ GOOD_ENOUGH = 1000
 """Inverse tolerance: a costliest bin that exceeds the lower bound by less than 1 / GOOD_ENOUGH is not improved."""
 
 
+class BinLimits(NamedTuple):
+    """What a partition must keep to, and the cost below which no bin can be the costliest."""
+
+    num_bins: int
+    max_items_per_bin: int
+    bound: int
+
+
 class _Exchange(NamedTuple):
     """The costly bin gives its item at index `give` and gets the cheap one's at `take`, or nothing when that is past its end."""
 
@@ -33,42 +41,39 @@ def refine_by_exchange(
     additive: Sequence[int],
     padded: Sequence[int] | None,
     *,
-    num_bins: int,
-    max_items_per_bin: int,
-    bound: int,
+    limits: BinLimits,
     num_steps: int,
-) -> list[int]:
-    """Return a partition whose costliest bin is no costlier than in the given one.
+) -> tuple[list[int], int]:
+    """Return a partition whose costliest bin is no costlier than in the given one, and how much of the budget is left.
 
     Again and again the costliest bin is relieved: the cheapest bins are tried first, and the best exchange with the first one
     that has any is made, such that both cost less than the costliest did. Ends when that bin is within a thousandth of
-    `bound`, when no exchange helps it, or when the budget is spent.
+    the bound, when no exchange helps it, or when the budget is spent.
 
     bin_of_item, additive, padded: per item, longest first; a bin costs the sum of `additive` plus its number of items times
         its largest `padded` (None: nothing is padded).
-    bound: the least cost of the costliest bin in any partition.
     num_steps: looks at items (at pairs of items where something is padded); a count and no time, so that all ranks agree.
 
     Ties go to the bin with the lower index when cheap, with the higher one when costly, and to the first exchange in the order
     of the given, then the taken item. An exchange takes O(items in two bins), or its square where something is padded.
     """
-    members: list[list[int]] = [[] for _ in range(num_bins)]
+    members: list[list[int]] = [[] for _ in range(limits.num_bins)]
     for item, index in enumerate(bin_of_item):
         members[index].append(item)
     by_cost = sorted((bin_cost(items, additive, padded), index) for index, items in enumerate(members))
-    while num_steps > 0 and by_cost[-1][0] > bound + bound // GOOD_ENOUGH:
+    while num_steps > 0 and by_cost[-1][0] > limits.bound + limits.bound // GOOD_ENOUGH:
         cost, costly = by_cost[-1]
         for cheap_cost, cheap in by_cost:
             if cheap_cost >= cost or num_steps <= 0:
-                return _bins(members)
-            pair = _Pair(cost, cheap_cost, members[costly], members[cheap], len(members[cheap]) < max_items_per_bin)
+                return _bins(members), num_steps
+            pair = _Pair(cost, cheap_cost, members[costly], members[cheap], len(members[cheap]) < limits.max_items_per_bin)
             num_steps -= _num_looks(pair, padded)
             offers = _differences(pair, additive) if padded is None else _all_pairs(pair, additive, padded)
             best = min(offers, key=lambda offer: offer.costlier, default=None)
             if best is not None and best.costlier < cost:
                 break
         else:
-            return _bins(members)
+            return _bins(members), num_steps
         by_cost = [entry for entry in by_cost if entry[1] not in (costly, cheap)]
         given = members[costly].pop(best.give)
         if best.take < len(members[cheap]):
@@ -76,7 +81,7 @@ def refine_by_exchange(
         insort(members[cheap], given)
         for index in (costly, cheap):
             insort(by_cost, (bin_cost(members[index], additive, padded), index))
-    return _bins(members)
+    return _bins(members), num_steps
 
 
 def bin_cost(items: Sequence[int], additive: Sequence[int], padded: Sequence[int] | None) -> int:
