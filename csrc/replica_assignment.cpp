@@ -1,64 +1,131 @@
 #include "replica_assignment.h"
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
+#include <queue>
+#include <set>
 #include <tuple>
+#include <utility>
+
+#include "sample_exchange.h"
 
 namespace braid {
 
 namespace {
 
 Samples assign_by_llm_load(const double* llm, const UnitLoads& encoders, const Samples& everyone, std::int64_t num_replicas) {
+    using Replica = std::tuple<double, double, std::int64_t, std::int64_t>;  // LLM load, encoder share, count, index
     const std::vector<double> shares = dominant_shares(encoders, everyone);
-    std::vector<std::tuple<double, double, std::int64_t>> loads(num_replicas);  // LLM load, encoder share, count
+    std::priority_queue<Replica, std::vector<Replica>, std::greater<Replica>> least;
+    for (std::int64_t replica = 0; replica < num_replicas; ++replica) least.emplace(0.0, 0.0, 0, replica);
     Samples replicas(everyone.size());
     for (std::int64_t sample : sorted_descending(shares)) {
-        const auto best = std::min_element(loads.begin(), loads.end());
-        std::get<0>(*best) += llm[sample];
-        std::get<1>(*best) += shares[sample];
-        ++std::get<2>(*best);
-        replicas[sample] = best - loads.begin();
+        const auto [llm_load, encoder_share, count, replica] = least.top();
+        least.pop();
+        least.emplace(llm_load + llm[sample], encoder_share + shares[sample], count + 1, replica);
+        replicas[sample] = replica;
     }
     return replicas;
 }
 
-Samples assign_jointly(const UnitLoads& units, const Samples& everyone, std::int64_t num_replicas) {
-    const std::vector<double> shares = dominant_shares(units, everyone);
-    std::vector<double> totals;
-    for (const double* loads : units) totals.push_back(sum_in_order(loads, everyone));
-    ShareBins bins(units, totals, num_replicas);
-    std::vector<double> share(num_replicas, 0.0);
-    Samples replicas(everyone.size());
-    for (std::int64_t sample : sorted_descending(shares)) {
-        const auto rank = [&](std::int64_t replica) {
-            const std::int64_t count = bins.count(replica);
-            return std::make_tuple(count > 0, bins.largest_share(sample, replica), share[replica], count);
-        };
-        std::int64_t best = 0;
-        auto best_rank = rank(0);
-        for (std::int64_t replica = 1; replica < num_replicas; ++replica) {
-            const auto other = rank(replica);
-            if (other < best_rank) best = replica, best_rank = other;
+// Each sample to where the pressure of the units that it needs is then least. Every unit lists the replicas by their load in it;
+// the lists are followed side by side, until what follows in one of them could only be worse.
+class JointAssignment {
+   public:
+    JointAssignment(const Pressures& pressures, std::int64_t num_replicas)
+        : pressures_(pressures),
+          num_replicas_(num_replicas),
+          loads_(pressures.size(), std::vector<double>(num_replicas, 0.0)),
+          weight_(num_replicas, 0.0),
+          count_(num_replicas, 0),
+          by_load_(pressures.size()) {}
+
+    Samples run() {
+        const std::size_t num_samples = pressures_[0].size();
+        std::vector<double> weights(num_samples, 0.0);
+        for (const std::vector<double>& own : pressures_)
+            for (std::size_t sample = 0; sample < num_samples; ++sample) weights[sample] = std::max(weights[sample], own[sample]);
+        Samples replicas(num_samples);
+        std::int64_t next_empty = 0;
+        for (const std::int64_t sample : sorted_descending(weights)) {
+            const std::int64_t replica = next_empty < num_replicas_ ? next_empty++ : best_for(sample);
+            add(sample, replica, weights[sample]);
+            replicas[sample] = replica;
         }
-        bins.add(sample, best);
-        share[best] += shares[sample];
-        replicas[sample] = best;
+        return replicas;
     }
-    return replicas;
-}
 
-double heaviest_share(const UnitLoads& units, const Samples& replicas, std::int64_t num_replicas) {
+   private:
+    using Rank = std::tuple<double, double, std::int64_t, std::int64_t>;  // pressure, weight, count, index
+
+    Rank rank(std::int64_t sample, std::int64_t replica) const {
+        double largest = 0.0;
+        for (const std::size_t unit : needed_) largest = std::max(largest, loads_[unit][replica] + pressures_[unit][sample]);
+        return {largest, weight_[replica], count_[replica], replica};
+    }
+
+    std::int64_t best_for(std::int64_t sample) {
+        needed_.clear();
+        for (std::size_t unit = 0; unit < pressures_.size(); ++unit)
+            if (pressures_[unit][sample] > 0) needed_.push_back(unit);
+        Rank best = rank(sample, 0);
+        if (needed_.empty()) {
+            for (std::int64_t replica = 1; replica < num_replicas_; ++replica) best = std::min(best, rank(sample, replica));
+            return std::get<3>(best);
+        }
+        next_.clear();
+        for (const std::size_t unit : needed_) next_.push_back(by_load_[unit].begin());
+        while (true) {
+            for (std::size_t place = 0; place < needed_.size(); ++place) {
+                if (next_[place] == by_load_[needed_[place]].end()) return std::get<3>(best);
+                const auto [load, replica] = *next_[place]++;
+                if (load + pressures_[needed_[place]][sample] > std::get<0>(best)) return std::get<3>(best);
+                best = std::min(best, rank(sample, replica));
+            }
+        }
+    }
+
+    void add(std::int64_t sample, std::int64_t replica, double weight) {
+        for (std::size_t unit = 0; unit < pressures_.size(); ++unit) {
+            double& load = loads_[unit][replica];
+            if (count_[replica] > 0) by_load_[unit].erase({load, replica});
+            load += pressures_[unit][sample];
+            by_load_[unit].emplace(load, replica);
+        }
+        weight_[replica] += weight;
+        ++count_[replica];
+    }
+
+    using ByLoad = std::set<std::pair<double, std::int64_t>>;
+
+    const Pressures& pressures_;
+    const std::int64_t num_replicas_;
+    std::vector<std::vector<double>> loads_;  // [unit][replica]
+    std::vector<double> weight_;
+    Samples count_;
+    std::vector<ByLoad> by_load_;
+    std::vector<std::size_t> needed_;  // by the sample at hand
+    std::vector<ByLoad::const_iterator> next_;
+};
+
+double heaviest_pressure(const Pressures& pressures, const Samples& replicas, std::int64_t num_replicas) {
     double heaviest = 0.0;
-    for (const double* loads : units) {
-        double total = 0.0;
+    for (const std::vector<double>& own : pressures) {
         std::vector<double> of_replica(num_replicas, 0.0);
-        for (std::size_t sample = 0; sample < replicas.size(); ++sample) {
-            total += loads[sample];
-            of_replica[replicas[sample]] += loads[sample];
-        }
-        if (total > 0) heaviest = std::max(heaviest, *std::max_element(of_replica.begin(), of_replica.end()) / total);
+        for (std::size_t sample = 0; sample < replicas.size(); ++sample) of_replica[replicas[sample]] += own[sample];
+        heaviest = std::max(heaviest, *std::max_element(of_replica.begin(), of_replica.end()));
     }
     return heaviest;
+}
+
+// The loads of a unit relative to what the heaviest replica has at least.
+std::vector<double> pressures_of(const double* loads, const Samples& everyone, std::int64_t num_replicas) {
+    const double most = *std::max_element(loads, loads + everyone.size());
+    const double least = std::max(sum_in_order(loads, everyone) / static_cast<double>(num_replicas), most);
+    std::vector<double> pressures(everyone.size(), 0.0);
+    if (least > 0) std::transform(loads, loads + everyone.size(), pressures.begin(), [&](double load) { return load / least; });
+    return pressures;
 }
 
 }  // namespace
@@ -66,12 +133,13 @@ double heaviest_share(const UnitLoads& units, const Samples& replicas, std::int6
 Samples assign_replicas(const double* llm, const UnitLoads& encoders, std::int64_t num_samples, std::int64_t num_replicas) {
     Samples everyone(num_samples);
     std::iota(everyone.begin(), everyone.end(), 0);
-    UnitLoads units{llm};
-    units.insert(units.end(), encoders.begin(), encoders.end());
-    Samples published = assign_by_llm_load(llm, encoders, everyone, num_replicas);
-    Samples joint = assign_jointly(units, everyone, num_replicas);
-    const bool is_better = heaviest_share(units, joint, num_replicas) < heaviest_share(units, published, num_replicas);
-    return is_better ? joint : published;
+    Pressures pressures{pressures_of(llm, everyone, num_replicas)};
+    for (const double* loads : encoders) pressures.push_back(pressures_of(loads, everyone, num_replicas));
+    Samples best = assign_by_llm_load(llm, encoders, everyone, num_replicas);
+    Samples joint = JointAssignment(pressures, num_replicas).run();
+    if (heaviest_pressure(pressures, joint, num_replicas) < heaviest_pressure(pressures, best, num_replicas)) best.swap(joint);
+    exchange_samples(pressures, num_replicas, best);
+    return best;
 }
 
 }  // namespace braid

@@ -1,4 +1,4 @@
-// The replica of each sample (Entrain 4.3). Reference: multimodal/balance/algorithms/greedy_assignment.py
+// The replica of each sample (Entrain 4.3). Reference: multimodal/balance/algorithms/replica_assignment.py
 
 #pragma once
 
@@ -6,8 +6,9 @@
 
 namespace braid {
 
-// The replica of every sample: by Entrain's rule, or by one for all units at once where that is more even.
-// encoders: one row per encoder; llm: the LLM's loads; num_replicas: at least 1. O(n log n + n x replicas x units).
+// The replica of every sample: by Entrain's rule, or by one for all units at once where that is more even, then exchanged.
+// encoders: one row per encoder; llm: the LLM's loads; num_replicas: from 1 to num_samples.
+// O(n log n + exchanges), and for each sample the few replicas that could be the best for it; n x replicas x units at worst.
 Samples assign_replicas(const double* llm, const UnitLoads& encoders, std::int64_t num_samples, std::int64_t num_replicas);
 
 }  // namespace braid

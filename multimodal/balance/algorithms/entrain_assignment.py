@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from multimodal.balance.algorithms.greedy_assignment import assign_replicas, dominant_shares, effective_num_microbatches, stratify
+from multimodal.balance.algorithms.greedy_assignment import dominant_shares, effective_num_microbatches, stratify
 from multimodal.balance.algorithms.pairwise_deferral import defer_pairwise, order_pairs
+from multimodal.balance.algorithms.replica_assignment import assign_replicas
 from multimodal.balance.algorithms.validate_arguments import Loads, read_loads, validate_count
 from multimodal.kernels import kernels
 from multimodal.values.errors import AssignmentError

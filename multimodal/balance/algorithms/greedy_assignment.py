@@ -1,4 +1,4 @@
-"""Entrain's two greedy steps: samples over replicas (4.3), and a replica's samples over encoder microbatches (4.5.1)."""
+"""A replica's samples over encoder microbatches, greedily (Entrain 4.5.1)."""
 
 from collections.abc import Iterable, Sequence
 
@@ -27,52 +27,6 @@ def dominant_shares(units: Sequence[Sequence[float]], *, members: Sequence[int])
         if total > 0:
             shares = [max(share, loads[sample] / total) for share, sample in zip(shares, members, strict=True)]
     return shares
-
-
-def assign_replicas(llm: Sequence[float], *, encoders: Sequence[Sequence[float]], num_replicas: int) -> list[int]:
-    """Return the replica of every sample, so that neither encoders nor LLM of any replica have much more work than the others'.
-
-    Two greedy rules are tried. Entrain's: by encoder load in descending order, each sample to the replica with the least LLM
-    load; encoder loads spread because the heavy samples come first, but nothing balances them. And one for all units at once:
-    by the largest share that a sample has in any unit's total in descending order, each sample to where the largest of its
-    units' loads (relative to the unit's total) is then least. The rule is taken whose most loaded (replica, unit) is lighter,
-    relative to the unit's total; Entrain's if they are alike.
-
-    llm: [num_samples]; encoders: [num_encoders][num_samples]; equal samples go by index, and equal replicas as well. No replica
-    stays empty that a sample could fill. O(n log n + n x replicas x units).
-    """
-    units = [llm, *encoders]
-    published = _assign_by_llm_load(llm, encoders, num_replicas)
-    shares = dominant_shares(units, members=range(len(llm)))
-    order, joint = sort_descending(shares), [0] * len(llm)
-    bins = _spread(order, units=units, members=range(len(llm)), weights=shares, num_bins=num_replicas, counts_break_ties=True)
-    for sample, replica in zip(order, bins, strict=True):
-        joint[sample] = replica
-    return min(published, joint, key=lambda replicas: _heaviest_share(units, replicas, num_replicas))
-
-
-def _assign_by_llm_load(llm: Sequence[float], encoders: Sequence[Sequence[float]], num_replicas: int) -> list[int]:
-    shares = dominant_shares(encoders, members=range(len(llm)))
-    bins = [(0.0, 0.0, 0)] * num_replicas  # LLM load, encoder share, number of samples
-    replicas = [0] * len(llm)
-    for sample in sort_descending(shares):
-        replica = min(range(num_replicas), key=bins.__getitem__)
-        llm_load, encoder_share, count = bins[replica]
-        bins[replica] = llm_load + llm[sample], encoder_share + shares[sample], count + 1
-        replicas[sample] = replica
-    return replicas
-
-
-def _heaviest_share(units: Sequence[Sequence[float]], replicas: Sequence[int], num_replicas: int) -> float:
-    """Return the largest load of any unit in any replica, relative to the unit's total."""
-    heaviest = 0.0
-    for loads in units:
-        total, load_of_replica = sum_in_order(loads, range(len(loads))), [0.0] * num_replicas
-        for load, replica in zip(loads, replicas, strict=True):
-            load_of_replica[replica] += load
-        if total > 0:
-            heaviest = max(heaviest, max(load_of_replica) / total)
-    return heaviest
 
 
 def effective_num_microbatches(
@@ -131,12 +85,11 @@ def _spread(
     members: Sequence[int],
     weights: Sequence[float],
     num_bins: int,
-    counts_break_ties: bool = False,
 ) -> list[int]:
     """Return the bin of each of these samples, put one after the other where the largest load is then least.
 
     Of the loads of the units that a sample needs, relative to the units' totals over the members, the largest counts. Empty bins
-    come first; ties go to the least sum of weights, then (`counts_break_ties`) to the fewest samples, then by index.
+    come first; ties go to the least sum of weights, then by index.
     """
     totals = [sum_in_order(loads, members) for loads in units]
     load = [[0.0] * num_bins for _ in units]
@@ -145,9 +98,9 @@ def _spread(
         needed = [(loads[sample], total, bin_loads) for loads, total, bin_loads in zip(units, totals, load, strict=True)]
         needed = [unit for unit in needed if unit[0] > 0]
 
-        def rank(index: int, needed: Sequence[tuple[float, float, list[float]]] = needed) -> tuple[bool, float, float, int]:
+        def rank(index: int, needed: Sequence[tuple[float, float, list[float]]] = needed) -> tuple[bool, float, float]:
             largest = max(((bin_loads[index] + sample_load) / total for sample_load, total, bin_loads in needed), default=0.0)
-            return count[index] > 0, largest, weight[index], count[index] if counts_break_ties else 0
+            return count[index] > 0, largest, weight[index]
 
         best = min(range(num_bins), key=rank)
         for sample_load, _, bin_loads in needed:

@@ -3,7 +3,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multimodal.balance.algorithms.greedy_assignment import assign_replicas, effective_num_microbatches, stratify
+from multimodal.balance.algorithms.greedy_assignment import effective_num_microbatches, stratify
 
 
 def loads_of(loads, places, num_bins):
@@ -67,15 +67,3 @@ def test_the_heaviest_encoder_microbatch_keeps_list_schedulings_bound(samples, n
     assert set(places) == set(range(count))
     best = min(max(loads_of(encoder, each, count)) for each in product(range(count), repeat=len(samples)))
     assert max(loads_of(encoder, places, count)) <= (2 - 1 / count) * best + 1e-9
-
-
-def test_replicas_are_even_in_every_unit():
-    llm, encoder = [1.0, 1.0, 5.0, 5.0], [6.0, 6.0, 1.0, 1.0]
-    replicas = assign_replicas(llm, encoders=[encoder], num_replicas=2)
-    assert loads_of(llm, replicas, 2) == [6.0, 6.0] and loads_of(encoder, replicas, 2) == [7.0, 7.0]
-
-
-@given(samples=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=3, max_size=12), num_replicas=st.integers(1, 3))
-def test_every_replica_gets_a_sample(samples, num_replicas):
-    llm, encoder = ([float(each[index]) for each in samples] for index in (0, 1))
-    assert set(assign_replicas(llm, encoders=[encoder], num_replicas=num_replicas)) == set(range(num_replicas))
