@@ -33,7 +33,10 @@ def balance_entrain(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan
         num_replicas=num_replicas,
         num_microbatches=options.count_microbatches(num_samples, num_replicas=num_replicas),
     )
+    # Equally many each, empty ones at the end, or dealing would give an encoder's replica those of another number.
+    num_rounds = max(len(replica.encoder_microbatches) for replica in assigned)
     encoded = [_microbatches(replica.encoder_microbatches, work) for replica in assigned]
+    encoded = [microbatches + ((),) * (num_rounds - len(microbatches)) for microbatches in encoded]
     llm = tuple(tuple(filter(None, _microbatches(replica.llm_microbatches, work))) for replica in assigned)
     return follow_llm(llm, work, plan=plan, encoded=encoded)
 
