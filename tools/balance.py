@@ -148,13 +148,17 @@ def print_table(report: Mapping[str, Any]) -> None:
         f"{report['balance']}: {report['num_batches']} batches of {report['global_batch_size']} samples, "
         f"{report['milliseconds']:.2f} ms each"
     )
-    table = Table("unit", "replicas max/mean", "microbatches max/mean", "microbatch std/mean", "bytes between nodes", box=None)
+    columns = ("replicas max/mean (longest)", "microbatches max/mean (longest)", "microbatch std/mean", "bytes between nodes")
+    table = Table("unit", *columns, box=None)
     for unit, measured in report["units"].items():
         std, volume = measured["microbatch_time_std"], measured["inter_node_bytes"]
         table.add_row(
             unit,
-            f"{measured['replica_imbalance_before']:.3f} -> {measured['replica_imbalance']:.3f}",
-            f"{measured['microbatch_imbalance_before']:.3f} -> {measured['microbatch_imbalance']:.3f}",
+            *(
+                f"{measured[f'{what}_imbalance_before']:.3f} -> {measured[f'{what}_imbalance']:.3f} "
+                f"({measured[f'{what}_imbalance_of_longest']:.3f})"
+                for what in ("replica", "microbatch")
+            ),
             f"{std['before']:.3f} -> {std['after']:.3f}",
             f"{volume['before']:,.0f} -> {volume['after']:,.0f}",
         )

@@ -122,19 +122,44 @@ class Imbalance(NamedTuple):
     """Largest over mean cost of all microbatches."""
     microbatch_std: float
     """Standard deviation of the microbatches' costs, as a fraction of their mean."""
+    replica_of_longest: float = 1.0
+    """What `replica` is at least, because the longest item cannot be cut: its cost over the mean, or 1. Of the LLM and of
+    generators the longest sample; also of an encoder, where no sample is spread over several microbatches."""
+    microbatch_of_longest: float = 1.0
+    """The same of `microbatch`."""
 
 
 def unit_imbalance(assignment: Assignment, work: BatchWork, *, unit: str) -> Imbalance:
     """Measure how unevenly an assignment spreads one unit's work; a unit without work is balanced. O(atoms)."""
     cost = work.cost(unit)
-    replicas = [
-        [cost.batch_cost(work.amounts(unit, [(atom,) for atom in microbatch])) for microbatch in replica]
-        for replica in assignment.units[unit]
+    amounts = [
+        [work.amounts(unit, [(atom,) for atom in microbatch]) for microbatch in replica] for replica in assignment.units[unit]
     ]
-    microbatches = [cost for replica in replicas for cost in replica]
-    mean = fmean(microbatches) if microbatches else 0.0
-    deviation = pstdev(microbatches) / mean if mean else 0.0
-    return Imbalance(_largest_over_mean([sum(replica) for replica in replicas]), _largest_over_mean(microbatches), deviation)
+    microbatches = [[cost.batch_cost(of_atoms) for of_atoms in replica] for replica in amounts]
+    replicas, flat = [sum(replica) for replica in microbatches], [each for replica in microbatches for each in replica]
+    mean = fmean(flat) if flat else 0.0
+    if not mean:
+        return Imbalance(_largest_over_mean(replicas), 1.0, 0.0)
+    longest = max(map(cost.batch_cost, _kept_together(assignment, amounts, unit=unit)))
+    return Imbalance(
+        _largest_over_mean(replicas),
+        _largest_over_mean(flat),
+        pstdev(flat) / mean,
+        max(1.0, longest / fmean(replicas)),
+        max(1.0, longest / mean),
+    )
+
+
+def _kept_together(assignment: Assignment, amounts: Sequence[Sequence[Sequence[int]]], *, unit: str) -> list[list[int]]:
+    """Return the amounts of each sample's atoms if every sample is in one microbatch, else those of each atom."""
+    by_place: dict[tuple[int, int, int], list[int]] = {}
+    for replica, (microbatches, of_replica) in enumerate(zip(assignment.units[unit], amounts, strict=True)):
+        for index, (atoms, of_atoms) in enumerate(zip(microbatches, of_replica, strict=True)):
+            for atom, amount in zip(atoms, of_atoms, strict=True):
+                by_place.setdefault((atom.sample_id, replica, index), []).append(amount)
+    if len({sample_id for sample_id, _, _ in by_place}) == len(by_place):
+        return list(by_place.values())
+    return [[amount] for of_atoms in by_place.values() for amount in of_atoms]
 
 
 def _largest_over_mean(costs: Sequence[float]) -> float:

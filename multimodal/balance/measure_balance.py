@@ -63,6 +63,8 @@ def _summary(measures: Sequence[UnitMeasure]) -> dict[str, Any]:
     return {
         "replica_imbalance": mean("after.replica"),
         "microbatch_imbalance": mean("after.microbatch"),
+        "replica_imbalance_of_longest": mean("after.replica_of_longest"),
+        "microbatch_imbalance_of_longest": mean("after.microbatch_of_longest"),
         "replica_imbalance_before": mean("before.replica"),
         "microbatch_imbalance_before": mean("before.microbatch"),
         "microbatch_time_std": {when: mean(f"{when}.microbatch_std") for when in ("before", "after")},

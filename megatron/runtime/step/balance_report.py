@@ -66,21 +66,29 @@ class BalanceMean:
             return None
         steps = "-".join(map(str, dict.fromkeys((self._first_step, self._last_step))))
         wait_ms = self._wait_ms / self._num_steps
-        units = [f"{unit}: {_describe(*(total / self._num_steps))}" for unit, total in self._sums.items()]
+        means = {unit: [Imbalance(*each) for each in total / self._num_steps] for unit, total in self._sums.items()}
+        units = [f"{unit}: {_describe(before, after)}" for unit, (before, after) in means.items()]
         waited = [f"waited {wait_ms:.0f} ms a step for data"] if wait_ms >= 0.5 else []
         self._start_anew()
         return f"balance of step {steps}: {'; '.join([*units, *waited])}"
 
 
-def _describe(before: NDArray[np.float64], after: NDArray[np.float64]) -> str:
+def _describe(before: Imbalance, after: Imbalance) -> str:
     """The busiest replica, where there are several, and the busiest microbatch; before balancing only where that differs."""
-    parts = []
-    for what, was, is_now in zip(("replica", "microbatch"), before, after, strict=False):
-        if what == "replica" and was == is_now == 1.0:
-            continue
-        change = f" (before balancing {was:.2f}x)" if f"{was:.2f}" != f"{is_now:.2f}" else ""
-        parts.append(f"busiest {what} {is_now:.2f}x the mean{change}")
-    return ", ".join(parts)
+    parts = [("microbatch", before.microbatch, after.microbatch, after.microbatch_of_longest)]
+    if not before.replica == after.replica == 1.0:
+        parts = [("replica", before.replica, after.replica, after.replica_of_longest), *parts]
+    return ", ".join(
+        f"busiest {what} {now:.2f}x the mean{_explain(was, now, of_longest)}" for what, was, now, of_longest in parts
+    )
+
+
+def _explain(was: float, now: float, of_longest: float) -> str:
+    """What the figure was, where it differs, and what of it is the longest item's, where that is anything."""
+    printed_was, printed_now, printed_longest = (f"{value:.2f}x" for value in (was, now, of_longest))
+    reasons = [f"before balancing {printed_was}"] if printed_was != printed_now else []
+    reasons += [f"longest alone {printed_longest}"] if printed_longest != "1.00x" else []
+    return f" ({', '.join(reasons)})" if reasons else ""
 
 
 def _named(imbalance: Imbalance) -> dict[str, float]:
@@ -89,6 +97,8 @@ def _named(imbalance: Imbalance) -> dict[str, float]:
         "busiest_replica_over_mean": imbalance.replica,
         "busiest_microbatch_over_mean": imbalance.microbatch,
         "microbatch_std_over_mean": imbalance.microbatch_std,
+        "longest_over_mean_replica": imbalance.replica_of_longest,
+        "longest_over_mean_microbatch": imbalance.microbatch_of_longest,
     }
 
 

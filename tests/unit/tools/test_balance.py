@@ -47,6 +47,8 @@ def test_every_balancer_reports_every_unit(lengths, capsys, name):
     assert set(report["units"]) == {"vision", "audio", "llm"} and report["num_batches"] == 2
     for measured in report["units"].values():
         assert measured["replica_imbalance"] >= 1 and measured["microbatch_imbalance"] >= 1 and measured["milliseconds"] > 0
+        for what in ("replica", "microbatch"):
+            assert 1 <= measured[f"{what}_imbalance_of_longest"] <= measured[f"{what}_imbalance"] * (1 + 1e-9)
         assert measured["inter_node_bytes"]["after"] <= measured["inter_node_bytes"]["before"]
 
 

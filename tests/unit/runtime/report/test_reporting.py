@@ -64,6 +64,15 @@ def test_the_balance_of_a_short_run_is_told_at_its_end(run: Run) -> None:
     assert not any("balance" in line for line in run(LoggingConfig(), balance=BalanceReport()))
 
 
+def test_what_the_longest_item_does_alone_is_told_beside_it(run: Run) -> None:
+    before, after = Imbalance(1.5, 3.9, 0.4, 1.001, 3.25), Imbalance(1.0, 3.3, 0.3, 1.001, 3.25)
+    *_, last = run(LoggingConfig(), steps=range(1, 2), balance=BalanceReport({"vision": before}, {"vision": after}))
+    assert last == (
+        "balance of step 1: vision: busiest replica 1.00x the mean (before balancing 1.50x), busiest microbatch 3.30x the mean "
+        "(before balancing 3.90x, longest alone 3.25x)"
+    )
+
+
 def test_the_log_names_its_numbers(run: Run, tmp_path: Path) -> None:
     run(LoggingConfig(log_json=tmp_path / "log.jsonl"), steps=range(1, 3))
     first, second = (json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines())
@@ -73,11 +82,15 @@ def test_the_log_names_its_numbers(run: Run, tmp_path: Path) -> None:
             "busiest_replica_over_mean": 1.62,
             "busiest_microbatch_over_mean": 2.0,
             "microbatch_std_over_mean": 0.3,
+            "longest_over_mean_replica": 1.0,
+            "longest_over_mean_microbatch": 1.0,
         },
         "after_balancing": {
             "busiest_replica_over_mean": 1.08,
             "busiest_microbatch_over_mean": 1.31,
             "microbatch_std_over_mean": 0.1,
+            "longest_over_mean_replica": 1.0,
+            "longest_over_mean_microbatch": 1.0,
         },
     }
 
