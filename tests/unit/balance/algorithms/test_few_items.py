@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.optimize import Bounds, LinearConstraint, milp
 
+from benchmarks.exact_partition import least_costliest
 from multimodal.balance.algorithms.bounded_search import search_partition
 from multimodal.balance.algorithms.differencing_partition import partition_by_differencing
 from multimodal.balance.algorithms.exchange_refinement import GOOD_ENOUGH, BinLimits
@@ -28,39 +28,6 @@ def costliest(lengths, bins, cost):
     return max(cost.batch_cost([lengths[item] for item in items]) for items in bins)
 
 
-def parts(lengths, cost):
-    """What items cost wherever they are, and what they make every item of their bin cost where they are the longest."""
-    squares = [cost.quadratic_weight * length * length for length in lengths]
-    nothing = [0.0] * len(lengths)
-    return {
-        CostForm.LINEAR: (lengths, nothing),
-        CostForm.LINEAR_QUADRATIC: (list(map(sum, zip(lengths, squares, strict=True))), nothing),
-        CostForm.PADDED: (nothing, lengths),
-        CostForm.PADDED_ATTENTION: (lengths, squares),
-    }[cost.form]
-
-
-def solve_exactly(lengths, num_bins, cost):
-    """The least cost of the costliest bin: each item joins a bin that is named after its longest item, or has its own name."""
-    lengths = sorted(lengths, reverse=True)
-    added, padding = parts(lengths, cost)
-    pairs = [(item, name) for name in range(len(lengths)) for item in range(name, len(lengths))]
-    joins = np.array([[pair == each for each in pairs] + [False] for pair in pairs], dtype=float)
-    of_item = [sum(joins[at] for at, pair in enumerate(pairs) if pair[0] == item) for item in range(len(lengths))]
-    named = {name: joins[pairs.index((name, name))] for name in range(len(lengths))}
-    constraints = [LinearConstraint(of_item, 1, 1), LinearConstraint(sum(named.values()), 0, num_bins)]
-    for at, (_, name) in enumerate(pairs):
-        constraints.append(LinearConstraint(joins[at] - named[name], -np.inf, 0))
-    for name in range(len(lengths)):
-        of_bin = sum(joins[at] * (added[item] + padding[name]) for at, (item, owner) in enumerate(pairs) if owner == name)
-        of_bin[-1] = -1
-        constraints.append(LinearConstraint(of_bin, -np.inf, 0))
-    goal = np.eye(len(pairs) + 1)[-1]
-    solved = milp(goal, constraints=constraints, integrality=1 - goal, bounds=Bounds(0, np.where(goal, np.inf, 1)))
-    assert solved.status == 0, solved.message
-    return solved.fun
-
-
 def draw(kind, num_items, seed):
     generator = np.random.default_rng(seed)
     if kind == "even":
@@ -73,7 +40,7 @@ def draw(kind, num_items, seed):
 @pytest.mark.parametrize("kind", ["even", "long-tailed"])
 def test_few_items_are_placed_as_an_exact_solver_does(cost, num_bins, num_items, kind):
     lengths = draw(kind, num_items, seed=num_bins)
-    best = solve_exactly(lengths, num_bins, cost)
+    best = least_costliest(lengths, num_bins=num_bins, cost=cost)
     found = costliest(lengths, post_balance(lengths, num_bins=num_bins, cost=cost), cost)
     assert best * (1 - ROUNDING) <= found <= best * (1 + 1 / GOOD_ENOUGH + ROUNDING)
 
