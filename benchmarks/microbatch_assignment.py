@@ -1,12 +1,13 @@
 """Claim: Entrain's whole assignment of 512 samples to 4 replicas of 32 microbatches takes 5 ms, reordering 64 microbatches 2 ms.
 
-Microbatches: batches of `--samples` are drawn without replacement from each file of `--lengths DIR` (by default
-`shared/data/lengths` beside the checkout; where that is absent, long-tailed lengths are generated) and go to `--replicas`
-replicas in `--microbatches` microbatches each. A sample's time is that of a ViT-like encoder of hidden size 1280 per image or
-clip and of an LLM of hidden size 4096 per packed sample, both linear plus quadratic in tokens. DistTrain keeps samples whole:
-its groups' samples are cut into microbatches of equally many in the order of the batch.
+Microbatches: batches of `--samples` are drawn from each file of `--lengths DIR` (by default `shared/data/lengths` beside the
+checkout; where that is absent, long-tailed lengths are generated), without replacement where there are enough, and go to
+`--replicas` replicas in `--microbatches` microbatches each. A sample's time is that of a ViT-like encoder of hidden size 1280 per
+image or clip and of an LLM of hidden size 4096 per packed sample, both linear plus quadratic in tokens. DistTrain keeps samples
+whole: its groups' samples are cut into microbatches of equally many in the order of the batch.
 
-`replicas` is the largest load of a replica over the mean, of encoder and LLM together; `std` the standard deviation of a
+`replicas` is the largest load of a replica over the mean, of encoder and LLM together; `over least` that of encoder or LLM,
+whichever is worse, over the least that it could be: the mean, or the largest sample; `std` the standard deviation of a
 replica's microbatch times over their mean, averaged over replicas and batches; `max` the largest over the mean of any replica;
 `K` the mean number of microbatches of a replica (Entrain as published lowers it where one sample would dominate).
 
@@ -75,6 +76,7 @@ class AssignmentRow:
     num_microbatches: int
     method: str
     replica_max: float
+    over_least: float
     encoder_std: float
     encoder_max: float
     llm_std: float
@@ -145,6 +147,11 @@ def _disttrain(encoder: Loads, llm: Loads, num_replicas: int, num_microbatches: 
     return [_cut(np.sort(group), num_microbatches) for group in groups]
 
 
+def _llm_only(encoder: Loads, llm: Loads, num_replicas: int, num_microbatches: int) -> Sequence[tuple[Groups, Groups]]:
+    groups = partition_longest_first(llm.tolist(), num_bins=num_replicas)
+    return [_cut(np.sort(group), num_microbatches) for group in groups]
+
+
 def _published_disttrain(encoder: Loads, llm: Loads, num_replicas: int, num_microbatches: int) -> Sequence[tuple[Groups, Groups]]:
     groups = published_intra_reordering((encoder + llm).tolist(), num_groups=num_replicas)
     return [_cut(np.sort(group), num_microbatches) for group in groups]
@@ -180,6 +187,7 @@ def _published_entrain(encoder: Loads, llm: Loads, num_replicas: int, num_microb
 
 METHODS: Mapping[str, Assign] = {
     "in order": _in_order,
+    "the LLM's work, longest first": _llm_only,
     "DistTrain as published (ascending), Python": _published_disttrain,
     "DistTrain, descending": _disttrain,
     "Entrain as published, Python": _published_entrain,
@@ -194,8 +202,8 @@ def measure_assignment(
 ) -> list[AssignmentRow]:
     """Every method on the same batches."""
     generator = np.random.default_rng(0)
-    num_samples = min(num_samples, len(pool.llm))
-    batches = [generator.choice(len(pool.llm), num_samples, replace=False) for _ in range(num_batches)]
+    has_few = num_samples > len(pool.llm)
+    batches = [generator.choice(len(pool.llm), num_samples, replace=has_few) for _ in range(num_batches)]
     rows = []
     for method, assign in METHODS.items():
         spread, milliseconds = [], []
@@ -209,6 +217,7 @@ def measure_assignment(
             spread.append(
                 [
                     _replica_max(encoder + llm, [replica[1] for replica in placed]),
+                    max(_over_least(loads, [replica[1] for replica in placed]) for loads in (encoder, llm)),
                     *_spread(encoder, [replica[0] for replica in placed]),
                     *_spread(llm, [replica[1] for replica in placed]),
                     np.mean([len(replica[1]) for replica in placed]),
@@ -232,6 +241,12 @@ def _spread(loads: Loads, replicas: Sequence[Groups]) -> tuple[float, float]:
 def _replica_max(loads: Loads, replicas: Sequence[Groups]) -> float:
     totals = np.array([sum(loads[list(members)].sum() for members in microbatches) for microbatches in replicas])
     return float(totals.max() / totals.mean())
+
+
+def _over_least(loads: Loads, replicas: Sequence[Groups]) -> float:
+    totals = [sum(loads[list(members)].sum() for members in microbatches) for microbatches in replicas]
+    least = max(float(loads.sum()) / len(replicas), float(loads.max()))
+    return max(totals) / least if least else 1.0
 
 
 def _timed(work: Callable[[], Result], repeats: int) -> tuple[Result, float]:
@@ -277,9 +292,22 @@ def measure_reordering(*, num_stages: int, num_chunks: int, num_microbatches: in
 
 def show(assignments: Sequence[AssignmentRow], reorderings: Sequence[ReorderingRow], console: Console) -> None:
     """Print both tables."""
-    table = Table("lengths", "of", "method", "replicas", "enc. std", "max", "LLM std", "max", "K", "ms", title="microbatch times")
+    table = Table(
+        "lengths",
+        "of",
+        "method",
+        "replicas",
+        "over least",
+        "enc. std",
+        "max",
+        "LLM std",
+        "max",
+        "K",
+        "ms",
+        title="microbatch times",
+    )
     for row in assignments:
-        spread = row.replica_max, row.encoder_std, row.encoder_max, row.llm_std, row.llm_max
+        spread = row.replica_max, row.over_least, row.encoder_std, row.encoder_max, row.llm_std, row.llm_max
         table.add_row(
             row.lengths[:24],
             str(row.num_microbatches),

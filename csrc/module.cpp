@@ -1,5 +1,6 @@
 // The Python module multimodal._kernels: one line per kernel. No torch, so one build serves every torch version.
 
+#include <memory>
 #include <optional>
 
 #include <pybind11/numpy.h>
@@ -154,10 +155,34 @@ py::tuple assign_entrain(const Array<double>& llm_loads, const Array<double>& en
     return py::make_tuple(places.replicas, places.encoder_microbatches, places.llm_microbatches, places.num_microbatches);
 }
 
+// An array whose memory, where it is large, is kept for the next one: fresh memory would take a sixth of a large batch's time.
+// Held under the interpreter's lock, as arrays end under it.
+py::array_t<std::int32_t> reused_array(py::ssize_t size) {
+    constexpr std::size_t kMostKept = 8;
+    constexpr py::ssize_t kLeastSize = 1 << 15;
+    if (size < kLeastSize) return py::array_t<std::int32_t>(size);
+    using Buffer = std::vector<std::int32_t>;
+    static auto* const kept = new std::vector<std::unique_ptr<Buffer>>();  // outlives all arrays
+    std::unique_ptr<Buffer> buffer;
+    if (kept->empty()) {
+        buffer = std::make_unique<Buffer>();
+    } else {
+        buffer = std::move(kept->back());
+        kept->pop_back();
+    }
+    buffer->resize(static_cast<std::size_t>(size));
+    std::int32_t* const data = buffer->data();
+    const py::capsule owner(buffer.release(), [](void* released) {
+        std::unique_ptr<Buffer> back(static_cast<Buffer*>(released));
+        if (kept->size() < kMostKept) kept->push_back(std::move(back));
+    });
+    return py::array_t<std::int32_t>(size, data, owner);
+}
+
 py::array_t<std::int32_t> post_balance(const Array<std::int64_t>& lengths, const std::optional<Array<std::int64_t>>& additive,
                                        const std::optional<Array<std::int64_t>>& padded, std::int64_t num_bins,
                                        std::int64_t max_items_per_bin, std::int64_t refinement_steps) {
-    py::array_t<std::int32_t> bin_of_item(lengths.size());
+    py::array_t<std::int32_t> bin_of_item = reused_array(lengths.size());
     std::int32_t* bins = bin_of_item.mutable_data();
     {
         py::gil_scoped_release release;
