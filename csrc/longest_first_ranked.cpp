@@ -101,8 +101,13 @@ class Placement {
         const Key base = least >> bin_bits_ << bin_bits_;
         const int num_bits = bit_width((most - base) >> bin_bits_);
         if (num_bits <= kLargestDigitBits) return distribute_by_load(base, std::size_t{1} << num_bits);
-        ready_.clear();
-        std::copy_if(key_of_bin_.begin(), key_of_bin_.end(), std::back_inserter(ready_), [](Key key) { return key != kNone; });
+        ready_.resize(key_of_bin_.size());
+        std::size_t num_ready = 0;
+        for (const Key key : key_of_bin_) {
+            ready_[num_ready] = key;
+            num_ready += key != kNone;
+        }
+        ready_.resize(num_ready);
         radix_sort(ready_, spare_, base, bin_bits_, num_bits);
     }
 

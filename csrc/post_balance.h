@@ -10,7 +10,7 @@ namespace braid {
 // A bin costs the sum of its items' additive costs plus its number of items times their largest padded cost.
 //
 // lengths: [num_items], fewer than 2^31; what items are ordered by.
-// additive, padded: [num_items] or null for none, but not both; not negative, and not falling where lengths rise. No bin, not
+// additive, padded: [num_items] or null for none, but not both; not negative; functions of the length that do not fall. No bin, not
 //     even one with all items, costs 2^62 or more.
 // num_bins: at least 1; num_bins * max_items_per_bin is at least num_items.
 // refinement_steps: budget of the local search, 0 for none; counted in looks at items, so the result does not depend on time.

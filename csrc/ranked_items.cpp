@@ -12,13 +12,21 @@ namespace {
 constexpr std::int64_t kMostCounters = 1 << 18;  // a megabyte
 constexpr std::int64_t kMostRounds = 16;  // further ones add little to the bound
 
+// Four at a time, none of which waits for another.
+std::int64_t longest_of(const std::int64_t* lengths, std::int64_t num_items) {
+    std::int64_t most[4] = {0, 0, 0, 0}, index = 0;
+    for (; index + 4 <= num_items; index += 4)
+        for (int lane = 0; lane < 4; ++lane) most[lane] = std::max(most[lane], lengths[index + lane]);
+    for (; index < num_items; ++index) most[0] = std::max(most[0], lengths[index]);
+    return *std::max_element(most, most + 4);
+}
+
 }  // namespace
 
 void Ranking::rank(const std::int64_t* lengths, std::int64_t num_items) {
     lengths_ = lengths;
     num_items_ = num_items;
-    longest_ = 0;
-    for (std::int64_t index = 0; index < num_items; ++index) longest_ = std::max(longest_, lengths[index]);
+    longest_ = longest_of(lengths, num_items);
     is_counted_ = longest_ <= std::min<std::int64_t>(kMostCounters, 2 * num_items);
     if (is_counted_) return count_lengths();
     item_.resize(num_items);
@@ -48,14 +56,15 @@ void Ranking::gather(const std::int64_t* costs, std::vector<std::int64_t>& ranke
     ranked.resize(num_items_);
     if (!is_counted_) {
         for (std::int64_t rank = 0; rank < num_items_; ++rank) ranked[rank] = costs[item_[rank]];
-    } else if (costs == lengths_) {
+    } else {
+        const bool is_length = costs == lengths_;
+        cost_of_length_.resize(longest_ + 1);
+        for (std::int64_t index = 0; index < num_items_ && !is_length; ++index) cost_of_length_[lengths_[index]] = costs[index];
         for (std::int64_t distance = 0; distance <= longest_; ++distance) {
             const std::int64_t end = distance == longest_ ? num_items_ : starts_[distance + 1];
-            std::fill(ranked.begin() + starts_[distance], ranked.begin() + end, longest_ - distance);
+            const std::int64_t cost = is_length ? longest_ - distance : cost_of_length_[longest_ - distance];
+            std::fill(ranked.begin() + starts_[distance], ranked.begin() + end, cost);
         }
-    } else {
-        next_.assign(starts_.begin(), starts_.end());
-        for (std::int64_t index = 0; index < num_items_; ++index) ranked[next_[longest_ - lengths_[index]]++] = costs[index];
     }
 }
 

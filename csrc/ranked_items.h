@@ -28,7 +28,7 @@ class Ranking {
     // O(n log n).
     void rank(const std::int64_t* lengths, std::int64_t num_items);
 
-    // Writes the costs of all items by rank; `costs` may be the lengths themselves.
+    // Writes the costs of all items by rank: a function of the length, or the lengths themselves. Not for two threads at a time.
     void gather(const std::int64_t* costs, std::vector<std::int64_t>& ranked) const;
 
     // Writes what each item's rank has: the inverse of `gather`.
@@ -43,6 +43,7 @@ class Ranking {
     bool is_counted_ = false;
     std::vector<std::uint32_t> starts_;         // where counted: the first rank of the length so far below the longest
     mutable std::vector<std::uint32_t> next_;   // scratch: `starts_` while ranks are given out
+    mutable std::vector<std::int64_t> cost_of_length_;  // scratch
     std::vector<std::uint32_t> item_;           // else: which item has each rank
     std::vector<std::uint64_t> keys_, spare_;
 };
