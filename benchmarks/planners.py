@@ -25,7 +25,6 @@ from multimodal.cost.cluster import Cluster
 from multimodal.cost.unit_load import sample_load
 from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.plan_to_fit import plan_to_fit
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.values.errors import BraidError
 from multimodal.values.model_graph import ModelGraph
@@ -102,7 +101,7 @@ def measure(case: Case) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, planner in PLANNERS.items():
         try:
-            run, prediction = plan_to_fit(planner, case.request, max_actions=case.request.max_actions)
+            run, prediction = planner.plan_best(case.request, max_actions=case.request.max_actions)
         except BraidError as problem:
             found[name] = {"error": str(problem)}
             continue

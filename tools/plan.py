@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,7 +24,7 @@ from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.plan_file import write_plan_file
-from multimodal.plan.planners.plan_to_fit import PredictedRun, plan_per_gpu, plan_to_fit
+from multimodal.plan.planners.plan_to_fit import PredictedRun, plan_per_gpu
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, Sharding
 from multimodal.plan.planners.prediction import SEED, Prediction
@@ -145,8 +146,8 @@ def _say(progress: str) -> None:
 def plan(name: str, request: PlanningRequest, flags: argparse.Namespace) -> PredictedRun:
     """Let one planner plan; raises PlanError."""
     max_actions = None if flags.simulate_all else request.max_actions
-    search = plan_per_gpu if flags.prefer == "per-gpu" else plan_to_fit
-    return search(PLANNERS[name], request, max_actions=max_actions)
+    plan_best = partial(PLANNERS[name].plan_best, max_actions=max_actions)
+    return plan_per_gpu(plan_best, request) if flags.prefer == "per-gpu" else plan_best(request)
 
 
 def report(planned: PredictedRun) -> dict[str, Any]:

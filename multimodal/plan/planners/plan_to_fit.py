@@ -10,7 +10,7 @@ from typing import NamedTuple
 from multimodal.cost.layers.layer import Recompute
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import BLOCK_SIZE, LARGEST_CONTEXT_PARALLEL, PlanningRequest
-from multimodal.plan.planners.prediction import FILLING, Prediction, predict_run
+from multimodal.plan.planners.prediction import Prediction, predict_run
 from multimodal.values.errors import PlanError
 from multimodal.values.plan import UnitPlan, validate_plan
 
@@ -41,22 +41,18 @@ def plan_to_fit(
     planner: Planner,
     request: PlanningRequest,
     *,
-    max_actions: int | None,
-    num_batches: int | None = None,
-    filling: float = FILLING,
-    is_checked: bool = True,
-    predict: Callable[..., Prediction] = predict_run,
+    max_actions: int | None = None,
+    predict: Callable[[PlannedRun, PlanningRequest], Prediction] | None = None,
 ) -> PredictedRun:
     """Plan, simulate, and plan again with less memory to count on while the simulated peak does not fit.
 
     Planners estimate activations in closed form; real batches and schedules can need more. Where nothing fits, whole layers are
     computed again in their backward, unless the request chooses; and where that is not enough, context parallelism is
-    allowed, also to planners that otherwise do not use it. Keywords: as for `predict_run`;
-    num_batches: the request's unless given. predict: simulates a run.
+    allowed, also to planners that otherwise do not use it. max_actions: as for `predict_run`.
+    predict: simulates a run in place of that.
     Raises PlanError, saying what would fit, when nothing does.
     """
-    count = request.num_batches if num_batches is None else num_batches
-    simulate = partial(predict, max_actions=max_actions, num_batches=count, filling=filling, is_checked=is_checked)
+    simulate = predict or partial(predict_run, max_actions=max_actions, num_batches=request.num_batches)
     problem: PlanError | None = None
     for attempt in _attempts(request):
         try:
@@ -70,10 +66,10 @@ def plan_to_fit(
 def _attempts(request: PlanningRequest) -> Iterator[PlanningRequest]:
     """Yield the request with ever larger concessions to memory."""
     recomputes = (request.recompute,) if request.recompute else RECOMPUTES
-    spread = replace(request, most_context_parallel=LARGEST_CONTEXT_PARALLEL, least_share_tokens=FALLBACK_SHARE_TOKENS)
+    spread = request.changed(most_context_parallel=LARGEST_CONTEXT_PARALLEL, least_share_tokens=FALLBACK_SHARE_TOKENS)
     requests = (request, spread) if _context_sizes(spread) != _context_sizes(request) else (request,)
     for given, recompute in product(requests, recomputes):
-        yield replace(given, recompute=recompute)
+        yield given.changed(recompute=recompute)
 
 
 def _context_sizes(request: PlanningRequest) -> list[tuple[int, ...]]:
@@ -92,7 +88,7 @@ def _plan_attempt(
         if prediction.peak_memory_bytes <= request.memory_bytes:
             return PredictedRun(replace(run, planning_seconds=seconds), prediction)
         excess = prediction.peak_memory_bytes / request.memory_bytes
-        scaled = replace(scaled, memory_scale=scaled.memory_scale * MARGIN / excess)
+        scaled = scaled.changed(memory_scale=scaled.memory_scale * MARGIN / excess)
     raise PlanError(
         f"planner '{run.planner}': its plans need {prediction.peak_memory_bytes / 1e9:.3g} GB on some GPU where "
         f"{request.memory_bytes / 1e9:.3g} GB may be used, after {MOST_ROUNDS} attempts with less; use more GPUs, a smaller "
@@ -139,7 +135,7 @@ NUM_STEPS = 8
 """Number of sizes that are tried: eighths of the GPUs."""
 
 
-def plan_per_gpu(planner: Planner, request: PlanningRequest, *, max_actions: int | None) -> PredictedRun:
+def plan_per_gpu(plan: Callable[[PlanningRequest], PredictedRun], request: PlanningRequest) -> PredictedRun:
     """Plan for 8/8, 7/8, ... 1/8 of the GPUs, and return the plan with most tokens per second and GPU.
 
     Of equals, the one with more GPUs. A search by simulation gets its share of the time budget for each.
@@ -151,9 +147,9 @@ def plan_per_gpu(planner: Planner, request: PlanningRequest, *, max_actions: int
     problem: PlanError | None = None
     seconds = 0.0
     for size in sizes:
-        smaller = replace(request, num_gpus=size, time_budget_seconds=budget)
+        smaller = request.changed(num_gpus=size, time_budget_seconds=budget)
         try:
-            found = plan_to_fit(planner, smaller, max_actions=max_actions)
+            found = plan(smaller)
         except PlanError as failure:
             problem = problem or failure
             break

@@ -30,6 +30,8 @@ SEED = 0
 """Seed of the order in which samples are drawn: files are often sorted, and training shuffles."""
 VARIED_FACTOR = 6
 """If lengths vary, a step this many times as large is simulated whole: the time of a part says little."""
+PART_OF_IDEAL = ("tp",)
+"""Kinds of idle time that are parts of computations: the ideal holds them."""
 FILLING = 3.0
 """Number of times that the larger of two simulated batches fills all pipelines; the smaller one fills them half as often."""
 
@@ -77,13 +79,19 @@ SECONDS_PER_SIMULATION, SECONDS_PER_SAMPLE, SECONDS_PER_COMPUTATION = 15e-3, 0.1
 
 
 def nominal_seconds(
-    run: PlannedRun, request: PlanningRequest, *, max_actions: int | None, num_batches: int, filling: float = FILLING
+    run: PlannedRun,
+    request: PlanningRequest,
+    *,
+    max_actions: int | None,
+    num_batches: int,
+    filling: float = FILLING,
+    kept_replicas: int = KEPT_REPLICAS,
 ) -> float:
     """Return about what `predict_run` takes, from sizes alone: the same on every machine, fast or slow, busy or not."""
     num_batches = num_batches if request.lengths_vary else 1
     if max_actions is not None and request.lengths_vary:
         max_actions *= VARIED_FACTOR
-    share = choose_share(run, request, max_actions=max_actions)
+    share = choose_share(run, request, max_actions=max_actions, kept_replicas=kept_replicas)
     plan = keep_replicas(run.plan, share) or run.plan
     whole = -(-request.global_batch_size // share)
     part = _num_samples(run, plan, whole, max_actions, filling)
@@ -102,6 +110,7 @@ def predict_run(
     max_actions: int | None = None,
     num_batches: int = 1,
     filling: float = FILLING,
+    kept_replicas: int = KEPT_REPLICAS,
     is_checked: bool = True,
 ) -> Prediction:
     """Simulate `num_batches` global batches; where samples are alike, one.
@@ -112,13 +121,14 @@ def predict_run(
     and their contention for network cards. Then, if that is not enough, two smaller batches are simulated and all seconds are
     continued in a straight line: beyond its warm-up, a pipeline repeats itself. None: simulate all.
     filling: how often the larger of the two fills all pipelines at least.
+    kept_replicas: of every unit, at least, if lengths vary.
     is_checked: whether assignments and schedules are validated, too.
     Raises ScheduleError or AssignmentError where the run is impossible.
     """
     num_batches = num_batches if request.lengths_vary else 1
     if max_actions is not None and request.lengths_vary:
         max_actions *= VARIED_FACTOR
-    share = choose_share(run, request, max_actions=max_actions)
+    share = choose_share(run, request, max_actions=max_actions, kept_replicas=kept_replicas)
     plan = keep_replicas(run.plan, share) or run.plan
     simulate = partial(_simulate, run, request, plan, is_checked=is_checked)
     parts = [
@@ -181,14 +191,14 @@ def _of_batch(
     line = continued(larger.seconds, smaller.seconds)
     seconds = min(max(line, least), max(most, least))
     bubbles = {kind: continued(each, smaller.bubble_seconds[kind]) for kind, each in larger.bubble_seconds.items()}
-    idle = sum(bubbles.values())
-    scale = max(0.0, 1 + (seconds - line) / idle) if idle > 0 else 0.0  # what the line was moved by is waiting
+    idle = sum(each for kind, each in bubbles.items() if kind not in PART_OF_IDEAL)
+    scale = max(0.0, seconds - ideal) / idle if idle > 0 else 0.0  # what the line was moved by is waiting
     return _Step(
         seconds,
         ideal,
         continued(larger.peak_seconds, smaller.peak_seconds),
         float(_num_tokens(lengths)),
-        {kind: scale * each for kind, each in bubbles.items()},
+        {kind: each if kind in PART_OF_IDEAL else scale * each for kind, each in bubbles.items()},
         larger.peak_memory_bytes + round(weight * max(0, larger.peak_memory_bytes - smaller.peak_memory_bytes) * keeps_all),
     )
 
@@ -232,14 +242,16 @@ def _num_samples(run: PlannedRun, plan: Plan, num_samples: int, max_actions: int
     return rounded if rounded < 0.8 * num_samples else num_samples
 
 
-def choose_share(run: PlannedRun, request: PlanningRequest, *, max_actions: int | None) -> int:
+def choose_share(
+    run: PlannedRun, request: PlanningRequest, *, max_actions: int | None, kept_replicas: int = KEPT_REPLICAS
+) -> int:
     """Return the smallest common divisor of all data parallel sizes and the batch that brings the computations down enough."""
     common = math.gcd(request.global_batch_size, *(unit.data_parallel_size for unit in run.plan.units.values()))
     num_actions = _num_actions(run, run.plan, request.global_batch_size)
     if max_actions is None or common == 1 or num_actions <= max_actions or run.sharding != "optim":
         return 1  # replicas that share weights meet in every layer
     fewest = min(unit.data_parallel_size for unit in run.plan.units.values())
-    most = max(1, fewest // KEPT_REPLICAS) if request.lengths_vary else common
+    most = max(1, fewest // kept_replicas) if request.lengths_vary else common
     divisors = (share for share in range(1, min(common, most) + 1) if common % share == 0)
     shares = [share for share in divisors if keep_replicas(run.plan, share) is not None]
     return next((share for share in shares if num_actions / share <= max_actions), shares[-1])

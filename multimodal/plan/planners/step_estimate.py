@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.cost.communication import collective_seconds
-from multimodal.cost.layers.registry import describe_layer
 from multimodal.cost.step_memory import GRADIENT_BYTES
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.planners.candidate import Candidate, fits, num_unit_microbatches
@@ -61,12 +60,18 @@ class LengthSpread:
         return self._heaviest[key]
 
     def _microbatches(self, unit: str, micro_batch_size: int) -> NDArray[np.float64]:
-        """Work of microbatches of samples as they come, ascending."""
+        """Work of microbatches that a balancer made of samples drawn at random, ascending.
+
+        The heaviest samples come first, one to each microbatch, then the next ones, the heaviest to the lightest microbatch.
+        """
         key = unit, micro_batch_size
         if key not in self._draws:
             works = self._seconds_of_samples(unit)
-            drawn = np.random.default_rng(SEED).integers(len(works), size=(NUM_DRAWN, micro_batch_size))
-            self._draws[key] = np.sort(works[drawn].sum(axis=1))
+            drawn = works[np.random.default_rng(SEED).integers(len(works), size=NUM_DRAWN * micro_batch_size)]
+            sums = np.zeros(NUM_DRAWN)
+            for samples in np.sort(drawn)[::-1].reshape(micro_batch_size, NUM_DRAWN):
+                sums = np.sort(sums) + samples
+            self._draws[key] = np.sort(sums)
         return self._draws[key]
 
     def _seconds_of_samples(self, unit: str) -> NDArray[np.float64]:
@@ -150,16 +155,8 @@ def reduction_seconds(request: PlanningRequest, unit: str, layout: UnitLayout) -
     """
     if layout.weight_copies == 1:
         return 0.0
-    described = request.graph.unit(unit)
-    weights = {
-        kind: describe_layer(request.graph, described, kind, vocab_size=request.vocab_size).num_weights
-        if request.backward_need(unit, kind).trains_weights
-        else 0
-        for kind in dict.fromkeys(described.layers)
-    }
-    heaviest = max(
-        sum(weights[kind] for first, end in ranges for kind in described.layers[first:end]) for ranges in layout.stages
-    )
+    weights = request.trained_weights[unit]
+    heaviest = max(sum(weights[end] - weights[first] for first, end in ranges) for ranges in layout.stages)
     size = layout.tensor_parallel_size
     return collective_seconds(
         GRADIENT_BYTES * heaviest / size, ranks=range(0, layout.weight_copies * size, size), cluster=request.cluster
