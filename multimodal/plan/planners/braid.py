@@ -1,15 +1,14 @@
 """Braid: searches the union of all layouts with the real lengths, and lets the simulator decide."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from statistics import fmean
 
 from multimodal.balance import Placement
 from multimodal.plan.planners.layout_search import Layout, best_layouts
-from multimodal.plan.planners.plan_to_fit import Planner, PredictedRun, describe, run_key
+from multimodal.plan.planners.plan_to_fit import Planner, PredictedRun, describe, has_virtual_stages, run_key
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import LARGEST_CONTEXT_PARALLEL, PlanningRequest
 from multimodal.plan.planners.run_variants import (
@@ -33,6 +32,8 @@ PROMISING = 1.25
 """Another planner's plan is judged, while the budget lasts, if its ranked step is at most this many times as long as the best."""
 CLOSE = 1.1
 """It is judged in any case up to this."""
+PENALTY = 1.1
+"""Factor of a kind's expected seconds for each of its layouts that did not fit, or could not be better: others are looked at first."""
 FAR = 1.5
 """Layouts that are expected to be this many times as long as the best are not simulated."""
 ESTIMATES_UNTIL = 0.3
@@ -46,8 +47,10 @@ LEAST_VARIANTS = 0.15
 NUM_RANKED = 12
 """Layouts that are simulated more closely."""
 NUM_FINALISTS = 4
-NUM_CLOSER = 3
-"""Variants of one run that are simulated more closely."""
+NUM_CLOSER = 2
+"""Variants of one kind of a run that are simulated more closely."""
+CHANCE = 1.02
+"""They may seem this many times as long as the run at a glance."""
 MOST_JUDGED = 12
 """Most runs that are judged, whatever the budget."""
 MEMORY_SCALES = (1.0, 0.85, 0.7)
@@ -127,40 +130,53 @@ class PlanSearch:
         self.num_estimated += sum(map(len, kinds))
         position = dict.fromkeys(range(len(kinds)), 0)
         ratios: dict[int, list[float]] = {}
-        forms: dict[int, Form] = {}
+        forms: dict[tuple[object, ...], Form] = {}
+        penalties = dict.fromkeys(position, 1.0)
         best = math.inf
         while position and self.trials.budget.left(LAYOUTS_UNTIL) > 0:
             least = min((min(found) for found in ratios.values()), default=1.0)
             expected = {
-                index: kinds[index][place].seconds * (fmean(ratios[index]) if index in ratios else least)
+                index: kinds[index][place].seconds * (fmean(ratios[index]) if index in ratios else least) * penalties[index]
                 for index, place in position.items()
             }
             index = min(position, key=lambda each: (expected[each], each))
             if expected[index] > FAR * best:
                 break
             layout = kinds[index][position[index]]
-            ranked = self._try_layout(layout, forms.get(index), best)
+            ranked = self._try_layout(layout, forms, best)
             if ranked:
                 best = min(best, ranked.prediction.iteration_seconds)
-                forms[index] = ranked.run.schedule, ranked.run.balance
                 ratios.setdefault(index, []).append(ranked.prediction.iteration_seconds / layout.seconds)
+            else:
+                penalties[index] *= PENALTY
             position[index] += 1
             if position[index] == len(kinds[index]):
                 del position[index]
 
-    def _try_layout(self, layout: Layout, form: Form | None, best: float) -> PredictedRun | None:
-        """Simulate a layout quickly with a form, or with each that suits it, unless its bound is above the best."""
+    def _try_layout(self, layout: Layout, forms: dict[tuple[object, ...], Form], best: float) -> PredictedRun | None:
+        """Simulate a layout quickly with the best form of its placement, unless its bound is above the best.
+
+        The first layout of a placement, and one that does not fit with that form, is tried with each that suits it.
+        """
         run = layout.to_run()
         if self.trials.least_step_seconds(run) > best:
             return None
-        runs = map(partial(formed, run, request=self.request), self._forms(run) if form is None else (form,))
+        placed = *placements(run, self.request), has_virtual_stages(run)
+        known = self._best_of_forms(run, (forms[placed],)) if placed in forms else None
+        found = known or self._best_of_forms(run, self._forms(run))
+        if found:
+            forms.setdefault(placed, (found.run.schedule, found.run.balance))
+        return found
+
+    def _best_of_forms(self, run: PlannedRun, forms: Iterable[Form]) -> PredictedRun | None:
+        runs = map(partial(formed, run, request=self.request), forms)
         return min(filter(None, map(self._glance, filter(None, runs))), key=lambda each: each.key, default=None)
 
     def _glance(self, run: PlannedRun) -> PredictedRun | None:
         return self.trials.try_run(run, QUICK)
 
     def _forms(self, run: PlannedRun) -> Iterator[Form]:
-        """Return the schedules and balancers to try on the first layout of a kind; the other layouts get the best of them.
+        """Return the schedules and balancers to try on the first layout of a placement; the others get the best of them.
 
         Those whose rows say so: where units share ranks and have equally many replicas, a sample's items can stay with it, and
         ranks meet in the end only; else units are balanced each by itself and run in phases, so that they meet seldom.
@@ -213,17 +229,22 @@ class PlanSearch:
             if run is None:
                 return
             varied.add(run_key(run))
-            glances = []
-            for variant in self._variants(run):
-                if budget.left(limit) < 0:
-                    return
-                glances.append(self._glance(variant))
-            for each in sorted(filter(None, glances), key=lambda each: each.key)[:NUM_CLOSER]:
-                self.trials.try_run(each.run, RANKING)
+            for kind in (overlapped, other_sizes, other_balances, other_schedules, other_passes):
+                glances = []
+                for variant in kind(run, self.request):
+                    if budget.left(limit) < 0:
+                        return
+                    glances.append(self._glance(variant))
+                self._look_closer(run, filter(None, glances))
 
-    def _variants(self, run: PlannedRun) -> Iterator[PlannedRun]:
-        kinds = (other_balances, other_sizes, overlapped, other_schedules, other_passes)
-        return chain.from_iterable(kind(run, self.request) for kind in kinds)
+    def _look_closer(self, run: PlannedRun, glances: Iterable[PredictedRun]) -> None:
+        """Simulate the best variants of a run more closely, unless at a glance they are no better, and as good only by chance."""
+        known = self._glance(run)
+        seconds = known.prediction.iteration_seconds if known else math.inf
+        near = (each for each in glances if each.prediction.iteration_seconds <= CHANCE * seconds)
+        better = [each for each in near if each.prediction != (known and known.prediction)]
+        for each in sorted(better, key=lambda each: each.key)[:NUM_CLOSER]:
+            self.trials.try_run(each.run, RANKING)
 
     def best(self, count: int) -> list[PredictedRun]:
         """Return the best runs that could train of those simulated so far, the more closely simulated ones first."""

@@ -30,7 +30,7 @@ class Fidelity(NamedTuple):
     """True if it is of all batches and checked, as every plan is judged."""
 
 
-QUICK = Fidelity("at a glance", 0.02, 1.0, kept_replicas=2)
+QUICK = Fidelity("at a glance", 0.02, 1.0, kept_replicas=1)
 """Tells plans apart that differ by more than a tenth."""
 RANKING = Fidelity("ranked", 0.1, 2.0)
 FINAL = Fidelity("judged", 1.0, FILLING, is_final=True)

@@ -16,6 +16,8 @@ from multimodal.values.errors import BraidError
 
 NUM_RANKED = 3
 """Runs of a planner that are simulated more closely, to choose the one that is judged."""
+FAR, PROMISING = 1.4, 1.2
+"""Plans that seem this many times as long as a known run are not tried with other balancers, and not simulated more closely."""
 
 
 class HopelessError(BraidError):
@@ -42,7 +44,7 @@ def tune(planner: Planner, trials: Trials, *, below: float = float("inf")) -> li
 
     Sizes are climbed from one that makes layers efficient, in either direction while steps get shorter; at each the planner plans
     anew. The best plan is tried with all balancers that suit it. All by quick simulations; the best few by closer ones.
-    below: runs whose step cannot be shorter than this many seconds are left out.
+    below: runs whose step cannot be shorter than this many seconds, or seems far longer, are left out.
     """
     sizes = list(micro_batch_sizes(trials.request, MICRO_BATCH_SIZES))
     found: dict[int, list[PredictedRun]] = {}
@@ -53,12 +55,13 @@ def tune(planner: Planner, trials: Trials, *, below: float = float("inf")) -> li
         return seconds[size]
 
     _climb(sizes, look_at, first=sizes.index(efficient_first(trials.request, sizes)[0]))
-    if any(found.values()):
-        best = min((each for runs in found.values() for each in runs), key=lambda each: each.key)
+    best = min((each for runs in found.values() for each in runs), key=lambda each: each.key, default=None)
+    if best and best.prediction.iteration_seconds <= FAR * below:
         others = (trials.try_run(run, QUICK) for run in other_balances(best.run, trials.request))
         found[0] = list(filter(None, others))
     ordered = sorted((each for runs in found.values() for each in runs), key=lambda each: each.key)
-    closer = filter(None, (trials.try_run(each.run, RANKING) for each in ordered[:NUM_RANKED]))
+    promising = [each for each in ordered[:NUM_RANKED] if each.prediction.iteration_seconds <= PROMISING * below]
+    closer = filter(None, (trials.try_run(each.run, RANKING) for each in promising))
     return sorted(closer, key=lambda each: each.key)
 
 
