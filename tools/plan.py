@@ -164,6 +164,9 @@ def report(planned: PredictedRun) -> dict[str, Any]:
         "units": {name: unit_sizes(unit) for name, unit in run.plan.units.items()},
         "planning_seconds": run.planning_seconds,
         "bubble": dict(prediction.bubble),
+        "floor_seconds": prediction.floor_seconds,
+        "busiest_seconds": prediction.busiest_seconds,
+        "above_floor": dict(prediction.above_floor),
         "schedule": run.schedule,
         "schedule_passes": list(run.passes),
         "balance": run.balance,
@@ -197,7 +200,8 @@ def print_plan(planned: PredictedRun, request: PlanningRequest) -> None:
     run, prediction = planned
     console.print(
         f"{run.planner}: {run.num_gpus} of {request.num_gpus} GPUs, planned in {format_seconds(run.planning_seconds)}\n"
-        f"iteration {format_seconds(prediction.iteration_seconds)} (ideal {format_seconds(prediction.ideal_seconds)}), "
+        f"iteration {format_seconds(prediction.iteration_seconds)} (ideal {format_seconds(prediction.ideal_seconds)}, "
+        f"floor {format_seconds(prediction.floor_seconds)}, busiest ranks {format_seconds(prediction.busiest_seconds)}), "
         f"MFU {prediction.mfu:.1%}, {prediction.tokens_per_second_per_gpu:.5g} tokens/s per GPU\n"
         f"peak memory {prediction.peak_memory_bytes / 1e9:.2f} GB of {request.cluster.memory_gb:g} GB"
     )
@@ -209,10 +213,10 @@ def print_plan(planned: PredictedRun, request: PlanningRequest) -> None:
         layers = ", ".join(str(sum(end - first for first, end in stage.layer_ranges)) for stage in unit.replicas[0].stages)
         units.add_row(name, *(str(sizes[key]) for key in ("tp", "cp", "pp", "virtual_stages", "dp", "gpus")), layers)
     console.print(units)
-    bubbles = Table("idle", "share of GPU time", box=None)
-    for kind, share in prediction.bubble.items():
-        bubbles.add_row(kind, f"{share:.2%}")
-    console.print(bubbles)
+    above = Table("above the floor", "share of the step", box=None)
+    for kind, share in prediction.above_floor.items():
+        above.add_row(kind, f"{share:.2%}")
+    console.print(above)
     for note in run.notes:
         console.print(note)
 
@@ -221,10 +225,11 @@ def print_comparison(compared: Mapping[str, PredictedRun | str]) -> None:
     """Print all planners' plans in one table, and below it the errors of those that found none."""
     console = Console(width=140, highlight=False)
     best = min((run.prediction.iteration_seconds for run in compared.values() if isinstance(run, PredictedRun)), default=0.0)
-    table = Table("planner", "step", "of best", "ideal/step", "MFU", "GPUs", "GB", "planned in", "units: tp x cp x pp x dp")
+    shares = ("of best", "ideal/step", "floor/step", "MFU")
+    table = Table("planner", "step", *shares, "GPUs", "GB", "planned in", "units: tp x cp x pp x dp")
     for name, other in compared.items():
         if isinstance(other, str):
-            table.add_row(name, *("-",) * 7, "no plan")
+            table.add_row(name, *("-",) * 8, "no plan")
             continue
         run, prediction = other
         units = ", ".join(
@@ -236,6 +241,7 @@ def print_comparison(compared: Mapping[str, PredictedRun | str]) -> None:
             format_seconds(prediction.iteration_seconds),
             f"{prediction.iteration_seconds / best:.3f}",
             f"{prediction.ideal_seconds / prediction.iteration_seconds:.3f}",
+            f"{prediction.floor_seconds / prediction.iteration_seconds:.3f}",
             f"{prediction.mfu:.1%}",
             str(run.num_gpus),
             f"{prediction.peak_memory_bytes / 1e9:.1f}",

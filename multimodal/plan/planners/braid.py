@@ -33,7 +33,7 @@ PROMISING = 1.25
 CLOSE = 1.1
 """It is judged in any case up to this."""
 PENALTY = 1.1
-"""Factor of a kind's expected seconds for each of its layouts that did not fit, or could not be better: others are looked at first."""
+"""Factor of a kind's expected seconds for each of its layouts that did not fit, or could not be better."""
 FAR = 1.5
 """Layouts that are expected to be this many times as long as the best are not simulated."""
 ESTIMATES_UNTIL = 0.3

@@ -107,20 +107,27 @@ def has_virtual_stages(run: PlannedRun) -> bool:
 
 
 def describe(planned: PredictedRun) -> str:
-    """Return one line: time, MFU, memory, bubbles by kind, distance to the ideal, and the units' sizes."""
+    """Return one line: time, MFU, memory, distance to the ideal and to the floor, by kind, and the units' sizes."""
     run, prediction = planned
-    bubbles = ", ".join(f"{kind} {share:.1%}" for kind, share in prediction.bubble.items() if share >= 0.0005)
     units = ", ".join(f"{unit} {describe_sizes(plan)}" for unit, plan in run.plan.units.items())
-    above = prediction.iteration_seconds / prediction.ideal_seconds - 1 if prediction.ideal_seconds else 0.0
+    seconds, least = prediction.iteration_seconds, (prediction.ideal_seconds, prediction.floor_seconds)
+    ideal, floor = (seconds / each - 1 if each else 0.0 for each in least)
     return (
         f"{prediction.iteration_seconds:.4g} s, MFU {prediction.mfu:.1%}, {prediction.peak_memory_bytes / 1e9:.3g} GB, "
-        f"{above:.1%} above ideal ({bubbles}): {units}; {run.schedule}, --balance {run.balance}, "
+        f"{ideal:.1%} above ideal, {floor:.1%} above floor ({describe_kinds(prediction)}): {units}; "
+        f"{run.schedule}, --balance {run.balance}, "
         f"microbatch {run.micro_batch_size}"
         + (f", recomputing {run.recompute}" if run.recompute else "")
         + (", overlapped tensor parallelism" if run.tp_comm_overlap else "")
         + (", weights sharded" if run.sharding != "optim" else "")
         + (f" (found by {run.planner})" if run.planner else "")
     )
+
+
+def describe_kinds(prediction: Prediction) -> str:
+    """Return the share of the step's time of each kind of it that is above the floor, where it can be seen."""
+    shares = (f"{kind} {share:.1%}" for kind, share in prediction.above_floor.items() if share >= 0.0005)
+    return ", ".join(shares) or "nothing"
 
 
 def describe_sizes(unit: UnitPlan) -> str:
