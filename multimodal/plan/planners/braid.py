@@ -49,6 +49,8 @@ NUM_RANKED = 12
 NUM_FINALISTS = 4
 NUM_CLOSER = 2
 """Variants of one kind of a run that are simulated more closely."""
+NUM_OTHER_LAYOUTS = 6
+"""Plans that are tried with the schedule and balancer of the best run."""
 CHANCE = 1.02
 """They may seem this many times as long as the run at a glance."""
 MOST_JUDGED = 12
@@ -124,7 +126,7 @@ class PlanSearch:
         """Simulate layouts quickly.
 
         A kind's estimates are corrected by the mean ratio of its simulations to them, those of a kind that has not been simulated
-        by the smallest such ratio of any kind.
+        by the smallest such ratio of any kind of the same placement.
         """
         kinds = best_layouts(request, takes_more=self._takes_more_layouts)
         self.num_estimated += sum(map(len, kinds))
@@ -134,9 +136,13 @@ class PlanSearch:
         penalties = dict.fromkeys(position, 1.0)
         best = math.inf
         while position and self.trials.budget.left(LAYOUTS_UNTIL) > 0:
-            least = min((min(found) for found in ratios.values()), default=1.0)
+            least = {
+                placement: min((min(ratios[index]) for index in ratios if kinds[index][0].placement == placement), default=1.0)
+                for placement in {kind[0].placement for kind in kinds}
+            }
             expected = {
-                index: kinds[index][place].seconds * (fmean(ratios[index]) if index in ratios else least) * penalties[index]
+                index: penalties[index] * kinds[index][place].seconds
+                * (fmean(ratios[index]) if index in ratios else least[kinds[index][place].placement])
                 for index, place in position.items()
             }
             index = min(position, key=lambda each: (expected[each], each))
@@ -229,13 +235,27 @@ class PlanSearch:
             if run is None:
                 return
             varied.add(run_key(run))
-            for kind in (overlapped, other_sizes, other_balances, other_schedules, other_passes):
+            for kind in (overlapped, other_sizes, other_balances, other_schedules, self._other_layouts, other_passes):
                 glances = []
                 for variant in kind(run, self.request):
                     if budget.left(limit) < 0:
                         return
                     glances.append(self._glance(variant))
                 self._look_closer(run, filter(None, glances))
+
+    def _other_layouts(self, run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:
+        """Yield the best runs of other plans with the schedule and balancer of the best run, which a variant may have found."""
+        best = next(iter(self.best(1)), None)
+        if best is None or best.run.plan != run.plan:
+            return
+        form = best.run.schedule, best.run.balance
+        seen = {repr(run.plan)}
+        for other in self.trials.fitting(QUICK):
+            if len(seen) < NUM_OTHER_LAYOUTS and repr(other.run.plan) not in seen:
+                seen.add(repr(other.run.plan))
+                changed = formed(other.run, form, request)
+                if changed is not None and changed != other.run:
+                    yield changed
 
     def _look_closer(self, run: PlannedRun, glances: Iterable[PredictedRun]) -> None:
         """Simulate the best variants of a run more closely, unless at a glance they are no better, and as good only by chance."""

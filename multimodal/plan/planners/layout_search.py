@@ -17,7 +17,13 @@ from multimodal.plan.planners.megatron_balanced import Grid, even_grid, grid_fit
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import MICRO_BATCH_SIZES, PlanningRequest
-from multimodal.plan.planners.step_estimate import LengthSpread, estimate_seconds, lower_bound_seconds
+from multimodal.plan.planners.step_estimate import (
+    LengthSpread,
+    estimate_seconds,
+    exposed_reduction_seconds,
+    lower_bound_seconds,
+    reduction_seconds,
+)
 from multimodal.plan.planners.unit_layout import UnitLayout, deal_ranges, even_layout, partition_unit
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import Unit
@@ -50,6 +56,13 @@ class Layout:
     """With the layout's microbatch size, recomputation and sharding."""
     form: Candidate | Grid
     seconds: float
+
+    @property
+    def placement(self) -> str:
+        """The kind of placement: estimates are off by about as much for all that share it."""
+        if isinstance(self.form, Grid):
+            return "one chain over a grid"
+        return "all units on all ranks" if self.form.groups else "ranks of its own for each unit"
 
     def to_run(self) -> PlannedRun:
         """Deal ranks."""
@@ -123,7 +136,7 @@ def _grids(times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread) -
     except PlanError:
         return []
     kinds: dict[int, list[tuple[float, Grid]]] = {}
-    scored = ((grid_seconds(times.request, grid, spread=spread), index, grid) for index, grid in enumerate(grids))
+    scored = ((_grid_estimate(spread, grid), index, grid) for index, grid in enumerate(grids))
     for seconds, _, grid in sorted(scored, key=lambda entry: entry[:2]):
         kept = kinds.setdefault(min(grid.virtual_stages, MOST_KINDS_OF_RANGES), [])
         is_near = not kept or seconds <= SLACK * kept[0][0]
@@ -139,7 +152,18 @@ def _evened(
     """Return the grids that can be evened out, with even lanes."""
     evened = [even_grid(times, grid) for _, grid in kept]
     changed = [each for each, (_, grid) in zip(evened, kept, strict=True) if each != grid and grid_fits(memory, each)]
-    return sorted(((grid_seconds(times.request, each, spread=spread), each) for each in changed), key=lambda entry: entry[0])
+    return sorted(((_grid_estimate(spread, each), each) for each in changed), key=lambda entry: entry[0])
+
+
+def _grid_estimate(spread: LengthSpread, grid: Grid) -> float:
+    """Return the expected step of a grid (`grid_seconds`), with reductions hidden as far as they can."""
+    request, slowest = spread.request, max(grid.stage_seconds)
+    whole = max(reduction_seconds(request, unit, layout) for unit, layout in grid.layouts.items())
+    exposed = max(
+        exposed_reduction_seconds(request, unit, layout, stage_seconds=slowest) for unit, layout in grid.layouts.items()
+    )
+    through_all = sum(grid.stage_seconds)  # however few microbatches there are, one passes all ranges of all stages
+    return max(grid_seconds(request, grid, spread=spread) - whole, through_all) + exposed
 
 
 def _disaggregated(

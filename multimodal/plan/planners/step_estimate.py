@@ -1,7 +1,7 @@
 """The time of a step in closed form (Entrain, Eq. 4.2), what lengths that vary add to it, and the choice of the shortest."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
@@ -22,6 +22,8 @@ from multimodal.plan.planners.unit_options import infeasible
 NUM_DRAWN = 1024
 """Microbatches drawn from the lengths."""
 SEED = 0
+BACKWARD_SHARE = 2 / 3
+"""Of a microbatch's time in a stage that trains all its weights."""
 TIGHTNESS = 0.5
 """Share of the wait for the heaviest microbatch in the pipeline that 1F1B's slack does not hide; assumed, not derived."""
 
@@ -116,7 +118,8 @@ def estimate_seconds(times: PlanningTimes, candidate: Candidate, *, spread: Leng
     Sum of tau over the longest chain of units, and (n_u - 1) beta_u of the slowest group of units, where unit u's replicas run
     n_u microbatches each; with equally many everywhere and ranks of its own for each unit, this is Eq. 4.2. Encoders on ranks of
     their own work side by side, so only the slowest one's stages count in the chain. Virtual stages divide a unit's warm-up.
-    spread: with it, pipelines wait for their heaviest microbatches, and no step is shorter than its heaviest sample.
+    spread: with it, pipelines wait for their heaviest microbatches, no step is shorter than its heaviest sample, and reductions
+    hide behind the last backwards.
     """
     request, stages = times.request, unit_stage_seconds(times, candidate)
     warmup = {
@@ -137,9 +140,19 @@ def estimate_seconds(times: PlanningTimes, candidate: Candidate, *, spread: Leng
         for group in candidate.all_groups
     )
     heaviest = max(spread.heaviest_seconds(unit, layout) for unit, layout in candidate.layouts.items()) if spread else 0.0
-    is_sharded = request.zero_stage == 3
-    reduction = 0.0 if is_sharded else max(reduction_seconds(request, unit, each) for unit, each in candidate.layouts.items())
-    return max(chain + steady, heaviest) + reduction
+    through_all = sum(map(sum, (stages[unit] for unit in stages if unit not in encoders))) if spread else 0.0
+    return max(chain + steady, heaviest, through_all) + _reduction(request, candidate, stages, hides=spread is not None)
+
+
+def _reduction(
+    request: PlanningRequest, candidate: Candidate, stages: Mapping[str, Sequence[float]], *, hides: bool
+) -> float:
+    if request.zero_stage == 3:
+        return 0.0
+    if not hides:
+        return max(reduction_seconds(request, unit, each) for unit, each in candidate.layouts.items())
+    layouts = candidate.layouts.items()
+    return max(exposed_reduction_seconds(request, unit, each, stage_seconds=max(stages[unit])) for unit, each in layouts)
 
 
 def _depth(candidate: Candidate) -> int:
@@ -161,6 +174,17 @@ def reduction_seconds(request: PlanningRequest, unit: str, layout: UnitLayout) -
     return collective_seconds(
         GRADIENT_BYTES * heaviest / size, ranks=range(0, layout.weight_copies * size, size), cluster=request.cluster
     )
+
+
+def exposed_reduction_seconds(request: PlanningRequest, unit: str, layout: UnitLayout, *, stage_seconds: float) -> float:
+    """Seconds of a unit's reduction that the last microbatch's backward does not hide.
+
+    Gradients are reduced layer by layer (`reduce-by-layer`): all but the first layer's while the backward goes on.
+    stage_seconds: of one microbatch in the slowest stage, forward and backward.
+    """
+    whole = reduction_seconds(request, unit, layout)
+    of_first = whole / max(sum(end - first for first, end in ranges) for ranges in layout.stages)
+    return of_first + max(0.0, whole - of_first - BACKWARD_SHARE * stage_seconds)
 
 
 class Sized(Protocol):
