@@ -141,7 +141,8 @@ class PlanSearch:
                 for placement in {kind[0].placement for kind in kinds}
             }
             expected = {
-                index: penalties[index] * kinds[index][place].seconds
+                index: penalties[index]
+                * kinds[index][place].seconds
                 * (fmean(ratios[index]) if index in ratios else least[kinds[index][place].placement])
                 for index, place in position.items()
             }

@@ -63,9 +63,7 @@ def formed(run: PlannedRun, form: Form, request: PlanningRequest) -> PlannedRun 
     if not of_run.allows(schedule) or (row.layout is not None and not row.layout.is_met(request.graph, plan)):
         return None
     implementation = of_run.implementation(schedule)
-    return replace(
-        run, plan=plan, schedule=schedule, balance=balance, transformer_impl=implementation, tp_comm_overlap=False
-    )
+    return replace(run, plan=plan, schedule=schedule, balance=balance, transformer_impl=implementation, tp_comm_overlap=False)
 
 
 def overlapped(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:

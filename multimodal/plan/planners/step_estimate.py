@@ -144,9 +144,7 @@ def estimate_seconds(times: PlanningTimes, candidate: Candidate, *, spread: Leng
     return max(chain + steady, heaviest, through_all) + _reduction(request, candidate, stages, hides=spread is not None)
 
 
-def _reduction(
-    request: PlanningRequest, candidate: Candidate, stages: Mapping[str, Sequence[float]], *, hides: bool
-) -> float:
+def _reduction(request: PlanningRequest, candidate: Candidate, stages: Mapping[str, Sequence[float]], *, hides: bool) -> float:
     if request.zero_stage == 3:
         return 0.0
     if not hides:

@@ -84,9 +84,7 @@ def _climb(sizes: Sequence[int], look_at: Callable[[int], float], *, first: int)
             best = seconds
 
 
-def _runs_of_size(
-    planner: Planner, trials: Trials, size: int, below: float
-) -> tuple[list[PredictedRun], float]:
+def _runs_of_size(planner: Planner, trials: Trials, size: int, below: float) -> tuple[list[PredictedRun], float]:
     """Return the planner's plan of a microbatch size, and with the balancers that are tried first; and the shortest step."""
 
     def predict(run: PlannedRun, request: PlanningRequest) -> Prediction:
