@@ -38,8 +38,8 @@ FAR = 1.5
 """Layouts that are expected to be this many times as long as the best are not simulated."""
 ESTIMATES_UNTIL = 0.3
 """Share of the budget after which layouts of no further microbatch size are estimated."""
-SECONDS_PER_ESTIMATED_GPU = 0.002
-"""Nominal seconds of estimating all layouts at one microbatch size, over the number of GPUs."""
+SECONDS_PER_ESTIMATE, SECONDS_PER_ESTIMATED_GPU = 0.15, 0.0008
+"""Nominal seconds of estimating all layouts at one microbatch size, and of that for each GPU."""
 LAYOUTS_UNTIL, RANKED_UNTIL, VARIANTS_UNTIL = 0.4, 0.5, 0.8
 """Shares of the time budget after which no further layout, no closer simulation and no further variant is looked at."""
 LEAST_VARIANTS = 0.15
@@ -212,7 +212,7 @@ class PlanSearch:
     def _takes_more_layouts(self) -> bool:
         is_over = self.trials.budget.left(ESTIMATES_UNTIL) <= 0
         if not is_over:
-            self.trials.budget.spent_seconds += SECONDS_PER_ESTIMATED_GPU * self.request.num_gpus
+            self.trials.budget.spent_seconds += SECONDS_PER_ESTIMATE + SECONDS_PER_ESTIMATED_GPU * self.request.num_gpus
         return not is_over
 
     def rank_others(self, planners: Sequence[Planner]) -> None:

@@ -16,6 +16,8 @@ from multimodal.values.errors import BraidError
 
 NUM_RANKED = 3
 """Runs of a planner that are simulated more closely, to choose the one that is judged."""
+SECONDS_PER_PLANNED_GPU = 0.0005
+"""Nominal seconds of planning once, over the number of GPUs."""
 FAR, PROMISING = 1.4, 1.2
 """Plans that seem this many times as long as a known run are not tried with other balancers, and not simulated more closely."""
 
@@ -93,6 +95,7 @@ def _runs_of_size(planner: Planner, trials: Trials, size: int, below: float) -> 
             raise HopelessError(least)
         return trials.predict(run, request, fidelity=QUICK)
 
+    trials.budget.spent_seconds += SECONDS_PER_PLANNED_GPU * trials.request.num_gpus
     try:
         planned = plan_to_fit(planner, trials.request.changed(micro_batch_size=size), predict=predict)
     except HopelessError as problem:
