@@ -31,7 +31,7 @@ from multimodal.cost.cluster import Cluster
 from multimodal.cost.unit_load import sample_load
 from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.plan_to_fit import PredictedRun, describe, run_key
+from multimodal.plan.planners.plan_to_fit import PredictedRun, describe
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.values.errors import BraidError
 from multimodal.values.model_graph import ModelGraph
@@ -129,7 +129,7 @@ def describe_plan(name: str, request: PlanningRequest) -> dict[str, Any]:
         "mfu": prediction.mfu,
         "gpus": run.num_gpus,
         "planning_seconds": run.planning_seconds,
-        "plan": run_key(run),
+        "plan": run.key,
         "run": describe(PredictedRun(run, prediction)),
     }
 

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from multimodal.balance import Placement
 from multimodal.plan.planners.layout_search import Layout, best_layouts
-from multimodal.plan.planners.plan_to_fit import Planner, PredictedRun, describe, has_virtual_stages, run_key
+from multimodal.plan.planners.plan_to_fit import Planner, PredictedRun, describe, has_virtual_stages
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import LARGEST_CONTEXT_PARALLEL, PlanningRequest
 from multimodal.plan.planners.run_variants import (
@@ -229,17 +229,17 @@ class PlanSearch:
     def vary_best(self) -> None:
         """Try variants of the best runs, and of those that turn out best, while the budget lasts and that helps."""
         budget = self.trials.budget
-        limit = max(VARIANTS_UNTIL, budget.spent_seconds / budget.seconds + LEAST_VARIANTS)
+        until = max(VARIANTS_UNTIL * budget.seconds, budget.spent_seconds + LEAST_VARIANTS * budget.seconds)
         varied: set[str] = set()
         while True:
-            run = next((each.run for each in self.best(NUM_FINALISTS) if run_key(each.run) not in varied), None)
+            run = next((each.run for each in self.best(NUM_FINALISTS) if each.run.key not in varied), None)
             if run is None:
                 return
-            varied.add(run_key(run))
+            varied.add(run.key)
             for kind in (overlapped, other_sizes, other_balances, other_schedules, self._other_layouts, other_passes):
                 glances = []
                 for variant in kind(run, self.request):
-                    if budget.left(limit) < 0:
+                    if budget.spent_seconds > until:
                         return
                     glances.append(self._glance(variant))
                 self._look_closer(run, filter(None, glances))
@@ -273,7 +273,7 @@ class PlanSearch:
         for fidelity in (RANKING, QUICK):
             for each in self.trials.fitting(fidelity):
                 if len(found) < count and BUILDERS[each.run.schedule].can_train:
-                    found.setdefault(run_key(each.run), each)
+                    found.setdefault(each.run.key, each)
         return list(found.values())
 
     def choose(self) -> PredictedRun:
@@ -313,16 +313,16 @@ class PlanSearch:
 
     def _is_undecided(self) -> bool:
         """Return True if the best plan so far is clearly behind the seconds that the next one was ranked at."""
-        waiting = [each for each in self.trials.fitting(RANKING) if run_key(each.run) not in self.judged]
+        waiting = [each for each in self.trials.fitting(RANKING) if each.run.key not in self.judged]
         is_behind = bool(waiting) and self.trials.least_seconds(FINAL) > PROMISING * waiting[0].prediction.iteration_seconds
         return is_behind and len(self.judged) < MOST_JUDGED
 
     def _judge_next(self) -> bool:
         """Judge the best of the search that has not been; False where none is left."""
-        waiting = (each.run for each in self.best(len(self.trials.found)) if run_key(each.run) not in self.judged)
+        waiting = (each.run for each in self.best(len(self.trials.found)) if each.run.key not in self.judged)
         run = next(waiting, None)
         if run is None:
             return False
-        self.judged.add(run_key(run))
+        self.judged.add(run.key)
         self.trials.try_run(run, FINAL)
         return True

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import NamedTuple
@@ -94,11 +94,6 @@ def _plan_attempt(
         f"{request.memory_bytes / 1e9:.3g} GB may be used, after {MOST_ROUNDS} attempts with less; use more GPUs, a smaller "
         "microbatch, or lower the memory headroom"
     )
-
-
-def run_key(run: PlannedRun) -> str:
-    """Return the key by which a search recognises a run that it has seen."""
-    return repr([getattr(run, each.name) for each in fields(run) if each.compare])
 
 
 def has_virtual_stages(run: PlannedRun) -> bool:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from multimodal.cost.layers.layer import Recompute
 from multimodal.plan.planners.layer_times import PlanningTimes
-from multimodal.plan.planners.plan_to_fit import PredictedRun, describe, run_key
+from multimodal.plan.planners.plan_to_fit import PredictedRun, describe
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.prediction import FILLING, KEPT_REPLICAS, Prediction, nominal_seconds, predict_run
@@ -89,7 +89,7 @@ class Trials:
 
     def try_run(self, run: PlannedRun, fidelity: Fidelity) -> PredictedRun | None:
         """Simulate a run unless that has been done; None where it does not fit the memory, or is impossible."""
-        key = run_key(run), fidelity
+        key = run.key, fidelity
         if key not in self.found:
             try:
                 self.keep(PredictedRun(run, self.predict(run, self.request, fidelity=fidelity)), fidelity)
@@ -103,7 +103,7 @@ class Trials:
         if fits and self.request.on_progress and all(tried.key < each.key for each in self.fitting(fidelity)):
             spent = f"{self.budget.spent_seconds:.0f} of {self.budget.seconds:g} s"
             self.request.on_progress(f"{spent}: best so far, {fidelity.name}: {describe(tried)}")
-        self.found[run_key(tried.run), fidelity] = tried if fits else None
+        self.found[tried.run.key, fidelity] = tried if fits else None
 
     def fitting(self, fidelity: Fidelity) -> list[PredictedRun]:
         """Return the runs that fit, as they were simulated; the shortest step first."""
