@@ -58,7 +58,7 @@ def build_parser() -> Parser:
     what.add_argument("--vocab-size", type=count, metavar="N", help="Padded vocabulary of the LLM (the model file's, or 50304).")
     data = parser.add_argument_group("the data")
     data.add_argument("--global-batch-size", type=count, required=True, metavar="B", help="Samples per step.")
-    data.add_argument("--micro-batch-size", type=count, metavar="N", help="Samples per LLM microbatch (1; braid searches).")
+    data.add_argument("--micro-batch-size", type=count, metavar="N", help="Samples per LLM microbatch (the best for each planner).")
     data.add_argument("--lengths", type=Path, metavar="L.csv.gz", help="Lengths of real samples, drawn at random.")
     data.add_argument("--uniform-lengths", type=counts_by_unit, metavar="UNIT=TOKENS,...", help="One length for all samples.")
     data.add_argument("--num-iterations", type=count, default=2, metavar="N", help="Global batches that predictions average (2).")

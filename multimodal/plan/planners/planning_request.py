@@ -87,7 +87,7 @@ class PlanningRequest:
     lengths: tuple[SampleLengths, ...]
     """A sample of the real data, in any number."""
     micro_batch_size: int | None = None
-    """Samples per LLM microbatch; None: 1, or the planner's choice."""
+    """Samples per LLM microbatch; None: 1, or what a search or tuning finds best."""
     vocab_size: int = 50304
     """The padded size of the LLM's vocabulary."""
     fixed_sizes: Mapping[str, FixedSizes] = field(default_factory=dict)
