@@ -53,7 +53,7 @@ def test_a_unit_without_work_takes_no_rank_of_its_own():
     )
     asked = request(TWO_ENCODERS, lengths=lengths)
     assert asked.idle_units == {"audio"}
-    runs = [run for kind in best_layouts(asked) for run in kind]
+    runs = [layout.to_run() for kind in best_layouts(asked) for layout in kind]
     apart = [run for run in runs if not set(run.plan.units["vision"].ranks) & set(run.plan.units["llm"].ranks)]
     assert apart
     for run in apart:
@@ -63,4 +63,5 @@ def test_a_unit_without_work_takes_no_rank_of_its_own():
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_fixed_microbatch_size_is_kept(size):
-    assert {run.micro_batch_size for kind in best_layouts(request(micro_batch_size=size)) for run in kind} == {size}
+    layouts = [layout for kind in best_layouts(request(micro_batch_size=size)) for layout in kind]
+    assert {layout.to_run().micro_batch_size for layout in layouts} == {size}

@@ -1,0 +1,71 @@
+"""Simulations that are counted and remembered, and what is known of a run without one."""
+
+from dataclasses import replace
+
+import pytest
+
+from multimodal.plan.planners import PLANNERS, trials
+from multimodal.plan.planners.planning_request import FixedSizes
+from multimodal.plan.planners.prediction import predict_run
+from multimodal.plan.planners.run_variants import other_passes, other_sizes
+from multimodal.plan.planners.step_estimate import exposed_reduction_seconds, reduction_seconds
+from multimodal.plan.planners.trials import FINAL, QUICK, RANKING, SearchBudget, Trials
+from multimodal.plan.planners.unit_layout import even_layout
+from tests.unit.plan.planners.planning_cases import LLM, TWO, frozen, request, with_memory
+
+
+def test_a_run_is_simulated_once_and_counted(monkeypatch):
+    calls = []
+
+    def recorded(run, asked, **size):
+        calls.append(size["max_actions"])
+        return predict_run(run, asked, **size)
+
+    monkeypatch.setattr(trials, "predict_run", recorded)
+    asked = request(TWO)
+    search = Trials(asked, SearchBudget(1.0), asked.max_actions)
+    run = PLANNERS["disttrain"](asked)
+    first = search.try_run(run, QUICK)
+    spent = search.budget.spent_seconds
+    assert first is not None and spent > 0 and search.try_run(replace(run, planner="other"), QUICK) is first
+    assert search.budget.spent_seconds == spent and calls == [asked.max_actions * QUICK.share]
+    assert search.try_run(run, FINAL) is not None and search.budget.spent_seconds > spent
+    assert [each.run.key for each in search.fitting(FINAL)] == [run.key] and not search.fitting(RANKING)
+
+
+def test_what_does_not_fit_is_remembered_as_that():
+    asked = request(TWO)
+    run = PLANNERS["disttrain"](asked)
+    small = with_memory(asked, 0.01)
+    search = Trials(small, SearchBudget(1.0), small.max_actions)
+    assert search.try_run(run, QUICK) is None and search.fitting(QUICK) == [] and search.least_seconds(QUICK) == float("inf")
+
+
+def test_a_changed_request_is_a_new_one_that_knows_its_data():
+    asked = request(TWO)
+    loads = asked.sample_loads
+    changed = asked.changed(micro_batch_size=4, recompute="full")
+    assert changed == replace(asked, micro_batch_size=4, recompute="full") != asked
+    assert changed.sample_loads is loads
+
+
+def test_reductions_hide_behind_the_last_backward():
+    asked, layout = request(TWO), even_layout(LLM, 1, 4, 2)
+    whole = reduction_seconds(asked, "llm", layout)
+    exposed = [exposed_reduction_seconds(asked, "llm", layout, stage_seconds=each * whole) for each in (0.0, 0.6, 60.0)]
+    assert exposed[0] == pytest.approx(whole) and exposed == sorted(exposed, reverse=True)
+    assert exposed[2] == pytest.approx(whole / 5), "the first of five layers"
+
+
+def test_frozen_layers_have_no_trained_weights():
+    weights = request(frozen(TWO, "llm")).trained_weights
+    assert weights["llm"][-1] == 0 < weights["vision"][-1] and len(weights["llm"]) == len(LLM.layers) + 1
+
+
+def test_variants_of_a_run_keep_to_the_request():
+    asked = request(TWO, global_batch_size=24, fixed_sizes={"llm": FixedSizes(data_parallel_size=1)})
+    run = replace(PLANNERS["disttrain"](asked), micro_batch_size=4)
+    assert [each.micro_batch_size for each in other_sizes(run, asked)] == [2, 8]
+    assert list(other_sizes(run, asked.changed(micro_batch_size=4))) == []
+    for each in other_passes(run, asked):
+        assert set(run.passes) < set(each.passes) and each.plan == run.plan
