@@ -8,6 +8,7 @@ from itertools import product
 from multimodal.plan.planners.allocation_search import AllocationProblem, rank_allocations
 from multimodal.plan.planners.candidate import Candidate, fits
 from multimodal.plan.planners.disttrain import build_candidate, build_problem
+from multimodal.plan.planners.idle_units import place_idle_units, without_idle_units
 from multimodal.plan.planners.layer_times import PlanningTimes
 from multimodal.plan.planners.megatron import micro_batch_sizes
 from multimodal.plan.planners.megatron_balanced import Grid, even_grid, grid_fits, grid_run, grid_seconds, list_grids
@@ -46,6 +47,7 @@ def best_layouts(request: PlanningRequest, *, takes_more: Callable[[], bool] = l
     stages of the LLM, a microbatch size, whether whole layers are computed again in their backward, and what replicas share.
     takes_more: asked before every microbatch size; once it says False and there is a layout, no further one is looked at.
     """
+    whole, request = request, without_idle_units(request)
     kinds: list[list[PlannedRun]] = []
     best: dict[int, float] = {}
 
@@ -68,7 +70,8 @@ def best_layouts(request: PlanningRequest, *, takes_more: Callable[[], bool] = l
         promising = dict.fromkeys((*_best_first(best), *(2 * size for size in _best_first(best)[:1] if 2 * size in sizes)))
         look_at(replace(request, micro_batch_size=size, sharding="optim_grads_params") for size in promising)
     least = min(best.values(), default=math.inf)
-    return [kind for kind in kinds if kind[0].objective_seconds <= KIND_SLACK * least]
+    near = (kind for kind in kinds if kind[0].objective_seconds <= KIND_SLACK * least)
+    return [[place_idle_units(run, whole) for run in kind] for kind in near]
 
 
 def _efficient_first(request: PlanningRequest, sizes: Sequence[int]) -> list[int]:
