@@ -23,6 +23,7 @@ from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.plan_file import write_plan_file
+from multimodal.plan.planners.plan_or_advise import plan_or_advise
 from multimodal.plan.planners.plan_to_fit import PredictedRun, plan_per_gpu, plan_to_fit
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, Sharding
@@ -146,7 +147,7 @@ def plan(name: str, request: PlanningRequest, flags: argparse.Namespace) -> Pred
     """Let one planner plan; raises PlanError."""
     max_actions = None if flags.simulate_all else request.max_actions
     search = plan_per_gpu if flags.prefer == "per-gpu" else plan_to_fit
-    return search(PLANNERS[name], request, max_actions=max_actions)
+    return plan_or_advise(PLANNERS[name], request, max_actions=max_actions, search=search)
 
 
 def report(planned: PredictedRun) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class PlannerRow:
             asked = request if self.searches_others else without_idle_units(request)
             run = place_idle_units(self.plan(asked), request)
         except PlanError as problem:
-            raise PlanError(f"planner '{self.name}': {problem}") from None
+            raise type(problem)(f"planner '{self.name}': {problem}") from None
         return replace(run, planner=self.name, planning_seconds=time.perf_counter() - started)
 
 
