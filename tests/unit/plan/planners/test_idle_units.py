@@ -58,7 +58,7 @@ def test_a_unit_without_work_costs_no_time(name: str, case: str) -> None:
         assert {unit: run.plan.units[unit] for unit in smaller.unit_names} == dict(alone.plan.units)
     is_exact = run.balance != "disttrain" and run.schedule != "encoders-replicated"
     # That balancer orders microbatches by all stages of the plan, and copies of encoders reduce their gradients.
-    assert prediction.iteration_seconds <= (1 + 1e-9 if is_exact else 1.06) * without.iteration_seconds
+    assert prediction.iteration_seconds <= (1 + 1e-9 if is_exact else 1.15) * without.iteration_seconds
 
 
 def test_it_lies_on_the_first_ranks_of_the_llm_in_one_replica() -> None:
