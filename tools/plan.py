@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -147,7 +148,8 @@ def plan(name: str, request: PlanningRequest, flags: argparse.Namespace) -> Pred
     """Let one planner plan; raises PlanError."""
     max_actions = None if flags.simulate_all else request.max_actions
     search = plan_per_gpu if flags.prefer == "per-gpu" else plan_to_fit
-    return plan_or_advise(PLANNERS[name], request, max_actions=max_actions, search=search)
+    planner = partial(search, PLANNERS[name], max_actions=max_actions)
+    return plan_or_advise(PLANNERS[name], request, max_actions=max_actions, plan=planner)
 
 
 def report(planned: PredictedRun) -> dict[str, Any]:

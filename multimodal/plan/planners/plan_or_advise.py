@@ -22,14 +22,19 @@ SEARCH_BUDGET_SECONDS = 1.0
 
 
 def plan_or_advise(
-    planner: PlannerRow, request: PlanningRequest, *, max_actions: int | None, search: Callable[..., PredictedRun] = plan_to_fit
+    planner: PlannerRow,
+    request: PlanningRequest,
+    *,
+    max_actions: int | None,
+    plan: Callable[[PlanningRequest], PredictedRun] | None = None,
 ) -> PredictedRun:
     """Plan; where nothing fits, raise PlanError with a number of GPUs that is enough, or what never fits.
 
-    search: `plan_to_fit` or `plan_per_gpu`.
+    plan: lets the planner plan in some other way than `plan_to_fit`.
     """
+    plan = plan or partial(plan_to_fit, planner, max_actions=max_actions)
     try:
-        return search(planner, request, max_actions=max_actions)
+        return plan(request)
     except NothingFitsError as problem:
         advice = _advice(planner, request, max_actions=max_actions)
         raise PlanError(f"{problem}; {advice}") from None
