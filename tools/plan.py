@@ -25,7 +25,7 @@ from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.plan_file import write_plan_file
 from multimodal.plan.planners.plan_or_advise import plan_or_advise
-from multimodal.plan.planners.plan_to_fit import PredictedRun, plan_per_gpu, plan_to_fit
+from multimodal.plan.planners.plan_to_fit import PredictedRun, plan_per_gpu
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, Sharding
 from multimodal.plan.planners.prediction import SEED, Prediction
@@ -59,7 +59,9 @@ def build_parser() -> Parser:
     what.add_argument("--vocab-size", type=count, metavar="N", help="Padded vocabulary of the LLM (the model file's, or 50304).")
     data = parser.add_argument_group("the data")
     data.add_argument("--global-batch-size", type=count, required=True, metavar="B", help="Samples per step.")
-    data.add_argument("--micro-batch-size", type=count, metavar="N", help="Samples per LLM microbatch (1; braid searches).")
+    data.add_argument(
+        "--micro-batch-size", type=count, metavar="N", help="Samples per LLM microbatch (the best for each planner)."
+    )
     data.add_argument("--lengths", type=Path, metavar="L.csv.gz", help="Lengths of real samples, drawn at random.")
     data.add_argument("--uniform-lengths", type=counts_by_unit, metavar="UNIT=TOKENS,...", help="One length for all samples.")
     data.add_argument("--num-iterations", type=count, default=2, metavar="N", help="Global batches that predictions average (2).")
@@ -147,8 +149,8 @@ def _say(progress: str) -> None:
 def plan(name: str, request: PlanningRequest, flags: argparse.Namespace) -> PredictedRun:
     """Let one planner plan; raises PlanError."""
     max_actions = None if flags.simulate_all else request.max_actions
-    search = plan_per_gpu if flags.prefer == "per-gpu" else plan_to_fit
-    planner = partial(search, PLANNERS[name], max_actions=max_actions)
+    plan_best = partial(PLANNERS[name].plan_best, max_actions=max_actions)
+    planner = partial(plan_per_gpu, plan_best) if flags.prefer == "per-gpu" else plan_best
     return plan_or_advise(PLANNERS[name], request, max_actions=max_actions, plan=planner)
 
 
@@ -166,6 +168,9 @@ def report(planned: PredictedRun) -> dict[str, Any]:
         "units": {name: unit_sizes(unit) for name, unit in run.plan.units.items()},
         "planning_seconds": run.planning_seconds,
         "bubble": dict(prediction.bubble),
+        "floor_seconds": prediction.floor_seconds,
+        "busiest_seconds": prediction.busiest_seconds,
+        "above_floor": dict(prediction.above_floor),
         "schedule": run.schedule,
         "schedule_passes": list(run.passes),
         "balance": run.balance,
@@ -199,7 +204,8 @@ def print_plan(planned: PredictedRun, request: PlanningRequest) -> None:
     run, prediction = planned
     console.print(
         f"{run.planner}: {run.num_gpus} of {request.num_gpus} GPUs, planned in {format_seconds(run.planning_seconds)}\n"
-        f"iteration {format_seconds(prediction.iteration_seconds)} (ideal {format_seconds(prediction.ideal_seconds)}), "
+        f"iteration {format_seconds(prediction.iteration_seconds)} (ideal {format_seconds(prediction.ideal_seconds)}, "
+        f"floor {format_seconds(prediction.floor_seconds)}, busiest ranks {format_seconds(prediction.busiest_seconds)}), "
         f"MFU {prediction.mfu:.1%}, {prediction.tokens_per_second_per_gpu:.5g} tokens/s per GPU\n"
         f"peak memory {prediction.peak_memory_bytes / 1e9:.2f} GB of {request.cluster.memory_gb:g} GB"
     )
@@ -211,10 +217,10 @@ def print_plan(planned: PredictedRun, request: PlanningRequest) -> None:
         layers = ", ".join(str(sum(end - first for first, end in stage.layer_ranges)) for stage in unit.replicas[0].stages)
         units.add_row(name, *(str(sizes[key]) for key in ("tp", "cp", "pp", "virtual_stages", "dp", "gpus")), layers)
     console.print(units)
-    bubbles = Table("idle", "share of GPU time", box=None)
-    for kind, share in prediction.bubble.items():
-        bubbles.add_row(kind, f"{share:.2%}")
-    console.print(bubbles)
+    above = Table("above the floor", "share of the step", box=None)
+    for kind, share in prediction.above_floor.items():
+        above.add_row(kind, f"{share:.2%}")
+    console.print(above)
     for note in run.notes:
         console.print(note)
 
@@ -223,10 +229,11 @@ def print_comparison(compared: Mapping[str, PredictedRun | str]) -> None:
     """Print all planners' plans in one table, and below it the errors of those that found none."""
     console = Console(width=140, highlight=False)
     best = min((run.prediction.iteration_seconds for run in compared.values() if isinstance(run, PredictedRun)), default=0.0)
-    table = Table("planner", "step", "of best", "ideal/step", "MFU", "GPUs", "GB", "planned in", "units: tp x cp x pp x dp")
+    shares = ("of best", "ideal/step", "floor/step", "MFU")
+    table = Table("planner", "step", *shares, "GPUs", "GB", "planned in", "units: tp x cp x pp x dp")
     for name, other in compared.items():
         if isinstance(other, str):
-            table.add_row(name, *("-",) * 7, "no plan")
+            table.add_row(name, *("-",) * 8, "no plan")
             continue
         run, prediction = other
         units = ", ".join(
@@ -238,6 +245,7 @@ def print_comparison(compared: Mapping[str, PredictedRun | str]) -> None:
             format_seconds(prediction.iteration_seconds),
             f"{prediction.iteration_seconds / best:.3f}",
             f"{prediction.ideal_seconds / prediction.iteration_seconds:.3f}",
+            f"{prediction.floor_seconds / prediction.iteration_seconds:.3f}",
             f"{prediction.mfu:.1%}",
             str(run.num_gpus),
             f"{prediction.peak_memory_bytes / 1e9:.1f}",

@@ -14,7 +14,8 @@ from megatron.runtime.flags.field_flags import field_flags
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.braid import PlanSearch, SearchBudget
+from multimodal.plan.planners.braid import PlanSearch
+from multimodal.plan.planners.trials import QUICK, SearchBudget
 from multimodal.schedule.builders import BUILDERS
 from tests.distributed.added_rows import BALANCER, PLANNER, SCHEDULE, add_rows
 from tests.distributed.launch import REPOSITORY, launch
@@ -99,7 +100,7 @@ def test_an_added_schedule_is_a_flag_and_is_searched_simulated_and_emulated(
 ) -> None:
     choices = {flag.name: flag.choices for flag in field_flags(TrainingConfig)}
     assert SCHEDULE in choices["schedule"] and BALANCER in choices["balance"]
-    assert {SCHEDULE, "gpipe"} <= {ranked.run.schedule for ranked in search.ranked}
+    assert {SCHEDULE, "gpipe"} <= {tried.run.schedule for tried in search.trials.fitting(QUICK)}
     file = tmp_path / "plan.yaml"
     run_tool(plan, capsys, *model, "--num-gpus", 2, "--global-batch-size", 4, "--planner", PLANNER, "--output", file)
     step = [*model, "--plan", str(file)]
@@ -109,7 +110,7 @@ def test_an_added_schedule_is_a_flag_and_is_searched_simulated_and_emulated(
 
 
 def test_an_added_balancer_is_a_candidate_of_auto_and_of_the_search(monkeypatch: pytest.MonkeyPatch, search: PlanSearch) -> None:
-    assert {BALANCER, "sorted"} <= {ranked.run.balance for ranked in search.ranked}
+    assert {BALANCER, "sorted"} <= {tried.run.balance for tried in search.trials.fitting(QUICK)}
     tried: list[Any] = []
     row = BALANCERS[BALANCER]
     monkeypatch.setitem(BALANCERS, BALANCER, replace(row, balance=_recorded(row.balance, tried)))

@@ -14,8 +14,10 @@ from multimodal.plan.planners.flops_ratio import plan_flops_ratio
 from multimodal.plan.planners.idle_units import place_idle_units, without_idle_units
 from multimodal.plan.planners.megatron import plan_megatron
 from multimodal.plan.planners.megatron_balanced import plan_megatron_balanced
+from multimodal.plan.planners.plan_to_fit import PredictedRun, plan_to_fit
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.tune_planner import plan_tuned
 from multimodal.values.errors import PlanError
 
 
@@ -38,6 +40,14 @@ class PlannerRow:
     """The paper that it comes from, or is the baseline of."""
     searches_others: bool = False
     """True if it judges the other planners' plans beside its own, so that none of them is better."""
+
+    def plan_best(self, request: PlanningRequest, *, max_actions: int | None) -> PredictedRun:
+        """Plan as well as the planner's user would: at its best microbatch size and with its best balancer (`plan_tuned`).
+
+        max_actions: as for `predict_run`. Raises PlanError when nothing fits.
+        """
+        plan = plan_to_fit if self.searches_others else plan_tuned
+        return plan(self, request, max_actions=max_actions)
 
     def __call__(self, request: PlanningRequest) -> PlannedRun:
         """Plan, and sign the plan with the planner's name and time; raises PlanError, which names it, when nothing fits.

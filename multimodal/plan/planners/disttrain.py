@@ -96,7 +96,7 @@ def build_candidate(request: PlanningRequest, problem: AllocationProblem, choice
     layouts = {name: each.layout(choice.other_rows[name], request.graph.unit(name)) for name, each in problem.others.items()}
     layouts[backbone.name] = problem.llm.layout(choice.llm_row, backbone, virtual_stages=problem.virtual_stages)
     return Candidate(
-        {name: layouts[name] for name in request.graph.unit_names if name in layouts},
+        {name: layouts[name] for name in request.graph.unit_names},
         micro_batch_size=request.default_micro_batch_size,
     )
 
@@ -106,17 +106,15 @@ def build_problem(
     *,
     virtual_stages: int | None = None,
     leaves_ranks: bool = True,
-    left_out: frozenset[str] = frozenset(),
 ) -> AllocationProblem:
     """List every unit's parallelisms for Alg. 1.
 
     virtual_stages: of the LLM, where no number is fixed. leaves_ranks: whether every other unit needs a rank of its own.
-    left_out: units that get no ranks here.
     """
     times, memory = PlanningTimes(request), MemoryEstimate(request)
     backbone = request.graph.backbone.name
     virtual_stages = request.fixed(backbone).virtual_stages or virtual_stages or 1
-    names = [name for name in request.graph.unit_names if name not in left_out]
+    names = request.graph.unit_names
     max_gpus = request.num_gpus - (len(names) - 1 if leaves_ranks else 0)
     options = {name: list_options(times, memory, unit=name, max_gpus=max_gpus) for name in names}
     llm = options.pop(backbone)
@@ -125,7 +123,7 @@ def build_problem(
     return AllocationProblem(
         llm=llm.take(can_interleave),
         others=options,
-        upstream=frozenset(unit.name for unit in request.graph.encoders) - left_out,
+        upstream=frozenset(unit.name for unit in request.graph.encoders),
         num_gpus=request.num_gpus,
         num_microbatches=request.num_microbatches,
         virtual_stages=virtual_stages,

@@ -2,20 +2,29 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
+
+import numpy as np
 
 from multimodal.plan.planners.allocation_search import AllocationProblem, rank_allocations
 from multimodal.plan.planners.candidate import Candidate, fits
 from multimodal.plan.planners.disttrain import build_candidate, build_problem
 from multimodal.plan.planners.idle_units import place_idle_units, without_idle_units
-from multimodal.plan.planners.layer_times import PlanningTimes
+from multimodal.plan.planners.layer_times import PlanningTimes, stage_times
 from multimodal.plan.planners.megatron import micro_batch_sizes
 from multimodal.plan.planners.megatron_balanced import Grid, even_grid, grid_fits, grid_run, grid_seconds, list_grids
 from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import MICRO_BATCH_SIZES, PlanningRequest
-from multimodal.plan.planners.step_estimate import LengthSpread, estimate_seconds, lower_bound_seconds
+from multimodal.plan.planners.step_estimate import (
+    LengthSpread,
+    estimate_seconds,
+    exposed_reduction_seconds,
+    lower_bound_seconds,
+    reduction_seconds,
+)
 from multimodal.plan.planners.unit_layout import UnitLayout, deal_ranges, even_layout, partition_unit
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import Unit
@@ -40,15 +49,42 @@ NUM_PROMISING_SIZES = 2
 Scored = tuple[Candidate, float]
 
 
-def best_layouts(request: PlanningRequest, *, takes_more: Callable[[], bool] = lambda: True) -> list[list[PlannedRun]]:
-    """Return kinds of layouts, each the best runs of its kind with their estimated seconds, the shortest first.
+@dataclass(frozen=True)
+class Layout:
+    """A layout with its estimated step; the plan is built only if it is asked for."""
+
+    request: PlanningRequest
+    """With the layout's microbatch size, recomputation and sharding."""
+    form: Candidate | Grid
+    seconds: float
+    whole: PlanningRequest | None = None
+    """With the units that the data asks nothing of, too; None where there are none."""
+
+    @property
+    def placement(self) -> str:
+        """The kind of placement: estimates are off by about as much for all that share it."""
+        if isinstance(self.form, Grid):
+            return "one chain over a grid"
+        return "all units on all ranks" if self.form.groups else "ranks of its own for each unit"
+
+    def to_run(self) -> PlannedRun:
+        """Deal ranks."""
+        if isinstance(self.form, Grid):
+            run = grid_run(self.request, self.form, seconds=self.seconds)
+        else:
+            run = self.form.to_run(self.request, seconds=self.seconds)
+        return place_idle_units(run, self.whole or self.request)
+
+
+def best_layouts(request: PlanningRequest, *, takes_more: Callable[[], bool] = lambda: True) -> list[list[Layout]]:
+    """Return kinds of layouts, each the best of its kind with their estimated seconds, the shortest first.
 
     A kind is a placement (ranks of its own for each unit, all ranks for all units, or one chain over a grid), a number of virtual
     stages of the LLM, a microbatch size, whether whole layers are computed again in their backward, and what replicas share.
     takes_more: asked before every microbatch size; once it says False and there is a layout, no further one is looked at.
     """
     whole, request = request, without_idle_units(request)
-    kinds: list[list[PlannedRun]] = []
+    kinds: list[list[Layout]] = []
     best: dict[int, float] = {}
 
     def look_at(forms: Iterable[PlanningRequest]) -> None:
@@ -57,24 +93,24 @@ def best_layouts(request: PlanningRequest, *, takes_more: Callable[[], bool] = l
                 return
             found = [kind for kind in _kinds(form) if kind]
             size = form.default_micro_batch_size
-            best[size] = min((best.get(size, math.inf), *(kind[0].objective_seconds for kind in found)))
+            best[size] = min((best.get(size, math.inf), *(kind[0].seconds for kind in found)))
             kinds.extend(found)
 
     sizes = tuple(micro_batch_sizes(request, MICRO_BATCH_SIZES))
-    look_at(replace(request, micro_batch_size=size) for size in _efficient_first(request, sizes))
+    look_at(request.changed(micro_batch_size=size) for size in efficient_first(request, sizes))
     if request.recompute is None:  # the smallest size saves most
         promising = dict.fromkeys((*_best_first(best), sizes[0]))
-        look_at(replace(request, micro_batch_size=size, recompute="full") for size in promising)
+        look_at(request.changed(micro_batch_size=size, recompute="full") for size in promising)
     if request.sharding is None and request.transformer_impl != "transformer_engine":
         # The longer a layer computes, the more of the next one's gathering hides.
         promising = dict.fromkeys((*_best_first(best), *(2 * size for size in _best_first(best)[:1] if 2 * size in sizes)))
-        look_at(replace(request, micro_batch_size=size, sharding="optim_grads_params") for size in promising)
+        look_at(request.changed(micro_batch_size=size, sharding="optim_grads_params") for size in promising)
     least = min(best.values(), default=math.inf)
-    near = (kind for kind in kinds if kind[0].objective_seconds <= KIND_SLACK * least)
-    return [[place_idle_units(run, whole) for run in kind] for kind in near]
+    near = (kind for kind in kinds if kind[0].seconds <= KIND_SLACK * least)
+    return [[replace(layout, whole=whole) for layout in kind] for kind in near]
 
 
-def _efficient_first(request: PlanningRequest, sizes: Sequence[int]) -> list[int]:
+def efficient_first(request: PlanningRequest, sizes: Sequence[int]) -> list[int]:
     """Sort microbatch sizes by the distance of their tokens from a number that makes layers efficient, or fills pipelines."""
     longest = max(loads[0] for loads in request.mean_loads.values()) or 1.0
     of_gpu = request.global_batch_size * longest / request.num_gpus
@@ -86,35 +122,33 @@ def _best_first(best: Mapping[int, float]) -> list[int]:
     return sorted((size for size in best if math.isfinite(best[size])), key=lambda size: best[size])[:NUM_PROMISING_SIZES]
 
 
-def _kinds(request: PlanningRequest) -> Iterator[list[PlannedRun]]:
+def _kinds(request: PlanningRequest) -> Iterator[list[Layout]]:
     times, memory, spread = PlanningTimes(request), MemoryEstimate(request), LengthSpread(request)
     fixed = request.fixed(request.graph.backbone.name).virtual_stages
     for virtual_stages in (fixed,) if fixed else VIRTUAL_STAGES:
         for list_scored, leaves_ranks in ((_disaggregated, True), (_colocated, False)):
-            problem = build_problem(
-                request, virtual_stages=virtual_stages, leaves_ranks=leaves_ranks, left_out=request.idle_units
-            )
+            problem = build_problem(request, virtual_stages=virtual_stages, leaves_ranks=leaves_ranks)
             scored = list_scored(times, memory, spread, problem) if len(problem.llm) else ()
-            yield [candidate.to_run(request, seconds=seconds) for candidate, seconds in scored]
+            yield [Layout(request, candidate, seconds) for candidate, seconds in scored]
     if request.zero_stage != 3:  # its estimate would have to know what replicas share
         yield from _grids(times, memory, spread)
 
 
-def _grids(times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread) -> list[list[PlannedRun]]:
+def _grids(times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread) -> list[list[Layout]]:
     """The best grids for each number of virtual stages, as cut and with even lanes; none where units cannot share tp and dp."""
     try:
         grids = list(list_grids(times, layers_per_range=LAYERS_PER_RANGE))
     except PlanError:
         return []
     kinds: dict[int, list[tuple[float, Grid]]] = {}
-    scored = ((grid_seconds(times.request, grid, spread=spread), index, grid) for index, grid in enumerate(grids))
+    scored = ((_grid_estimate(spread, grid), index, grid) for index, grid in enumerate(grids))
     for seconds, _, grid in sorted(scored, key=lambda entry: entry[:2]):
         kept = kinds.setdefault(min(grid.virtual_stages, MOST_KINDS_OF_RANGES), [])
         is_near = not kept or seconds <= SLACK * kept[0][0]
         if len(kept) < MOST_PER_KIND // 2 and is_near and grid_fits(memory, grid):
             kept.append((seconds, grid))
     evened = [_evened(times, memory, spread, kept) for kept in kinds.values()]
-    return [[grid_run(times.request, grid, seconds=seconds) for seconds, grid in kept] for kept in (*kinds.values(), *evened)]
+    return [[Layout(times.request, grid, seconds) for seconds, grid in kept] for kept in (*kinds.values(), *evened)]
 
 
 def _evened(
@@ -123,7 +157,18 @@ def _evened(
     """Return the grids that can be evened out, with even lanes."""
     evened = [even_grid(times, grid) for _, grid in kept]
     changed = [each for each, (_, grid) in zip(evened, kept, strict=True) if each != grid and grid_fits(memory, each)]
-    return sorted(((grid_seconds(times.request, each, spread=spread), each) for each in changed), key=lambda entry: entry[0])
+    return sorted(((_grid_estimate(spread, each), each) for each in changed), key=lambda entry: entry[0])
+
+
+def _grid_estimate(spread: LengthSpread, grid: Grid) -> float:
+    """Return the expected step of a grid (`grid_seconds`), with reductions hidden as far as they can."""
+    request, slowest = spread.request, max(grid.stage_seconds)
+    whole = max(reduction_seconds(request, unit, layout) for unit, layout in grid.layouts.items())
+    exposed = max(
+        exposed_reduction_seconds(request, unit, layout, stage_seconds=slowest) for unit, layout in grid.layouts.items()
+    )
+    through_all = sum(grid.stage_seconds)  # however few microbatches there are, one passes all ranges of all stages
+    return max(grid_seconds(request, grid, spread=spread) - whole, through_all) + exposed
 
 
 def _disaggregated(
@@ -132,7 +177,7 @@ def _disaggregated(
     """Return the best choice of other units for each parallelism of the LLM; layers partitioned by their times."""
     request, scored = times.request, []
     for choice in rank_allocations(problem, slack=SLACK)[: 2 * MOST_PER_KIND]:
-        even = with_idle_units(request, build_candidate(request, problem, choice))
+        even = build_candidate(request, problem, choice)
         balanced = balance_layers(times, even)
         if chosen := next((each for each in (balanced, even) if fits(memory, each)), None):
             scored.append((chosen, estimate_seconds(times, chosen, spread=spread)))
@@ -143,20 +188,26 @@ def _colocated(times: PlanningTimes, memory: MemoryEstimate, spread: LengthSprea
     """Return layouts with every unit on all ranks that the LLM takes, encoders and generators with one stage per replica."""
     request, llm = times.request, problem.llm
     graph, backbone = request.graph, request.graph.backbone
-    others = [unit for unit in graph.units if unit.name != backbone.name and unit.name not in request.idle_units]
+    others = [unit for unit in graph.units if unit.name != backbone.name]
     if not others:
         return []
     found: list[Scored] = []
     best = float("inf")
-    for row in range(len(llm)):
+    busy_seconds = llm.stage_seconds * problem.num_microbatches / llm.data
+    spreads: dict[int, list[tuple[float, tuple[UnitLayout, ...]]]] = {}
+    for row in np.argsort(busy_seconds, kind="stable").tolist():
         count = int(llm.gpus[row])
-        if llm.stage_seconds[row] * problem.num_microbatches / llm.data[row] > SLACK * best:
-            continue
+        if busy_seconds[row] > SLACK * best:
+            break
+        if count not in spreads:
+            spreads[count] = _spreads(times, others, count)
         own = llm.layout(row, backbone, virtual_stages=problem.virtual_stages)
-        for layouts in product(*(_spread(request, unit, count) for unit in others)):
+        for others_seconds, layouts in spreads[count]:
+            if busy_seconds[row] + others_seconds > SLACK * best:
+                continue
             chosen = {**{unit.name: layout for unit, layout in zip(others, layouts, strict=True)}, backbone.name: own}
-            busy = {name: chosen[name] for name in graph.unit_names if name in chosen}
-            candidate = with_idle_units(request, Candidate(busy, request.default_micro_batch_size, (tuple(busy),)))
+            ordered = {name: chosen[name] for name in graph.unit_names}
+            candidate = Candidate(ordered, request.default_micro_batch_size, (graph.unit_names,))
             if lower_bound_seconds(times, candidate) > SLACK * best:
                 continue
             seconds = estimate_seconds(times, candidate, spread=spread)
@@ -166,27 +217,16 @@ def _colocated(times: PlanningTimes, memory: MemoryEstimate, spread: LengthSprea
     return sorted(found, key=lambda each: (each[1], each[0].num_gpus))[:MOST_PER_KIND]
 
 
-def with_idle_units(request: PlanningRequest, candidate: Candidate) -> Candidate:
-    """Add the units without work: one replica each on the LLM's first ranks, where they cost memory and nothing else."""
-    idle = request.idle_units
-    if not idle:
-        return candidate
-    backbone = request.graph.backbone.name
-    tensor = candidate.layouts[backbone].tensor_parallel_size
-    layouts = dict(candidate.layouts)
-    for name in idle:
-        fixed, sizes = request.fixed(name), request.tensor_parallel_sizes(name)
-        layouts[name] = even_layout(
-            request.graph.unit(name),
-            tensor if tensor in sizes else sizes[0],
-            fixed.data_parallel_size or 1,
-            fixed.pipeline_parallel_size or 1,
-            context=fixed.context_parallel_size or 1,
-        )
-    home = next((group for group in candidate.groups if backbone in group), (backbone,))
-    groups = (*(group for group in candidate.groups if group != home), (*home, *sorted(idle)))
-    ordered = {name: layouts[name] for name in request.graph.unit_names}
-    return replace(candidate, layouts=ordered, groups=groups, idle=idle)
+def _spreads(times: PlanningTimes, units: Sequence[Unit], num_gpus: int) -> list[tuple[float, tuple[UnitLayout, ...]]]:
+    """Return every choice of layouts over all ranks, with the seconds that a rank is busy with average microbatches."""
+    request = times.request
+    choices = product(*(_spread(request, unit, num_gpus) for unit in units))
+    return [(sum(map(partial(_busy_seconds, times), units, layouts)), layouts) for layouts in choices]
+
+
+def _busy_seconds(times: PlanningTimes, unit: Unit, layout: UnitLayout) -> float:
+    seconds = max(stage_times(times.of_unit(unit.name, layout.stage_size), layout.stages))
+    return seconds * times.request.num_microbatches / layout.data_parallel_size
 
 
 def _spread(request: PlanningRequest, unit: Unit, num_gpus: int) -> Iterator[UnitLayout]:

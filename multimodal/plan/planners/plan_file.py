@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from multimodal.plan.planners.plan_to_fit import describe_kinds
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.prediction import Prediction
 from multimodal.schedule.builders import BUILDERS
@@ -40,14 +41,16 @@ def write_plan_file(
 
 def predicted(run: PlannedRun, prediction: Prediction) -> Mapping[str, str]:
     """Name the predicted figures with their units."""
-    bubbles = ", ".join(f"{kind} {share:.1%}" for kind, share in prediction.bubble.items() if share >= 0.0005)
     return {
-        "step": f"{prediction.iteration_seconds:.6g} s (the same work without any idle time: {prediction.ideal_seconds:.6g} s)",
+        "step": f"{prediction.iteration_seconds:.6g} s",
+        "ideal": f"{prediction.ideal_seconds:.6g} s (the same computations without any idle time)",
+        "floor": f"{prediction.floor_seconds:.6g} s (the ideal without waits for tensor parallel collectives, and recomputation)",
+        "busiest ranks": f"{prediction.busiest_seconds:.6g} s (their computations: what is above the ideal is imbalance)",
         "MFU": f"{prediction.mfu:.2%}",
         "tokens per second and GPU": f"{prediction.tokens_per_second_per_gpu:.6g}",
         "most memory of a GPU": f"{prediction.peak_memory_bytes / 1e9:.2f} GB",
         "GPUs": str(run.num_gpus),
-        "idle": bubbles or "nothing",
+        "above the floor, of the step": describe_kinds(prediction),
     }
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from multimodal.cost.layers.layer import Recompute
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import BLOCK_SIZE, LARGEST_CONTEXT_PARALLEL, PlanningRequest
-from multimodal.plan.planners.prediction import FILLING, Prediction, predict_run
+from multimodal.plan.planners.prediction import Prediction, predict_run
 from multimodal.values.errors import NothingFitsError, PlanError
 from multimodal.values.plan import UnitPlan, validate_plan
 
@@ -41,22 +41,18 @@ def plan_to_fit(
     planner: Planner,
     request: PlanningRequest,
     *,
-    max_actions: int | None,
-    num_batches: int | None = None,
-    filling: float = FILLING,
-    is_checked: bool = True,
-    predict: Callable[..., Prediction] = predict_run,
+    max_actions: int | None = None,
+    predict: Callable[[PlannedRun, PlanningRequest], Prediction] | None = None,
 ) -> PredictedRun:
     """Plan, simulate, and plan again with less memory to count on while the simulated peak does not fit.
 
     Planners estimate activations in closed form; real batches and schedules can need more. Where nothing fits, whole layers are
     computed again in their backward, unless the request chooses; and where that is not enough, context parallelism is
-    allowed, also to planners that otherwise do not use it. Keywords: as for `predict_run`;
-    num_batches: the request's unless given. predict: simulates a run.
+    allowed, also to planners that otherwise do not use it. max_actions: as for `predict_run`.
+    predict: simulates a run in place of that.
     Raises PlanError, of the last attempt, when nothing fits.
     """
-    count = request.num_batches if num_batches is None else num_batches
-    simulate = partial(predict, max_actions=max_actions, num_batches=count, filling=filling, is_checked=is_checked)
+    simulate = predict or partial(predict_run, max_actions=max_actions, num_batches=request.num_batches)
     problem: PlanError | None = None
     for attempt in memory_concessions(request):
         try:
@@ -70,10 +66,10 @@ def plan_to_fit(
 def memory_concessions(request: PlanningRequest) -> Iterator[PlanningRequest]:
     """Yield the request with ever larger concessions to memory."""
     recomputes = (request.recompute,) if request.recompute else RECOMPUTES
-    spread = replace(request, most_context_parallel=LARGEST_CONTEXT_PARALLEL, least_share_tokens=FALLBACK_SHARE_TOKENS)
+    spread = request.changed(most_context_parallel=LARGEST_CONTEXT_PARALLEL, least_share_tokens=FALLBACK_SHARE_TOKENS)
     requests = (request, spread) if _context_sizes(spread) != _context_sizes(request) else (request,)
     for given, recompute in product(requests, recomputes):
-        yield replace(given, recompute=recompute)
+        yield given.changed(recompute=recompute)
 
 
 def _context_sizes(request: PlanningRequest) -> list[tuple[int, ...]]:
@@ -92,16 +88,11 @@ def _plan_attempt(
         if prediction.peak_memory_bytes <= request.memory_bytes:
             return PredictedRun(replace(run, planning_seconds=seconds), prediction)
         excess = prediction.peak_memory_bytes / request.memory_bytes
-        scaled = replace(scaled, memory_scale=scaled.memory_scale * MARGIN / excess)
+        scaled = scaled.changed(memory_scale=scaled.memory_scale * MARGIN / excess)
     raise NothingFitsError(
         f"planner '{run.planner}': its plans need {prediction.peak_memory_bytes / 1e9:.3g} GB on some of {request.num_gpus} GPUs "
         f"after {MOST_ROUNDS} attempts with less, beyond {request.memory_text}"
     )
-
-
-def run_key(run: PlannedRun) -> str:
-    """Return the key by which a search recognises a run that it has seen."""
-    return repr([getattr(run, each.name) for each in fields(run) if each.compare])
 
 
 def has_virtual_stages(run: PlannedRun) -> bool:
@@ -110,20 +101,27 @@ def has_virtual_stages(run: PlannedRun) -> bool:
 
 
 def describe(planned: PredictedRun) -> str:
-    """Return one line: time, MFU, memory, bubbles by kind, distance to the ideal, and the units' sizes."""
+    """Return one line: time, MFU, memory, distance to the ideal and to the floor, by kind, and the units' sizes."""
     run, prediction = planned
-    bubbles = ", ".join(f"{kind} {share:.1%}" for kind, share in prediction.bubble.items() if share >= 0.0005)
     units = ", ".join(f"{unit} {describe_sizes(plan)}" for unit, plan in run.plan.units.items())
-    above = prediction.iteration_seconds / prediction.ideal_seconds - 1 if prediction.ideal_seconds else 0.0
+    seconds, least = prediction.iteration_seconds, (prediction.ideal_seconds, prediction.floor_seconds)
+    ideal, floor = (seconds / each - 1 if each else 0.0 for each in least)
     return (
         f"{prediction.iteration_seconds:.4g} s, MFU {prediction.mfu:.1%}, {prediction.peak_memory_bytes / 1e9:.3g} GB, "
-        f"{above:.1%} above ideal ({bubbles}): {units}; {run.schedule}, --balance {run.balance}, "
+        f"{ideal:.1%} above ideal, {floor:.1%} above floor ({describe_kinds(prediction)}): {units}; "
+        f"{run.schedule}, --balance {run.balance}, "
         f"microbatch {run.micro_batch_size}"
         + (f", recomputing {run.recompute}" if run.recompute else "")
         + (", overlapped tensor parallelism" if run.tp_comm_overlap else "")
         + (", weights sharded" if run.sharding != "optim" else "")
         + (f" (found by {run.planner})" if run.planner else "")
     )
+
+
+def describe_kinds(prediction: Prediction) -> str:
+    """Return the share of the step's time of each kind of it that is above the floor, where it can be seen."""
+    shares = (f"{kind} {share:.1%}" for kind, share in prediction.above_floor.items() if share >= 0.0005)
+    return ", ".join(shares) or "nothing"
 
 
 def describe_sizes(unit: UnitPlan) -> str:
@@ -138,7 +136,7 @@ NUM_STEPS = 8
 """Number of sizes that are tried: eighths of the GPUs."""
 
 
-def plan_per_gpu(planner: Planner, request: PlanningRequest, *, max_actions: int | None) -> PredictedRun:
+def plan_per_gpu(plan: Callable[[PlanningRequest], PredictedRun], request: PlanningRequest) -> PredictedRun:
     """Plan for 8/8, 7/8, ... 1/8 of the GPUs, and return the plan with most tokens per second and GPU.
 
     Of equals, the one with more GPUs. A search by simulation gets its share of the time budget for each.
@@ -150,9 +148,9 @@ def plan_per_gpu(planner: Planner, request: PlanningRequest, *, max_actions: int
     problem: PlanError | None = None
     seconds = 0.0
     for size in sizes:
-        smaller = replace(request, num_gpus=size, time_budget_seconds=budget)
+        smaller = request.changed(num_gpus=size, time_budget_seconds=budget)
         try:
-            found = plan_to_fit(planner, smaller, max_actions=max_actions)
+            found = plan(smaller)
         except PlanError as failure:
             problem = problem or failure
             break

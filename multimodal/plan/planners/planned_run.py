@@ -1,6 +1,7 @@
 """The answer of a planner: a plan and the flags to run it with."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 
 from multimodal.cost.layers.layer import Implementation, Recompute
 from multimodal.plan.planners.planning_request import Sharding
@@ -35,6 +36,11 @@ class PlannedRun:
     planning_seconds: float = field(default=0.0, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
     """Lines about the search for a person to read."""
+
+    @cached_property
+    def key(self) -> str:
+        """All that makes it the run that it is, and nothing about its finding: a search recognises it by that."""
+        return repr([getattr(self, each.name) for each in fields(self) if each.compare])
 
     @property
     def num_gpus(self) -> int:

@@ -4,14 +4,15 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
-from typing import Literal, NamedTuple
+from itertools import accumulate, product
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.layer import Implementation, Recompute
+from multimodal.cost.layers.registry import describe_layer
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.seconds.layer_profile import LayerProfile
@@ -21,7 +22,7 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES
 from multimodal.values.backward_need import BackwardNeed, layers_backward_need, unit_is_trainable
 from multimodal.values.errors import PlanError
-from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import MOST_RANKS, Plan
 from multimodal.values.sample_lengths import SampleLengths
 
@@ -68,6 +69,10 @@ class FixedSizes:
     context_parallel_size: int | None = None
 
 
+_OF_MODEL_AND_DATA = ("layer_costs", "sample_loads", "lengths_vary", "mean_loads", "idle_units", "trained_weights")
+"""Attributes of a request, computed when asked for, that its options do not change."""
+
+
 @dataclass(frozen=True)
 class PlanningRequest:
     """The input of every planner; raises PlanError when it contradicts itself."""
@@ -82,7 +87,7 @@ class PlanningRequest:
     lengths: tuple[SampleLengths, ...]
     """A sample of the real data, in any number."""
     micro_batch_size: int | None = None
-    """Samples per LLM microbatch; None: 1, or the planner's choice."""
+    """Samples per LLM microbatch; None: 1, or what a search or tuning finds best."""
     vocab_size: int = 50304
     """The padded size of the LLM's vocabulary."""
     fixed_sizes: Mapping[str, FixedSizes] = field(default_factory=dict)
@@ -132,6 +137,12 @@ class PlanningRequest:
             raise PlanError(
                 f"micro batch size {self.micro_batch_size} is not between 1 and the global batch size {self.global_batch_size}"
             )
+
+    def changed(self, **changes: Any) -> "PlanningRequest":
+        """Return the request with other options for the same model, machine and data; what is known of these stays known."""
+        other = replace(self, **changes)
+        other.__dict__.update({name: self.__dict__[name] for name in _OF_MODEL_AND_DATA if name in self.__dict__})
+        return other
 
     @property
     def memory_bytes(self) -> float:
@@ -216,6 +227,20 @@ class PlanningRequest:
         """Return the gradients that a unit's layers of one kind compute."""
         index = self.graph.unit(unit).layers.index(kind)
         return layers_backward_need(self.graph, unit, range(index, index + 1))
+
+    @cached_property
+    def trained_weights(self) -> Mapping[str, tuple[int, ...]]:
+        """Unit -> the trained weights of all layers before each one, and of all layers."""
+        weights = {unit: self._layer_weights(unit) for unit in self.graph.units}
+        return {unit.name: tuple(accumulate(map(of.__getitem__, unit.layers), initial=0)) for unit, of in weights.items()}
+
+    def _layer_weights(self, unit: Unit) -> Mapping[str, int]:
+        return {
+            kind: describe_layer(self.graph, unit, kind, vocab_size=self.vocab_size).num_weights
+            if self.backward_need(unit.name, kind).trains_weights
+            else 0
+            for kind in dict.fromkeys(unit.layers)
+        }
 
     def fixed(self, unit: str) -> FixedSizes:
         """Return the sizes of a unit that are decided."""

@@ -2,8 +2,12 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
 
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
@@ -17,8 +21,10 @@ from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.compile_schedule import CompiledSchedule
 from multimodal.schedule.passes import passes_named
 from multimodal.schedule.simulate import Simulation, simulate_schedule
+from multimodal.schedule.simulate_events import Floats
 from multimodal.values.action import Action
 from multimodal.values.assignment import Assignment
 from multimodal.values.plan import Plan, UnitPlan
@@ -31,6 +37,8 @@ SEED = 0
 """Seed of the order in which samples are drawn: files are often sorted, and training shuffles."""
 VARIED_FACTOR = 6
 """If lengths vary, a step this many times as large is simulated whole: the time of a part says little."""
+PART_OF_IDEAL = ("tp",)
+"""Kinds of idle time that are parts of computations: the ideal holds them."""
 FILLING = 3.0
 """Number of times that the larger of two simulated batches fills all pipelines; the smaller one fills them half as often."""
 
@@ -46,8 +54,24 @@ class Prediction:
     tokens_per_second_per_gpu: float
     peak_memory_bytes: int
     bubble: Mapping[str, float]
+    floor_seconds: float = 0.0
+    """The ideal without what plans add to it: waits for tensor parallel collectives, and recomputation."""
+    busiest_seconds: float = 0.0
+    """The busiest ranks' computations: no order of the same computations is shorter."""
+    update_seconds: float = 0.0
+    """The optimizer's part of a step."""
     replica_share: int = 1
     """Replicas per simulated replica: only one of this number was simulated."""
+
+    @property
+    def above_floor(self) -> Mapping[str, float]:
+        """Kind -> share of the step's time; with the floor's they sum to 1: idle time, recomputation, and the optimizer."""
+        seconds = self.iteration_seconds
+        if not seconds:
+            return dict(self.bubble)
+        waits = sum(self.bubble.get(kind, 0.0) for kind in PART_OF_IDEAL)
+        recomputed = max(0.0, (self.ideal_seconds - self.floor_seconds) / seconds - waits)
+        return {**self.bubble, "recomputation": recomputed, "optimizer": self.update_seconds / seconds}
 
 
 @dataclass(frozen=True)
@@ -78,13 +102,19 @@ SECONDS_PER_SIMULATION, SECONDS_PER_SAMPLE, SECONDS_PER_COMPUTATION = 15e-3, 0.1
 
 
 def nominal_seconds(
-    run: PlannedRun, request: PlanningRequest, *, max_actions: int | None, num_batches: int, filling: float = FILLING
+    run: PlannedRun,
+    request: PlanningRequest,
+    *,
+    max_actions: int | None,
+    num_batches: int,
+    filling: float = FILLING,
+    kept_replicas: int = KEPT_REPLICAS,
 ) -> float:
     """Return about what `predict_run` takes, from sizes alone: the same on every machine, fast or slow, busy or not."""
     num_batches = num_batches if request.lengths_vary else 1
     if max_actions is not None and request.lengths_vary:
         max_actions *= VARIED_FACTOR
-    share = choose_share(run, request, max_actions=max_actions)
+    share = choose_share(run, request, max_actions=max_actions, kept_replicas=kept_replicas)
     plan = keep_replicas(run.plan, share) or run.plan
     whole = -(-request.global_batch_size // share)
     part = _num_samples(run, plan, whole, max_actions, filling)
@@ -103,6 +133,7 @@ def predict_run(
     max_actions: int | None = None,
     num_batches: int = 1,
     filling: float = FILLING,
+    kept_replicas: int = KEPT_REPLICAS,
     is_checked: bool = True,
 ) -> Prediction:
     """Simulate `num_batches` global batches; where samples are alike, one.
@@ -113,13 +144,14 @@ def predict_run(
     and their contention for network cards. Then, if that is not enough, two smaller batches are simulated and all seconds are
     continued in a straight line: beyond its warm-up, a pipeline repeats itself. None: simulate all.
     filling: how often the larger of the two fills all pipelines at least.
+    kept_replicas: of every unit, at least, if lengths vary.
     is_checked: whether assignments and schedules are validated, too.
     Raises ScheduleError or AssignmentError where the run is impossible.
     """
     num_batches = num_batches if request.lengths_vary else 1
     if max_actions is not None and request.lengths_vary:
         max_actions *= VARIED_FACTOR
-    share = choose_share(run, request, max_actions=max_actions)
+    share = choose_share(run, request, max_actions=max_actions, kept_replicas=kept_replicas)
     plan = keep_replicas(run.plan, share) or run.plan
     simulate = partial(_simulate, run, request, plan, is_checked=is_checked)
     parts = [
@@ -134,13 +166,23 @@ def predict_run(
     kinds = steps[0].bubble_seconds
     return Prediction(
         iteration_seconds=total / len(steps),
-        ideal_seconds=sum(step.ideal_seconds for step in steps) / len(steps),
+        ideal_seconds=fmean(step.ideal_seconds for step in steps),
         mfu=sum(step.peak_seconds for step in steps) / total if total else 0.0,
         tokens_per_second_per_gpu=sum(step.num_tokens for step in steps) / total / num_ranks if total else 0.0,
         peak_memory_bytes=max(step.peak_memory_bytes for step in steps),
         bubble={kind: sum(step.bubble_seconds[kind] for step in steps) / total if total else 0.0 for kind in kinds},
+        floor_seconds=fmean(step.floor_seconds for step in steps),
+        busiest_seconds=fmean(step.busiest_seconds for step in steps),
+        update_seconds=_update_seconds(run, request),
         replica_share=share,
     )
+
+
+class _Simulated(NamedTuple):
+    """A simulation, and the seconds of an average lane's computations without waits, with nothing computed again."""
+
+    simulation: Simulation
+    plain_seconds: float
 
 
 @dataclass(frozen=True)
@@ -149,6 +191,8 @@ class _Step:
 
     seconds: float
     ideal_seconds: float
+    floor_seconds: float
+    busiest_seconds: float
     peak_seconds: float
     """Seconds of the model's FLOPs at the GPUs' peak."""
     num_tokens: float
@@ -158,7 +202,7 @@ class _Step:
 
 
 def _of_batch(
-    lengths: Sequence[SampleLengths], part: int, simulate: Callable[[Sequence[SampleLengths]], Simulation], *, keeps_all: bool
+    lengths: Sequence[SampleLengths], part: int, simulate: Callable[[Sequence[SampleLengths]], _Simulated], *, keeps_all: bool
 ) -> _Step:
     """Simulate a batch, or two parts of it that are continued in a straight line.
 
@@ -182,14 +226,16 @@ def _of_batch(
     line = continued(larger.seconds, smaller.seconds)
     seconds = min(max(line, least), max(most, least))
     bubbles = {kind: continued(each, smaller.bubble_seconds[kind]) for kind, each in larger.bubble_seconds.items()}
-    idle = sum(bubbles.values())
-    scale = max(0.0, 1 + (seconds - line) / idle) if idle > 0 else 0.0  # what the line was moved by is waiting
+    idle = sum(each for kind, each in bubbles.items() if kind not in PART_OF_IDEAL)
+    scale = max(0.0, seconds - ideal) / idle if idle > 0 else 0.0  # what the line was moved by is waiting
     return _Step(
         seconds,
         ideal,
+        continued(larger.floor_seconds, smaller.floor_seconds),
+        min(seconds, continued(larger.busiest_seconds, smaller.busiest_seconds)),
         continued(larger.peak_seconds, smaller.peak_seconds),
         float(_num_tokens(lengths)),
-        {kind: scale * each for kind, each in bubbles.items()},
+        {kind: each if kind in PART_OF_IDEAL else scale * each for kind, each in bubbles.items()},
         larger.peak_memory_bytes + round(weight * max(0, larger.peak_memory_bytes - smaller.peak_memory_bytes) * keeps_all),
     )
 
@@ -200,12 +246,14 @@ def _like(lengths: Sequence[SampleLengths], count: int) -> list[SampleLengths]:
     return [lengths[index] for index in sorted(by_size[len(lengths) * (2 * each + 1) // (2 * count)] for each in range(count))]
 
 
-def _measure(lengths: Sequence[SampleLengths], simulate: Callable[[Sequence[SampleLengths]], Simulation]) -> _Step:
-    found = simulate(lengths)
+def _measure(lengths: Sequence[SampleLengths], simulate: Callable[[Sequence[SampleLengths]], _Simulated]) -> _Step:
+    found, plain_seconds = simulate(lengths)
     seconds = found.iteration_seconds
     return _Step(
         seconds,
         found.ideal_seconds,
+        plain_seconds,
+        float(_lane_seconds(found.compiled, found.compiled.arrays.seconds).max(initial=0.0)),
         found.mfu * seconds,
         float(_num_tokens(lengths)),
         {kind: share * seconds for kind, share in found.bubble.items()},
@@ -233,14 +281,16 @@ def _num_samples(run: PlannedRun, plan: Plan, num_samples: int, max_actions: int
     return rounded if rounded < 0.8 * num_samples else num_samples
 
 
-def choose_share(run: PlannedRun, request: PlanningRequest, *, max_actions: int | None) -> int:
+def choose_share(
+    run: PlannedRun, request: PlanningRequest, *, max_actions: int | None, kept_replicas: int = KEPT_REPLICAS
+) -> int:
     """Return the smallest common divisor of all data parallel sizes and the batch that brings the computations down enough."""
     common = math.gcd(request.global_batch_size, *(unit.data_parallel_size for unit in run.plan.units.values()))
     num_actions = _num_actions(run, run.plan, request.global_batch_size)
     if max_actions is None or common == 1 or num_actions <= max_actions or run.sharding != "optim":
         return 1  # replicas that share weights meet in every layer
     fewest = min(unit.data_parallel_size for unit in run.plan.units.values())
-    most = max(1, fewest // KEPT_REPLICAS) if request.lengths_vary else common
+    most = max(1, fewest // kept_replicas) if request.lengths_vary else common
     divisors = (share for share in range(1, min(common, most) + 1) if common % share == 0)
     shares = [share for share in divisors if keep_replicas(run.plan, share) is not None]
     return next((share for share in shares if num_actions / share <= max_actions), shares[-1])
@@ -288,14 +338,25 @@ def assign(run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Seque
 
 def _simulate(
     run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Sequence[SampleLengths], *, is_checked: bool
-) -> Simulation:
+) -> _Simulated:
     step = StepGraph(request.graph, plan, assign(run, request, plan, lengths))
     if is_checked:
         validate_assignment(step, lengths)
     step = BUILDERS[run.schedule].step_for(step)
     passes = passes_named(",".join(run.passes))
     schedule = build_schedule(BUILDERS[run.schedule], step, passes=passes, is_checked=is_checked)
-    return simulate_schedule(schedule, _step_costs(run, request, step, lengths))
+    found = simulate_schedule(schedule, _step_costs(run, request, step, lengths))
+    if run.recompute is None or not is_checked:
+        return _Simulated(found, sum(found.busy_seconds) / found.num_lanes)
+    plain = found.compiled.with_costs(_step_costs(replace(run, recompute=None), request, step, lengths))
+    return _Simulated(found, float(_lane_seconds(plain, plain.arrays.seconds - plain.tensor_parallel_seconds).mean()))
+
+
+def _lane_seconds(compiled: CompiledSchedule, node_seconds: Floats) -> Floats:
+    """Return the seconds of every lane's computations."""
+    arrays = compiled.arrays
+    work = np.where(compiled.place_of_node >= 0, node_seconds, 0.0)[arrays.lane_nodes]
+    return np.bincount(compiled.lane_of_entry, work, arrays.num_lanes).astype(np.float64)
 
 
 def _run_options(run: PlannedRun, request: PlanningRequest) -> RunOptions:

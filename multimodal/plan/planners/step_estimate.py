@@ -1,7 +1,7 @@
 """The time of a step in closed form (Entrain, Eq. 4.2), what lengths that vary add to it, and the choice of the shortest."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.cost.communication import collective_seconds
-from multimodal.cost.layers.registry import describe_layer
 from multimodal.cost.step_memory import GRADIENT_BYTES
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.planners.candidate import Candidate, fits, num_unit_microbatches
@@ -23,6 +22,8 @@ from multimodal.plan.planners.unit_options import infeasible
 NUM_DRAWN = 1024
 """Microbatches drawn from the lengths."""
 SEED = 0
+BACKWARD_SHARE = 2 / 3
+"""Of a microbatch's time in a stage that trains all its weights."""
 TIGHTNESS = 0.5
 """Share of the wait for the heaviest microbatch in the pipeline that 1F1B's slack does not hide; assumed, not derived."""
 
@@ -61,12 +62,18 @@ class LengthSpread:
         return self._heaviest[key]
 
     def _microbatches(self, unit: str, micro_batch_size: int) -> NDArray[np.float64]:
-        """Work of microbatches of samples as they come, ascending."""
+        """Work of microbatches that a balancer made of samples drawn at random, ascending.
+
+        The heaviest samples come first, one to each microbatch, then the next ones, the heaviest to the lightest microbatch.
+        """
         key = unit, micro_batch_size
         if key not in self._draws:
             works = self._seconds_of_samples(unit)
-            drawn = np.random.default_rng(SEED).integers(len(works), size=(NUM_DRAWN, micro_batch_size))
-            self._draws[key] = np.sort(works[drawn].sum(axis=1))
+            drawn = works[np.random.default_rng(SEED).integers(len(works), size=NUM_DRAWN * micro_batch_size)]
+            sums = np.zeros(NUM_DRAWN)
+            for samples in np.sort(drawn)[::-1].reshape(micro_batch_size, NUM_DRAWN):
+                sums = np.sort(sums) + samples
+            self._draws[key] = np.sort(sums)
         return self._draws[key]
 
     def _seconds_of_samples(self, unit: str) -> NDArray[np.float64]:
@@ -111,7 +118,8 @@ def estimate_seconds(times: PlanningTimes, candidate: Candidate, *, spread: Leng
     Sum of tau over the longest chain of units, and (n_u - 1) beta_u of the slowest group of units, where unit u's replicas run
     n_u microbatches each; with equally many everywhere and ranks of its own for each unit, this is Eq. 4.2. Encoders on ranks of
     their own work side by side, so only the slowest one's stages count in the chain. Virtual stages divide a unit's warm-up.
-    spread: with it, pipelines wait for their heaviest microbatches, and no step is shorter than its heaviest sample.
+    spread: with it, pipelines wait for their heaviest microbatches, no step is shorter than its heaviest sample, and reductions
+    hide behind the last backwards.
     """
     request, stages = times.request, unit_stage_seconds(times, candidate)
     warmup = {
@@ -132,9 +140,17 @@ def estimate_seconds(times: PlanningTimes, candidate: Candidate, *, spread: Leng
         for group in candidate.all_groups
     )
     heaviest = max(spread.heaviest_seconds(unit, layout) for unit, layout in candidate.layouts.items()) if spread else 0.0
-    is_sharded = request.zero_stage == 3
-    reduction = 0.0 if is_sharded else max(reduction_seconds(request, unit, each) for unit, each in candidate.layouts.items())
-    return max(chain + steady, heaviest) + reduction
+    through_all = sum(map(sum, (stages[unit] for unit in stages if unit not in encoders))) if spread else 0.0
+    return max(chain + steady, heaviest, through_all) + _reduction(request, candidate, stages, hides=spread is not None)
+
+
+def _reduction(request: PlanningRequest, candidate: Candidate, stages: Mapping[str, Sequence[float]], *, hides: bool) -> float:
+    if request.zero_stage == 3:
+        return 0.0
+    if not hides:
+        return max(reduction_seconds(request, unit, each) for unit, each in candidate.layouts.items())
+    layouts = candidate.layouts.items()
+    return max(exposed_reduction_seconds(request, unit, each, stage_seconds=max(stages[unit])) for unit, each in layouts)
 
 
 def _depth(candidate: Candidate) -> int:
@@ -150,20 +166,23 @@ def reduction_seconds(request: PlanningRequest, unit: str, layout: UnitLayout) -
     """
     if layout.weight_copies == 1:
         return 0.0
-    described = request.graph.unit(unit)
-    weights = {
-        kind: describe_layer(request.graph, described, kind, vocab_size=request.vocab_size).num_weights
-        if request.backward_need(unit, kind).trains_weights
-        else 0
-        for kind in dict.fromkeys(described.layers)
-    }
-    heaviest = max(
-        sum(weights[kind] for first, end in ranges for kind in described.layers[first:end]) for ranges in layout.stages
-    )
+    weights = request.trained_weights[unit]
+    heaviest = max(sum(weights[end] - weights[first] for first, end in ranges) for ranges in layout.stages)
     size = layout.tensor_parallel_size
     return collective_seconds(
         GRADIENT_BYTES * heaviest / size, ranks=range(0, layout.weight_copies * size, size), cluster=request.cluster
     )
+
+
+def exposed_reduction_seconds(request: PlanningRequest, unit: str, layout: UnitLayout, *, stage_seconds: float) -> float:
+    """Seconds of a unit's reduction that the last microbatch's backward does not hide.
+
+    Gradients are reduced layer by layer (`reduce-by-layer`): all but the first layer's while the backward goes on.
+    stage_seconds: of one microbatch in the slowest stage, forward and backward.
+    """
+    whole = reduction_seconds(request, unit, layout)
+    of_first = whole / max(sum(end - first for first, end in ranges) for ranges in layout.stages)
+    return of_first + max(0.0, whole - of_first - BACKWARD_SHARE * stage_seconds)
 
 
 class Sized(Protocol):

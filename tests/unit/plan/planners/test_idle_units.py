@@ -63,7 +63,7 @@ def test_a_unit_without_work_costs_no_time(name: str, case: str) -> None:
 
 def test_it_lies_on_the_first_ranks_of_the_llm_in_one_replica() -> None:
     asked = without_items(TWO_ENCODERS, "audio")
-    runs = [run for kind in best_layouts(asked) for run in kind]
+    runs = [layout.to_run() for kind in best_layouts(asked) for layout in kind]
     apart = [run for run in runs if not set(run.plan.units["vision"].ranks) & set(run.plan.units["llm"].ranks)]
     assert apart
     for run in apart:

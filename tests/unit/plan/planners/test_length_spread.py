@@ -48,4 +48,5 @@ def request_load(asked: PlanningRequest, tokens: int):
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_fixed_microbatch_size_is_kept(size):
-    assert {run.micro_batch_size for kind in best_layouts(request(micro_batch_size=size)) for run in kind} == {size}
+    layouts = [layout for kind in best_layouts(request(micro_batch_size=size)) for layout in kind]
+    assert {layout.to_run().micro_batch_size for layout in layouts} == {size}

@@ -6,8 +6,9 @@ import pytest
 
 from multimodal.balance import BALANCERS
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.braid import PlanSearch, SearchBudget
+from multimodal.plan.planners.braid import PlanSearch
 from multimodal.plan.planners.planning_request import FixedSizes
+from multimodal.plan.planners.trials import QUICK, SearchBudget
 from multimodal.plan.planners.unit_layout import fold_stages
 from multimodal.schedule.builders import BUILDERS, VirtualStages
 from multimodal.schedule.builders.zb_v import is_v_shaped
@@ -21,7 +22,7 @@ def varied(asked, planner):
     search = PlanSearch(asked, budget=UNLIMITED)
     search.rank_others([PLANNERS[planner]])
     search.vary_best()
-    return [ranked.run for ranked in search.ranked]
+    return [tried.run for tried in search.trials.fitting(QUICK)]
 
 
 def test_all_balancers_that_suit_are_tried():

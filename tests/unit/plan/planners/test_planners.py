@@ -1,9 +1,12 @@
+import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
 import pytest
 
-from multimodal.plan.planners import PLANNERS, braid
+from multimodal.plan.planners import PLANNERS, trials
 from multimodal.plan.planners.plan_to_fit import plan_to_fit
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.prediction import predict_run
@@ -46,10 +49,24 @@ def test_braid_finds_the_same_plan_however_slow_the_machine_is(monkeypatch):
         time.sleep(0.02)
         return predict_run(*arguments, **options)
 
-    monkeypatch.setattr(braid, "predict_run", slowly)
+    monkeypatch.setattr(trials, "predict_run", slowly)
     again = PLANNERS["braid"](asked)
     assert first.planning_seconds < again.planning_seconds
     assert replace(first, planning_seconds=0.0) == replace(again, planning_seconds=0.0)
+
+
+def test_braid_finds_the_same_plan_however_busy_the_cores_are():
+    asked = request(GRAPHS["two"], time_budget_seconds=0.5)
+    quiet = PLANNERS["braid"](asked)
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        busy = PLANNERS["braid"](asked)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    assert replace(quiet, planning_seconds=0.0) == replace(busy, planning_seconds=0.0)
+    assert (quiet.objective_seconds, quiet.notes) == (busy.objective_seconds, busy.notes)
 
 
 def test_an_interrupted_search_gives_the_best_plan_so_far(monkeypatch):
@@ -62,7 +79,7 @@ def test_an_interrupted_search_gives_the_best_plan_so_far(monkeypatch):
             raise KeyboardInterrupt
         return predict_run(*arguments, **options)
 
-    monkeypatch.setattr(braid, "predict_run", until_interrupted)
+    monkeypatch.setattr(trials, "predict_run", until_interrupted)
     run = PLANNERS["braid"](asked)
     assert "interrupted: the best so far" in run.notes[0]
     validate_plan(run.plan, graph=asked.graph, world_size=run.num_gpus)

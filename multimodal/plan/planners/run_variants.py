@@ -1,0 +1,90 @@
+"""Runs of one plan: with other schedules, balancers, microbatch sizes or passes, as the rows of each say that they suit it."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from multimodal.balance import BALANCERS, UNBALANCED, Placement, placements_of
+from multimodal.plan.planners.megatron import micro_batch_sizes
+from multimodal.plan.planners.plan_to_fit import has_virtual_stages
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import MICRO_BATCH_SIZES, PlanningRequest
+from multimodal.plan.planners.unit_layout import fold_stages
+from multimodal.schedule.builders import BUILDERS, ScheduleRow
+from multimodal.schedule.passes import PASSES, Need
+
+Form = tuple[str, str]
+"""A schedule and a balancer."""
+
+
+def placements(run: PlannedRun, request: PlanningRequest) -> tuple[Placement, ...]:
+    """Return how the units that have work to do are placed."""
+    return placements_of([unit for name, unit in run.plan.units.items() if name not in request.idle_units])
+
+
+def first_balances(placement: Placement, request: PlanningRequest) -> tuple[str, ...]:
+    """List the balancers that are tried at once on such plans; where samples are alike, none."""
+    if not request.lengths_vary:
+        return (UNBALANCED,)
+    return tuple(name for name, row in BALANCERS.items() if placement in row.tried_first_on)
+
+
+def other_balances(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:
+    """Yield the run with every other balancer that suits its plan, those that are tried first on some plan before the others."""
+    if not request.lengths_vary:
+        return
+    for name, row in sorted(BALANCERS.items(), key=lambda entry: not entry[1].tried_first_on):
+        is_whole = row.keeps_samples_whole or not has_virtual_stages(run)
+        if name != run.balance and is_whole and row.suits(placements(run, request)):
+            yield replace(run, balance=name)
+
+
+def other_schedules(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:
+    """Yield the run with every other schedule that suits its plan."""
+    others = (formed(run, (name, run.balance), request) for name, _ in fitting_schedules(run, request) if name != run.schedule)
+    for other in filter(None, others):
+        yield replace(other, transformer_impl="local", tp_comm_overlap=True) if run.tp_comm_overlap else other
+
+
+def fitting_schedules(run: PlannedRun, request: PlanningRequest) -> list[tuple[str, ScheduleRow]]:
+    """List the schedules that are meant for a run's plan, those that keep least first."""
+    has_several = has_virtual_stages(run)
+    trainable = ((name, row) for name, row in BUILDERS.items() if row.can_train)
+    rows = [entry for entry in trainable if entry[1].is_for(request.graph, has_virtual_stages=has_several)]
+    return sorted(rows, key=lambda entry: (not entry[1].is_tried_first, entry[1].in_flight))
+
+
+def formed(run: PlannedRun, form: Form, request: PlanningRequest) -> PlannedRun | None:
+    """Give a run a schedule, layers that run it, and a balancer; None if these do not suit the plan or the implementation."""
+    schedule, balance = form
+    row, plan = BUILDERS[schedule], run.plan
+    of_run = replace(request, sharding=run.sharding)
+    if row.is_folded:
+        plan = fold_stages(plan)
+    if not of_run.allows(schedule) or (row.layout is not None and not row.layout.is_met(request.graph, plan)):
+        return None
+    implementation = of_run.implementation(schedule)
+    return replace(run, plan=plan, schedule=schedule, balance=balance, transformer_impl=implementation, tp_comm_overlap=False)
+
+
+def overlapped(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:
+    """Yield the run with hidden tensor parallel collectives: local layers can, which pays for large products; they keep more."""
+    if run.has_tensor_parallelism and request.transformer_impl != "transformer_engine" and not run.tp_comm_overlap:
+        yield replace(run, transformer_impl="local", tp_comm_overlap=True)
+
+
+def other_sizes(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:
+    """Yield the run with the next smaller and the next larger microbatch size."""
+    sizes = list(micro_batch_sizes(request, MICRO_BATCH_SIZES))
+    for size in (run.micro_batch_size // 2, 2 * run.micro_batch_size):
+        if size in sizes:
+            yield replace(run, micro_batch_size=size)
+
+
+def other_passes(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:
+    """Yield the run with one more pass of those that its graph and its plan's schedule have a need for."""
+    has_encoders = bool(request.graph.encoders)
+    for name, row in PASSES.items():
+        is_useful = has_encoders or row.need is not Need.ENCODERS
+        is_open = not row.is_planned and not row.splits_backwards and name not in run.passes
+        if is_open and is_useful and (row.works_with_sharded_weights or run.sharding == "optim"):
+            yield replace(run, passes=(name, *run.passes))

@@ -1,0 +1,115 @@
+"""Simulations of a search: quick ones that rank, whole ones that decide; each counted in nominal seconds, and done once."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from multimodal.cost.layers.layer import Recompute
+from multimodal.plan.planners.layer_times import PlanningTimes
+from multimodal.plan.planners.plan_to_fit import PredictedRun, describe
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.prediction import FILLING, KEPT_REPLICAS, Prediction, nominal_seconds, predict_run
+from multimodal.plan.planners.run_bound import least_step_seconds
+from multimodal.values.errors import BraidError
+
+OVERHEAD = 1.15
+"""Nominal seconds of the whole search over those of its simulations."""
+
+
+class Fidelity(NamedTuple):
+    """How much of a step is simulated."""
+
+    name: str
+    share: float
+    """The largest simulation, as a share of `max_actions`."""
+    filling: float
+    """Fewest times that it fills the pipelines."""
+    kept_replicas: int = KEPT_REPLICAS
+    is_final: bool = False
+    """True if it is of all batches and checked, as every plan is judged."""
+
+
+QUICK = Fidelity("at a glance", 0.02, 1.0, kept_replicas=1)
+"""Tells plans apart that differ by more than a tenth."""
+RANKING = Fidelity("ranked", 0.1, 2.0)
+FINAL = Fidelity("judged", 1.0, FILLING, is_final=True)
+
+
+@dataclass
+class SearchBudget:
+    """The nominal seconds that a search may use up, counted from the sizes of what it looks at instead of by a clock.
+
+    So a search ends at the same place on a fast machine and on a slow or busy one, with C++ kernels and without.
+    """
+
+    seconds: float
+    spent_seconds: float = 0.0
+
+    def left(self, share: float) -> float:
+        """Return the seconds until this share of the budget is used."""
+        return share * self.seconds - self.spent_seconds
+
+
+@dataclass
+class Trials:
+    """The runs that have been simulated for a request."""
+
+    request: PlanningRequest
+    budget: SearchBudget
+    max_actions: int | None
+    """Of a final simulation; None simulates whole steps."""
+    found: dict[tuple[str, Fidelity], PredictedRun | None] = field(default_factory=dict)
+    """None: a run that is impossible, or does not fit the memory."""
+    _times: dict[tuple[int, Recompute | None], PlanningTimes] = field(default_factory=dict, repr=False)
+
+    def predict(self, run: PlannedRun, request: PlanningRequest, *, fidelity: Fidelity) -> Prediction:
+        """Simulate a run, and count it; raises ScheduleError or AssignmentError where the run is impossible."""
+        largest = self.max_actions if fidelity.is_final else int(request.max_actions * fidelity.share)
+        size: dict[str, Any] = {
+            "max_actions": largest,
+            "num_batches": request.num_batches if fidelity.is_final else 1,
+            "filling": fidelity.filling,
+            "kept_replicas": fidelity.kept_replicas,
+        }
+        self.budget.spent_seconds += OVERHEAD * nominal_seconds(run, request, **size)
+        return predict_run(run, request, is_checked=fidelity.is_final, **size)
+
+    def least_step_seconds(self, run: PlannedRun) -> float:
+        """Return a bound that no balancer and no schedule takes the run below."""
+        key = run.micro_batch_size, run.recompute
+        if key not in self._times:
+            asked = self.request.changed(micro_batch_size=run.micro_batch_size, recompute=run.recompute)
+            self._times[key] = PlanningTimes(asked)
+        return least_step_seconds(run, self._times[key])
+
+    def at(self, fidelity: Fidelity) -> Any:
+        """Return `predict` for `plan_to_fit`."""
+        return partial(self.predict, fidelity=fidelity)
+
+    def try_run(self, run: PlannedRun, fidelity: Fidelity) -> PredictedRun | None:
+        """Simulate a run unless that has been done; None where it does not fit the memory, or is impossible."""
+        key = run.key, fidelity
+        if key not in self.found:
+            try:
+                self.keep(PredictedRun(run, self.predict(run, self.request, fidelity=fidelity)), fidelity)
+            except BraidError:
+                self.found[key] = None
+        return self.found[key]
+
+    def keep(self, tried: PredictedRun, fidelity: Fidelity) -> None:
+        """Remember a simulated run; where it fits better than all others as closely simulated, say so."""
+        fits = tried.prediction.peak_memory_bytes <= self.request.memory_bytes
+        if fits and self.request.on_progress and all(tried.key < each.key for each in self.fitting(fidelity)):
+            spent = f"{self.budget.spent_seconds:.0f} of {self.budget.seconds:g} s"
+            self.request.on_progress(f"{spent}: best so far, {fidelity.name}: {describe(tried)}")
+        self.found[tried.run.key, fidelity] = tried if fits else None
+
+    def fitting(self, fidelity: Fidelity) -> list[PredictedRun]:
+        """Return the runs that fit, as they were simulated; the shortest step first."""
+        fitting = (each for (_, found_at), each in self.found.items() if found_at == fidelity and each is not None)
+        return sorted(fitting, key=lambda each: each.key)
+
+    def least_seconds(self, fidelity: Fidelity) -> float:
+        """Return the shortest step of those."""
+        return min((each.prediction.iteration_seconds for each in self.fitting(fidelity)), default=float("inf"))

@@ -1,0 +1,112 @@
+"""Gives a planner its own best microbatch size and balancer, so that planners are compared as their users would tune them."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from multimodal.plan.planners.layout_search import efficient_first
+from multimodal.plan.planners.megatron import micro_batch_sizes
+from multimodal.plan.planners.plan_to_fit import Planner, PredictedRun, plan_to_fit
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import MICRO_BATCH_SIZES, PlanningRequest
+from multimodal.plan.planners.prediction import Prediction
+from multimodal.plan.planners.run_variants import first_balances, other_balances, placements
+from multimodal.plan.planners.trials import FINAL, QUICK, RANKING, SearchBudget, Trials
+from multimodal.values.errors import BraidError
+
+NUM_RANKED = 3
+"""Runs of a planner that are simulated more closely, to choose the one that is judged."""
+SECONDS_PER_PLANNED_GPU = 0.0005
+"""Nominal seconds of planning once, over the number of GPUs."""
+FAR, PROMISING = 1.4, 1.2
+"""Plans that seem this many times as long as a known run are not tried with other balancers, and not simulated more closely."""
+
+
+class HopelessError(BraidError):
+    """No run of this plan can be as short as one that is known."""
+
+    def __init__(self, least_seconds: float) -> None:
+        super().__init__(f"a step takes at least {least_seconds:g} s")
+        self.least_seconds = least_seconds
+
+
+def plan_tuned(planner: Planner, request: PlanningRequest, *, max_actions: int | None) -> PredictedRun:
+    """Return a planner's plan at the microbatch size and with the balancer that make its step shortest, judged.
+
+    A microbatch size that the request gives is kept. Raises PlanError when nothing fits.
+    """
+    started = time.perf_counter()
+    trials = Trials(request, SearchBudget(request.time_budget_seconds), max_actions)
+    found = judge_tuned(planner, tune(planner, trials), trials)
+    return found._replace(run=replace(found.run, planning_seconds=time.perf_counter() - started))
+
+
+def tune(planner: Planner, trials: Trials, *, below: float = float("inf")) -> list[PredictedRun]:
+    """Return the runs of a planner that a search over microbatch sizes and balancers finds, the shortest step first.
+
+    Sizes are climbed from one that makes layers efficient, in either direction while steps get shorter; at each the planner plans
+    anew. The best plan is tried with all balancers that suit it. All by quick simulations; the best few by closer ones.
+    below: runs whose step cannot be shorter than this many seconds, or seems far longer, are left out.
+    """
+    sizes = list(micro_batch_sizes(trials.request, MICRO_BATCH_SIZES))
+    found: dict[int, list[PredictedRun]] = {}
+    seconds: dict[int, float] = {}
+
+    def look_at(size: int) -> float:
+        found[size], seconds[size] = _runs_of_size(planner, trials, size, below)
+        return seconds[size]
+
+    _climb(sizes, look_at, first=sizes.index(efficient_first(trials.request, sizes)[0]))
+    best = min((each for runs in found.values() for each in runs), key=lambda each: each.key, default=None)
+    if best and best.prediction.iteration_seconds <= FAR * below:
+        others = (trials.try_run(run, QUICK) for run in other_balances(best.run, trials.request))
+        found[0] = list(filter(None, others))
+    ordered = sorted((each for runs in found.values() for each in runs), key=lambda each: each.key)
+    promising = [each for each in ordered[:NUM_RANKED] if each.prediction.iteration_seconds <= PROMISING * below]
+    closer = filter(None, (trials.try_run(each.run, RANKING) for each in promising))
+    return sorted(closer, key=lambda each: each.key)
+
+
+def judge_tuned(planner: Planner, tuned: Sequence[PredictedRun], trials: Trials) -> PredictedRun:
+    """Return the first of a planner's tuned runs that fits the memory when it is judged; raises PlanError where nothing does."""
+    judged = (trials.try_run(each.run, FINAL) for each in tuned)
+    found = next(filter(None, judged), None)
+    return found or plan_to_fit(planner, trials.request, predict=trials.at(FINAL))
+
+
+def _climb(sizes: Sequence[int], look_at: Callable[[int], float], *, first: int) -> None:
+    """Look at the sizes beside the best one, larger ones first, while they are better."""
+    best = look_at(sizes[first])
+    larger, smaller = sizes[first + 1 :], sizes[:first][::-1]
+    for direction in (larger, smaller):
+        for size in direction:
+            seconds = look_at(size)
+            if seconds > best:
+                break
+            best = seconds
+
+
+def _runs_of_size(planner: Planner, trials: Trials, size: int, below: float) -> tuple[list[PredictedRun], float]:
+    """Return the planner's plan of a microbatch size, and with the balancers that are tried first; and the shortest step."""
+
+    def predict(run: PlannedRun, request: PlanningRequest) -> Prediction:
+        least = trials.least_step_seconds(run)
+        if least > below:
+            raise HopelessError(least)
+        return trials.predict(run, request, fidelity=QUICK)
+
+    trials.budget.spent_seconds += SECONDS_PER_PLANNED_GPU * trials.request.num_gpus
+    try:
+        planned = plan_to_fit(planner, trials.request.changed(micro_batch_size=size), predict=predict)
+    except HopelessError as problem:
+        return [], problem.least_seconds
+    except BraidError:
+        return [], float("inf")
+    trials.keep(planned, QUICK)
+    runs = [planned, *filter(None, (trials.try_run(run, QUICK) for run in _balanced(planned.run, trials.request)))]
+    return runs, min(each.prediction.iteration_seconds for each in runs)
+
+
+def _balanced(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:
+    placement = placements(run, request)[0]
+    yield from (replace(run, balance=name) for name in first_balances(placement, request)[:1] if name != run.balance)
