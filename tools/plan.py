@@ -24,6 +24,7 @@ from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.plan_file import write_plan_file
+from multimodal.plan.planners.plan_or_advise import plan_or_advise
 from multimodal.plan.planners.plan_to_fit import PredictedRun, plan_per_gpu
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, Sharding
@@ -58,7 +59,9 @@ def build_parser() -> Parser:
     what.add_argument("--vocab-size", type=count, metavar="N", help="Padded vocabulary of the LLM (the model file's, or 50304).")
     data = parser.add_argument_group("the data")
     data.add_argument("--global-batch-size", type=count, required=True, metavar="B", help="Samples per step.")
-    data.add_argument("--micro-batch-size", type=count, metavar="N", help="Samples per LLM microbatch (the best for each planner).")
+    data.add_argument(
+        "--micro-batch-size", type=count, metavar="N", help="Samples per LLM microbatch (the best for each planner)."
+    )
     data.add_argument("--lengths", type=Path, metavar="L.csv.gz", help="Lengths of real samples, drawn at random.")
     data.add_argument("--uniform-lengths", type=counts_by_unit, metavar="UNIT=TOKENS,...", help="One length for all samples.")
     data.add_argument("--num-iterations", type=count, default=2, metavar="N", help="Global batches that predictions average (2).")
@@ -147,7 +150,8 @@ def plan(name: str, request: PlanningRequest, flags: argparse.Namespace) -> Pred
     """Let one planner plan; raises PlanError."""
     max_actions = None if flags.simulate_all else request.max_actions
     plan_best = partial(PLANNERS[name].plan_best, max_actions=max_actions)
-    return plan_per_gpu(plan_best, request) if flags.prefer == "per-gpu" else plan_best(request)
+    planner = partial(plan_per_gpu, plan_best) if flags.prefer == "per-gpu" else plan_best
+    return plan_or_advise(PLANNERS[name], request, max_actions=max_actions, plan=planner)
 
 
 def report(planned: PredictedRun) -> dict[str, Any]:

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from multimodal.balance import BALANCERS
 from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.placement import drop_idle_samples
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
 from multimodal.cost.item_shares import DEFAULT_BLOCK_SIZE
@@ -181,7 +182,7 @@ def build_steps(flags: argparse.Namespace) -> Iterator[CostedStep]:
             vocab_size=vocab_size,
         )
         assignment = BALANCERS[flags.balance or "none"](lengths, graph=graph, plan=plan, options=options)
-        step = StepGraph(graph, plan, assignment)
+        step = StepGraph(graph, plan, drop_idle_samples(assignment, graph=graph, lengths=lengths))
         validate_assignment(step, lengths)
         step = row.step_for(step)
         yield CostedStep(step, ModelCosts(step, lengths, cluster, vocab_size, run_options(flags, cluster), profile))

@@ -1,6 +1,6 @@
 """The engine of the builders: a deterministic list scheduler on a discrete clock."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any
@@ -87,15 +87,17 @@ def place_reductions(schedule: Schedule) -> Schedule:
 
     A lane only starts a reduction there, so that it hides behind what the lane computes afterwards. It stands right after its
     stage's last backward or weight gradient in the lane, but after the lane's earlier reductions in one order for all lanes:
-    downstream units first, then later stages, the order in which backwards end. A stage without microbatches on this replica,
-    whose part is done at once, waits for the lane's end: early, it would hold the lane up until the others come.
+    downstream units first, then later stages, the order in which backwards end; units without microbatches last. A stage without
+    microbatches on this replica, whose part is done at once, waits for the lane's end: early, it would hold the lane up until the
+    others come.
 
     Where lanes would wait for each other in a circle if a reduction blocked its lane, all reductions stand at the lanes' ends.
     O(actions + dependencies).
     """
     work = schedule.work
     lanes = [schedule.lane_pieces(lane) for lane in range(schedule.num_lanes)]
-    reductions = _reductions(work, schedule.num_lanes)
+    busy = frozenset(unit for unit, replicas in schedule.step.assignment.units.items() if any(replicas))
+    reductions = _reductions(work, schedule.num_lanes, busy)
     if not any(reductions):
         return schedule
     early = [_with_early(work, lane, of_lane) for lane, of_lane in zip(lanes, reductions, strict=True)]
@@ -106,12 +108,12 @@ def place_reductions(schedule: Schedule) -> Schedule:
     return Schedule.of_numbers(schedule.step, late)
 
 
-def _reductions(work: StepWork, num_lanes: int) -> list[list[int]]:
-    """Return the reductions of every lane, in the order in which all lanes do them."""
-    position = {unit: index for index, unit in enumerate(work.graph.unit_names)}
+def _reductions(work: StepWork, num_lanes: int, busy: Set[str]) -> list[list[int]]:
+    """Return the reductions of every lane, in the order in which all lanes do them; busy: units with microbatches."""
+    position = {unit: (unit not in busy, -index) for index, unit in enumerate(work.graph.unit_names)}
     of_lane: list[list[int]] = [[] for _ in range(num_lanes)]
     reductions = ((work.computed[number], number) for number in np.flatnonzero(work.kinds == _REDUCTION).tolist())
-    for action, number in sorted(reductions, key=lambda found: (-position[found[0].unit], -found[0].stage, found[0].replica)):
+    for action, number in sorted(reductions, key=lambda found: (*position[found[0].unit], -found[0].stage, found[0].replica)):
         for lane in work.plan.lanes_of_stage(*action[1:4]):
             of_lane[lane].append(number)
     return of_lane

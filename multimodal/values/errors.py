@@ -24,6 +24,10 @@ class PlanError(BraidError):
     """A plan does not fit the model, the ranks, or itself."""
 
 
+class NothingFitsError(PlanError):
+    """No plan fits the memory of so many GPUs."""
+
+
 class AssignmentError(BraidError):
     """An assignment drops, repeats or misplaces an atom."""
 

@@ -91,6 +91,20 @@ def test_a_prefix_trains_alike_whatever_the_sizes_and_the_backend(
     assert all(abs(loss - other) > 1e-5 for loss, other in zip(losses(dense), losses(causal), strict=True))
 
 
+def test_a_balancer_that_is_predicted_to_lose_is_named_once(tmp_path: Path) -> None:
+    """Long texts among short ones: as they come, one of three replicas gets none of them and another one three."""
+    texts = [[{"type": "text", "role": "assistant", "text": "x" * (2000 if index % 2 == 0 else 20)}] for index in range(9)]
+    lines = (json.dumps({"id": index, "segments": segments}) for index, segments in enumerate(texts))
+    (tmp_path / "manifest.jsonl").write_text("\n".join(lines))
+    data = ("--data-path", tmp_path / "manifest.jsonl", "--split", "100", "--global-batch-size", 9, "--train-iters", 2)
+    sizes = ("--colocate-units", "--llm-pp", 1, "--micro-batch-size", 1, "--seq-length", 2048, "--balance", "none")
+    config = ("--config", REPOSITORY / "examples" / "digits" / "config.yaml")
+    launched = launch([*config, *SETTINGS, *data, *sizes], num_ranks=3)
+    assert launched.exit_codes == (0,) * 3, launched.output
+    warning = "warning: with --balance none and --schedule 1f1b the first global batch is predicted to take "
+    assert launched.output.count(warning) == launched.outputs[0].count(warning) == 1, launched.output
+
+
 def test_a_plan_file_gives_any_layout(tmp_path: Path, one_process: list[dict[str, Any]]) -> None:
     plan = Plan(
         {

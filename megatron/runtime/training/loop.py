@@ -17,7 +17,7 @@ from megatron.runtime.launch.stop_requests import StopReason
 from megatron.runtime.report.reporting import ConsoleReporter, EvaluationReport, Reporter, SilentReporter
 from megatron.runtime.step.step import Step
 from megatron.runtime.step.token_placement import ContextSharing
-from megatron.runtime.training.prediction import EmulationTable, build_predictor
+from megatron.runtime.training.prediction import EmulationTable, build_predictor, describe_better_pair
 from megatron.runtime.training.resumption import release, save
 from megatron.runtime.training.run import Run
 from multimodal.attention.bitfield import MaskMode
@@ -99,6 +99,8 @@ def _run_steps(run: Run, reporter: Reporter, progress: _Progress, *, last_step: 
         agreed = check_agreement(step, number=number, wait_seconds=wait_seconds, stop=_wish_to_stop(run), device=device)
         if agreed.stop is StopReason.SIGTERM or (agreed.stop and progress.step > run.done_steps):  # a short time has one step
             raise _StoppedError(agreed.stop)
+        if number == run.done_steps + 1 and run.world.rank == 0:
+            _warn_of_worse_pair(run, reporter, step)
         report, events = run.trainer.train_step(step, number=number)
         progress.step = number
         reporter.step(number, report, replace(step.balance, assign_wait_ms=1e3 * agreed.wait_seconds))
@@ -111,6 +113,13 @@ def _run_steps(run: Run, reporter: Reporter, progress: _Progress, *, last_step: 
             progress.evaluation, progress.evaluated_step = _evaluate(run, reporter, number), number
         if _is_multiple(number, config.checkpoint.save_interval):
             progress.saved_step = save(run, number)
+
+
+def _warn_of_worse_pair(run: Run, reporter: Reporter, step: Step) -> None:
+    """Rank 0 alone looks for a better balancer or schedule, on the first global batch; the others wait in the step."""
+    warning = describe_better_pair(run.config, tuple(step.lengths.values()), options=_balance_options(run))
+    if warning is not None:
+        reporter.say(warning)
 
 
 def _save_last(run: Run, progress: _Progress) -> None:

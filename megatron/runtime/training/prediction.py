@@ -4,6 +4,7 @@ All ranks must predict alike, so nothing here is measured.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import torch
 
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.step.step import Step
+from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.better_pair import find_better_pair
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster, Network, NodeLink, peak_tflops
 from multimodal.cost.cost_table import CostTable
@@ -22,6 +25,7 @@ from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.action import Action
 from multimodal.values.errors import ConfigError
 from multimodal.values.plan import Plan
+from multimodal.values.sample_lengths import SampleLengths
 
 _GLOO = NodeLink(1.5, 70.0), Network(1.0, 100.0, 1)
 _NVLINK = NodeLink(450.0, 3.0), Network(50.0, 8.0, 1)
@@ -44,6 +48,29 @@ def build_predictor(config: RunConfig, schedules: ScheduleCache, *, vocab_size: 
         item_block_size=config.parallelism.item_block_size,
     )
     return StepPredictor(schedules, cluster, vocab_size, options)
+
+
+def describe_better_pair(config: RunConfig, lengths: Sequence[SampleLengths], *, options: BalanceOptions) -> str | None:
+    """Return a warning if --balance or --schedule is predicted to make the step of these samples clearly longer than another one.
+
+    Nothing where computations are waits from a table (--emulate), of which these predictions know nothing.
+    """
+    training = config.training
+    if training.emulate is not None or not isinstance(options.predictor, StepPredictor):
+        return None
+    found = find_better_pair(
+        lengths, balance=training.balance, schedule=training.schedule, predictor=options.predictor, options=options
+    )
+    if found is None:
+        return None
+    chosen, better = found
+    is_balance = better.balance != chosen.balance
+    flag = f"--balance {better.balance}" if is_balance else f"--schedule {better.schedule}"
+    more = ", or leave it to --balance auto" if is_balance else ", which keeps more activations" * better.keeps_more
+    return (
+        f"warning: with --balance {chosen.balance} and --schedule {chosen.schedule} the first global batch is predicted to take "
+        f"{chosen.seconds:.3g} s, with {flag} {better.seconds:.3g} s; change that flag{more}"
+    )
 
 
 def assumed_cluster() -> Cluster:

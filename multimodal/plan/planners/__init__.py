@@ -11,6 +11,7 @@ from multimodal.plan.planners.encoders_colocated import plan_encoders_colocated
 from multimodal.plan.planners.encoders_replicated import plan_encoders_replicated
 from multimodal.plan.planners.entrain import plan_entrain
 from multimodal.plan.planners.flops_ratio import plan_flops_ratio
+from multimodal.plan.planners.idle_units import place_idle_units, without_idle_units
 from multimodal.plan.planners.megatron import plan_megatron
 from multimodal.plan.planners.megatron_balanced import plan_megatron_balanced
 from multimodal.plan.planners.plan_to_fit import PredictedRun, plan_to_fit
@@ -49,12 +50,16 @@ class PlannerRow:
         return plan(self, request, max_actions=max_actions)
 
     def __call__(self, request: PlanningRequest) -> PlannedRun:
-        """Plan, and sign the plan with the planner's name and time; raises PlanError, which names it, when nothing fits."""
+        """Plan, and sign the plan with the planner's name and time; raises PlanError, which names it, when nothing fits.
+
+        Units that the data asks nothing of are placed afterwards, by one rule for all planners (`place_idle_units`).
+        """
         started = time.perf_counter()
         try:
-            run = self.plan(request)
+            asked = request if self.searches_others else without_idle_units(request)
+            run = place_idle_units(self.plan(asked), request)
         except PlanError as problem:
-            raise PlanError(f"planner '{self.name}': {problem}") from None
+            raise type(problem)(f"planner '{self.name}': {problem}") from None
         return replace(run, planner=self.name, planning_seconds=time.perf_counter() - started)
 
 

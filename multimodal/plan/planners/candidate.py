@@ -21,8 +21,6 @@ class Candidate:
     micro_batch_size: int = 1
     groups: Groups = ()
     """Units that share ranks; a unit in no group has ranks of its own."""
-    idle: frozenset[str] = frozenset()
-    """Units without work: one replica on the first ranks of a group."""
 
     @property
     def all_groups(self) -> Groups:
@@ -42,7 +40,7 @@ class Candidate:
 
     def build_plan(self, graph: ModelGraph) -> Plan:
         """Deal ranks; raises PlanError."""
-        return lay_out_units(graph, self.layouts, groups=self.all_groups, idle=self.idle)
+        return lay_out_units(graph, self.layouts, groups=self.all_groups)
 
     def to_run(
         self, request: PlanningRequest, *, seconds: float, balance: str = "none", schedule: str | None = None

@@ -11,6 +11,7 @@ import numpy as np
 from multimodal.plan.planners.allocation_search import AllocationProblem, rank_allocations
 from multimodal.plan.planners.candidate import Candidate, fits
 from multimodal.plan.planners.disttrain import build_candidate, build_problem
+from multimodal.plan.planners.idle_units import place_idle_units, without_idle_units
 from multimodal.plan.planners.layer_times import PlanningTimes, stage_times
 from multimodal.plan.planners.megatron import micro_batch_sizes
 from multimodal.plan.planners.megatron_balanced import Grid, even_grid, grid_fits, grid_run, grid_seconds, list_grids
@@ -56,6 +57,8 @@ class Layout:
     """With the layout's microbatch size, recomputation and sharding."""
     form: Candidate | Grid
     seconds: float
+    whole: PlanningRequest | None = None
+    """With the units that the data asks nothing of, too; None where there are none."""
 
     @property
     def placement(self) -> str:
@@ -67,8 +70,10 @@ class Layout:
     def to_run(self) -> PlannedRun:
         """Deal ranks."""
         if isinstance(self.form, Grid):
-            return grid_run(self.request, self.form, seconds=self.seconds)
-        return self.form.to_run(self.request, seconds=self.seconds)
+            run = grid_run(self.request, self.form, seconds=self.seconds)
+        else:
+            run = self.form.to_run(self.request, seconds=self.seconds)
+        return place_idle_units(run, self.whole or self.request)
 
 
 def best_layouts(request: PlanningRequest, *, takes_more: Callable[[], bool] = lambda: True) -> list[list[Layout]]:
@@ -78,6 +83,7 @@ def best_layouts(request: PlanningRequest, *, takes_more: Callable[[], bool] = l
     stages of the LLM, a microbatch size, whether whole layers are computed again in their backward, and what replicas share.
     takes_more: asked before every microbatch size; once it says False and there is a layout, no further one is looked at.
     """
+    whole, request = request, without_idle_units(request)
     kinds: list[list[Layout]] = []
     best: dict[int, float] = {}
 
@@ -100,7 +106,8 @@ def best_layouts(request: PlanningRequest, *, takes_more: Callable[[], bool] = l
         promising = dict.fromkeys((*_best_first(best), *(2 * size for size in _best_first(best)[:1] if 2 * size in sizes)))
         look_at(request.changed(micro_batch_size=size, sharding="optim_grads_params") for size in promising)
     least = min(best.values(), default=math.inf)
-    return [kind for kind in kinds if kind[0].seconds <= KIND_SLACK * least]
+    near = (kind for kind in kinds if kind[0].seconds <= KIND_SLACK * least)
+    return [[replace(layout, whole=whole) for layout in kind] for kind in near]
 
 
 def efficient_first(request: PlanningRequest, sizes: Sequence[int]) -> list[int]:
@@ -120,9 +127,7 @@ def _kinds(request: PlanningRequest) -> Iterator[list[Layout]]:
     fixed = request.fixed(request.graph.backbone.name).virtual_stages
     for virtual_stages in (fixed,) if fixed else VIRTUAL_STAGES:
         for list_scored, leaves_ranks in ((_disaggregated, True), (_colocated, False)):
-            problem = build_problem(
-                request, virtual_stages=virtual_stages, leaves_ranks=leaves_ranks, left_out=request.idle_units
-            )
+            problem = build_problem(request, virtual_stages=virtual_stages, leaves_ranks=leaves_ranks)
             scored = list_scored(times, memory, spread, problem) if len(problem.llm) else ()
             yield [Layout(request, candidate, seconds) for candidate, seconds in scored]
     if request.zero_stage != 3:  # its estimate would have to know what replicas share
@@ -172,7 +177,7 @@ def _disaggregated(
     """Return the best choice of other units for each parallelism of the LLM; layers partitioned by their times."""
     request, scored = times.request, []
     for choice in rank_allocations(problem, slack=SLACK)[: 2 * MOST_PER_KIND]:
-        even = with_idle_units(request, build_candidate(request, problem, choice))
+        even = build_candidate(request, problem, choice)
         balanced = balance_layers(times, even)
         if chosen := next((each for each in (balanced, even) if fits(memory, each)), None):
             scored.append((chosen, estimate_seconds(times, chosen, spread=spread)))
@@ -183,7 +188,7 @@ def _colocated(times: PlanningTimes, memory: MemoryEstimate, spread: LengthSprea
     """Return layouts with every unit on all ranks that the LLM takes, encoders and generators with one stage per replica."""
     request, llm = times.request, problem.llm
     graph, backbone = request.graph, request.graph.backbone
-    others = [unit for unit in graph.units if unit.name != backbone.name and unit.name not in request.idle_units]
+    others = [unit for unit in graph.units if unit.name != backbone.name]
     if not others:
         return []
     found: list[Scored] = []
@@ -201,8 +206,8 @@ def _colocated(times: PlanningTimes, memory: MemoryEstimate, spread: LengthSprea
             if busy_seconds[row] + others_seconds > SLACK * best:
                 continue
             chosen = {**{unit.name: layout for unit, layout in zip(others, layouts, strict=True)}, backbone.name: own}
-            busy = {name: chosen[name] for name in graph.unit_names if name in chosen}
-            candidate = with_idle_units(request, Candidate(busy, request.default_micro_batch_size, (tuple(busy),)))
+            ordered = {name: chosen[name] for name in graph.unit_names}
+            candidate = Candidate(ordered, request.default_micro_batch_size, (graph.unit_names,))
             if lower_bound_seconds(times, candidate) > SLACK * best:
                 continue
             seconds = estimate_seconds(times, candidate, spread=spread)
@@ -210,29 +215,6 @@ def _colocated(times: PlanningTimes, memory: MemoryEstimate, spread: LengthSprea
                 found.append((candidate, seconds))
                 best = min(best, seconds)
     return sorted(found, key=lambda each: (each[1], each[0].num_gpus))[:MOST_PER_KIND]
-
-
-def with_idle_units(request: PlanningRequest, candidate: Candidate) -> Candidate:
-    """Add the units without work: one replica each on the LLM's first ranks, where they cost memory and nothing else."""
-    idle = request.idle_units
-    if not idle:
-        return candidate
-    backbone = request.graph.backbone.name
-    tensor = candidate.layouts[backbone].tensor_parallel_size
-    layouts = dict(candidate.layouts)
-    for name in idle:
-        fixed, sizes = request.fixed(name), request.tensor_parallel_sizes(name)
-        layouts[name] = even_layout(
-            request.graph.unit(name),
-            tensor if tensor in sizes else sizes[0],
-            fixed.data_parallel_size or 1,
-            fixed.pipeline_parallel_size or 1,
-            context=fixed.context_parallel_size or 1,
-        )
-    home = next((group for group in candidate.groups if backbone in group), (backbone,))
-    groups = (*(group for group in candidate.groups if group != home), (*home, *sorted(idle)))
-    ordered = {name: layouts[name] for name in request.graph.unit_names}
-    return replace(candidate, layouts=ordered, groups=groups, idle=idle)
 
 
 def _spreads(times: PlanningTimes, units: Sequence[Unit], num_gpus: int) -> list[tuple[float, tuple[UnitLayout, ...]]]:

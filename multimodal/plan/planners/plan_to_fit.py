@@ -11,7 +11,7 @@ from multimodal.cost.layers.layer import Recompute
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import BLOCK_SIZE, LARGEST_CONTEXT_PARALLEL, PlanningRequest
 from multimodal.plan.planners.prediction import Prediction, predict_run
-from multimodal.values.errors import PlanError
+from multimodal.values.errors import NothingFitsError, PlanError
 from multimodal.values.plan import UnitPlan, validate_plan
 
 MOST_ROUNDS = 5
@@ -50,20 +50,20 @@ def plan_to_fit(
     computed again in their backward, unless the request chooses; and where that is not enough, context parallelism is
     allowed, also to planners that otherwise do not use it. max_actions: as for `predict_run`.
     predict: simulates a run in place of that.
-    Raises PlanError, saying what would fit, when nothing does.
+    Raises PlanError, of the last attempt, when nothing fits.
     """
     simulate = predict or partial(predict_run, max_actions=max_actions, num_batches=request.num_batches)
     problem: PlanError | None = None
-    for attempt in _attempts(request):
+    for attempt in memory_concessions(request):
         try:
             return _plan_attempt(planner, attempt, simulate)
         except PlanError as error:
-            problem = problem or error
+            problem = error
     assert problem is not None
     raise problem
 
 
-def _attempts(request: PlanningRequest) -> Iterator[PlanningRequest]:
+def memory_concessions(request: PlanningRequest) -> Iterator[PlanningRequest]:
     """Yield the request with ever larger concessions to memory."""
     recomputes = (request.recompute,) if request.recompute else RECOMPUTES
     spread = request.changed(most_context_parallel=LARGEST_CONTEXT_PARALLEL, least_share_tokens=FALLBACK_SHARE_TOKENS)
@@ -89,10 +89,9 @@ def _plan_attempt(
             return PredictedRun(replace(run, planning_seconds=seconds), prediction)
         excess = prediction.peak_memory_bytes / request.memory_bytes
         scaled = scaled.changed(memory_scale=scaled.memory_scale * MARGIN / excess)
-    raise PlanError(
-        f"planner '{run.planner}': its plans need {prediction.peak_memory_bytes / 1e9:.3g} GB on some GPU where "
-        f"{request.memory_bytes / 1e9:.3g} GB may be used, after {MOST_ROUNDS} attempts with less; use more GPUs, a smaller "
-        "microbatch, or lower the memory headroom"
+    raise NothingFitsError(
+        f"planner '{run.planner}': its plans need {prediction.peak_memory_bytes / 1e9:.3g} GB on some of {request.num_gpus} GPUs "
+        f"after {MOST_ROUNDS} attempts with less, beyond {request.memory_text}"
     )
 
 

@@ -150,6 +150,14 @@ class PlanningRequest:
         return self.cluster.memory_gb * 1e9 * (1 - self.memory_headroom)
 
     @property
+    def memory_text(self) -> str:
+        """The card's memory and the part of it that may be used, for messages."""
+        return (
+            f"the {self.cluster.memory_gb:g} GB of each, of which {self.memory_bytes / 1e9:.3g} GB may be used "
+            f"(memory headroom {self.memory_headroom:g})"
+        )
+
+    @property
     def planned_memory_bytes(self) -> float:
         """Bytes that a planner's estimate may reach."""
         return self.memory_bytes * self.memory_scale
@@ -276,14 +284,14 @@ class PlanningRequest:
         sizes = [
             size
             for size in range(1, self.cluster.gpus_per_node + 1)
-            if self.cluster.gpus_per_node % size == 0 and not any(width % size for width in widths) and size <= self.num_gpus
+            if self.cluster.gpus_per_node % size == 0 and not any(width % size for width in widths)
         ]
         if fixed is not None and fixed not in sizes:
             raise PlanError(
                 f"unit '{unit}': tensor parallel size {fixed} is fixed, but it must divide the {self.cluster.gpus_per_node} GPUs "
                 f"of a node and {', '.join(map(str, widths))}; choose from {', '.join(map(str, sizes))}"
             )
-        return (fixed,) if fixed is not None else tuple(sizes)
+        return (fixed,) if fixed is not None else tuple(size for size in sizes if size <= self.num_gpus)
 
     def pipeline_parallel_sizes(self, unit: str) -> tuple[int, ...]:
         """Return 1 up to the unit's number of transformer layers, or the fixed size."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.placement import drop_idle_samples
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageLayers
@@ -331,7 +332,8 @@ def assign(run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Seque
     options = BalanceOptions(
         micro_batch_size=run.micro_batch_size, ranks_per_node=request.cluster.gpus_per_node, vocab_size=request.vocab_size
     )
-    return BALANCERS[run.balance](lengths, graph=request.graph, plan=plan, options=options)
+    assignment = BALANCERS[run.balance](lengths, graph=request.graph, plan=plan, options=options)
+    return drop_idle_samples(assignment, graph=request.graph, lengths=lengths)
 
 
 def _simulate(

@@ -72,9 +72,7 @@ def even_layout(unit: Unit, tensor: int, data: int, num_stages: int, virtual_sta
     return UnitLayout(tensor, data, deal_ranges(ranges, num_stages=num_stages), context)
 
 
-def lay_out_units(
-    graph: ModelGraph, layouts: Mapping[str, UnitLayout], *, groups: Groups, idle: frozenset[str] = frozenset()
-) -> Plan:
+def lay_out_units(graph: ModelGraph, layouts: Mapping[str, UnitLayout], *, groups: Groups) -> Plan:
     """Give each group of units ranks of its own, the group with the largest stages (tp x cp) first.
 
     Sizes that divide a node then never let a tensor parallel group span two nodes. Units of one group lie over the same ranks
@@ -83,7 +81,7 @@ def lay_out_units(
     """
     first_rank, units = 0, {}
     for group in _in_order(groups, layouts):
-        counts = {unit: layouts[unit].num_ranks for unit in group if unit not in idle}
+        counts = {unit: layouts[unit].num_ranks for unit in group}
         if len(set(counts.values())) != 1:
             raise PlanError(f"units that share ranks must use all of them, found {counts}; change a size")
         units.update({unit: build_unit(layouts[unit], first_rank=first_rank) for unit in group})

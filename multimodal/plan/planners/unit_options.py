@@ -1,6 +1,6 @@
 """The parallelisms (tp, cp, dp, pp) that one unit may have, as arrays: GPUs, seconds, and the memory's limits."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +10,7 @@ from multimodal.plan.planners.layer_times import PlanningTimes
 from multimodal.plan.planners.memory_estimate import LayerMemory, MemoryEstimate
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.plan.planners.unit_layout import UnitLayout, even_layout
-from multimodal.values.errors import PlanError
+from multimodal.values.errors import NothingFitsError
 from multimodal.values.model_graph import Unit
 
 Integers = NDArray[np.int64]
@@ -161,30 +161,6 @@ def pareto_rows(*columns: Floats | Integers) -> Integers:
     return np.concatenate([np.zeros(0, dtype=np.int64), *kept_rows])
 
 
-_LARGEST_SEARCH = 1 << 14
-"""GPUs up to which a fitting number is searched."""
-
-
-def infeasible(request: PlanningRequest) -> PlanError:
-    """Return the error of a planner that found nothing: which unit does not fit at all, or how many GPUs all units need."""
-    wide = replace(request, num_gpus=_LARGEST_SEARCH)
-    times, memory = PlanningTimes(wide), MemoryEstimate(wide)
-    gigabytes = request.planned_memory_bytes / 1e9
-    where = f"no plan on {request.num_gpus} GPUs fits {gigabytes:.3g} GB each"
-    fewest = {}
-    for unit in request.graph.unit_names:
-        options = list_options(times, memory, unit=unit, max_gpus=_LARGEST_SEARCH)
-        if not len(options):
-            return PlanError(
-                f"{where}: unit '{unit}' does not fit at any tensor, pipeline or data parallel size that is allowed; use GPUs "
-                "with more memory, freeze it, lower the memory headroom, or unfix its sizes"
-            )
-        fewest[unit] = int(options.gpus.min())
-    total = sum(fewest.values())
-    needs = ", ".join(f"'{unit}' {count}" for unit, count in fewest.items())
-    if total > request.num_gpus:
-        return PlanError(f"{where}: the units need at least {needs}, {total} GPUs in all; use {total} or more")
-    return PlanError(
-        f"{where} under this planner's rules and the fixed sizes, though each unit alone would fit ({needs} GPUs); use more "
-        "GPUs, another planner (disttrain, braid), or fewer fixed sizes"
-    )
+def infeasible(request: PlanningRequest) -> NothingFitsError:
+    """Return the error of a planner that found nothing; `plan_or_advise` adds what would fit."""
+    return NothingFitsError(f"no plan on {request.num_gpus} GPU{'s' * (request.num_gpus != 1)} fits {request.memory_text}")

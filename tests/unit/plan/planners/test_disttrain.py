@@ -3,11 +3,14 @@ import itertools
 import pytest
 
 from multimodal.plan.planners.allocation_search import rank_allocations, search_allocation
-from multimodal.plan.planners.disttrain import build_problem, plan_disttrain
+from multimodal.plan.planners.disttrain import BALANCE, build_candidate, build_problem, plan_disttrain
+from multimodal.plan.planners.megatron import plan_megatron
+from multimodal.plan.planners.plan_to_fit import plan_to_fit
 from multimodal.plan.planners.planning_request import FixedSizes
+from multimodal.plan.planners.prediction import predict_run
 from multimodal.plan.planners.unit_options import pareto_rows
 from multimodal.values.errors import PlanError
-from tests.unit.plan.planners.planning_cases import GRAPHS, THREE, TWO, request, with_memory
+from tests.unit.plan.planners.planning_cases import GRAPHS, THREE, TWO, random_lengths, request, with_memory
 
 
 def exhaustive_seconds(problem):
@@ -77,6 +80,19 @@ def test_virtual_stages_are_dealt_in_turn():
     assert run.schedule == "interleaved-1f1b"
     stages = run.plan.units["llm"].replicas[0].stages
     assert [stage.layer_ranges for stage in stages] == [((0, 3), (5, 7)), ((3, 5), (7, 10))]
+
+
+@pytest.mark.parametrize("name", ["three", "two-encoders"])
+@pytest.mark.parametrize("num_gpus", [16, 32])
+def test_few_microbatches_per_replica_leave_no_pipeline_waiting(name, num_gpus):
+    """As many samples as GPUs: with a replica for each one there is nothing to fill a pipeline with, and much to reduce."""
+    graph = GRAPHS[name]
+    asked = request(graph, num_gpus=num_gpus, global_batch_size=num_gpus, lengths=random_lengths(graph)[:1])
+    found, rigid = (plan_to_fit(plan, asked, max_actions=None).prediction for plan in (plan_disttrain, plan_megatron))
+    assert found.iteration_seconds <= 1.01 * rigid.iteration_seconds
+    problem = build_problem(asked)
+    alone = build_candidate(asked, problem, search_allocation(problem)).to_run(asked, seconds=0.0, balance=BALANCE)
+    assert found.iteration_seconds < 0.9 * predict_run(alone, asked).iteration_seconds
 
 
 def test_pareto_rows_keep_what_nothing_beats():

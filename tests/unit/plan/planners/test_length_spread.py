@@ -1,4 +1,4 @@
-"""What lengths that vary cost pipelines, and where units without work go."""
+"""What lengths that vary cost pipelines."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.step_estimate import LengthSpread
 from multimodal.plan.planners.unit_layout import even_layout
 from multimodal.values.sample_lengths import SampleLengths
-from tests.unit.plan.planners.planning_cases import LLM, TEXT_ONLY, TWO_ENCODERS, request
+from tests.unit.plan.planners.planning_cases import LLM, TEXT_ONLY, request
 
 
 def text_only(*lengths: int) -> PlanningRequest:
@@ -44,21 +44,6 @@ def test_the_heaviest_sample_takes_as_long_as_all_its_layers():
 
 def request_load(asked: PlanningRequest, tokens: int):
     return replace(asked, lengths=(SampleLengths(0, (), tokens, 1),)).load("llm", 1)
-
-
-def test_a_unit_without_work_takes_no_rank_of_its_own():
-    lengths = tuple(
-        replace(sample, items=tuple(item for item in sample.items if item.unit != "audio"))
-        for sample in request(TWO_ENCODERS).lengths
-    )
-    asked = request(TWO_ENCODERS, lengths=lengths)
-    assert asked.idle_units == {"audio"}
-    runs = [layout.to_run() for kind in best_layouts(asked) for layout in kind]
-    apart = [run for run in runs if not set(run.plan.units["vision"].ranks) & set(run.plan.units["llm"].ranks)]
-    assert apart
-    for run in apart:
-        assert set(run.plan.units["audio"].ranks) <= set(run.plan.units["llm"].ranks)
-        assert run.plan.units["audio"].data_parallel_size == 1
 
 
 @pytest.mark.parametrize("size", [1, 4])

@@ -1,0 +1,89 @@
+"""Units that the data asks nothing of: planners leave them out, and they then share ranks of the others."""
+
+from dataclasses import replace
+
+from multimodal.plan.planners.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.unit_layout import UnitLayout, build_unit, even_layout
+from multimodal.schedule.builders import BUILDERS
+from multimodal.values.errors import PlanError
+from multimodal.values.model_graph import Role, Unit
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
+
+MOST_MEMORY_SHARE = 0.05
+"""Share of a GPU's memory that such a unit may take there: it is cut into more stages until it takes less."""
+
+
+def without_idle_units(request: PlanningRequest) -> PlanningRequest:
+    """Return the request for the units that the data asks for something."""
+    idle = request.idle_units
+    if not idle:
+        return request
+    graph = replace(
+        request.graph,
+        units=tuple(unit for unit in request.graph.units if unit.name not in idle),
+        edges=tuple(edge for edge in request.graph.edges if idle.isdisjoint(edge)),
+    )
+    fixed = {name: sizes for name, sizes in request.fixed_sizes.items() if name not in idle}
+    return replace(request, graph=graph, fixed_sizes=fixed)
+
+
+def place_idle_units(run: PlannedRun, request: PlanningRequest) -> PlannedRun:
+    """Add the units without work to a plan for the others: one replica each on the LLM's first ranks, in few stages.
+
+    There they cost memory and the update of their weights, and nothing else; and another batch may ask for them. Encoders that a
+    schedule wants beside each other lie as the others do. Sizes that a person has fixed are kept.
+    Raises PlanError when these need more GPUs than there are.
+    """
+    missing = [unit for unit in request.graph.units if unit.name not in run.plan.units]
+    if not missing:
+        return run
+    row = BUILDERS[run.schedule]
+    busy = next((name for name in run.plan.units if request.graph.unit(name).role is Role.ENCODER), None)
+    pattern = run.plan.units[busy] if busy and (row.copies_encoders or row.fewest_encoders > 1) else None
+    units = dict(run.plan.units)
+    for unit in missing:
+        is_beside = pattern is not None and unit.role is Role.ENCODER
+        units[unit.name] = _beside(pattern, unit) if pattern and is_beside else _on_first_ranks(run.plan, unit, request)
+    return replace(run, plan=Plan({name: units[name] for name in request.graph.unit_names}))
+
+
+def _beside(pattern: UnitPlan, unit: Unit) -> UnitPlan:
+    """Cut a unit's layers over the ranks of another one's stages."""
+    ranges = split_layers(unit.layers, num_stages=len(pattern.replicas[0].stages))
+    replicas = (
+        Replica(tuple(Stage(stage.ranks, (each,)) for stage, each in zip(replica.stages, ranges, strict=True)))
+        for replica in pattern.replicas
+    )
+    return UnitPlan(tuple(replicas), pattern.tensor_parallel_size, pattern.context_parallel_size)
+
+
+def _on_first_ranks(plan: Plan, unit: Unit, request: PlanningRequest) -> UnitPlan:
+    llm = plan.units[request.graph.backbone.name]
+    layout = _smallest(unit, request, tensor=llm.tensor_parallel_size, most_ranks=plan.num_ranks)
+    if layout.num_ranks > request.num_gpus:
+        raise PlanError(
+            f"unit '{unit.name}' is asked for nothing by these lengths, but its fixed sizes take {layout.num_ranks} GPUs of "
+            f"{request.num_gpus}; unfix them"
+        )
+    first = min(min(llm.ranks), max(0, plan.num_ranks - layout.num_ranks))
+    return build_unit(layout, first_rank=first - first % layout.tensor_parallel_size)  # a whole number of groups to a node
+
+
+def _smallest(unit: Unit, request: PlanningRequest, *, tensor: int, most_ranks: int) -> UnitLayout:
+    """Return one replica with the LLM's tp, where it can have it, in as few stages as its share of the memory allows."""
+    memory, fixed = MemoryEstimate(request), request.fixed(unit.name)
+    sizes = request.tensor_parallel_sizes(unit.name)
+    tensor = max((size for size in sizes if tensor % size == 0), default=sizes[0])
+    context, data = fixed.context_parallel_size or 1, fixed.data_parallel_size or 1
+    most_stages = max(1, min(unit.transformer.num_layers, most_ranks // (tensor * context * data)))
+    counts = (fixed.pipeline_parallel_size,) if fixed.pipeline_parallel_size else range(1, most_stages + 1)
+    layouts = [even_layout(unit, tensor, data, count, context=context) for count in counts]
+
+    def is_small(layout: UnitLayout) -> bool:
+        stages = range(layout.pipeline_parallel_size)
+        largest = max(memory.stage_bytes(unit.name, layout, stage, num_samples=0) for stage in stages)
+        return largest <= MOST_MEMORY_SHARE * request.memory_bytes
+
+    return next(filter(is_small, layouts), layouts[-1])

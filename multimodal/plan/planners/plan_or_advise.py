@@ -1,0 +1,112 @@
+"""Runs a planner, and where nothing fits, searches the number of GPUs that would be enough by planning with it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from multimodal.plan.planners import PLANNERS, PlannerRow
+from multimodal.plan.planners.idle_units import without_idle_units
+from multimodal.plan.planners.layer_times import PlanningTimes
+from multimodal.plan.planners.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.plan_to_fit import PredictedRun, memory_concessions, plan_to_fit
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.unit_options import list_options
+from multimodal.schedule.builders import BUILDERS
+from multimodal.values.errors import BraidError, NothingFitsError, PlanError
+from multimodal.values.plan import MOST_RANKS
+
+LARGEST_SEARCH = 1 << 14
+"""GPUs up to which a sufficient number is searched."""
+SEARCH_BUDGET_SECONDS = 1.0
+"""Nominal seconds that a planner that simulates may use up for one number."""
+
+
+def plan_or_advise(
+    planner: PlannerRow,
+    request: PlanningRequest,
+    *,
+    max_actions: int | None,
+    plan: Callable[[PlanningRequest], PredictedRun] | None = None,
+) -> PredictedRun:
+    """Plan; where nothing fits, raise PlanError with a number of GPUs that is enough, or what never fits.
+
+    plan: lets the planner plan in some other way than `plan_to_fit`.
+    """
+    plan = plan or partial(plan_to_fit, planner, max_actions=max_actions)
+    try:
+        return plan(request)
+    except NothingFitsError as problem:
+        advice = _advice(planner, request, max_actions=max_actions)
+        raise PlanError(f"{problem}; {advice}") from None
+
+
+def _advice(planner: PlannerRow, request: PlanningRequest, *, max_actions: int | None) -> str:
+    if stuck := _stuck_unit(request):
+        return (
+            f"unit '{stuck}' does not fit at any tensor, pipeline or data parallel size that is allowed; use GPUs with more "
+            "memory, freeze it, lower the memory headroom, or unfix its sizes"
+        )
+    enough = enough_gpus(planner, request, max_actions=max_actions)
+    if enough is None:
+        return (
+            f"nor do up to {LARGEST_SEARCH:,} GPUs under this planner's rules and the fixed sizes; use GPUs with more memory, "
+            "another planner (disttrain, braid), or fewer fixed sizes"
+        )
+    return f"{enough} GPUs would be enough"
+
+
+def _stuck_unit(request: PlanningRequest) -> str | None:
+    """Return a unit that does not fit by itself on any number of GPUs, whatever is conceded to memory."""
+    *_, last = memory_concessions(without_idle_units(replace(request, num_gpus=LARGEST_SEARCH)))
+    shares_weights = request.sharding is None and request.transformer_impl != "transformer_engine"
+    forms = [last, replace(last, sharding="optim_grads_params")] if shares_weights else [last]
+    estimates = [(PlanningTimes(form), MemoryEstimate(form)) for form in forms]
+    for unit in last.graph.unit_names:
+        if not any(len(list_options(*each, unit=unit, max_gpus=LARGEST_SEARCH)) for each in estimates):
+            return unit
+    return None
+
+
+def enough_gpus(planner: PlannerRow, request: PlanningRequest, *, max_actions: int | None) -> int | None:
+    """Return a number of GPUs with which the planner finds a plan, while it finds none with one fewer; None if there is none.
+
+    Both have been tried: the number of the request, with which nothing fits, is doubled until something does, and the gap is
+    halved. More GPUs are no help to every planner, so there may be smaller such numbers. O(log) plans.
+    """
+    works = partial(_works, planner, request, max_actions=max_actions)
+    too_few = request.num_gpus
+    while not works(num_gpus=2 * too_few):
+        too_few *= 2
+        if 2 * too_few > LARGEST_SEARCH:
+            return None
+    enough = 2 * too_few
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        too_few, enough = (too_few, middle) if works(num_gpus=middle) else (middle, enough)
+    return enough
+
+
+def _works(planner: PlannerRow, request: PlanningRequest, *, num_gpus: int, max_actions: int | None) -> bool:
+    """Return True if the planner finds a plan.
+
+    A planner that searches by simulation is asked for one that needs least memory, microbatches of one sample and whole layers
+    recomputed; and it has one where any other planner has one that can be run.
+    """
+    if num_gpus > MOST_RANKS:
+        return False
+    asked = replace(request, num_gpus=num_gpus)
+    if not planner.searches_others:
+        return _finds(planner, asked, max_actions=max_actions) is not None
+    *_, least = memory_concessions(replace(asked, micro_batch_size=request.default_micro_batch_size))
+    others = (_finds(row, least, max_actions=max_actions) for row in PLANNERS.values() if not row.searches_others)
+    if any(found is not None and BUILDERS[found.run.schedule].can_train for found in others):
+        return True
+    budget = min(request.time_budget_seconds, SEARCH_BUDGET_SECONDS)
+    return _finds(planner, replace(least, time_budget_seconds=budget, on_progress=None), max_actions=max_actions) is not None
+
+
+def _finds(planner: PlannerRow, request: PlanningRequest, *, max_actions: int | None) -> PredictedRun | None:
+    try:
+        return plan_to_fit(planner, request, max_actions=max_actions)
+    except BraidError:
+        return None
