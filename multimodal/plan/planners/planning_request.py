@@ -26,7 +26,7 @@ from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import MOST_RANKS, Plan
 from multimodal.values.sample_lengths import SampleLengths
 
-MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Microbatch sizes that a planner may choose from if the person leaves the size open."""
 MOST_MICRO_BATCH_TOKENS = 32_768
 """Average tokens of a unit up to which a planner makes microbatches of several samples; beyond, nothing gets more efficient."""
