@@ -1,0 +1,252 @@
+"""Claim: on one core, a step of 3,072 LLM ranks is decided in 250 ms by every balancer for every schedule (`auto`: 500 ms).
+
+And one of 12,288 ranks in 1 s. Every rank decides every step by itself, ahead of training: from the lengths of the global batch
+to its own part of assignment and schedule. The parts, in the order in which `StepPlanner` calls them:
+
+- lengths: the global batch's, from those of the samples;
+- balance: the balancer; report: how even its assignment and the data's order are;
+- assignment: it is validated, idle samples are dropped, and its digest taken;
+- first: the schedule of the run's first step, validated; next: of a step with other samples, which share what does not depend
+  on routes; again: of a step with the same counts and routes;
+- own: this rank's lane and inputs (sizes alone, as in emulation; nothing is loaded).
+
+A step takes the sum of all but `first` and `again`. The LLM (GPT-175B) runs on tp 8 x pp 8 x dp ranks / 64, its encoder (ViT-22B)
+on as many replicas of 8 ranks of their own; 64 samples per LLM replica have 1 to 4 images each. `--kernels` times balancers beside
+the post-balancing kernel alone, without schedule, at 2,560 replicas of 60 samples with images and audio.
+
+Seconds are of the processor. `--before CHECKOUT` runs this file on another checkout of Braid (with its kernels built) as well, and
+shows the ratios. Run `python benchmarks/deciding.py [--json] [--ranks 64 512 3072 12288] [--balancers ...] [--schedules ...]`.
+"""
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+OWN_ROOT = Path(__file__).parents[1]
+sys.path.insert(0, sys.argv[sys.argv.index("--root") + 1] if "--root" in sys.argv else str(OWN_ROOT))
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from megatron.runtime.emulation.emulated_stage import with_emulated_inputs
+from megatron.runtime.feed.agreement import assignment_digest
+from megatron.runtime.step.balance_report import report_balance
+from megatron.runtime.step.step import Step
+from multimodal.balance import BALANCERS
+from multimodal.balance.algorithms.post_balance import post_balance_array
+from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.placement import drop_idle_samples
+from multimodal.balance.step_predictor import StepPredictor
+from multimodal.cost.cluster import Cluster
+from multimodal.plan.disaggregated import plan_disaggregated
+from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.schedule.build_schedule import ScheduleCache
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes import PASSES
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.step_graph import validate_assignment
+
+Result = TypeVar("Result")
+EXAMPLES = OWN_ROOT / "examples"
+RANKS_PER_REPLICA, SAMPLES_PER_REPLICA = 64, 64
+CLAIMED_SECONDS = {3072: 0.25, 12288: 1.0}
+CLAIMED_AUTO_SECONDS = 0.5
+PARTS = ("lengths", "balance", "report", "assignment", "first", "next", "again", "own")
+NOT_IN_A_STEP = ("first", "again")
+SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "zb-h1", "dip", "dip-4", "breadth-first", "interleaved-1f1b", "zb-v")
+"""Those that a run with one encoder can have."""
+_CHUNKS = {"breadth-first": 2, "interleaved-1f1b": 2, "zb-v": 2}
+
+
+def draw_batch(num_samples: int, *, seed: int, units: Sequence[str]) -> list[SampleLengths]:
+    """Draw samples of 1 to 4 items of each unit, of very unequal lengths."""
+    generator = np.random.default_rng(seed)
+    samples = []
+    for _ in range(num_samples):
+        items = [
+            ItemLengths(unit, 4 * length, length)
+            for unit in units
+            for length in np.minimum(64 + generator.lognormal(5.0, 1.0, generator.integers(1, 5)), 4096).astype(int).tolist()
+        ]
+        text = int(min(32 + generator.lognormal(5.5, 1.0), 8192))
+        samples.append(SampleLengths(0, tuple(items), text, text // 2))
+    return samples
+
+
+class Clock:
+    """Seconds of each part of one decision."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def time(self, part: str, work: Callable[[], Result]) -> Result:
+        """Do a part."""
+        gc.collect()
+        start = time.process_time()
+        result = work()
+        self.seconds[part] = time.process_time() - start
+        return result
+
+
+def decide(graph: ModelGraph, plan: Plan, *, balancer: str, schedule: str, passes: Sequence[str]) -> dict[str, float]:
+    """Time the parts of the second step's decision of a run."""
+    num_samples = plan.units[graph.backbone.name].data_parallel_size * SAMPLES_PER_REPLICA
+    units = [unit.name for unit in graph.encoders]
+    cluster = Cluster.from_file(EXAMPLES / "clusters" / "h100.yaml")
+    schedules = ScheduleCache(graph, plan, BUILDERS[schedule], [PASSES[name] for name in passes])
+    predictor = StepPredictor(schedules, cluster, graph.backbone.vocab_size or 51200)
+    options = BalanceOptions(predictor=predictor if BALANCERS[balancer].needs_costs else None)
+    balance = {"graph": graph, "plan": plan, "options": options}
+    rank = plan.units[graph.backbone.name].ranks[0]
+    for number in range(2):
+        drawn, clock = draw_batch(num_samples, seed=number, units=units), Clock()
+        ids = range(number * num_samples, (number + 1) * num_samples)
+        lengths = clock.time("lengths", lambda drawn=drawn, ids=ids: _lengths(drawn, ids))
+        assignment = clock.time("balance", lambda lengths=lengths: BALANCERS[balancer](lengths, **balance))
+        step = schedules.step(assignment)
+        clock.time("report", lambda step=step, lengths=lengths: report_balance(step, lengths, options=options, balance_seconds=0))
+        assignment, digest = clock.time("assignment", lambda step=step, lengths=lengths: _check(step, lengths))
+        if number == 0:
+            first = Clock()
+            first.time("first", lambda given=assignment: schedules.schedule(given))
+    built = clock.time("next", lambda: schedules.schedule(assignment))
+    same, _ = _check(schedules.step(BALANCERS[balancer](lengths, **balance)), lengths)
+    clock.time("again", lambda: schedules.schedule(same))
+    clock.time("own", lambda: _own_part(built, lengths, digest, rank))
+    seconds = clock.seconds | first.seconds
+    return {part: seconds[part] for part in PARTS} | {"step": sum(s for part, s in clock.seconds.items() if part != "again")}
+
+
+def _lengths(drawn: Sequence[SampleLengths], ids: range) -> list[SampleLengths]:
+    return [replace(sample, sample_id=sample_id) for sample, sample_id in zip(drawn, ids, strict=True)]
+
+
+def _check(step: Any, lengths: Sequence[SampleLengths]) -> tuple[Any, int]:
+    validate_assignment(step, lengths)
+    assignment = drop_idle_samples(step.assignment, graph=step.graph, lengths=lengths)
+    return assignment, assignment_digest(assignment)
+
+
+def _own_part(schedule: Any, lengths: Sequence[SampleLengths], digest: int, rank: int) -> None:
+    schedule.lane(schedule.step.plan.lane_of_rank[rank])
+    step = Step(schedule=schedule, lengths={sample.sample_id: sample for sample in lengths}, inputs={}, digest=digest)
+    with_emulated_inputs(step, rank=rank)
+
+
+def build_case(num_ranks: int, *, schedule: str) -> tuple[ModelGraph, Plan]:
+    """ViT-22B beside GPT-175B, each on ranks of its own."""
+    graph = ModelGraph.from_file(EXAMPLES / "models" / "vit-22b-gpt-175b.yaml")
+    num_replicas = num_ranks // RANKS_PER_REPLICA
+    sizes = {
+        "vision": UnitSizes(tensor_parallel_size=8, data_parallel_size=num_replicas),
+        "llm": UnitSizes(
+            tensor_parallel_size=8,
+            pipeline_parallel_size=8,
+            virtual_pipeline_size=_CHUNKS.get(schedule, 1),
+            data_parallel_size=num_replicas,
+        ),
+    }
+    return graph, plan_disaggregated(graph, sizes=sizes, world_size=num_replicas * 72, is_folded=schedule == "zb-v")
+
+
+def measure_kernels(balancers: Sequence[str], *, num_replicas: int, num_samples: int) -> dict[str, float]:
+    """Time balancers by themselves, of a model with images and audio, beside the kernel on as many lengths of its own."""
+    graph = ModelGraph.from_file(EXAMPLES / "models" / "cornstarch-valm-m.yaml")
+    names = [unit.name for unit in graph.encoders]
+    sizes = {name: UnitSizes(data_parallel_size=num_replicas) for name in graph.unit_names}
+    plan = plan_disaggregated(graph, sizes=sizes, world_size=num_replicas * len(sizes))
+    lengths = _lengths(draw_batch(num_replicas * num_samples, seed=0, units=names), range(num_replicas * num_samples))
+    tokens = np.array([sample.num_tokens for sample in lengths])
+    clock = Clock()
+    clock.time("kernel, once per unit", lambda: [post_balance_array(tokens, num_bins=num_replicas) for _ in graph.unit_names])
+    for name in balancers:
+        clock.time(name, lambda name=name: BALANCERS[name](lengths, graph=graph, plan=plan, options=BalanceOptions()))
+    return clock.seconds
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Seconds by case, then by part."""
+    measured = {}
+    for num_ranks in arguments.ranks:
+        for schedule in arguments.schedules:
+            graph, plan = build_case(num_ranks, schedule=schedule)
+            for balancer in arguments.balancers:
+                case = f"{num_ranks} {balancer} {schedule}"
+                measured[case] = decide(graph, plan, balancer=balancer, schedule=schedule, passes=arguments.passes)
+    if arguments.kernels:
+        measured["2560 x 60"] = measure_kernels(
+            [name for name in arguments.balancers if name != "auto"], num_replicas=2560, num_samples=60
+        )
+    return measured
+
+
+def measure_elsewhere(root: str) -> dict[str, dict[str, float]]:
+    """Run this file on another checkout."""
+    given = [each for index, each in enumerate(sys.argv[1:], 1) if "--before" not in (each, sys.argv[index - 1])]
+    command = [sys.executable, __file__, *given, "--json", "--root", root]
+    run = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    seconds: dict[str, dict[str, float]] = json.loads(run.stdout)["seconds"]
+    return seconds
+
+
+def show(measured: dict[str, dict[str, float]], before: dict[str, dict[str, float]], console: Console) -> None:
+    """Print milliseconds per case and part, and how often as long they took before."""
+    columns = (*PARTS, "step")
+    table = Table("LLM ranks, balancer, schedule", *columns, title="ms of a step's decision" + " (ms before)" * bool(before))
+    for case, seconds in measured.items():
+        if "step" in seconds:
+            cells = [f"{1e3 * seconds[part]:.0f}" for part in columns]
+            if case in before:
+                cells = [f"{cell} ({1e3 * before[case][part]:.0f})" for cell, part in zip(cells, columns, strict=True)]
+                cells[-1] += f" {before[case]['step'] / seconds['step']:.0f}x"
+            table.add_row(case, *cells)
+        else:
+            for part, took in seconds.items():
+                was = f" (before {1e3 * before[case][part]:.0f})" if case in before else ""
+                console.print(f"{case}: {part} {1e3 * took:.0f} ms{was}")
+    if table.row_count:
+        console.print(table)
+
+
+def limit_of(case: str) -> float:
+    """Return the seconds that a case's step may take; infinite where nothing is claimed."""
+    num_ranks, balancer = case.split()[:2]
+    claimed = CLAIMED_SECONDS.get(int(num_ranks), float("inf"))
+    return max(claimed, CLAIMED_AUTO_SECONDS) if balancer == "auto" else claimed
+
+
+def main() -> None:
+    """Measure, print, and say whether the claim holds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[64, 512, 3072, 12288], help="ranks of the LLM")
+    parser.add_argument("--balancers", nargs="*", default=list(BALANCERS), choices=list(BALANCERS), help="all by default")
+    parser.add_argument("--schedules", nargs="*", default=list(SCHEDULES), choices=SCHEDULES, help="all by default")
+    parser.add_argument("--passes", nargs="*", default=[], choices=list(PASSES), help="passes of the schedules")
+    parser.add_argument("--kernels", action="store_true", help="time balancers alone at 2,560 replicas as well")
+    parser.add_argument("--before", metavar="CHECKOUT", help="another checkout to compare with")
+    parser.add_argument("--root", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    measured = measure(arguments)
+    before = measure_elsewhere(arguments.before) if arguments.before else {}
+    late = [case for case, seconds in measured.items() if "step" in seconds and seconds["step"] > limit_of(case)]
+    if arguments.json:
+        print(json.dumps({"seconds": measured, "before": before, "late": late, "holds": not late}))
+        return
+    console = Console(width=150)
+    show(measured, before, console)
+    console.print("the claim holds" if not late else f"the claim does not hold: {', '.join(late)}")
+
+
+if __name__ == "__main__":
+    main()
