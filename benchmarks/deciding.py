@@ -11,16 +11,17 @@ to its own part of assignment and schedule. The parts, in the order in which `St
 - own: this rank's lane and inputs (sizes alone, as in emulation; nothing is loaded).
 
 A step takes the sum of all but `first` and `again`. The LLM (GPT-175B) runs on tp 8 x pp 8 x dp ranks / 64, its encoder (ViT-22B)
-on as many replicas of 8 ranks of their own; 64 samples per LLM replica have 1 to 4 images each. `--kernels` times balancers beside
-the post-balancing kernel alone, without schedule, at 2,560 replicas of 60 samples with images and audio.
+on as many replicas of 8 ranks of their own; 64 samples per LLM replica have 1 to 4 images each. `--kernels` times balancers
+beside the post-balancing kernel alone, without schedule, at 2,560 replicas of 60 samples with images and audio.
 
-Seconds are of the processor. `--before CHECKOUT` runs this file on another checkout of Braid (with its kernels built) as well, and
-shows the ratios. Run `python benchmarks/deciding.py [--json] [--ranks 64 512 3072 12288] [--balancers ...] [--schedules ...]`.
+Seconds are of the processor. `--before CHECKOUT` runs this file on another checkout of Braid (with its kernels built) as well,
+and shows the ratios. Run `python benchmarks/deciding.py [--json] [--ranks 64 512 3072 12288] [--balancers ...] [--schedules ...]`.
 """
 
 import argparse
 import gc
 import json
+import os
 import subprocess
 import sys
 import time
@@ -29,8 +30,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-OWN_ROOT = Path(__file__).parents[1]
-sys.path.insert(0, sys.argv[sys.argv.index("--root") + 1] if "--root" in sys.argv else str(OWN_ROOT))
+sys.path.insert(0, os.environ.get("BRAID_CHECKOUT", str(Path(__file__).parents[1])))
 
 import numpy as np
 from rich.console import Console
@@ -56,8 +56,13 @@ from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from multimodal.values.step_graph import validate_assignment
 
+try:
+    from multimodal.values.length_arrays import LengthBatch
+except ImportError:  # a checkout from before there were such batches
+    LengthBatch = tuple  # type: ignore[assignment, misc]
+
 Result = TypeVar("Result")
-EXAMPLES = OWN_ROOT / "examples"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 RANKS_PER_REPLICA, SAMPLES_PER_REPLICA = 64, 64
 CLAIMED_SECONDS = {3072: 0.25, 12288: 1.0}
 CLAIMED_AUTO_SECONDS = 0.5
@@ -127,8 +132,8 @@ def decide(graph: ModelGraph, plan: Plan, *, balancer: str, schedule: str, passe
     return {part: seconds[part] for part in PARTS} | {"step": sum(s for part, s in clock.seconds.items() if part != "again")}
 
 
-def _lengths(drawn: Sequence[SampleLengths], ids: range) -> list[SampleLengths]:
-    return [replace(sample, sample_id=sample_id) for sample, sample_id in zip(drawn, ids, strict=True)]
+def _lengths(drawn: Sequence[SampleLengths], ids: range) -> Sequence[SampleLengths]:
+    return LengthBatch(replace(sample, sample_id=sample_id) for sample, sample_id in zip(drawn, ids, strict=True))
 
 
 def _check(step: Any, lengths: Sequence[SampleLengths]) -> tuple[Any, int]:
@@ -193,8 +198,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
 def measure_elsewhere(root: str) -> dict[str, dict[str, float]]:
     """Run this file on another checkout."""
     given = [each for index, each in enumerate(sys.argv[1:], 1) if "--before" not in (each, sys.argv[index - 1])]
-    command = [sys.executable, __file__, *given, "--json", "--root", root]
-    run = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    environment = os.environ | {"BRAID_CHECKOUT": root, "PYTHONPATH": root}
+    run = subprocess.run([sys.executable, __file__, *given, "--json"], stdout=subprocess.PIPE, check=True, env=environment)
     seconds: dict[str, dict[str, float]] = json.loads(run.stdout)["seconds"]
     return seconds
 
@@ -235,7 +240,6 @@ def main() -> None:
     parser.add_argument("--passes", nargs="*", default=[], choices=list(PASSES), help="passes of the schedules")
     parser.add_argument("--kernels", action="store_true", help="time balancers alone at 2,560 replicas as well")
     parser.add_argument("--before", metavar="CHECKOUT", help="another checkout to compare with")
-    parser.add_argument("--root", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     measured = measure(arguments)
     before = measure_elsewhere(arguments.before) if arguments.before else {}

@@ -10,6 +10,7 @@
 #include <tuple>
 
 #include "block_summary.h"
+#include "cut_evenly.h"
 #include "distribute_longest_first.h"
 #include "entrain_assignment.h"
 #include "execute_lanes.h"
@@ -192,6 +193,15 @@ py::array_t<std::int32_t> post_balance(const Array<std::int64_t>& lengths, const
     return bin_of_item;
 }
 
+py::tuple cut_evenly(const Array<std::int64_t>& amounts, const Array<std::int64_t>& starts, const Array<std::int64_t>& counts) {
+    std::vector<std::int64_t> runs, num_runs;
+    {
+        py::gil_scoped_release release;
+        runs = braid::cut_evenly(amounts.data(), starts.data(), counts.data(), counts.size(), num_runs);
+    }
+    return py::make_tuple(to_array(runs), to_array(num_runs));
+}
+
 std::vector<std::int64_t> reorder_microbatches(const Array<double>& forward_seconds, const Array<double>& backward_seconds,
                                                const Array<std::int64_t>& step_codes, std::int64_t num_stages,
                                                std::int64_t num_swaps) {
@@ -242,6 +252,7 @@ PYBIND11_MODULE(_kernels, module) {
                py::arg("num_bins"), py::arg("max_items_per_bin"), py::call_guard<py::gil_scoped_release>());
     module.def("post_balance", &post_balance, py::arg("lengths"), py::arg("additive"), py::arg("padded"), py::kw_only(),
                py::arg("num_bins"), py::arg("max_items_per_bin"), py::arg("refinement_steps"));
+    module.def("cut_evenly", &cut_evenly, py::arg("amounts"), py::arg("starts"), py::arg("counts"));
     module.def("simulate_events", &simulate_events, py::arg("lane_starts"), py::arg("lane_nodes"), py::arg("lane_fillers"),
                py::arg("kinds"), py::arg("need_starts"), py::arg("needs"), py::arg("receiver_starts"), py::arg("receivers"),
                py::arg("seconds"), py::arg("latency_seconds"), py::arg("links"), py::kw_only(), py::arg("num_links"));

@@ -7,6 +7,7 @@ run (`describe_kernels`).
 _NAMES = (
     "assign_entrain",
     "count_mask_blocks",
+    "cut_evenly",
     "distribute_longest_first",
     "execute_lanes",
     "find_mask_runs",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
 
 from multimodal.balance.balance_options import BalanceOptions, Predictor
-from multimodal.balance.batch_work import BatchWork, read_batch
+from multimodal.balance.batch_work import BatchWork, read_batch, sum_floats_by
 from multimodal.balance.disttrain import reorder_llm
 from multimodal.balance.orchmllm import balance_llm
 from multimodal.balance.placement import follow_llm, place_every_unit
@@ -35,13 +35,13 @@ def balance_auto(
     work = read_batch(lengths, graph=graph, options=options)
     reordered = reorder_llm(balance_llm(work, plan=plan), work, plan=plan)
     candidates = [
-        *(balance(lengths, graph=graph, plan=plan, options=options) for balance in balancers),
+        *(balance(work.lengths, graph=graph, plan=plan, options=options) for balance in balancers),
         place_every_unit(reordered, work, plan=plan),
         follow_llm(reordered, work, plan=plan),
     ]
     if options.predictor is None:
         return min(candidates, key=lambda assignment: busiest_replicas_work(assignment, work, plan=plan))
-    return _shortest(list(_unique(candidates)), lengths, options.predictor)
+    return _shortest(list(_unique(candidates)), work.lengths, options.predictor)
 
 
 def _unique(candidates: Iterable[Assignment]) -> Iterator[Assignment]:
@@ -69,11 +69,10 @@ def busiest_replicas_work(assignment: Assignment, work: BatchWork, *, plan: Plan
     In FLOPs; or where costs of units are declared, which say nothing about one unit against another, over the unit's mean.
     """
     total = 0.0
-    for unit, replicas in assignment.units.items():
-        works = [
-            sum(work.microbatch_work(unit, microbatch) for microbatch in microbatches) / len(layout.ranks)
-            for microbatches, layout in zip(replicas, plan.units[unit].replicas, strict=True)
-        ]
+    for unit, placed in assignment.placed.items():
+        num_ranks = [len(replica.ranks) for replica in plan.units[unit].replicas]
+        of_microbatches = work.microbatch_work(unit, placed)
+        works = (sum_floats_by(placed.replica_of_microbatch, of_microbatches, placed.num_replicas) / num_ranks).tolist()
         mean = fmean(works) if work.options.unit_costs else 1.0
         total += max(works) / mean if mean else 0.0
     return total

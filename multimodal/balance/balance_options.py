@@ -7,9 +7,12 @@ from math import ceil
 from types import MappingProxyType
 from typing import Protocol
 
+import numpy as np
+
 from multimodal.balance.unit_cost import UnitCost
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import AssignmentError
+from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
 
@@ -73,8 +76,23 @@ def validate_inputs(lengths: Sequence[SampleLengths], *, graph: ModelGraph, opti
     """Check a global batch and the options; raises AssignmentError with what to change. O(items)."""
     if not lengths:
         raise AssignmentError("the global batch has no samples; give at least one (check --global-batch-size and the data)")
-    for problem in (*_option_problems(graph, options), *_sample_problems(lengths, graph)):
+    for problem in _option_problems(graph, options):
         raise AssignmentError(problem)
+    if not _is_plain(lengths, graph):
+        for problem in _sample_problems(lengths, graph):
+            raise AssignmentError(problem)
+
+
+def _is_plain(lengths: Sequence[SampleLengths], graph: ModelGraph) -> bool:
+    """Return True if nothing can be wrong with the samples; else `_sample_problems` looks at them one by one."""
+    try:
+        arrays = LengthBatch.of(lengths).arrays
+    except (TypeError, OverflowError):
+        return False
+    known = {unit.name for unit in (*graph.encoders, *graph.generators)}
+    columns = (arrays.num_text_tokens, arrays.num_target_tokens, arrays.num_item_tokens, arrays.num_output_tokens)
+    in_range = all(column.min(initial=0) >= 0 and column.max(initial=0) <= MOST_TOKENS for column in columns)
+    return in_range and known.issuperset(arrays.units) and len(np.unique(arrays.sample_ids)) == len(arrays)
 
 
 def _option_problems(graph: ModelGraph, options: BalanceOptions) -> Iterator[str]:

@@ -3,104 +3,192 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from multimodal.balance.balance_options import BalanceOptions, validate_inputs
 from multimodal.balance.unit_cost import UnitCost
-from multimodal.cost.flops import UnitFlops, unit_flops
-from multimodal.cost.unit_load import UnitLoad, item_load, sample_load
-from multimodal.values.assignment import Assignment, Atom, Microbatch
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.sample_lengths import SampleLengths, index_by_sample
+from multimodal.cost.flops import LoadFlops, UnitFlops, unit_flops
+from multimodal.cost.unit_load import UnitLoad
+from multimodal.values.assignment import Assignment, Atom, Microbatch, PlacedAtoms
+from multimodal.values.length_arrays import LengthArrays, LengthBatch
+from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.rows import Integers, group_rows, row_starts
+from multimodal.values.sample_lengths import SampleLengths
 
+Floats = NDArray[np.float64]
 _AMOUNT_PER_TOKEN = 1024
 """Work is counted in integers, so that sums are exact and every rank decides alike."""
 _MEAN_SAMPLE_AMOUNT = 1 << 16
 """The amount of a sample of mean work in all units together."""
 
 
+class UnitWork(NamedTuple):
+    """The tokens of a unit's atoms: items of an encoder, sample after sample, or samples; both in the order of the ids."""
+
+    samples: Integers
+    """[num_atoms] the sample of each atom, by its place in the order of the ids."""
+    num_tokens: Integers
+    num_squared: Integers | Floats
+    num_outputs: Integers
+    """As in `UnitLoad`."""
+
+    def flops(self, per_load: LoadFlops) -> Floats:
+        """[num_atoms] FLOPs."""
+        found: Floats = per_load.per_token * self.num_tokens + per_load.per_squared_token * self.num_squared
+        found += per_load.per_output * self.num_outputs
+        return found
+
+
 @dataclass(frozen=True)
 class BatchWork:
-    """The work of one global batch."""
+    """The work of one global batch. Samples are numbered in the order of their ids, an encoder's items sample by sample."""
 
     graph: ModelGraph
     lengths: Sequence[SampleLengths]
     options: BalanceOptions
 
     @cached_property
-    def lengths_by_sample(self) -> Mapping[int, SampleLengths]:
-        """sample id -> lengths, in the order of the ids."""
-        return index_by_sample(sorted(self.lengths, key=lambda sample: sample.sample_id))
+    def arrays(self) -> LengthArrays:
+        """All samples, in the order of their ids."""
+        return LengthBatch.of(self.lengths).by_id
 
-    @cached_property
-    def samples(self) -> list[Atom]:
-        """All samples of the batch, in the order of their ids."""
-        return [Atom(sample_id) for sample_id in self.lengths_by_sample]
+    @property
+    def num_samples(self) -> int:
+        """Samples of the batch."""
+        return len(self.arrays)
 
     @cached_property
     def _flops(self) -> Mapping[str, UnitFlops]:
         vocab_size = self.options.vocab_size
         return {name: unit_flops(self.graph, name, vocab_size=vocab_size) for name in self.graph.unit_names}
 
+    @cached_property
+    def _made(self) -> dict[str, UnitWork]:
+        return {}
+
     def cost(self, unit: str) -> UnitCost:
         """Return the unit's cost as a function of what `amounts` returns: as declared, else linear."""
         return self.options.unit_costs.get(unit, UnitCost())
 
-    def amounts(self, unit: str, groups: Sequence[Sequence[Atom]]) -> list[int]:
-        """Return the argument of `cost` for each group of atoms that stay together.
+    def of_unit(self, unit: str) -> UnitWork:
+        """Return the tokens of each of a unit's atoms. O(items)."""
+        if unit not in self._made:
+            self._made[unit] = self._read_unit(unit)
+        return self._made[unit]
+
+    def _read_unit(self, unit: str) -> UnitWork:
+        arrays, role = self.arrays, self.graph.unit(unit).role
+        if role is Role.BACKBONE:
+            tokens = arrays.num_tokens
+            return UnitWork(np.arange(len(arrays)), tokens, _squared(tokens), arrays.num_target_tokens)
+        items = arrays.items_of(unit)
+        samples, tokens = arrays.sample_of_item[items], arrays.num_item_tokens[items]
+        if role is Role.ENCODER:
+            return UnitWork(samples, tokens, _squared(tokens), arrays.num_output_tokens[items])
+        starts = row_starts(np.bincount(samples, minlength=len(arrays)))
+        tokens, squared = (row_sums(starts, each) for each in (tokens, tokens * tokens))
+        return UnitWork(np.arange(len(arrays)), tokens, squared, tokens)
+
+    def item_rows(self, unit: str) -> tuple[Integers, Integers]:
+        """Return each sample's items among an encoder's: starts, their numbers."""
+        samples = self.of_unit(unit).samples
+        return row_starts(np.bincount(samples, minlength=self.num_samples)), np.arange(len(samples))
+
+    def amounts(self, unit: str, groups: Integers | None = None) -> Integers:
+        """Return the argument of `cost` for each of a unit's atoms, or for each group of atoms that stay together.
 
         Tokens where the unit's cost is declared. Else FLOPs of forward and backward, in 1/1024 of one token's linear work:
-        these add up over packed sequences of any lengths, attention included.
+        these add up over packed sequences of any lengths, attention included. groups: [num_atoms] the group of each atom.
         """
+        work = self.of_unit(unit)
         if unit in self.options.unit_costs:
-            return [sum(self.load(unit, atom).num_tokens for atom in group) for group in groups]
+            return work.num_tokens if groups is None else sum_by(groups, work.num_tokens)
         flops = self._flops[unit]
         of_token = flops.of(UnitLoad(num_tokens=1)) or flops.of(UnitLoad(num_squared=1)) or 1.0
-        scale = _AMOUNT_PER_TOKEN / of_token
-        return [round(scale * sum(flops.of(self.load(unit, atom)) for atom in group)) for group in groups]
+        amounts = work.flops(flops.forward) + work.flops(flops.backward)
+        return _rounded(_AMOUNT_PER_TOKEN / of_token * (amounts if groups is None else sum_floats_by(groups, amounts)))
 
-    def whole_sample_amounts(self) -> list[int]:
-        """Return `whole_sample_flops` of all samples as integers, so that sums are exact."""
-        totals = [self.whole_sample_flops(sample) for sample in self.samples]
-        mean = sum(totals) / len(totals) if any(totals) else 1.0
-        return [round(_MEAN_SAMPLE_AMOUNT * total / mean) for total in totals]
+    def sample_amounts(self, unit: str) -> Integers:
+        """Return `amounts` of each sample's items in an encoder."""
+        found = self.amounts(unit, self.of_unit(unit).samples)
+        return np.concatenate((found, np.zeros(self.num_samples - len(found), np.int64)))
 
-    def whole_sample_flops(self, sample: Atom) -> float:
-        """Return the FLOPs of a sample's forward and backward in all units together."""
-        return sum(sum(self.flops(unit, atoms)) for unit, atoms in self.atoms_by_unit((sample,)).items())
+    def whole_sample_amounts(self) -> Integers:
+        """Return `whole_sample_flops` as integers, so that sums are exact."""
+        totals = self.whole_sample_flops()
+        mean = sum(totals.tolist()) / len(totals) if totals.any() else 1.0
+        return _rounded(_MEAN_SAMPLE_AMOUNT * totals / mean)
 
-    def atoms_by_unit(self, samples: Microbatch) -> dict[str, Microbatch]:
-        """Return unit -> the atoms of these samples that it processes: items for encoders, samples for the others."""
-        encoders = {
-            unit.name: list_items(samples, unit=unit.name, lengths_by_sample=self.lengths_by_sample)
-            for unit in self.graph.encoders
-        }
-        return {**encoders, self.graph.backbone.name: samples, **{unit.name: samples for unit in self.graph.generators}}
+    def whole_sample_flops(self) -> Floats:
+        """[num_samples] FLOPs of each sample's forward and backward in all units together."""
+        total = np.zeros(self.num_samples)
+        for unit in (*self.graph.encoders, self.graph.backbone, *self.graph.generators):
+            forward, backward = self.flops(unit.name)
+            samples = self.of_unit(unit.name).samples
+            total += sum_floats_by(samples, forward, len(total)) + sum_floats_by(samples, backward, len(total))
+        return total
 
-    def microbatch_work(self, unit: str, atoms: Sequence[Atom]) -> float:
-        """Return the work of one microbatch of a unit: its declared cost in tokens, else FLOPs of forward and backward."""
+    def flops(self, unit: str) -> tuple[Floats, Floats]:
+        """Return the FLOPs of each atom's forward and of its backward."""
+        work, flops = self.of_unit(unit), self._flops[unit]
+        return work.flops(flops.forward), work.flops(flops.backward)
+
+    def numbers(self, unit: str, placed: PlacedAtoms) -> Integers:
+        """Return the numbers of placed atoms among the unit's."""
+        samples = np.searchsorted(self.arrays.sample_ids, placed.sample_ids)
+        if self.graph.unit(unit).role is not Role.ENCODER:
+            return samples
+        return np.searchsorted(self.arrays.items_of(unit), self.arrays.item_starts[samples] + placed.item_indices)
+
+    def microbatch_work(self, unit: str, placed: PlacedAtoms) -> Floats:
+        """[num_microbatches] the work of each: its declared cost in tokens, else FLOPs of forward and backward."""
+        atoms = self.numbers(unit, placed)
         if unit in self.options.unit_costs:
-            return self.cost(unit).batch_cost([self.load(unit, atom).num_tokens for atom in atoms])
-        return sum(self.flops(unit, atoms))
-
-    def flops(self, unit: str, atoms: Sequence[Atom]) -> tuple[float, float]:
-        """Return the FLOPs of these atoms' forward and of their backward."""
-        loads, flops = [self.load(unit, atom) for atom in atoms], self._flops[unit]
-        return sum(map(flops.forward.of, loads)), sum(map(flops.backward.of, loads))
-
-    def load(self, unit: str, atom: Atom) -> UnitLoad:
-        """Return the tokens of one atom as the unit processes them."""
-        sample = self.lengths_by_sample[atom.sample_id]
-        if atom.item_index < 0:
-            return sample_load(self.graph.unit(unit), sample)
-        return item_load(sample.items[atom.item_index].num_tokens, sample.items[atom.item_index].num_output_tokens)
+            return self.cost(unit).row_costs(placed.atom_starts, self.of_unit(unit).num_tokens[atoms]).astype(np.float64)
+        sums = (sum_floats_by(placed.microbatch_of_atom, each[atoms], placed.num_microbatches) for each in self.flops(unit))
+        return next(sums) + next(sums)
 
 
 def read_batch(lengths: Sequence[SampleLengths], *, graph: ModelGraph, options: BalanceOptions) -> BatchWork:
     """Return the work of a global batch once it and the options are checked; raises AssignmentError as `validate_inputs` does."""
-    validate_inputs(lengths, graph=graph, options=options)
-    return BatchWork(graph, lengths, options)
+    batch = LengthBatch.of(lengths)
+    validate_inputs(batch, graph=graph, options=options)
+    return BatchWork(graph, batch, options)
+
+
+def sum_by(owners: Integers, values: Integers, num_owners: int = 0) -> Integers:
+    """Add up whole numbers by their owners."""
+    sums = np.zeros(max(num_owners, int(owners.max(initial=-1)) + 1), np.int64)
+    np.add.at(sums, owners, values)
+    return sums
+
+
+def sum_floats_by(owners: Integers, values: Floats | Integers, num_owners: int = 0) -> Floats:
+    """Add up by owners, one after the other in the order in which they stand: the same on every processor."""
+    return np.bincount(owners, values, num_owners).astype(np.float64, copy=False)
+
+
+def row_sums(starts: Integers, values: Integers) -> Integers:
+    """Add up rows of whole numbers."""
+    before = row_starts(values)
+    return before[starts[1:]] - before[starts[:-1]]
+
+
+def _squared(tokens: Integers) -> Floats:
+    """Return squares rounded once, however large."""
+    return np.square(tokens.astype(np.float64))
+
+
+def _rounded(values: Floats) -> Integers:
+    """Round to whole numbers, halves to the even one."""
+    rounded = np.rint(values)
+    if rounded.max(initial=0.0) < 2.0**62:
+        return rounded.astype(np.int64)
+    return np.array(list(map(int, rounded.tolist())), object)  # for the error of whoever has to compare them
 
 
 def list_items(samples: Iterable[Atom], *, unit: str, lengths_by_sample: Mapping[int, SampleLengths]) -> Microbatch:
@@ -131,35 +219,32 @@ class Imbalance(NamedTuple):
 
 def unit_imbalance(assignment: Assignment, work: BatchWork, *, unit: str) -> Imbalance:
     """Measure how unevenly an assignment spreads one unit's work; a unit without work is balanced. O(atoms)."""
-    cost = work.cost(unit)
-    amounts = [
-        [work.amounts(unit, [(atom,) for atom in microbatch]) for microbatch in replica] for replica in assignment.units[unit]
-    ]
-    microbatches = [[cost.batch_cost(of_atoms) for of_atoms in replica] for replica in amounts]
-    replicas, flat = [sum(replica) for replica in microbatches], [each for replica in microbatches for each in replica]
-    mean = fmean(flat) if flat else 0.0
+    cost, placed = work.cost(unit), assignment.placed[unit]
+    amounts = work.amounts(unit)[work.numbers(unit, placed)]
+    of_microbatches = cost.row_costs(placed.atom_starts, amounts)
+    replicas = sum_floats_by(placed.replica_of_microbatch, of_microbatches, placed.num_replicas).tolist()
+    microbatches = of_microbatches.tolist()
+    mean = fmean(microbatches) if microbatches else 0.0
     if not mean:
         return Imbalance(_largest_over_mean(replicas), 1.0, 0.0)
-    longest = max(map(cost.batch_cost, _kept_together(assignment, amounts, unit=unit)))
+    longest = float(cost.row_costs(*_kept_together(placed, amounts)).max())
     return Imbalance(
         _largest_over_mean(replicas),
-        _largest_over_mean(flat),
-        pstdev(flat) / mean,
+        _largest_over_mean(microbatches),
+        float(np.std(of_microbatches)) / mean,
         max(1.0, longest / fmean(replicas)),
         max(1.0, longest / mean),
     )
 
 
-def _kept_together(assignment: Assignment, amounts: Sequence[Sequence[Sequence[int]]], *, unit: str) -> list[list[int]]:
-    """Return the amounts of each sample's atoms if every sample is in one microbatch, else those of each atom."""
-    by_place: dict[tuple[int, int, int], list[int]] = {}
-    for replica, (microbatches, of_replica) in enumerate(zip(assignment.units[unit], amounts, strict=True)):
-        for index, (atoms, of_atoms) in enumerate(zip(microbatches, of_replica, strict=True)):
-            for atom, amount in zip(atoms, of_atoms, strict=True):
-                by_place.setdefault((atom.sample_id, replica, index), []).append(amount)
-    if len({sample_id for sample_id, _, _ in by_place}) == len(by_place):
-        return list(by_place.values())
-    return [[amount] for of_atoms in by_place.values() for amount in of_atoms]
+def _kept_together(placed: PlacedAtoms, amounts: Integers) -> tuple[Integers, Integers]:
+    """Return the amounts of each sample's atoms if every sample is in one microbatch, else those of each atom: starts, amounts."""
+    _, samples = np.unique(placed.sample_ids, return_inverse=True)
+    num_samples = int(samples.max()) + 1
+    places = np.unique(samples * placed.num_microbatches + placed.microbatch_of_atom)
+    if len(places) > num_samples:
+        return np.arange(len(amounts) + 1), amounts
+    return group_rows(samples, amounts, num_samples)
 
 
 def _largest_over_mean(costs: Sequence[float]) -> float:

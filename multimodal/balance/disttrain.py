@@ -1,6 +1,7 @@
 """Balances as DistTrain does: samples over replicas by their whole work, microbatches in an order that keeps pipelines full."""
 
 from collections.abc import Sequence
+from itertools import chain, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -8,11 +9,12 @@ import numpy.typing as npt
 from multimodal.balance.algorithms.longest_first_partition import partition_longest_first
 from multimodal.balance.algorithms.reorder_microbatches import reorder_microbatches
 from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.batch_work import BatchWork, read_batch
-from multimodal.balance.placement import Replicas, cut_evenly, follow_llm
-from multimodal.values.assignment import Assignment, Microbatch
+from multimodal.balance.batch_work import BatchWork, read_batch, sum_floats_by
+from multimodal.balance.placement import Groups, cut_replicas, follow_llm
+from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
+from multimodal.values.rows import integers, row_numbers, take_rows
 from multimodal.values.sample_lengths import SampleLengths
 
 
@@ -30,43 +32,46 @@ def balance_disttrain(lengths: Sequence[SampleLengths], *, graph: ModelGraph, pl
     """
     work = read_batch(lengths, graph=graph, options=options)
     num_replicas = plan.units[graph.backbone.name].data_parallel_size
-    bins = partition_longest_first([work.whole_sample_flops(sample) for sample in work.samples], num_bins=num_replicas)
-    count = options.count_microbatches(len(work.samples), num_replicas=num_replicas)
-    replicas = tuple(
-        cut_evenly([work.samples[index] for index in sorted(members)], [1] * len(members), count=count) for members in bins
-    )
-    return follow_llm(reorder_llm(replicas, work, plan=plan), work, plan=plan)
+    bins = partition_longest_first(work.whole_sample_flops().tolist(), num_bins=num_replicas)
+    sizes = integers(map(len, bins))
+    samples = integers(chain.from_iterable(map(sorted, bins)))
+    count = options.count_microbatches(len(samples), num_replicas=num_replicas)
+    groups = cut_replicas(samples, np.ones(len(samples), np.int64), sizes, counts=np.full(num_replicas, count))
+    return follow_llm(reorder_llm(groups, work, plan=plan), work, plan=plan)
 
 
-def reorder_llm(llm: Replicas, work: BatchWork, *, plan: Plan) -> Replicas:
+def reorder_llm(llm: Groups, work: BatchWork, *, plan: Plan) -> Groups:
     """Put each replica's microbatches into the order in which its pipeline waits least (DistTrain, Alg. 3)."""
-    return tuple(_reorder(microbatches, work, plan=plan) for microbatches in llm)
+    seconds = _stage_seconds(llm, work, plan=plan)
+    order = np.arange(len(llm.atom_starts) - 1)
+    for first, last in pairwise(llm.microbatch_starts.tolist()):
+        if last - first >= 3:  # the first stays first, and of the rest there must be a choice
+            forward, backward = seconds[:, :, first:last]
+            found = reorder_microbatches(forward, backward_seconds=backward, num_stages=len(forward))
+            order[first:last] = first + np.array(found)
+    atom_starts, atoms = take_rows(llm.atom_starts, llm.atoms, order)
+    return Groups(atoms, atom_starts, llm.microbatch_starts)
 
 
-def _reorder(microbatches: Sequence[Microbatch], work: BatchWork, *, plan: Plan) -> tuple[Microbatch, ...]:
-    if len(microbatches) < 3:  # the first stays first, and of the rest there must be a choice
-        return tuple(microbatches)
-    stage_seconds = [_stage_seconds(work, microbatch, plan=plan) for microbatch in microbatches]
-    forward, backward = np.stack(stage_seconds, axis=2)
-    order = reorder_microbatches(forward, backward_seconds=backward, num_stages=len(forward))
-    return tuple(microbatches[index] for index in order)
-
-
-def _stage_seconds(work: BatchWork, microbatch: Microbatch, *, plan: Plan) -> npt.NDArray[np.float64]:
-    """[2, num_stages]: forward and backward of one microbatch in each stage of one chain: encoders, LLM, generators.
+def _stage_seconds(llm: Groups, work: BatchWork, *, plan: Plan) -> npt.NDArray[np.float64]:
+    """[2, num_stages, num_microbatches]: forward and backward of each in each stage of one chain: encoders, LLM, generators.
 
     Seconds at equal speed of all ranks. Units of the same role run side by side, so the slowest counts in each stage; a unit with
     fewer replicas than the LLM takes several chains' microbatches in turn, which makes it as much slower.
     """
     num_chains = plan.units[work.graph.backbone.name].data_parallel_size
-    atoms_by_unit = work.atoms_by_unit(microbatch)
+    num_microbatches, by_sample = len(llm.atom_starts) - 1, np.arange(len(llm.atoms) + 1)
+    microbatch_of_sample = row_numbers(llm.atom_starts)
     stages_by_role = []
     for role in (Role.ENCODER, Role.BACKBONE, Role.GENERATOR):
         units = [unit.name for unit in work.graph.units if unit.role is role]
         num_stages = max((len(plan.units[unit].replicas[0].stages) for unit in units), default=0)
-        slowest = np.zeros((2, num_stages))
+        slowest = np.zeros((2, num_stages, num_microbatches))
         for unit in units:
-            flops = np.array(work.flops(unit, atoms_by_unit[unit]))
-            slowest = np.maximum(slowest, (flops * num_chains / len(plan.units[unit].ranks))[:, None])
+            rows = work.item_rows(unit) if role is Role.ENCODER else (by_sample, by_sample[:-1])
+            starts, atoms = take_rows(*rows, llm.atoms)
+            microbatches = np.repeat(microbatch_of_sample, np.diff(starts))
+            sums = [sum_floats_by(microbatches, each[atoms], num_microbatches) for each in work.flops(unit)]
+            slowest = np.maximum(slowest, (np.stack(sums) * num_chains / len(plan.units[unit].ranks))[:, None])
         stages_by_role.append(slowest)
     return np.concatenate(stages_by_role, axis=1)

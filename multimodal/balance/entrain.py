@@ -2,14 +2,17 @@
 
 from collections.abc import Sequence
 
-from multimodal.balance.algorithms.entrain_assignment import assign_entrain
+import numpy as np
+
+from multimodal.balance.algorithms.entrain_assignment import assign_entrain_arrays
 from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.batch_work import BatchWork, list_items, read_batch
+from multimodal.balance.batch_work import read_batch
 from multimodal.balance.orchmllm import balance_every_unit
-from multimodal.balance.placement import follow_llm
-from multimodal.values.assignment import Assignment, Microbatch
+from multimodal.balance.placement import Groups, follow_llm
+from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
+from multimodal.values.rows import group_rows, row_starts
 from multimodal.values.sample_lengths import SampleLengths
 
 
@@ -24,27 +27,25 @@ def balance_entrain(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan
     The result does not depend on the order of `lengths`. Raises AssignmentError as `validate_inputs` does.
     """
     work = read_batch(lengths, graph=graph, options=options)
-    num_replicas, num_samples = plan.units[graph.backbone.name].data_parallel_size, len(work.samples)
+    num_replicas, num_samples = plan.units[graph.backbone.name].data_parallel_size, work.num_samples
     if num_samples < num_replicas:
         return balance_every_unit(lengths, graph=graph, plan=plan, options=options)
-    assigned = assign_entrain(
-        work.amounts(graph.backbone.name, [(sample,) for sample in work.samples]),
-        encoder_loads=[_encoder_loads(work, unit=unit.name) for unit in graph.encoders] or [[0] * num_samples],
+    encoder_loads = [work.sample_amounts(unit.name) for unit in graph.encoders] or [np.zeros(num_samples, np.int64)]
+    replicas, encoded, run, counts = assign_entrain_arrays(
+        work.amounts(graph.backbone.name),
+        encoder_loads=np.stack(encoder_loads),
         num_replicas=num_replicas,
         num_microbatches=options.count_microbatches(num_samples, num_replicas=num_replicas),
     )
     # Equally many each, empty ones at the end, or dealing would give an encoder's replica those of another number.
-    num_rounds = max(len(replica.encoder_microbatches) for replica in assigned)
-    encoded = [_microbatches(replica.encoder_microbatches, work) for replica in assigned]
-    encoded = [microbatches + ((),) * (num_rounds - len(microbatches)) for microbatches in encoded]
-    llm = tuple(tuple(filter(None, _microbatches(replica.llm_microbatches, work))) for replica in assigned)
-    return follow_llm(llm, work, plan=plan, encoded=encoded)
-
-
-def _encoder_loads(work: BatchWork, *, unit: str) -> list[int]:
-    items = [list_items((sample,), unit=unit, lengths_by_sample=work.lengths_by_sample) for sample in work.samples]
-    return work.amounts(unit, items)
-
-
-def _microbatches(indices: Sequence[Sequence[int]], work: BatchWork) -> tuple[Microbatch, ...]:
-    return tuple(tuple(work.samples[index] for index in microbatch) for microbatch in indices)
+    num_rounds = max(counts)
+    first_of_sample = num_rounds * np.asarray(replicas, np.int64)
+    in_encoders, in_llm = (
+        group_rows(first_of_sample + np.asarray(each), np.arange(num_samples), num_replicas * num_rounds)
+        for each in (encoded, run)
+    )
+    microbatch_starts = num_rounds * np.arange(num_replicas + 1)
+    is_busy = np.diff(in_llm[0]) > 0
+    busy_before = row_starts(is_busy)
+    llm = Groups(in_llm[1], np.append(in_llm[0][:-1][is_busy], num_samples), busy_before[microbatch_starts])
+    return follow_llm(llm, work, plan=plan, encoded=Groups(in_encoders[1], in_encoders[0], microbatch_starts))

@@ -2,12 +2,17 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from multimodal.balance.algorithms.cut_evenly import cut_evenly
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork, read_batch
-from multimodal.balance.placement import cut_evenly, deal, follow_llm
-from multimodal.values.assignment import Assignment, Atom, Microbatch
+from multimodal.balance.placement import deal, follow_llm
+from multimodal.values.assignment import Assignment
+from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
+from multimodal.values.rows import Integers
 from multimodal.values.sample_lengths import SampleLengths
 
 
@@ -22,7 +27,9 @@ def balance_in_order(lengths: Sequence[SampleLengths], *, graph: ModelGraph, pla
 
     lengths: the global batch in its order. Raises AssignmentError as `validate_inputs` does. O(items).
     """
-    return _deal_in_order(lengths, read_batch(lengths, graph=graph, options=options), plan=plan)
+    work = read_batch(lengths, graph=graph, options=options)
+    ids = LengthBatch.of(work.lengths).arrays.sample_ids
+    return _deal_in_order(np.searchsorted(work.arrays.sample_ids, ids), work, plan=plan)
 
 
 def balance_sorted(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
@@ -31,17 +38,18 @@ def balance_sorted(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan:
     Ties go by sample id. Raises AssignmentError as `validate_inputs` does. O(n log n).
     """
     work = read_batch(lengths, graph=graph, options=options)
-    return _deal_in_order(sorted(lengths, key=lambda sample: (-sample.num_tokens, sample.sample_id)), work, plan=plan)
+    return _deal_in_order(np.argsort(-work.arrays.num_tokens, kind="stable"), work, plan=plan)
 
 
-def _deal_in_order(ordered: Sequence[SampleLengths], work: BatchWork, *, plan: Plan) -> Assignment:
-    num_replicas = plan.units[work.graph.backbone.name].data_parallel_size
-    microbatches = _cut([Atom(sample.sample_id) for sample in ordered], work.options, num_replicas=num_replicas)
-    return follow_llm(deal(microbatches, num_replicas=num_replicas), work, plan=plan)
-
-
-def _cut(samples: Sequence[Atom], options: BalanceOptions, *, num_replicas: int) -> list[Microbatch]:
+def _deal_in_order(samples: Integers, work: BatchWork, *, plan: Plan) -> Assignment:
+    """samples: numbers of `BatchWork`."""
+    options, num_replicas = work.options, plan.units[work.graph.backbone.name].data_parallel_size
     if options.num_microbatches is not None:
-        return list(cut_evenly(samples, [1] * len(samples), count=options.num_microbatches * num_replicas))
-    size = options.micro_batch_size
-    return [tuple(samples[first : first + size]) for first in range(0, len(samples), size)]
+        starts, _ = cut_evenly(
+            np.ones(len(samples), np.int64),
+            np.array([0, len(samples)]),
+            np.array([options.num_microbatches * num_replicas]),
+        )
+    else:
+        starts = np.append(np.arange(0, len(samples), options.micro_batch_size), len(samples))
+    return follow_llm(deal(starts, samples, num_replicas=num_replicas), work, plan=plan)

@@ -109,15 +109,13 @@ def moved_volume(before: Assignment, after: Assignment, work: BatchWork, *, unit
 
     before: the assignment of atoms to the replicas that load them; after: the assignment that makes the new batches.
     """
-    loaded = before.place_of_atom[unit]
-    sources, batches, volumes = [], [], []
-    for atom, (replica, _) in after.place_of_atom[unit].items():
-        sources.append(loaded[atom][0])
-        batches.append(replica)
-        volumes.append(bytes_per_token * work.load(unit, atom).num_tokens)
-    num_replicas = len(after.units[unit])
-    entries = np.array(volumes, dtype=np.int64), (np.array(sources, dtype=np.int64), np.array(batches, dtype=np.int64))
-    return csr_matrix(entries, shape=(num_replicas, num_replicas))
+    loaded, made = before.placed[unit], after.placed[unit]
+    of_atoms = work.of_unit(unit).num_tokens
+    sources = np.zeros(len(of_atoms), np.int64)
+    sources[work.numbers(unit, loaded)] = loaded.replica_of_microbatch[loaded.microbatch_of_atom]
+    atoms = work.numbers(unit, made)
+    entries = bytes_per_token * of_atoms[atoms], (sources[atoms], made.replica_of_microbatch[made.microbatch_of_atom])
+    return csr_matrix(entries, shape=(made.num_replicas, made.num_replicas))
 
 
 def measure_traffic(volume: csr_matrix, *, ranks_per_node: int) -> NodeTraffic:

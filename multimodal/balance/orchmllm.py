@@ -1,15 +1,19 @@
 """Balances the drawn batch: the LLM's samples alone, whole samples, or every unit on its own (OrchMLLM)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 
-from multimodal.balance.algorithms.post_balance import post_balance
+import numpy as np
+
+from multimodal.balance.algorithms.post_balance import post_balance_array
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork, read_batch
-from multimodal.balance.placement import Replicas, follow_llm, place_every_unit
+from multimodal.balance.placement import Groups, follow_llm, place_every_unit
 from multimodal.balance.unit_cost import LINEAR_COST, UnitCost
-from multimodal.values.assignment import Assignment, Atom, Microbatch
+from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
+from multimodal.values.rows import Integers, group_rows, row_numbers, row_starts
 from multimodal.values.sample_lengths import SampleLengths
 
 
@@ -49,29 +53,28 @@ def balance_every_unit(lengths: Sequence[SampleLengths], *, graph: ModelGraph, p
     return place_every_unit(balance_llm(work, plan=plan), work, plan=plan)
 
 
-def balance_llm(work: BatchWork, *, plan: Plan) -> Replicas:
+def balance_llm(work: BatchWork, *, plan: Plan) -> Groups:
     """Balance the LLM's work over its replicas, then over their microbatches."""
     backbone = work.graph.backbone.name
-    amounts = work.amounts(backbone, [(sample,) for sample in work.samples])
-    return _balance_samples(work, amounts, work.cost(backbone), plan=plan)
+    return _balance_samples(work, work.amounts(backbone), work.cost(backbone), plan=plan)
 
 
-def _balance_samples(work: BatchWork, amounts: Sequence[int], cost: UnitCost, *, plan: Plan) -> Replicas:
+def _balance_samples(work: BatchWork, amounts: Integers, cost: UnitCost, *, plan: Plan) -> Groups:
     """Balance samples over the LLM's replicas, then over equally many microbatches in each (fewer where samples are few)."""
     num_replicas = plan.units[work.graph.backbone.name].data_parallel_size
-    count = work.options.count_microbatches(len(amounts), num_replicas=num_replicas)
-    amount_of = dict(zip(work.samples, amounts, strict=True))
-    return tuple(
-        tuple(filter(None, _partition(samples, amount_of, cost, num_bins=min(count, len(samples)))))
-        for samples in _partition(work.samples, amount_of, cost, num_bins=num_replicas)
+    wanted = work.options.count_microbatches(len(amounts), num_replicas=num_replicas)
+    replicas = post_balance_array(amounts, num_bins=num_replicas, cost=cost).astype(np.int64)
+    starts, samples = group_rows(replicas, np.arange(len(amounts)), num_replicas)
+    count = min(wanted, int(np.diff(starts).max()))
+    bins = np.zeros(len(samples), np.int64)
+    for first, last in pairwise(starts.tolist()):
+        if first < last:
+            bins[first:last] = post_balance_array(amounts[samples[first:last]], num_bins=min(count, last - first), cost=cost)
+    microbatches = row_numbers(starts) * count + bins
+    atom_starts, atoms = group_rows(microbatches, samples, num_replicas * count)
+    busy = np.flatnonzero(np.diff(atom_starts))
+    return Groups(
+        atoms,
+        np.append(atom_starts[busy], len(atoms)),
+        row_starts(np.bincount(busy // count, minlength=num_replicas)),
     )
-
-
-def _partition(
-    samples: Sequence[Atom], amount_of: Mapping[Atom, int], cost: UnitCost, *, num_bins: int
-) -> tuple[Microbatch, ...]:
-    """Partition samples; inside a bin they keep their order."""
-    if not samples:
-        return ((),) * num_bins
-    bins = post_balance([amount_of[sample] for sample in samples], num_bins=num_bins, cost=cost)
-    return tuple(tuple(samples[index] for index in sorted(members)) for members in bins)

@@ -3,39 +3,37 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from multimodal.values.model_graph import ModelGraph
+from multimodal.values.placed_atoms import Atom, Microbatch, MicrobatchPlace, PlacedAtoms, PlacedUnits, Replicas
+from multimodal.values.routes import Route, Routes, build_routes
 
-
-class Atom(NamedTuple):
-    """The smallest thing that is assigned: an item of a sample (encoders) or a whole sample (LLM, generators)."""
-
-    sample_id: int
-    item_index: int = -1
-    """Index among all items of the sample; -1 for the whole sample."""
-
-
-class MicrobatchPlace(NamedTuple):
-    """One microbatch of one replica of one unit."""
-
-    unit: str
-    replica: int
-    microbatch: int
-
-
-Microbatch = tuple[Atom, ...]
+__all__ = ["Assignment", "Atom", "Microbatch", "MicrobatchPlace", "PlacedAtoms", "Route", "Routes", "build_routes"]
 
 
 @dataclass(frozen=True)
 class Assignment:
     """The placement of one global batch; units may group the same data differently."""
 
-    units: Mapping[str, tuple[tuple[Microbatch, ...], ...]] = field(default_factory=dict)
+    units: Mapping[str, Replicas] = field(default_factory=dict)
+    """unit -> replica -> ordered microbatches -> atoms; objects, or a `PlacedUnits` that makes them when asked for."""
+
+    @classmethod
+    def of_arrays(cls, placed: Mapping[str, PlacedAtoms]) -> "Assignment":
+        """Build from the arrays of each unit."""
+        return cls(PlacedUnits(placed))
+
+    @cached_property
+    def placed(self) -> Mapping[str, PlacedAtoms]:
+        """The same as arrays, by unit."""
+        if isinstance(self.units, PlacedUnits):
+            return self.units.placed
+        return {unit: PlacedAtoms.of_replicas(replicas) for unit, replicas in self.units.items()}
 
     def num_microbatches(self, unit: str, replica: int) -> int:
         """Microbatches that this replica processes."""
-        return len(self.units[unit][replica])
+        return int(self.placed[unit].counts[replica])
 
     def num_own_microbatches(self, unit: str, replica: int) -> int:
         """Number of microbatches whose results are used, the first ones; all, unless copies of an encoder repeat others' work."""
@@ -43,6 +41,8 @@ class Assignment:
 
     def atoms(self, place: MicrobatchPlace) -> Microbatch:
         """The atoms of one microbatch, in packing order."""
+        if isinstance(self.units, PlacedUnits):
+            return self.placed[place.unit].atoms(place.replica, place.microbatch)
         return self.units[place.unit][place.replica][place.microbatch]
 
     @cached_property
@@ -65,7 +65,7 @@ class Assignment:
     def routes(self, graph: ModelGraph) -> "Routes":
         """All routes along the graph's edges, built once per assignment."""
         if graph.edges not in self._routes_by_edges:
-            self._routes_by_edges[graph.edges] = build_routes(graph, self)
+            self._routes_by_edges[graph.edges] = build_routes(graph, self.placed)
         return self._routes_by_edges[graph.edges]
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,43 +84,3 @@ class Assignment:
                 for unit, replicas in value.items()
             }
         )
-
-
-class Route(NamedTuple):
-    """The atoms that one upstream microbatch hands to one downstream microbatch."""
-
-    source: MicrobatchPlace
-    target: MicrobatchPlace
-    atoms: Microbatch
-    """Source atoms, in the order of the target's samples (and of the items inside each)."""
-
-
-@dataclass(frozen=True)
-class Routes:
-    """All routes of an assignment, by either end."""
-
-    from_source: Mapping[MicrobatchPlace, tuple[Route, ...]]
-    to_target: Mapping[MicrobatchPlace, tuple[Route, ...]]
-
-
-def build_routes(graph: ModelGraph, assignment: Assignment) -> Routes:
-    """Match every encoder item, and every sample of the LLM, with the downstream microbatch that holds its sample; O(items)."""
-    atoms_between: dict[tuple[MicrobatchPlace, MicrobatchPlace], list[Atom]] = {}
-    for source, target in graph.edges:
-        items: dict[int, list[Atom]] = {}
-        for atom in sorted(assignment.place_of_atom[source]):
-            items.setdefault(atom.sample_id, []).append(atom)
-        for replica_index, replica in enumerate(assignment.units[target]):
-            for microbatch_index, microbatch in enumerate(replica):
-                target_place = MicrobatchPlace(target, replica_index, microbatch_index)
-                for sample in microbatch:
-                    for atom in items.get(sample.sample_id, ()):
-                        source_place = MicrobatchPlace(source, *assignment.place_of_atom[source][atom])
-                        atoms_between.setdefault((source_place, target_place), []).append(atom)
-    from_source: dict[MicrobatchPlace, list[Route]] = {}
-    to_target: dict[MicrobatchPlace, list[Route]] = {}
-    for (source_place, target_place), atoms in sorted(atoms_between.items()):
-        route = Route(source_place, target_place, tuple(atoms))
-        from_source.setdefault(source_place, []).append(route)
-        to_target.setdefault(target_place, []).append(route)
-    return Routes({k: tuple(v) for k, v in from_source.items()}, {k: tuple(v) for k, v in to_target.items()})

@@ -1,16 +1,21 @@
 """One training step as one value: model graph, plan, assignment, and how the step's work is cut into pieces."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
+import numpy as np
+
 from multimodal.values.action import ActionKind, Coverage, LayerRange, Place, SampleSubset
-from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace, Routes
+from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace, PlacedAtoms, Routes
 from multimodal.values.backward_need import BackwardNeed, stage_backward_need
 from multimodal.values.errors import AssignmentError
+from multimodal.values.length_arrays import LengthArrays, LengthBatch
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
+from multimodal.values.rows import Integers
 from multimodal.values.sample_lengths import SampleLengths
 
 Made = TypeVar("Made")
@@ -101,10 +106,9 @@ class StepGraph:
 
     @cached_property
     def shape(self) -> tuple[object, ...]:
-        """Counts of microbatches, and the routes between them: steps that agree in both have the same schedules. O(items)."""
-        counts = tuple((unit, tuple(map(len, replicas))) for unit, replicas in self.assignment.units.items())
-        routes = self.routes.from_source.values()
-        return counts, tuple(sorted((route.source, route.target) for of_source in routes for route in of_source))
+        """Counts of microbatches, and the routes between them: steps that agree in both have the same schedules. O(atoms log)."""
+        counts = tuple((unit, placed.counts.tobytes()) for unit, placed in self.assignment.placed.items())
+        return counts, self.routes.sources.tobytes(), self.routes.targets.tobytes()
 
     @property
     def routes(self) -> Routes:
@@ -134,8 +138,8 @@ class StepGraph:
         return tuple(
             MicrobatchPlace(unit, replica, index)
             for unit in self.graph.unit_names
-            for replica, microbatches in enumerate(self.assignment.units[unit])
-            for index in range(len(microbatches))
+            for replica, count in enumerate(self.assignment.placed[unit].counts.tolist())
+            for index in range(count)
         )
 
     @property
@@ -173,34 +177,45 @@ def validate_assignment(step: StepGraph, lengths: Sequence[SampleLengths]) -> No
 
     A generator need not be given the samples that have nothing for it to make.
     """
+    arrays = LengthBatch.of(lengths).arrays
     for name in step.graph.unit_names:
-        unit = step.graph.unit(name)
-        if name not in step.assignment.units:
+        if name not in step.assignment.placed:
             raise AssignmentError(f"the assignment says nothing of unit '{name}'")
-        replicas, num_replicas = step.assignment.units[name], step.plan.units[name].data_parallel_size
-        if len(replicas) != num_replicas:
-            raise AssignmentError(f"unit '{name}': the assignment has {len(replicas)} replicas, the plan {num_replicas}")
-        placed = [atom for replica in replicas for microbatch in replica for atom in microbatch]
-        if any(not microbatch for replica in replicas for microbatch in replica):
+        placed, num_replicas = step.assignment.placed[name], step.plan.units[name].data_parallel_size
+        if placed.num_replicas != num_replicas:
+            raise AssignmentError(f"unit '{name}': the assignment has {placed.num_replicas} replicas, the plan {num_replicas}")
+        if not np.diff(placed.atom_starts).all():
             raise AssignmentError(f"unit '{name}': a microbatch is empty; leave it out")
-        expected = {
-            Atom(sample.sample_id, index)
-            for sample in lengths
-            for index in ([i for i, item in enumerate(sample.items) if item.unit == name] if unit.role is Role.ENCODER else [-1])
-        }
-        if repeated := sorted({atom for atom in placed if placed.count(atom) > 1} if len(set(placed)) != len(placed) else ()):
-            raise AssignmentError(
-                f"unit '{name}': {_describe(repeated[0])} is placed {placed.count(repeated[0])} times; place it once"
-            )
-        idle = {
-            Atom(sample.sample_id)
-            for sample in lengths
-            if unit.role is Role.GENERATOR and all(item.unit != name for item in sample.items)
-        }
-        if missing := sorted(expected - idle - set(placed)):
-            raise AssignmentError(f"unit '{name}': {_describe(missing[0])} is placed nowhere ({len(missing)} such)")
-        if unknown := sorted(set(placed) - expected):
-            raise AssignmentError(f"unit '{name}': {_describe(unknown[0])} is not in the global batch or not for this unit")
+        if problem := _misplaced(placed, arrays, role=step.graph.unit(name).role, unit=name):
+            raise AssignmentError(f"unit '{name}': {problem}")
+
+
+def _misplaced(placed: PlacedAtoms, arrays: LengthArrays, *, role: Role, unit: str) -> str:
+    """Return what is wrong with the places of a unit's atoms, or nothing. O(atoms log)."""
+    items = arrays.items_of(unit)
+    of_items, indices = arrays.sample_ids[arrays.sample_of_item[items]], arrays.index_of_item[items]
+    whole = np.full(len(arrays), -1)
+    expected = _in_order(of_items, indices) if role is Role.ENCODER else _in_order(arrays.sample_ids, whole)
+    found = _in_order(placed.sample_ids, placed.item_indices)
+    if np.array_equal(found, expected):
+        return ""
+    atoms = {Atom(*row) for row in found.tolist()}
+    if len(atoms) < len(found):
+        repeated, count = next(each for each in sorted(Counter(map(tuple, found.tolist())).items()) if each[1] > 1)
+        return f"{_describe(Atom(*repeated))} is placed {count} times; place it once"
+    wanted = {Atom(*row) for row in expected.tolist()}
+    needed = wanted if role is not Role.GENERATOR else {Atom(sample) for sample in of_items.tolist()}
+    if missing := sorted(needed - atoms):
+        return f"{_describe(missing[0])} is placed nowhere ({len(missing)} such)"
+    if unknown := sorted(atoms - wanted):
+        return f"{_describe(unknown[0])} is not in the global batch or not for this unit"
+    return ""
+
+
+def _in_order(sample_ids: Integers, item_indices: Integers) -> Integers:
+    """Return atoms as rows, [num_atoms, 2], in their order."""
+    order = np.lexsort((item_indices, sample_ids))
+    return np.column_stack((sample_ids[order], item_indices[order]))
 
 
 def _describe(atom: Atom) -> str:

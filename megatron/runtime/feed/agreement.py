@@ -5,6 +5,7 @@ A digest of the assignment is compared in one small reduction; only when it diff
 
 import hashlib
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,12 +21,12 @@ from multimodal.values.errors import AssignmentError
 def assignment_digest(assignment: Assignment) -> int:
     """Return a number below 2^62 that two different assignments share with negligible probability. O(atoms)."""
     digest = hashlib.blake2b(digest_size=8)
-    for unit in sorted(assignment.units):
+    for unit, placed in sorted(assignment.placed.items()):
         digest.update(unit.encode())
-        for replica in assignment.units[unit]:
-            sizes = [len(replica), *(len(microbatch) for microbatch in replica)]
-            numbers = [number for microbatch in replica for atom in microbatch for number in atom]
-            digest.update(np.asarray([*sizes, *numbers], dtype=np.int64).tobytes())
+        sizes, atoms = np.diff(placed.atom_starts), np.column_stack((placed.sample_ids, placed.item_indices))
+        for first, last in pairwise(placed.microbatch_starts.tolist()):
+            digest.update(np.append(last - first, sizes[first:last]).tobytes())
+            digest.update(atoms[placed.atom_starts[first] : placed.atom_starts[last]].tobytes())
     return int.from_bytes(digest.digest()) >> 2
 
 

@@ -34,6 +34,7 @@ from multimodal.data.sample_source import SampleSource
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import BraidError
+from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.step_graph import validate_assignment
 
@@ -66,7 +67,8 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         drawn = self._batches.batch(step)
         source, source_index = self._source, {sample.sample_id: sample.source_index for sample in drawn}
         share = self._exchange.decode(source, source_index=source_index) if self._exchange else None
-        lengths = share.lengths if share else [replace(source.lengths(at), sample_id=key) for key, at in source_index.items()]
+        known = share.lengths if share else (replace(source.lengths(at), sample_id=key) for key, at in source_index.items())
+        lengths = LengthBatch(known)
         graph, plan = self._schedules.graph, self._schedules.plan
         start = time.perf_counter()
         assignment = self._balancer(lengths, graph=graph, plan=plan, options=self._options)

@@ -57,6 +57,31 @@ def assign_entrain(
     same result. Raises AssignmentError when there is no sample, a load is negative, not a number or too large, or there are
     fewer samples than replicas.
     """
+    replicas, encoder_microbatches, llm_microbatches, counts = assign_entrain_arrays(
+        llm_loads,
+        encoder_loads=encoder_loads,
+        num_replicas=num_replicas,
+        num_microbatches=num_microbatches,
+        min_num_microbatches=min_num_microbatches,
+        max_subset_sums=max_subset_sums,
+    )
+    encoded, run = _group(replicas, encoder_microbatches, counts), _group(replicas, llm_microbatches, counts)
+    return tuple(ReplicaMicrobatches(*microbatches) for microbatches in zip(encoded, run, strict=True))
+
+
+def assign_entrain_arrays(
+    llm_loads: npt.ArrayLike,
+    *,
+    encoder_loads: npt.ArrayLike,
+    num_replicas: int,
+    num_microbatches: int,
+    min_num_microbatches: int | None = None,
+    max_subset_sums: int = 256,
+) -> tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]:
+    """Return every sample's replica, encoder microbatch and LLM microbatch, and every replica's number of microbatches.
+
+    The form for large batches. Arguments and errors are those of `assign_entrain`.
+    """
     llm, encoders = _read_loads(llm_loads, encoder_loads)
     min_num_microbatches = num_microbatches if min_num_microbatches is None else min_num_microbatches
     validate_count(num_replicas, name="num_replicas")
@@ -68,7 +93,7 @@ def assign_entrain(
             f"{len(llm)} samples cannot fill {num_replicas} replicas; use a larger global batch or fewer replicas"
         )
     assign = assign_entrain_reference if kernels is None else kernels.assign_entrain
-    replicas, encoder_microbatches, llm_microbatches, counts = assign(
+    return assign(
         llm,
         encoders,
         num_replicas=num_replicas,
@@ -76,8 +101,6 @@ def assign_entrain(
         min_num_microbatches=min_num_microbatches,
         max_subset_sums=max_subset_sums,
     )
-    encoded, run = _group(replicas, encoder_microbatches, counts), _group(replicas, llm_microbatches, counts)
-    return tuple(ReplicaMicrobatches(*microbatches) for microbatches in zip(encoded, run, strict=True))
 
 
 def assign_entrain_reference(

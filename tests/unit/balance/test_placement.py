@@ -1,7 +1,7 @@
 import pytest
 
 from multimodal.balance.placement import drop_idle_samples, place_generators
-from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace
+from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace, PlacedAtoms
 from multimodal.values.errors import AssignmentError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
@@ -35,14 +35,19 @@ def build_plan(**data_parallel_sizes: int) -> Plan:
 PLAN = build_plan(llm=2, painter=1, engraver=3)
 
 
+def generators():
+    placed = place_generators(PlacedAtoms.of_replicas(LLM), graph=GRAPH, plan=PLAN)
+    return {unit: atoms.replicas for unit, atoms in placed.items()}
+
+
 def test_generators_follow_the_llm_in_its_order() -> None:
-    placed = place_generators(LLM, graph=GRAPH, plan=PLAN)
+    placed = generators()
     assert placed["painter"] == ((LLM[0][0], LLM[1][0], LLM[0][1]),)
     assert placed["engraver"] == ((LLM[0][0],), (LLM[1][0],), (LLM[0][1],))
 
 
 def test_samples_without_work_are_dropped_and_so_are_empty_microbatches() -> None:
-    assignment = Assignment({"llm": LLM, **place_generators(LLM, graph=GRAPH, plan=PLAN)})
+    assignment = Assignment({"llm": LLM, **generators()})
     kept = drop_idle_samples(assignment, graph=GRAPH, lengths=LENGTHS)
     assert kept.units["llm"] == LLM
     assert kept.units["painter"] == (((Atom(0),), (Atom(2), Atom(3))),)

@@ -16,10 +16,12 @@ PLAN = Candidate({unit.name: even_layout(unit, 1, 4, 1) for unit in TWO.units}, 
 
 def replica_flops(assignment: Assignment) -> list[float]:
     work = BatchWork(TWO, LENGTHS, OPTIONS)
-    return [
-        sum(sum(sum(work.flops(unit, atoms)) for atoms in assignment.units[unit][replica]) for unit in TWO.unit_names)
-        for replica in range(4)
-    ]
+    flops = [0.0] * 4
+    for unit, placed in assignment.placed.items():
+        replicas = placed.replica_of_microbatch.tolist()
+        for replica, of_microbatch in zip(replicas, work.microbatch_work(unit, placed).tolist(), strict=True):
+            flops[replica] += of_microbatch
+    return flops
 
 
 def assigned(name: str) -> Assignment:

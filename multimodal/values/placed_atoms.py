@@ -1,0 +1,150 @@
+"""The atoms of one unit in their places, as arrays: thousands of replicas are placed without an object for each sample."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from multimodal.values.rows import Integers, integers, row_numbers, row_starts
+
+
+class Atom(NamedTuple):
+    """The smallest thing that is assigned: an item of a sample (encoders) or a whole sample (LLM, generators)."""
+
+    sample_id: int
+    item_index: int = -1
+    """Index among all items of the sample; -1 for the whole sample."""
+
+
+class MicrobatchPlace(NamedTuple):
+    """One microbatch of one replica of one unit."""
+
+    unit: str
+    replica: int
+    microbatch: int
+
+
+Microbatch = tuple[Atom, ...]
+Replicas = tuple[tuple[Microbatch, ...], ...]
+"""The microbatches of each replica of a unit, in their order."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedAtoms:
+    """The atoms of one unit, replica after replica, microbatch after microbatch, in packing order."""
+
+    sample_ids: Integers
+    """[num_atoms]"""
+    item_indices: Integers
+    """[num_atoms] as in `Atom`."""
+    atom_starts: Integers
+    """[num_microbatches + 1] into the atoms."""
+    microbatch_starts: Integers
+    """[num_replicas + 1] into the microbatches of all replicas."""
+
+    @classmethod
+    def of_replicas(cls, replicas: Sequence[Sequence[Sequence[Atom]]]) -> "PlacedAtoms":
+        """Build from objects. O(atoms)."""
+        microbatches = list(chain.from_iterable(replicas))
+        atoms = list(chain.from_iterable(microbatches))
+        columns = np.array(atoms, np.int64).reshape(-1, 2)
+        return cls(
+            np.ascontiguousarray(columns[:, 0]),
+            np.ascontiguousarray(columns[:, 1]),
+            row_starts(list(map(len, microbatches))),
+            row_starts(list(map(len, replicas))),
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PlacedAtoms, (self.sample_ids, self.item_indices, self.atom_starts, self.microbatch_starts)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PlacedAtoms):
+            return NotImplemented
+        return all(map(np.array_equal, self.__reduce__()[1], other.__reduce__()[1]))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas."""
+        return len(self.microbatch_starts) - 1
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of microbatches of all replicas."""
+        return len(self.atom_starts) - 1
+
+    @cached_property
+    def counts(self) -> Integers:
+        """[num_replicas] microbatches of each replica."""
+        return np.diff(self.microbatch_starts)
+
+    @cached_property
+    def replica_of_microbatch(self) -> Integers:
+        """[num_microbatches]."""
+        return row_numbers(self.microbatch_starts)
+
+    @cached_property
+    def index_in_replica(self) -> Integers:
+        """[num_microbatches] the number of each microbatch in its replica."""
+        return np.arange(self.num_microbatches) - self.microbatch_starts[self.replica_of_microbatch]
+
+    @cached_property
+    def microbatch_of_atom(self) -> Integers:
+        """[num_atoms]."""
+        return row_numbers(self.atom_starts)
+
+    @cached_property
+    def replicas(self) -> Replicas:
+        """The same as objects. O(atoms)."""
+        atoms = list(map(Atom._make, zip(self.sample_ids.tolist(), self.item_indices.tolist(), strict=True)))
+        microbatches = [tuple(atoms[first:last]) for first, last in pairwise(self.atom_starts.tolist())]
+        return tuple(tuple(microbatches[first:last]) for first, last in pairwise(self.microbatch_starts.tolist()))
+
+    def atoms(self, replica: int, microbatch: int) -> Microbatch:
+        """Return one microbatch. O(its atoms)."""
+        number = int(self.microbatch_starts[replica]) + microbatch
+        if not 0 <= microbatch < self.counts[replica]:
+            raise IndexError(f"replica {replica} has {self.counts[replica]} microbatches; there is no microbatch {microbatch}")
+        atoms = slice(int(self.atom_starts[number]), int(self.atom_starts[number + 1]))
+        columns = self.sample_ids[atoms].tolist(), self.item_indices[atoms].tolist()
+        return tuple(map(Atom._make, zip(*columns, strict=True)))
+
+    def with_samples(self, sample_ids: Integers) -> "PlacedAtoms":
+        """Return the places of these samples alone; microbatches that end up empty are left out."""
+        is_kept = np.isin(self.sample_ids, sample_ids)
+        sizes = np.bincount(self.microbatch_of_atom[is_kept], minlength=self.num_microbatches)
+        counts = np.bincount(self.replica_of_microbatch[sizes > 0], minlength=self.num_replicas)
+        return PlacedAtoms(self.sample_ids[is_kept], self.item_indices[is_kept], row_starts(sizes[sizes > 0]), row_starts(counts))
+
+
+class PlacedUnits(Mapping[str, Replicas]):
+    """unit -> replica -> ordered microbatches -> atoms, as arrays: objects are made of a unit when it is asked for."""
+
+    def __init__(self, placed: Mapping[str, PlacedAtoms]) -> None:
+        self.placed = placed
+
+    def __getitem__(self, unit: str) -> Replicas:
+        return self.placed[unit].replicas
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.placed)
+
+    def __len__(self) -> int:
+        return len(self.placed)
+
+    def __eq__(self, other: object) -> bool:
+        return self.placed == other.placed if isinstance(other, PlacedUnits) else super().__eq__(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+NO_ATOMS = PlacedAtoms(integers(()), integers(()), integers((0,)), integers((0,)))
+"""A unit without replicas."""

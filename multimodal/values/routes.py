@@ -1,0 +1,168 @@
+"""Routes: the atoms that microbatches of one unit hand to those of the next; made of arrays, as objects only where asked for."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.placed_atoms import NO_ATOMS, Atom, Microbatch, MicrobatchPlace, PlacedAtoms
+from multimodal.values.rows import Integers, integers, row_starts, take_rows
+
+
+class Route(NamedTuple):
+    """The atoms that one upstream microbatch hands to one downstream microbatch."""
+
+    source: MicrobatchPlace
+    target: MicrobatchPlace
+    atoms: Microbatch
+    """Source atoms, in the order of the target's samples (and of the items inside each)."""
+
+
+class NumberedMicrobatches:
+    """The microbatches of all units, numbered by the names of their units, then by replica and index."""
+
+    def __init__(self, placed: Mapping[str, PlacedAtoms]) -> None:
+        self.units = sorted(placed)
+        self._placed = placed
+        self.first = dict(zip(self.units, row_starts([placed[unit].num_microbatches for unit in self.units]), strict=False))
+
+    def number(self, place: MicrobatchPlace) -> int:
+        """Return the number of a microbatch; raises KeyError where there is none such."""
+        unit, replica, microbatch = place
+        placed = self._placed[unit]
+        if not (0 <= replica < placed.num_replicas and 0 <= microbatch < placed.counts[replica]):
+            raise KeyError(place)
+        return int(self.first[unit] + placed.microbatch_starts[replica] + microbatch)
+
+    def places(self, numbers: Integers) -> list[MicrobatchPlace]:
+        """Return the microbatches that numbers stand for."""
+        found: list[MicrobatchPlace] = []
+        bounds = [*map(int, self.first.values()), np.iinfo(np.int64).max]
+        units = np.searchsorted(bounds, numbers, side="right") - 1
+        for unit, number in zip(units.tolist(), numbers.tolist(), strict=True):
+            placed, own = self._placed[self.units[unit]], number - bounds[unit]
+            found.append(
+                MicrobatchPlace(self.units[unit], int(placed.replica_of_microbatch[own]), int(placed.index_in_replica[own]))
+            )
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """All routes of an assignment, ordered by source, then target."""
+
+    microbatches: NumberedMicrobatches
+    sources: Integers
+    """[num_routes] numbers of microbatches, ascending."""
+    targets: Integers
+    atom_starts: Integers
+    """[num_routes + 1] into the atoms."""
+    sample_ids: Integers
+    item_indices: Integers
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Routes, (
+            self.microbatches,
+            self.sources,
+            self.targets,
+            self.atom_starts,
+            self.sample_ids,
+            self.item_indices,
+        )
+
+    @cached_property
+    def from_source(self) -> "Mapping[MicrobatchPlace, tuple[Route, ...]]":
+        """Routes by the microbatch that they come from, in the order of their targets."""
+        return _RoutesByEnd(self, self.sources)
+
+    @cached_property
+    def to_target(self) -> "Mapping[MicrobatchPlace, tuple[Route, ...]]":
+        """Routes by the microbatch that they lead to, in the order of their sources."""
+        return _RoutesByEnd(self, self.targets)
+
+    def of_edge(self, source: str, target: str) -> tuple[Integers, Integers]:
+        """Return the ends of all routes between two units, as numbers among the microbatches of each, in order."""
+        numbered = self.microbatches
+        if source not in numbered.first or target not in numbered.first:
+            return integers(()), integers(())
+        sources, targets = self.sources - numbered.first[source], self.targets - numbered.first[target]
+        counts = (numbered._placed[unit].num_microbatches for unit in (source, target))
+        is_within = [(ends >= 0) & (ends < count) for ends, count in zip((sources, targets), counts, strict=True)]
+        chosen = is_within[0] & is_within[1]
+        return sources[chosen], targets[chosen]
+
+    def make(self, numbers: Integers) -> tuple[Route, ...]:
+        """Return routes as objects. O(their atoms)."""
+        starts, atoms = take_rows(self.atom_starts, np.arange(len(self.sample_ids)), numbers)
+        columns = self.sample_ids[atoms].tolist(), self.item_indices[atoms].tolist()
+        made = list(map(Atom._make, zip(*columns, strict=True)))
+        rows = [tuple(made[first:last]) for first, last in pairwise(starts.tolist())]
+        ends = (self.microbatches.places(column[numbers]) for column in (self.sources, self.targets))
+        return tuple(map(Route, *ends, rows))
+
+
+class _RoutesByEnd(Mapping[MicrobatchPlace, tuple[Route, ...]]):
+    """Routes by one of their ends, made when asked for."""
+
+    def __init__(self, routes: Routes, ends: Integers) -> None:
+        self._routes = routes
+        self._order = np.argsort(ends, kind="stable")
+        self._ends = ends[self._order]
+        self._made: dict[MicrobatchPlace, tuple[Route, ...]] = {}
+
+    def __getitem__(self, place: MicrobatchPlace) -> tuple[Route, ...]:
+        if place not in self._made:
+            number = self._routes.microbatches.number(place)
+            first, last = np.searchsorted(self._ends, (number, number + 1))
+            if first == last:
+                raise KeyError(place)
+            self._made[place] = self._routes.make(self._order[first:last])
+        return self._made[place]
+
+    def __iter__(self) -> Iterator[MicrobatchPlace]:
+        return iter(self._routes.microbatches.places(np.unique(self._ends)))
+
+    def __len__(self) -> int:
+        return len(np.unique(self._ends))
+
+
+def build_routes(graph: ModelGraph, placed: Mapping[str, PlacedAtoms]) -> Routes:
+    """Match every encoder item, and every sample of the LLM, with the downstream microbatch that holds its sample.
+
+    O(atoms log atoms).
+    """
+    units = {unit: placed.get(unit, NO_ATOMS) for edge in graph.edges for unit in edge}
+    numbered = NumberedMicrobatches(units)
+    columns = [_match(units, numbered, *edge) for edge in graph.edges]
+    sources, targets, sample_ids, item_indices = (
+        np.concatenate(column) for column in (zip(*columns, strict=True) if columns else [[integers(())]] * 4)
+    )
+    order = np.lexsort((targets, sources))
+    sources, targets = sources[order], targets[order]
+    is_first = np.ones(len(order), bool)
+    is_first[1:] = (np.diff(sources) != 0) | (np.diff(targets) != 0)
+    firsts = np.flatnonzero(is_first)
+    starts = np.append(firsts, len(order)).astype(np.int64)
+    return Routes(numbered, sources[firsts], targets[firsts], starts, sample_ids[order], item_indices[order])
+
+
+def _match(
+    units: Mapping[str, PlacedAtoms], numbered: NumberedMicrobatches, source: str, target: str
+) -> tuple[Integers, Integers, Integers, Integers]:
+    """Return the microbatches at both ends of every handed-over atom, its sample and its index; in the order of the target."""
+    given, taking = units[source], units[target]
+    by_atom = np.lexsort((given.item_indices, given.sample_ids))
+    samples = given.sample_ids[by_atom]
+    first, last = (np.searchsorted(samples, taking.sample_ids, side=side) for side in ("left", "right"))
+    counts = last - first
+    atoms = by_atom[np.arange(counts.sum()) + np.repeat(first - row_starts(counts)[:-1], counts)]
+    return (
+        given.microbatch_of_atom[atoms] + numbered.first[source],
+        np.repeat(taking.microbatch_of_atom, counts) + numbered.first[target],
+        given.sample_ids[atoms],
+        given.item_indices[atoms],
+    )

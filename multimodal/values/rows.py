@@ -1,0 +1,39 @@
+"""Rows of variable length as two flat arrays: where each row starts, and the values of all rows."""
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Integers = NDArray[np.int64]
+
+
+def integers(values: Iterable[int]) -> Integers:
+    """Return whole numbers as an array."""
+    return np.array(list(values), np.int64)
+
+
+def row_starts(lengths: ArrayLike) -> Integers:
+    """Return where rows of these lengths start: one entry more than there are rows."""
+    sizes = np.asarray(lengths, np.int64)
+    starts = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=starts[1:])
+    return starts
+
+
+def take_rows(starts: Integers, values: Integers, rows: Integers) -> tuple[Integers, Integers]:
+    """Select rows, in any order: starts, values."""
+    lengths = starts[rows + 1] - starts[rows]
+    new_starts = row_starts(lengths)
+    offsets = np.repeat(starts[rows] - new_starts[:-1], lengths)
+    return new_starts, values[np.arange(new_starts[-1]) + offsets]
+
+
+def row_numbers(starts: Integers) -> Integers:
+    """Return the row of each value."""
+    return np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+
+
+def group_rows(owners: Integers, values: Integers, num_rows: int) -> tuple[Integers, Integers]:
+    """Group values by the rows that own them, in the order in which they stand: starts, values."""
+    return row_starts(np.bincount(owners, minlength=num_rows)), values[np.argsort(owners, kind="stable")]
