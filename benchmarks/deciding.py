@@ -57,7 +57,7 @@ from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from multimodal.values.step_graph import validate_assignment
 
 try:
-    from multimodal.values.length_arrays import LengthBatch
+    from multimodal.values.arrays.length_arrays import LengthBatch
 except ImportError:  # a checkout from before there were such batches
     LengthBatch = tuple  # type: ignore[assignment, misc]
 

@@ -13,10 +13,10 @@ from multimodal.balance.balance_options import BalanceOptions, validate_inputs
 from multimodal.balance.unit_cost import UnitCost
 from multimodal.cost.flops import LoadFlops, UnitFlops, unit_flops
 from multimodal.cost.unit_load import UnitLoad
+from multimodal.values.arrays.length_arrays import LengthArrays, LengthBatch
+from multimodal.values.arrays.rows import Integers, row_starts
 from multimodal.values.assignment import Assignment, Atom, Microbatch, PlacedAtoms
-from multimodal.values.length_arrays import LengthArrays, LengthBatch
 from multimodal.values.model_graph import ModelGraph, Role
-from multimodal.values.rows import Integers, group_rows, row_starts
 from multimodal.values.sample_lengths import SampleLengths
 
 Floats = NDArray[np.float64]

@@ -11,10 +11,10 @@ from multimodal.balance.algorithms.reorder_microbatches import reorder_microbatc
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork, read_batch, sum_floats_by
 from multimodal.balance.placement import Groups, cut_replicas, follow_llm
+from multimodal.values.arrays.rows import integers, row_numbers, take_rows
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
-from multimodal.values.rows import integers, row_numbers, take_rows
 from multimodal.values.sample_lengths import SampleLengths
 
 

@@ -9,10 +9,10 @@ from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import read_batch
 from multimodal.balance.orchmllm import balance_every_unit
 from multimodal.balance.placement import Groups, follow_llm
+from multimodal.values.arrays.rows import group_rows, row_starts
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.rows import group_rows, row_starts
 from multimodal.values.sample_lengths import SampleLengths
 
 

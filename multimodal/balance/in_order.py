@@ -8,11 +8,11 @@ from multimodal.balance.algorithms.cut_evenly import cut_evenly
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork, read_batch
 from multimodal.balance.placement import deal, follow_llm
+from multimodal.values.arrays.length_arrays import LengthBatch
+from multimodal.values.arrays.rows import Integers
 from multimodal.values.assignment import Assignment
-from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.rows import Integers
 from multimodal.values.sample_lengths import SampleLengths
 
 

@@ -10,10 +10,10 @@ from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork, read_batch
 from multimodal.balance.placement import Groups, follow_llm, place_every_unit
 from multimodal.balance.unit_cost import LINEAR_COST, UnitCost
+from multimodal.values.arrays.rows import Integers, group_rows, row_numbers, row_starts
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.rows import Integers, group_rows, row_numbers, row_starts
 from multimodal.values.sample_lengths import SampleLengths
 
 

@@ -12,9 +12,9 @@ from multimodal.kernels import kernels
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.schedule.list_schedule_reference import list_schedule_reference
 from multimodal.schedule.unit_cost import unit_costs
-from multimodal.values.action import Action, ActionKind, Place
+from multimodal.values.action import Action, ActionKind
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import Cuts, StageKey, StepGraph
+from multimodal.values.step_graph import Cuts, StageKey, StageSplit, StepGraph
 from multimodal.values.step_work import KIND_NUMBERS, Bytes, Integers, StepWork, step_work
 
 _FORWARD, _WEIGHT_GRADIENT = KIND_NUMBERS[ActionKind.FORWARD], KIND_NUMBERS[ActionKind.WEIGHT_GRADIENT]
@@ -73,13 +73,8 @@ def list_schedule(step: StepGraph, policy: Policy) -> Schedule:
 
 def split_all(step: StepGraph) -> StepGraph:
     """Return the step with every backward cut into an input gradient and, where something is trained, a weight gradient."""
-    places = (
-        Place(*stage, microbatch)
-        for stage in step.stages
-        if step.backward_need(*stage).has_backward
-        for microbatch in range(step.num_microbatches(*stage[:2]))
-    )
-    return step.with_cuts(Cuts(split=frozenset(places)))
+    counts = {stage: step.num_microbatches(*stage[:2]) for stage in step.stages if step.backward_need(*stage).has_backward}
+    return step.with_cuts(Cuts(split=StageSplit({stage: count for stage, count in counts.items() if count})))
 
 
 def place_reductions(schedule: Schedule) -> Schedule:

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from multimodal.values.arrays.placed_atoms import Atom, Microbatch, MicrobatchPlace, PlacedAtoms, PlacedUnits, Replicas
+from multimodal.values.arrays.routes import Route, Routes, build_routes
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.placed_atoms import Atom, Microbatch, MicrobatchPlace, PlacedAtoms, PlacedUnits, Replicas
-from multimodal.values.routes import Route, Routes, build_routes
 
 __all__ = ["Assignment", "Atom", "Microbatch", "MicrobatchPlace", "PlacedAtoms", "Route", "Routes", "build_routes"]
 

@@ -18,6 +18,8 @@ _RECEIVE_OF = {
     ActionKind.BACKWARD: ActionKind.RECEIVE_BACKWARD,
     ActionKind.INPUT_GRADIENT: ActionKind.RECEIVE_BACKWARD,
 }
+SENT_KINDS = frozenset(_SEND_OF)
+"""Computations whose results other stages need."""
 _new = tuple.__new__
 """Makes named tuples of their fields five times as fast as their constructors: schedules have actions by the ten thousand."""
 

@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from multimodal.values.arrays.rows import Integers, integers, row_starts
 from multimodal.values.errors import PlanError
 from multimodal.values.file_form import at_line, read_file, write_mapping
 from multimodal.values.model_graph import MOST_LAYERS, ModelGraph
@@ -94,6 +95,16 @@ class UnitPlan:
         return tuple(rank for replica in self.replicas for rank in replica.ranks)
 
 
+class StageTable(NamedTuple):
+    """The virtual stages of a unit, stage by stage, replica by replica."""
+
+    lane_starts: Integers
+    """[num_stages x num_replicas + 1] into the lanes."""
+    lanes: Integers
+    rank_groups: Integers
+    """[num_stages x num_replicas] the same number for the same ranks, in all units."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """The parallelism of every unit; units may own disjoint ranks or share them."""
@@ -133,6 +144,22 @@ class Plan:
             for replica_index, replica in enumerate(unit.replicas)
             for stage_index, stage in enumerate(replica.stages)
         }
+
+    @cached_property
+    def stage_tables(self) -> "Mapping[str, StageTable]":
+        """unit -> the lanes and ranks of its virtual stages, as arrays."""
+        groups: dict[tuple[int, ...], int] = {}
+        lanes: dict[int, tuple[int, ...]] = {}
+        tables: dict[str, StageTable] = {}
+        for name, unit in self.units.items():
+            of_stages: list[int] = []
+            for stage in range(unit.num_virtual_stages):
+                of_stages += [groups.setdefault(each.virtual_stages[stage].ranks, len(groups)) for each in unit.replicas]
+            for ranks, group in islice(groups.items(), len(lanes), None):
+                lanes[group] = tuple(dict.fromkeys(map(self.lane_of_rank.__getitem__, ranks)))
+            rows = [lanes[group] for group in of_stages]
+            tables[name] = StageTable(row_starts(list(map(len, rows))), integers(chain.from_iterable(rows)), integers(of_stages))
+        return tables
 
     def virtual_stage(self, unit: str, replica: int, stage: int) -> VirtualStage:
         """The virtual stage that an action's (unit, replica, stage) names."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -121,8 +121,7 @@ class Schedule:
     def lane(self, index: int) -> Lane:
         """Return one lane as slots, made when first asked for. O(its slots)."""
         if index not in self._lanes:
-            all_actions = self.work.actions if self.lowered else self.work.computed
-            actions = map(all_actions.__getitem__, self.lane_pieces(index).tolist())
+            actions = map(self.work.action, self.lane_pieces(index).tolist())
             modes = map(_MODES.__getitem__, self.modes[self.lane_starts[index] : self.lane_starts[index + 1]].tolist())
             self._lanes[index] = Lane(self.step.plan.lanes[index], tuple(map(Slot, actions, modes)))
         return self._lanes[index]
@@ -130,7 +129,14 @@ class Schedule:
     @property
     def lanes(self) -> tuple[Lane, ...]:
         """All lanes as slots. O(slots)."""
-        return tuple(map(self.lane, range(self.num_lanes)))
+        if len(self._lanes) < self.num_lanes:
+            all_actions = self.work.actions if self.lowered else self.work.computed
+            slots = list(
+                map(Slot, map(all_actions.__getitem__, self.pieces.tolist()), map(_MODES.__getitem__, self.modes.tolist()))
+            )
+            for index, (first, last) in enumerate(pairwise(self.lane_starts.tolist())):
+                self._lanes.setdefault(index, Lane(self.step.plan.lanes[index], tuple(slots[first:last])))
+        return tuple(map(self._lanes.__getitem__, range(self.num_lanes)))
 
     @cached_property
     def lane_of_slot(self) -> Integers:

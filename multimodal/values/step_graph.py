@@ -1,7 +1,7 @@
 """One training step as one value: model graph, plan, assignment, and how the step's work is cut into pieces."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar, cast
@@ -9,13 +9,13 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from multimodal.values.action import ActionKind, Coverage, LayerRange, Place, SampleSubset
+from multimodal.values.arrays.length_arrays import LengthArrays, LengthBatch
+from multimodal.values.arrays.rows import Integers
 from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace, PlacedAtoms, Routes
 from multimodal.values.backward_need import BackwardNeed, stage_backward_need
 from multimodal.values.errors import AssignmentError
-from multimodal.values.length_arrays import LengthArrays, LengthBatch
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
-from multimodal.values.rows import Integers
 from multimodal.values.sample_lengths import SampleLengths
 
 Made = TypeVar("Made")
@@ -23,11 +23,33 @@ StageKey = tuple[str, int, int]
 """(unit, replica, virtual stage)."""
 
 
+class StageSplit(Set[Place]):
+    """All places of some stages."""
+
+    def __init__(self, counts: Mapping[StageKey, int]) -> None:
+        self.counts = counts
+        """Stage -> its microbatches."""
+
+    def __contains__(self, place: object) -> bool:
+        return isinstance(place, tuple) and len(place) == 4 and 0 <= place[3] < self.counts.get(place[:3], 0)
+
+    def __iter__(self) -> Iterator[Place]:
+        return (Place(*stage, microbatch) for stage, count in self.counts.items() for microbatch in range(count))
+
+    def __len__(self) -> int:
+        return sum(self.counts.values())
+
+    def __eq__(self, other: object) -> bool:
+        return self.counts == other.counts if isinstance(other, StageSplit) else super().__eq__(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 @dataclass(frozen=True)
 class Cuts:
     """The cuts of a step's backwards and reductions into pieces, and whether parameters are gathered."""
 
-    split: frozenset[Place] = frozenset()
+    split: Set[Place] = frozenset()
     """Places whose backward is an input gradient and, later, a weight gradient (zero bubble)."""
     num_subsets: Mapping[MicrobatchPlace, int] = field(default_factory=dict)
     """Microbatches whose backward is cut into sample subsets, in all stages alike (Entrain 4.5.3)."""

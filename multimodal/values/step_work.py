@@ -2,27 +2,24 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import chain, repeat
-from operator import itemgetter
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource
-from multimodal.values.dependencies import computations, dependencies, message, needs_message
-from multimodal.values.step_graph import Cuts, StageKey, StepGraph
+from multimodal.values.action import ACTION_TABLE, Action, Resource
+from multimodal.values.arrays.needs import piece_needs
+from multimodal.values.arrays.pieces import KIND_NUMBERS, KINDS, Bytes, Pieces
+from multimodal.values.arrays.rows import Integers, group_rows, row_starts, take_rows
+from multimodal.values.dependencies import SENT_KINDS, message
+from multimodal.values.step_graph import StageKey, StepGraph
 
-Integers = NDArray[np.int64]
-Bytes = NDArray[np.uint8]
-KINDS = tuple(ActionKind)
-"""The kind that a number in `StepWork.kinds` stands for."""
-KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
+__all__ = ["KINDS", "KIND_NUMBERS", "RESOURCE_NUMBERS", "Bytes", "Integers", "StepWork", "step_work", "take_rows"]
+
 RESOURCE_NUMBERS = {resource: number for number, resource in enumerate(Resource)}
 """The number of a resource in `StepWork.resources`, and in the C++ kernels."""
 _RESOURCE_OF_KIND = np.array([RESOURCE_NUMBERS[ACTION_TABLE[kind].resource] for kind in KINDS], np.uint8)
-_KIND, _UNIT, _REPLICA, _STAGE, _MICROBATCH = map(itemgetter, range(5))
-_Block = tuple[ActionKind, str, int, int]
-"""(kind, unit, replica, stage)."""
+_IS_SENT = np.isin(np.arange(len(KINDS)), [KIND_NUMBERS[kind] for kind in SENT_KINDS])
 
 
 def step_work(step: StepGraph) -> "StepWork":
@@ -39,31 +36,42 @@ class StepWork:
 
     def __init__(self, step: StepGraph) -> None:
         self.graph, self.plan, self.cuts = step.graph, step.plan, step.cuts
-        computed = computations(step)
-        self.computed: Sequence[Action] = computed
-        self.num_computed = len(computed)
-        self.computed_numbers = {action: number for number, action in enumerate(computed)}
-        self._stages: dict[StageKey, int] = {}
-        keys = zip(map(_UNIT, computed), map(_REPLICA, computed), map(_STAGE, computed), strict=True)
-        stage_numbers = self._stages
-        self.computed_stages = _integers([stage_numbers.setdefault(key, len(stage_numbers)) for key in keys])
-        self.kinds = np.array([KIND_NUMBERS[kind] for kind in map(_KIND, computed)], np.uint8)
-        """[num_computed] `KIND_NUMBERS` of each piece."""
-        self.microbatches = _integers(list(map(_MICROBATCH, computed)))
-        self.replicas = _integers(list(map(_REPLICA, computed)))
-        self.need_starts, self.needs = _needs_by_stage(computed, self.computed_numbers, step)
+        self.pieces = Pieces(step)
+        self.num_computed = self.pieces.num_pieces
+        self.computed_stages, self.kinds, self.microbatches = self.pieces.stages, self.pieces.kinds, self.pieces.microbatches
+        """[num_computed] the stage, `KIND_NUMBERS` and microbatch of each piece."""
+        self.replicas = self.pieces.replica_of_stage[self.computed_stages]
+        self.need_starts, self.needs = piece_needs(self.pieces, step.graph, step.routes)
         """[num_computed + 1] into the numbers of what each piece needs, in the order of `dependencies`."""
 
-    @cached_property
+    @property
     def stages(self) -> tuple[StageKey, ...]:
         """The stage that each stage number stands for."""
-        return tuple(self._stages)
+        return self.pieces.stage_keys
+
+    @cached_property
+    def computed(self) -> Sequence[Action]:
+        """[num_computed] the actions of the compute dialect. O(actions)."""
+        return self.pieces.actions()
+
+    @cached_property
+    def computed_numbers(self) -> Mapping[Action, int]:
+        """Action -> number. O(actions)."""
+        return {action: number for number, action in enumerate(self.computed)}
+
+    def action(self, number: int) -> Action:
+        """Return the action of a number of either dialect, without those of the others."""
+        if number < self.num_computed:
+            return self.pieces.action(number)
+        index, is_receive = divmod(number - self.num_computed, 2)
+        return message(*(self.pieces.action(int(ends[index])) for ends in self.message_ends))[is_receive]
 
     @cached_property
     def lane_rows(self) -> tuple[Integers, Integers]:
         """Per stage its lanes: starts, lanes."""
-        rows = [self.plan.lanes_of_stage(*stage) for stage in self._stages]
-        return _starts(list(map(len, rows))), _integers(list(chain.from_iterable(rows)))
+        tables = [self.plan.stage_tables[unit] for unit in self.pieces.units]
+        counts = np.concatenate([np.diff(table.lane_starts) for table in tables])
+        return row_starts(counts), np.concatenate([table.lanes for table in tables])
 
     @cached_property
     def places(self) -> Integers:
@@ -90,15 +98,21 @@ class StepWork:
     @cached_property
     def message_of_need(self) -> Integers:
         """[num_needs] the number of the message that carries it; -1: none."""
-        producers, consumers = self.needs, self.need_owners
-        blocks = self.blocks
-        pairs = blocks[producers] * (int(blocks.max(initial=0)) + 1) + blocks[consumers]
-        _, first, pair_of_need = np.unique(pairs, return_index=True, return_inverse=True)
-        actions = self.computed
-        ends = zip(producers[first].tolist(), consumers[first].tolist(), strict=True)
-        travels = np.array([needs_message(actions[source], actions[target], self.plan) for source, target in ends], bool)
-        is_carried = travels[pair_of_need.ravel()] if len(first) else np.zeros(0, bool)
+        is_carried = self._needs_message(self.needs, self.need_owners)
         return np.where(is_carried, np.cumsum(is_carried) - 1, -1)
+
+    def _needs_message(self, producers: Integers, consumers: Integers) -> NDArray[np.bool_]:
+        """Return where `needs_message` is true."""
+        tables = [self.plan.stage_tables[unit] for unit in self.pieces.units]
+        ranks = np.concatenate([table.rank_groups for table in tables])
+        unit_of_stage = self.pieces.unit_of_stage
+        is_shared = np.array([self.plan.units[unit].context_parallel_size > 1 for unit in self.pieces.units], bool)
+        source, target = self.computed_stages[producers], self.computed_stages[consumers]
+        units = unit_of_stage[source], unit_of_stage[target]
+        holds_others = (units[0] != units[1]) & (is_shared[units[0]] | is_shared[units[1]])
+        can_travel = _IS_SENT[self.kinds[producers]] & _IS_SENT[self.kinds[consumers]] & (source != target)
+        found: NDArray[np.bool_] = can_travel & ((ranks[source] != ranks[target]) | holds_others)
+        return found
 
     @cached_property
     def blocks(self) -> Integers:
@@ -155,85 +169,14 @@ class StepWork:
     @cached_property
     def collective_rows(self) -> tuple[Integers, Integers, Integers]:
         """Per piece its collective (-1: none); per collective the pieces that take part (starts, numbers), replica by replica."""
-        rows: dict[tuple[object, ...], list[int]] = {}
-        is_collective = _RESOURCE_OF_KIND[self.kinds] == RESOURCE_NUMBERS[Resource.COLLECTIVE]
-        for number in np.flatnonzero(is_collective).tolist():
-            action = self.computed[number]
-            rows.setdefault((action.kind, action.unit, action.stage, action.covers), []).append(number)
+        members = np.flatnonzero(_RESOURCE_OF_KIND[self.kinds] == RESOURCE_NUMBERS[Resource.COLLECTIVE])
+        stages = self.computed_stages[members]
+        first_stages = stages - self.replicas[members]  # the numbers of a stage's replicas follow each other
+        keys = (first_stages * len(KINDS) + self.kinds[members]) * 3 + self.pieces.parts[members]
+        _, first, collectives = np.unique(keys, return_index=True, return_inverse=True)
+        in_order = np.empty(len(first), np.int64)
+        in_order[np.argsort(first)] = np.arange(len(first))
+        collectives = in_order[collectives.ravel()]
         collective_of = np.full(self.num_computed + 2 * self.num_messages, -1)
-        for index, members in enumerate(rows.values()):
-            collective_of[members] = index
-        return collective_of, _starts(list(map(len, rows.values()))), _integers(list(chain.from_iterable(rows.values())))
-
-
-def take_rows(starts: Integers, values: Integers, rows: Integers) -> tuple[Integers, Integers]:
-    """Select rows of variable length, in any order: starts, values."""
-    lengths = np.diff(starts)[rows]
-    new_starts = np.concatenate(([0], np.cumsum(lengths)))
-    offsets = np.repeat(starts[rows] - new_starts[:-1], lengths)
-    return new_starts, values[np.arange(new_starts[-1]) + offsets]
-
-
-def _needs_by_stage(computed: Sequence[Action], numbers: Mapping[Action, int], step: StepGraph) -> tuple[Integers, Integers]:
-    """Return what every piece needs: starts, numbers, in `dependencies`' order. O(actions + dependencies).
-
-    Between stages of one unit, microbatch k needs microbatch k, whichever it is; so one microbatch is asked for there, and a
-    reduction needs all of its stage. Where routes lead elsewhere, and where backwards of some microbatches only are cut,
-    `dependencies` is asked for every action.
-    """
-    rows: dict[_Block, list[int]] = {}
-    for number, action in enumerate(computed):
-        rows.setdefault(action[:4], []).append(number)
-    is_even = _is_even(step.cuts, rows)
-    owners: list[int] = []
-    needs: list[int] = []
-    for block, members in rows.items():
-        if is_even and _stays_in_unit(block, step):
-            # Flat lists: blocks are many and short, so arrays would cost more.
-            columns = [_column(need, rows, len(members)) for need in dependencies(computed[members[0]], step)]
-            owners += chain.from_iterable(repeat(number, len(columns)) for number in members)
-            needs += chain.from_iterable(zip(*columns, strict=True))
-        elif is_even and block[0] is ActionKind.REDUCE_GRADIENTS and (block[1], block[3]) not in step.cuts.reduced_by_layer:
-            backwards = rows.get((step.cuts.last_kind(Place(*block[1:], 0)), *block[1:]), [])
-            owners += chain.from_iterable(repeat(number, len(backwards)) for number in members)
-            needs += backwards * len(members)
-        else:
-            for number in members:
-                needed = dependencies(computed[number], step)
-                owners += repeat(number, len(needed))
-                needs += map(numbers.__getitem__, needed)
-    owner, need = np.array(owners, np.int64), np.array(needs, np.int64)
-    starts = np.concatenate(([0], np.cumsum(np.bincount(owner, minlength=len(computed)))))
-    return starts, need[np.argsort(owner, kind="stable")]
-
-
-def _column(need: Action, rows: Mapping[_Block, list[int]], num_members: int) -> list[int]:
-    """Return the numbers of one need of every microbatch."""
-    needed = rows[need[:4]]
-    assert len(needed) in (1, num_members), f"not all microbatches need {need}"
-    return needed if len(needed) == num_members else needed * num_members
-
-
-def _is_even(cuts: Cuts, blocks: Mapping[_Block, list[int]]) -> bool:
-    """Return True if the backwards of a stage are all whole or all split, and a microbatch has but one per stage."""
-    if cuts.num_subsets:
-        return False
-    return not cuts.split or not any(kind is ActionKind.BACKWARD for kind, *_ in blocks)
-
-
-def _stays_in_unit(block: _Block, step: StepGraph) -> bool:
-    """Return True if a computation needs other stages of its unit, or its own, and nothing else."""
-    kind, unit, _, stage = block
-    if kind is ActionKind.FORWARD:
-        return stage > 0
-    if kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT):
-        return stage < step.plan.units[unit].num_virtual_stages - 1
-    return kind is ActionKind.WEIGHT_GRADIENT
-
-
-def _integers(values: Sequence[int]) -> Integers:
-    return np.array(values, np.int64)
-
-
-def _starts(lengths: Sequence[int]) -> Integers:
-    return np.concatenate(([0], np.cumsum(_integers(lengths))))
+        collective_of[members] = collectives
+        return collective_of, *group_rows(collectives, members, len(first))

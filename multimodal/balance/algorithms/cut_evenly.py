@@ -5,7 +5,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from multimodal.kernels import kernels
-from multimodal.values.rows import Integers, row_starts
+from multimodal.values.arrays.rows import Integers, row_starts
 
 
 def cut_evenly(amounts: Integers, starts: Integers, counts: Integers) -> tuple[Integers, Integers]:

@@ -8,7 +8,7 @@ from operator import attrgetter, itemgetter
 
 import numpy as np
 
-from multimodal.values.rows import Integers, row_numbers, row_starts, take_rows
+from multimodal.values.arrays.rows import Integers, row_numbers, row_starts, take_rows
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 
 

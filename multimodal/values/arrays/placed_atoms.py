@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from multimodal.values.rows import Integers, integers, row_numbers, row_starts
+from multimodal.values.arrays.rows import Integers, integers, row_numbers, row_starts
 
 
 class Atom(NamedTuple):

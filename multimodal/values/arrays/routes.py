@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from multimodal.values.arrays.placed_atoms import NO_ATOMS, Atom, Microbatch, MicrobatchPlace, PlacedAtoms
+from multimodal.values.arrays.rows import Integers, integers, row_starts, take_rows
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.placed_atoms import NO_ATOMS, Atom, Microbatch, MicrobatchPlace, PlacedAtoms
-from multimodal.values.rows import Integers, integers, row_starts, take_rows
 
 
 class Route(NamedTuple):

@@ -1,0 +1,101 @@
+"""What every piece of a step needs, as arrays: the rule of `dependencies`, for all pieces at once."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from multimodal.values.action import ActionKind
+from multimodal.values.arrays.pieces import KIND_NUMBERS, Pieces, UnitPieces
+from multimodal.values.arrays.routes import Routes
+from multimodal.values.arrays.rows import Integers, row_numbers, row_starts, take_rows
+from multimodal.values.model_graph import ModelGraph
+
+_Needs = tuple[Integers, Integers]
+"""Pieces, and one that each of them needs."""
+_WEIGHT_GRADIENT = KIND_NUMBERS[ActionKind.WEIGHT_GRADIENT]
+
+
+def piece_needs(pieces: Pieces, graph: ModelGraph, routes: Routes) -> tuple[Integers, Integers]:
+    """Return what each piece needs: starts, pieces, in the order of `dependencies`. O(pieces + needs)."""
+    found = [needs for unit in pieces.units.values() for needs in _of_computations(unit, pieces, graph, routes)]
+    rows = _rows(found, pieces.num_pieces)
+    reductions = [needs for unit in pieces.units.values() for needs in _of_reductions(unit, rows)]
+    return _rows([*found, *reductions], pieces.num_pieces) if reductions else rows
+
+
+def _rows(found: list[_Needs], num_pieces: int) -> tuple[Integers, Integers]:
+    empty = np.zeros(0, np.int64)
+    owners, needs = (np.concatenate([empty, *column]) for column in (zip(*found, strict=True) if found else ((), ())))
+    return row_starts(np.bincount(owners, minlength=num_pieces)), needs[np.argsort(owners, kind="stable")]
+
+
+def _of_computations(unit: UnitPieces, pieces: Pieces, graph: ModelGraph, routes: Routes) -> Iterator[_Needs]:
+    """Yield the needs of forwards, gradients and weight gradients; those of one piece in their order."""
+    if unit.num_gathers:
+        stages, microbatches = np.nonzero(unit.trains[:, unit.placed.replica_of_microbatch])
+        replicas = unit.placed.replica_of_microbatch[microbatches]
+        yield unit.forward[stages, microbatches], unit.collective[stages, replicas]
+    yield unit.forward[1:].ravel(), unit.forward[:-1].ravel()
+    for source in sorted(graph.upstream(unit.unit)):
+        given, taken = routes.of_edge(source, unit.unit)
+        in_order = np.argsort(taken, kind="stable")
+        yield unit.forward[0][taken[in_order]], pieces.units[source].forward[-1][given[in_order]]
+    found = unit.gradients
+    yield found.pieces, unit.forward[found.stages, found.microbatches]
+    is_inner = found.stages < len(unit.forward) - 1
+    after, microbatches = found.stages[is_inner] + 1, found.microbatches[is_inner]
+    subsets = np.maximum(0, found.subsets[is_inner])
+    yield found.pieces[is_inner], unit.backward[after, microbatches] + subsets * unit.width[after, microbatches]
+    yield _of_consumers(unit, pieces, graph, routes)
+    weights = found.last_pieces[found.last_pieces != found.pieces]
+    yield weights, weights - 1
+
+
+def _of_consumers(unit: UnitPieces, pieces: Pieces, graph: ModelGraph, routes: Routes) -> _Needs:
+    """Return the gradients that a unit's last stage needs from other units; a sample subset needs those of one consumer."""
+    last, columns = len(unit.forward) - 1, []
+    for number, target in enumerate(sorted(graph.downstream(unit.unit))):
+        given, taken = routes.of_edge(unit.unit, target)
+        placed = pieces.units[target].placed
+        place = placed.index_in_replica[taken], placed.replica_of_microbatch[taken], np.full(len(taken), number)
+        columns.append((given, pieces.units[target].backward[0][taken], *place))
+    empty = np.zeros(0, np.int64)
+    given, gradients, indices, replicas, numbers = (
+        np.concatenate([empty, *column]) for column in (zip(*columns, strict=True) if columns else ((),) * 5)
+    )
+    has_backward = unit.width[last][given] > 0
+    given, gradients, indices, replicas, numbers = (each[has_backward] for each in (given, gradients, indices, replicas, numbers))
+    is_cut = unit.num_subsets[given] > 0
+    # Consumers of a cut microbatch come by microbatch, then replica, as its subsets do; others by unit, replica, microbatch.
+    keys = [np.where(is_cut, first, then) for first, then in ((indices, numbers), (replicas, replicas), (numbers, indices))]
+    order = np.lexsort((keys[2], keys[1], keys[0], given))
+    given, gradients, is_cut = given[order], gradients[order], is_cut[order]
+    index = np.arange(len(given)) - np.searchsorted(given, given)
+    return unit.backward[last][given] + np.where(is_cut, index * unit.width[last][given], 0), gradients
+
+
+def _of_reductions(unit: UnitPieces, rows: tuple[Integers, Integers]) -> Iterator[_Needs]:
+    """Yield the needs of reductions: a stage's last gradients; by layer, the first piece begins with the last backward.
+
+    rows: what computations need.
+    """
+    found, replicas = unit.gradients, unit.placed.replica_of_microbatch[unit.gradients.microbatches]
+    owners = unit.collective[found.stages, replicas] + unit.num_gathers
+    is_trained = unit.trains[found.stages, replicas]
+    is_by_layer = is_trained & (unit.num_reductions[found.stages] > 1)
+    whole = is_trained & ~is_by_layer
+    yield owners[whole], found.last_pieces[whole]
+    if not (unit.num_reductions > 1).any():
+        return
+    in_last = is_by_layer & (unit.placed.index_in_replica[found.microbatches] == unit.placed.counts[replicas] - 1)
+    is_last = in_last & np.append((found.microbatches[1:] != found.microbatches[:-1]) | (np.diff(found.stages) != 0), True)
+    before = is_by_layer & ~in_last
+    yield owners[before], found.last_pieces[before]
+    starts, needs = take_rows(*rows, found.pieces[is_last])
+    yield owners[is_last][row_numbers(starts)], needs
+    earlier = in_last & ~is_last
+    yield owners[earlier], found.last_pieces[earlier]
+    cut = unit.trains & (unit.num_reductions[:, None] > 1)
+    first = unit.collective[cut] + unit.num_gathers
+    yield first + 1, first
+    yield owners[is_by_layer] + 1, found.last_pieces[is_by_layer]

@@ -1,0 +1,271 @@
+"""The pieces of a step's work as grids of numbers: stage by microbatch of every unit."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multimodal.values.action import Action, ActionKind, Coverage, SampleSubset
+from multimodal.values.arrays.placed_atoms import PlacedAtoms
+from multimodal.values.arrays.rows import Integers, row_starts
+from multimodal.values.backward_need import BackwardNeed
+from multimodal.values.step_graph import Cuts, StageKey, StageSplit, StepGraph
+
+Bytes = NDArray[np.uint8]
+Bools = NDArray[np.bool_]
+KINDS = tuple(ActionKind)
+"""The kind that a number stands for."""
+KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
+_FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _GATHER, _REDUCTION = (
+    KIND_NUMBERS[kind]
+    for kind in (
+        ActionKind.FORWARD,
+        ActionKind.BACKWARD,
+        ActionKind.INPUT_GRADIENT,
+        ActionKind.WEIGHT_GRADIENT,
+        ActionKind.GATHER_PARAMETERS,
+        ActionKind.REDUCE_GRADIENTS,
+    )
+)
+_WHOLE = -1
+
+
+@dataclass(frozen=True, eq=False)
+class UnitPieces:
+    """The pieces of one unit; microbatches are numbered replica after replica, stages are virtual."""
+
+    unit: str
+    placed: PlacedAtoms
+    first_piece: int
+    first_stage: int
+    """The number of stage 0 of replica 0; the next number is that of stage 0 of replica 1."""
+    has_backward: Bools
+    """[num_stages, num_replicas]"""
+    trains: Bools
+    """[num_stages, num_replicas] True where gradients of weights are computed."""
+    num_subsets: Integers
+    """[num_microbatches] sample subsets that backwards are cut into; 0: not cut."""
+    is_split: Bools
+    """[num_stages, num_microbatches] True where input and weight gradients are pieces of their own."""
+    num_gathers: int
+    num_reductions: Integers
+    """[num_stages] pieces that the reduction of a stage is cut into."""
+
+    @cached_property
+    def width(self) -> Integers:
+        """[num_stages, num_microbatches] pieces of the backward of one subset."""
+        replicas = self.placed.replica_of_microbatch
+        return self.has_backward[:, replicas] * (1 + (self.is_split & self.trains[:, replicas]))
+
+    @cached_property
+    def _of_backwards(self) -> Integers:
+        """[num_stages, num_microbatches] pieces of the whole backward."""
+        return self.width * np.maximum(1, self.num_subsets)
+
+    @cached_property
+    def sizes(self) -> Integers:
+        """[num_stages, num_replicas] pieces."""
+        before = np.zeros((len(self.width), self.placed.num_microbatches + 1), np.int64)
+        np.cumsum(self._of_backwards, axis=1, out=before[:, 1:])
+        starts = self.placed.microbatch_starts
+        of_collectives = self.trains * (self.num_gathers + self.num_reductions[:, None])
+        return self.placed.counts + before[:, starts[1:]] - before[:, starts[:-1]] + of_collectives
+
+    @cached_property
+    def _first(self) -> Integers:
+        """[num_stages, num_replicas] the first piece of each stage."""
+        return self.first_piece + row_starts(self.sizes.ravel())[:-1].reshape(self.sizes.shape)
+
+    @cached_property
+    def forward(self) -> Integers:
+        """[num_stages, num_microbatches] the numbers of forwards."""
+        return self._first[:, self.placed.replica_of_microbatch] + self.placed.index_in_replica
+
+    @cached_property
+    def backward(self) -> Integers:
+        """[num_stages, num_microbatches] the number of the first piece of a backward, where there is one."""
+        before = np.cumsum(self._of_backwards, axis=1) - self._of_backwards
+        replicas = self.placed.replica_of_microbatch
+        first = self.placed.microbatch_starts[replicas]
+        return self._first[:, replicas] + self.placed.counts[replicas] + before - before[:, first]
+
+    @cached_property
+    def collective(self) -> Integers:
+        """[num_stages, num_replicas] the number of the first collective, where there is one."""
+        of_collectives = self.trains * (self.num_gathers + self.num_reductions[:, None])
+        return self._first + self.sizes - of_collectives
+
+    @property
+    def num_pieces(self) -> int:
+        """Number of pieces."""
+        return int(self.sizes.sum())
+
+    @cached_property
+    def gradients(self) -> "Gradients":
+        """Every backward or input gradient, stage by stage, microbatch by microbatch, subset by subset."""
+        stages, microbatches = np.nonzero(self.width)
+        subsets = np.full(len(stages), _WHOLE)
+        widths, pieces = self.width[stages, microbatches], self.backward[stages, microbatches]
+        if self.num_subsets.any():
+            counts = self.num_subsets[microbatches]
+            stages, microbatches, widths, pieces = (
+                np.repeat(each, np.maximum(1, counts)) for each in (stages, microbatches, widths, pieces)
+            )
+            index = np.arange(len(stages)) - np.repeat(row_starts(np.maximum(1, counts))[:-1], np.maximum(1, counts))
+            subsets = np.where(self.num_subsets[microbatches] > 0, index, _WHOLE)
+            pieces = pieces + index * widths
+        return Gradients(stages, microbatches, subsets, pieces, pieces + (widths > 1))
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """Backwards or input gradients of a unit."""
+
+    stages: Integers
+    microbatches: Integers
+    subsets: Integers
+    """-1: the whole microbatch."""
+    pieces: Integers
+    last_pieces: Integers
+    """The piece that completes weight gradients: the weight gradient, where there is one."""
+
+
+class Pieces:
+    """The numbered pieces of a step: columns of all, and the grids of each unit."""
+
+    def __init__(self, step: StepGraph) -> None:
+        self.cuts, self.plan = step.cuts, step.plan
+        self.units: dict[str, UnitPieces] = {}
+        first_piece, first_stage = 0, 0
+        for unit in step.graph.unit_names:
+            self.units[unit] = _unit_pieces(step, unit, first_piece, first_stage)
+            first_piece += self.units[unit].num_pieces
+            first_stage += self.units[unit].has_backward.size
+        grids = self.units.values()
+        self.num_pieces, self.num_stages = first_piece, first_stage
+        sizes = [unit.sizes.ravel() for unit in grids]
+        self.stages: Integers = np.repeat(np.arange(first_stage), np.concatenate(sizes))
+        """[num_pieces]"""
+        self.replica_of_stage: Integers = np.concatenate([np.tile(np.arange(u.sizes.shape[1]), len(u.sizes)) for u in grids])
+        self.kinds: Bytes = np.full(first_piece, _WEIGHT_GRADIENT, np.uint8)
+        self.microbatches: Integers = np.full(first_piece, -1)
+        self.parts: Integers = np.full(first_piece, _WHOLE)
+        """[num_pieces] sample subsets of backwards, parts of reductions."""
+        for unit in grids:
+            self._fill(unit)
+
+    def _fill(self, unit: UnitPieces) -> None:
+        index = unit.placed.index_in_replica
+        self.kinds[unit.forward] = _FORWARD
+        self.microbatches[unit.forward] = index
+        found = unit.gradients
+        is_split = unit.is_split[found.stages, found.microbatches]
+        self.kinds[found.pieces] = np.where(is_split, _INPUT_GRADIENT, _BACKWARD)
+        for pieces in (found.pieces, found.last_pieces):
+            self.microbatches[pieces] = index[found.microbatches]
+            self.parts[pieces] = found.subsets
+        for stage in np.flatnonzero(unit.trains.any(axis=1)).tolist():
+            first = unit.collective[stage][unit.trains[stage]]
+            self.kinds[first] = _GATHER
+            for part in range(int(unit.num_reductions[stage])):
+                self.kinds[first + unit.num_gathers + part] = _REDUCTION
+                self.parts[first + unit.num_gathers + part] = part
+
+    @cached_property
+    def stage_keys(self) -> tuple[StageKey, ...]:
+        """The stage that each stage number stands for."""
+        return tuple(
+            (unit, replica, stage)
+            for unit, pieces in self.units.items()
+            for stage in range(pieces.sizes.shape[0])
+            for replica in range(pieces.sizes.shape[1])
+        )
+
+    @cached_property
+    def unit_of_stage(self) -> Integers:
+        """[num_stages] the unit, by its place in the graph."""
+        return np.repeat(np.arange(len(self.units)), [unit.sizes.size for unit in self.units.values()])
+
+    def action(self, piece: int) -> Action:
+        """Return one piece."""
+        kind, stage, microbatch, part = (
+            int(column[piece]) for column in (self.kinds, self.stages, self.microbatches, self.parts)
+        )
+        return Action(KINDS[kind], *self.stage_keys[stage], microbatch, None, self._coverage(kind, stage, part))
+
+    def actions(self) -> tuple[Action, ...]:
+        """Return all pieces. O(pieces)."""
+        new, keys = tuple.__new__, self.stage_keys
+        columns = zip(*(each.tolist() for each in (self.kinds, self.stages, self.microbatches)), strict=True)
+        if (self.parts < 0).all():
+            return tuple(new(Action, (KINDS[kind], *keys[stage], index, None, None)) for kind, stage, index in columns)
+        return tuple(
+            new(Action, (KINDS[kind], *keys[stage], index, None, part if part is None else self._coverage(kind, stage, part)))
+            for (kind, stage, index), part in zip(columns, _or_none(self.parts.tolist()), strict=True)
+        )
+
+    def _coverage(self, kind: int, stage: int, part: int) -> Coverage:
+        if part < 0:
+            return None
+        if kind != _REDUCTION:
+            return SampleSubset(part)
+        unit, replica, index = self.stage_keys[stage]
+        layers = self.plan.virtual_stage(unit, replica, index).layers
+        return self.cuts.reductions(unit, index, num_layers=len(layers))[part]
+
+
+def _or_none(parts: Sequence[int]) -> list[int | None]:
+    return [None if part < 0 else part for part in parts]
+
+
+def _unit_pieces(step: StepGraph, unit: str, first_piece: int, first_stage: int) -> UnitPieces:
+    placed, cuts, plan = step.assignment.placed[unit], step.cuts, step.plan.units[unit]
+    needs = [_needs_of_stage(step, unit, stage) for stage in range(plan.num_virtual_stages)]
+    reductions = [len(cuts.reductions(unit, stage, num_layers=1)) for stage in range(len(needs))]
+    shape = len(needs), plan.data_parallel_size
+    return UnitPieces(
+        unit=unit,
+        placed=placed,
+        first_piece=first_piece,
+        first_stage=first_stage,
+        has_backward=np.array([[need.has_backward for need in row] for row in needs], bool).reshape(shape),
+        trains=np.array([[need.trains_weights for need in row] for row in needs], bool).reshape(shape),
+        num_subsets=_subsets(cuts, unit, placed),
+        is_split=_splits(cuts, unit, placed, len(needs)),
+        num_gathers=int(cuts.gathers_parameters),
+        num_reductions=np.array(reductions, np.int64),
+    )
+
+
+def _needs_of_stage(step: StepGraph, unit: str, stage: int) -> list[BackwardNeed]:
+    """Return what the backward of a stage computes in each replica; replicas with the same layers are alike."""
+    layers = [replica.virtual_stages[stage].layers for replica in step.plan.units[unit].replicas]
+    needs: Mapping[range, BackwardNeed] = {
+        each: step.backward_need(unit, layers.index(each), stage) for each in dict.fromkeys(layers)
+    }
+    return [needs[each] for each in layers]
+
+
+def _subsets(cuts: Cuts, unit: str, placed: PlacedAtoms) -> Integers:
+    counts = np.zeros(placed.num_microbatches, np.int64)
+    for place, count in cuts.num_subsets.items():
+        if place.unit == unit and place.replica < placed.num_replicas and place.microbatch < placed.counts[place.replica]:
+            counts[placed.microbatch_starts[place.replica] + place.microbatch] = count
+    return counts
+
+
+def _splits(cuts: Cuts, unit: str, placed: PlacedAtoms, num_stages: int) -> Bools:
+    found = np.zeros((num_stages, placed.num_microbatches), bool)
+    if isinstance(cuts.split, StageSplit):
+        replicas = placed.replica_of_microbatch
+        stages = np.zeros((num_stages, placed.num_replicas), bool)
+        for name, replica, stage in cuts.split.counts:
+            if name == unit:
+                stages[stage, replica] = True
+        return stages[:, replicas]
+    for place in cuts.split:
+        if place.unit == unit and place.microbatch < placed.counts[place.replica]:
+            found[place.stage, placed.microbatch_starts[place.replica] + place.microbatch] = True
+    return found
