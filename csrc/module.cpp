@@ -1,6 +1,10 @@
 // The Python module multimodal._kernels: one line per kernel. No torch, so one build serves every torch version.
 
+<<<<<<< HEAD
 #include <memory>
+=======
+#include <algorithm>
+>>>>>>> 0d9a48c (Build, lower and place reductions of schedules as arrays)
 #include <optional>
 
 #include <pybind11/numpy.h>
@@ -39,6 +43,16 @@ py::array_t<Value> to_array(const std::vector<Value>& values) {
     return py::array_t<Value>(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
+// Rows as where each starts, and the values of all.
+py::tuple to_rows(const std::vector<std::vector<std::int64_t>>& rows) {
+    std::vector<std::int64_t> starts(1, 0);
+    for (const auto& row : rows) starts.push_back(starts.back() + static_cast<std::int64_t>(row.size()));
+    py::array_t<std::int64_t> values(static_cast<py::ssize_t>(starts.back()));
+    std::int64_t* next = values.mutable_data();
+    for (const auto& row : rows) next = std::copy(row.begin(), row.end(), next);
+    return py::make_tuple(to_array(starts), values);
+}
+
 py::tuple simulate_events(const Array<std::int64_t>& lane_starts, const Array<std::int64_t>& lane_nodes,
                           const Array<std::uint8_t>& lane_fillers, const Array<std::uint8_t>& kinds,
                           const Array<std::int64_t>& need_starts, const Array<std::int64_t>& needs,
@@ -74,7 +88,7 @@ py::tuple execute_lanes(const Array<std::int64_t>& lane_starts, const Array<std:
                           to_array(events.end_seconds), to_array(events.positions), to_array(events.is_done));
 }
 
-std::vector<std::vector<std::int64_t>> list_schedule(
+py::tuple list_schedule(
     const Array<std::int64_t>& lane_starts, const Array<std::int64_t>& lanes, const Array<std::int64_t>& costs,
     const Array<std::int64_t>& microbatches, const Array<std::int64_t>& groups, const Array<std::uint8_t>& flags,
     const Array<std::int64_t>& follower_starts, const Array<std::int64_t>& followers, const Array<std::int64_t>& release_starts,
@@ -84,19 +98,27 @@ std::vector<std::vector<std::int64_t>> list_schedule(
                                        view(groups),         view(flags),          view(follower_starts), view(followers),
                                        view(release_starts), view(releases),       view(phases),         view(forward_limits),
                                        view(storage_limits), view(forward_floors), num_lanes};
-    py::gil_scoped_release release;
-    return braid::list_schedule(actions);
+    std::vector<std::vector<std::int64_t>> lanes_in_order;
+    {
+        py::gil_scoped_release release;
+        lanes_in_order = braid::list_schedule(actions);
+    }
+    return to_rows(lanes_in_order);
 }
 
-std::vector<std::vector<std::int64_t>> lower_lanes(const Array<std::int64_t>& lane_starts,
+py::tuple lower_lanes(const Array<std::int64_t>& lane_starts,
                                                    const Array<std::int64_t>& lane_actions,
                                                    const Array<std::int64_t>& producers, const Array<std::int64_t>& consumers,
                                                    const Array<std::int64_t>& source_starts,
                                                    const Array<std::int64_t>& source_lanes, std::int64_t num_actions) {
     const braid::LanesToLower lanes{view(lane_starts), view(lane_actions),  view(producers), view(consumers),
                                     view(source_starts), view(source_lanes), num_actions};
-    py::gil_scoped_release release;
-    return braid::lower_lanes(lanes);
+    std::vector<std::vector<std::int64_t>> lowered;
+    {
+        py::gil_scoped_release release;
+        lowered = braid::lower_lanes(lanes);
+    }
+    return to_rows(lowered);
 }
 
 braid::BlockStrips summarize_mask_blocks(const Array<std::int64_t>& starts, const Array<std::int64_t>& bits,

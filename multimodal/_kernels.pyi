@@ -65,7 +65,7 @@ def list_schedule(
     storage_limits: NDArray[np.int64],
     forward_floors: NDArray[np.int64],
     num_lanes: int,
-) -> list[list[int]]: ...
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
 def lower_lanes(
     *,
     lane_starts: NDArray[np.int64],
@@ -75,7 +75,7 @@ def lower_lanes(
     source_starts: NDArray[np.int64],
     source_lanes: NDArray[np.int64],
     num_actions: int,
-) -> list[list[int]]: ...
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
 def find_mask_runs(bits: NDArray[np.int64], sample_ids: NDArray[np.int32], item_ids: NDArray[np.int32]) -> NDArray[np.int64]: ...
 def list_mask_blocks(
     starts: NDArray[np.int64],

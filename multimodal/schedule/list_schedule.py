@@ -1,8 +1,7 @@
 """The engine of the builders: a deterministic list scheduler on a discrete clock."""
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.schedule.list_schedule_reference import list_schedule_reference
 from multimodal.schedule.unit_cost import unit_costs
 from multimodal.values.action import Action, ActionKind
+from multimodal.values.arrays.rows import group_rows, row_numbers, row_starts
 from multimodal.values.schedule import Schedule
 from multimodal.values.step_graph import Cuts, StageKey, StageSplit, StepGraph
 from multimodal.values.step_work import KIND_NUMBERS, Bytes, Integers, StepWork, step_work
@@ -36,16 +36,16 @@ class Policy:
     """Most microbatches between forward and weight gradient, per stage or group; for split backwards."""
     group_of: Mapping[StageKey, StageKey] = field(default_factory=dict)
     """Stage -> the stage that names the group sharing its limit; by default every stage is its own group."""
-    phase: Callable[[Action], int] | None = None
-    """A lane ends each phase before the next; no action may have a higher phase than one that needs it."""
-    orders: Sequence[Sequence[Action]] = ()
-    """Actions that run in just this order; together with the dependencies they must not form a circle."""
+    phase: Callable[[StepWork], Integers] | None = None
+    """[num_computed] phases: a lane ends each before the next; no action may have a higher one than an action that needs it."""
+    orders: Sequence[Integers] = ()
+    """Pieces that run in just this order; together with the dependencies they must not form a circle."""
     forwards_go_first: bool = False
     """True if forwards inside their limits are more urgent than backwards (tight limits, strictly in turns)."""
     urgent: frozenset[Action] = frozenset()
     """Actions that, once ready, go before all others."""
-    rank: Callable[[Action], tuple[int, ...]] | None = None
-    """Order of equally urgent actions: lower ranks go first."""
+    rank: Callable[[StepWork], Sequence[Integers]] | None = None
+    """Order of equally urgent actions: lower ranks go first. Columns of [num_computed], of which the first counts most."""
 
 
 def list_schedule(step: StepGraph, policy: Policy) -> Schedule:
@@ -66,9 +66,15 @@ def list_schedule(step: StepGraph, policy: Policy) -> Schedule:
     """
     listed, arrays = _list_pieces(step, policy)
     run = list_schedule_reference if kernels is None else kernels.list_schedule
-    lanes = [listed[np.array(lane, np.int64)] for lane in run(**arrays, num_lanes=len(step.plan.lanes))]
-    assert sum(map(len, lanes)) == len(arrays["lanes"]), "the policy's orders contradict the dependencies"
-    return place_reductions(Schedule.of_numbers(step, lanes))
+    lane_starts, order = run(**arrays, num_lanes=len(step.plan.lanes))
+    assert len(order) == len(arrays["lanes"]), "the policy's orders contradict the dependencies"
+    return place_reductions(Schedule(step, lane_starts, listed[order], np.zeros(len(order), np.uint8)))
+
+
+def forwards_first(work: StepWork) -> Integers:
+    """Return the phases of a schedule whose lanes run all forwards before any backward, [num_computed]."""
+    phases: Integers = (work.kinds != _FORWARD).astype(np.int64)
+    return phases
 
 
 def split_all(step: StepGraph) -> StepGraph:
@@ -89,41 +95,41 @@ def place_reductions(schedule: Schedule) -> Schedule:
     Where lanes would wait for each other in a circle if a reduction blocked its lane, all reductions stand at the lanes' ends.
     O(actions + dependencies).
     """
-    work = schedule.work
-    lanes = [schedule.lane_pieces(lane) for lane in range(schedule.num_lanes)]
-    busy = frozenset(unit for unit, replicas in schedule.step.assignment.units.items() if any(replicas))
-    reductions = _reductions(work, schedule.num_lanes, busy)
-    if not any(reductions):
+    lanes, reductions = _reductions(schedule.work)
+    if not len(lanes):
         return schedule
-    early = [_with_early(work, lane, of_lane) for lane, of_lane in zip(lanes, reductions, strict=True)]
-    placed = Schedule.of_numbers(schedule.step, early)
+    placed = _with_reductions(schedule, lanes, reductions, behind=_early_slots(schedule, lanes, reductions))
     if not execute_lanes(placed).stuck:
         return placed
-    late = [np.concatenate((lane, np.array(of_lane, np.int64))) for lane, of_lane in zip(lanes, reductions, strict=True)]
-    return Schedule.of_numbers(schedule.step, late)
+    return _with_reductions(schedule, lanes, reductions, behind=schedule.lane_starts[lanes + 1] - 1)
 
 
-def _reductions(work: StepWork, num_lanes: int, busy: Set[str]) -> list[list[int]]:
-    """Return the reductions of every lane, in the order in which all lanes do them; busy: units with microbatches."""
-    position = {unit: (unit not in busy, -index) for index, unit in enumerate(work.graph.unit_names)}
-    of_lane: list[list[int]] = [[] for _ in range(num_lanes)]
-    reductions = ((work.computed[number], number) for number in np.flatnonzero(work.kinds == _REDUCTION).tolist())
-    for action, number in sorted(reductions, key=lambda found: (*position[found[0].unit], -found[0].stage, found[0].replica)):
-        for lane in work.plan.lanes_of_stage(*action[1:4]):
-            of_lane[lane].append(number)
-    return of_lane
+def _reductions(work: StepWork) -> tuple[Integers, Integers]:
+    """Return the lane and the piece of every reduction, lane after lane, in the order in which all lanes do them."""
+    pieces = np.flatnonzero(work.kinds == _REDUCTION)
+    stages = work.computed_stages[pieces]
+    is_idle = np.array([unit.placed.num_microbatches == 0 for unit in work.pieces.units.values()], bool)
+    units, indices = work.pieces.unit_of_stage[stages], work.pieces.index_of_stage[stages]
+    order = np.lexsort((work.replicas[pieces], -indices, -units, is_idle[units]))
+    starts, lanes = work.lanes_of(pieces[order])
+    by_lane = np.argsort(lanes, kind="stable")
+    return lanes[by_lane], pieces[order][row_numbers(starts)][by_lane]
 
 
-def _with_early(work: StepWork, lane: Integers, reductions: list[int]) -> Integers:
-    if not len(lane):
-        return np.array(reductions, np.int64)
-    stages = work.computed_stages[lane]
-    last = dict(zip(stages.tolist(), range(len(lane)), strict=True))
-    positions: list[int] = []
-    for reduction in reductions:
-        positions.append(max([*positions[-1:], last.get(int(work.computed_stages[reduction]), len(lane) - 1)]))
-    with_reductions: Integers = np.insert(lane, np.array(positions, np.int64) + 1, reductions)
-    return with_reductions
+def _early_slots(schedule: Schedule, lanes: Integers, reductions: Integers) -> Integers:
+    """Return the slots behind which reductions may stand: the stage's last in the lane, but none before an earlier reduction."""
+    work = schedule.work
+    last = np.full(work.num_stage_lanes, -1)
+    last[work.stage_lanes(work.computed_stages[schedule.pieces], schedule.lane_of_slot)] = np.arange(len(schedule.pieces))
+    own = last[work.stage_lanes(work.computed_stages[reductions], lanes)]
+    behind: Integers = np.maximum.accumulate(np.where(own < 0, schedule.lane_starts[lanes + 1] - 1, own))
+    return behind
+
+
+def _with_reductions(schedule: Schedule, lanes: Integers, reductions: Integers, *, behind: Integers) -> Schedule:
+    pieces = np.insert(schedule.pieces, behind + 1, reductions)
+    starts = schedule.lane_starts + row_starts(np.bincount(lanes, minlength=schedule.num_lanes))
+    return Schedule(schedule.step, starts, pieces, np.zeros(len(pieces), np.uint8))
 
 
 def _list_pieces(step: StepGraph, policy: Policy) -> tuple[Integers, dict[str, NDArray[Any]]]:
@@ -135,7 +141,6 @@ def _list_pieces(step: StepGraph, policy: Policy) -> tuple[Integers, dict[str, N
     lane_starts, lanes = work.lanes_of(listed)
     follower_starts, followers, release_starts, releases = _links(work, listed, flags, policy)
     groups, forward_limits, storage_limits, forward_floors = _groups(work, listed, policy)
-    actions = () if policy.phase is None else map(work.computed.__getitem__, listed.tolist())
     return listed, {
         "lane_starts": lane_starts,
         "lanes": lanes,
@@ -147,7 +152,7 @@ def _list_pieces(step: StepGraph, policy: Policy) -> tuple[Integers, dict[str, N
         "followers": followers,
         "release_starts": release_starts,
         "releases": releases,
-        "phases": np.array([policy.phase(action) for action in actions] if policy.phase else [], np.int64),
+        "phases": policy.phase(work)[listed] if policy.phase else np.zeros(0, np.int64),
         "forward_limits": forward_limits,
         "storage_limits": storage_limits,
         "forward_floors": forward_floors,
@@ -162,19 +167,18 @@ def _by_urgency(work: StepWork, chosen: Integers, policy: Policy) -> Integers:
     if policy.urgent:
         first = [work.computed_numbers[action] for action in policy.urgent if action in work.computed_numbers]
         urgency[np.isin(chosen, first)] = 0
-    ranks = [()] if policy.rank is None else [policy.rank(work.computed[number]) for number in chosen.tolist()]
-    places = {rank: place for place, rank in enumerate(sorted(set(ranks)))}
-    rank = np.broadcast_to(np.array([places[each] for each in ranks], np.int64), chosen.shape)
-    unit_position = {unit: index for index, unit in enumerate(work.graph.unit_names)}
-    keys = np.array([(-unit_position[unit], -stage) for unit, _, stage in work.stages], np.int64).reshape(-1, 2)
-    unit, stage = keys[work.computed_stages[chosen]].T
-    return np.lexsort((work.replicas[chosen], stage, work.microbatches[chosen], unit, rank, urgency))
+    ranks = [column[chosen] for column in policy.rank(work)][::-1] if policy.rank else []
+    stages = work.computed_stages[chosen]
+    unit, stage = -work.pieces.unit_of_stage[stages], -work.pieces.index_of_stage[stages]
+    return np.lexsort((work.replicas[chosen], stage, work.microbatches[chosen], unit, *ranks, urgency))
 
 
 def _flags(work: StepWork, listed: Integers) -> Bytes:
     kinds, places = work.kinds[listed], work.places[listed]
     is_forward, is_gradient, is_weight = kinds == _FORWARD, np.isin(kinds, _GRADIENTS), kinds == _WEIGHT_GRADIENT
-    has_gradient, has_weight = (np.isin(places, places[of_kind]) for of_kind in (is_gradient, is_weight))
+    has_gradient, has_weight = np.zeros((2, int(places.max(initial=0)) + 1), bool)
+    has_gradient[places[is_gradient]] = has_weight[places[is_weight]] = True
+    has_gradient, has_weight = has_gradient[places], has_weight[places]
     bits = (
         (is_forward, _IS_FORWARD),
         (is_gradient, _IS_GRADIENT),
@@ -197,19 +201,17 @@ def _links(work: StepWork, listed: Integers, flags: Bytes, policy: Policy) -> tu
     later = np.flatnonzero((flags & _IS_FORWARD > 0) & (work.microbatches[listed] > 0))
     firsts, thens = np.concatenate((needs, position[listed[later] - 1])), np.concatenate((owners, later))
     told = np.argsort(thens, kind="stable")
-    wanted = [list(map(work.computed_numbers.__getitem__, order)) for order in policy.orders]
-    ordered = position[np.array(list(chain.from_iterable(map(pairwise, wanted))), np.int64).reshape(-1, 2)]
-    assert (ordered >= 0).all() and (firsts >= 0).all(), "what is waited for is not scheduled"
-    firsts = np.concatenate((firsts[told], ordered[:, 0]))
-    thens = np.concatenate((thens[told], ordered[:, 1]))
+    ordered = (
+        [position[np.concatenate([each[part] for each in policy.orders])] for part in _NEIGHBORS] if policy.orders else ((), ())
+    )
+    assert all(map(np.all, (np.greater_equal(each, 0) for each in (*ordered, firsts)))), "what is waited for is not scheduled"
+    firsts = np.concatenate((firsts[told], ordered[0])).astype(np.int64)
+    thens = np.concatenate((thens[told], ordered[1])).astype(np.int64)
     is_released = (flags[needs] & _IS_FORWARD > 0) & ((flags[owners] & _IS_GRADIENT > 0) | (flags[needs] & _HAS_GRADIENT == 0))
-    return *_rows(firsts, thens, len(listed)), *_rows(owners[is_released], needs[is_released], len(listed))
+    return *group_rows(firsts, thens, len(listed)), *group_rows(owners[is_released], needs[is_released], len(listed))
 
 
-def _rows(owners: Integers, values: Integers, num_rows: int) -> tuple[Integers, Integers]:
-    """Group values by their owners, in the order in which they stand."""
-    starts = np.concatenate(([0], np.cumsum(np.bincount(owners, minlength=num_rows))))
-    return starts, values[np.argsort(owners, kind="stable")]
+_NEIGHBORS = slice(None, -1), slice(1, None)
 
 
 def _groups(work: StepWork, listed: Integers, policy: Policy) -> tuple[Integers, Integers, Integers, Integers]:

@@ -5,6 +5,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 
+from multimodal.values.arrays.rows import flat_rows
 from multimodal.values.step_work import Bytes, Integers
 
 _IS_FORWARD, _IS_GRADIENT, _IS_WEIGHT_GRADIENT, _HAS_GRADIENT, _HAS_WEIGHT_GRADIENT = 1, 2, 4, 8, 16
@@ -28,9 +29,9 @@ def list_schedule_reference(
     storage_limits: Integers,
     forward_floors: Integers,
     num_lanes: int,
-) -> list[list[int]]:
-    """Return the actions of every lane in order; they are numbered by urgency, the most urgent first."""
-    return _Run(
+) -> tuple[Integers, Integers]:
+    """Return the actions of every lane in order, as rows; they are numbered by urgency, the most urgent first."""
+    run = _Run(
         lanes=_rows(lane_starts, lanes),
         num_lanes=num_lanes,
         costs=costs.tolist(),
@@ -43,7 +44,8 @@ def list_schedule_reference(
         forward_limits=forward_limits.tolist(),
         storage_limits=storage_limits.tolist(),
         forward_floors=forward_floors.tolist(),
-    ).run()
+    )
+    return flat_rows(run.run())
 
 
 @dataclass

@@ -7,7 +7,7 @@ import numpy as np
 from multimodal.cost.step_costs import ComputeCost, TransferCost
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource
 from multimodal.values.step_graph import StepGraph
-from multimodal.values.step_work import Integers, step_work
+from multimodal.values.step_work import KINDS, Integers, step_work
 
 
 def unit_cost(action: Action, step: StepGraph) -> int:
@@ -31,9 +31,17 @@ def unit_cost(action: Action, step: StepGraph) -> int:
 def unit_costs(step: StepGraph) -> Integers:
     """Return `unit_cost` of every computation and collective, [num_computed]; `StepGraph.once` keeps it."""
     work = step_work(step)
-    _, first, block_of_piece = np.unique(work.blocks, return_index=True, return_inverse=True)
-    costs = np.array([unit_cost(work.computed[number], step) for number in first.tolist()], np.int64)
-    of_pieces: Integers = costs[block_of_piece.ravel()]
+    first = np.full(len(work.stages) * len(KINDS), -1)
+    first[work.blocks[::-1]] = np.arange(work.num_computed)[::-1]
+    costs = np.zeros(len(first), np.int64)
+    known: dict[tuple[object, ...], int] = {}
+    for block in np.flatnonzero(first >= 0).tolist():
+        action = work.action(int(first[block]))
+        like = action.kind, action.unit, action.stage, step.plan.virtual_stage(*action[1:4]).layers
+        if like not in known:
+            known[like] = unit_cost(action, step)
+        costs[block] = known[like]
+    of_pieces: Integers = costs[work.blocks]
     return of_pieces
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from multimodal.values.action import ACTION_TABLE, Action, Resource
 from multimodal.values.arrays.needs import piece_needs
 from multimodal.values.arrays.pieces import KIND_NUMBERS, KINDS, Bytes, Pieces
-from multimodal.values.arrays.rows import Integers, group_rows, row_starts, take_rows
+from multimodal.values.arrays.rows import Integers, group_rows, row_numbers, row_starts, take_rows
 from multimodal.values.dependencies import SENT_KINDS, message
 from multimodal.values.step_graph import StageKey, StepGraph
 
@@ -73,6 +73,21 @@ class StepWork:
         counts = np.concatenate([np.diff(table.lane_starts) for table in tables])
         return row_starts(counts), np.concatenate([table.lanes for table in tables])
 
+    @property
+    def num_stage_lanes(self) -> int:
+        """Number of pairs of a stage and one of its lanes."""
+        return len(self.lane_rows[1])
+
+    def stage_lanes(self, stages: Integers, lanes: Integers) -> Integers:
+        """Return a number of each pair of a stage and one of its lanes."""
+        starts, of_stages = self.lane_rows
+        if len(of_stages) == len(starts) - 1:
+            return stages
+        keys = row_numbers(starts) * (int(of_stages.max()) + 1) + of_stages
+        by_key = np.argsort(keys)
+        found: Integers = by_key[np.searchsorted(keys[by_key], stages * (int(of_stages.max()) + 1) + lanes)]
+        return found
+
     @cached_property
     def places(self) -> Integers:
         """[num_computed] a number of each piece's place, the same for all that is done with one microbatch there."""
@@ -80,7 +95,8 @@ class StepWork:
 
     def lanes_of(self, numbers: Integers) -> tuple[Integers, Integers]:
         """Return the lanes of the stage of each piece: starts, lanes."""
-        return take_rows(*self.lane_rows, self.stage_numbers[numbers])
+        is_computed = not len(numbers) or numbers.max() < self.num_computed
+        return take_rows(*self.lane_rows, (self.computed_stages if is_computed else self.stage_numbers)[numbers])
 
     def needs_in(self, *, lowered: bool) -> tuple[Integers, Integers]:
         """Return what each piece of a dialect needs: starts, numbers."""
@@ -143,7 +159,7 @@ class StepWork:
     @cached_property
     def _lowered_numbers(self) -> Mapping[Action, int]:
         messages = zip(self.actions[self.num_computed :], range(self.num_computed, len(self.actions)), strict=True)
-        return self.computed_numbers | dict(messages)
+        return {**self.computed_numbers, **dict(messages)}
 
     @cached_property
     def _lowered_needs(self) -> tuple[Integers, Integers]:

@@ -32,9 +32,9 @@ from multimodal.balance.placement import drop_idle_samples
 from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
 from multimodal.schedule.build_schedule import ScheduleCache
+from multimodal.values.arrays.length_arrays import LengthBatch
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import BraidError
-from multimodal.values.arrays.length_arrays import LengthBatch
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.step_graph import validate_assignment
 

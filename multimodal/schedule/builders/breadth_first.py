@@ -2,14 +2,18 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
-from multimodal.schedule.list_schedule import Policy, list_schedule
-from multimodal.values.action import Action, ActionKind
-from multimodal.values.assignment import Assignment, MicrobatchPlace
+import numpy as np
+
+from multimodal.schedule.list_schedule import Policy, forwards_first, list_schedule
+from multimodal.values.action import ActionKind
+from multimodal.values.arrays.rows import integers, row_starts
 from multimodal.values.plan import Replica
 from multimodal.values.schedule import Schedule
 from multimodal.values.step_graph import StageKey, StepGraph
+from multimodal.values.step_work import KIND_NUMBERS, Integers, StepWork
 
 
 def build_breadth_first(step: StepGraph) -> Schedule:
@@ -25,32 +29,26 @@ def build_breadth_first(step: StepGraph) -> Schedule:
     lane waits for the order's sake: where nothing of a round is ready, the next one begins. With P stages of v ranges and m >= P
     microbatches the bubble is (P - 1) / (v m) of the work, as of interleaved 1F1B. One unit without such ranges runs GPipe.
     """
-    order = _BreadthFirst(step)
-    return list_schedule(step, Policy(phase=_phase, rank=order.rank))
+    return list_schedule(step, Policy(phase=forwards_first, rank=partial(_rank, step=step)))
 
 
-def _phase(action: Action) -> int:
-    return 0 if action.kind is ActionKind.FORWARD else 1
-
-
-class _BreadthFirst:
-    """Ranks actions of one phase."""
-
-    def __init__(self, step: StepGraph) -> None:
-        self.rounds = pipeline_rounds(step)
-        self.served = served_microbatches(step)
-        self.position = {unit: index for index, unit in enumerate(step.graph.unit_names)}
-        self.backbone = self.position[step.graph.backbone.name]
-
-    def rank(self, action: Action) -> tuple[int, ...]:
-        """Order by most remaining rounds, then by the LLM's microbatch that the action serves, then by progress."""
-        first, last = self.served[MicrobatchPlace(action.unit, action.replica, action.microbatch)]
-        is_upstream = self.position[action.unit] < self.backbone
-        if action.kind is ActionKind.FORWARD:
-            rounds_to_come, served = self.rounds.after[action[1:4]], first if is_upstream else last
-            return (-rounds_to_come, served, -self.position[action.unit], -action.stage)
-        rounds_to_come, served = self.rounds.before[action[1:4]], last if is_upstream else first
-        return (-rounds_to_come, served, self.position[action.unit], action.stage)
+def _rank(work: StepWork, *, step: StepGraph) -> tuple[Integers, ...]:
+    """Order by most remaining rounds, then by the LLM's microbatch that the action serves, then by progress."""
+    rounds, (first, last) = pipeline_rounds(step), _served_by_piece(work, step)
+    unit = work.pieces.unit_of_stage[work.computed_stages]
+    stage = work.pieces.index_of_stage[work.computed_stages]
+    is_forward = work.kinds == KIND_NUMBERS[ActionKind.FORWARD]
+    is_upstream = unit < step.graph.unit_names.index(step.graph.backbone.name)
+    after, before = (
+        integers(of_stage[key] for key in work.stages)[work.computed_stages] for of_stage in (rounds.after, rounds.before)
+    )
+    progress = np.where(is_forward, -1, 1)
+    return (
+        -np.where(is_forward, after, before),
+        np.where(is_forward == is_upstream, first, last),
+        progress * unit,
+        progress * stage,
+    )
 
 
 _ReplicaKey = tuple[str, int]
@@ -119,11 +117,14 @@ class _Flows:
         self.plan = step.plan
         self.targets: dict[tuple[_ReplicaKey, str], set[_ReplicaKey]] = defaultdict(set)
         self.sources: dict[tuple[_ReplicaKey, str], set[_ReplicaKey]] = defaultdict(set)
-        for routes in step.routes.from_source.values():
-            for route in routes:
-                source, target = route.source[:2], route.target[:2]
-                self.targets[source, target[0]].add(target)
-                self.sources[target, source[0]].add(source)
+        for source, target in step.graph.edges:
+            placed = (step.assignment.placed[unit] for unit in (source, target))
+            ends = (
+                each.replica_of_microbatch[ends] for each, ends in zip(placed, step.routes.of_edge(source, target), strict=True)
+            )
+            for given, taken in np.unique(np.column_stack(tuple(ends)), axis=0).tolist():
+                self.targets[(source, given), target].add((target, taken))
+                self.sources[(target, taken), source].add((source, given))
 
     def is_joined(self, source: _ReplicaKey, target: _ReplicaKey) -> bool:
         """Return True if `target` begins on the lanes where `source` ends, and both route to no other replica of their units."""
@@ -132,31 +133,44 @@ class _Flows:
         return is_alone and self.plan.lanes_of_stage(*source, last) == self.plan.lanes_of_stage(*target, 0)
 
 
-Served = Mapping[MicrobatchPlace, tuple[int, int]]
-"""The first and the last of the LLM's microbatches, of any replica, that a microbatch is linked to."""
+def _served_by_piece(work: StepWork, step: StepGraph) -> tuple[Integers, Integers]:
+    """Return the first and the last of the LLM's microbatches that each piece's microbatch is linked to, [num_computed]."""
+    served = served_microbatches(step)
+    first = row_starts([len(served[unit][0]) for unit in step.graph.unit_names])
+    numbers = work.pieces.numbers_in_unit + first[work.pieces.unit_of_stage[work.computed_stages]]
+    numbers[work.microbatches < 0] = 0
+    ends = [np.concatenate([served[unit][end] for unit in step.graph.unit_names] + [integers((0,))]) for end in (0, 1)]
+    return ends[0][numbers], ends[1][numbers]
+
+
+Served = Mapping[str, tuple[Integers, Integers]]
+"""unit -> the first and the last of the LLM's microbatches, of any replica, that each of its microbatches is linked to."""
 
 
 def served_microbatches(step: StepGraph) -> Served:
     """Follow the routes from every unit to the LLM, or back to it; what no route leads to counts as its own number. O(routes)."""
-    graph, routes = step.graph, step.routes
-    backbone = graph.unit_names.index(graph.backbone.name)
-    served: dict[MicrobatchPlace, tuple[int, int]] = {}
-    for unit in graph.unit_names[backbone::-1]:
-        for place in _places(unit, step.assignment):
-            linked = [route.target for route in routes.from_source.get(place, ())] if unit != graph.backbone.name else []
-            served[place] = _span(place, [served[target] for target in linked if target in served])
-    for unit in graph.unit_names[backbone + 1 :]:
-        for place in _places(unit, step.assignment):
-            linked = [route.source for route in routes.to_target.get(place, ())]
-            served[place] = _span(place, [served[source] for source in linked if source in served])
+    graph, backbone = step.graph, step.graph.backbone.name
+    position = graph.unit_names.index(backbone)
+    served: dict[str, tuple[Integers, Integers]] = {}
+    for unit in graph.unit_names[position::-1]:
+        others = graph.downstream(unit) if unit != backbone else ()
+        served[unit] = _span(
+            step, unit, [(served[other], *step.routes.of_edge(unit, other)) for other in others if other in served]
+        )
+    for unit in graph.unit_names[position + 1 :]:
+        routes = [(served[other], *step.routes.of_edge(other, unit)[::-1]) for other in graph.upstream(unit)]
+        served[unit] = _span(step, unit, routes)
     return served
 
 
-def _places(unit: str, assignment: Assignment) -> list[MicrobatchPlace]:
-    replicas = enumerate(assignment.units[unit])
-    return [MicrobatchPlace(unit, replica, index) for replica, microbatches in replicas for index in range(len(microbatches))]
+_Linked = tuple[tuple[Integers, Integers], Integers, Integers]
+"""The span of another unit's microbatches, and the ends of routes: this unit's and the other's."""
 
 
-def _span(place: MicrobatchPlace, linked: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    firsts, lasts = [first for first, _ in linked], [last for _, last in linked]
-    return min(firsts, default=place.microbatch), max(lasts, default=place.microbatch)
+def _span(step: StepGraph, unit: str, linked: Sequence[_Linked]) -> tuple[Integers, Integers]:
+    own = step.assignment.placed[unit].index_in_replica
+    firsts, lasts = np.full(len(own), np.iinfo(np.int64).max), np.full(len(own), -1)
+    for (first, last), here, there in linked:
+        np.minimum.at(firsts, here, first[there])
+        np.maximum.at(lasts, here, last[there])
+    return np.where(lasts < 0, own, firsts), np.where(lasts < 0, own, lasts)

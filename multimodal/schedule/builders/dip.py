@@ -1,15 +1,21 @@
 """DIP: colocated units one after another: encoder forwards, then the LLM, then encoder backwards (Entrain, figure 4.2c)."""
 
-from collections.abc import Callable, Mapping
+from functools import partial
+
+import numpy as np
 
 from multimodal.schedule.builders.one_f_one_b import forward_floors, forward_limits
 from multimodal.schedule.list_schedule import Policy, list_schedule
-from multimodal.values.action import Action, ActionKind
-from multimodal.values.assignment import MicrobatchPlace
+from multimodal.values.action import ActionKind
+from multimodal.values.arrays.placed_atoms import PlacedAtoms
+from multimodal.values.arrays.routes import Routes
+from multimodal.values.arrays.rows import row_starts
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule
 from multimodal.values.step_graph import StepGraph
+from multimodal.values.step_work import KIND_NUMBERS, Integers, StepWork
 
+_FORWARD = KIND_NUMBERS[ActionKind.FORWARD]
 PHASES = 3
 """Phases of a round: encoder forwards; the LLM and the generators; encoder backwards."""
 
@@ -30,45 +36,56 @@ def build_dip(step: StepGraph, *, num_rounds: int = 1) -> Schedule:
     encoders = frozenset(unit.name for unit in step.graph.encoders)
     limits = forward_limits(step)
     limits = {stage: limit for stage, limit in limits.items() if stage[0] not in encoders}
-    phase = _phases(step, num_rounds=num_rounds)
+    phase = partial(_phases, routes=step.routes, num_rounds=num_rounds)
     return list_schedule(step, Policy(forward_limits=limits, forward_floors=forward_floors(step.plan, limits), phase=phase))
 
 
-def _phases(step: StepGraph, *, num_rounds: int) -> Callable[[Action], int]:
-    """Return the phase of every computation.
+def _phases(work: StepWork, *, routes: Routes, num_rounds: int) -> Integers:
+    """Return the phase of every computation, [num_computed].
 
     Microbatch k of the LLM belongs to round floor(k rounds / K) with K the most of any replica. Units upstream run forwards in
     the first round, and backwards in the last one, that they have a part in; units downstream once their sources are there.
     """
-    graph, routes, places = step.graph, step.routes, step.microbatches
-    count = max(map(len, step.assignment.units[graph.backbone.name]), default=1)
-    forward: dict[MicrobatchPlace, int] = {}
-    backward: dict[MicrobatchPlace, int] = {}
-    own = {place: PHASES * (place.microbatch * num_rounds // count) + 1 for place in places if place.unit == graph.backbone.name}
-    sources: Mapping[MicrobatchPlace, list[MicrobatchPlace]] = {place: [] for place in places}
-    targets: Mapping[MicrobatchPlace, list[MicrobatchPlace]] = {place: [] for place in places}
-    for place in places:
-        for route in routes.from_source.get(place, ()):
-            targets[place].append(route.target)
-            sources[route.target].append(place)
-    encoders = {unit.name for unit in graph.encoders}
-    for place in places:  # upstream units stand first; a unit's forwards go in the order of its microbatches
-        if place.unit not in encoders:
-            before = (place._replace(microbatch=place.microbatch - 1),) if place.microbatch else ()
-            earlier = (*before, *(source for source in sources[place] if source in own))
-            forward[place] = max([own.get(place, 1), *(forward[each] for each in earlier)])
-    for place in reversed(places):
-        if place.unit not in encoders:
-            backward[place] = max([forward[place], *(backward[target] for target in targets[place])])
+    graph, units = work.graph, work.pieces.units
+    encoders, backbone = {unit.name for unit in graph.encoders}, graph.backbone.name
+    of_llm = units[backbone].placed
+    count = int(of_llm.counts.max(initial=1))
+    own = PHASES * (of_llm.index_in_replica * num_rounds // count) + 1
+    forward: dict[str, Integers] = {}
+    backward: dict[str, Integers] = {}
+    others = [unit for unit in graph.unit_names if unit not in encoders]
+    for unit in others:  # upstream units stand first; a unit's forwards go in the order of its microbatches
+        phases = own.copy() if unit == backbone else np.ones(units[unit].placed.num_microbatches, np.int64)
+        if unit != backbone:
+            given, taken = routes.of_edge(backbone, unit)
+            np.maximum.at(phases, taken, forward[backbone][given])
+        forward[unit] = _rising(phases, units[unit].placed)
+    for unit in reversed(others):
+        backward[unit] = forward[unit].copy()
+        for target in graph.downstream(unit):
+            given, taken = routes.of_edge(unit, target)
+            np.maximum.at(backward[unit], given, backward[target][taken])
     last = PHASES * num_rounds - 1
-    for place in reversed(places):
-        if place.unit in encoders:
-            after = forward.get(place._replace(microbatch=place.microbatch + 1), last)
-            forward[place] = min([after, *(forward[target] - 1 for target in targets[place])])
-            backward[place] = max((backward[target] for target in targets[place]), default=last - 1) + 1
+    for unit in (unit for unit in reversed(graph.unit_names) if unit in encoders):
+        num_microbatches = units[unit].placed.num_microbatches
+        before, after = np.full(num_microbatches, last), np.full(num_microbatches, -1)
+        for target in graph.downstream(unit):
+            given, taken = routes.of_edge(unit, target)
+            np.minimum.at(before, given, forward[target][taken] - 1)
+            np.maximum.at(after, given, backward[target][taken])
+        forward[unit] = -_rising(-before[::-1], units[unit].placed, is_reversed=True)[::-1]
+        backward[unit] = np.where(after < 0, last - 1, after) + 1
+    first = row_starts([units[unit].placed.num_microbatches for unit in graph.unit_names])
+    numbers = work.pieces.numbers_in_unit + first[work.pieces.unit_of_stage[work.computed_stages]]
+    numbers[work.microbatches < 0] = 0
+    phases_of = [np.concatenate([of_unit[unit] for unit in graph.unit_names] + [[0]]) for of_unit in (forward, backward)]
+    phases: Integers = np.where(work.kinds == _FORWARD, phases_of[0][numbers], phases_of[1][numbers]).astype(np.int64)
+    return phases
 
-    def phase(action: Action) -> int:
-        phases = forward if action.kind is ActionKind.FORWARD else backward
-        return phases[MicrobatchPlace(action.unit, action.replica, action.microbatch)]
 
-    return phase
+def _rising(phases: Integers, placed: PlacedAtoms, *, is_reversed: bool = False) -> Integers:
+    """Return the largest phase so far of each replica's microbatches; is_reversed: they come from the last to the first."""
+    replicas = placed.replica_of_microbatch
+    apart = (placed.num_replicas - replicas[::-1] if is_reversed else replicas) * (1 + 2 * int(np.abs(phases).max(initial=0)))
+    rising: Integers = np.maximum.accumulate(phases + apart) - apart
+    return rising

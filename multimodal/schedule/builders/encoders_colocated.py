@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from multimodal.schedule.builders.one_f_one_b import forward_floors, forward_limits
 from multimodal.schedule.list_schedule import Policy, list_schedule
 from multimodal.values.action import Action, ActionKind
+from multimodal.values.arrays.rows import integers
 from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.errors import ScheduleError
 from multimodal.values.plan import Plan
@@ -27,20 +28,22 @@ def build_encoders_colocated(step: StepGraph) -> Schedule:
     """
     encoders = [unit.name for unit in step.graph.encoders]
     _check_layout(encoders, step.plan)
-    existing = frozenset(step_work(step).computed)
+    work = step_work(step)
+    existing = frozenset(work.computed)
     chains = [
         [fused for fused in chain if fused]
         for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
         for chain in _chains(kind, encoders, step, existing)
     ]
+    orders = (
+        *(tuple(action for fused in chain for action in fused) for chain in chains),
+        *_orders_of_consumers(chains, step, existing),
+    )
     limits = forward_limits(step)
     policy = Policy(
         forward_limits=limits,
         forward_floors=forward_floors(step.plan, limits),
-        orders=[
-            *(tuple(action for fused in chain for action in fused) for chain in chains),
-            *_orders_of_consumers(chains, step, existing),
-        ],
+        orders=[integers(map(work.computed_numbers.__getitem__, order)) for order in orders],
         urgent=frozenset(action for chain in chains for fused in chain for action in fused[1:]),
     )
     return list_schedule(step, policy)

@@ -1,7 +1,6 @@
 """GPipe: every lane runs all its forwards, then all its backwards."""
 
-from multimodal.schedule.list_schedule import Policy, list_schedule
-from multimodal.values.action import Action, ActionKind
+from multimodal.schedule.list_schedule import Policy, forwards_first, list_schedule
 from multimodal.values.schedule import Schedule
 from multimodal.values.step_graph import StepGraph
 
@@ -12,8 +11,4 @@ def build_gpipe(step: StepGraph) -> Schedule:
     The simplest schedule and the baseline of all: it keeps the activations of every microbatch at once.
     `StepGraph.forward_only` leaves backwards and reductions out (evaluation).
     """
-    return list_schedule(step, Policy(phase=_phase))
-
-
-def _phase(action: Action) -> int:
-    return 0 if action.kind is ActionKind.FORWARD else 1
+    return list_schedule(step, Policy(phase=forwards_first))

@@ -2,12 +2,15 @@
 
 import itertools
 from collections.abc import Iterator
+from functools import lru_cache
+from itertools import takewhile
 
 from multimodal.schedule.builders.interleaved_chain import chain_actions, chain_of_replica, dealt_positions
 from multimodal.schedule.builders.one_f_one_b import forward_floors, microbatch_spans
-from multimodal.schedule.builders.unit_order import Step, chunk_stages, num_chunks, ordered_actions
+from multimodal.schedule.builders.unit_order import Order, Step, chunk_stages, num_chunks, order_of, ordered_pieces
 from multimodal.schedule.list_schedule import Policy, list_schedule
-from multimodal.values.action import Action, ActionKind
+from multimodal.values.action import ActionKind
+from multimodal.values.arrays.rows import Integers, integers
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, UnitPlan
 from multimodal.values.schedule import Schedule
@@ -28,12 +31,11 @@ def build_interleaved_1f1b(step: StepGraph) -> Schedule:
     layers in turn (Megatron-LM balanced), the chain runs Megatron's order as if it were one unit.
     """
     graph, plan = step.graph, step.plan
-    existing = frozenset(step_work(step).computed)
-    if orders := list(_chain_orders(step, existing)):
+    if orders := list(_chain_orders(step)):
         return list_schedule(step, Policy(orders=orders))
     interleaved = {unit: is_interleaved(plan.units[unit]) for unit in graph.unit_names}
     depths = {
-        unit: _depth(plan.units[unit], max(map(len, step.assignment.units[unit])))
+        unit: _depth(plan.units[unit], int(step.assignment.placed[unit].counts.max()))
         if interleaved[unit]
         else plan.units[unit].num_virtual_stages
         for unit in interleaved
@@ -44,7 +46,7 @@ def build_interleaved_1f1b(step: StepGraph) -> Schedule:
     groups: dict[StageKey, StageKey] = {}
     for unit in (unit for unit in interleaved if interleaved[unit]):
         _limit_stages(unit, step, spans, limits, groups)
-    orders = [order for unit in interleaved if interleaved[unit] for order in _orders(unit, step, existing)]
+    orders = [order for unit in interleaved if interleaved[unit] for order in _orders(unit, step)]
     policy = Policy(forward_limits=limits, forward_floors=forward_floors(step.plan, limits), group_of=groups, orders=orders)
     return list_schedule(step, policy)
 
@@ -121,8 +123,8 @@ def _limit_stages(
     """
     unit = step.plan.units[name]
     for replica, each in enumerate(unit.replicas):
-        for stage_index in range(len(each.stages)):
-            stages = [(name, replica, stage) for stage in chunk_stages(unit, replica, stage_index)]
+        for stage_index, held in enumerate(chunk_stages(each)):
+            stages = [(name, replica, stage) for stage in held]
             stages = [stage for stage in stages if step.backward_need(*stage).has_backward]
             if len(stages) < 2:
                 continue
@@ -132,29 +134,36 @@ def _limit_stages(
             groups.update(dict.fromkeys(stages, stages[0]))
 
 
-def _orders(name: str, step: StepGraph, existing: frozenset[Action]) -> Iterator[tuple[Action, ...]]:
-    unit = step.plan.units[name]
+def _orders(name: str, step: StepGraph) -> Iterator[Integers]:
+    unit, work = step.plan.units[name], step_work(step)
+    chunks, is_exact = num_chunks(unit), not step.forward_only and not step.graph.downstream(name)
     for replica, each in enumerate(unit.replicas):
-        num_microbatches = step.num_microbatches(name, replica)
-        shape = {"num_stages": len(each.stages), "chunks": num_chunks(unit), "num_microbatches": num_microbatches}
-        is_exact = not step.forward_only and not step.graph.downstream(name)
-        for stage_index in range(len(each.stages)):
-            steps = interleaved_order(stage_index, **shape)
-            wanted = [steps] if is_exact else [[step for step in steps if step.kind is kind] for kind in _KINDS]
-            for order in wanted:
-                yield ordered_actions(order, unit, name=name, replica=replica, stage_index=stage_index, existing=existing)
+        shape = (len(each.stages), chunks, step.num_microbatches(name, replica))
+        for stage_index, stages in enumerate(chunk_stages(each)):
+            for order in _orders_of_stage(stage_index, *shape, is_exact):
+                yield ordered_pieces(order, work, name=name, replica=replica, stages=stages)
 
 
-def _chain_orders(step: StepGraph, existing: frozenset[Action]) -> Iterator[tuple[Action, ...]]:
+@lru_cache(maxsize=256)
+def _orders_of_stage(stage_index: int, num_stages: int, chunks: int, num_microbatches: int, is_exact: bool) -> tuple[Order, ...]:
+    """Return the order of one stage, or those of its forwards and of its backwards."""
+    steps = interleaved_order(stage_index, num_stages=num_stages, chunks=chunks, num_microbatches=num_microbatches)
+    wanted = [steps] if is_exact else [[step for step in steps if step.kind is kind] for kind in _KINDS]
+    return tuple(map(order_of, wanted))
+
+
+def _chain_orders(step: StepGraph) -> Iterator[Integers]:
     """The order of every lane where all units form one interleaved chain of several units; else nothing."""
     graph, plan = step.graph, step.plan
-    busy = [unit for unit in graph.unit_names if any(step.assignment.units[unit])]
+    busy = [unit for unit in graph.unit_names if step.assignment.placed[unit].num_microbatches]
     sizes = {plan.units[unit].data_parallel_size for unit in busy}
     if len(graph.units) == 1 or len(sizes) != 1:
         return
-    chains = [chain_of_replica(step, replica) for replica in range(sizes.pop())]
-    if any(chain is None for chain in chains):
+    replicas = range(sizes.pop())
+    chains = list(takewhile(bool, (chain_of_replica(step, replica) for replica in replicas)))
+    if len(chains) < len(replicas):
         return
+    numbers = step_work(step).computed_numbers
     for replica, positions in enumerate(chain for chain in chains if chain is not None):
         num_lanes = len({plan.lanes_of_stage(unit, replica, stage) for position in positions for unit, stage in position})
         shape = {"num_stages": num_lanes, "chunks": len(positions) // num_lanes}
@@ -162,7 +171,7 @@ def _chain_orders(step: StepGraph, existing: frozenset[Action]) -> Iterator[tupl
         for lane in range(num_lanes):
             steps = interleaved_order(lane, **shape, num_microbatches=num_microbatches)
             actions = chain_actions(steps, positions, replica=replica, lane=lane, num_lanes=num_lanes)
-            yield tuple(action for action in actions if action in existing)
+            yield integers(numbers[action] for action in actions if action in numbers)
 
 
 _KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD)

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from multimodal.schedule.builders.unit_order import Step
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.plan import Plan
@@ -62,5 +64,14 @@ def chain_actions(
 def _is_coupled(step: StepGraph, units: Sequence[str], replica: int) -> bool:
     """Return True if microbatch k of every unit needs microbatch k of the others, and nothing else."""
     counts = {step.num_microbatches(unit, replica) for unit in units}
-    routes = (route for group in step.routes.from_source.values() for route in group)
-    return len(counts) == 1 and all(route.source[1:] == route.target[1:] for route in routes)
+    return len(counts) == 1 and all(_is_straight(step, *edge) for edge in step.graph.edges)
+
+
+def _is_straight(step: StepGraph, source: str, target: str) -> bool:
+    """Return True if microbatches of one unit lead to those of the same number of another only."""
+    ends = step.routes.of_edge(source, target)
+    places = [step.assignment.placed[unit] for unit in (source, target)]
+    return all(
+        np.array_equal(*(getattr(placed, name)[end] for placed, end in zip(places, ends, strict=True)))
+        for name in ("replica_of_microbatch", "index_in_replica")
+    )

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from multimodal.schedule.list_schedule import Policy, list_schedule
-from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Schedule
 from multimodal.values.step_graph import StageKey, StepGraph
@@ -55,34 +56,36 @@ def microbatch_spans(step: StepGraph, *, depths: Mapping[str, int]) -> dict[Stag
     for unit in reversed(step.graph.unit_names):
         targets = step.graph.downstream(unit)
         target_depth = max((depths[target] + spans[target, 0, 0] for target in targets), default=0)
-        for replica in range(step.plan.units[unit].data_parallel_size):
-            of_depth = {depth: _span(step, unit, replica, depth) for depth in {1, target_depth}} if targets else {}
-            for stage in range(step.plan.units[unit].num_virtual_stages):
+        wanted = {1, target_depth} if targets else set()
+        of_depths = {depth: _spans(step, unit, depth) for depth in wanted}
+        none = [0] * step.plan.units[unit].data_parallel_size
+        for stage in range(step.plan.units[unit].num_virtual_stages):
+            for replica in range(len(none)):
                 keeps = step.backward_need(unit, replica, stage).has_backward
-                spans[unit, replica, stage] = of_depth.get(target_depth if keeps else 1, 0)
+                spans[unit, replica, stage] = of_depths.get(target_depth if keeps else 1, none)[replica]
     return spans
 
 
-def _span(step: StepGraph, unit: str, replica: int, depth: int) -> int:
-    """Return the most microbatches of an encoder replica that any `depth` consecutive microbatches of the LLM span.
+def _spans(step: StepGraph, unit: str, depth: int) -> list[int]:
+    """Return the most microbatches of each encoder replica that any `depth` consecutive microbatches of the LLM span.
 
-    While the LLM's replicas work on microbatches k .. k + depth - 1, this replica must have run (in order) every microbatch up
+    While the LLM's replicas work on microbatches k .. k + depth - 1, a replica must have run (in order) every microbatch up
     to the last one that those need, and can have given back those whose last consumer comes before k.
     """
-    consumers = [
-        [route.target.microbatch for route in step.routes.from_source.get(MicrobatchPlace(unit, replica, microbatch), ())]
-        for microbatch in range(step.num_microbatches(unit, replica))
-    ]
-    num_steps = max((max(steps) for steps in consumers if steps), default=-1) + 1
-    last_needed_at, num_done_at = [0] * (num_steps + 1), [0] * (num_steps + 1)
-    for microbatch, steps in enumerate(consumers):
-        if steps:
-            last_needed_at[min(steps)] = microbatch + 1
-            num_done_at[max(steps)] += 1
-    span, num_done = 0, 0
-    num_started = max(last_needed_at[: depth - 1], default=0)
-    for index in range(num_steps):
-        num_started = max(num_started, last_needed_at[min(index + depth - 1, num_steps)])
-        span = max(span, num_started - num_done)
-        num_done += num_done_at[index]
-    return span
+    placed = step.assignment.placed[unit]
+    firsts, lasts = np.full(placed.num_microbatches, np.iinfo(np.int64).max), np.full(placed.num_microbatches, -1)
+    for target in step.graph.downstream(unit):
+        given, taken = step.routes.of_edge(unit, target)
+        steps = step.assignment.placed[target].index_in_replica[taken]
+        np.minimum.at(firsts, given, steps)
+        np.maximum.at(lasts, given, steps)
+    is_needed = lasts >= 0
+    replicas, num_steps = placed.replica_of_microbatch[is_needed], int(lasts.max(initial=-1)) + 1
+    last_needed_at, num_done_at = np.zeros((2, placed.num_replicas, num_steps + 1), np.int64)
+    np.maximum.at(last_needed_at, (replicas, firsts[is_needed]), placed.index_in_replica[is_needed] + 1)
+    np.add.at(num_done_at, (replicas, lasts[is_needed]), 1)
+    ahead = np.minimum(np.arange(num_steps) + depth - 1, num_steps)
+    num_started = np.maximum.accumulate(last_needed_at, axis=1)[:, ahead]
+    num_done = np.cumsum(num_done_at, axis=1)[:, :num_steps] - num_done_at[:, :num_steps]
+    found: list[int] = (num_started - num_done).max(axis=1, initial=0).tolist()
+    return found

@@ -1,10 +1,13 @@
 """The order of a unit's actions in each of its stages, from a closed form over chunks and microbatches."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from multimodal.values.action import Action, ActionKind
-from multimodal.values.plan import UnitPlan
+import numpy as np
+
+from multimodal.values.action import ActionKind
+from multimodal.values.plan import Replica, UnitPlan
+from multimodal.values.step_work import KIND_NUMBERS, Integers, StepWork
 
 
 class Step(NamedTuple):
@@ -16,21 +19,38 @@ class Step(NamedTuple):
     microbatch: int
 
 
+class Order(NamedTuple):
+    """Steps as columns."""
+
+    kinds: Integers
+    """`KIND_NUMBERS`."""
+    chunks: Integers
+    microbatches: Integers
+
+
+def order_of(steps: Iterable[Step]) -> Order:
+    """Return steps as columns."""
+    rows = np.array([(KIND_NUMBERS[step.kind], step.chunk, step.microbatch) for step in steps], np.int64).reshape(-1, 3)
+    return Order(*rows.T)
+
+
 def num_chunks(unit: UnitPlan) -> int:
     """Layer ranges per stage, where all stages have equally many; else 0."""
     counts = {len(stage.layer_ranges) for replica in unit.replicas for stage in replica.stages}
     return counts.pop() if len(counts) == 1 else 0
 
 
-def chunk_stages(unit: UnitPlan, replica: int, stage_index: int) -> tuple[int, ...]:
-    """The virtual stages that one physical stage holds, upstream first."""
-    return tuple(each.index for each in unit.replicas[replica].virtual_stages if each.stage_index == stage_index)
+def chunk_stages(replica: Replica) -> tuple[tuple[int, ...], ...]:
+    """The virtual stages that each physical stage holds, upstream first."""
+    held: list[list[int]] = [[] for _ in replica.stages]
+    for stage in replica.virtual_stages:
+        held[stage.stage_index].append(stage.index)
+    return tuple(map(tuple, held))
 
 
-def ordered_actions(
-    steps: Iterable[Step], unit: UnitPlan, *, name: str, replica: int, stage_index: int, existing: frozenset[Action]
-) -> tuple[Action, ...]:
-    """Turn the steps of a physical stage into actions; what the stage does not have (frozen parts) is left out."""
-    stages = chunk_stages(unit, replica, stage_index)
-    actions = (Action(step.kind, name, replica, stages[step.chunk], step.microbatch) for step in steps)
-    return tuple(action for action in actions if action in existing)
+def ordered_pieces(order: Order, work: StepWork, *, name: str, replica: int, stages: Sequence[int]) -> Integers:
+    """Return the pieces of a physical stage's order; what the stage does not have (frozen parts) is left out.
+
+    stages: the virtual stages that it holds, by chunk.
+    """
+    return work.pieces.find(order.kinds, name, replica, np.array(stages)[order.chunks], order.microbatches)

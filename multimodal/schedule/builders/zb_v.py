@@ -1,17 +1,18 @@
 """ZB-V: no bubble when forward and both halves of the backward take equally long, on V-shaped stages (Qi et al., section 6)."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from multimodal.schedule.builders.one_f_one_b import forward_floors, microbatch_spans
-from multimodal.schedule.builders.unit_order import Step, chunk_stages, num_chunks, ordered_actions
+from multimodal.schedule.builders.unit_order import Order, Step, chunk_stages, num_chunks, order_of, ordered_pieces
 from multimodal.schedule.builders.zb_h1 import storage_limits
 from multimodal.schedule.list_schedule import Policy, list_schedule, split_all
-from multimodal.values.action import Action, ActionKind
+from multimodal.values.action import ActionKind
 from multimodal.values.errors import ScheduleError
 from multimodal.values.plan import UnitPlan
 from multimodal.values.schedule import Schedule
 from multimodal.values.step_graph import StageKey, StepGraph
-from multimodal.values.step_work import step_work
+from multimodal.values.step_work import Integers, StepWork, step_work
 
 
 def build_zb_v(step: StepGraph) -> Schedule:
@@ -43,14 +44,13 @@ def build_zb_v(step: StepGraph) -> Schedule:
     for unit in shaped:
         _share_memory(unit, step, spans, limits, storage, groups)
     split = split_all(step)
-    existing = frozenset(step_work(split).computed)
     policy = Policy(
         forward_limits=limits,
         forward_floors=forward_floors(step.plan, limits),
         storage_limits=storage,
         group_of=groups,
         forwards_go_first=True,
-        orders=[order for unit in shaped if not graph.downstream(unit) for order in _orders(unit, split, existing)],
+        orders=[order for unit in shaped if not graph.downstream(unit) for order in _orders(unit, step_work(split))],
     )
     return list_schedule(split, policy)
 
@@ -113,17 +113,22 @@ def _share_memory(
     """
     unit = step.plan.units[name]
     for replica, each in enumerate(unit.replicas):
-        for stage_index in range(len(each.stages)):
-            stages = [(name, replica, stage) for stage in chunk_stages(unit, replica, stage_index)]
+        for held in chunk_stages(each):
+            stages = [(name, replica, stage) for stage in held]
             if not all(step.backward_need(*stage).has_backward for stage in stages):
                 continue
             limits[stages[0]] = storage[stages[0]] = 2 * len(each.stages) + sum(spans[stage] for stage in stages)
             groups.update(dict.fromkeys(stages, stages[0]))
 
 
-def _orders(name: str, step: StepGraph, existing: frozenset[Action]) -> Iterator[tuple[Action, ...]]:
-    unit = step.plan.units[name]
-    for replica, each in enumerate(unit.replicas):
-        for stage_index in range(len(each.stages)):
-            steps = zb_v_order(stage_index, num_stages=len(each.stages), num_microbatches=step.num_microbatches(name, replica))
-            yield ordered_actions(steps, unit, name=name, replica=replica, stage_index=stage_index, existing=existing)
+def _orders(name: str, work: StepWork) -> Iterator[Integers]:
+    unit, counts = work.plan.units[name], work.pieces.units[name].placed.counts.tolist()
+    for replica, (each, num_microbatches) in enumerate(zip(unit.replicas, counts, strict=True)):
+        for stage_index, stages in enumerate(chunk_stages(each)):
+            order = _order_of_stage(stage_index, len(each.stages), num_microbatches)
+            yield ordered_pieces(order, work, name=name, replica=replica, stages=stages)
+
+
+@lru_cache(maxsize=256)
+def _order_of_stage(stage_index: int, num_stages: int, num_microbatches: int) -> Order:
+    return order_of(zb_v_order(stage_index, num_stages=num_stages, num_microbatches=num_microbatches))

@@ -10,6 +10,7 @@ import numpy as np
 from multimodal.kernels import kernels
 from multimodal.schedule.execute_lanes import Execution, execute_lanes
 from multimodal.values.action import Resource
+from multimodal.values.arrays.rows import flat_rows
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule, show_slots
 from multimodal.values.step_work import RESOURCE_NUMBERS, Bytes, Integers
@@ -42,7 +43,7 @@ def insert_communication(schedule: Schedule) -> Schedule:
     messages = messages[np.lexsort((starts[consumers[messages]], starts[producers[messages]]))]
     source_starts, source_lanes = work.lanes_of(producers[messages])
     run = lower_lanes_reference if kernels is None else kernels.lower_lanes
-    rows = run(
+    lane_starts, slots = run(
         lane_starts=schedule.lane_starts,
         lane_actions=schedule.pieces,
         producers=producers[messages],
@@ -51,16 +52,12 @@ def insert_communication(schedule: Schedule) -> Schedule:
         source_lanes=source_lanes,
         num_actions=work.num_computed,
     )
-    lanes, modes = [], []
-    for lane, row in enumerate(rows):
-        pieces, kinds = np.divmod(np.array(row, np.int64), 3)  # 3 a: computation a; 3 m + 1, 3 m + 2: message m
-        is_message = kinds > 0
-        pieces[is_message] = work.num_computed - 1 + kinds[is_message] + 2 * messages[pieces[is_message]]
-        lanes.append(pieces)
-        of_slots: Bytes = np.zeros(len(pieces), np.uint8)
-        of_slots[~is_message] = schedule.modes[schedule.lane_starts[lane] : schedule.lane_starts[lane + 1]]
-        modes.append(of_slots)
-    return Schedule.of_numbers(schedule.step, lanes, modes, lowered=True)
+    pieces, kinds = np.divmod(slots, 3)  # 3 a: computation a; 3 m + 1, 3 m + 2: message m
+    is_message = kinds > 0
+    pieces[is_message] = work.num_computed - 1 + kinds[is_message] + 2 * messages[pieces[is_message]]
+    modes: Bytes = np.zeros(len(pieces), np.uint8)
+    modes[~is_message] = schedule.modes
+    return Schedule(schedule.step, lane_starts, pieces, modes, lowered=True)
 
 
 def _in_order_of_start(execution: Execution) -> Integers:
@@ -81,8 +78,11 @@ def lower_lanes_reference(
     source_starts: Integers,
     source_lanes: Integers,
     num_actions: int,
-) -> list[list[int]]:
-    """Do in Python what csrc/lower_lanes.h describes: computation a is 3 a, message m is sent by 3 m + 1, received by 3 m + 2."""
+) -> tuple[Integers, Integers]:
+    """Do in Python what csrc/lower_lanes.h describes: computation a is 3 a, message m is sent by 3 m + 1, received by 3 m + 2.
+
+    Returns the slots of each lane as rows.
+    """
     sources = [source_lanes[first:last].tolist() for first, last in pairwise(source_starts.tolist())]
     sends: list[list[int]] = [[] for _ in range(num_actions)]
     receives: list[list[int]] = [[] for _ in range(num_actions)]
@@ -97,7 +97,7 @@ def lower_lanes_reference(
         for action in actions:
             lowered[-1] += [3 * message + 2 for message in pending.take(receives[action])]
             lowered[-1] += [3 * action, *(3 * message + 1 for message in sends[action])]
-    return lowered
+    return flat_rows(lowered)
 
 
 class _PendingReceives:

@@ -149,12 +149,14 @@ class Pieces:
         self.stages: Integers = np.repeat(np.arange(first_stage), np.concatenate(sizes))
         """[num_pieces]"""
         self.replica_of_stage: Integers = np.concatenate([np.tile(np.arange(u.sizes.shape[1]), len(u.sizes)) for u in grids])
+        self.index_of_stage: Integers = np.concatenate([np.repeat(np.arange(len(u.sizes)), u.sizes.shape[1]) for u in grids])
+        """[num_stages] virtual stage."""
         self.kinds: Bytes = np.full(first_piece, _WEIGHT_GRADIENT, np.uint8)
         self.microbatches: Integers = np.full(first_piece, -1)
         self.parts: Integers = np.full(first_piece, _WHOLE)
         """[num_pieces] sample subsets of backwards, parts of reductions."""
-        for unit in grids:
-            self._fill(unit)
+        for each in grids:
+            self._fill(each)
 
     def _fill(self, unit: UnitPieces) -> None:
         index = unit.placed.index_in_replica
@@ -172,6 +174,24 @@ class Pieces:
             for part in range(int(unit.num_reductions[stage])):
                 self.kinds[first + unit.num_gathers + part] = _REDUCTION
                 self.parts[first + unit.num_gathers + part] = part
+
+    @cached_property
+    def numbers_in_unit(self) -> Integers:
+        """[num_pieces] the number of each piece's microbatch among its unit's; of collectives, of no use."""
+        before = [np.tile(unit.placed.microbatch_starts[:-1], len(unit.sizes)) for unit in self.units.values()]
+        found: Integers = np.concatenate(before)[self.stages] + self.microbatches
+        return found
+
+    def find(self, kinds: Integers, unit: str, replica: int, stages: Integers, microbatches: Integers) -> Integers:
+        """Return the pieces of whole microbatches of one replica, in the given order; those that do not exist are left out."""
+        grid = self.units[unit]
+        numbers = microbatches + grid.placed.microbatch_starts[replica]
+        is_forward, is_weight = kinds == _FORWARD, kinds == _WEIGHT_GRADIENT
+        widths, splits = grid.width[stages, numbers], grid.is_split[stages, numbers]
+        is_half = np.where(is_weight, widths > 1, splits == (kinds == _INPUT_GRADIENT))
+        is_there = is_forward | ((widths > 0) & (grid.num_subsets[numbers] == 0) & is_half)
+        pieces = np.where(is_forward, grid.forward[stages, numbers], grid.backward[stages, numbers] + is_weight)
+        return pieces[is_there]
 
     @cached_property
     def stage_keys(self) -> tuple[StageKey, ...]:

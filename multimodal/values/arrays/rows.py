@@ -1,6 +1,7 @@
 """Rows of variable length as two flat arrays: where each row starts, and the values of all rows."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,6 +28,11 @@ def take_rows(starts: Integers, values: Integers, rows: Integers) -> tuple[Integ
     new_starts = row_starts(lengths)
     offsets = np.repeat(starts[rows] - new_starts[:-1], lengths)
     return new_starts, values[np.arange(new_starts[-1]) + offsets]
+
+
+def flat_rows(rows: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
+    """Return lists as rows: starts, values."""
+    return row_starts(list(map(len, rows))), integers(chain.from_iterable(rows))
 
 
 def row_numbers(starts: Integers) -> Integers:
