@@ -15,7 +15,9 @@ on as many replicas of 8 ranks of their own; 64 samples per LLM replica have 1 t
 beside the post-balancing kernel alone, without schedule, at 2,560 replicas of 60 samples with images and audio.
 
 Seconds are of the processor. `--before CHECKOUT` runs this file on another checkout of Braid (with its kernels built) as well,
-and shows the ratios. Run `python benchmarks/deciding.py [--json] [--ranks 64 512 3072 12288] [--balancers ...] [--schedules ...]`.
+and shows the ratios.
+
+Run `python benchmarks/deciding.py [--json] [--ranks 64 512 3072 12288] [--balancers ...] [--schedules ...]`.
 """
 
 import argparse

@@ -161,9 +161,9 @@ def connected_lanes(step: StepGraph) -> tuple[tuple[int, ...], ...]:
     root = list(range(len(plan.lanes)))
     for lanes in lanes_of.values():
         _unite(root, lanes)
-    routes = chain.from_iterable(step.routes.from_source.values())
-    for source, target in {(route.source[:2], route.target[:2]) for route in routes}:
-        _unite(root, (lanes_of[source][0], lanes_of[target][0]))
+    for source, target in step.graph.edges:
+        for ends in step.replica_routes(source, target):
+            _unite(root, [lanes_of[end][0] for end in zip((source, target), ends, strict=True)])
     members: dict[int, list[int]] = {}
     for lane in range(len(root)):
         members.setdefault(_find(root, lane), []).append(lane)

@@ -137,6 +137,13 @@ class StepGraph:
         """All routes between units."""
         return self.assignment.routes(self.graph)
 
+    def replica_routes(self, source: str, target: str) -> list[list[int]]:
+        """Return the pairs of a replica of one unit and one of another that routes connect, each once."""
+        placed = (self.assignment.placed[unit] for unit in (source, target))
+        ends = (each.replica_of_microbatch[ends] for each, ends in zip(placed, self.routes.of_edge(source, target), strict=True))
+        pairs: list[list[int]] = np.unique(np.column_stack(tuple(ends)), axis=0).tolist()
+        return pairs
+
     def backward_need(self, unit: str, replica: int, stage: int) -> BackwardNeed:
         """Return what the backward of a virtual stage must compute; nothing in a step that only runs forwards."""
         return BackwardNeed.NONE if self.forward_only else stage_backward_need(self.graph, self.plan, unit, replica, stage)

@@ -118,11 +118,7 @@ class _Flows:
         self.targets: dict[tuple[_ReplicaKey, str], set[_ReplicaKey]] = defaultdict(set)
         self.sources: dict[tuple[_ReplicaKey, str], set[_ReplicaKey]] = defaultdict(set)
         for source, target in step.graph.edges:
-            placed = (step.assignment.placed[unit] for unit in (source, target))
-            ends = (
-                each.replica_of_microbatch[ends] for each, ends in zip(placed, step.routes.of_edge(source, target), strict=True)
-            )
-            for given, taken in np.unique(np.column_stack(tuple(ends)), axis=0).tolist():
+            for given, taken in step.replica_routes(source, target):
                 self.targets[(source, given), target].add((target, taken))
                 self.sources[(target, taken), source].add((source, given))
 

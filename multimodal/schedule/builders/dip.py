@@ -79,8 +79,8 @@ def _phases(work: StepWork, *, routes: Routes, num_rounds: int) -> Integers:
     numbers = work.pieces.numbers_in_unit + first[work.pieces.unit_of_stage[work.computed_stages]]
     numbers[work.microbatches < 0] = 0
     phases_of = [np.concatenate([of_unit[unit] for unit in graph.unit_names] + [[0]]) for of_unit in (forward, backward)]
-    phases: Integers = np.where(work.kinds == _FORWARD, phases_of[0][numbers], phases_of[1][numbers]).astype(np.int64)
-    return phases
+    found: Integers = np.where(work.kinds == _FORWARD, phases_of[0][numbers], phases_of[1][numbers]).astype(np.int64)
+    return found
 
 
 def _rising(phases: Integers, placed: PlacedAtoms, *, is_reversed: bool = False) -> Integers:

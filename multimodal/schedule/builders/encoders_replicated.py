@@ -28,7 +28,9 @@ class ReplicatedAssignment(Assignment):
 
     def routes(self, graph: ModelGraph) -> Routes:
         """Return the original's routes: no unit takes repeated results."""
-        return self.original.routes(graph)
+        if graph.edges not in self._routes_by_edges:
+            self._routes_by_edges[graph.edges] = self.original.routes(graph).among(self.placed)
+        return self._routes_by_edges[graph.edges]
 
     def num_own_microbatches(self, unit: str, replica: int) -> int:
         """Return the number of microbatches in the original."""

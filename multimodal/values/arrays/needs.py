@@ -45,7 +45,8 @@ def _of_computations(unit: UnitPieces, pieces: Pieces, graph: ModelGraph, routes
     is_inner = found.stages < len(unit.forward) - 1
     after, microbatches = found.stages[is_inner] + 1, found.microbatches[is_inner]
     subsets = np.maximum(0, found.subsets[is_inner])
-    yield found.pieces[is_inner], unit.backward[after, microbatches] + subsets * unit.width[after, microbatches]
+    gradients_after: Integers = unit.backward[after, microbatches] + subsets * unit.width[after, microbatches]
+    yield found.pieces[is_inner], gradients_after
     yield _of_consumers(unit, pieces, graph, routes)
     weights = found.last_pieces[found.last_pieces != found.pieces]
     yield weights, weights - 1

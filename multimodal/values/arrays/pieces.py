@@ -95,7 +95,8 @@ class UnitPieces:
     def collective(self) -> Integers:
         """[num_stages, num_replicas] the number of the first collective, where there is one."""
         of_collectives = self.trains * (self.num_gathers + self.num_reductions[:, None])
-        return self._first + self.sizes - of_collectives
+        found: Integers = self._first + self.sizes - of_collectives
+        return found
 
     @property
     def num_pieces(self) -> int:
@@ -191,7 +192,8 @@ class Pieces:
         is_half = np.where(is_weight, widths > 1, splits == (kinds == _INPUT_GRADIENT))
         is_there = is_forward | ((widths > 0) & (grid.num_subsets[numbers] == 0) & is_half)
         pieces = np.where(is_forward, grid.forward[stages, numbers], grid.backward[stages, numbers] + is_weight)
-        return pieces[is_there]
+        found: Integers = pieces[is_there]
+        return found
 
     @cached_property
     def stage_keys(self) -> tuple[StageKey, ...]:

@@ -27,16 +27,27 @@ class NumberedMicrobatches:
 
     def __init__(self, placed: Mapping[str, PlacedAtoms]) -> None:
         self.units = sorted(placed)
-        self._placed = placed
+        self.placed = placed
         self.first = dict(zip(self.units, row_starts([placed[unit].num_microbatches for unit in self.units]), strict=False))
 
     def number(self, place: MicrobatchPlace) -> int:
         """Return the number of a microbatch; raises KeyError where there is none such."""
         unit, replica, microbatch = place
-        placed = self._placed[unit]
+        placed = self.placed[unit]
         if not (0 <= replica < placed.num_replicas and 0 <= microbatch < placed.counts[replica]):
             raise KeyError(place)
         return int(self.first[unit] + placed.microbatch_starts[replica] + microbatch)
+
+    def numbers_in(self, other: "NumberedMicrobatches", numbers: Integers) -> Integers:
+        """Return the numbers that other microbatches have for the same places."""
+        found = np.empty_like(numbers)
+        for unit, first in self.first.items():
+            placed, there = self.placed[unit], other.placed[unit]
+            is_own = (numbers >= first) & (numbers < first + placed.num_microbatches)
+            own = numbers[is_own] - first
+            replicas = placed.replica_of_microbatch[own]
+            found[is_own] = other.first[unit] + there.microbatch_starts[replicas] + placed.index_in_replica[own]
+        return found
 
     def places(self, numbers: Integers) -> list[MicrobatchPlace]:
         """Return the microbatches that numbers stand for."""
@@ -44,7 +55,7 @@ class NumberedMicrobatches:
         bounds = [*map(int, self.first.values()), np.iinfo(np.int64).max]
         units = np.searchsorted(bounds, numbers, side="right") - 1
         for unit, number in zip(units.tolist(), numbers.tolist(), strict=True):
-            placed, own = self._placed[self.units[unit]], number - bounds[unit]
+            placed, own = self.placed[self.units[unit]], number - bounds[unit]
             found.append(
                 MicrobatchPlace(self.units[unit], int(placed.replica_of_microbatch[own]), int(placed.index_in_replica[own]))
             )
@@ -90,10 +101,16 @@ class Routes:
         if source not in numbered.first or target not in numbered.first:
             return integers(()), integers(())
         sources, targets = self.sources - numbered.first[source], self.targets - numbered.first[target]
-        counts = (numbered._placed[unit].num_microbatches for unit in (source, target))
+        counts = (numbered.placed[unit].num_microbatches for unit in (source, target))
         is_within = [(ends >= 0) & (ends < count) for ends, count in zip((sources, targets), counts, strict=True)]
         chosen = is_within[0] & is_within[1]
         return sources[chosen], targets[chosen]
+
+    def among(self, placed: Mapping[str, PlacedAtoms]) -> "Routes":
+        """Return the same routes where replicas have more microbatches, behind those that they have here."""
+        numbered = NumberedMicrobatches({unit: placed[unit] for unit in self.microbatches.units})
+        sources, targets = (self.microbatches.numbers_in(numbered, numbers) for numbers in (self.sources, self.targets))
+        return Routes(numbered, sources, targets, self.atom_starts, self.sample_ids, self.item_indices)
 
     def make(self, numbers: Integers) -> tuple[Route, ...]:
         """Return routes as objects. O(their atoms)."""
