@@ -36,7 +36,7 @@ class Execution {
     LaneEvents run() {
         for (std::int64_t lane = 0; lane < num_lanes_; ++lane) queue_.push_back(lane);
         while (!queue_.empty()) {
-            const std::int64_t lane = queue_.front();
+            const std::int64_t lane = current_ = queue_.front();
             queue_.pop_front();
             while (head(lane) >= 0 && advance(lane)) {
             }
@@ -170,7 +170,8 @@ class Execution {
             }
         for (const std::int64_t lane : lanes_) start = std::max(start, free_at_[lane]);
         for (const std::int64_t each : together_) occupy(each, start);
-        queue_.insert(queue_.end(), lanes_.begin(), lanes_.end());
+        for (const std::int64_t lane : lanes_)
+            if (lane != current_) queue_.push_back(lane);
     }
 
     void occupy(std::int64_t action, double start) {
@@ -193,6 +194,7 @@ class Execution {
     void complete(std::int64_t action, double time) {
         done_at_[action] = time;
         events_.is_done[action] = 1;
+        if (waiters_[action].empty()) return;
         std::vector<std::int64_t> woken = std::move(waiters_[action]);
         waiters_[action].clear();
         std::sort(woken.begin(), woken.end());
@@ -211,6 +213,7 @@ class Execution {
     std::vector<std::int64_t> arrived_at_;             // Per lane the position at which it was last counted.
     std::vector<std::int64_t> mark_;
     std::int64_t round_ = 0;
+    std::int64_t current_ = -1;  // The lane that goes on, and need not be told that it may.
     std::vector<std::int64_t> own_lane_, together_, lanes_;
     std::deque<std::int64_t> queue_;
     LaneEvents events_;

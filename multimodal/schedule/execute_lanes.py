@@ -6,7 +6,7 @@ finishes here finishes however long its actions take. Passes measure and order a
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +20,12 @@ from multimodal.values.step_work import Integers
 from multimodal.values.timeline import TimelineEvent
 
 Floats = NDArray[np.float64]
+_EXECUTION = "execution"
 
 
 @dataclass(frozen=True)
 class Execution:
-    """The events that ran, and the position of every lane. Events are columns, by start: most callers want only some of them."""
+    """The events that ran, in no order, and the position of every lane. Events are columns: most callers want only some."""
 
     schedule: Schedule
     event_pieces: Integers
@@ -39,9 +40,10 @@ class Execution:
     @cached_property
     def events(self) -> tuple[TimelineEvent, ...]:
         """Computations and collectives, by start; nothing of zero length."""
+        order = np.lexsort((self.end_seconds, self.event_lanes, self.start_seconds))
         columns = (self.event_lanes, self.start_seconds, self.end_seconds)
-        actions = map(self.schedule.work.computed.__getitem__, self.event_pieces.tolist())
-        return tuple(map(TimelineEvent, actions, *(column.tolist() for column in columns)))
+        actions = map(self.schedule.work.computed.__getitem__, self.event_pieces[order].tolist())
+        return tuple(map(TimelineEvent, actions, *(column[order].tolist() for column in columns)))
 
     @cached_property
     def done(self) -> frozenset[Action]:
@@ -68,14 +70,17 @@ def execute_lanes(schedule: Schedule, *, seconds: Floats | None = None) -> Execu
     wait for each other in a circle stop: see `Execution.stuck`. Messages take no time.
 
     seconds: of every computation and collective, [num_computed]; unit costs by default.
-    Runs as a C++ kernel where that is built, with the same result. O(actions + dependencies).
+    Runs as a C++ kernel where that is built, with the same result; under unit costs once per schedule.
+    O(actions + dependencies).
     """
+    if seconds is None and _EXECUTION in schedule.made:
+        return cast(Execution, schedule.made[_EXECUTION])
     run = execute_lanes_reference if kernels is None else kernels.execute_lanes
     pieces, lanes, start, end, positions, is_done = run(**lane_arrays(schedule, seconds=seconds))
-    order = np.lexsort((end, lanes, start))
-    return Execution(
-        schedule, pieces[order], lanes[order], start[order], end[order], np.asarray(positions), np.asarray(is_done, np.bool_)
-    )
+    execution = Execution(schedule, pieces, lanes, start, end, np.asarray(positions), np.asarray(is_done, np.bool_))
+    if seconds is None and not schedule.lowered:
+        schedule.made[_EXECUTION] = execution
+    return execution
 
 
 def lane_arrays(schedule: Schedule, *, seconds: Floats | None = None) -> dict[str, NDArray[Any]]:

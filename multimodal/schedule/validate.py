@@ -1,5 +1,7 @@
 """The one validator of schedules: the executor can run every accepted schedule to its end."""
 
+from functools import cached_property
+
 import numpy as np
 
 from multimodal.schedule.execute_lanes import execute_lanes
@@ -36,20 +38,30 @@ class _SlotOrder:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.work = schedule, schedule.work
-        self.keys = self._keys(schedule.pieces, schedule.lane_of_slot)
-        self.by_key = np.argsort(self.keys, kind="stable")
-        self.ascending = self.keys[self.by_key]
-
-    def _keys(self, pieces: Integers, lanes: Integers) -> Integers:
-        return pieces * self.schedule.num_lanes + lanes
+        self.slot_of_piece = np.full(self.work.num_pieces(lowered=schedule.lowered), -1)
+        self.slot_of_piece[schedule.pieces] = np.arange(len(schedule.pieces))
 
     def slots_of(self, pieces: Integers, lanes: Integers) -> Integers:
         """Return the slot in which each piece stands in a lane; -1 where it does not."""
-        if not len(self.ascending):
+        if not len(self.schedule.pieces):
             return np.full(len(pieces), -1)
+        if self.work.num_stage_lanes == len(self.work.stages):  # each piece stands in one lane
+            slots = self.slot_of_piece[pieces]
+            return np.where((slots >= 0) & (self.schedule.lane_of_slot[slots] == lanes), slots, -1)
+        by_key, ascending = self._keys_of_slots
         keys = self._keys(pieces, lanes)
-        places = np.minimum(np.searchsorted(self.ascending, keys), len(self.ascending) - 1)
-        return np.where(self.ascending[places] == keys, self.by_key[places], -1)
+        places = np.minimum(np.searchsorted(ascending, keys), len(ascending) - 1)
+        return np.where(ascending[places] == keys, by_key[places], -1)
+
+    @cached_property
+    def _keys_of_slots(self) -> tuple[Integers, Integers]:
+        """The slots in the order of their keys, and these."""
+        keys = self._keys(self.schedule.pieces, self.schedule.lane_of_slot)
+        by_key = np.argsort(keys, kind="stable")
+        return by_key, keys[by_key]
+
+    def _keys(self, pieces: Integers, lanes: Integers) -> Integers:
+        return pieces * self.schedule.num_lanes + lanes
 
     def check_missing(self) -> None:
         pieces = np.arange(self.work.num_pieces(lowered=self.schedule.lowered))

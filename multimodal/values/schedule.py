@@ -65,6 +65,8 @@ class Schedule:
     """[num_slots] `SlotMode`."""
     lowered: bool = False
     """True if messages are among the work: the lowered dialect; False: the compute dialect."""
+    made: dict[str, object] = field(default_factory=dict, init=False, repr=False)
+    """Results of this schedule alone, for those that make them to find again."""
     _lanes: dict[int, Lane] = field(default_factory=dict, init=False, repr=False)
     """Results of `lane`: a schedule from another process need not number the step's work again."""
 

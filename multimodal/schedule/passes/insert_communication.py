@@ -61,11 +61,14 @@ def insert_communication(schedule: Schedule) -> Schedule:
 
 
 def _in_order_of_start(execution: Execution) -> Integers:
-    """Return the computations that ran, in the order in which they started."""
-    started, first = np.unique(execution.event_pieces, return_index=True)
-    ordered = started[np.argsort(first)]
-    is_computed = execution.schedule.work.resources[ordered] == RESOURCE_NUMBERS[Resource.COMPUTE]
-    in_order: Integers = ordered[is_computed]
+    """Return the computations that ran, in the order in which they started, those of one time by their first lane."""
+    work = execution.schedule.work
+    starts = np.full(work.num_computed, -1)
+    starts[execution.event_pieces] = execution.start_seconds  # whole numbers, under unit costs
+    started = np.flatnonzero((starts >= 0) & (work.resources[: work.num_computed] == RESOURCE_NUMBERS[Resource.COMPUTE]))
+    lane_starts, lanes = work.lane_rows
+    first_lanes = np.minimum.reduceat(lanes, lane_starts[:-1])[work.computed_stages[started]]
+    in_order: Integers = started[np.argsort(starts[started] * execution.schedule.num_lanes + first_lanes, kind="stable")]
     return in_order
 
 

@@ -44,9 +44,8 @@ def _of_computations(unit: UnitPieces, pieces: Pieces, graph: ModelGraph, routes
     yield found.pieces, unit.forward[found.stages, found.microbatches]
     is_inner = found.stages < len(unit.forward) - 1
     after, microbatches = found.stages[is_inner] + 1, found.microbatches[is_inner]
-    subsets = np.maximum(0, found.subsets[is_inner])
-    gradients_after: Integers = unit.backward[after, microbatches] + subsets * unit.width[after, microbatches]
-    yield found.pieces[is_inner], gradients_after
+    subsets: Integers = np.maximum(found.subsets[is_inner], 0)
+    yield found.pieces[is_inner], unit.backward[after, microbatches] + subsets * unit.width[after, microbatches]
     yield _of_consumers(unit, pieces, graph, routes)
     weights = found.last_pieces[found.last_pieces != found.pieces]
     yield weights, weights - 1

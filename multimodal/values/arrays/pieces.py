@@ -57,7 +57,8 @@ class UnitPieces:
     def width(self) -> Integers:
         """[num_stages, num_microbatches] pieces of the backward of one subset."""
         replicas = self.placed.replica_of_microbatch
-        return self.has_backward[:, replicas] * (1 + (self.is_split & self.trains[:, replicas]))
+        widths: Integers = self.has_backward[:, replicas] * (1 + (self.is_split & self.trains[:, replicas]).astype(np.int64))
+        return widths
 
     @cached_property
     def _of_backwards(self) -> Integers:
@@ -89,7 +90,8 @@ class UnitPieces:
         before = np.cumsum(self._of_backwards, axis=1) - self._of_backwards
         replicas = self.placed.replica_of_microbatch
         first = self.placed.microbatch_starts[replicas]
-        return self._first[:, replicas] + self.placed.counts[replicas] + before - before[:, first]
+        found: Integers = self._first[:, replicas] + self.placed.counts[replicas] + before - before[:, first]
+        return found
 
     @cached_property
     def collective(self) -> Integers:
