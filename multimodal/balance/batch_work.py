@@ -7,40 +7,21 @@ from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multimodal.balance.balance_options import BalanceOptions, validate_inputs
 from multimodal.balance.unit_cost import UnitCost
-from multimodal.cost.flops import LoadFlops, UnitFlops, unit_flops
-from multimodal.cost.unit_load import UnitLoad
+from multimodal.cost.flops import UnitFlops, unit_flops
+from multimodal.cost.unit_load import AtomLoads, Floats, UnitLoad, atom_loads, atom_numbers
 from multimodal.values.arrays.length_arrays import LengthArrays, LengthBatch
 from multimodal.values.arrays.rows import Integers, row_starts
 from multimodal.values.assignment import Assignment, Atom, Microbatch, PlacedAtoms
-from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
 
-Floats = NDArray[np.float64]
 _AMOUNT_PER_TOKEN = 1024
 """Work is counted in integers, so that sums are exact and every rank decides alike."""
 _MEAN_SAMPLE_AMOUNT = 1 << 16
 """The amount of a sample of mean work in all units together."""
-
-
-class UnitWork(NamedTuple):
-    """The tokens of a unit's atoms: items of an encoder, sample after sample, or samples; both in the order of the ids."""
-
-    samples: Integers
-    """[num_atoms] the sample of each atom, by its place in the order of the ids."""
-    num_tokens: Integers
-    num_squared: Integers | Floats
-    num_outputs: Integers
-    """As in `UnitLoad`."""
-
-    def flops(self, per_load: LoadFlops) -> Floats:
-        """[num_atoms] FLOPs."""
-        found: Floats = per_load.per_token * self.num_tokens + per_load.per_squared_token * self.num_squared
-        found += per_load.per_output * self.num_outputs
-        return found
 
 
 @dataclass(frozen=True)
@@ -67,31 +48,18 @@ class BatchWork:
         return {name: unit_flops(self.graph, name, vocab_size=vocab_size) for name in self.graph.unit_names}
 
     @cached_property
-    def _made(self) -> dict[str, UnitWork]:
+    def _made(self) -> dict[str, AtomLoads]:
         return {}
 
     def cost(self, unit: str) -> UnitCost:
         """Return the unit's cost as a function of what `amounts` returns: as declared, else linear."""
         return self.options.unit_costs.get(unit, UnitCost())
 
-    def of_unit(self, unit: str) -> UnitWork:
+    def of_unit(self, unit: str) -> AtomLoads:
         """Return the tokens of each of a unit's atoms. O(items)."""
         if unit not in self._made:
-            self._made[unit] = self._read_unit(unit)
+            self._made[unit] = atom_loads(self.graph.unit(unit), self.arrays)
         return self._made[unit]
-
-    def _read_unit(self, unit: str) -> UnitWork:
-        arrays, role = self.arrays, self.graph.unit(unit).role
-        if role is Role.BACKBONE:
-            tokens = arrays.num_tokens
-            return UnitWork(np.arange(len(arrays)), tokens, _squared(tokens), arrays.num_target_tokens)
-        items = arrays.items_of(unit)
-        samples, tokens = arrays.sample_of_item[items], arrays.num_item_tokens[items]
-        if role is Role.ENCODER:
-            return UnitWork(samples, tokens, _squared(tokens), arrays.num_output_tokens[items])
-        starts = row_starts(np.bincount(samples, minlength=len(arrays)))
-        tokens, squared = (row_sums(starts, each) for each in (tokens, tokens * tokens))
-        return UnitWork(np.arange(len(arrays)), tokens, squared, tokens)
 
     def item_rows(self, unit: str) -> tuple[Integers, Integers]:
         """Return each sample's items among an encoder's: starts, their numbers."""
@@ -109,7 +77,7 @@ class BatchWork:
             return work.num_tokens if groups is None else sum_by(groups, work.num_tokens)
         flops = self._flops[unit]
         of_token = flops.of(UnitLoad(num_tokens=1)) or flops.of(UnitLoad(num_squared=1)) or 1.0
-        amounts = work.flops(flops.forward) + work.flops(flops.backward)
+        amounts = flops.forward.of_each(work) + flops.backward.of_each(work)
         return _rounded(_AMOUNT_PER_TOKEN / of_token * (amounts if groups is None else sum_floats_by(groups, amounts)))
 
     def sample_amounts(self, unit: str) -> Integers:
@@ -135,14 +103,11 @@ class BatchWork:
     def flops(self, unit: str) -> tuple[Floats, Floats]:
         """Return the FLOPs of each atom's forward and of its backward."""
         work, flops = self.of_unit(unit), self._flops[unit]
-        return work.flops(flops.forward), work.flops(flops.backward)
+        return flops.forward.of_each(work), flops.backward.of_each(work)
 
     def numbers(self, unit: str, placed: PlacedAtoms) -> Integers:
         """Return the numbers of placed atoms among the unit's."""
-        samples = np.searchsorted(self.arrays.sample_ids, placed.sample_ids)
-        if self.graph.unit(unit).role is not Role.ENCODER:
-            return samples
-        return np.searchsorted(self.arrays.items_of(unit), self.arrays.item_starts[samples] + placed.item_indices)
+        return atom_numbers(self.graph.unit(unit), self.arrays, placed)
 
     def microbatch_work(self, unit: str, placed: PlacedAtoms) -> Floats:
         """[num_microbatches] the work of each: its declared cost in tokens, else FLOPs of forward and backward."""
@@ -170,17 +135,6 @@ def sum_by(owners: Integers, values: Integers, num_owners: int = 0) -> Integers:
 def sum_floats_by(owners: Integers, values: Floats | Integers, num_owners: int = 0) -> Floats:
     """Add up by owners, one after the other in the order in which they stand: the same on every processor."""
     return np.bincount(owners, values, num_owners).astype(np.float64, copy=False)
-
-
-def row_sums(starts: Integers, values: Integers) -> Integers:
-    """Add up rows of whole numbers."""
-    before = row_starts(values)
-    return before[starts[1:]] - before[starts[:-1]]
-
-
-def _squared(tokens: Integers) -> Floats:
-    """Return squares rounded once, however large."""
-    return np.square(tokens.astype(np.float64))
 
 
 def _rounded(values: Floats) -> Integers:

@@ -1,16 +1,18 @@
 """Predicts the duration of a step under an assignment, for a plan and a schedule."""
 
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+
+import numpy as np
 
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import DEFAULT_OPTIONS, RunOptions
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.simulate import simulate_seconds
-from multimodal.values.action import ActionKind
+from multimodal.values.arrays.length_arrays import LengthBatch
+from multimodal.values.arrays.rows import row_numbers, take_rows
 from multimodal.values.assignment import Assignment
 from multimodal.values.sample_lengths import SampleLengths
 
@@ -26,6 +28,8 @@ class StepPredictor:
     cluster: Cluster
     vocab_size: int
     options: RunOptions = DEFAULT_OPTIONS
+    _first: list[ModelCosts] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Costs of the first step, whose results about the plan hold for all others."""
 
     def predict(self, assignment: Assignment, lengths: Sequence[SampleLengths]) -> "StepPrediction":
         """Predict a step of these samples."""
@@ -33,7 +37,10 @@ class StepPredictor:
 
     def predict_each(self, assignments: Sequence[Assignment], lengths: Sequence[SampleLengths]) -> "list[StepPrediction]":
         """Predict a step of these samples under each of several assignments; their common part is computed once."""
-        first = ModelCosts(self.schedules.step(assignments[0]), lengths, self.cluster, self.vocab_size, self.options)
+        step = self.schedules.step(assignments[0])
+        if not self._first:
+            self._first.append(ModelCosts(step, lengths, self.cluster, self.vocab_size, self.options))
+        first = self._first[0].of_batch(step, LengthBatch.of(lengths))
         return [StepPrediction(self.schedules, first.of_step(self.schedules.step(assignment))) for assignment in assignments]
 
 
@@ -54,22 +61,19 @@ class StepPrediction:
     @cached_property
     def least_seconds(self) -> float:
         """A lower bound for every schedule: the computations of the busiest lane. O(microbatches x stages)."""
-        step = self.costs.step
-        work_of_lane: dict[int, float] = defaultdict(float)
-        for unit, replicas in step.assignment.units.items():
-            for replica in range(len(replicas)):
-                for stage in range(step.plan.units[unit].num_virtual_stages):
-                    has_backward = step.backward_need(unit, replica, stage).has_backward
-                    kinds = (ActionKind.FORWARD, *((ActionKind.BACKWARD,) if has_backward else ()))
-                    work = self.costs.stage_seconds(unit, replica, stage, kinds=kinds)
-                    for lane in step.lanes_of(unit, replica, stage):
-                        work_of_lane[lane] += work
-        return max(work_of_lane.values(), default=0.0)
+        plan = self.costs.step.plan
+        work_of_lane = np.zeros(len(plan.lanes))
+        for unit in self.costs.step.assignment.placed:
+            seconds, table = self.costs.unit_seconds(unit), plan.stage_tables[unit]
+            by_replica = np.arange(seconds.size).reshape(seconds.shape).T.ravel()
+            starts, lanes = take_rows(table.lane_starts, table.lanes, by_replica)
+            np.add.at(work_of_lane, lanes, seconds.T.ravel()[row_numbers(starts)])
+        return float(work_of_lane.max(initial=0.0))
 
     @property
     def _num_computations(self) -> int:
         step = self.costs.step
         return sum(
-            2 * sum(map(len, replicas)) * step.plan.units[unit].num_virtual_stages
-            for unit, replicas in step.assignment.units.items()
+            2 * placed.num_microbatches * step.plan.units[unit].num_virtual_stages
+            for unit, placed in step.assignment.placed.items()
         )

@@ -8,6 +8,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from multimodal.values.arrays.rows import row_sums
 from multimodal.values.errors import AssignmentError
 
 Integers = NDArray[np.int64]
@@ -64,22 +65,17 @@ class UnitCost:
 
     def row_costs(self, starts: Integers, lengths: Integers) -> NDArray[np.int64] | NDArray[np.float64]:
         """Return `batch_cost` of each of several batches; starts: [num_batches + 1] into `lengths`. O(n)."""
-        totals = _sums(starts, lengths)
+        totals = row_sums(starts, lengths)
         if self.form is CostForm.LINEAR:
             return totals
         if self.form is CostForm.LINEAR_QUADRATIC:
-            return totals + self.quadratic_weight * _sums(starts, lengths * lengths)
+            return totals + self.quadratic_weight * row_sums(starts, lengths * lengths)
         counts = np.diff(starts)
         longest = np.zeros(len(counts), np.int64)
         longest[counts > 0] = np.maximum.reduceat(lengths, starts[:-1][counts > 0]) if len(lengths) else 0
         if self.form is CostForm.PADDED:
             return counts * longest
         return totals + self.quadratic_weight * (counts * longest * longest)
-
-
-def _sums(starts: Integers, values: Integers) -> Integers:
-    before = np.concatenate((np.zeros(1, np.int64), np.cumsum(values)))
-    return before[starts[1:]] - before[starts[:-1]]
 
 
 LINEAR_COST = UnitCost()

@@ -3,10 +3,24 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
+
+import numpy as np
 
 from multimodal.cost.item_shares import ItemDealer, RankLoad
-from multimodal.cost.unit_load import ComputedLoad, CutLoad, UnitLoad, add_loads, item_load, of_all_ranks, sample_load
+from multimodal.cost.unit_load import (
+    ComputedLoad,
+    CutLoad,
+    UnitLoad,
+    add_loads,
+    atom_loads,
+    atom_numbers,
+    item_load,
+    of_all_ranks,
+    sample_load,
+)
 from multimodal.values.action import Action
+from multimodal.values.arrays.length_arrays import LengthBatch
 from multimodal.values.assignment import Atom, Microbatch, MicrobatchPlace
 from multimodal.values.model_graph import Role
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths, index_by_sample
@@ -27,6 +41,17 @@ class AssignedLoads:
         if place not in self._loads:
             self._loads[place] = self.of_atoms(place.unit, self.step.assignment.atoms(place))
         return self._loads[place]
+
+    def of_microbatches(self, unit: str) -> UnitLoad:
+        """The loads of all microbatches of a unit, replica after replica: a load whose numbers are arrays."""
+        described, placed = self.step.graph.unit(unit), self.step.assignment.placed[unit]
+        lengths = LengthBatch.of(self.lengths).by_id
+        atoms, starts = atom_numbers(described, lengths, placed), placed.atom_starts
+        columns: list[Any] = []
+        for column in atom_loads(described, lengths)[1:]:
+            before = np.add.accumulate(np.append(0, column[atoms]))
+            columns.append(before[starts[1:]] - before[starts[:-1]])
+        return UnitLoad(*columns)
 
     def of_action(self, action: Action) -> UnitLoad:
         """The load of a computation: its microbatch's, or that of a sample subset."""

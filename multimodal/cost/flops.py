@@ -5,10 +5,11 @@ trainable computes input gradients only, a frozen encoder nothing).
 """
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 from multimodal.cost.layers.registry import describe_layer
-from multimodal.cost.unit_load import UnitLoad, add_loads, sample_load
+from multimodal.cost.unit_load import AtomLoads, Floats, UnitLoad, add_loads, sample_load
 from multimodal.values.backward_need import layers_backward_need
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
@@ -25,6 +26,12 @@ class LoadFlops(NamedTuple):
         """FLOPs of a load."""
         return self.per_token * load.num_tokens + self.per_squared_token * load.num_squared + self.per_output * load.num_outputs
 
+    def of_each(self, loads: AtomLoads) -> Floats:
+        """[num_atoms] FLOPs of each load."""
+        flops: Floats = self.per_token * loads.num_tokens + self.per_squared_token * loads.num_squared
+        flops += self.per_output * loads.num_outputs
+        return flops
+
 
 class UnitFlops(NamedTuple):
     """FLOPs of all layers of a unit."""
@@ -37,6 +44,7 @@ class UnitFlops(NamedTuple):
         return self.forward.of(load) + self.backward.of(load)
 
 
+@lru_cache(maxsize=256)
 def unit_flops(graph: ModelGraph, unit_name: str, *, vocab_size: int) -> UnitFlops:
     """Count a unit's layers, recomputation left out; vocab_size: padded."""
     unit = graph.unit(unit_name)

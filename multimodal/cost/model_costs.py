@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
+
+import numpy as np
 
 from multimodal.cost.assigned_loads import AssignedLoads
 from multimodal.cost.cluster import Cluster
@@ -15,18 +18,20 @@ from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.stage_layers import StageKey, StageLayers
 from multimodal.cost.step_costs import ComputeCost, TransferCost
 from multimodal.cost.step_memory import GRADIENT_BYTES, StepMemory
-from multimodal.cost.unit_load import ComputedLoad, add_loads
+from multimodal.cost.unit_load import ComputedLoad, Floats, UnitLoad, add_loads
 from multimodal.cost.update_seconds import update_seconds
 from multimodal.values.action import Action, ActionKind, Coverage, Place
-from multimodal.values.assignment import MicrobatchPlace
+from multimodal.values.assignment import MicrobatchPlace, PlacedAtoms
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.dependencies import begins_early
 from multimodal.values.model_graph import Role
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.step_graph import StepGraph
 
-_OF_EVERY_ASSIGNMENT = ("layer_costs", "stages", "_compute_costs", "_firsts_alike", "_stages_alike", "_links")
-"""Attributes of `ModelCosts`, computed when asked for, that hold for any placement of the samples."""
+_OF_EVERY_BATCH = ("layer_costs", "stages", "_firsts_alike", "_stages_alike", "_links", "_alike")
+"""Attributes of `ModelCosts`, computed when asked for, that hold for any samples under one plan."""
+_OF_EVERY_ASSIGNMENT = (*_OF_EVERY_BATCH, "_compute_costs")
+"""Those that hold for any placement of the same samples."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +95,64 @@ class ModelCosts:
         late = self._slowest_seconds(action.kind, action.unit, action.stage, action.microbatch) - own.seconds
         return ComputeCost(own.seconds + late, own.tensor_parallel_seconds + late)
 
-    def stage_seconds(self, unit: str, replica: int, stage: int, *, kinds: Sequence[ActionKind]) -> float:
-        """Return the seconds of a stage's computations of some kinds, over all microbatches."""
-        places = [MicrobatchPlace(unit, replica, index) for index in range(self.step.num_microbatches(unit, replica))]
-        if self.options.zero_stage < 3:
-            loads = [self.loads.computed_at(place) for place in places]
-            return sum(self._compute_cost(kind, unit, replica, stage, load).seconds for load in loads for kind in kinds)
-        return sum(self._slowest_seconds(kind, unit, stage, place.microbatch) for place in places for kind in kinds)
+    def unit_seconds(self, unit: str) -> Floats:
+        """[num_stages, num_replicas] seconds of all forwards and backwards of each stage, which some schedule runs one by one."""
+        placed, loads = self.step.assignment.placed[unit], self.loads.of_microbatches(unit)
+        shape = self.step.plan.units[unit].num_virtual_stages, placed.num_replicas
+        total = np.zeros(shape)
+        twice = np.repeat(placed.replica_of_microbatch, 2)
+        for stage in range(shape[0]):
+            seconds = self._seconds_of_microbatches(unit, stage, placed, loads)
+            if self.options.zero_stage >= 3:
+                seconds = self._with_the_slowest(unit, placed, seconds)
+            total[stage] = np.bincount(twice, seconds.ravel(), shape[1])
+        return total
+
+    def _seconds_of_microbatches(self, unit: str, stage: int, placed: PlacedAtoms, loads: UnitLoad) -> Floats:
+        """[num_microbatches, 2] seconds of forward and backward in one stage."""
+        seconds = np.zeros((placed.num_microbatches, 2))
+        for replicas in self._alike_replicas(unit, stage):
+            chosen = np.flatnonzero(np.isin(placed.replica_of_microbatch, replicas))
+            columns: list[Any] = [np.asarray(column)[chosen] for column in loads]
+            own = UnitLoad(*columns)
+            kinds = [ActionKind.FORWARD]
+            if self.step.backward_need(unit, replicas[0], stage).has_backward:
+                kinds.append(ActionKind.BACKWARD)
+            for column, kind in enumerate(kinds):
+                seconds[chosen, column] = self._sum_layers(kind, unit, replicas[0], stage, ComputedLoad(own)).seconds
+        return seconds
+
+    def _with_the_slowest(self, unit: str, placed: PlacedAtoms, seconds: Floats) -> Floats:
+        """Return the seconds of the slowest replica's microbatch of each number: replicas with common weights wait for it."""
+        counts = [self.step.assignment.num_own_microbatches(unit, replica) for replica in range(placed.num_replicas)]
+        is_own = placed.index_in_replica < np.array(counts, np.int64)[placed.replica_of_microbatch]
+        slowest = np.zeros((int(placed.counts.max(initial=0)), 2))
+        np.maximum.at(slowest, placed.index_in_replica[is_own], seconds[is_own])
+        return slowest[placed.index_in_replica]
+
+    def _alike_replicas(self, unit: str, stage: int) -> list[list[int]]:
+        """Return the replicas of a stage by what their computations take: the layers and the links between their ranks decide."""
+        if (unit, stage) not in self._alike:
+            groups: dict[object, list[int]] = {}
+            for replica in range(self.step.plan.units[unit].data_parallel_size):
+                counts = self.stages.counts((unit, replica, stage))
+                need = self.step.backward_need(unit, replica, stage)
+                links = [self.layer_costs.collectives(unit, layer, **self._sharing(unit, replica, stage)) for layer, _ in counts]
+                key = replica if self.options.zero_stage >= 3 else (tuple(counts.items()), tuple(links), need)
+                groups.setdefault(key, []).append(replica)
+            self._alike[unit, stage] = list(groups.values())
+        return self._alike[unit, stage]
+
+    @cached_property
+    def _alike(self) -> dict[tuple[str, int], list[list[int]]]:
+        return {}
+
+    def of_batch(self, step: StepGraph, lengths: Sequence[SampleLengths]) -> "ModelCosts":
+        """Return the costs of other samples under the same plan; keeps results that depend on no sample."""
+        other = replace(self, step=step, lengths=lengths)
+        for name in _OF_EVERY_BATCH:
+            other.__dict__[name] = getattr(self, name)
+        return other
 
     def of_step(self, step: StepGraph) -> "ModelCosts":
         """Return the costs of the same samples placed otherwise; keeps results that do not depend on the placement."""
@@ -233,27 +289,28 @@ class ModelCosts:
         return {}
 
     def _sum_layers(self, kind: ActionKind, unit: str, replica: int, stage: int, load: ComputedLoad) -> ComputeCost:
-        ranks = self.step.plan.virtual_stage(unit, replica, stage).ranks
         seconds, waiting = 0.0, 0.0
+        sharing = self._sharing(unit, replica, stage)
         for (layer, need), count in self.stages.counts((unit, replica, stage)).items():
-            one = self.layer_costs.seconds(
-                unit,
-                layer,
-                load.all,
-                tensor_parallel_size=self.step.plan.units[unit].tensor_parallel_size,
-                context_parallel_size=self.step.plan.units[unit].context_parallel_size,
-                recompute=self.options.recompute,
-                ranks=ranks,
-                cut=load.cut,
-            )
+            one = self.layer_costs.seconds(unit, layer, load.all, cut=load.cut, **sharing)
             cost = _cost_of(kind, one, layer, need)
             seconds, waiting = seconds + count * cost.seconds, waiting + count * cost.tensor_parallel_seconds
-        if not load.all.num_tokens:
-            return ComputeCost(seconds, waiting)
+        is_busy = load.all.num_tokens > 0  # or arrays of them
         if self.profile is not None and self.profile.step is not None and kind is not ActionKind.WEIGHT_GRADIENT:
-            seconds += self.profile.step.computation_seconds
-        late = max(0.0, self._gathering_seconds(kind, (unit, replica, stage)) - seconds)
+            seconds = seconds + is_busy * self.profile.step.computation_seconds
+        late = self._gathering_seconds(kind, (unit, replica, stage)) - seconds
+        late = is_busy * (late > 0) * late
         return ComputeCost(seconds + late, waiting + late)
+
+    def _sharing(self, unit: str, replica: int, stage: int) -> dict[str, Any]:
+        """Return how the ranks of a stage share a layer, as arguments of `LayerCosts.seconds`."""
+        sizes = self.step.plan.units[unit]
+        return {
+            "tensor_parallel_size": sizes.tensor_parallel_size,
+            "context_parallel_size": sizes.context_parallel_size,
+            "recompute": self.options.recompute,
+            "ranks": self.step.plan.virtual_stage(unit, replica, stage).ranks,
+        }
 
     def _gathering_seconds(self, kind: ActionKind, stage: StageKey) -> float:
         """Seconds in which a stage's weights come, and its gradients go, while it computes; 0 where replicas keep all weights."""

@@ -3,8 +3,16 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from multimodal.values.arrays.length_arrays import LengthArrays
+from multimodal.values.arrays.placed_atoms import PlacedAtoms
+from multimodal.values.arrays.rows import Integers, row_starts, row_sums
 from multimodal.values.model_graph import Role, Unit
 from multimodal.values.sample_lengths import SampleLengths
+
+Floats = NDArray[np.float64]
 
 
 class UnitLoad(NamedTuple):
@@ -48,6 +56,45 @@ def sample_load(unit: Unit, sample: SampleLengths) -> UnitLoad:
     items = (item for item in sample.items if item.unit == unit.name)
     is_generator = unit.role is Role.GENERATOR
     return add_loads(item_load(item.num_tokens, item.num_tokens if is_generator else item.num_output_tokens) for item in items)
+
+
+class AtomLoads(NamedTuple):
+    """What each atom of a global batch asks of a unit: an encoder's items, sample by sample, or all samples."""
+
+    samples: Integers
+    """[num_atoms] the sample of each, by its place in the batch."""
+    num_tokens: Integers
+    num_squared: Floats
+    """Rounded once where they are beyond 2^53."""
+    num_outputs: Integers
+    num_sequences: Integers
+    """As in `UnitLoad`."""
+
+
+def atom_loads(unit: Unit, lengths: LengthArrays) -> AtomLoads:
+    """Return the loads of all atoms of a unit: `item_load` of an encoder's items, else `sample_load`. O(items)."""
+    every = np.arange(len(lengths))
+    if unit.role is Role.BACKBONE:
+        return _of_sequences(every, lengths.num_tokens, lengths.num_target_tokens)
+    items = lengths.items_of(unit.name)
+    samples, tokens = lengths.sample_of_item[items], lengths.num_item_tokens[items]
+    if unit.role is Role.ENCODER:
+        return _of_sequences(samples, tokens, lengths.num_output_tokens[items])
+    starts = row_starts(np.bincount(samples, minlength=len(lengths)))
+    tokens, squared, sequences = (row_sums(starts, each) for each in (tokens, tokens * tokens, (tokens > 0).astype(np.int64)))
+    return AtomLoads(every, tokens, squared.astype(np.float64), tokens, sequences)
+
+
+def _of_sequences(samples: Integers, tokens: Integers, outputs: Integers) -> AtomLoads:
+    return AtomLoads(samples, tokens, np.square(tokens.astype(np.float64)), outputs, (tokens > 0).astype(np.int64))
+
+
+def atom_numbers(unit: Unit, lengths: LengthArrays, placed: PlacedAtoms) -> Integers:
+    """Return the numbers of placed atoms among all of the unit's. lengths: in the order of the ids. O(atoms log)."""
+    samples = np.searchsorted(lengths.sample_ids, placed.sample_ids)
+    if unit.role is not Role.ENCODER:
+        return samples
+    return np.searchsorted(lengths.items_of(unit.name), lengths.item_starts[samples] + placed.item_indices)
 
 
 def add_loads(loads: Iterable[UnitLoad]) -> UnitLoad:

@@ -79,7 +79,8 @@ class LayerCollectives(NamedTuple):
 
 def _beside(moving: float, computing: float, num_parts: int) -> float:
     """Seconds by which all parts but one outlast the computing that runs beside them."""
-    return max(0.0, moving - computing) * (num_parts - 1) / num_parts
+    late = moving - computing
+    return (late > 0) * late * (num_parts - 1) / num_parts  # not `max`: seconds of many loads may be arrays
 
 
 def collective_per_token(bytes_per_token: float, *, ranks: Sequence[int], cluster: Cluster) -> Quadratic:

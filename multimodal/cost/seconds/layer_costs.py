@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.collectives import ATTENTION_BACKWARD, LayerCollectives
@@ -81,11 +83,13 @@ class LayerCosts:
     ) -> LayerSeconds:
         """Return the seconds of one layer of this kind over one microbatch; O(1).
 
-        load: of the whole microbatch, before tensor and context parallelism divide it; an empty one takes no time. ranks: of the
-        stage, for its collectives, as `Stage.ranks`; None: neighbours that begin at a node's first accelerator. cut: the part of
-        the load for which context parallel ranks gather keys and values; None: all.
+        load: of the whole microbatch, before tensor and context parallelism divide it; an empty one takes no time. Its numbers
+            may be arrays, of many microbatches whose tokens no context parallel ranks share; then the seconds are, too.
+        ranks: of the stage, for its collectives, as `Stage.ranks`; None: neighbours that begin at a node's first accelerator.
+        cut: the part of the load for which context parallel ranks gather keys and values; None: all.
         """
-        if not load.num_tokens:
+        is_array = isinstance(load.num_tokens, np.ndarray)
+        if not is_array and not load.num_tokens:
             return NO_SECONDS
         key = unit, kind, tensor_parallel_size, context_parallel_size, recompute, ranks
         prepared = self._prepared.get(key) or self._prepare(*key)
@@ -99,7 +103,13 @@ class LayerCosts:
         forward = forward + prepared.cutting
         input_gradient += prepared.cutting_back + prepared.repeated_by_gathering(cut)
         waiting, waiting_back = prepared.waiting(load, cut)
-        return LayerSeconds(forward + waiting, input_gradient + waiting_back, weight_gradient, waiting, waiting_back)
+        seconds = LayerSeconds(forward + waiting, input_gradient + waiting_back, weight_gradient, waiting, waiting_back)
+        return LayerSeconds(*((load.num_tokens > 0) * each for each in seconds)) if is_array else seconds
+
+    def collectives(self, unit: str, kind: str, **shared: Any) -> LayerCollectives:
+        """Return a layer's collectives; arguments as in `seconds`. Ranks with the same ones take the same seconds."""
+        key = unit, kind, *(shared[name] for name in ("tensor_parallel_size", "context_parallel_size", "recompute", "ranks"))
+        return (self._prepared.get(key) or self._prepare(*key)).collectives
 
     def curves(self, unit: str, kind: str, *, tensor_parallel_size: int, context_parallel_size: int) -> LayerCurves:
         """Return what the layer's computations cost on one rank, without collectives and recomputation."""

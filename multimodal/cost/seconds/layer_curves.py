@@ -3,6 +3,8 @@
 from bisect import bisect_right
 from typing import NamedTuple
 
+import numpy as np
+
 from multimodal.cost.unit_load import UnitLoad
 
 
@@ -57,6 +59,9 @@ class Interpolated(NamedTuple):
 
     def at(self, num_tokens: float, num_squared: float, num_sequences: float = 1) -> float:
         """Evaluate; several packed sequences cost as much as equal ones of their mean length (weighted by tokens), one by one."""
+        if isinstance(num_tokens, np.ndarray):
+            sizes = zip(num_tokens.tolist(), np.asarray(num_squared).tolist(), strict=True)
+            return np.array([self.at(*size) for size in sizes])
         if not num_tokens:
             return 0.0
         length = num_squared / num_tokens

@@ -30,6 +30,12 @@ def take_rows(starts: Integers, values: Integers, rows: Integers) -> tuple[Integ
     return new_starts, values[np.arange(new_starts[-1]) + offsets]
 
 
+def row_sums(starts: Integers, values: Integers) -> Integers:
+    """Add up each row of whole numbers."""
+    before = row_starts(values)
+    return before[starts[1:]] - before[starts[:-1]]
+
+
 def flat_rows(rows: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
     """Return lists as rows: starts, values."""
     return row_starts(list(map(len, rows))), integers(chain.from_iterable(rows))
