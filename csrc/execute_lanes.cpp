@@ -20,13 +20,15 @@ class Execution {
           done_at_(num_actions_, 0.0),
           num_passed_(num_actions_, 0),
           passed_at_(num_actions_, 0.0),
-          waiters_(num_actions_),
+          first_waiter_(num_actions_, -1),
           num_lanes_of_collective_(lanes.member_starts.size - 1, 0),
           num_arrived_(lanes.member_starts.size - 1, 0),
           num_met_(lanes.member_starts.size - 1, 0),
           arrived_at_(num_lanes_, -1),
           mark_(num_lanes_, -1) {
         events_.is_done.assign(num_actions_, 0);
+        for (auto* column : {&events_.actions, &events_.lanes}) column->reserve(lanes.lane_actions.size);
+        for (auto* column : {&events_.start_seconds, &events_.end_seconds}) column->reserve(lanes.lane_actions.size);
         for (std::int64_t lane = 0; lane < num_lanes_; ++lane) positions_[lane] = lanes.lane_starts[lane];
         for (std::size_t collective = 0; collective < num_arrived_.size(); ++collective)
             for (std::int64_t index = in_.member_starts[collective]; index < in_.member_starts[collective + 1]; ++index)
@@ -69,7 +71,7 @@ class Execution {
     bool post(std::int64_t action, std::int64_t lane) {
         const std::int64_t sent = in_.needs[in_.need_starts[action]];
         pass(action, lane);
-        if (!events_.is_done[sent]) waiters_[sent].push_back(lane);
+        if (!events_.is_done[sent]) wait(sent, lane);
         return true;
     }
 
@@ -102,7 +104,7 @@ class Execution {
             double time;
             if (has_ended(need, time)) continue;
             const std::int64_t awaited = in_.resources[need] == kReceive ? in_.needs[in_.need_starts[need]] : need;
-            waiters_[awaited].insert(waiters_[awaited].end(), lanes.begin(), lanes.end());
+            for (const std::int64_t lane : lanes) wait(awaited, lane);
             return false;
         }
         return true;
@@ -194,12 +196,23 @@ class Execution {
     void complete(std::int64_t action, double time) {
         done_at_[action] = time;
         events_.is_done[action] = 1;
-        if (waiters_[action].empty()) return;
-        std::vector<std::int64_t> woken = std::move(waiters_[action]);
-        waiters_[action].clear();
-        std::sort(woken.begin(), woken.end());
-        queue_.insert(queue_.end(), woken.begin(), std::unique(woken.begin(), woken.end()));
+        if (first_waiter_[action] < 0) return;
+        woken_.clear();
+        for (std::int64_t at = first_waiter_[action]; at >= 0; at = waiters_[at].next) woken_.push_back(waiters_[at].lane);
+        first_waiter_[action] = -1;
+        std::sort(woken_.begin(), woken_.end());
+        queue_.insert(queue_.end(), woken_.begin(), std::unique(woken_.begin(), woken_.end()));
     }
+
+    // Notes that a lane goes on when an action is complete.
+    void wait(std::int64_t action, std::int64_t lane) {
+        waiters_.push_back({lane, first_waiter_[action]});
+        first_waiter_[action] = static_cast<std::int64_t>(waiters_.size()) - 1;
+    }
+
+    struct Waiter {
+        std::int64_t lane, next;
+    };
 
     const NumberedLanes& in_;
     const std::int64_t num_lanes_, num_actions_;
@@ -207,7 +220,8 @@ class Execution {
     std::vector<double> free_at_, done_at_;
     std::vector<std::int64_t> num_passed_;
     std::vector<double> passed_at_;
-    std::vector<std::vector<std::int64_t>> waiters_;
+    std::vector<std::int64_t> first_waiter_, woken_;
+    std::vector<Waiter> waiters_;  // Lists, one per action that is awaited.
     std::vector<std::int64_t> num_lanes_of_collective_;
     std::vector<std::int64_t> num_arrived_, num_met_;  // Per collective: lanes that stand at it, members whose needs are met.
     std::vector<std::int64_t> arrived_at_;             // Per lane the position at which it was last counted.

@@ -18,6 +18,7 @@
 #include "distribute_longest_first.h"
 #include "entrain_assignment.h"
 #include "execute_lanes.h"
+#include "group_rows.h"
 #include "list_schedule.h"
 #include "longest_first_partition.h"
 #include "lower_lanes.h"
@@ -224,6 +225,18 @@ py::tuple cut_evenly(const Array<std::int64_t>& amounts, const Array<std::int64_
     return py::make_tuple(to_array(runs), to_array(num_runs));
 }
 
+py::tuple group_rows(const Array<std::int64_t>& owners, const Array<std::int64_t>& values, std::int64_t num_rows) {
+    for (py::ssize_t index = 0; index < owners.size(); ++index)
+        if (owners.data()[index] < 0 || owners.data()[index] >= num_rows) throw py::index_error("an owner is no row");
+    py::array_t<std::int64_t> starts(static_cast<py::ssize_t>(num_rows + 1)), grouped(values.size());
+    std::int64_t *const begin = starts.mutable_data(), *const filled = grouped.mutable_data();
+    {
+        py::gil_scoped_release release;
+        braid::group_rows(owners.data(), values.data(), values.size(), num_rows, begin, filled);
+    }
+    return py::make_tuple(starts, grouped);
+}
+
 std::vector<std::int64_t> reorder_microbatches(const Array<double>& forward_seconds, const Array<double>& backward_seconds,
                                                const Array<std::int64_t>& step_codes, std::int64_t num_stages,
                                                std::int64_t num_swaps) {
@@ -275,6 +288,7 @@ PYBIND11_MODULE(_kernels, module) {
     module.def("post_balance", &post_balance, py::arg("lengths"), py::arg("additive"), py::arg("padded"), py::kw_only(),
                py::arg("num_bins"), py::arg("max_items_per_bin"), py::arg("refinement_steps"));
     module.def("cut_evenly", &cut_evenly, py::arg("amounts"), py::arg("starts"), py::arg("counts"));
+    module.def("group_rows", &group_rows, py::arg("owners"), py::arg("values"), py::arg("num_rows"));
     module.def("simulate_events", &simulate_events, py::arg("lane_starts"), py::arg("lane_nodes"), py::arg("lane_fillers"),
                py::arg("kinds"), py::arg("need_starts"), py::arg("needs"), py::arg("receiver_starts"), py::arg("receivers"),
                py::arg("seconds"), py::arg("latency_seconds"), py::arg("links"), py::kw_only(), py::arg("num_links"));

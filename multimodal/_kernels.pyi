@@ -13,6 +13,9 @@ def post_balance(
     max_items_per_bin: int,
     refinement_steps: int,
 ) -> NDArray[np.int32]: ...
+def group_rows(
+    owners: NDArray[np.int64], values: NDArray[np.int64], num_rows: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
 def cut_evenly(
     amounts: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...

@@ -11,6 +11,7 @@ _NAMES = (
     "distribute_longest_first",
     "execute_lanes",
     "find_mask_runs",
+    "group_rows",
     "list_mask_blocks",
     "list_schedule",
     "lower_lanes",

@@ -12,7 +12,7 @@ from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.schedule.list_schedule_reference import list_schedule_reference
 from multimodal.schedule.unit_cost import unit_costs
 from multimodal.values.action import Action, ActionKind
-from multimodal.values.arrays.rows import group_rows, row_numbers, row_starts
+from multimodal.values.arrays.rows import group_rows, order_by, row_numbers, row_starts
 from multimodal.values.schedule import Schedule
 from multimodal.values.step_graph import Cuts, StageKey, StageSplit, StepGraph
 from multimodal.values.step_work import KIND_NUMBERS, Bytes, Integers, StepWork, step_work
@@ -167,10 +167,10 @@ def _by_urgency(work: StepWork, chosen: Integers, policy: Policy) -> Integers:
     if policy.urgent:
         first = [work.computed_numbers[action] for action in policy.urgent if action in work.computed_numbers]
         urgency[np.isin(chosen, first)] = 0
-    ranks = [column[chosen] for column in policy.rank(work)][::-1] if policy.rank else []
+    ranks = [column[chosen] - column.min(initial=0) for column in policy.rank(work)] if policy.rank else []
     stages = work.computed_stages[chosen]
-    unit, stage = -work.pieces.unit_of_stage[stages], -work.pieces.index_of_stage[stages]
-    return np.lexsort((work.replicas[chosen], stage, work.microbatches[chosen], unit, *ranks, urgency))
+    unit, stage = (-column[stages] + column.max() for column in (work.pieces.unit_of_stage, work.pieces.index_of_stage))
+    return order_by(urgency, *ranks, unit, np.maximum(work.microbatches[chosen], 0), stage, work.replicas[chosen])
 
 
 def _flags(work: StepWork, listed: Integers) -> Bytes:
@@ -195,12 +195,12 @@ def _links(work: StepWork, listed: Integers, flags: Bytes, policy: Policy) -> tu
     position[listed] = np.arange(len(listed))
     owners, needs = position[work.need_owners], position[work.needs]
     owners, needs = owners[owners >= 0], needs[owners >= 0]
-    in_order = np.argsort(owners, kind="stable")
-    owners, needs = owners[in_order], needs[in_order]
+    starts, needs = group_rows(owners, needs, len(listed))
+    owners = row_numbers(starts)
     # Forwards of one stage go in microbatch order; they have consecutive numbers.
     later = np.flatnonzero((flags & _IS_FORWARD > 0) & (work.microbatches[listed] > 0))
     firsts, thens = np.concatenate((needs, position[listed[later] - 1])), np.concatenate((owners, later))
-    told = np.argsort(thens, kind="stable")
+    told = order_by(thens)
     ordered = (
         [position[np.concatenate([each[part] for each in policy.orders])] for part in _NEIGHBORS] if policy.orders else ((), ())
     )

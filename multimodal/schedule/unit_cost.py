@@ -7,7 +7,7 @@ import numpy as np
 from multimodal.cost.step_costs import ComputeCost, TransferCost
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource
 from multimodal.values.step_graph import StepGraph
-from multimodal.values.step_work import KINDS, Integers, step_work
+from multimodal.values.step_work import KIND_NUMBERS, KINDS, Integers, step_work
 
 
 def unit_cost(action: Action, step: StepGraph) -> int:
@@ -31,17 +31,16 @@ def unit_cost(action: Action, step: StepGraph) -> int:
 def unit_costs(step: StepGraph) -> Integers:
     """Return `unit_cost` of every computation and collective, [num_computed]; `StepGraph.once` keeps it."""
     work = step_work(step)
-    first = np.full(len(work.stages) * len(KINDS), -1)
-    first[work.blocks[::-1]] = np.arange(work.num_computed)[::-1]
-    costs = np.zeros(len(first), np.int64)
-    known: dict[tuple[object, ...], int] = {}
-    for block in np.flatnonzero(first >= 0).tolist():
-        action = work.action(int(first[block]))
-        like = action.kind, action.unit, action.stage, step.plan.virtual_stage(*action[1:4]).layers
-        if like not in known:
-            known[like] = unit_cost(action, step)
-        costs[block] = known[like]
-    of_pieces: Integers = costs[work.blocks]
+    costs = np.ones((len(work.stages), len(KINDS)), np.int64)
+    known: dict[tuple[str, int, range], int] = {}
+    for unit, pieces in work.pieces.units.items():
+        for stage, replica in np.argwhere(pieces.has_backward).tolist():
+            like = unit, stage, step.plan.virtual_stage(unit, replica, stage).layers
+            if like not in known:
+                known[like] = unit_cost(Action(ActionKind.BACKWARD, unit, replica, stage, 0), step)
+            number = pieces.first_stage + stage * pieces.has_backward.shape[1] + replica
+            costs[number, KIND_NUMBERS[ActionKind.BACKWARD]] = known[like]
+    of_pieces: Integers = costs[work.computed_stages, work.kinds]
     return of_pieces
 
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.values.action import Action, Resource, action_to_text
+from multimodal.values.arrays.rows import order_by
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule, slot_error
 from multimodal.values.step_work import RESOURCE_NUMBERS, Integers, take_rows
@@ -139,7 +140,7 @@ class _SlotOrder:
         lanes = schedule.lane_of_slot[slots], other_lanes
         source, target = lanes if resource == _SEND else lanes[::-1]
         pairs = source * schedule.num_lanes + target
-        in_order = np.argsort(pairs, kind="stable")
+        in_order = order_by(source, target)
         return pairs[in_order], slots[in_order]
 
     def _action(self, piece: int) -> Action:

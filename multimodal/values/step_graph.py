@@ -94,6 +94,7 @@ class StepGraph:
     cuts: Cuts = UNCUT
     forward_only: bool = False
     """Leave backwards and reductions out (evaluation)."""
+    _needs: dict[tuple[str, range], BackwardNeed] = field(default_factory=dict, init=False, repr=False)
     _variants: list["StepGraph"] = field(default_factory=list, init=False, repr=False)
     _made: dict[Callable[[Any], object], object] = field(default_factory=dict, init=False, repr=False)
 
@@ -110,6 +111,7 @@ class StepGraph:
                 return step
         step = replace(self, cuts=cuts)
         object.__setattr__(step, "_variants", self._variants)
+        object.__setattr__(step, "_needs", self._needs)
         self._variants.append(step)
         return step
 
@@ -146,7 +148,12 @@ class StepGraph:
 
     def backward_need(self, unit: str, replica: int, stage: int) -> BackwardNeed:
         """Return what the backward of a virtual stage must compute; nothing in a step that only runs forwards."""
-        return BackwardNeed.NONE if self.forward_only else stage_backward_need(self.graph, self.plan, unit, replica, stage)
+        if self.forward_only:
+            return BackwardNeed.NONE
+        like = unit, self.plan.virtual_stage(unit, replica, stage).layers
+        if like not in self._needs:
+            self._needs[like] = stage_backward_need(self.graph, self.plan, unit, replica, stage)
+        return self._needs[like]
 
     def lanes_of(self, unit: str, replica: int, stage: int) -> tuple[int, ...]:
         """Return the lanes that together execute a virtual stage."""

@@ -10,7 +10,7 @@ import numpy as np
 from multimodal.kernels import kernels
 from multimodal.schedule.execute_lanes import Execution, execute_lanes
 from multimodal.values.action import Resource
-from multimodal.values.arrays.rows import flat_rows
+from multimodal.values.arrays.rows import flat_rows, order_by
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule, show_slots
 from multimodal.values.step_work import RESOURCE_NUMBERS, Bytes, Integers
@@ -40,7 +40,7 @@ def insert_communication(schedule: Schedule) -> Schedule:
     starts[order] = np.arange(len(order))
     producers, consumers = work.message_ends
     messages = np.flatnonzero(starts[consumers] >= 0)
-    messages = messages[np.lexsort((starts[consumers[messages]], starts[producers[messages]]))]
+    messages = messages[order_by(starts[producers[messages]], starts[consumers[messages]])]
     source_starts, source_lanes = work.lanes_of(producers[messages])
     run = lower_lanes_reference if kernels is None else kernels.lower_lanes
     lane_starts, slots = run(
@@ -68,8 +68,7 @@ def _in_order_of_start(execution: Execution) -> Integers:
     started = np.flatnonzero((starts >= 0) & (work.resources[: work.num_computed] == RESOURCE_NUMBERS[Resource.COMPUTE]))
     lane_starts, lanes = work.lane_rows
     first_lanes = np.minimum.reduceat(lanes, lane_starts[:-1])[work.computed_stages[started]]
-    in_order: Integers = started[np.argsort(starts[started] * execution.schedule.num_lanes + first_lanes, kind="stable")]
-    return in_order
+    return started[order_by(starts[started], first_lanes)]
 
 
 def lower_lanes_reference(

@@ -7,7 +7,7 @@ import numpy as np
 from multimodal.values.action import ActionKind
 from multimodal.values.arrays.pieces import KIND_NUMBERS, Pieces, UnitPieces
 from multimodal.values.arrays.routes import Routes
-from multimodal.values.arrays.rows import Integers, row_numbers, row_starts, take_rows
+from multimodal.values.arrays.rows import Integers, group_rows, row_numbers, take_rows
 from multimodal.values.model_graph import ModelGraph
 
 _Needs = tuple[Integers, Integers]
@@ -26,7 +26,7 @@ def piece_needs(pieces: Pieces, graph: ModelGraph, routes: Routes) -> tuple[Inte
 def _rows(found: list[_Needs], num_pieces: int) -> tuple[Integers, Integers]:
     empty = np.zeros(0, np.int64)
     owners, needs = (np.concatenate([empty, *column]) for column in (zip(*found, strict=True) if found else ((), ())))
-    return row_starts(np.bincount(owners, minlength=num_pieces)), needs[np.argsort(owners, kind="stable")]
+    return group_rows(owners, needs, num_pieces)
 
 
 def _of_computations(unit: UnitPieces, pieces: Pieces, graph: ModelGraph, routes: Routes) -> Iterator[_Needs]:

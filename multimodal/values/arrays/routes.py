@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from multimodal.values.arrays.placed_atoms import NO_ATOMS, Atom, Microbatch, MicrobatchPlace, PlacedAtoms
-from multimodal.values.arrays.rows import Integers, integers, row_starts, take_rows
+from multimodal.values.arrays.rows import Integers, integers, order_by, row_starts, take_rows
 from multimodal.values.model_graph import ModelGraph
 
 
@@ -158,7 +158,7 @@ def build_routes(graph: ModelGraph, placed: Mapping[str, PlacedAtoms]) -> Routes
     sources, targets, sample_ids, item_indices = (
         np.concatenate(column) for column in (zip(*columns, strict=True) if columns else [[integers(())]] * 4)
     )
-    order = np.lexsort((targets, sources))
+    order = order_by(sources, targets)
     sources, targets = sources[order], targets[order]
     is_first = np.ones(len(order), bool)
     is_first[1:] = (np.diff(sources) != 0) | (np.diff(targets) != 0)
