@@ -95,11 +95,26 @@ class ModelCosts:
         late = self._slowest_seconds(action.kind, action.unit, action.stage, action.microbatch) - own.seconds
         return ComputeCost(own.seconds + late, own.tensor_parallel_seconds + late)
 
+    def stage_seconds(self, unit: str, replica: int, stage: int, *, kinds: Sequence[ActionKind]) -> float:
+        """Return the seconds of a stage's computations of some kinds, over all microbatches."""
+        places = [MicrobatchPlace(unit, replica, index) for index in range(self.step.num_microbatches(unit, replica))]
+        if self.options.zero_stage < 3:
+            loads = [self.loads.at(place) for place in places]
+            return sum(self._compute_cost(kind, unit, replica, stage, load).seconds for load in loads for kind in kinds)
+        return sum(self._slowest_seconds(kind, unit, stage, place.microbatch) for place in places for kind in kinds)
+
     def unit_seconds(self, unit: str) -> Floats:
-        """[num_stages, num_replicas] seconds of all forwards and backwards of each stage, which some schedule runs one by one."""
-        placed, loads = self.step.assignment.placed[unit], self.loads.of_microbatches(unit)
-        shape = self.step.plan.units[unit].num_virtual_stages, placed.num_replicas
+        """[num_stages, num_replicas] seconds of all forwards and backwards of each stage: `stage_seconds`, for all at once."""
+        placed, plan = self.step.assignment.placed[unit], self.step.plan.units[unit]
+        shape = plan.num_virtual_stages, placed.num_replicas
         total = np.zeros(shape)
+        if plan.context_parallel_size > 1:
+            for stage, replica in np.ndindex(shape):
+                has_backward = self.step.backward_need(unit, replica, stage).has_backward
+                kinds = (ActionKind.FORWARD, ActionKind.BACKWARD) if has_backward else (ActionKind.FORWARD,)
+                total[stage, replica] = self.stage_seconds(unit, replica, stage, kinds=kinds)
+            return total
+        loads = self.loads.of_microbatches(unit)
         twice = np.repeat(placed.replica_of_microbatch, 2)
         for stage in range(shape[0]):
             seconds = self._seconds_of_microbatches(unit, stage, placed, loads)

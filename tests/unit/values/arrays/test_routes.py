@@ -1,0 +1,55 @@
+import pickle
+
+import numpy as np
+from hypothesis import given
+
+from multimodal.values.arrays.placed_atoms import PlacedAtoms
+from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace, Route
+from multimodal.values.step_graph import StepGraph
+from tests.unit.schedule.schedule_cases import cases, golden_cases
+
+
+def plain_routes(step: StepGraph) -> list[Route]:
+    """Every route, found atom by atom."""
+    between: dict[tuple[MicrobatchPlace, MicrobatchPlace], list[Atom]] = {}
+    for source, target in step.graph.edges:
+        places = step.assignment.place_of_atom[source]
+        for replica, microbatches in enumerate(step.assignment.units[target]):
+            for index, microbatch in enumerate(microbatches):
+                for sample in microbatch:
+                    for atom in sorted(atom for atom in places if atom.sample_id == sample.sample_id):
+                        ends = MicrobatchPlace(source, *places[atom]), MicrobatchPlace(target, replica, index)
+                        between.setdefault(ends, []).append(atom)
+    return [Route(*ends, tuple(atoms)) for ends, atoms in sorted(between.items())]
+
+
+@given(step=cases())
+def test_routes_lead_every_atom_to_its_sample(step: StepGraph) -> None:
+    wanted = plain_routes(step)
+    found = step.routes
+    assert [route for place in found.from_source for route in found.from_source[place]] == wanted
+    for end, by_end in enumerate((found.from_source, found.to_target)):
+        assert {place: list(routes) for place, routes in by_end.items()} == {
+            route[end]: [other for other in wanted if other[end] == route[end]] for route in wanted
+        }
+    assert MicrobatchPlace("llm", 0, 99) not in found.to_target and MicrobatchPlace("nothing", 0, 0) not in found.from_source
+
+
+@given(step=cases())
+def test_an_assignment_of_arrays_is_the_one_of_objects(step: StepGraph) -> None:
+    given_objects = step.assignment
+    arrays = Assignment.of_arrays({unit: PlacedAtoms.of_replicas(each) for unit, each in given_objects.units.items()})
+    for other in (arrays, pickle.loads(pickle.dumps(arrays)), Assignment.from_dict(arrays.to_dict())):
+        assert other == given_objects and other.to_dict() == given_objects.to_dict()
+        assert other.place_of_atom == given_objects.place_of_atom
+        for place in step.microbatches:
+            assert other.atoms(place) == given_objects.units[place.unit][place.replica][place.microbatch]
+            assert other.num_microbatches(*place[:2]) == len(given_objects.units[place.unit][place.replica])
+
+
+def test_samples_are_kept_where_they_are() -> None:
+    placed = golden_cases()["crossed_groupings"].assignment.placed["llm"]
+    kept = placed.with_samples(placed.sample_ids[:1])
+    atoms = [atom for replica in kept.replicas for microbatch in replica for atom in microbatch]
+    assert atoms == [Atom(int(placed.sample_ids[0]))] and kept.num_replicas == placed.num_replicas
+    assert kept != placed and placed.with_samples(np.unique(placed.sample_ids)) == placed
