@@ -99,7 +99,7 @@ class ModelCosts:
         """Return the seconds of a stage's computations of some kinds, over all microbatches."""
         places = [MicrobatchPlace(unit, replica, index) for index in range(self.step.num_microbatches(unit, replica))]
         if self.options.zero_stage < 3:
-            loads = [self.loads.at(place) for place in places]
+            loads = [self.loads.computed_at(place) for place in places]
             return sum(self._compute_cost(kind, unit, replica, stage, load).seconds for load in loads for kind in kinds)
         return sum(self._slowest_seconds(kind, unit, stage, place.microbatch) for place in places for kind in kinds)
 
