@@ -1,10 +1,7 @@
 // The Python module multimodal._kernels: one line per kernel. No torch, so one build serves every torch version.
 
-<<<<<<< HEAD
-#include <memory>
-=======
 #include <algorithm>
->>>>>>> 0d9a48c (Build, lower and place reductions of schedules as arrays)
+#include <memory>
 #include <optional>
 
 #include <pybind11/numpy.h>

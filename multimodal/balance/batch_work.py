@@ -13,7 +13,7 @@ from multimodal.balance.unit_cost import UnitCost
 from multimodal.cost.flops import UnitFlops, unit_flops
 from multimodal.cost.unit_load import AtomLoads, Floats, UnitLoad, atom_loads, atom_numbers
 from multimodal.values.arrays.length_arrays import LengthArrays, LengthBatch
-from multimodal.values.arrays.rows import Integers, row_starts
+from multimodal.values.arrays.rows import Integers, group_rows, row_starts
 from multimodal.values.assignment import Assignment, Atom, Microbatch, PlacedAtoms
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
@@ -192,7 +192,7 @@ def unit_imbalance(assignment: Assignment, work: BatchWork, *, unit: str) -> Imb
 
 
 def _kept_together(placed: PlacedAtoms, amounts: Integers) -> tuple[Integers, Integers]:
-    """Return the amounts of each sample's atoms if every sample is in one microbatch, else those of each atom: starts, amounts."""
+    """Return the amounts of each sample's atoms if every sample is in one microbatch, else those of each atom, as rows."""
     _, samples = np.unique(placed.sample_ids, return_inverse=True)
     num_samples = int(samples.max()) + 1
     places = np.unique(samples * placed.num_microbatches + placed.microbatch_of_atom)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from multimodal.balance.algorithms.cut_evenly import cut_evenly
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork, read_batch
+from multimodal.balance.cut_evenly import cut_evenly
 from multimodal.balance.placement import deal, follow_llm
 from multimodal.values.arrays.length_arrays import LengthBatch
 from multimodal.values.arrays.rows import Integers
