@@ -133,7 +133,7 @@ def _linear_program(work: list[float], minimums: list[float], num_gpus: float) -
 def measure_braid() -> dict[str, Any]:
     """Time one search."""
     start = time.perf_counter()
-    run = PLANNERS["braid"](braid_request(0.6 * CLAIMED_BRAID_SECONDS))
+    run = PLANNERS["braid"](braid_request(0.5 * CLAIMED_BRAID_SECONDS))
     seconds = time.perf_counter() - start
     return {"seconds": seconds, "iteration_seconds": run.objective_seconds, "gpus": run.num_gpus, "notes": list(run.notes)}
 
