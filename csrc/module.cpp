@@ -15,6 +15,7 @@
 #include "distribute_longest_first.h"
 #include "entrain_assignment.h"
 #include "execute_lanes.h"
+#include "fill_idle_lanes.h"
 #include "group_rows.h"
 #include "list_schedule.h"
 #include "longest_first_partition.h"
@@ -84,6 +85,21 @@ py::tuple execute_lanes(const Array<std::int64_t>& lane_starts, const Array<std:
     }
     return py::make_tuple(to_array(events.actions), to_array(events.lanes), to_array(events.start_seconds),
                           to_array(events.end_seconds), to_array(events.positions), to_array(events.is_done));
+}
+
+py::tuple fill_idle_lanes(const Array<std::int64_t>& durations, const Array<std::int64_t>& lane_starts,
+                          const Array<std::int64_t>& lanes, const Array<std::int64_t>& need_starts,
+                          const Array<std::int64_t>& needs, const Array<std::int64_t>& delays,
+                          const Array<std::int64_t>& line_starts, const Array<std::int64_t>& line,
+                          const Array<std::int64_t>& queue_starts, const Array<std::int64_t>& queues, std::int64_t tolerance) {
+    const braid::LanesToFill to_fill{view(durations),   view(lane_starts), view(lanes),        view(need_starts), view(needs), view(delays),
+                                     view(line_starts), view(line),        view(queue_starts), view(queues),      tolerance};
+    braid::FilledLanes filled;
+    {
+        py::gil_scoped_release release;
+        filled = braid::fill_idle_lanes(to_fill);
+    }
+    return py::make_tuple(to_array(filled.order), filled.end);
 }
 
 py::tuple list_schedule(
@@ -292,6 +308,9 @@ PYBIND11_MODULE(_kernels, module) {
     module.def("execute_lanes", &execute_lanes, py::kw_only(), py::arg("lane_starts"), py::arg("lane_actions"),
                py::arg("resources"), py::arg("stages"), py::arg("stage_starts"), py::arg("stage_lanes"), py::arg("need_starts"),
                py::arg("needs"), py::arg("collectives"), py::arg("member_starts"), py::arg("members"), py::arg("durations"));
+    module.def("fill_idle_lanes", &fill_idle_lanes, py::kw_only(), py::arg("durations"), py::arg("lane_starts"), py::arg("lanes"),
+               py::arg("need_starts"), py::arg("needs"), py::arg("delays"), py::arg("line_starts"), py::arg("line"),
+               py::arg("queue_starts"), py::arg("queues"), py::arg("tolerance"));
     module.def("list_schedule", &list_schedule, py::kw_only(), py::arg("lane_starts"), py::arg("lanes"), py::arg("costs"),
                py::arg("microbatches"), py::arg("groups"), py::arg("flags"), py::arg("follower_starts"), py::arg("followers"),
                py::arg("release_starts"), py::arg("releases"), py::arg("phases"), py::arg("forward_limits"),

@@ -51,6 +51,20 @@ def execute_lanes(
 ) -> tuple[
     NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArray[np.float64], NDArray[np.int64], NDArray[np.uint8]
 ]: ...
+def fill_idle_lanes(
+    *,
+    durations: NDArray[np.int64],
+    lane_starts: NDArray[np.int64],
+    lanes: NDArray[np.int64],
+    need_starts: NDArray[np.int64],
+    needs: NDArray[np.int64],
+    delays: NDArray[np.int64],
+    line_starts: NDArray[np.int64],
+    line: NDArray[np.int64],
+    queue_starts: NDArray[np.int64],
+    queues: NDArray[np.int64],
+    tolerance: int,
+) -> tuple[NDArray[np.int64], int]: ...
 def list_schedule(
     *,
     lane_starts: NDArray[np.int64],

@@ -10,6 +10,7 @@ _NAMES = (
     "cut_evenly",
     "distribute_longest_first",
     "execute_lanes",
+    "fill_idle_lanes",
     "find_mask_runs",
     "group_rows",
     "list_mask_blocks",

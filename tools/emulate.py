@@ -62,7 +62,8 @@ def build_run(model_flags: Sequence[str], schedule: str, passes: str, *, num_ite
     check_flags(flags)
     step, costs = next(iter(build_steps(flags)))
     check_virtual_stages(schedule, step.graph, step.plan)
-    return EmulatedRun(build_schedule(BUILDERS[schedule], step, passes=passes_named(passes)), costs, num_iterations)
+    builder = BUILDERS[schedule].with_costs(costs)
+    return EmulatedRun(build_schedule(builder, step, passes=passes_named(passes)), costs, num_iterations)
 
 
 def summarize(simulation: Simulation, timelines: Sequence[Timeline]) -> dict[str, Any]:

@@ -216,7 +216,7 @@ def global_batches(flags: argparse.Namespace, graph: ModelGraph, plan: Plan) -> 
 def simulate_step(costed: CostedStep, *, builder: str, passes: Sequence[Pass]) -> Simulation:
     """Build the schedule, rewrite, lower, validate and simulate it; raises ScheduleError."""
     check_virtual_stages(builder, costed.step.graph, costed.step.plan)
-    return simulate_schedule(build_schedule(BUILDERS[builder], costed.step, passes=passes), costed.costs)
+    return simulate_schedule(build_schedule(BUILDERS[builder].with_costs(costed.costs), costed.step, passes=passes), costed.costs)
 
 
 def check_virtual_stages(builder: str, graph: ModelGraph, plan: Plan) -> None:

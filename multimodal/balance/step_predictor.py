@@ -35,6 +35,10 @@ class StepPredictor:
         """Predict a step of these samples."""
         return self.predict_each((assignment,), lengths)[0]
 
+    def costs(self, assignment: Assignment, lengths: Sequence[SampleLengths]) -> ModelCosts:
+        """Return the costs of a step of these samples."""
+        return self.predict(assignment, lengths).costs
+
     def predict_each(self, assignments: Sequence[Assignment], lengths: Sequence[SampleLengths]) -> "list[StepPrediction]":
         """Predict a step of these samples under each of several assignments; their common part is computed once."""
         step = self.schedules.step(assignments[0])
@@ -56,7 +60,7 @@ class StepPrediction:
         """Seconds of the step: simulated, or where that would take long, the least it can take. Raises ScheduleError."""
         if self._num_computations > MOST_SIMULATED_COMPUTATIONS:
             return self.least_seconds
-        return simulate_seconds(self.schedules.compiled(self.costs.step.assignment), self.costs)
+        return simulate_seconds(self.schedules.find(self.costs.step.assignment, self.costs).compiled, self.costs)
 
     @cached_property
     def least_seconds(self) -> float:

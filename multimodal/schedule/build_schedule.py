@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
+from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.align_replicas import Joins, align_replicas
-from multimodal.schedule.builders import Builder
+from multimodal.schedule.builders import Builder, ScheduleRow
 from multimodal.schedule.compile_schedule import CompiledSchedule, compile_schedule
 from multimodal.schedule.passes import Pass
 from multimodal.schedule.passes.insert_communication import insert_communication
@@ -31,13 +33,21 @@ def build_schedule(builder: Builder, step: StepGraph, *, passes: Sequence[Pass] 
     return schedule
 
 
-@dataclass
-class _Built:
+@dataclass(frozen=True)
+class BuiltSchedule:
     """The schedule of one shape, and the parts made from it on demand."""
 
     schedule: Schedule
-    compiled: CompiledSchedule | None = None
-    joins: Joins | None = None
+
+    @cached_property
+    def compiled(self) -> CompiledSchedule:
+        """The schedule as the simulator compiles it, but for durations."""
+        return compile_schedule(self.schedule)
+
+    @cached_property
+    def joins(self) -> Joins:
+        """The computations that lanes join where replicas share their weights (`align_replicas`)."""
+        return align_replicas(self.schedule)
 
 
 @dataclass
@@ -54,34 +64,31 @@ class ScheduleCache:
     """Applied one after another to the builder's schedule; not to forward-only ones, in which there is nothing to cut."""
     forward_only: bool = False
     capacity: int = 64
-    _built: dict[object, _Built] = field(default_factory=dict)
+    _built: dict[object, BuiltSchedule] = field(default_factory=dict)
 
     def step(self, assignment: Assignment) -> StepGraph:
         """Return the uncut step of an assignment."""
         return StepGraph(self.graph, self.plan, assignment, forward_only=self.forward_only)
 
-    def schedule(self, assignment: Assignment) -> Schedule:
-        """Return the schedule of this assignment, built for it or for one of the same shape; raises ScheduleError."""
+    @property
+    def needs_costs(self) -> bool:
+        """True if schedules depend on the costs of the step, and not on its shape alone."""
+        return isinstance(self.builder, ScheduleRow) and self.builder.needs_costs
+
+    def find(self, assignment: Assignment, costs: StepCosts | None = None) -> BuiltSchedule:
+        """Return the schedule of this assignment, built for it or for one of the same shape; raises ScheduleError.
+
+        costs: of the step; a builder that needs them builds anew whenever they are given, and takes unit costs otherwise.
+        """
         step = self.step(assignment)
-        return self._find(step).schedule.for_step(step)
-
-    def compiled(self, assignment: Assignment) -> CompiledSchedule:
-        """Return the schedule as the simulator compiles it, but for durations; raises ScheduleError."""
-        built = self._find(self.step(assignment))
-        if built.compiled is None:
-            built.compiled = compile_schedule(built.schedule)
-        return built.compiled
-
-    def joins(self, assignment: Assignment) -> Joins:
-        """Return the computations that lanes join where replicas share their weights (`align_replicas`); raises ScheduleError."""
-        built = self._find(self.step(assignment))
-        if built.joins is None:
-            built.joins = align_replicas(built.schedule)
-        return built.joins
-
-    def _find(self, step: StepGraph) -> _Built:
+        if costs is not None and isinstance(self.builder, ScheduleRow) and self.builder.needs_costs:
+            return BuiltSchedule(build_schedule(self.builder.with_costs(costs), step, passes=self.passes))
         if step.shape not in self._built:
             if len(self._built) >= self.capacity:
                 self._built.pop(next(iter(self._built)))
-            self._built[step.shape] = _Built(build_schedule(self.builder, step, passes=self.passes))
+            self._built[step.shape] = BuiltSchedule(build_schedule(self.builder, step, passes=self.passes))
         return self._built[step.shape]
+
+    def schedule(self, assignment: Assignment, costs: StepCosts | None = None) -> Schedule:
+        """Return the schedule that `find` finds, for this very assignment; raises ScheduleError."""
+        return self.find(assignment, costs).schedule.for_step(self.step(assignment))

@@ -20,6 +20,8 @@ from megatron.runtime.step.token_placement import ContextSharing
 from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.packed_lengths import ItemSpan
 from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
+from multimodal.balance.step_predictor import StepPredictor
+from multimodal.cost.cluster import Cluster
 from multimodal.data.packing import pack_encoder_microbatch
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.layers.registry import sharding_of
@@ -67,6 +69,8 @@ class GradientCase:
     """Whether replicas share weights and gradients, too; the reference never does."""
     num_overlapped_parts: int = 1
     """Of tensor parallel collectives."""
+    cluster: Cluster | None = None
+    """Whose durations schedules go by that need any; unit costs by default."""
 
     def __repr__(self) -> str:
         shapes = [(shape.items, shape.num_text_tokens, shape.num_target_tokens) for shape in self.source.shapes]
@@ -151,6 +155,7 @@ def plan_case(case: GradientCase, assignment: Assignment | None = None, *, forwa
         share = exchange.decode(source, source_index=source_index)
         assert share.lengths == lengths
         source = exchange.exchange(share, schedules.step(assignment))
+    predictor = StepPredictor(schedules, case.cluster, case.source.vocab_size) if case.cluster is not None else None
     return plan_step(
         source,
         lengths=lengths,
@@ -160,6 +165,7 @@ def plan_case(case: GradientCase, assignment: Assignment | None = None, *, forwa
         source_index=source_index,
         sharing=ContextSharing(case.distribution, case.block_size, case.attention_mask),
         shards_weights=case.shards_weights,
+        costs_of=predictor.costs if predictor is not None else None,
     )
 
 

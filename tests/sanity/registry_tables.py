@@ -45,6 +45,8 @@ def _needs(row: ScheduleRow) -> Iterator[str]:
         yield "copies of encoders beside every stage of the LLM"
     if row.needs_messages:
         yield "ranks that wait for each other"
+    if row.needs_costs:
+        yield "durations"
     if not row.can_train:
         yield "simulation: no run trains with it"
 

@@ -16,6 +16,7 @@ from megatron.runtime.launch.stop_requests import StopReason
 from megatron.runtime.step.step import Step
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import AssignmentError
+from multimodal.values.schedule import Schedule
 
 
 def assignment_digest(assignment: Assignment) -> int:
@@ -27,6 +28,14 @@ def assignment_digest(assignment: Assignment) -> int:
         for first, last in pairwise(placed.microbatch_starts.tolist()):
             digest.update(np.append(last - first, sizes[first:last]).tobytes())
             digest.update(atoms[placed.atom_starts[first] : placed.atom_starts[last]].tobytes())
+    return int.from_bytes(digest.digest()) >> 2
+
+
+def decision_digest(schedule: Schedule) -> int:
+    """Return such a number for an assignment and the order of its work, where that follows from more than the assignment."""
+    digest = hashlib.blake2b(assignment_digest(schedule.step.assignment).to_bytes(8), digest_size=8)
+    for array in (schedule.lane_starts, schedule.pieces, schedule.modes):
+        digest.update(array.tobytes())
     return int.from_bytes(digest.digest()) >> 2
 
 
@@ -63,7 +72,13 @@ def agree_to_stop(stop: StopReason, *, device: torch.device) -> StopReason:
 def _raise_difference(assignment: Assignment, *, number: int) -> None:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, _positions(assignment))
-    rank, difference = next((rank, found) for rank, other in enumerate(gathered) if (found := _difference(gathered[0], other)))
+    differing = ((rank, found) for rank, other in enumerate(gathered) if (found := _difference(gathered[0], other)))
+    rank, difference = next(differing, (0, ""))
+    if not difference:
+        raise AssignmentError(
+            f"step {number}: ranks ordered the work of the same assignment differently, because their costs differ; give all "
+            "ranks the same --cluster"
+        )
     raise AssignmentError(
         f"step {number}: rank {rank} decided otherwise than rank 0: {difference}. All ranks must see the same data (check that "
         "--data-path has the same content on every node) and run the same flags, seed and version of Braid"

@@ -11,7 +11,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megatron.runtime.emulation.emulated_stage import with_emulated_inputs
-from megatron.runtime.feed.agreement import assignment_digest
+from megatron.runtime.feed.agreement import assignment_digest, decision_digest
 from megatron.runtime.feed.sample_exchange import SampleExchange
 from megatron.runtime.feed.step_inputs import load_inputs
 from megatron.runtime.launch.stop_requests import ignore_in_worker
@@ -29,6 +29,7 @@ from megatron.runtime.step.token_placement import DEFAULT_SHARING, ContextSharin
 from multimodal.balance import Balancer
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.placement import drop_idle_samples
+from multimodal.cost.step_costs import StepCosts
 from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
 from multimodal.schedule.build_schedule import ScheduleCache
@@ -37,6 +38,9 @@ from multimodal.values.assignment import Assignment
 from multimodal.values.errors import BraidError
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.step_graph import validate_assignment
+
+CostsOf = Callable[[Assignment, Sequence[SampleLengths]], StepCosts]
+"""The costs of a step; the same on every rank."""
 
 
 class StepPlanner(torch.utils.data.Dataset[Step]):
@@ -55,8 +59,13 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         is_emulated: bool = False,
         sharing: ContextSharing = DEFAULT_SHARING,
         shards_weights: bool = False,
+        costs_of: CostsOf | None = None,
     ) -> None:
-        """exchange: decode first, then send samples where they are needed; is_emulated: load no data (`with_emulated_inputs`)."""
+        """exchange: decode first, then send samples where they are needed; is_emulated: load no data (`with_emulated_inputs`).
+
+        costs_of: as for `plan_step`.
+        """
+        self._costs_of = costs_of
         self._is_emulated, self._exchange, self._sharing = is_emulated, exchange, sharing
         self._shards_weights = shards_weights
         self._source, self._batches, self._schedules, self._rank = source, batches, schedules, rank
@@ -88,6 +97,7 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
             is_emulated=self._is_emulated,
             sharing=self._sharing,
             shards_weights=self._shards_weights,
+            costs_of=self._costs_of,
         )
         return planned.changed(balance=balance)
 
@@ -103,23 +113,26 @@ def plan_step(
     is_emulated: bool = False,
     sharing: ContextSharing = DEFAULT_SHARING,
     shards_weights: bool = False,
+    costs_of: CostsOf | None = None,
 ) -> Step:
     """The step of a given assignment, with this rank's inputs; raises AssignmentError, ScheduleError or DataError.
 
     is_emulated: with sizes alone instead of inputs; sharing: how tokens are spread, the same on every rank; shards_weights:
-    whether replicas share their weights, and so have to compute together.
+    whether replicas share their weights, and so have to compute together; costs_of: asked where schedules need costs.
     """
     validate_assignment(schedules.step(assignment), lengths)
     assignment = drop_idle_samples(assignment, graph=schedules.graph, lengths=lengths)
-    schedule = schedules.schedule(assignment)
+    costs = costs_of(assignment, lengths) if costs_of is not None and schedules.needs_costs else None
+    built = schedules.find(assignment, costs)
+    schedule = built.schedule.for_step(schedules.step(assignment))
     schedule.lane(schedule.step.plan.lane_of_rank[rank])  # made here, ahead of training
     step = Step(
         schedule=schedule,
         lengths={sample.sample_id: sample for sample in lengths},
         inputs={},
-        digest=assignment_digest(assignment),
+        digest=assignment_digest(assignment) if costs is None else decision_digest(schedule),
         sharing=sharing,
-        joins=schedules.joins(assignment) if shards_weights else (),
+        joins=built.joins if shards_weights else (),
     )
     if is_emulated:
         return with_emulated_inputs(step, rank=rank)

@@ -48,6 +48,7 @@ _EMULATED = "--emulate waits as long as its table says, whatever would compute; 
 _FINETUNE = "--finetune takes over the weights alone; leave it out"
 _NO_WEIGHTS = "it takes over the weights of --load; add --load DIR or leave it out"
 _PLACE_ITEMS = " and ".join(name for name, row in BALANCERS.items() if row.places_items)
+_BY_COSTS = " and ".join(name for name, row in BUILDERS.items() if row.needs_costs)
 _PREDICT = " and ".join(name for name, row in BALANCERS.items() if row.needs_costs)
 _SPLITTING_SCHEDULES = ", ".join(f"--schedule {name}" for name, row in BUILDERS.items() if row.splits_backwards)
 _SPLITTING_PASSES = ", ".join(name for name, row in PASSES.items() if row.splits_backwards)
@@ -79,9 +80,9 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     ),
     IgnoredFlag(
         "cluster",
-        ("balance",),
-        lambda c: not BALANCERS[c.training.balance].needs_costs,
-        f"only --balance {_PREDICT} predicts steps; choose it or leave it out",
+        ("balance", "schedule"),
+        lambda c: not BALANCERS[c.training.balance].needs_costs and not BUILDERS[c.training.schedule].needs_costs,
+        f"only --balance {_PREDICT} and --schedule {_BY_COSTS} go by durations; choose one or leave it out",
     ),
     IgnoredFlag(
         "tp_comm_overlap_parts",

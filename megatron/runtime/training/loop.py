@@ -24,6 +24,7 @@ from multimodal.attention.bitfield import MaskMode
 from multimodal.balance import BALANCERS
 from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.balance.balance_options import BalanceOptions, Granularity
+from multimodal.balance.step_predictor import StepPredictor
 from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
 from multimodal.data.source_views import BlankImages
@@ -117,7 +118,7 @@ def _run_steps(run: Run, reporter: Reporter, progress: _Progress, *, last_step: 
 
 def _warn_of_worse_pair(run: Run, reporter: Reporter, step: Step) -> None:
     """Rank 0 alone looks for a better balancer or schedule, on the first global batch; the others wait in the step."""
-    warning = describe_better_pair(run.config, tuple(step.lengths.values()), options=_balance_options(run))
+    warning = describe_better_pair(run.config, tuple(step.lengths.values()), options=_balance_options(run, _predictor(run)))
     if warning is not None:
         reporter.say(warning)
 
@@ -201,14 +202,14 @@ def _train_planner(run: Run) -> StepPlanner:
 
 
 def _planner(run: Run, source: SampleSource, *, seed: int, shuffle: bool, forward_only: bool) -> StepPlanner:
-    training = run.config.training
+    training, predictor = run.config.training, _predictor(run)
     return StepPlanner(
         source,
         batches=GlobalBatches(len(source), training.global_batch_size, seed, shuffle=shuffle),
         schedules=run.session.schedules(forward_only=forward_only),
         balancer=BALANCERS[training.balance],
         rank=run.world.rank,
-        options=_balance_options(run),
+        options=_balance_options(run, predictor),
         exchange=run.exchanges[forward_only] if run.exchanges else None,
         is_emulated=run.emulation is not None,
         shards_weights=run.config.parallelism.shards_weights,
@@ -217,10 +218,15 @@ def _planner(run: Run, source: SampleSource, *, seed: int, shuffle: bool, forwar
             run.config.parallelism.context_parallel_block_size,
             MaskMode(run.config.model.attention_mask),
         ),
+        costs_of=run.emulation.costs_of if run.emulation is not None else predictor.costs,
     )
 
 
-def _balance_options(run: Run) -> BalanceOptions:
+def _predictor(run: Run) -> StepPredictor:
+    return build_predictor(run.config, run.session.schedules(), vocab_size=run.session.options.vocab_size)
+
+
+def _balance_options(run: Run, predictor: StepPredictor) -> BalanceOptions:
     """Return the balancer's options, the same for evaluations: so these need no other schedules."""
     training = run.config.training
     return BalanceOptions(
@@ -229,7 +235,7 @@ def _balance_options(run: Run) -> BalanceOptions:
         granularity=Granularity(training.balance_granularity),
         ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "8")),
         vocab_size=run.session.options.vocab_size,
-        predictor=build_predictor(run.config, run.session.schedules(), vocab_size=run.session.options.vocab_size),
+        predictor=predictor,
     )
 
 

@@ -18,11 +18,12 @@ from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster, Network, NodeLink, peak_tflops
 from multimodal.cost.cost_table import CostTable
 from multimodal.cost.run_options import RunOptions
-from multimodal.cost.step_costs import ComputeCost
+from multimodal.cost.step_costs import ComputeCost, StepCosts
 from multimodal.cost.table_costs import TableCosts
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.action import Action
+from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ConfigError
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
@@ -120,6 +121,10 @@ class EmulationTable:
                 "(virtual) stage of every unit, or change the units' pipeline sizes"
             )
         return cls(_RepeatedCosts(table))
+
+    def costs_of(self, assignment: Assignment, lengths: Sequence[SampleLengths]) -> StepCosts:
+        """Return the costs of any step."""
+        return self.costs
 
     def seconds(self, action: Action) -> float:
         """Return the seconds to wait in place of a computation."""

@@ -343,9 +343,9 @@ def _simulate(
     if is_checked:
         validate_assignment(step, lengths)
     step = BUILDERS[run.schedule].step_for(step)
-    passes = passes_named(",".join(run.passes))
-    schedule = build_schedule(BUILDERS[run.schedule], step, passes=passes, is_checked=is_checked)
-    found = simulate_schedule(schedule, _step_costs(run, request, step, lengths))
+    passes, costs = passes_named(",".join(run.passes)), _step_costs(run, request, step, lengths)
+    schedule = build_schedule(BUILDERS[run.schedule].with_costs(costs), step, passes=passes, is_checked=is_checked)
+    found = simulate_schedule(schedule, costs)
     if run.recompute is None or not is_checked:
         return _Simulated(found, sum(found.busy_seconds) / found.num_lanes)
     plain = found.compiled.with_costs(_step_costs(replace(run, recompute=None), request, step, lengths))

@@ -46,9 +46,12 @@ def other_schedules(run: PlannedRun, request: PlanningRequest) -> Iterator[Plann
 
 
 def fitting_schedules(run: PlannedRun, request: PlanningRequest) -> list[tuple[str, ScheduleRow]]:
-    """List the schedules that are meant for a run's plan, those that keep least first."""
+    """List the schedules that are meant for a run's plan, those that keep least first.
+
+    None that needs costs: a run orders its work by `--cluster`, which a plan does not hold.
+    """
     has_several = has_virtual_stages(run)
-    trainable = ((name, row) for name, row in BUILDERS.items() if row.can_train)
+    trainable = ((name, row) for name, row in BUILDERS.items() if row.can_train and not row.needs_costs)
     rows = [entry for entry in trainable if entry[1].is_for(request.graph, has_virtual_stages=has_several)]
     return sorted(rows, key=lambda entry: (not entry[1].is_tried_first, entry[1].in_flight))
 

@@ -7,6 +7,7 @@ from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
+from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.builders.breadth_first import build_breadth_first
 from multimodal.schedule.builders.dip import build_dip
 from multimodal.schedule.builders.eager_1f1b import build_eager_1f1b
@@ -15,8 +16,10 @@ from multimodal.schedule.builders.encoders_replicated import build_encoders_repl
 from multimodal.schedule.builders.gpipe import build_gpipe
 from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, interleaves
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
+from multimodal.schedule.builders.optimus import build_optimus
 from multimodal.schedule.builders.zb_h1 import build_zb_h1
 from multimodal.schedule.builders.zb_v import build_zb_v, is_v_shaped
+from multimodal.schedule.unit_cost import UnitCosts
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Schedule
@@ -49,7 +52,8 @@ class Layout(NamedTuple):
 class ScheduleRow:
     """One schedule: its builder, and all that flags, planners, estimates, tools and pages ask about it."""
 
-    build: Builder
+    build: Callable[..., Schedule]
+    """A `Builder`; if `needs_costs`, one that takes the `costs` of the step as well."""
     meaning: str
     """Its effect, in one line."""
     source: str = ""
@@ -72,6 +76,8 @@ class ScheduleRow:
     fewest_encoders: int = 0
     role_of_encoders: str = ""
     """A verb and an object, such as `arranges encoders`, for the message if there are fewer."""
+    needs_costs: bool = False
+    """True if the order depends on durations; the schedule is built anew for every step."""
     needs_messages: bool = False
     """True if it changes nothing where every rank holds the whole model."""
     otherwise: str = "1f1b"
@@ -80,8 +86,12 @@ class ScheduleRow:
     """True if a search tries it on every kind of layout that it suits, not only on the best layouts."""
 
     def __call__(self, step: StepGraph) -> Schedule:
-        """Build the schedule: a row is a `Builder`."""
-        return self.build(step)
+        """Build the schedule: a row is a `Builder`. One that needs costs takes unit costs; `with_costs` says them."""
+        return self.with_costs(UnitCosts(step))(step)
+
+    def with_costs(self, costs: StepCosts) -> Builder:
+        """Return the builder of a step of these costs."""
+        return partial(self.build, costs=costs) if self.needs_costs else self.build
 
     def step_for(self, step: StepGraph) -> StepGraph:
         """Return the step that the schedule is built and simulated for: with the work that copies of encoders repeat.
@@ -182,6 +192,17 @@ BUILDERS: dict[str, ScheduleRow] = {
         )
         for rounds in DIP_ROUNDS
     },
+    "optimus": ScheduleRow(
+        build=build_optimus,
+        meaning="encoder work in the bubbles of the LLM's pipeline",
+        source="Optimus, Algorithm 2",
+        in_flight=math.inf,
+        virtual_stages=VirtualStages.OPTIONAL,
+        fewest_encoders=1,
+        role_of_encoders="arranges encoders",
+        needs_costs=True,
+        needs_messages=True,
+    ),
     "encoders-colocated": ScheduleRow(
         build=build_encoders_colocated,
         meaning="several encoders run as one in the same stages",

@@ -43,7 +43,7 @@ IGNORED = [
     ("--lr-warmup-init 1e-4", "--lr-warmup-init would be ignored: there is no warm-up"),
     ("--tokenizer-model t.json", "--tokenizer-model would be ignored: a ByteTokenizer needs no file"),
     ("--balance-granularity sample", "--balance-granularity would be ignored: only --balance orchmllm and auto"),
-    ("--cluster c.yaml --balance orchmllm", "--cluster would be ignored: only --balance auto predicts steps"),
+    ("--cluster c.yaml --balance orchmllm", "--cluster would be ignored: only --balance auto and --schedule optimus"),
     ("--num-workers 1 --lengths-from decode", "--num-workers would be ignored: --lengths-from decode loads in a thread"),
     ("--digits-samples 5 --data-path m.jsonl", "--digits-samples would be ignored: the samples come from a manifest"),
     ("--split 8,1,1", "--split would be ignored: --data-path digits holds out"),

@@ -1,0 +1,227 @@
+#include "fill_idle_lanes.h"
+
+#include <algorithm>
+#include <functional>
+#include <queue>
+#include <utility>
+
+namespace braid {
+namespace {
+
+using Numbers = std::vector<std::int64_t>;
+
+class Filling {
+   public:
+    explicit Filling(const LanesToFill& lanes)
+        : in_(lanes),
+          num_pieces_(lanes.durations.size),
+          num_lanes_(lanes.line_starts.size - 1),
+          num_queues_(lanes.queue_starts.size - 1),
+          is_filler_(num_pieces_, 0),
+          before_(num_pieces_),
+          user_starts_(num_pieces_ + 1, 0),
+          num_missing_(num_pieces_, 0),
+          arrived_at_(num_pieces_, 0),
+          ended_at_(num_pieces_, -1),
+          free_at_(num_lanes_, 0),
+          expected_(num_pieces_, 0),
+          looked_up_(num_pieces_, 0) {
+        for (std::int64_t lane = 0; lane < num_lanes_; ++lane) {
+            line_heads_.push_back(in_.line_starts[lane]);
+            for (std::int64_t at = in_.line_starts[lane] + 1; at < in_.line_starts[lane + 1]; ++at)
+                before_[in_.line[at]].push_back(in_.line[at - 1]);
+        }
+        for (std::int64_t queue = 0; queue < num_queues_; ++queue) queue_heads_.push_back(in_.queue_starts[queue]);
+        for (std::int64_t at = 0; at < in_.queues.size; ++at) is_filler_[in_.queues[at]] = 1;
+        link_users();
+        measure_tails();
+    }
+
+    FilledLanes run() {
+        while (static_cast<std::int64_t>(result_.order.size()) < num_pieces_) {
+            while (begin_filler(true) || begin_line()) {
+            }
+            if (!pass_time() && !begin_filler(false)) break;  // Nothing runs and nothing fits: the most urgent filler goes on.
+        }
+        return std::move(result_);
+    }
+
+   private:
+    void link_users() {
+        for (std::int64_t piece = 0; piece < num_pieces_; ++piece) {
+            num_missing_[piece] = in_.need_starts[piece + 1] - in_.need_starts[piece];
+            for (std::int64_t at = in_.need_starts[piece]; at < in_.need_starts[piece + 1]; ++at) ++user_starts_[in_.needs[at] + 1];
+        }
+        for (std::int64_t piece = 0; piece < num_pieces_; ++piece) user_starts_[piece + 1] += user_starts_[piece];
+        users_.resize(in_.needs.size);
+        Numbers next(user_starts_.begin(), user_starts_.end() - 1);
+        for (std::int64_t piece = 0; piece < num_pieces_; ++piece)
+            for (std::int64_t at = in_.need_starts[piece]; at < in_.need_starts[piece + 1]; ++at)
+                users_[next[in_.needs[at]]++] = {piece, in_.delays[at]};
+    }
+
+    // The longest way from each piece's start to the end of all, over needs and the lanes' orders.
+    void measure_tails() {
+        Numbers num_users(num_pieces_, 0), ready;
+        for (std::int64_t piece = 0; piece < num_pieces_; ++piece) {
+            num_users[piece] += user_starts_[piece + 1] - user_starts_[piece];
+            for (const std::int64_t earlier : before_[piece]) ++num_users[earlier];
+        }
+        for (std::int64_t piece = 0; piece < num_pieces_; ++piece)
+            if (num_users[piece] == 0) ready.push_back(piece);
+        tails_.assign(num_pieces_, 0);
+        while (!ready.empty()) {
+            const std::int64_t piece = ready.back();
+            ready.pop_back();
+            tails_[piece] += in_.durations[piece];
+            const auto lengthen = [&](std::int64_t earlier, std::int64_t delay) {
+                tails_[earlier] = std::max(tails_[earlier], delay + tails_[piece]);
+                if (--num_users[earlier] == 0) ready.push_back(earlier);
+            };
+            for (std::int64_t at = in_.need_starts[piece]; at < in_.need_starts[piece + 1]; ++at)
+                lengthen(in_.needs[at], in_.delays[at]);
+            for (const std::int64_t earlier : before_[piece]) lengthen(earlier, 0);
+        }
+    }
+
+    // The piece that a lane's order has come to; -1 at its end.
+    std::int64_t line_head(std::int64_t lane) const {
+        return line_heads_[lane] < in_.line_starts[lane + 1] ? in_.line[line_heads_[lane]] : -1;
+    }
+
+    std::int64_t queue_head(std::int64_t queue) const {
+        return queue_heads_[queue] < in_.queue_starts[queue + 1] ? in_.queues[queue_heads_[queue]] : -1;
+    }
+
+    bool is_ready(std::int64_t piece) const {
+        if (num_missing_[piece] > 0 || arrived_at_[piece] > now_) return false;
+        for (std::int64_t at = in_.lane_starts[piece]; at < in_.lane_starts[piece + 1]; ++at)
+            if (free_at_[in_.lanes[at]] > now_) return false;
+        return true;
+    }
+
+    // All lanes of a piece that keeps its order have come to it.
+    bool is_next(std::int64_t piece) const {
+        for (std::int64_t at = in_.lane_starts[piece]; at < in_.lane_starts[piece + 1]; ++at)
+            if (line_head(in_.lanes[at]) != piece) return false;
+        return true;
+    }
+
+    // The piece with the longest tail goes first, then the lower number.
+    bool goes_before(std::int64_t piece, std::int64_t other) const {
+        if (other < 0) return true;
+        return tails_[piece] != tails_[other] ? tails_[piece] > tails_[other] : piece < other;
+    }
+
+    bool begin_filler(bool must_fit) {
+        std::int64_t chosen = -1;
+        for (std::int64_t queue = 0; queue < num_queues_; ++queue) {
+            const std::int64_t piece = queue_head(queue);
+            if (piece >= 0 && goes_before(piece, chosen) && is_ready(piece) && (!must_fit || fits(piece))) {
+                chosen = piece;
+                chosen_queue_ = queue;
+            }
+        }
+        if (chosen < 0) return false;
+        ++queue_heads_[chosen_queue_];
+        begin(chosen);
+        return true;
+    }
+
+    bool begin_line() {
+        std::int64_t chosen = -1;
+        for (std::int64_t lane = 0; lane < num_lanes_; ++lane) {
+            const std::int64_t piece = line_head(lane);
+            if (piece >= 0 && goes_before(piece, chosen) && is_ready(piece) && is_next(piece)) chosen = piece;
+        }
+        if (chosen < 0) return false;
+        for (std::int64_t at = in_.lane_starts[chosen]; at < in_.lane_starts[chosen + 1]; ++at) ++line_heads_[in_.lanes[at]];
+        begin(chosen);
+        return true;
+    }
+
+    bool fits(std::int64_t piece) {
+        for (std::int64_t at = in_.lane_starts[piece]; at < in_.lane_starts[piece + 1]; ++at) {
+            const std::int64_t next = line_head(in_.lanes[at]);
+            if (next < 0 || tails_[piece] > tails_[next]) continue;
+            const std::int64_t idle = expected_start(next) - now_;
+            if (idle <= 0 || (100 - in_.tolerance) * in_.durations[piece] > 100 * idle) return false;
+        }
+        return true;
+    }
+
+    // When a piece that keeps its order could start if no filler were begun any more.
+    std::int64_t expected_start(std::int64_t piece) {
+        stack_.push_back(piece);
+        while (!stack_.empty()) {
+            const std::int64_t top = stack_.back();
+            const std::size_t height = stack_.size();
+            std::int64_t start = now_;
+            for (std::int64_t at = in_.lane_starts[top]; at < in_.lane_starts[top + 1]; ++at)
+                start = std::max(start, free_at_[in_.lanes[at]]);
+            const auto follow = [&](std::int64_t earlier, std::int64_t delay) {
+                if (ended_at_[earlier] >= 0) {
+                    start = std::max(start, ended_at_[earlier] + delay);
+                } else if (is_filler_[earlier]) {
+                    return;
+                } else if (looked_up_[earlier] == epoch_) {
+                    start = std::max(start, expected_[earlier] + in_.durations[earlier] + delay);
+                } else {
+                    stack_.push_back(earlier);
+                }
+            };
+            for (std::int64_t at = in_.need_starts[top]; at < in_.need_starts[top + 1]; ++at) follow(in_.needs[at], in_.delays[at]);
+            for (const std::int64_t earlier : before_[top]) follow(earlier, 0);
+            if (stack_.size() > height) continue;
+            expected_[top] = start;
+            looked_up_[top] = epoch_;
+            stack_.pop_back();
+        }
+        return expected_[piece];
+    }
+
+    void begin(std::int64_t piece) {
+        const std::int64_t end = now_ + in_.durations[piece];
+        ended_at_[piece] = end;
+        result_.order.push_back(piece);
+        result_.end = std::max(result_.end, end);
+        for (std::int64_t at = in_.lane_starts[piece]; at < in_.lane_starts[piece + 1]; ++at) free_at_[in_.lanes[at]] = end;
+        moments_.push(end);
+        for (std::int64_t at = user_starts_[piece]; at < user_starts_[piece + 1]; ++at) {
+            const auto [user, delay] = users_[at];
+            --num_missing_[user];
+            arrived_at_[user] = std::max(arrived_at_[user], end + delay);
+            if (delay > 0) moments_.push(end + delay);
+        }
+        ++epoch_;
+    }
+
+    // Goes on to the next moment at which something ends or arrives; false if there is none.
+    bool pass_time() {
+        while (!moments_.empty() && moments_.top() <= now_) moments_.pop();
+        if (moments_.empty()) return false;
+        now_ = moments_.top();
+        ++epoch_;
+        return true;
+    }
+
+    const LanesToFill& in_;
+    const std::int64_t num_pieces_, num_lanes_, num_queues_;
+    std::vector<char> is_filler_;
+    std::vector<Numbers> before_;  // Per piece those right before it in its lanes' orders.
+    Numbers user_starts_;
+    std::vector<std::pair<std::int64_t, std::int64_t>> users_;  // Per piece those that need it, and after which delay.
+    Numbers tails_, num_missing_, arrived_at_;
+    Numbers ended_at_;  // Per piece that has started; -1: it has not.
+    Numbers free_at_, line_heads_, queue_heads_;
+    Numbers expected_, looked_up_, stack_;
+    std::int64_t epoch_ = 1, now_ = 0, chosen_queue_ = 0;
+    std::priority_queue<std::int64_t, Numbers, std::greater<std::int64_t>> moments_;
+    FilledLanes result_;
+};
+
+}  // namespace
+
+FilledLanes fill_idle_lanes(const LanesToFill& lanes) { return Filling(lanes).run(); }
+
+}  // namespace braid

@@ -1,0 +1,31 @@
+// Fits work into the idle time of lanes that run other work in a given order. Reference:
+// multimodal/schedule/fill_idle_lanes_reference.py
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "simulate_events.h"
+
+namespace braid {
+
+// Rows are starts into a flat array. Times are whole numbers of one unit.
+struct LanesToFill {
+    View<std::int64_t> durations;             // Per piece.
+    View<std::int64_t> lane_starts, lanes;    // Per piece: it runs in all of them at once.
+    View<std::int64_t> need_starts, needs;    // Per piece.
+    View<std::int64_t> delays;                // Per need: from the end of what is needed to its arrival.
+    View<std::int64_t> line_starts, line;     // Per lane: the pieces that keep this order.
+    View<std::int64_t> queue_starts, queues;  // Pieces that fill; a queue's keep this order.
+    std::int64_t tolerance;                   // Percent of a filling piece that may stick out of the idle time it is put in.
+};
+
+struct FilledLanes {
+    std::vector<std::int64_t> order;  // All pieces, by their start.
+    std::int64_t end = 0;             // When the last one ends.
+};
+
+FilledLanes fill_idle_lanes(const LanesToFill& lanes);
+
+}  // namespace braid

@@ -1,0 +1,51 @@
+"""Fit work into the idle time of lanes that run other work in a given order, on a clock of real durations."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from multimodal.kernels import kernels
+from multimodal.schedule.fill_idle_lanes_reference import fill_idle_lanes_reference
+from multimodal.values.step_work import Integers
+
+
+class FilledLanes(NamedTuple):
+    """The result of `fill_idle_lanes`."""
+
+    order: Integers
+    """[num_pieces] all pieces, by their start."""
+    end: int
+    """The moment at which the last one ends."""
+
+
+@dataclass(frozen=True)
+class LanesToFill:
+    """Pieces of work, numbered; rows are starts into a flat array, times whole numbers of one unit."""
+
+    durations: Integers
+    """[num_pieces]."""
+    lane_starts: Integers
+    lanes: Integers
+    """Per piece: it runs in all of them at once."""
+    need_starts: Integers
+    needs: Integers
+    """Per piece."""
+    delays: Integers
+    """Per need: from the end of what is needed to its arrival."""
+    line_starts: Integers
+    line: Integers
+    """Per lane: the pieces that keep this order."""
+    queue_starts: Integers
+    queues: Integers
+    """The pieces that fill; those of one queue keep its order."""
+
+    def fill(self, *, tolerance: int) -> FilledLanes:
+        """Run all pieces, each lane's own in their order and the filling ones where they fit.
+
+        A piece starts when its needs have arrived and all its lanes are free. At every moment the ready piece with the longest
+        tail goes first: the longest way from its start to the end of all, over needs and orders. A filler goes before the next
+        piece of a lane's order if its tail is longer, or if it fits: all but `tolerance` percent of it is over by the time at
+        which that piece could start. Where nothing runs and nothing fits, the filler with the longest tail goes on.
+        O(pieces x (lanes + queues)).
+        """
+        run = fill_idle_lanes_reference if kernels is None else kernels.fill_idle_lanes
+        return FilledLanes(*run(**vars(self), tolerance=tolerance))

@@ -1,0 +1,188 @@
+"""The kernel of `fill_idle_lanes` in Python: csrc/fill_idle_lanes.cpp, step by step."""
+
+import heapq
+from itertools import pairwise
+
+import numpy as np
+
+from multimodal.values.step_work import Integers
+
+_NONE = -1
+
+
+def fill_idle_lanes_reference(
+    *,
+    durations: Integers,
+    lane_starts: Integers,
+    lanes: Integers,
+    need_starts: Integers,
+    needs: Integers,
+    delays: Integers,
+    line_starts: Integers,
+    line: Integers,
+    queue_starts: Integers,
+    queues: Integers,
+    tolerance: int,
+) -> tuple[Integers, int]:
+    """Return all pieces in the order in which they start, and when the last one ends."""
+    run = _Run(
+        durations=durations.tolist(),
+        lanes=_rows(lane_starts, lanes),
+        needs=_rows(need_starts, needs),
+        delays=_rows(need_starts, delays),
+        line=_rows(line_starts, line),
+        queues=_rows(queue_starts, queues),
+        tolerance=tolerance,
+    )
+    run.run()
+    return np.array(run.order, np.int64), run.end
+
+
+class _Run:
+    """The state of one run: the clock, what has begun, and what each piece still waits for."""
+
+    def __init__(
+        self,
+        *,
+        durations: list[int],
+        lanes: list[list[int]],
+        needs: list[list[int]],
+        delays: list[list[int]],
+        line: list[list[int]],
+        queues: list[list[int]],
+        tolerance: int,
+    ) -> None:
+        self.durations, self.lanes, self.line, self.queues, self.tolerance = durations, lanes, line, queues, tolerance
+        self.needs = [list(zip(*rows, strict=True)) for rows in zip(needs, delays, strict=True)]
+        num_pieces = len(durations)
+        self.is_filler = [False] * num_pieces
+        for piece in (piece for queue in queues for piece in queue):
+            self.is_filler[piece] = True
+        self.before: list[list[int]] = [[] for _ in range(num_pieces)]
+        for row in line:
+            for earlier, later in pairwise(row):
+                self.before[later].append(earlier)
+        self.users: list[list[tuple[int, int]]] = [[] for _ in range(num_pieces)]
+        for piece, rows in enumerate(self.needs):
+            for need, delay in rows:
+                self.users[need].append((piece, delay))
+        self.tails = self._measure_tails()
+        self.num_missing = list(map(len, self.needs))
+        self.arrived_at = [0] * num_pieces
+        self.ended_at = [_NONE] * num_pieces
+        self.free_at = [0] * len(line)
+        self.line_heads, self.queue_heads = [0] * len(line), [0] * len(queues)
+        self.expected: dict[int, int] = {}
+        self.moments: list[int] = []
+        self.order: list[int] = []
+        self.now = self.end = 0
+
+    def run(self) -> None:
+        while len(self.order) < len(self.durations):
+            while self._begin_filler(must_fit=True) or self._begin_line():
+                pass
+            if not self._pass_time() and not self._begin_filler(must_fit=False):
+                break
+
+    def _measure_tails(self) -> list[int]:
+        """Return the longest way from each piece's start to the end of all, over needs and the lanes' orders."""
+        num_users = list(map(len, self.users))
+        for earlier in (earlier for row in self.before for earlier in row):
+            num_users[earlier] += 1
+        ready = [piece for piece, count in enumerate(num_users) if count == 0]
+        tails = [0] * len(num_users)
+        while ready:
+            piece = ready.pop()
+            tails[piece] += self.durations[piece]
+            for earlier, delay in (*self.needs[piece], *((each, 0) for each in self.before[piece])):
+                tails[earlier] = max(tails[earlier], delay + tails[piece])
+                num_users[earlier] -= 1
+                if num_users[earlier] == 0:
+                    ready.append(earlier)
+        return tails
+
+    def _line_head(self, lane: int) -> int:
+        return self.line[lane][self.line_heads[lane]] if self.line_heads[lane] < len(self.line[lane]) else _NONE
+
+    def _is_ready(self, piece: int) -> bool:
+        is_met = self.num_missing[piece] == 0 and self.arrived_at[piece] <= self.now
+        return is_met and all(self.free_at[lane] <= self.now for lane in self.lanes[piece])
+
+    def _urgency(self, piece: int) -> tuple[int, int]:
+        return -self.tails[piece], piece
+
+    def _begin_filler(self, *, must_fit: bool) -> bool:
+        positions = enumerate(zip(self.queues, self.queue_heads, strict=True))
+        heads = {rows[head]: queue for queue, (rows, head) in positions if head < len(rows)}
+        for piece in sorted(heads, key=self._urgency):
+            if self._is_ready(piece) and (not must_fit or self._fits(piece)):
+                self.queue_heads[heads[piece]] += 1
+                self._begin(piece)
+                return True
+        return False
+
+    def _begin_line(self) -> bool:
+        heads = {self._line_head(lane) for lane in range(len(self.line))} - {_NONE}
+        for piece in sorted(heads, key=self._urgency):
+            if self._is_ready(piece) and all(self._line_head(lane) == piece for lane in self.lanes[piece]):
+                for lane in self.lanes[piece]:
+                    self.line_heads[lane] += 1
+                self._begin(piece)
+                return True
+        return False
+
+    def _fits(self, piece: int) -> bool:
+        for lane in self.lanes[piece]:
+            head = self._line_head(lane)
+            if head == _NONE or self.tails[piece] > self.tails[head]:
+                continue
+            idle = self._expected_start(head) - self.now
+            if idle <= 0 or (100 - self.tolerance) * self.durations[piece] > 100 * idle:
+                return False
+        return True
+
+    def _expected_start(self, piece: int) -> int:
+        """Return when a piece that keeps its order could start if no filler were begun any more."""
+        stack = [piece]
+        while stack:
+            top = stack[-1]
+            start = max([self.now, *(self.free_at[lane] for lane in self.lanes[top])])
+            open_ends = []
+            for earlier, delay in (*self.needs[top], *((each, 0) for each in self.before[top])):
+                if self.ended_at[earlier] != _NONE:
+                    start = max(start, self.ended_at[earlier] + delay)
+                elif earlier in self.expected:
+                    start = max(start, self.expected[earlier] + self.durations[earlier] + delay)
+                elif not self.is_filler[earlier]:
+                    open_ends.append(earlier)
+            if open_ends:
+                stack += open_ends
+            else:
+                self.expected[stack.pop()] = start
+        return self.expected[piece]
+
+    def _begin(self, piece: int) -> None:
+        end = self.ended_at[piece] = self.now + self.durations[piece]
+        self.order.append(piece)
+        self.end = max(self.end, end)
+        for lane in self.lanes[piece]:
+            self.free_at[lane] = end
+        heapq.heappush(self.moments, end)
+        for user, delay in self.users[piece]:
+            self.num_missing[user] -= 1
+            self.arrived_at[user] = max(self.arrived_at[user], end + delay)
+            heapq.heappush(self.moments, end + delay)
+        self.expected.clear()
+
+    def _pass_time(self) -> bool:
+        """Go on to the next moment at which something ends or arrives; False if there is none."""
+        while self.moments and self.moments[0] <= self.now:
+            heapq.heappop(self.moments)
+        if self.moments:
+            self.now = self.moments[0]
+            self.expected.clear()
+        return bool(self.moments)
+
+
+def _rows(starts: Integers, values: Integers) -> list[list[int]]:
+    return [values[first:end].tolist() for first, end in pairwise(starts.tolist())]

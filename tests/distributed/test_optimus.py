@@ -1,0 +1,80 @@
+"""Encoders on the LLM's ranks with sizes of their own, in orders that durations decide: loss and gradients of one process."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.runtime.feed.agreement import check_agreement
+from megatron.runtime.launch.stop_requests import StopReason
+from multimodal.cost.cluster import Cluster, Network, NodeLink
+from multimodal.schedule.text import schedule_to_text
+from multimodal.values.assignment import Assignment
+from multimodal.values.errors import AssignmentError
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from tests.distributed.gradient_case import GradientCase, plan_case
+from tests.distributed.gradient_comparison import assert_matches
+from tests.distributed.random_source import RandomSource, SampleShape
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.test_every_builder import UNITS
+
+LINKS = NodeLink(1.0, 60.0), Network(1.0, 100.0, 1)
+SLOW, FAST = Cluster(4, 1e-6, 8.0, *LINKS), Cluster(4, 100.0, 8.0, *LINKS)
+"""Computations take far longer than messages, and far less long."""
+
+
+def build_case(cluster: Cluster | None, **units: object) -> GradientCase:
+    """The LLM has tp 2 and pp 2; on its ranks are four replicas of one encoder, of two layer ranges each, and two of another."""
+    names = ("vision", "audio", "llm")
+    graph = ModelGraph.from_dict({"units": {name: {**UNITS[name], **units} if name != "llm" else UNITS[name] for name in names}})
+    ranges = ((0, 2), (2, 4))
+    plan = Plan(
+        {
+            "vision": UnitPlan(tuple(Replica((Stage((rank,), ranges),)) for rank in range(4))),
+            "audio": UnitPlan(tuple(Replica((Stage((rank, rank + 1), ((0, 4),)),)) for rank in (0, 2)), 2),
+            "llm": UnitPlan((Replica((Stage((0, 1), ((0, 2),)), Stage((2, 3), ((2, 4),)))),), 2),
+        }
+    )
+    shapes = tuple(SampleShape((("vision", 1, size), ("audio", 1, 1)), 2 + size, 2) for size in (1, 2, 3, 1, 2, 1))
+    source = RandomSource(graph, shapes, 12)
+    count = range(len(shapes))
+    assignment = Assignment.from_dict(
+        {
+            "vision": [[[(sample, 0)] for sample in count if sample % 4 == replica] for replica in range(4)],
+            "audio": [[[(sample, 1)] for sample in count if sample % 2 == replica] for replica in range(2)],
+            "llm": [[[(sample, -1)] for sample in count]],
+        }
+    )
+    return GradientCase(graph, plan, assignment, source, builder="optimus", cluster=cluster)
+
+
+@pytest.mark.parametrize("freezing", [{}, {"freeze_module": True}])
+@pytest.mark.parametrize("cluster", [SLOW, FAST])
+def test_orders_by_durations_train_as_one_process_does(ranks: RankPool, cluster: Cluster, freezing: dict[str, bool]) -> None:
+    assert_matches(build_case(cluster, **freezing), ranks)
+
+
+def order_of(case: GradientCase) -> str:
+    return schedule_to_text(plan_case(case).schedule)
+
+
+def agree(case: GradientCase, others: Cluster) -> str:
+    """Rank 2 goes by the durations of another cluster; returns the message."""
+    cluster = others if dist.get_rank() == 2 else case.cluster
+    step = plan_case(replace(case, cluster=cluster))
+    try:
+        check_agreement(step, number=3, wait_seconds=0.0, stop=StopReason.NONE, device=torch.device("cpu"))
+    except AssignmentError as problem:
+        return str(problem)
+    return ""
+
+
+def test_ranks_that_count_on_other_durations_stop_before_the_step(ranks: RankPool) -> None:
+    slow, fast = build_case(SLOW), build_case(FAST)
+    orders = {ranks.run(order_of, case, world_size=4)[0] for case in (slow, fast, replace(slow, cluster=None))}
+    assert len(orders) > 1
+    found = ranks.run(agree, slow, FAST, world_size=4)
+    assert all("step 3: ranks ordered the work of the same assignment differently" in each for each in found)
+    assert ranks.run(agree, slow, SLOW, world_size=4) == [""] * 4

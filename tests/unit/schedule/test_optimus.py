@@ -1,0 +1,65 @@
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import multimodal.schedule.fill_idle_lanes as filling
+from multimodal.schedule.build_schedule import build_schedule
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.simulate import simulate_schedule
+from multimodal.values.action import Action, ActionKind
+from multimodal.values.schedule import Schedule
+from multimodal.values.step_graph import StepGraph
+from tests.unit.schedule.schedule_cases import build_case, build_graph, cases, deal
+from tests.unit.schedule.uniform_costs import GivenCosts, RandomCosts
+
+
+def encoder_copies(num_microbatches: int) -> StepGraph:
+    """An encoder in both stages of the LLM, which compute half of its microbatches each."""
+    sizes = {"vision": (2, 1, 1), "llm": (1, 2, 1)}
+    groupings = {"vision": deal(num_microbatches, 2), "llm": deal(num_microbatches, 1)}
+    return build_case(build_graph("vision"), sizes, groupings, colocated=True)
+
+
+def costs_with(encoder_seconds: float) -> GivenCosts:
+    """An encoder's forward takes so long, the LLM's one second, backwards twice as long."""
+
+    def seconds(action: Action) -> float:
+        forward = encoder_seconds if action.unit == "vision" else 1.0
+        return forward if action.kind is ActionKind.FORWARD else 2 * forward
+
+    return GivenCosts(seconds=seconds)
+
+
+def optimus(step: StepGraph, costs: GivenCosts | RandomCosts) -> Schedule:
+    return build_schedule(BUILDERS["optimus"].with_costs(costs), step)
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "encoder_seconds", "idle_seconds"), [(4, 1.0, 1.0), (8, 1.0, 1.0), (8, 0.5, 1.0), (8, 2.0, 0.0)]
+)
+def test_encoders_leave_next_to_nothing_of_the_bubbles(
+    num_microbatches: int, encoder_seconds: float, idle_seconds: float
+) -> None:
+    step, costs = encoder_copies(num_microbatches), costs_with(encoder_seconds)
+    busy_seconds = 3 * num_microbatches + 3 * encoder_seconds * num_microbatches / 2
+    assert simulate_schedule(optimus(step, costs), costs).iteration_seconds == busy_seconds + idle_seconds
+    for other in ("1f1b", "eager-1f1b", "dip"):
+        assert simulate_schedule(build_schedule(BUILDERS[other], step), costs).iteration_seconds > busy_seconds + idle_seconds
+
+
+def test_the_order_follows_from_the_costs() -> None:
+    step = encoder_copies(8)
+    assert optimus(step, costs_with(0.5)) != optimus(step, costs_with(2.0))
+
+
+@settings(max_examples=150)
+@given(case=cases(), forward_only=st.booleans(), seed=st.integers(0, 2**20))
+def test_the_kernel_equals_its_reference_and_gives_valid_schedules(case: StepGraph, forward_only: bool, seed: int) -> None:
+    step, costs = replace(case, forward_only=forward_only), RandomCosts(seed=seed)
+    assert filling.kernels is not None
+    fast = optimus(step, costs)  # validates
+    with patch.object(filling, "kernels", None):
+        assert optimus(step, costs) == fast
