@@ -44,7 +44,7 @@ def least_costliest(lengths: Sequence[int], *, num_bins: int, cost: UnitCost, mo
 
 
 def _parts(lengths: Sequence[int], cost: UnitCost) -> tuple[Sequence[float], Sequence[float]]:
-    """What items cost wherever they are, and what they make every item of their bin cost where they are the longest."""
+    """Return items' costs wherever they are, and what each makes every item of its bin cost where it is the longest."""
     squares = [cost.quadratic_weight * length * length for length in lengths]
     nothing = [0.0] * len(lengths)
     return {

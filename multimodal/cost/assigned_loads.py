@@ -63,7 +63,7 @@ class AssignedLoads:
         return add_loads(self._of_atom(unit, atom) for atom in atoms)
 
     def computed_at(self, place: MicrobatchPlace) -> ComputedLoad:
-        """What the computations of one microbatch take their time for."""
+        """Return the load that the computations of one microbatch take their time for."""
         if place not in self._computed:
             is_dealt = place.unit in self._dealers
             atoms = self.step.assignment.atoms(place)
@@ -119,7 +119,7 @@ class AssignedLoads:
         return self._dealt[unit, atoms]
 
     def fullest(self, unit: str, replica: int) -> RankLoad:
-        """What is kept of a replica's microbatch of which a rank has the most tokens."""
+        """Return what is kept of the replica's microbatch of which a rank has the most tokens."""
         places = (MicrobatchPlace(unit, replica, index) for index in range(len(self.step.assignment.units[unit][replica])))
         nothing = RankLoad(UnitLoad(), UnitLoad())
         return max(map(self.kept_at, places), key=lambda kept: add_loads(kept).num_tokens, default=nothing)
@@ -148,7 +148,7 @@ class AssignedLoads:
 
     @cached_property
     def _dealers(self) -> Mapping[str, ItemDealer]:
-        """Of the units whose context parallel ranks have whole items."""
+        """Return the dealers of the units whose context parallel ranks have whole items."""
         if self.item_block_size is None:
             return {}
         sizes = {name: unit.context_parallel_size for name, unit in self.step.plan.units.items()}

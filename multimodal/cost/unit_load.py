@@ -59,7 +59,7 @@ def sample_load(unit: Unit, sample: SampleLengths) -> UnitLoad:
 
 
 class AtomLoads(NamedTuple):
-    """What each atom of a global batch asks of a unit: an encoder's items, sample by sample, or all samples."""
+    """The load of each atom of a global batch on a unit: an encoder's items, sample by sample, or all samples."""
 
     samples: Integers
     """[num_atoms] the sample of each, by its place in the batch."""

@@ -84,7 +84,7 @@ def _describe(before: Imbalance, after: Imbalance) -> str:
 
 
 def _explain(was: float, now: float, of_longest: float) -> str:
-    """What the figure was, where it differs, and what of it is the longest item's, where that is anything."""
+    """Return the figure before balancing, where it differs, and the part that the longest item makes alone, if any."""
     printed_was, printed_now, printed_longest = (f"{value:.2f}x" for value in (was, now, of_longest))
     reasons = [f"before balancing {printed_was}"] if printed_was != printed_now else []
     reasons += [f"longest alone {printed_longest}"] if printed_longest != "1.00x" else []

@@ -119,7 +119,7 @@ class _Division:
         return sorted((state[0], index) for state, index in states.items())
 
     def _has_room(self, at: int) -> bool:
-        """Whether what bins may still cost is enough for the items left; one with less room than the cheapest item has none."""
+        """Return True if bins have room for the items left; one with less room than the cheapest item has none."""
         cheapest = self._additive[-1] + self._padding[-1]
         left = [self._target - 1 - current.cost for current in self._bins]
         return self._remaining[at] <= sum(room for room in left if room >= cheapest)

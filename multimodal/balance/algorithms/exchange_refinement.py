@@ -9,7 +9,7 @@ GOOD_ENOUGH = 1000
 
 
 class BinLimits(NamedTuple):
-    """What a partition must keep to, and the cost below which no bin can be the costliest."""
+    """Limits that a partition must keep to, and the cost below which no bin can be the costliest."""
 
     num_bins: int
     max_items_per_bin: int
