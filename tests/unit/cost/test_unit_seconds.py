@@ -33,4 +33,5 @@ def test_seconds_of_all_stages_are_those_of_each(graph, zero_stage, num_parts, s
         for stage, replica in np.ndindex(found.shape):
             has_backward = costs.step.backward_need(unit, replica, stage).has_backward
             kinds = (ActionKind.FORWARD, *((ActionKind.BACKWARD,) if has_backward else ()))
-            assert found[stage, replica] == costs.stage_seconds(unit, replica, stage, kinds=kinds)
+            expected = costs.stage_seconds(unit, replica, stage, kinds=kinds)
+            assert found[stage, replica] == pytest.approx(expected, rel=1e-12)  # Python 3.12 and later compensate in sums
