@@ -89,6 +89,6 @@ class ScheduleCache:
             self._built[step.shape] = BuiltSchedule(build_schedule(self.builder, step, passes=self.passes))
         return self._built[step.shape]
 
-    def schedule(self, assignment: Assignment, costs: StepCosts | None = None) -> Schedule:
-        """Return the schedule that `find` finds, for this very assignment; raises ScheduleError."""
-        return self.find(assignment, costs).schedule.for_step(self.step(assignment))
+    def schedule(self, assignment: Assignment) -> Schedule:
+        """Return the schedule that `find` finds without costs, for this very assignment; raises ScheduleError."""
+        return self.find(assignment).schedule.for_step(self.step(assignment))
