@@ -87,7 +87,7 @@ def measure(lengths: Sequence[SampleLengths], *, graph: ModelGraph, size: int, m
     costs = ModelCosts(step, lengths, cluster, vocab_size)
     seconds = [[_seconds(costs, place) for place in places] for places in _places(step)]
     microbatches, replicas = np.concatenate(seconds), np.array([sum(each) for each in seconds])
-    loads = [costs.loads.computed_at(place) for places in _places(step) for place in places]
+    loads = costs.loads.computed("vision")
     gathered = sum(load.cut.num_gathered if load.cut else 0 for load in loads)
     return (
         float(microbatches.max()),

@@ -38,7 +38,7 @@ from torch import Tensor
 from megatron.runtime.emulation.emulated_run import EmulatedRun, emulate, run_on_ranks
 from megatron.runtime.emulation.emulated_stage import wait
 from megatron.runtime.platform import CpuTorch
-from multimodal.cost.step_costs import ComputeCost, TransferCost
+from multimodal.cost.step_costs import ActionCosts, ComputeCost, TransferCost
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.simulate import simulate_schedule
@@ -55,7 +55,7 @@ UNEVEN = (1.0, 2.0, 0.5)
 
 
 @dataclass(frozen=True)
-class LayerCosts:
+class LayerCosts(ActionCosts):
     """A forward takes a layer's seconds, each half of a backward as much."""
 
     plan: Plan

@@ -25,6 +25,7 @@ from multimodal.values.step_graph import StepGraph
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -34,16 +35,17 @@ from multimodal.balance.balance_options import BalanceOptions
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
-from multimodal.cost.step_costs import ComputeCost
+from multimodal.cost.step_costs import PieceCosts
 from multimodal.data.length_table import read_length_table
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import passes_named
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.values.action import Action
+from multimodal.values.action import Action, Resource
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import read_plan
 from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.step_work import RESOURCE_NUMBERS, Integers, StepWork
 from multimodal.values.timeline import Timeline
 
 OWN_TIME = "import runpy, sys, time; time.perf_counter = time.process_time; sys.argv = sys.argv[1:]; "
@@ -55,10 +57,13 @@ class MeasuredCosts(ModelCosts):
 
     seconds: Mapping[Action, float] | None = None
 
-    def compute(self, action: Action) -> ComputeCost:
-        """Return the seconds that the action took."""
+    def of_pieces(self, work: StepWork, pieces: Integers) -> PieceCosts:
+        """Return the seconds that computations took."""
         assert self.seconds is not None
-        return ComputeCost(self.seconds[action])
+        found = super().of_pieces(work, pieces)
+        for index in np.flatnonzero(work.resources[pieces] == RESOURCE_NUMBERS[Resource.COMPUTE]).tolist():
+            found.seconds[index], found.tensor_parallel_seconds[index] = self.seconds[work.action(int(pieces[index]))], 0.0
+        return found
 
 
 def train(planned: digits.Planned, *, folder: Path, num_steps: int) -> tuple[dict[int, Timeline], list[dict[str, Any]]]:

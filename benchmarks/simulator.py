@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from rich.console import Console
 from rich.table import Table
 
-from multimodal.cost.step_costs import ComputeCost, TransferCost
+from multimodal.cost.step_costs import ActionCosts, ComputeCost, TransferCost
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.compile_schedule import compile_schedule
 from multimodal.schedule.passes.gather_parameters import gather_parameters
@@ -68,7 +68,7 @@ GROWTH = {
 }
 
 
-class StragglerCosts:
+class StragglerCosts(ActionCosts):
     """Costs from a table: a computation's time is its stage's times a factor of its microbatch and replica."""
 
     model_flops = 0.0

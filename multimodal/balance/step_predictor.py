@@ -44,8 +44,9 @@ class StepPredictor:
         step = self.schedules.step(assignments[0])
         if not self._first:
             self._first.append(ModelCosts(step, lengths, self.cluster, self.vocab_size, self.options))
-        first = self._first[0].of_batch(step, LengthBatch.of(lengths))
-        return [StepPrediction(self.schedules, first.of_step(self.schedules.step(assignment))) for assignment in assignments]
+        batch = LengthBatch.of(lengths)
+        steps = map(self.schedules.step, assignments)
+        return [StepPrediction(self.schedules, self._first[0].of_batch(step, batch)) for step in steps]
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class StepPrediction:
         plan = self.costs.step.plan
         work_of_lane = np.zeros(len(plan.lanes))
         for unit in self.costs.step.assignment.placed:
-            seconds, table = self.costs.unit_seconds(unit), plan.stage_tables[unit]
+            seconds, table = self.costs.computations.of_replicas(unit), plan.stage_tables[unit]
             by_replica = np.arange(seconds.size).reshape(seconds.shape).T.ravel()
             starts, lanes = take_rows(table.lane_starts, table.lanes, by_replica)
             np.add.at(work_of_lane, lanes, seconds.T.ravel()[row_numbers(starts)])

@@ -8,20 +8,10 @@ from typing import Any
 import numpy as np
 
 from multimodal.cost.item_shares import ItemDealer, RankLoad
-from multimodal.cost.unit_load import (
-    ComputedLoad,
-    CutLoad,
-    UnitLoad,
-    add_loads,
-    atom_loads,
-    atom_numbers,
-    item_load,
-    of_all_ranks,
-    sample_load,
-)
-from multimodal.values.action import Action
-from multimodal.values.arrays.length_arrays import LengthBatch
-from multimodal.values.assignment import Atom, Microbatch, MicrobatchPlace
+from multimodal.cost.unit_load import ComputedLoad, CutLoad, UnitLoad, add_loads, atom_loads, atom_numbers, of_all_ranks
+from multimodal.values.arrays.length_arrays import LengthArrays, LengthBatch
+from multimodal.values.arrays.rows import Integers, row_starts, row_sums
+from multimodal.values.assignment import Atom, Microbatch
 from multimodal.values.model_graph import Role
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths, index_by_sample
 from multimodal.values.step_graph import StepGraph
@@ -36,54 +26,59 @@ class AssignedLoads:
     item_block_size: int | None = None
     """As in `RunOptions`."""
 
-    def at(self, place: MicrobatchPlace) -> UnitLoad:
-        """The load of one microbatch."""
-        if place not in self._loads:
-            self._loads[place] = self.of_atoms(place.unit, self.step.assignment.atoms(place))
-        return self._loads[place]
-
     def of_microbatches(self, unit: str) -> UnitLoad:
         """The loads of all microbatches of a unit, replica after replica: a load whose numbers are arrays."""
-        described, placed = self.step.graph.unit(unit), self.step.assignment.placed[unit]
-        lengths = LengthBatch.of(self.lengths).by_id
-        atoms, starts = atom_numbers(described, lengths, placed), placed.atom_starts
-        columns: list[Any] = []
-        for column in atom_loads(described, lengths)[1:]:
-            before = np.add.accumulate(np.append(0, column[atoms]))
-            columns.append(before[starts[1:]] - before[starts[:-1]])
+        if unit not in self._of_microbatches:
+            placed = self.step.assignment.placed[unit]
+            atoms = atom_numbers(self.step.graph.unit(unit), self._lengths, placed)
+            self._of_microbatches[unit] = self._sums(unit, placed.atom_starts, atoms)
+        return self._of_microbatches[unit]
+
+    def of_routes(self, unit: str) -> UnitLoad:
+        """The loads of what a unit hands on, route by route, in the order of `UnitRoutes`."""
+        routes = self.routes_from(unit)
+        return self._sums(unit, routes.atom_starts, atom_numbers(self.step.graph.unit(unit), self._lengths, routes))
+
+    def of_subsets(self, unit: str) -> UnitLoad:
+        """The loads of the sample subsets of all microbatches, in the order of `StepGraph.consumers`."""
+        routes = self.routes_from(unit)
+        columns: list[Any] = [np.asarray(column)[routes.by_consumer] for column in self.of_routes(unit)]
         return UnitLoad(*columns)
 
-    def of_action(self, action: Action) -> UnitLoad:
-        """The load of a computation: its microbatch's, or that of a sample subset."""
-        place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
-        return self.at(place) if action.subset < 0 else self.of_atoms(action.unit, self.step.consumers(place)[action.subset])
+    def routes_from(self, unit: str) -> "UnitRoutes":
+        """The routes along which a unit hands on what it computes."""
+        if unit not in self._routes_from:
+            self._routes_from[unit] = UnitRoutes.of(self.step, unit)
+        return self._routes_from[unit]
 
-    def of_atoms(self, unit: str, atoms: Sequence[Atom]) -> UnitLoad:
-        """The load of some atoms together."""
-        return add_loads(self._of_atom(unit, atom) for atom in atoms)
+    def num_conditions(self, unit: str, generator: str) -> Integers:
+        """Rows that the LLM hands to a generator on each of its routes: one for each image that it makes of their samples."""
+        lengths, routes = self._lengths, self.routes_from(unit)
+        images = np.bincount(lengths.sample_of_item[lengths.items_of(generator)], minlength=len(lengths))
+        return row_sums(routes.atom_starts, images[np.searchsorted(lengths.sample_ids, routes.sample_ids)])
 
-    def computed_at(self, place: MicrobatchPlace) -> ComputedLoad:
-        """Return the load that the computations of one microbatch take their time for."""
-        if place not in self._computed:
-            is_dealt = place.unit in self._dealers
-            atoms = self.step.assignment.atoms(place)
-            self._computed[place] = self._busiest(place.unit, atoms) if is_dealt else ComputedLoad(self.at(place))
-        return self._computed[place]
+    def computed(self, unit: str, *, of_subsets: bool = False) -> Sequence[ComputedLoad]:
+        """The loads that the computations of microbatches, or of sample subsets, take their time for."""
+        if unit not in self._dealers:
+            return list(map(ComputedLoad, _rows(self.of_subsets(unit) if of_subsets else self.of_microbatches(unit))))
+        places = (place for place in self.step.microbatches if place.unit == unit)
+        if of_subsets:
+            return [self._busiest(unit, atoms) for place in places for atoms in self.step.consumers(place)]
+        return [self._busiest(unit, self.step.assignment.atoms(place)) for place in places]
 
-    def computed_by(self, action: Action) -> ComputedLoad:
-        """The same of one computation, which may be of a sample subset."""
-        place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
-        if action.subset < 0:
-            return self.computed_at(place)
-        if action.unit not in self._dealers:
-            return ComputedLoad(self.of_action(action))
-        return self._busiest(action.unit, self.step.consumers(place)[action.subset])
-
-    def kept_at(self, place: MicrobatchPlace) -> RankLoad:
-        """The part of one microbatch that the context parallel rank with the most tokens has, times their number."""
-        if place not in self._kept:
-            self._kept[place] = self._fullest(place)
-        return self._kept[place]
+    def kept(self, unit: str) -> RankLoad:
+        """What the context parallel rank with the most tokens has of each microbatch, times their number: loads of arrays."""
+        if unit not in self._kept:
+            loads = self.of_microbatches(unit)
+            nothing = UnitLoad(*(np.zeros_like(column) for column in loads))  # type: ignore[arg-type]
+            is_spread = self.step.plan.units[unit].context_parallel_size > 1
+            self._kept[unit] = RankLoad(nothing, loads) if is_spread else RankLoad(loads, nothing)
+            if unit in self._dealers:
+                places = (place for place in self.step.microbatches if place.unit == unit)
+                fullest = [self._fullest(unit, self.step.assignment.atoms(place)) for place in places]
+                columns: list[Any] = [np.array(part, np.int64).reshape(-1, 4).T for part in zip(*fullest, strict=True)]
+                self._kept[unit] = RankLoad(*(UnitLoad(*part) for part in columns)) if fullest else self._kept[unit]
+        return self._kept[unit]
 
     def num_gathered(self, unit: str, replica: int) -> int:
         """Tokens of whose keys and values context parallel ranks hold all at a time; of the microbatch with the most."""
@@ -101,14 +96,10 @@ class AssignedLoads:
             CutLoad(of_all_ranks(busiest.cut, dealer.num_ranks), num_gathered),
         )
 
-    def _fullest(self, place: MicrobatchPlace) -> RankLoad:
-        if place.unit in self._dealers:
-            num_ranks = self._dealers[place.unit].num_ranks
-            parts = self._rank_loads(place.unit, self.step.assignment.atoms(place))
-            fullest = max(parts, key=lambda part: part.whole.num_tokens + part.cut.num_tokens)
-            return RankLoad(*(of_all_ranks(load, num_ranks) for load in fullest))
-        is_spread = self.step.plan.units[place.unit].context_parallel_size > 1
-        return RankLoad(UnitLoad(), self.at(place)) if is_spread else RankLoad(self.at(place), UnitLoad())
+    def _fullest(self, unit: str, atoms: Microbatch) -> RankLoad:
+        num_ranks, parts = self._dealers[unit].num_ranks, self._rank_loads(unit, atoms)
+        fullest = max(parts, key=lambda part: part.whole.num_tokens + part.cut.num_tokens)
+        return RankLoad(*(of_all_ranks(load, num_ranks) for load in fullest))
 
     def _rank_loads(self, unit: str, atoms: Microbatch) -> tuple[RankLoad, ...]:
         if (unit, atoms) not in self._dealt:
@@ -120,25 +111,38 @@ class AssignedLoads:
 
     def fullest(self, unit: str, replica: int) -> RankLoad:
         """Return what is kept of the replica's microbatch of which a rank has the most tokens."""
-        places = (MicrobatchPlace(unit, replica, index) for index in range(len(self.step.assignment.units[unit][replica])))
-        nothing = RankLoad(UnitLoad(), UnitLoad())
-        return max(map(self.kept_at, places), key=lambda kept: add_loads(kept).num_tokens, default=nothing)
-
-    def num_conditions(self, generator: str, atoms: Sequence[Atom]) -> int:
-        """Rows that the LLM hands to a generator for some samples: one for each image that it makes of them."""
-        return sum(item.unit == generator for atom in atoms for item in self._by_sample[atom.sample_id].items)
+        own, kept = self._own(unit, replica), self.kept(unit)
+        num_tokens = (kept.whole.num_tokens + kept.cut.num_tokens)[own]  # type: ignore[index]
+        if not len(num_tokens):
+            return RankLoad(UnitLoad(), UnitLoad())
+        fullest = own.start + int(np.argmax(num_tokens))
+        return RankLoad(*(_rows(load, slice(fullest, fullest + 1))[0] for load in kept))
 
     def mean(self, unit: str, replica: int) -> UnitLoad:
         """The mean load of a replica's microbatches, rounded up; the empty load where it has none."""
-        places = [MicrobatchPlace(unit, replica, index) for index in range(len(self.step.assignment.units[unit][replica]))]
-        return UnitLoad(*(-(-total // max(1, len(places))) for total in add_loads(map(self.at, places))))
+        loads = _rows(self.of_microbatches(unit), self._own(unit, replica))
+        return UnitLoad(*(-(-total // max(1, len(loads))) for total in add_loads(loads)))
 
-    def num_received_rows(self, place: MicrobatchPlace) -> int:
-        """Rows that encoders hand to a microbatch of the LLM; 0 for other units."""
-        if self.step.graph.unit(place.unit).role is not Role.BACKBONE:
-            return 0
-        samples = (self._by_sample[atom.sample_id] for atom in self.step.assignment.atoms(place))
-        return sum(item.num_output_tokens for sample in samples for item in sample.items)
+    def num_received_rows(self, unit: str) -> Integers:
+        """Rows that encoders hand to each microbatch of the LLM; 0 for other units."""
+        placed, lengths = self.step.assignment.placed[unit], self._lengths
+        if self.step.graph.unit(unit).role is not Role.BACKBONE:
+            return np.zeros(placed.num_microbatches, np.int64)
+        rows = row_sums(lengths.item_starts, lengths.num_output_tokens)
+        return row_sums(placed.atom_starts, rows[np.searchsorted(lengths.sample_ids, placed.sample_ids)])
+
+    def _own(self, unit: str, replica: int) -> slice:
+        """Return the microbatches of a replica among those of its unit."""
+        starts = self.step.assignment.placed[unit].microbatch_starts
+        return slice(int(starts[replica]), int(starts[replica + 1]))
+
+    def _sums(self, unit: str, starts: Integers, atoms: Integers) -> UnitLoad:
+        """Add up the loads of atoms row by row."""
+        columns: list[Any] = []
+        for column in atom_loads(self.step.graph.unit(unit), self._lengths)[1:]:
+            before = np.add.accumulate(np.append(0, column[atoms]))
+            columns.append(before[starts[1:]] - before[starts[:-1]])
+        return UnitLoad(*columns)
 
     def _items(self, unit: str, atom: Atom) -> Sequence[ItemLengths]:
         items = self._by_sample[atom.sample_id].items
@@ -158,28 +162,81 @@ class AssignedLoads:
             if size > 1 and not self.step.graph.unit(name).is_causal
         }
 
-    def _of_atom(self, unit: str, atom: Atom) -> UnitLoad:
-        sample = self._by_sample[atom.sample_id]
-        if atom.item_index < 0:
-            return sample_load(self.step.graph.unit(unit), sample)
-        return item_load(sample.items[atom.item_index].num_tokens, sample.items[atom.item_index].num_output_tokens)
+    @cached_property
+    def _lengths(self) -> LengthArrays:
+        return LengthBatch.of(self.lengths).by_id
 
     @cached_property
     def _by_sample(self) -> Mapping[int, SampleLengths]:
         return index_by_sample(self.lengths)
 
     @cached_property
-    def _computed(self) -> dict[MicrobatchPlace, ComputedLoad]:
+    def _kept(self) -> dict[str, RankLoad]:
         return {}
 
     @cached_property
-    def _kept(self) -> dict[MicrobatchPlace, RankLoad]:
+    def _of_microbatches(self) -> dict[str, UnitLoad]:
+        return {}
+
+    @cached_property
+    def _routes_from(self) -> "dict[str, UnitRoutes]":
         return {}
 
     @cached_property
     def _dealt(self) -> dict[tuple[str, Microbatch], tuple[RankLoad, ...]]:
         return {}
 
-    @cached_property
-    def _loads(self) -> dict[MicrobatchPlace, UnitLoad]:
-        return {}
+
+@dataclass(frozen=True, eq=False)
+class UnitRoutes:
+    """The routes that lead from one unit, ordered by source, then target; as in `Routes`."""
+
+    keys: Integers
+    """[num_routes] ascending: the microbatch that a route comes from, then the one it leads to."""
+    num_targets: int
+    first_target: Mapping[str, int]
+    """By unit."""
+    by_consumer: Integers
+    """[num_routes] the routes in the order of `StepGraph.consumers`."""
+    subset_starts: Integers
+    """[num_microbatches + 1] into `by_consumer`."""
+    atom_starts: Integers
+    sample_ids: Integers
+    item_indices: Integers
+
+    @classmethod
+    def of(cls, step: StepGraph, unit: str) -> "UnitRoutes":
+        """Find the routes of a unit. O(routes log routes)."""
+        routes, numbered = step.routes, step.routes.microbatches
+        first = int(numbered.first.get(unit, 0))
+        num_microbatches = step.assignment.placed[unit].num_microbatches
+        is_source = unit in numbered.first
+        chosen = slice(*np.searchsorted(routes.sources, (first, first + num_microbatches * is_source)).tolist())
+        sources, targets = routes.sources[chosen] - first, routes.targets[chosen]
+        index, replica = (
+            np.concatenate([getattr(numbered.placed[name], column) for name in numbered.units] or [targets])[targets]
+            for column in ("index_in_replica", "replica_of_microbatch")
+        )
+        num_targets = int(targets.max(initial=0)) + 1
+        atoms = slice(int(routes.atom_starts[chosen.start]), int(routes.atom_starts[chosen.stop]))
+        return cls(
+            keys=sources * num_targets + targets,
+            num_targets=num_targets,
+            first_target={name: int(start) for name, start in numbered.first.items()},
+            by_consumer=np.lexsort((targets, replica, index, sources)),
+            subset_starts=row_starts(np.bincount(sources, minlength=num_microbatches)),
+            atom_starts=routes.atom_starts[chosen.start : chosen.stop + 1] - atoms.start,
+            sample_ids=routes.sample_ids[atoms],
+            item_indices=routes.item_indices[atoms],
+        )
+
+    def find(self, sources: Integers, targets: Integers, *, unit: str) -> Integers:
+        """Return the routes between these microbatches, numbered in their units."""
+        found: Integers = np.searchsorted(self.keys, sources * self.num_targets + self.first_target[unit] + targets)
+        return found
+
+
+def _rows(load: UnitLoad, chosen: slice = slice(None)) -> list[UnitLoad]:
+    """Return a load whose numbers are arrays as one load for each of their entries."""
+    columns: Any = load
+    return list(map(UnitLoad._make, zip(*(column[chosen].astype(np.int64).tolist() for column in columns), strict=True)))

@@ -45,14 +45,25 @@ def _link_of_one(ranks: Sequence[int], cluster: Cluster) -> tuple[float, float]:
 def message_cost(num_bytes: float, *, source_ranks: Sequence[int], target_ranks: Sequence[int], cluster: Cluster) -> TransferCost:
     """Return the cost of a message between two rank groups; every source rank sends its share of it at the same time.
 
-    num_bytes: of the whole message. Inside a node, each rank has its own link. Between nodes the shares pass the network cards of
-    the source ranks; where other ranks use these cards as well, the first card's number is the link that messages share.
+    num_bytes: of the whole message.
     """
     if set(source_ranks) == set(target_ranks):
         return TransferCost(0.0, 0.0)
-    if cluster.is_one_node((*source_ranks, *target_ranks)):
-        bandwidth = cluster.intra_node.bandwidth_gbytes_per_second * len(source_ranks)
-        return TransferCost(cluster.intra_node.latency_us * 1e-6, num_bytes / (bandwidth * 1e9))
+    is_inside = cluster.is_one_node((*source_ranks, *target_ranks))
+    return (cost_inside_node if is_inside else cost_between_nodes)(num_bytes, source_ranks=source_ranks, cluster=cluster)
+
+
+def cost_inside_node(num_bytes: float, *, source_ranks: Sequence[int], cluster: Cluster) -> TransferCost:
+    """Return the cost of a message that stays on its node: each rank has its own link."""
+    bandwidth = cluster.intra_node.bandwidth_gbytes_per_second * len(source_ranks)
+    return TransferCost(cluster.intra_node.latency_us * 1e-6, num_bytes / (bandwidth * 1e9))
+
+
+def cost_between_nodes(num_bytes: float, *, source_ranks: Sequence[int], cluster: Cluster) -> TransferCost:
+    """Return the cost of a message to another node, whose shares pass the network cards of the source ranks.
+
+    Where other ranks use these cards as well, the first card's number is the link that messages share.
+    """
     nics = sorted({cluster.nic(rank) for rank in source_ranks})
     bandwidth = min(
         cluster.inter_node.bandwidth_gbytes_per_second * len(nics),

@@ -2,7 +2,13 @@
 
 from typing import NamedTuple, Protocol
 
-from multimodal.values.action import Action, Place
+import numpy as np
+from numpy.typing import NDArray
+
+from multimodal.values.action import Action, Place, Resource
+from multimodal.values.step_work import RESOURCE_NUMBERS, Integers, StepWork
+
+Floats = NDArray[np.float64]
 
 
 class ComputeCost(NamedTuple):
@@ -25,8 +31,26 @@ class TransferCost(NamedTuple):
     """Messages with the same number share one link (a node's network card) and pass it one by one; -1: a link of its own."""
 
 
+class PieceCosts(NamedTuple):
+    """Costs of pieces of a step's work, one entry for each."""
+
+    seconds: Floats
+    """Of a computation or a collective; of a send the seconds in which it is occupied."""
+    tensor_parallel_seconds: Floats
+    """As in `ComputeCost`."""
+    latency_seconds: Floats
+    """As in `TransferCost`."""
+    links: Integers
+    """As in `TransferCost`."""
+
+    @classmethod
+    def nothing(cls, num_pieces: int) -> "PieceCosts":
+        """Return the costs of pieces that take no time, to be filled in."""
+        return cls(np.zeros(num_pieces), np.zeros(num_pieces), np.zeros(num_pieces), np.full(num_pieces, -1))
+
+
 class StepCosts(Protocol):
-    """Durations and sizes of everything in one step. Deterministic, and cheap: called once per action."""
+    """Durations and sizes of everything in one step, as arrays over its numbered work. Deterministic."""
 
     @property
     def model_flops(self) -> float:
@@ -37,7 +61,20 @@ class StepCosts(Protocol):
         """Peak FLOP/s of all ranks of the plan together; 0 where unknown."""
 
     def compute(self, action: Action) -> ComputeCost:
-        """Cost of a forward, backward, input gradient or weight gradient."""
+        """Cost of one forward, backward, input gradient or weight gradient."""
+
+    def of_pieces(self, work: StepWork, pieces: Integers) -> PieceCosts:
+        """Costs of computations, collectives (once all replicas take part) and sends, by their numbers in `work`."""
+
+    def kept_bytes(self, work: StepWork, forwards: Integers) -> Integers:
+        """Bytes per rank that the places of these forwards keep from their start to the end of their backward."""
+
+    def static_bytes(self, lane: int) -> int:
+        """Bytes per rank of weights, gradients and optimizer state in a lane."""
+
+
+class ActionCosts(StepCosts, Protocol):
+    """A base for costs that are known action by action: says them of one, and gives those of all."""
 
     def transfer(self, send: Action) -> TransferCost:
         """Cost of the message that a send starts."""
@@ -48,5 +85,19 @@ class StepCosts(Protocol):
     def activation_bytes(self, place: Place) -> int:
         """Bytes per rank that a place keeps from its forward to the end of its backward."""
 
-    def static_bytes(self, lane: int) -> int:
-        """Bytes per rank of weights, gradients and optimizer state in a lane."""
+    def of_pieces(self, work: StepWork, pieces: Integers) -> PieceCosts:
+        """Ask for one piece after the other."""
+        found = PieceCosts.nothing(len(pieces))
+        actions = work.actions if len(pieces) and pieces.max() >= work.num_computed else work.computed
+        for index, (piece, resource) in enumerate(zip(pieces.tolist(), work.resources[pieces].tolist(), strict=True)):
+            if resource == RESOURCE_NUMBERS[Resource.COMPUTE]:
+                found.seconds[index], found.tensor_parallel_seconds[index] = self.compute(actions[piece])
+            elif resource == RESOURCE_NUMBERS[Resource.SEND]:
+                found.latency_seconds[index], found.seconds[index], found.links[index] = self.transfer(actions[piece])
+            else:
+                found.seconds[index] = self.collective_seconds(actions[piece])
+        return found
+
+    def kept_bytes(self, work: StepWork, forwards: Integers) -> Integers:
+        """Ask for one place after the other."""
+        return np.array([self.activation_bytes(work.computed[piece].place) for piece in forwards.tolist()], np.int64)

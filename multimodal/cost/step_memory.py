@@ -3,16 +3,18 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from multimodal.cost.assigned_loads import AssignedLoads
 from multimodal.cost.item_shares import RankLoad
 from multimodal.cost.layers.collectives import held_key_bytes
 from multimodal.cost.layers.layer import ActivationCase, Recompute
 from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.cost.run_options import RunOptions
-from multimodal.cost.stage_layers import StageKey, StageLayers
-from multimodal.cost.unit_load import UnitLoad, add_loads
+from multimodal.cost.stage_layers import LayerCounts, StageKey, StageLayers
+from multimodal.cost.unit_load import Floats, UnitLoad, add_loads
 from multimodal.values.action import Place
-from multimodal.values.assignment import MicrobatchPlace
+from multimodal.values.arrays.rows import Integers
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.model_graph import Role
 
@@ -66,12 +68,31 @@ class StepMemory:
 
     def activation_bytes(self, place: Place) -> int:
         """Return the bytes that one microbatch keeps in a stage: of its layers, and of received inputs that need a gradient."""
-        kept = self.loads.kept_at(MicrobatchPlace(place.unit, place.replica, place.microbatch))
+        number = self.loads.step.assignment.placed[place.unit].microbatch_starts[place.replica] + place.microbatch
+        return int(self.kept_bytes(place.unit)[place.stage, number])
+
+    def kept_bytes(self, unit: str) -> Integers:
+        """Return `activation_bytes` of every stage and microbatch of a unit, [num_stages, num_microbatches]."""
+        if unit not in self._kept_bytes:
+            placed, kept = self.loads.step.assignment.placed[unit], self.loads.kept(unit)
+            plan, of_layers = self.layers.plan.units[unit], dict[object, Floats]()
+            found = np.zeros((plan.num_virtual_stages, placed.num_microbatches))
+            for stage, replica in np.ndindex(len(found), plan.data_parallel_size):
+                counts, own = self.layers.counts((unit, replica, stage)), slice(*placed.microbatch_starts[replica : replica + 2])
+                like = tuple(counts.items()), stage == 0
+                if like not in of_layers:
+                    of_layers[like] = self._stage_bytes(unit, counts, kept, is_first=stage == 0)
+                found[stage, own] = of_layers[like][own]
+            self._kept_bytes[unit] = np.round(found).astype(np.int64)
+        return self._kept_bytes[unit]
+
+    def _stage_bytes(self, unit: str, counts: LayerCounts, kept: RankLoad, *, is_first: bool) -> Floats:
+        """Return the bytes that each microbatch keeps in a stage of these layers."""
         layers = sum(
-            count * self._rank_bytes(place.unit, layer, need, kept, self.options.recompute)
-            for (layer, need), count in self.layers.counts(place[:3]).items()
+            count * self._rank_bytes(unit, layer, need, kept, self.options.recompute) for (layer, need), count in counts.items()
         )
-        return round(layers + self._received_bytes(place, add_loads(kept)))
+        received = self._received_bytes(unit, counts, add_loads(kept), is_first=is_first)
+        return layers + received + np.zeros(np.shape(kept.whole.num_tokens))
 
     def static_bytes(self, rank: int) -> int:
         """Return the bytes of a rank's weights, gradients and optimizer state, of the work on one layer, and of messages."""
@@ -101,39 +122,30 @@ class StepMemory:
         return peak / sizes.tensor_parallel_size
 
     def _rank_bytes(self, unit: str, layer: str, need: BackwardNeed, kept: RankLoad, recompute: Recompute | None) -> float:
-        parts = ((load, is_spread) for load, is_spread in ((kept.whole, False), (kept.cut, True)) if load.num_tokens)
-        return sum(self._layer_bytes(unit, layer, need, load, recompute, is_spread=is_spread) for load, is_spread in parts)
-
-    def _layer_bytes(
-        self, unit: str, layer: str, need: BackwardNeed, load: UnitLoad, recompute: Recompute | None, *, is_spread: bool
-    ) -> float:
-        key = unit, layer, need, load, recompute, is_spread
-        if key not in self._known_bytes:
-            sizes = self.layers.plan.units[unit]
+        """Return the bytes that a layer keeps of a load, or as an array, those of loads whose numbers are arrays."""
+        sizes, described = self.layers.plan.units[unit], self.layers.describe(unit, layer)
+        total = 0.0
+        for load, is_spread in ((kept.whole, False), (kept.cut, True)):
             case = ActivationCase(need, self.bytes_per_element, self.options.transformer_impl, recompute, is_spread)
-            total = (
-                self.layers.describe(unit, layer)
-                .activation_bytes(load, case)
-                .all_ranks(tensor_parallel_size=sizes.tensor_parallel_size, sequence_parallel=self.options.sequence_parallel)
+            total = total + described.activation_bytes(load, case).all_ranks(
+                tensor_parallel_size=sizes.tensor_parallel_size, sequence_parallel=self.options.sequence_parallel
             )
-            self._known_bytes[key] = total / (sizes.tensor_parallel_size * sizes.context_parallel_size)
-        return self._known_bytes[key]
+        return total / (sizes.tensor_parallel_size * sizes.context_parallel_size)
 
     @cached_property
-    def _known_bytes(self) -> dict[tuple[str, str, BackwardNeed, UnitLoad, Recompute | None, bool], float]:
+    def _kept_bytes(self) -> dict[str, Integers]:
         return {}
 
-    def _received_bytes(self, place: Place, load: UnitLoad) -> float:
+    def _received_bytes(self, unit: str, counts: LayerCounts, load: UnitLoad, *, is_first: bool) -> float | Floats:
         """Return the bytes of received hidden states or encoders' outputs for which a gradient is sent back."""
-        if not any(need.sends_gradient for _, need in self.layers.counts(place[:3])):
+        if not any(need.sends_gradient for _, need in counts):
             return 0.0
-        hidden_bytes = self.bytes_per_element * self.layers.graph.unit(place.unit).transformer.hidden_size
-        if place.stage == 0:
-            num_rows = self.loads.num_received_rows(MicrobatchPlace(place.unit, place.replica, place.microbatch))
-            return hidden_bytes * num_rows / self.layers.plan.units[place.unit].context_parallel_size
+        hidden_bytes = self.bytes_per_element * self.layers.graph.unit(unit).transformer.hidden_size
+        sizes = self.layers.plan.units[unit]
+        if is_first:
+            return hidden_bytes * self.loads.num_received_rows(unit) / sizes.context_parallel_size
         if self.bytes_per_element >= 4 or self.options.transformer_impl == "transformer_engine":
             return 0.0  # the first norm keeps the very same tensor
-        sizes = self.layers.plan.units[place.unit]
         num_ranks = sizes.context_parallel_size * (sizes.tensor_parallel_size if self.options.sequence_parallel else 1)
         return hidden_bytes * load.num_tokens / num_ranks
 

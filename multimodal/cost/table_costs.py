@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from multimodal.cost.cost_table import CostTable, StageSeconds
-from multimodal.cost.step_costs import ComputeCost, TransferCost
+from multimodal.cost.step_costs import ActionCosts, ComputeCost, TransferCost
 from multimodal.values.action import Action, ActionKind, Place
 
 
 @dataclass(frozen=True)
-class TableCosts:
+class TableCosts(ActionCosts):
     """The seconds of a cost table as `StepCosts`; sizes, FLOPs and reductions, which a table does not know, are 0.
 
     A backward takes its input gradient's seconds plus its weight gradient's. A message takes `send_seconds` and keeps nothing

@@ -1,13 +1,12 @@
 """Loads: what samples and items ask of a unit, as far as its cost depends on it."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.values.arrays.length_arrays import LengthArrays
-from multimodal.values.arrays.placed_atoms import PlacedAtoms
 from multimodal.values.arrays.rows import Integers, row_starts, row_sums
 from multimodal.values.model_graph import Role, Unit
 from multimodal.values.sample_lengths import SampleLengths
@@ -89,7 +88,19 @@ def _of_sequences(samples: Integers, tokens: Integers, outputs: Integers) -> Ato
     return AtomLoads(samples, tokens, np.square(tokens.astype(np.float64)), outputs, (tokens > 0).astype(np.int64))
 
 
-def atom_numbers(unit: Unit, lengths: LengthArrays, placed: PlacedAtoms) -> Integers:
+class AtomColumns(Protocol):
+    """Whatever holds atoms as columns: `PlacedAtoms`, routes."""
+
+    @property
+    def sample_ids(self) -> Integers:
+        """[num_atoms] the sample of each."""
+
+    @property
+    def item_indices(self) -> Integers:
+        """[num_atoms] its item, as in `Atom`."""
+
+
+def atom_numbers(unit: Unit, lengths: LengthArrays, placed: AtomColumns) -> Integers:
     """Return the numbers of placed atoms among all of the unit's. lengths: in the order of the ids. O(atoms log)."""
     samples = np.searchsorted(lengths.sample_ids, placed.sample_ids)
     if unit.role is not Role.ENCODER:

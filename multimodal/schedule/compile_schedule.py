@@ -1,8 +1,7 @@
 """Compile a schedule to the flat arrays that the event kernel runs on."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -13,7 +12,7 @@ from multimodal.values.action import Action, ActionKind, Resource, action_to_tex
 from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.step_graph import StepGraph
-from multimodal.values.step_work import KIND_NUMBERS, RESOURCE_NUMBERS, Bytes, Integers, take_rows
+from multimodal.values.step_work import KIND_NUMBERS, RESOURCE_NUMBERS, Bytes, Integers, StepWork, take_rows
 
 _COMPUTE, _RECEIVE = RESOURCE_NUMBERS[Resource.COMPUTE], RESOURCE_NUMBERS[Resource.RECEIVE]
 _LACKING = -1
@@ -51,30 +50,21 @@ class CompiledSchedule:
         return self.schedule.work.actions
 
     def with_costs(self, costs: StepCosts) -> "CompiledSchedule":
-        """Return the same schedule with these durations; raises ConfigError when one is negative or not finite. O(actions)."""
+        """Return the same schedule with these durations; raises ConfigError when one is negative or not finite. O(nodes)."""
         arrays, work = self.arrays, self.schedule.work
-        seconds, tensor_parallel, latency = (np.zeros(arrays.num_nodes) for _ in range(3))
-        links = np.full(arrays.num_nodes, -1)
-        computations, sends, collectives = (np.flatnonzero(arrays.kinds == kind) for kind in NodeKind)
-        actions = work.computed if not len(sends) else work.actions
-        computed = _table(map(costs.compute, map(actions.__getitem__, self.pieces[computations].tolist())), 2)
-        seconds[computations], tensor_parallel[computations] = computed.T
-        sent = _table(map(costs.transfer, map(actions.__getitem__, self.pieces[sends].tolist())), 3)
-        latency[sends], seconds[sends] = sent[:, 0], sent[:, 1]
-        links[sends] = sent[:, 2].astype(np.int64)
-        for node, members in zip(collectives.tolist(), self._members(collectives), strict=True):
-            seconds[node] = max(costs.collective_seconds(actions[piece]) for piece in members)
-        for values in (seconds, tensor_parallel, latency, seconds - tensor_parallel):
-            _check_durations(values, self.pieces, actions)
+        is_collective = arrays.kinds == NodeKind.COLLECTIVE
+        collective_of, starts, members = work.collective_rows
+        starts, members = take_rows(starts, members, collective_of[self.pieces[is_collective]])
+        asked = np.concatenate((self.pieces[~is_collective], members))
+        found, num_alone = costs.of_pieces(work, asked), int((~is_collective).sum())
+        for values in (*found[:3], found.seconds - found.tensor_parallel_seconds):
+            _check_durations(values, asked, work)
+        seconds, tensor_parallel, latency = (_of_nodes(values, num_alone, starts) for values in found[:3])
+        links = np.append(found.links[:num_alone], np.full(arrays.num_nodes - num_alone, -1))
         unique_links, dense_links = np.unique(links[links >= 0], return_inverse=True)
         links[links >= 0] = dense_links
         timed = replace(arrays, seconds=seconds, latency_seconds=latency, links=links, num_links=len(unique_links))
         return replace(self, arrays=timed, tensor_parallel_seconds=tensor_parallel)
-
-    def _members(self, collectives: Integers) -> Iterator[list[int]]:
-        collective_of, starts, members = self.schedule.work.collective_rows
-        for collective in collective_of[self.pieces[collectives]].tolist():
-            yield members[starts[collective] : starts[collective + 1]].tolist()
 
 
 def compile_schedule(schedule: Schedule) -> CompiledSchedule:
@@ -247,18 +237,20 @@ def _places(schedule: Schedule, nodes: Integers, num_nodes: int) -> tuple[Intege
     return place_of_node, forward_of_place
 
 
-def _check_durations(values: Floats, pieces: Integers, actions: Sequence[Action]) -> None:
+def _of_nodes(values: Floats, num_alone: int, collective_starts: Integers) -> Floats:
+    """Return the values of all nodes, given those of computations and sends and, behind them, of collectives' members."""
+    alone, members = values[:num_alone], values[num_alone:]
+    return np.concatenate((alone, np.maximum.reduceat(members, collective_starts[:-1]) if len(members) else members))
+
+
+def _check_durations(values: Floats, pieces: Integers, work: StepWork) -> None:
     wrong = ~(np.isfinite(values) & (values >= 0))
     if wrong.any():
-        node = int(np.argmax(wrong))
+        index = int(np.argmax(wrong))
         raise ConfigError(
-            f"costs of {action_to_text(actions[pieces[node]])}: found {values[node]} seconds; every duration must be finite and "
-            "not negative, and the tensor parallel share no longer than the computation"
+            f"costs of {action_to_text(work.action(int(pieces[index])))}: found {values[index]} seconds; every duration must be "
+            "finite and not negative, and the tensor parallel share no longer than the computation"
         )
-
-
-def _table(rows: Iterable[Iterable[float]], width: int) -> Floats:
-    return np.fromiter(chain.from_iterable(rows), np.float64).reshape(-1, width)
 
 
 def _starts(lengths: ArrayLike) -> Integers:

@@ -15,7 +15,7 @@ from multimodal.schedule.unit_cost import UnitCosts
 from multimodal.values.action import Place
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule, show_slots
-from multimodal.values.step_work import Integers
+from multimodal.values.step_work import Integers, StepWork
 from multimodal.values.timeline import Timeline, TimelineEvent
 
 
@@ -92,7 +92,7 @@ def simulate_schedule(schedule: Schedule, costs: StepCosts) -> Simulation:
     work = np.where(compiled.place_of_node >= 0, arrays.seconds, 0.0)[arrays.lane_nodes]
     waits = compiled.tensor_parallel_seconds[arrays.lane_nodes]
     busy_seconds = np.bincount(compiled.lane_of_entry, work - waits, arrays.num_lanes)
-    peaks = peak_activation_bytes(compiled, times, costs.activation_bytes)
+    peaks = peak_activation_bytes(compiled, times, costs.kept_bytes)
     available_flops = costs.peak_flops_per_second * iteration_seconds
     return Simulation(
         iteration_seconds=iteration_seconds,
@@ -189,7 +189,7 @@ def _waits(compiled: CompiledSchedule, times: EventTimes) -> list[TimelineEvent]
 
 
 def peak_activation_bytes(
-    compiled: CompiledSchedule, times: EventTimes, activation_bytes: Callable[[Place], int]
+    compiled: CompiledSchedule, times: EventTimes, kept_bytes: Callable[[StepWork, Integers], Integers]
 ) -> tuple[int, ...]:
     """Return the peak per lane: a place's bytes are kept from its forward's start to the end of its last backward.
 
@@ -199,8 +199,7 @@ def peak_activation_bytes(
     arrays, forwards = compiled.arrays, compiled.forward_of_place
     has_forward = np.flatnonzero(forwards >= 0)
     num_bytes = np.zeros(len(forwards), np.int64)
-    actions = map(compiled.schedule.work.computed.__getitem__, compiled.pieces[forwards[has_forward]].tolist())
-    num_bytes[has_forward] = [activation_bytes(action.place) for action in actions]
+    num_bytes[has_forward] = kept_bytes(compiled.schedule.work, compiled.pieces[forwards[has_forward]])
     freed_at = np.zeros(len(forwards))
     computes = np.flatnonzero(compiled.place_of_node >= 0)
     np.maximum.at(freed_at, compiled.place_of_node[computes], times.end_seconds[computes])

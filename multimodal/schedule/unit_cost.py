@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from multimodal.cost.step_costs import ComputeCost, TransferCost
+from multimodal.cost.step_costs import ActionCosts, ComputeCost, TransferCost
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource
 from multimodal.values.step_graph import StepGraph
 from multimodal.values.step_work import KIND_NUMBERS, KINDS, Integers, step_work
@@ -45,7 +45,7 @@ def unit_costs(step: StepGraph) -> Integers:
 
 
 @dataclass(frozen=True)
-class UnitCosts:
+class UnitCosts(ActionCosts):
     """`StepCosts` of which every action takes its `unit_cost` in seconds; nothing has a size, and messages take no time."""
 
     step: StepGraph

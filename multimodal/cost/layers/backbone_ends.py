@@ -49,7 +49,7 @@ class HeadLayer(Layer):
         logits = max(size, WIDE_BYTES) * self.vocab_size
         rows = (size * self.unit.transformer.hidden_size if case.need.trains_weights else 0.0) + 2 * INDEX_BYTES
         norm = load.num_tokens * self.exit_norm_bytes(case)
-        return ActivationBytes(norm, float(load.num_outputs * logits), load.num_outputs * rows)
+        return ActivationBytes(norm, 1.0 * load.num_outputs * logits, load.num_outputs * rows)
 
     def traffic(self, bytes_per_element: int) -> LayerTraffic:
         """Logits are written and read twice (maximum, sum of exponentials); the backward reads them and writes their gradient."""

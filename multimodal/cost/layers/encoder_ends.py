@@ -34,7 +34,7 @@ class PatchEmbeddingLayer(Layer):
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
         """The patches, for the weight gradient."""
         trains = case.need.trains_weights
-        return ActivationBytes(replicated=float(case.bytes_per_element * load.num_tokens * self.input_values if trains else 0))
+        return ActivationBytes(replicated=1.0 * trains * case.bytes_per_element * load.num_tokens * self.input_values)
 
 
 class AudioEmbeddingLayer(PatchEmbeddingLayer):
@@ -103,7 +103,7 @@ class ProjectorLayer(Layer):
         size, trains, hidden = case.bytes_per_element, case.need.trains_weights, self.unit.transformer.hidden_size
         inner = self._inner_size * (2 if trains else 1)
         whole = load.num_tokens * (self.exit_norm_bytes(case) + (size * hidden if trains else 0.0))
-        return ActivationBytes(0.0, float(size * load.num_outputs * inner), whole)
+        return ActivationBytes(0.0, 1.0 * size * load.num_outputs * inner, whole)
 
     @property
     def _inner_size(self) -> int:

@@ -129,7 +129,7 @@ class Layer(ABC):
 
     @abstractmethod
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
-        """Bytes kept by a layer that has a backward; ask `activation_bytes`.
+        """Bytes kept by a layer that has a backward; ask `activation_bytes`. The load's numbers may be arrays, of many loads.
 
         Where its weights are trained, the inputs of its products are kept, too.
         """

@@ -43,7 +43,7 @@ class TransformerLayer(Layer):
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
         """Bytes by implementation; with full recomputation the input alone."""
         if case.recompute == "full":
-            return ActivationBytes(float(case.bytes_per_element * load.num_tokens * self.unit.transformer.hidden_size))
+            return ActivationBytes(1.0 * case.bytes_per_element * load.num_tokens * self.unit.transformer.hidden_size)
         is_selective = case.recompute == "selective"
         if case.implementation == "local":
             whole, split = self._local_bytes(

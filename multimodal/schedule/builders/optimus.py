@@ -53,14 +53,13 @@ class _Clock:
     """Durations of a step's computations and delays of its messages, in nanoseconds."""
 
     def __init__(self, work: StepWork, costs: StepCosts) -> None:
-        is_reduction = work.kinds == _REDUCTION
+        computed, sends = np.flatnonzero(work.kinds != _REDUCTION), work.num_computed + 2 * np.arange(work.num_messages)
+        found = costs.of_pieces(work, np.concatenate((computed, sends)))
+        nanoseconds = np.round((found.seconds + found.latency_seconds) * _NANOSECONDS).astype(np.int64)
         self.durations = np.zeros(work.num_computed, np.int64)
         """[num_computed]."""
-        for piece in np.flatnonzero(~is_reduction).tolist():
-            self.durations[piece] = round(costs.compute(work.computed[piece]).seconds * _NANOSECONDS)
-        messages = [costs.transfer(send) for send in work.actions[work.num_computed :: 2]]
-        of_message = [round((each.latency_seconds + each.occupied_seconds) * _NANOSECONDS) for each in messages]
-        self.delays = np.array([*of_message, 0], np.int64)[work.message_of_need]
+        self.durations[computed] = nanoseconds[: len(computed)]
+        self.delays = np.append(nanoseconds[len(computed) :], 0)[work.message_of_need]
         """[num_needs] none where nothing is sent."""
 
 

@@ -13,13 +13,14 @@ from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.unit_grid import build_unit_plan
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.action import Action, ActionKind, Place
-from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace
+from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from multimodal.values.step_graph import StepGraph
 from tests.unit.cost.layer_answers import layer_activation_bytes
+from tests.unit.cost.message_answers import transfer
 
 LINKS = {
     "intra_node": {"bandwidth_gbytes_per_second": 100.0, "latency_us": 2.0},
@@ -67,7 +68,7 @@ def test_a_forward_waits_for_the_first_keys_and_values(monkeypatch):
 
 def test_every_rank_sends_its_share_of_a_message():
     send = Action(ActionKind.SEND_FORWARD, "llm", 0, 0, 0, Place("llm", 0, 1, 0))
-    alone, shared, both = (costs.transfer(send).occupied_seconds for costs in (ALONE, SPREAD, BOTH))
+    alone, shared, both = (transfer(costs, send, step=costs.step).occupied_seconds for costs in (ALONE, SPREAD, BOTH))
     assert alone == pytest.approx(NUM_TOKENS * 64 * 2 / 100e9)
     assert shared == pytest.approx(alone / 4) and both == pytest.approx(alone / 8)
 
@@ -77,7 +78,8 @@ def test_rows_change_hands_where_units_on_the_same_ranks_spread_tokens():
     vision = build_unit_plan(GRAPH.unit("vision"), sizes=UnitSizes(1, 1, 4, 1), first_rank=0)
     plan = Plan({**costs.step.plan.units, "vision": vision})
     send = Action(ActionKind.SEND_FORWARD, "vision", 0, 0, 0, Place("llm", 0, 0, 0))
-    cost = replace(costs, step=StepGraph(GRAPH, plan, ASSIGNMENT)).transfer(send)
+    step = StepGraph(GRAPH, plan, ASSIGNMENT)
+    cost = transfer(replace(costs, step=step), send, step=step)
     assert cost.latency_seconds == pytest.approx(2e-6)
     assert cost.occupied_seconds == pytest.approx(1000 * 64 * 2 / 4 * 3 / 4 / 100e9), "of a quarter, a quarter stays"
 
@@ -110,11 +112,12 @@ def test_attention_that_gathers_keeps_its_inputs_only():
 def test_activations_and_messages_are_divided():
     place = Place("llm", 0, 1, 0)
     kept = layer_bytes()
-    head = ALONE.activation_bytes(place) - kept
-    assert head > 0 and SPREAD.activation_bytes(place) == pytest.approx((layer_bytes(is_spread=True) + head) / 4)
+    head = ALONE.memory.activation_bytes(place) - kept
+    assert head > 0 and SPREAD.memory.activation_bytes(place) == pytest.approx((layer_bytes(is_spread=True) + head) / 4)
     first = Place("llm", 0, 0, 0)
     output = 2 * NUM_TOKENS * 64
-    assert SPREAD.activation_bytes(first) == pytest.approx((ALONE.activation_bytes(first) + output) / 4), "encoders' rows, too"
+    alone = ALONE.memory.activation_bytes(first)
+    assert SPREAD.memory.activation_bytes(first) == pytest.approx((alone + output) / 4), "encoders' rows, too"
     spread = costs_of(context_parallel_size=4, vision=UnitSizes(1, 1, 2, 1))
     assert spread.memory.broker_bytes(8) == pytest.approx(SPREAD.memory.broker_bytes(8) / 2), "gradients of what an encoder gave"
 
@@ -145,7 +148,7 @@ def test_a_microbatch_of_whole_items_takes_as_long_as_one_rank_s_items_and_waits
         action = Action(kind, "vision", 0, 0, 0)
         assert two.compute(action) == pytest.approx(one.compute(action)) and two.compute(action).tensor_parallel_seconds == 0.0
     place = Place("vision", 0, 0, 0)
-    assert two.activation_bytes(place) == one.activation_bytes(place)
+    assert two.memory.activation_bytes(place) == one.memory.activation_bytes(place)
     lane = two.step.plan.lane_of_rank[1]
     gathered = encoder_costs(SHORT, cp=2, item_block_size=None).static_bytes(lane) - two.static_bytes(lane)
     assert gathered == 4 * 2 * 16 * 1024 * 2
@@ -158,13 +161,13 @@ def test_a_microbatch_of_one_item_takes_as_long_as_one_whose_tokens_are_spread(r
         action = Action(kind, "vision", 0, 0, 0)
         assert cut.compute(action) == pytest.approx(spread.compute(action))
     assert cut.static_bytes(0) == spread.static_bytes(0)
-    assert cut.activation_bytes(Place("vision", 0, 0, 0)) == spread.activation_bytes(Place("vision", 0, 0, 0))
+    assert cut.memory.activation_bytes(Place("vision", 0, 0, 0)) == spread.memory.activation_bytes(Place("vision", 0, 0, 0))
 
 
 def test_a_mixed_microbatch_waits_for_the_keys_of_what_is_cut():
     mixed = encoder_costs(MIXED, cp=2)
     whole, cut = (
-        encoder_costs(MIXED, cp=2, item_block_size=size).loads.computed_at(MicrobatchPlace("vision", 0, 0))
+        encoder_costs(MIXED, cp=2, item_block_size=size).loads.computed("vision")[0]
         for size in (None, 128)
     )
     assert whole.cut is None and cut.cut is not None
@@ -180,6 +183,5 @@ def test_a_replica_s_ranks_are_as_slow_as_the_one_with_the_most():
     items = tuple(ItemLengths("vision", 128, 32) for _ in range(3))
     costs = encoder_costs(tuple(Atom(0, index) for index in range(3)), cp=2)
     found = replace(costs, lengths=[SampleLengths(0, items, 100, 50)]).loads
-    place = MicrobatchPlace("vision", 0, 0)
-    assert found.computed_at(place).all == UnitLoad(4 * 128, 4 * 128**2, 4 * 32, 2)
-    assert found.kept_at(place).whole == found.computed_at(place).all
+    assert found.computed("vision")[0].all == UnitLoad(4 * 128, 4 * 128**2, 4 * 32, 2)
+    assert found.fullest("vision", 0).whole == found.computed("vision")[0].all

@@ -9,6 +9,7 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from multimodal.values.step_graph import StepGraph
+from tests.unit.cost.message_answers import transfer
 
 LINK = {"bandwidth_gbytes_per_second": 100.0, "latency_us": 2.0}
 CLUSTER = Cluster.from_dict(
@@ -48,7 +49,7 @@ def test_the_llm_hands_over_one_hidden_state_an_image():
     forward = Action(ActionKind.SEND_FORWARD, "llm", 0, 0, 0, Place("painter", 0, 0, 0))
     backward = Action(ActionKind.SEND_BACKWARD, "painter", 0, 0, 0, Place("llm", 0, 0, 0))
     for send in (forward, backward):
-        assert COSTS.transfer(send).occupied_seconds == pytest.approx(2 * 64 * 2 / 100e9)
+        assert transfer(COSTS, send, step=COSTS.step).occupied_seconds == pytest.approx(2 * 64 * 2 / 100e9)
 
 
 def test_the_generators_flops_are_those_of_its_layers_and_head():

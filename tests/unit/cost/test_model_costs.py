@@ -20,6 +20,7 @@ from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from multimodal.values.step_graph import StepGraph
 from tests.unit.cost.layer_answers import layer_activation_bytes
+from tests.unit.cost.message_answers import transfer
 
 LINKS = {
     "intra_node": {"bandwidth_gbytes_per_second": 100.0, "latency_us": 2.0},
@@ -83,11 +84,11 @@ def test_tensor_parallel_ranks_wait_for_four_collectives_a_layer():
 
 
 def test_messages_are_hidden_states_inside_a_unit_and_projected_items_between_units():
-    inside = COSTS.transfer(Action(ActionKind.SEND_FORWARD, "llm", 0, 0, 0, Place("llm", 0, 1, 0)))
+    inside = transfer(COSTS, Action(ActionKind.SEND_FORWARD, "llm", 0, 0, 0, Place("llm", 0, 1, 0)), step=COSTS.step)
     assert inside == TransferCost(pytest.approx(2e-6), pytest.approx(60 * 64 * 2 / (2 * 100e9)))
-    forward = COSTS.transfer(Action(ActionKind.SEND_FORWARD, "vision", 1, 0, 0, Place("llm", 0, 0, 0)))
+    forward = transfer(COSTS, Action(ActionKind.SEND_FORWARD, "vision", 1, 0, 0, Place("llm", 0, 0, 0)), step=COSTS.step)
     assert forward == TransferCost(pytest.approx(5e-6), pytest.approx(10 * 64 * 2 / 10e9), 0)
-    backward = COSTS.transfer(Action(ActionKind.SEND_BACKWARD, "llm", 0, 0, 0, Place("vision", 1, 0, 0)))
+    backward = transfer(COSTS, Action(ActionKind.SEND_BACKWARD, "llm", 0, 0, 0, Place("vision", 1, 0, 0)), step=COSTS.step)
     assert backward == TransferCost(pytest.approx(5e-6), pytest.approx(10 * 64 * 2 / 10e9))  # ranks 4, 5: a card of their own
 
 
@@ -138,7 +139,7 @@ def test_memory_of_a_gpt_layer_is_korthikantis():
     frozen = layer_activation_bytes(GRAPH, "llm", "transformer", UnitLoad(10, 100, 0), need=BackwardNeed.NONE, vocab_size=512)
     assert frozen == 0
     # two images of ten tokens came from the encoder; their gradients go back
-    assert COSTS.activation_bytes(Place("llm", 0, 0, 0)) == 32 * 64 * 60 / 2 + 2 * 10 * 64 * 2
+    assert COSTS.memory.activation_bytes(Place("llm", 0, 0, 0)) == 32 * 64 * 60 / 2 + 2 * 10 * 64 * 2
 
 
 def test_static_memory_shares_the_optimizer_over_replicas():
@@ -204,7 +205,7 @@ def test_replicas_that_share_nothing_reduce_twice_and_gather_nothing():
 def test_full_recomputation_keeps_inputs_and_works_on_one_layer():
     full, place = costs_with(recompute="full"), Place("llm", 0, 0, 0)
     received = 2 * 10 * 64 * 2
-    assert full.activation_bytes(place) == 2 * 64 * 60 / 2 + received
+    assert full.memory.activation_bytes(place) == 2 * 64 * 60 / 2 + received
     assert full.static_bytes(2) - COSTS.static_bytes(2) == 32 * 64 * 60 / 2
 
 

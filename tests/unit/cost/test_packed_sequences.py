@@ -9,7 +9,7 @@ from multimodal.cost.seconds.layer_curves import LayerCurves, PackedSize, Quadra
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.unit_load import UnitLoad, add_loads, item_load, sample_load
 from multimodal.plan.colocated import plan_colocated
-from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace
+from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from multimodal.values.step_graph import StepGraph
@@ -35,8 +35,8 @@ def test_sequences_add_up_over_items_and_samples() -> None:
     assert sample_load(GRAPH.unit("llm"), samples[0]).num_sequences == 1
     atoms = {"vision": (((Atom(0, 0), Atom(0, 1)), ()),), "llm": (((Atom(0), Atom(1)),),)}
     loads = AssignedLoads(StepGraph(GRAPH, plan_colocated(GRAPH, sizes={}, world_size=1), Assignment(atoms)), samples)
-    assert loads.at(MicrobatchPlace("llm", 0, 0)).num_sequences == 2
-    assert [loads.at(MicrobatchPlace("vision", 0, index)).num_sequences for index in (0, 1)] == [2, 0]
+    assert [load.all.num_sequences for load in loads.computed("llm")] == [2]
+    assert [load.all.num_sequences for load in loads.computed("vision")] == [2, 0]
 
 
 def test_every_packed_sequence_costs_what_was_measured() -> None:

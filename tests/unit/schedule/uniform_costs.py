@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from multimodal.cost.step_costs import ComputeCost, TransferCost
+from multimodal.cost.step_costs import ActionCosts, ComputeCost, TransferCost
 from multimodal.values.action import Action, ActionKind, Place
 
 
 @dataclass(frozen=True)
-class UniformCosts:
+class UniformCosts(ActionCosts):
     """Seconds by kind of action."""
 
     forward: float = 1.0

@@ -1,0 +1,125 @@
+"""Costs of stages that depend on no sample: seconds of their computations by load, and of the collectives of their replicas."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multimodal.cost.communication import collective_seconds
+from multimodal.cost.layers.registry import LAYER_KINDS
+from multimodal.cost.run_options import RunOptions
+from multimodal.cost.seconds.layer_costs import LayerCosts, LayerSeconds
+from multimodal.cost.seconds.layer_profile import LayerProfile
+from multimodal.cost.stage_layers import StageKey, StageLayers
+from multimodal.cost.step_costs import ComputeCost
+from multimodal.cost.step_memory import GRADIENT_BYTES
+from multimodal.cost.unit_load import ComputedLoad, Floats
+from multimodal.values.action import ActionKind
+from multimodal.values.backward_need import BackwardNeed
+
+COMPUTATIONS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+"""The order of `StageCosts.computations`."""
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Seconds of stages on a cluster."""
+
+    layer_costs: LayerCosts
+    stages: StageLayers
+    options: RunOptions
+    profile: LayerProfile | None
+
+    def alike(self, unit: str) -> Sequence[tuple[StageKey, NDArray[np.bool_]]]:
+        """Return a unit's stages by what they compute: one of each sort, and where all are, [num_stages, num_replicas].
+
+        Stages are alike where they have the same layers, and the same links between the ranks that work on them together.
+        """
+        if unit not in self._alike:
+            plan, found = self.stages.plan.units[unit], dict[object, tuple[StageKey, NDArray[np.bool_]]]()
+            shape = plan.num_virtual_stages, plan.data_parallel_size
+            is_alone = plan.tensor_parallel_size * plan.context_parallel_size == 1
+            for stage, replica in np.ndindex(shape):
+                key = unit, replica, stage
+                counts = self.stages.counts(key)
+                shared = {} if is_alone else self._sharing(key)
+                links = () if is_alone else tuple(self.layer_costs.collectives(unit, layer, **shared) for layer, _ in counts)
+                like = tuple(counts.items()), links, stage if self.options.zero_stage >= 3 else None
+                found.setdefault(like, (key, np.zeros(shape, bool)))[1][stage, replica] = True
+            self._alike[unit] = list(found.values())
+        return self._alike[unit]
+
+    def computations(self, stage: StageKey, load: ComputedLoad) -> Floats:
+        """Return what `COMPUTATIONS` of a load take, and how much of it is waiting, [2, kinds]; of arrays [2, kinds, size]."""
+        sharing, found = self._sharing(stage), [ComputeCost(0.0)] * len(COMPUTATIONS)
+        for (layer, need), count in self.stages.counts(stage).items():
+            one = self.layer_costs.seconds(stage[0], layer, load.all, cut=load.cut, **sharing)
+            costs = [_cost_of(kind, one, layer, need) for kind in COMPUTATIONS]
+            found = [ComputeCost(*(a + count * b for a, b in zip(*both, strict=True))) for both in zip(found, costs, strict=True)]
+        is_busy = load.all.num_tokens > 0  # or arrays of them
+        rows = np.zeros((2, len(COMPUTATIONS), *np.shape(is_busy)))
+        for row, (kind, (seconds, waiting)) in enumerate(zip(COMPUTATIONS, found, strict=True)):
+            if self.profile is not None and self.profile.step is not None and kind is not ActionKind.WEIGHT_GRADIENT:
+                seconds = seconds + is_busy * self.profile.step.computation_seconds
+            late = self._gathering_seconds(kind, stage) - seconds
+            late = is_busy * (late > 0) * late
+            rows[:, row] = seconds + late, waiting + late
+        return rows
+
+    def over_replicas(self, stage: StageKey, bytes_per_weight: float, *, trained_only: bool) -> float:
+        """Seconds of one ring over all ranks that have the same shard of a stage's weights."""
+        unit = self.stages.plan.units[stage[0]]
+        size = unit.tensor_parallel_size
+        num_bytes = bytes_per_weight * self.stages.num_weights(stage, trained_only=trained_only) / size
+        key = stage[0], stage[2], num_bytes
+        if key not in self._rings:
+            peers = [rank for replica in unit.replicas for rank in replica.virtual_stages[stage[2]].ranks[::size]]
+            self._rings[key] = collective_seconds(num_bytes, ranks=peers, cluster=self.layer_costs.cluster)
+        return self._rings[key]
+
+    def _sharing(self, stage: StageKey) -> dict[str, Any]:
+        """Return how the ranks of a stage share a layer, as arguments of `LayerCosts.seconds`: as if on the first nodes."""
+        unit, replica, index = stage
+        sizes, cluster = self.stages.plan.units[unit], self.layer_costs.cluster
+        ranks = self.stages.plan.virtual_stage(unit, replica, index).ranks
+        first = cluster.node(min(ranks)) * cluster.gpus_per_node
+        return {
+            "tensor_parallel_size": sizes.tensor_parallel_size,
+            "context_parallel_size": sizes.context_parallel_size,
+            "recompute": self.options.recompute,
+            "ranks": tuple(rank - first for rank in ranks),
+        }
+
+    def _gathering_seconds(self, kind: ActionKind, stage: StageKey) -> float:
+        """Seconds in which a stage's weights come, and its gradients go, while it computes; 0 where replicas keep all weights."""
+        if self.options.zero_stage < 3:
+            return 0.0
+        gathering = self.over_replicas(stage, self.layer_costs.cluster.bytes_per_element, trained_only=False)
+        reducing = self.over_replicas(stage, GRADIENT_BYTES, trained_only=True)
+        if kind is ActionKind.WEIGHT_GRADIENT:
+            return reducing
+        return gathering + (0.0 if kind is ActionKind.FORWARD else reducing)
+
+    @cached_property
+    def _alike(self) -> dict[str, list[tuple[StageKey, NDArray[np.bool_]]]]:
+        return {}
+
+    @cached_property
+    def _rings(self) -> dict[tuple[str, int, float], float]:
+        return {}
+
+
+def _cost_of(kind: ActionKind, one: LayerSeconds, layer: str, need: BackwardNeed) -> ComputeCost:
+    """Return what one computation asks of one layer."""
+    if kind is ActionKind.FORWARD:
+        return ComputeCost(one.forward, one.forward_waiting)
+    if kind is ActionKind.WEIGHT_GRADIENT:
+        return ComputeCost(one.weight_gradient if need.trains_weights else 0.0)
+    passes = LAYER_KINDS[layer].passes_gradient(need)
+    waiting = one.input_gradient_waiting if passes else 0.0
+    if kind is ActionKind.INPUT_GRADIENT:
+        return ComputeCost(one.input_gradient if passes else 0.0, waiting)
+    return ComputeCost(one.backward(layer, need), waiting)

@@ -1,0 +1,15 @@
+"""What the costs of a step say of single messages."""
+
+import numpy as np
+
+from multimodal.cost.step_costs import StepCosts, TransferCost
+from multimodal.values.action import Action
+from multimodal.values.step_graph import StepGraph
+from multimodal.values.step_work import step_work
+
+
+def transfer(costs: StepCosts, send: Action, *, step: StepGraph) -> TransferCost:
+    """Return the cost of the message that a send of the step starts."""
+    work = step_work(step)
+    found = costs.of_pieces(work, np.array([work.numbers(lowered=True)[send]]))
+    return TransferCost(*(values[0].item() for values in (found.latency_seconds, found.seconds, found.links)))
