@@ -31,8 +31,8 @@ from multimodal.cost.cluster import Cluster
 from multimodal.cost.unit_load import sample_load
 from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.plan_to_fit import PredictedRun, describe
 from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.search.plan_to_fit import PredictedRun, describe
 from multimodal.values.errors import BraidError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths

@@ -31,10 +31,10 @@ from scipy.optimize import linprog
 from multimodal.cost.cluster import Cluster
 from multimodal.data.length_table import uniform_lengths
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.allocation_search import AllocationProblem, search_allocation, solve_allocation
 from multimodal.plan.planners.disttrain import build_problem, plan_disttrain
+from multimodal.plan.planners.estimate.allocation_search import AllocationProblem, search_allocation, solve_allocation
+from multimodal.plan.planners.estimate.unit_options import UnitOptions, pareto_rows
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.unit_options import UnitOptions, pareto_rows
 from multimodal.values.model_graph import ModelGraph
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -25,10 +25,10 @@ from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.plan_file import write_plan_file
 from multimodal.plan.planners.plan_or_advise import plan_or_advise
-from multimodal.plan.planners.plan_to_fit import PredictedRun, plan_per_gpu
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, Sharding
-from multimodal.plan.planners.prediction import SEED, Prediction
+from multimodal.plan.planners.search.plan_to_fit import PredictedRun, plan_per_gpu
+from multimodal.plan.planners.search.prediction import SEED, Prediction
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import BraidError, ConfigError
 from multimodal.values.plan import UnitPlan

@@ -21,7 +21,7 @@ from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.planners.entrain import gpu_block, sample_work, stable_batch_size
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes
-from multimodal.plan.planners.prediction import assign
+from multimodal.plan.planners.search.prediction import assign
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.sample_lengths import SampleLengths, draw_length_batches

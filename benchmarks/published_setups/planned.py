@@ -15,7 +15,7 @@ from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
-from multimodal.plan.planners.prediction import Prediction, predict_run
+from multimodal.plan.planners.search.prediction import Prediction, predict_run
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
 

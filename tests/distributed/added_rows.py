@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from multimodal.balance import BALANCERS, BalancerRow
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.plan.planners import PLANNERS, PlannerRow
-from multimodal.plan.planners.candidate import Candidate
+from multimodal.plan.planners.estimate.candidate import Candidate
+from multimodal.plan.planners.estimate.step_estimate import choose_candidate
+from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.step_estimate import choose_candidate
-from multimodal.plan.planners.unit_layout import even_layout
 from multimodal.schedule.builders import BUILDERS, ScheduleRow
 from multimodal.schedule.builders.one_f_one_b import forward_limits
 from multimodal.schedule.list_schedule import Policy, list_schedule

@@ -22,7 +22,7 @@ from multimodal.model.stage_input import PackedInput
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.prediction import predict_run
+from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph

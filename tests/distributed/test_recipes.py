@@ -15,7 +15,7 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.braid import PlanSearch
-from multimodal.plan.planners.trials import QUICK, SearchBudget
+from multimodal.plan.planners.search.trials import QUICK, SearchBudget
 from multimodal.schedule.builders import BUILDERS
 from tests.distributed.added_rows import BALANCER, PLANNER, SCHEDULE, add_rows
 from tests.distributed.launch import REPOSITORY, launch

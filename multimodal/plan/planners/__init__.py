@@ -14,10 +14,10 @@ from multimodal.plan.planners.flops_ratio import plan_flops_ratio
 from multimodal.plan.planners.idle_units import place_idle_units, without_idle_units
 from multimodal.plan.planners.megatron import plan_megatron
 from multimodal.plan.planners.megatron_balanced import plan_megatron_balanced
-from multimodal.plan.planners.plan_to_fit import PredictedRun, plan_to_fit
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.tune_planner import plan_tuned
+from multimodal.plan.planners.search.plan_to_fit import PredictedRun, plan_to_fit
+from multimodal.plan.planners.search.tune_planner import plan_tuned
 from multimodal.values.errors import PlanError
 
 

@@ -7,11 +7,12 @@ from functools import partial
 from statistics import fmean
 
 from multimodal.balance import Placement
-from multimodal.plan.planners.layout_search import Layout, best_layouts
-from multimodal.plan.planners.plan_to_fit import Planner, PredictedRun, describe, has_virtual_stages
+from multimodal.plan.planners.estimate.unit_options import infeasible
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import LARGEST_CONTEXT_PARALLEL, PlanningRequest
-from multimodal.plan.planners.run_variants import (
+from multimodal.plan.planners.search.layout_search import Layout, best_layouts
+from multimodal.plan.planners.search.plan_to_fit import Planner, PredictedRun, describe, has_virtual_stages
+from multimodal.plan.planners.search.run_variants import (
     Form,
     first_balances,
     fitting_schedules,
@@ -23,9 +24,8 @@ from multimodal.plan.planners.run_variants import (
     overlapped,
     placements,
 )
-from multimodal.plan.planners.trials import FINAL, QUICK, RANKING, SearchBudget, Trials
-from multimodal.plan.planners.tune_planner import judge_tuned, tune
-from multimodal.plan.planners.unit_options import infeasible
+from multimodal.plan.planners.search.trials import FINAL, QUICK, RANKING, SearchBudget, Trials
+from multimodal.plan.planners.search.tune_planner import judge_tuned, tune
 from multimodal.schedule.builders import BUILDERS
 
 PROMISING = 1.25

@@ -5,14 +5,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from multimodal.plan.planners.allocation_search import AllocationChoice, AllocationProblem, rank_allocations, search_allocation
-from multimodal.plan.planners.candidate import Candidate
-from multimodal.plan.planners.layer_times import PlanningTimes
-from multimodal.plan.planners.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.allocation_search import (
+    AllocationChoice,
+    AllocationProblem,
+    rank_allocations,
+    search_allocation,
+)
+from multimodal.plan.planners.estimate.candidate import Candidate
+from multimodal.plan.planners.estimate.layer_times import PlanningTimes
+from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.step_estimate import estimate_seconds
+from multimodal.plan.planners.estimate.unit_options import infeasible, list_options, pareto_rows
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.step_estimate import estimate_seconds
-from multimodal.plan.planners.unit_options import infeasible, list_options, pareto_rows
 from multimodal.values.errors import PlanError
 
 BALANCE = "disttrain"

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 import numpy as np
 
 from multimodal.cost.flops import unit_flops
-from multimodal.plan.planners.candidate import Candidate
-from multimodal.plan.planners.layer_times import PlanningTimes
-from multimodal.plan.planners.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.candidate import Candidate
+from multimodal.plan.planners.estimate.layer_times import PlanningTimes
+from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.step_estimate import estimate_seconds
+from multimodal.plan.planners.estimate.unit_layout import UnitLayout
+from multimodal.plan.planners.estimate.unit_options import UnitOptions, infeasible, list_options
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.step_estimate import estimate_seconds
-from multimodal.plan.planners.unit_layout import UnitLayout
-from multimodal.plan.planners.unit_options import UnitOptions, infeasible, list_options
 from multimodal.values.model_graph import Role
 
 

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from multimodal.plan.planners.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.unit_layout import UnitLayout, build_unit, even_layout
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.unit_layout import UnitLayout, build_unit, even_layout
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import Role, Unit

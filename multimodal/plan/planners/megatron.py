@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
-from multimodal.plan.planners.candidate import Candidate
+from multimodal.plan.planners.estimate.candidate import Candidate
+from multimodal.plan.planners.estimate.step_estimate import choose_candidate
+from multimodal.plan.planners.estimate.unit_layout import Groups, UnitLayout, even_layout
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import MOST_MICRO_BATCH_TOKENS, PlanningRequest, StageSize
-from multimodal.plan.planners.step_estimate import choose_candidate
-from multimodal.plan.planners.unit_layout import Groups, UnitLayout, even_layout
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import Unit
 

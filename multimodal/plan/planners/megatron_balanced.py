@@ -5,14 +5,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from multimodal.plan.planners.candidate import Candidate, build_run, samples_in_flight
-from multimodal.plan.planners.layer_times import PlanningTimes
+from multimodal.plan.planners.estimate.candidate import Candidate, build_run, samples_in_flight
+from multimodal.plan.planners.estimate.layer_times import PlanningTimes
+from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.step_estimate import LengthSpread, choose, reduction_seconds
+from multimodal.plan.planners.estimate.unit_layout import (
+    Range,
+    UnitLayout,
+    even_out_lanes,
+    lay_out_grid,
+    partition_layers,
+    unit_pieces,
+)
 from multimodal.plan.planners.megatron import largest_fitting, shared_data_parallel_sizes, shared_stage_sizes
-from multimodal.plan.planners.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, StageSize, plain_schedule
-from multimodal.plan.planners.step_estimate import LengthSpread, choose, reduction_seconds
-from multimodal.plan.planners.unit_layout import Range, UnitLayout, even_out_lanes, lay_out_grid, partition_layers, unit_pieces
 
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8, 12)
 """Layer ranges per pipeline stage that are tried; Optimus' tables have 6 and 12."""

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from multimodal.plan.planners.plan_to_fit import describe_kinds
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.prediction import Prediction
+from multimodal.plan.planners.search.plan_to_fit import describe_kinds
+from multimodal.plan.planners.search.prediction import Prediction
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.plan import Plan, Stage
 

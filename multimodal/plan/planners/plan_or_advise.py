@@ -5,12 +5,12 @@ from dataclasses import replace
 from functools import partial
 
 from multimodal.plan.planners import PLANNERS, PlannerRow
+from multimodal.plan.planners.estimate.layer_times import PlanningTimes
+from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.unit_options import list_options
 from multimodal.plan.planners.idle_units import without_idle_units
-from multimodal.plan.planners.layer_times import PlanningTimes
-from multimodal.plan.planners.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.plan_to_fit import PredictedRun, memory_concessions, plan_to_fit
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.unit_options import list_options
+from multimodal.plan.planners.search.plan_to_fit import PredictedRun, memory_concessions, plan_to_fit
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import BraidError, NothingFitsError, PlanError
 from multimodal.values.plan import MOST_RANKS

@@ -9,8 +9,8 @@ from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.better_pair import CLEARLY, find_better_pair
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster, Network, NodeLink
-from multimodal.plan.planners.candidate import Candidate
-from multimodal.plan.planners.unit_layout import even_layout
+from multimodal.plan.planners.estimate.candidate import Candidate
+from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.model_graph import ImageInput, ModelGraph, Role, Transformer, Unit

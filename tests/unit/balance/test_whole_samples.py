@@ -3,8 +3,8 @@
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
-from multimodal.plan.planners.candidate import Candidate
-from multimodal.plan.planners.unit_layout import even_layout
+from multimodal.plan.planners.estimate.candidate import Candidate
+from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.values.assignment import Assignment
 from multimodal.values.step_graph import StepGraph, validate_assignment
 from tests.unit.plan.planners.planning_cases import TWO, random_lengths

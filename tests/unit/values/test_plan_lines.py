@@ -4,7 +4,7 @@ import pytest
 
 from multimodal.plan.planners.disttrain import plan_disttrain
 from multimodal.plan.planners.plan_file import write_plan_file
-from multimodal.plan.planners.prediction import predict_run
+from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.values.errors import PlanError
 from multimodal.values.plan import read_plan
 from tests.unit.plan.planners.planning_cases import TWO, request

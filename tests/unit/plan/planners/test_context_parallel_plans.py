@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.allocation_search import search_allocation
-from multimodal.plan.planners.candidate import Candidate
 from multimodal.plan.planners.disttrain import build_problem
-from multimodal.plan.planners.layer_times import PlanningTimes
-from multimodal.plan.planners.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.plan_to_fit import plan_to_fit
+from multimodal.plan.planners.estimate.allocation_search import search_allocation
+from multimodal.plan.planners.estimate.candidate import Candidate
+from multimodal.plan.planners.estimate.layer_times import PlanningTimes
+from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.step_estimate import estimate_seconds, reduction_seconds
+from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout, lay_out_units
 from multimodal.plan.planners.planning_request import FixedSizes, StageSize
-from multimodal.plan.planners.prediction import predict_run
-from multimodal.plan.planners.step_estimate import estimate_seconds, reduction_seconds
-from multimodal.plan.planners.unit_layout import UnitLayout, even_layout, lay_out_units
+from multimodal.plan.planners.search.plan_to_fit import plan_to_fit
+from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.values.errors import PlanError
 from multimodal.values.plan import validate_plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths

@@ -2,13 +2,13 @@ import itertools
 
 import pytest
 
-from multimodal.plan.planners.allocation_search import rank_allocations, search_allocation
 from multimodal.plan.planners.disttrain import BALANCE, build_candidate, build_problem, plan_disttrain
+from multimodal.plan.planners.estimate.allocation_search import rank_allocations, search_allocation
+from multimodal.plan.planners.estimate.unit_options import pareto_rows
 from multimodal.plan.planners.megatron import plan_megatron
-from multimodal.plan.planners.plan_to_fit import plan_to_fit
 from multimodal.plan.planners.planning_request import FixedSizes
-from multimodal.plan.planners.prediction import predict_run
-from multimodal.plan.planners.unit_options import pareto_rows
+from multimodal.plan.planners.search.plan_to_fit import plan_to_fit
+from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.values.errors import PlanError
 from tests.unit.plan.planners.planning_cases import GRAPHS, THREE, TWO, random_lengths, request, with_memory
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.idle_units import MOST_MEMORY_SHARE, place_idle_units, without_idle_units
-from multimodal.plan.planners.layout_search import best_layouts
-from multimodal.plan.planners.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.plan_to_fit import plan_to_fit
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
+from multimodal.plan.planners.search.layout_search import best_layouts
+from multimodal.plan.planners.search.plan_to_fit import plan_to_fit
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import validate_plan

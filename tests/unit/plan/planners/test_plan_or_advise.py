@@ -8,8 +8,8 @@ import pytest
 
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.plan_or_advise import plan_or_advise
-from multimodal.plan.planners.plan_to_fit import plan_per_gpu, plan_to_fit
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
+from multimodal.plan.planners.search.plan_to_fit import plan_per_gpu, plan_to_fit
 from multimodal.values.errors import PlanError
 from tests.unit.plan.planners.planning_cases import GRAPHS, TWO, request, with_memory
 from tests.unit.plan.planners.test_idle_units import without_items

@@ -7,9 +7,9 @@ import pytest
 from multimodal.balance import BALANCERS
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.braid import PlanSearch
+from multimodal.plan.planners.estimate.unit_layout import fold_stages
 from multimodal.plan.planners.planning_request import FixedSizes
-from multimodal.plan.planners.trials import QUICK, SearchBudget
-from multimodal.plan.planners.unit_layout import fold_stages
+from multimodal.plan.planners.search.trials import QUICK, SearchBudget
 from multimodal.schedule.builders import BUILDERS, VirtualStages
 from multimodal.schedule.builders.zb_v import is_v_shaped
 from tests.unit.plan.planners.planning_cases import TEXT_ONLY, TWO, request

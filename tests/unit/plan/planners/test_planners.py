@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from multimodal.plan.planners import PLANNERS, trials
-from multimodal.plan.planners.plan_to_fit import plan_to_fit
+from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.planning_request import FixedSizes
-from multimodal.plan.planners.prediction import predict_run
+from multimodal.plan.planners.search import trials
+from multimodal.plan.planners.search.plan_to_fit import plan_to_fit
+from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.values.errors import PlanError
 from multimodal.values.plan import validate_plan
 from tests.unit.plan.planners.planning_cases import CLUSTER, GRAPHS, LLM, TEXT_ONLY, THREE, TWO, frozen, request

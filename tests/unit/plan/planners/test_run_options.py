@@ -8,11 +8,11 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.cost.step_memory import layer_static_bytes
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.candidate import Candidate
-from multimodal.plan.planners.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.candidate import Candidate
+from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout
 from multimodal.plan.planners.planning_request import FixedSizes
-from multimodal.plan.planners.prediction import predict_run
-from multimodal.plan.planners.unit_layout import UnitLayout, even_layout
+from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.action import ActionKind
 from multimodal.values.sample_lengths import SampleLengths

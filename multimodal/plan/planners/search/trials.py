@@ -5,12 +5,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from multimodal.cost.layers.layer import Recompute
-from multimodal.plan.planners.layer_times import PlanningTimes
-from multimodal.plan.planners.plan_to_fit import PredictedRun, describe
+from multimodal.plan.planners.estimate.layer_times import PlanningTimes
+from multimodal.plan.planners.estimate.run_bound import least_step_seconds
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.prediction import FILLING, KEPT_REPLICAS, Prediction, nominal_seconds, predict_run
-from multimodal.plan.planners.run_bound import least_step_seconds
+from multimodal.plan.planners.search.plan_to_fit import PredictedRun, describe
+from multimodal.plan.planners.search.prediction import FILLING, KEPT_REPLICAS, Prediction, nominal_seconds, predict_run
 from multimodal.values.errors import BraidError
 
 OVERHEAD = 1.15

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from multimodal.plan.planners.layer_times import PlanningTimes
-from multimodal.plan.planners.memory_estimate import LayerMemory, MemoryEstimate
+from multimodal.plan.planners.estimate.layer_times import PlanningTimes
+from multimodal.plan.planners.estimate.memory_estimate import LayerMemory, MemoryEstimate
+from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
-from multimodal.plan.planners.unit_layout import UnitLayout, even_layout
 from multimodal.values.errors import NothingFitsError
 from multimodal.values.model_graph import Unit
 

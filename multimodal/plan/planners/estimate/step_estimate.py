@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from multimodal.cost.communication import collective_seconds
 from multimodal.cost.step_memory import GRADIENT_BYTES
 from multimodal.cost.unit_load import UnitLoad
-from multimodal.plan.planners.candidate import Candidate, fits, num_unit_microbatches
-from multimodal.plan.planners.layer_times import PlanningTimes, stage_times, unit_seconds
-from multimodal.plan.planners.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.candidate import Candidate, fits, num_unit_microbatches
+from multimodal.plan.planners.estimate.layer_times import PlanningTimes, stage_times, unit_seconds
+from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.unit_layout import UnitLayout
+from multimodal.plan.planners.estimate.unit_options import infeasible
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
-from multimodal.plan.planners.unit_layout import UnitLayout
-from multimodal.plan.planners.unit_options import infeasible
 
 NUM_DRAWN = 1024
 """Microbatches drawn from the lengths."""

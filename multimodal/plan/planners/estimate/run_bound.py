@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-from multimodal.plan.planners.layer_times import PlanningTimes, stage_times
+from multimodal.plan.planners.estimate.layer_times import PlanningTimes, stage_times
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import StageSize
 

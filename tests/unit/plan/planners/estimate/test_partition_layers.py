@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multimodal.plan.planners.unit_layout import (
+from multimodal.plan.planners.estimate.unit_layout import (
     even_out_lanes,
     partition_layers,
     partition_unit,

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from multimodal.plan.planners.layout_search import best_layouts
+from multimodal.plan.planners.estimate.step_estimate import LengthSpread
+from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.step_estimate import LengthSpread
-from multimodal.plan.planners.unit_layout import even_layout
+from multimodal.plan.planners.search.layout_search import best_layouts
 from multimodal.values.sample_lengths import SampleLengths
 from tests.unit.plan.planners.planning_cases import LLM, TEXT_ONLY, request
 

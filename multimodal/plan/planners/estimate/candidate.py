@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from multimodal.plan.planners.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.unit_layout import Groups, UnitLayout, lay_out_units
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, plain_schedule
-from multimodal.plan.planners.unit_layout import Groups, UnitLayout, lay_out_units
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan

@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from multimodal.plan.planners.candidate import Candidate
-from multimodal.plan.planners.prediction import keep_replicas, predict_run
-from multimodal.plan.planners.unit_layout import even_layout
+from multimodal.plan.planners.estimate.candidate import Candidate
+from multimodal.plan.planners.estimate.unit_layout import even_layout
+from multimodal.plan.planners.search.prediction import keep_replicas, predict_run
 from multimodal.values.plan import Plan
 from tests.unit.plan.planners.planning_cases import LLM, TWO, VISION, request
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from multimodal.plan.planners.unit_options import Bools, Floats, Integers, UnitOptions, pareto_rows
+from multimodal.plan.planners.estimate.unit_options import Bools, Floats, Integers, UnitOptions, pareto_rows
 from multimodal.values.errors import PlanError
 
 _LARGEST_PRODUCT = 300_000

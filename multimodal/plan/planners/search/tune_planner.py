@@ -4,14 +4,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from multimodal.plan.planners.layout_search import efficient_first
 from multimodal.plan.planners.megatron import micro_batch_sizes
-from multimodal.plan.planners.plan_to_fit import Planner, PredictedRun, plan_to_fit
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import MICRO_BATCH_SIZES, PlanningRequest
-from multimodal.plan.planners.prediction import Prediction
-from multimodal.plan.planners.run_variants import first_balances, other_balances, placements
-from multimodal.plan.planners.trials import FINAL, QUICK, RANKING, SearchBudget, Trials
+from multimodal.plan.planners.search.layout_search import efficient_first
+from multimodal.plan.planners.search.plan_to_fit import Planner, PredictedRun, plan_to_fit
+from multimodal.plan.planners.search.prediction import Prediction
+from multimodal.plan.planners.search.run_variants import first_balances, other_balances, placements
+from multimodal.plan.planners.search.trials import FINAL, QUICK, RANKING, SearchBudget, Trials
 from multimodal.values.errors import BraidError
 
 NUM_RANKED = 3

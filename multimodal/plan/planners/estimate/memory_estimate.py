@@ -15,8 +15,8 @@ from multimodal.cost.layers.layer import ActivationBytes, ActivationCase
 from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer
 from multimodal.cost.step_memory import layer_static_bytes
 from multimodal.cost.unit_load import UnitLoad
+from multimodal.plan.planners.estimate.unit_layout import Range, UnitLayout
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
-from multimodal.plan.planners.unit_layout import Range, UnitLayout
 
 
 class LayerMemory(NamedTuple):

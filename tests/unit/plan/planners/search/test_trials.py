@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from multimodal.plan.planners import PLANNERS, trials
+from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners.estimate.step_estimate import exposed_reduction_seconds, reduction_seconds
+from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.plan.planners.planning_request import FixedSizes
-from multimodal.plan.planners.prediction import predict_run
-from multimodal.plan.planners.run_variants import other_passes, other_sizes
-from multimodal.plan.planners.step_estimate import exposed_reduction_seconds, reduction_seconds
-from multimodal.plan.planners.trials import FINAL, QUICK, RANKING, SearchBudget, Trials
-from multimodal.plan.planners.unit_layout import even_layout
+from multimodal.plan.planners.search import trials
+from multimodal.plan.planners.search.prediction import predict_run
+from multimodal.plan.planners.search.run_variants import other_passes, other_sizes
+from multimodal.plan.planners.search.trials import FINAL, QUICK, RANKING, SearchBudget, Trials
 from tests.unit.plan.planners.planning_cases import LLM, TWO, frozen, request, with_memory
 
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from multimodal.plan.planners.allocation_search import solve_allocation
+from multimodal.plan.planners.estimate.allocation_search import solve_allocation
 from multimodal.values.errors import PlanError
 
 UNITS = st.lists(st.tuples(st.floats(0.01, 100), st.floats(0.1, 4)), min_size=1, max_size=5)
