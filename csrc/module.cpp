@@ -19,7 +19,6 @@
 #include "group_rows.h"
 #include "list_schedule.h"
 #include "longest_first_partition.h"
-#include "lower_lanes.h"
 #include "post_balance.h"
 #include "rearrange_nodes.h"
 #include "reorder_microbatches.h"
@@ -118,21 +117,6 @@ py::tuple list_schedule(
         lanes_in_order = braid::list_schedule(actions);
     }
     return to_rows(lanes_in_order);
-}
-
-py::tuple lower_lanes(const Array<std::int64_t>& lane_starts,
-                                                   const Array<std::int64_t>& lane_actions,
-                                                   const Array<std::int64_t>& producers, const Array<std::int64_t>& consumers,
-                                                   const Array<std::int64_t>& source_starts,
-                                                   const Array<std::int64_t>& source_lanes, std::int64_t num_actions) {
-    const braid::LanesToLower lanes{view(lane_starts), view(lane_actions),  view(producers), view(consumers),
-                                    view(source_starts), view(source_lanes), num_actions};
-    std::vector<std::vector<std::int64_t>> lowered;
-    {
-        py::gil_scoped_release release;
-        lowered = braid::lower_lanes(lanes);
-    }
-    return to_rows(lowered);
 }
 
 braid::BlockStrips summarize_mask_blocks(const Array<std::int64_t>& starts, const Array<std::int64_t>& bits,
@@ -315,8 +299,6 @@ PYBIND11_MODULE(_kernels, module) {
                py::arg("microbatches"), py::arg("groups"), py::arg("flags"), py::arg("follower_starts"), py::arg("followers"),
                py::arg("release_starts"), py::arg("releases"), py::arg("phases"), py::arg("forward_limits"),
                py::arg("storage_limits"), py::arg("forward_floors"), py::arg("num_lanes"));
-    module.def("lower_lanes", &lower_lanes, py::kw_only(), py::arg("lane_starts"), py::arg("lane_actions"), py::arg("producers"),
-               py::arg("consumers"), py::arg("source_starts"), py::arg("source_lanes"), py::arg("num_actions"));
     module.def("find_mask_runs", &find_mask_runs, py::arg("bits"), py::arg("sample_ids"), py::arg("item_ids"));
     module.def("list_mask_blocks", &list_mask_blocks, py::arg("starts"), py::arg("bits"), py::arg("sample_ids"),
                py::arg("item_ids"), py::arg("query_block_size"), py::arg("key_block_size"));

@@ -83,16 +83,6 @@ def list_schedule(
     forward_floors: NDArray[np.int64],
     num_lanes: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
-def lower_lanes(
-    *,
-    lane_starts: NDArray[np.int64],
-    lane_actions: NDArray[np.int64],
-    producers: NDArray[np.int64],
-    consumers: NDArray[np.int64],
-    source_starts: NDArray[np.int64],
-    source_lanes: NDArray[np.int64],
-    num_actions: int,
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
 def find_mask_runs(bits: NDArray[np.int64], sample_ids: NDArray[np.int32], item_ids: NDArray[np.int32]) -> NDArray[np.int64]: ...
 def list_mask_blocks(
     starts: NDArray[np.int64],

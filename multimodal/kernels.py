@@ -15,7 +15,6 @@ _NAMES = (
     "group_rows",
     "list_mask_blocks",
     "list_schedule",
-    "lower_lanes",
     "partition_longest_first",
     "post_balance",
     "rearrange_nodes",

@@ -3,8 +3,10 @@
 from functools import cached_property
 
 import numpy as np
+from scipy.sparse import coo_matrix
+from scipy.sparse.csgraph import connected_components
 
-from multimodal.schedule.execute_lanes import execute_lanes
+from multimodal.schedule.execute_lanes import Execution, execute_lanes
 from multimodal.values.action import Action, Resource, action_to_text
 from multimodal.values.arrays.rows import order_by
 from multimodal.values.errors import ScheduleError
@@ -19,8 +21,8 @@ def validate_schedule(schedule: Schedule) -> None:
 
     That every action belongs to the step and to its lane, and stands there once, is checked where a schedule is made
     (`Schedule.of_lanes`). Checked here in turn: none is missing; no lane has an action before one that it needs; fillers have a
-    carrier that does not need them; between two lanes, receives are posted in the order of the sends; no lanes wait for each
-    other in a circle (the schedule is executed symbolically).
+    carrier that does not need them; no lanes wait for each other in a circle (the schedule is executed symbolically), not even
+    if every message and collective held up its lanes until all of its ends have come to it, as it may on GPUs.
 
     Raises ScheduleError that names the action and shows its surroundings. O((actions + dependencies) log actions).
     """
@@ -29,9 +31,10 @@ def validate_schedule(schedule: Schedule) -> None:
     order.check_needs()
     if schedule.has_fillers:
         order.check_fillers()
-    if schedule.lowered:
+    execution = _check_progress(schedule)
+    if schedule.lowered and not _is_in_order_of_start(execution):
         order.check_messages()
-    _check_progress(schedule)
+        _check_rendezvous(schedule)
 
 
 class _SlotOrder:
@@ -151,10 +154,11 @@ class _SlotOrder:
         return slot_error(self._action(piece), problem, self.schedule.lanes, marked)
 
 
-def _check_progress(schedule: Schedule) -> None:
+def _check_progress(schedule: Schedule) -> Execution:
+    """Return how a schedule runs if messages hold nobody up."""
     execution = execute_lanes(schedule)
     if not (stuck := execution.stuck):
-        return
+        return execution
     work = schedule.work
     need_starts, needs = work.needs_in(lowered=schedule.lowered)
     lane = min(stuck)
@@ -165,3 +169,45 @@ def _check_progress(schedule: Schedule) -> None:
     awaited = ", ".join(map(action_to_text, unmet[:3])) or "the other lanes that do it together"
     problem = f"deadlock: lane {lane} waits in it for {awaited}; each of these lanes waits for another, so reorder one of them"
     raise slot_error(work.actions[piece], problem, schedule.lanes, stuck)
+
+
+def _is_in_order_of_start(execution: Execution) -> bool:
+    """Return True if every lane comes to messages right after their producers start, as `insert_communication` orders them.
+
+    That is one order for all lanes, so nothing waits in a circle; there may be others. O(slots).
+    """
+    schedule, work = execution.schedule, execution.schedule.work
+    starts = np.zeros(work.num_computed, np.int64)
+    starts[execution.event_pieces] = execution.start_seconds
+    producers, consumers = work.message_ends
+    ranks = np.empty(work.num_messages, np.int64)
+    ranks[order_by(producers, starts[consumers])] = np.arange(work.num_messages)
+    moments = np.concatenate((2 * starts, np.repeat(2 * starts[producers] + 1, 2)))[schedule.pieces]
+    turns = np.concatenate((np.zeros(work.num_computed, np.int64), np.repeat(ranks, 2)))[schedule.pieces]
+    is_later = (moments[1:] > moments[:-1]) | ((moments[1:] == moments[:-1]) & (turns[1:] >= turns[:-1]))
+    return bool((is_later | (np.diff(schedule.lane_of_slot) > 0)).all())
+
+
+def _check_rendezvous(schedule: Schedule) -> None:
+    """Check that all lanes come to what they do together in one order. O(slots)."""
+    work, lanes = schedule.work, schedule.lane_of_slot
+    collectives = work.collective_rows[0][: work.num_computed]
+    of_piece = np.where(collectives < 0, np.arange(work.num_computed), work.num_pieces(lowered=True) + collectives)
+    together = np.concatenate((of_piece, work.num_computed + np.arange(2 * work.num_messages) // 2))[schedule.pieces]
+    is_next = (np.diff(lanes) == 0) & (np.diff(together) != 0)
+    size = int(together.max(initial=0)) + 1
+    edges = coo_matrix((np.ones(is_next.sum(), np.int8), (together[:-1][is_next], together[1:][is_next])), shape=(size, size))
+    circles = connected_components(edges, connection="strong")[1]
+    is_circular = np.bincount(circles)[circles] > 1
+    if not is_circular.any():
+        return
+    is_message = work.resources[schedule.pieces] == _RECEIVE
+    first = int(np.flatnonzero(is_circular[together] & is_message)[0])
+    inside = np.flatnonzero(circles[together] == circles[together[first]])
+    stuck = {int(lanes[slot]): int(slot - schedule.lane_starts[lanes[slot]]) for slot in inside[::-1]}
+    problem = (
+        f"deadlock: lanes {', '.join(map(str, sorted(stuck)))} come to messages in orders that contradict each other, and on GPUs a "
+        "message holds up what is queued behind it until both ends have come to it; put every receive before the first action of "
+        "its lane that starts after the one that sends"
+    )
+    raise slot_error(work.actions[int(schedule.pieces[first])], problem, schedule.lanes, stuck)

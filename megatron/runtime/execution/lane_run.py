@@ -12,9 +12,6 @@ from megatron.runtime.execution.step_clock import StepClock
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource
 from multimodal.values.schedule import Lane
 
-RECEIVE_AHEAD = 8
-"""Receives are posted this many actions before the lane gets to them."""
-
 
 class LaneRun(ABC):
     """One step of one rank: what is stored, posted, started and put off.
@@ -34,12 +31,7 @@ class LaneRun(ABC):
 
     def run(self, lane: Lane, *, fillers: frozenset[int] = frozenset()) -> None:
         """Run the actions of a lane in order; fillers: positions of those that wait for a carrier to fill."""
-        receives = [index for index, action in enumerate(lane.actions) if action.kind in _DIRECTION_OF_RECEIVE]
-        num_posted = 0
         for index, action in enumerate(lane.actions):
-            while num_posted < len(receives) and receives[num_posted] <= index + RECEIVE_AHEAD:
-                self.post_receive(lane.actions[receives[num_posted]])
-                num_posted += 1
             self.before_action(index)
             if index in fillers:
                 self.fillers.append(action)
@@ -116,7 +108,7 @@ class LaneRun(ABC):
         return self.broker.complete(key)
 
     def post_receive(self, action: Action) -> None:
-        """Start a receive action."""
+        """Start a receive action; whoever consumes the message waits for it."""
         assert action.peer is not None
         key = MessageKey(_DIRECTION_OF_RECEIVE[action.kind], action.peer, action.place, action.covers)
         size_bytes = self.broker.post_receive(key, self.link(key))
@@ -153,19 +145,15 @@ class LaneRun(ABC):
         self._is_filling = False
 
 
-def _receive(run: LaneRun, action: Action) -> None:
-    """Do nothing: the receive was posted ahead, and whoever consumes the message waits for it."""
-
-
 HANDLERS: Mapping[ActionKind, Callable[[LaneRun, Action], None]] = {
     ActionKind.FORWARD: lambda run, action: run.forward(action),
     ActionKind.BACKWARD: lambda run, action: run.backward(action),
     ActionKind.INPUT_GRADIENT: lambda run, action: run.input_gradient(action),
     ActionKind.WEIGHT_GRADIENT: lambda run, action: run.weight_gradient(action),
     ActionKind.SEND_FORWARD: lambda run, action: run.send(action),
-    ActionKind.RECEIVE_FORWARD: _receive,
+    ActionKind.RECEIVE_FORWARD: lambda run, action: run.post_receive(action),
     ActionKind.SEND_BACKWARD: lambda run, action: run.send(action),
-    ActionKind.RECEIVE_BACKWARD: _receive,
+    ActionKind.RECEIVE_BACKWARD: lambda run, action: run.post_receive(action),
     ActionKind.GATHER_PARAMETERS: lambda run, action: run.gather_parameters(action),
     ActionKind.REDUCE_GRADIENTS: lambda run, action: run.reduce_gradients(action),
 }

@@ -1,0 +1,176 @@
+"""A model of how NCCL carries a lowered schedule on GPUs: streams in hardware queues, and kernels that wait for their peers.
+
+A rank's host issues kernels in the order of its lane and never waits. A kernel belongs to a stream; streams share hardware queues.
+The kernel at the head of a queue starts once its stream's kernel before it, and what it waits for by events, have ended; until then
+nothing behind it in that queue starts, of whatever stream (CUDA_DEVICE_MAX_CONNECTIONS=1 is one queue for all). A message is one
+grouped call at either end, and ends when the kernels of all peers run; so does a collective. Nothing is buffered.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource
+from multimodal.values.dependencies import dependencies
+from multimodal.values.schedule import Schedule
+from multimodal.values.step_graph import StepGraph
+
+COMPUTE_STREAM = "compute"
+POOL_SIZE = 32
+"""Streams that torch has for communicators; further ones share them."""
+
+
+@dataclass
+class Kernel:
+    """Work on one rank's GPU."""
+
+    label: str
+    stream: Hashable
+    waits_for: list["Kernel"]
+    peers: list["Kernel"] = field(default_factory=list)
+    """Kernels of other ranks that must run for this one to end."""
+    runs: bool = False
+    ended: bool = False
+
+
+@dataclass
+class Rank:
+    """Everything that one rank's host issues, in order."""
+
+    kernels: list[Kernel] = field(default_factory=list)
+    computed: list[Kernel] = field(default_factory=list)
+    issued: dict[Action, Kernel] = field(default_factory=dict)
+
+    def issue(self, action: Action, stream: Hashable, waits_for: Sequence[Kernel]) -> Kernel:
+        """Append a kernel; communication waits for what the host has issued to compute until then."""
+        before = [] if stream == COMPUTE_STREAM else self.computed[-1:]
+        kernel = Kernel(str(action), stream, [*waits_for, *before])
+        self.kernels.append(kernel)
+        self.issued[action] = kernel
+        if stream == COMPUTE_STREAM:
+            self.computed.append(kernel)
+        return kernel
+
+
+def replay(
+    schedule: Schedule, *, num_queues: int, track_of: Callable[[Action], Hashable], posted_ahead: int = 0
+) -> dict[int, str]:
+    """Run a lowered schedule; return rank -> what stands at the head of a queue of it for ever. Empty: it finished.
+
+    track_of: the communicator that carries a send or a receive; posted_ahead: number of slots by which receives are posted before
+    they stand in the lane.
+    """
+    ranks = issue_all(schedule, track_of=track_of, posted_ahead=posted_ahead)
+    queues = {
+        (rank, number): kernels
+        for rank, issued in ranks.items()
+        for number, kernels in enumerate(_queues(issued.kernels, num_queues))
+    }
+    stream_before = {id(kernel): before for issued in ranks.values() for kernel, before in _in_streams(issued.kernels)}
+    moved = True
+    while moved:
+        moved = False
+        for kernels in queues.values():
+            while kernels and _may_start(kernels[0], stream_before[id(kernels[0])]):
+                kernels.pop(0).runs = moved = True
+        for issued in ranks.values():
+            for kernel in issued.kernels:
+                if kernel.runs and not kernel.ended and all(peer.runs for peer in kernel.peers):
+                    kernel.ended = moved = True
+    return {rank: kernels[0].label for (rank, _), kernels in queues.items() if kernels}
+
+
+def _may_start(kernel: Kernel, before: Kernel | None) -> bool:
+    return (before is None or before.ended) and all(each.ended for each in kernel.waits_for)
+
+
+def _in_streams(kernels: Sequence[Kernel]) -> list[tuple[Kernel, Kernel | None]]:
+    """Return each kernel with the one before it in its stream."""
+    last: dict[Hashable, Kernel] = {}
+    pairs = []
+    for kernel in kernels:
+        pairs.append((kernel, last.get(kernel.stream)))
+        last[kernel.stream] = kernel
+    return pairs
+
+
+def _queues(kernels: Sequence[Kernel], num_queues: int) -> list[list[Kernel]]:
+    """Deal streams to hardware queues in the order in which they appear, those of communicators from a pool."""
+    numbers: dict[Hashable, int] = {COMPUTE_STREAM: 0}
+    queues: list[list[Kernel]] = [[] for _ in range(num_queues)]
+    for kernel in kernels:
+        number = numbers.setdefault(kernel.stream, 1 + (len(numbers) - 1) % POOL_SIZE)
+        queues[number % num_queues].append(kernel)
+    return queues
+
+
+def issue_all(schedule: Schedule, *, track_of: Callable[[Action], Hashable], posted_ahead: int = 0) -> dict[int, Rank]:
+    """Return what every rank's host issues for its lane."""
+    step = schedule.step
+    ranks: dict[int, Rank] = defaultdict(Rank)
+    for lane in schedule.lanes:
+        for action in _posted_ahead(lane.actions, posted_ahead):
+            for rank in lane.ranks:
+                _issue(ranks[rank], action, step, track_of)
+    for rank, issued in ranks.items():
+        for action, kernel in issued.issued.items():
+            kernel.peers = [ranks[peer].issued[other] for peer, other in _peers(rank, action, step) if peer != rank]
+    return dict(ranks)
+
+
+def _posted_ahead(actions: Sequence[Action], slots: int) -> list[Action]:
+    """Return actions with their receives so many slots earlier."""
+    moved = [
+        (index - slots if action.kind in (ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD) else index, index, action)
+        for index, action in enumerate(actions)
+    ]
+    return [action for _, _, action in sorted(moved, key=lambda each: each[:2])]
+
+
+def _issue(rank: Rank, action: Action, step: StepGraph, track_of: Callable[[Action], Hashable]) -> None:
+    resource = ACTION_TABLE[action.kind].resource
+    if resource is Resource.COMPUTE:
+        needs = [rank.issued[need] for need in dependencies(action, step, lowered=True) if need in rank.issued]
+        rank.issue(action, COMPUTE_STREAM, needs)
+    elif resource is Resource.COLLECTIVE:
+        rank.issue(action, ("replicas", action.unit, action.stage), [])
+    else:
+        rank.issue(action, ("messages", track_of(action)), [])
+
+
+def _peers(rank: int, action: Action, step: StepGraph) -> list[tuple[int, Action]]:
+    """Return the kernels of other ranks that one ends with, as rank and action."""
+    resource = ACTION_TABLE[action.kind].resource
+    if resource is Resource.COMPUTE:  # tensor and context parallel collectives
+        return [(peer, action) for peer in _ranks_of(action.place, step)]
+    if resource is Resource.COLLECTIVE:
+        replicas = range(step.plan.units[action.unit].data_parallel_size)
+        others = [action._replace(replica=replica) for replica in replicas]
+        stages = [step.plan.virtual_stage(action.unit, each.replica, action.stage).ranks for each in others]
+        position = stages[action.replica].index(rank)
+        return [(peers[position], other) for peers, other in zip(stages, others, strict=True)]
+    assert action.peer is not None
+    other = action._replace(
+        kind=_OTHER_END[action.kind],
+        unit=action.peer.unit,
+        replica=action.peer.replica,
+        stage=action.peer.stage,
+        microbatch=action.peer.microbatch,
+        peer=action.place,
+    )
+    own, theirs = _ranks_of(action.place, step), _ranks_of(action.peer, step)
+    if action.unit == action.peer.unit:
+        return [(theirs[own.index(rank)], other)]
+    return [(peer, other) for peer in theirs]
+
+
+def _ranks_of(place: Place, step: StepGraph) -> tuple[int, ...]:
+    return step.plan.virtual_stage(*place[:3]).ranks
+
+
+_OTHER_END = {
+    ActionKind.SEND_FORWARD: ActionKind.RECEIVE_FORWARD,
+    ActionKind.RECEIVE_FORWARD: ActionKind.SEND_FORWARD,
+    ActionKind.SEND_BACKWARD: ActionKind.RECEIVE_BACKWARD,
+    ActionKind.RECEIVE_BACKWARD: ActionKind.SEND_BACKWARD,
+}
