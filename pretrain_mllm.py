@@ -7,7 +7,6 @@ import warnings
 from datetime import timedelta
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 
@@ -23,6 +22,8 @@ def main(argv: list[str]) -> None:
     stop_requests.listen()
     try:
         config = parse_arguments(argv, environ=os.environ)
+        if config.parallelism.overlaps_collectives_alone:
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # kernels start in the order in which they are issued
         level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
         logging.basicConfig(level=level, format="%(message)s")
         for chatty in ("megatron.core", "torch"):

@@ -22,6 +22,7 @@ from multimodal.cost.layers.layer import Implementation
 from multimodal.cost.layers.registry import read_model
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.length_table import read_length_table, uniform_lengths
+from multimodal.plan.communicators import max_communicators_per_rank
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.plan_file import write_plan_file
 from multimodal.plan.planners.plan_or_advise import plan_or_advise
@@ -31,6 +32,7 @@ from multimodal.plan.planners.search.plan_to_fit import PredictedRun, plan_per_g
 from multimodal.plan.planners.search.prediction import SEED, Prediction
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import BraidError, ConfigError
+from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import UnitPlan
 from tools.command_line import Parser, count, counts_by_unit, format_seconds, run_tool
 
@@ -154,7 +156,7 @@ def plan(name: str, request: PlanningRequest, flags: argparse.Namespace) -> Pred
     return plan_or_advise(PLANNERS[name], request, max_actions=max_actions, plan=planner)
 
 
-def report(planned: PredictedRun) -> dict[str, Any]:
+def report(planned: PredictedRun, *, graph: ModelGraph) -> dict[str, Any]:
     """Return the JSON object of one plan."""
     run, prediction = planned
     return {
@@ -180,6 +182,7 @@ def report(planned: PredictedRun) -> dict[str, Any]:
         "tp_comm_overlap": run.tp_comm_overlap,
         "data_parallel_sharding_strategy": run.sharding,
         "objective_seconds": run.objective_seconds,
+        "max_communicators_per_rank": max_communicators_per_rank(graph, run.plan),
         "replica_share": prediction.replica_share,
         "notes": list(run.notes),
     }
@@ -342,10 +345,11 @@ def run(argv: Sequence[str]) -> None:
     if flags.picture is not None:
         draw_plans({name: other.prediction for name, other in compared.items() if isinstance(other, PredictedRun)}, flags.picture)
     if flags.json:
-        answer = report(planned)
+        answer = report(planned, graph=request.graph)
         if flags.compare:
             answer["compare"] = {
-                name: {"error": other} if isinstance(other, str) else report(other) for name, other in compared.items()
+                name: {"error": other} if isinstance(other, str) else report(other, graph=request.graph)
+                for name, other in compared.items()
             }
         print(json.dumps(answer))
         return

@@ -33,6 +33,7 @@ from multimodal.cost.step_memory import ZERO_STAGES, default_zero_stage
 from multimodal.cost.table_costs import TableCosts
 from multimodal.cost.table_model import build_table_step, replicate_encoders
 from multimodal.data.length_table import read_length_table, uniform_lengths
+from multimodal.plan.communicators import max_communicators_per_rank
 from multimodal.plan.planners.planning_request import OVERLAPPED_PARTS
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
@@ -270,7 +271,8 @@ def run(argv: Sequence[str]) -> None:
     if flags.picture is not None:
         draw_timeline(simulations[0].timeline, flags.picture, title=f"Simulated: {report['schedule']}")
     if flags.json:
-        print(json.dumps(report))
+        of_step = steps[0].step
+        print(json.dumps({**report, "max_communicators_per_rank": max_communicators_per_rank(of_step.graph, of_step.plan)}))
     else:
         print_tables(report, memory_bytes=Cluster.from_file(flags.cluster).memory_gb * 1e9 if flags.cluster else None)
 

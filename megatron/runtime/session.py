@@ -15,7 +15,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.runtime import platform
 from megatron.runtime.communication.broker import Broker
 from megatron.runtime.communication.message_channel import MessageChannel
-from megatron.runtime.communication.units import GroupBook, Membership, build_memberships, message_pairs
+from megatron.runtime.communication.units import GroupBook, Membership, build_memberships
 from megatron.runtime.execution.executor import Executor
 from megatron.runtime.gradients.gradients import UnitGradients, clip_gradients, global_gradient_norm
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
@@ -26,6 +26,7 @@ from megatron.runtime.step.step import Step, StepResult
 from multimodal.model.initialization import initialize_parameters
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.unit_stage import UnitStage
+from multimodal.plan.communicators import message_partners
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS, Builder
 from multimodal.schedule.passes import Pass
@@ -179,16 +180,17 @@ class Session:
         self.plan = plan
         self._schedules: dict[bool, ScheduleCache] = {}
         self._groups = GroupBook(rank=rank, timeout=options.timeout)
-        self.memberships = build_memberships(plan, rank=rank, book=self._groups)
+        self.memberships = build_memberships(self.graph, plan, rank=rank, book=self._groups)
         self.stages = dict(_build_stages(options, plan=plan, memberships=self.memberships))
         self.gradients = {name: self._build_gradients(member) for name, member in self.memberships.items()}
         self.optimizers = {}
         if options.optimizer is not None:
             built = {name: build_unit_optimizer(unit, config=options.optimizer) for name, unit in self.gradients.items()}
             self.optimizers = {name: optimizer for name, optimizer in built.items() if optimizer is not None}
-        self._channel = MessageChannel(rank=rank, world_size=dist.get_world_size(), timeout=options.timeout)
+        partners = message_partners(self.graph, plan, rank=rank)
+        self._channel = MessageChannel(world_size=dist.get_world_size(), tracks=partners, timeout=options.timeout)
         if device.type == "cuda":
-            self._channel.connect(message_pairs(self.graph, plan), device=device)
+            self._channel.connect(partners, device=device)
         self.executor = Executor(
             graph=self.graph,
             plan=plan,

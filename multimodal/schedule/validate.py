@@ -206,8 +206,8 @@ def _check_rendezvous(schedule: Schedule) -> None:
     inside = np.flatnonzero(circles[together] == circles[together[first]])
     stuck = {int(lanes[slot]): int(slot - schedule.lane_starts[lanes[slot]]) for slot in inside[::-1]}
     problem = (
-        f"deadlock: lanes {', '.join(map(str, sorted(stuck)))} come to messages in orders that contradict each other, and on GPUs a "
-        "message holds up what is queued behind it until both ends have come to it; put every receive before the first action of "
-        "its lane that starts after the one that sends"
+        f"deadlock: lanes {', '.join(map(str, sorted(stuck)))} come to messages in orders that contradict each other, and on "
+        "GPUs a message holds up what is queued behind it until both ends have come to it; put every receive before the first "
+        "action of its lane that starts after the one that sends"
     )
     raise slot_error(work.actions[int(schedule.pieces[first])], problem, schedule.lanes, stuck)

@@ -7,7 +7,7 @@ these gives and takes rows of its own (`RowShares`), and the same holds for its 
 unit, where all ranks may hold different rows, each passes on its own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.runtime.communication.message_channel import MessageChannel, ReceiveWatch
+from multimodal.plan.communicators import track_of
 from multimodal.values.action import Coverage, Place
 
 Rows = NDArray[np.int64]
@@ -190,9 +191,14 @@ class Broker:
         self._rank, self._channel, self._device, self._dtype = rank, channel, device, dtype
         self._incoming: dict[MessageKey, _Incoming] = {}
         self._kept: dict[MessageKey, list[tuple[Piece, Tensor]]] = {}
+        self._unsent: dict[MessageKey, list[tuple[Tensor, int]]] = {}
 
     def send(self, key: MessageKey, link: Link, payload: Tensor) -> None:
-        """Start sending this rank's pieces of `payload`, all rows that it gives; pieces for this rank itself are kept."""
+        """Start sending this rank's pieces of `payload`, all rows that it gives; pieces for this rank itself are kept.
+
+        A rank that also takes part of the message sends when it posts that receive, the next thing it does.
+        """
+        sends: list[tuple[Tensor, int]] = []
         for piece in pieces_of(link):
             if piece.source_rank != self._rank:
                 continue
@@ -200,7 +206,11 @@ class Broker:
             if piece.target_rank == self._rank:
                 self._kept.setdefault(key, []).append((piece, rows))
             else:
-                self._open_channel().send(rows, target=piece.target_rank)
+                sends.append((rows, piece.target_rank))
+        if self._rank in link.target_ranks:
+            self._unsent[key] = sends
+        elif sends:
+            self._start(key, sends=sends)
 
     def post_receive(self, key: MessageKey, link: Link) -> int:
         """Start receiving; returns the bytes set aside for it."""
@@ -213,15 +223,21 @@ class Broker:
             first_row = share_of_rows(num_rows, num_shares=len(group), index=group.index(self._rank)).start
             size = -(-num_rows // len(group))
         buffer = torch.zeros((size, *width), device=self._device, dtype=self._dtype)
-        waiting = [
-            self._open_channel().post_receive(
-                buffer[piece.first_row - first_row : piece.last_row - first_row], source=piece.source_rank
-            )
+        receives = [
+            (buffer[piece.first_row - first_row : piece.last_row - first_row], piece.source_rank)
             for piece in pieces_of(link)
             if piece.target_rank == self._rank and piece.source_rank != self._rank
         ]
+        sends = self._unsent.pop(key, [])
+        waiting = self._start(key, sends=sends, receives=receives) if sends or receives else []
         self._incoming[key] = _Incoming(link, buffer, first_row, waiting)
         return buffer.numel() * buffer.element_size()
+
+    def _start(
+        self, key: MessageKey, *, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]] = ()
+    ) -> list[dist.Work]:
+        assert self._channel is not None, "a rank alone sends no messages"
+        return self._channel.start(track_of(key.direction, key.source, key.target), sends=sends, receives=receives)
 
     def is_there(self, key: MessageKey) -> bool:
         """True if this rank's pieces have come."""
@@ -261,8 +277,4 @@ class Broker:
         """Wait until everything sent has left; a step ends with nothing under way."""
         if self._channel is not None:
             self._channel.finish_sends()
-        assert not self._incoming and not self._kept, "messages were left over at the end of a step"
-
-    def _open_channel(self) -> MessageChannel:
-        assert self._channel is not None, "a rank alone sends no messages"
-        return self._channel
+        assert not self._incoming and not self._kept and not self._unsent, "messages were left over at the end of a step"

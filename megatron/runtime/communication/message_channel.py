@@ -1,6 +1,6 @@
-"""Point-to-point messages between ranks: asynchronous, without shape exchange, first in first out per direction of a pair."""
+"""Point-to-point messages between ranks: asynchronous, without shape exchange, first in first out per track."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from threading import Thread
 
@@ -8,34 +8,40 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from multimodal.plan.communicators import Partners, Track
+
 
 class MessageChannel:
-    """Two groups over all ranks, one for messages to higher ranks and one for messages to lower ranks.
+    """One group over all ranks for each track of messages.
 
-    NCCL runs the messages of one pair and group one after another, so opposite directions need groups of their own, or two ranks
-    that send to each other before they receive would wait for ever. Within one direction the schedule's communication pass keeps
-    the order of sends and receives alike.
+    The messages of a track follow each other on a rank, on a stream of their own; both ends come to them in the schedule's one
+    order. Every call is a group of sends and receives: NCCL runs these at once, on the track's communicator, where single ones
+    would make another communicator for each pair of ranks.
     """
 
-    def __init__(self, *, rank: int, world_size: int, timeout: timedelta) -> None:
-        self._rank = rank
-        self._to_higher = dist.new_group(list(range(world_size)), timeout=timeout)
-        self._to_lower = dist.new_group(list(range(world_size)), timeout=timeout)
-        self._sent: list[tuple[dist.Work, Tensor]] = []
+    def __init__(self, *, world_size: int, tracks: Iterable[Track], timeout: timedelta) -> None:
+        """tracks: in the same order on all ranks; collective."""
+        self._groups = {track: dist.new_group(list(range(world_size)), timeout=timeout) for track in tracks}
+        self._sent: list[tuple[dist.Work, Sequence[Tensor]]] = []
 
-    def send(self, tensor: Tensor, *, target: int) -> None:
-        """Start sending; the tensor is kept until it has left and must not be changed."""
-        tensor = tensor.contiguous()
-        work = dist.isend(tensor, target, group=self._group(self._rank, target))
-        self._sent = [(other, kept) for other, kept in self._sent if not other.is_completed()]
-        if work is not None:
-            self._sent.append((work, tensor))
+    def start(
+        self, track: Track, *, sends: Sequence[tuple[Tensor, int]] = (), receives: Sequence[tuple[Tensor, int]] = ()
+    ) -> list[dist.Work]:
+        """Start one message: tensors and the ranks they go to, contiguous buffers and the ranks they are filled by.
 
-    def post_receive(self, buffer: Tensor, *, source: int) -> dist.Work:
-        """Start receiving into a contiguous buffer of the shape that is sent."""
-        work = dist.irecv(buffer, source, group=self._group(source, self._rank))
-        assert work is not None
-        return work
+        What is sent is kept until it has left and must not be changed. Returns what to wait for before buffers are read.
+        """
+        group = self._groups[track]
+        kept = [(tensor.contiguous(), target) for tensor, target in sends]
+        calls = [dist.P2POp(dist.isend, tensor, target, group=group) for tensor, target in kept]
+        calls += [dist.P2POp(dist.irecv, buffer, source, group=group) for buffer, source in receives]
+        if not calls:
+            return []
+        works = dist.batch_isend_irecv(calls)
+        is_one_work = len(works) < len(calls)
+        self._sent = [(work, tensors) for work, tensors in self._sent if not work.is_completed()]
+        self._sent += [(work, [tensor for tensor, _ in kept]) for work in (works if is_one_work else works[: len(kept)])]
+        return works if is_one_work else works[len(kept) :]
 
     def finish_sends(self) -> None:
         """Wait until everything sent has left."""
@@ -45,26 +51,23 @@ class MessageChannel:
 
     def close(self) -> None:
         """Give the groups up; collective, when no message is under way."""
-        for group in (self._to_higher, self._to_lower):
+        for group in self._groups.values():
             dist.destroy_process_group(group)
 
-    def connect(self, pairs: Iterable[tuple[int, int]], *, device: torch.device) -> None:
-        """Exchange one byte over each (source, target) pair, in the same order everywhere.
+    def connect(self, partners: Mapping[Track, Partners], *, device: torch.device) -> None:
+        """Make all communicators, and exchange a byte with every partner, track by track; collective.
 
-        NCCL sets up a pair at its first message and holds both hosts until then; done here, no step can get stuck in it.
+        NCCL sets up a communicator at the first collective and a pair of ranks at its first message, and holds the hosts until
+        then; done here, no step has to wait for it.
         """
-        for source, target in sorted(set(pairs)):
-            byte = torch.zeros(1, dtype=torch.uint8, device=device)
-            if source == target:
-                continue
-            if source == self._rank:
-                self.send(byte, target=target)
-            elif target == self._rank:
-                self.post_receive(byte, source=source).wait()
+        for track, group in self._groups.items():
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            targets, sources = map(sorted, partners[track])
+            bytes_of = torch.zeros(len(targets) + len(sources), 1, dtype=torch.uint8, device=device).unbind()
+            sends = list(zip(bytes_of, targets, strict=False))
+            for work in self.start(track, sends=sends, receives=list(zip(bytes_of[len(targets) :], sources, strict=True))):
+                work.wait()
         self.finish_sends()
-
-    def _group(self, source: int, target: int) -> dist.ProcessGroup:
-        return self._to_higher if source < target else self._to_lower
 
 
 class ReceiveWatch:

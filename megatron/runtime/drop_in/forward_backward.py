@@ -16,10 +16,13 @@ from megatron.runtime import platform
 from megatron.runtime.communication.message_channel import MessageChannel
 from megatron.runtime.drop_in.pipeline_schedule import PipelineShape, build_pipeline_schedule
 from megatron.runtime.drop_in.pipeline_step import LoopInputs, PipelineMessages, PipelineStep
+from multimodal.plan.communicators import Partners, Track
 from multimodal.values.errors import ConfigError
 
 MESSAGE_TIMEOUT = timedelta(minutes=10)
 """Time that a stage waits for another before it gives up."""
+_TRACKS = tuple(Track(direction, parity) for direction in ("backward", "forward") for parity in (0, 1))
+"""Tracks of one unit's messages; a loop may have any number of stages."""
 
 DataIterator = Iterator[Any] | None
 
@@ -92,12 +95,14 @@ class ForwardBackward:
         """Return this process's channel; a new one when torch.distributed was set up anew since the last step."""
         if self._channel is None or self._world is not dist.group.WORLD:
             self._world = dist.group.WORLD
-            self._channel = MessageChannel(rank=dist.get_rank(), world_size=dist.get_world_size(), timeout=MESSAGE_TIMEOUT)
+            self._channel = MessageChannel(world_size=dist.get_world_size(), tracks=_TRACKS, timeout=MESSAGE_TIMEOUT)
             self._connected.clear()
         if ranks not in self._connected:
             self._connected.add(ranks)
-            pairs = list(zip(ranks, (*ranks[1:], ranks[0]), strict=True))
-            self._channel.connect([*pairs, *((target, source) for source, target in pairs)], device=platform.device())
+            place = ranks.index(dist.get_rank())
+            ring = Partners(frozenset({ranks[(place + 1) % len(ranks)]}), frozenset({ranks[place - 1]}))
+            partners = {track: ring if track.direction == "forward" else Partners(*ring[::-1]) for track in _TRACKS}
+            self._channel.connect(partners, device=platform.device())
         return self._channel
 
 

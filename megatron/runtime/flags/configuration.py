@@ -82,6 +82,12 @@ class ParallelismConfig:
         return self.tp_comm_overlap_parts if self.tp_comm_overlap else 1
 
     @property
+    def overlaps_collectives_alone(self) -> bool:
+        """True if tensor parallel collectives run beside products, and no messages between stages or units run beside both."""
+        has_messages = not self.colocate_units or any(sizes.pipeline_parallel_size > 1 for sizes in self.units.values())
+        return self.tp_comm_overlap and self.plan is None and not has_messages
+
+    @property
     def item_block_size(self) -> int | None:
         """Tokens of a block of an item that context parallel ranks cut; None: they have no whole items."""
         return self.context_parallel_block_size if self.context_parallel_distribution == "by-item" else None

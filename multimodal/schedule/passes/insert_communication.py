@@ -12,8 +12,8 @@ def insert_communication(schedule: Schedule) -> Schedule:
     """Turn a compute-dialect schedule into the lowered dialect.
 
     On GPUs a message takes place when both ends have come to it, and holds up what is queued behind it until then (NCCL buffers
-    nothing). So every message gets one moment for both of its ends: by one execution of the schedule under unit costs, right after
-    its producer starts, and after everything else that starts then. A send stands right after its producer, a receive before the
+    nothing). So both ends of a message stand at one moment: by an execution of the schedule under unit costs, right after its
+    producer starts, and after everything else that starts then. A send stands right after its producer, a receive before the
     first action of its lane that starts later: early enough that no sender waits for it. Computations, collectives and messages
     are thereby in one order for all lanes, in which each could be finished before the next begins; no lanes can wait for each
     other in a circle, however few streams and hardware queues carry the work, and messages between two lanes match by order.
@@ -27,12 +27,13 @@ def insert_communication(schedule: Schedule) -> Schedule:
             + show_slots(schedule.lanes, marked=stuck)
         )
     work = schedule.work
-    starts = np.full(work.num_computed, -1)
+    starts = np.full(work.num_computed, -1, np.int64)
     starts[execution.event_pieces] = execution.start_seconds  # whole numbers, under unit costs
     producers, consumers = work.message_ends
     messages = np.flatnonzero(starts[consumers] >= 0)
     messages = messages[order_by(producers[messages], starts[consumers[messages]])]
-    ends = (work.num_computed + 2 * messages[:, None] + [0, 1]).ravel()
+    sends = work.num_computed + 2 * messages
+    ends = np.column_stack((sends, sends + 1)).ravel()
     end_starts, end_lanes = work.lanes_of(ends)
     ends = ends[row_numbers(end_starts)]
     moments = 2 * starts[schedule.pieces], 1 + 2 * starts[producers[(ends - work.num_computed) // 2]]

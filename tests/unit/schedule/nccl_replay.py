@@ -1,9 +1,9 @@
 """A model of how NCCL carries a lowered schedule on GPUs: streams in hardware queues, and kernels that wait for their peers.
 
-A rank's host issues kernels in the order of its lane and never waits. A kernel belongs to a stream; streams share hardware queues.
-The kernel at the head of a queue starts once its stream's kernel before it, and what it waits for by events, have ended; until then
-nothing behind it in that queue starts, of whatever stream (CUDA_DEVICE_MAX_CONNECTIONS=1 is one queue for all). A message is one
-grouped call at either end, and ends when the kernels of all peers run; so does a collective. Nothing is buffered.
+A rank's host issues kernels in the order of its lane and never waits. A kernel belongs to a stream; streams share hardware
+queues. The kernel at the head of a queue starts once its stream's kernel before it, and what it waits for by events, have ended;
+until then nothing behind it in that queue starts, of whatever stream (CUDA_DEVICE_MAX_CONNECTIONS=1 is one queue for all). A
+message is one grouped call at either end, and ends when the kernels of all peers run; so does a collective. Nothing is buffered.
 """
 
 from collections import defaultdict
@@ -114,7 +114,7 @@ def issue_all(schedule: Schedule, *, track_of: Callable[[Action], Hashable], pos
                 _issue(ranks[rank], action, step, track_of)
     for rank, issued in ranks.items():
         for action, kernel in issued.issued.items():
-            kernel.peers = [ranks[peer].issued[other] for peer, other in _peers(rank, action, step) if peer != rank]
+            kernel.peers += [ranks[peer].issued[other] for peer, other in _peers(rank, action, step) if peer != rank]
     return dict(ranks)
 
 
@@ -134,6 +134,8 @@ def _issue(rank: Rank, action: Action, step: StepGraph, track_of: Callable[[Acti
         rank.issue(action, COMPUTE_STREAM, needs)
     elif resource is Resource.COLLECTIVE:
         rank.issue(action, ("replicas", action.unit, action.stage), [])
+    elif (sent := rank.issued.get(_other_end(action))) is not None:
+        rank.issued[action] = sent  # one call for both
     else:
         rank.issue(action, ("messages", track_of(action)), [])
 
@@ -150,18 +152,16 @@ def _peers(rank: int, action: Action, step: StepGraph) -> list[tuple[int, Action
         position = stages[action.replica].index(rank)
         return [(peers[position], other) for peers, other in zip(stages, others, strict=True)]
     assert action.peer is not None
-    other = action._replace(
-        kind=_OTHER_END[action.kind],
-        unit=action.peer.unit,
-        replica=action.peer.replica,
-        stage=action.peer.stage,
-        microbatch=action.peer.microbatch,
-        peer=action.place,
-    )
+    other = _other_end(action)
     own, theirs = _ranks_of(action.place, step), _ranks_of(action.peer, step)
     if action.unit == action.peer.unit:
         return [(theirs[own.index(rank)], other)]
     return [(peer, other) for peer in theirs]
+
+
+def _other_end(action: Action) -> Action:
+    assert action.peer is not None
+    return Action(_OTHER_END[action.kind], *action.peer, peer=action.place, covers=action.covers)
 
 
 def _ranks_of(place: Place, step: StepGraph) -> tuple[int, ...]:

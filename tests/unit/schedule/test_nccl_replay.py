@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from multimodal.plan.communicators import track_of
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.values.action import Action
@@ -19,12 +20,13 @@ from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
 def by_pair(action: Action) -> Hashable:
     """A communicator for each pair of stages and direction."""
     assert action.peer is not None
-    return action.kind.value[1], frozenset((action.place[:3], action.peer[:3]))
+    return action.kind.value[-1], frozenset((action.place[:3], action.peer[:3]))
 
 
-def by_direction(action: Action) -> Hashable:
-    """One communicator for forwards and one for backwards."""
-    return action.kind.value[1]
+def as_run(action: Action) -> Hashable:
+    """The communicators of a run."""
+    assert action.peer is not None
+    return track_of("forward" if action.kind.value.endswith("F") else "backward", action.place, action.peer)
 
 
 def all_on_one(action: Action) -> Hashable:
@@ -32,10 +34,10 @@ def all_on_one(action: Action) -> Hashable:
     return ""
 
 
-TRACKS = {each.__name__: each for each in (by_pair, by_direction, all_on_one)}
+TRACKS = {each.__name__: each for each in (as_run, by_pair, all_on_one)}
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(built=rewritten_schedules(), num_queues=st.sampled_from([1, 2, 8, 33]), tracks=st.sampled_from(sorted(TRACKS)))
 def test_every_schedule_finishes_on_any_number_of_queues_and_communicators(
     built: tuple[StepGraph, Schedule], num_queues: int, tracks: str

@@ -80,7 +80,7 @@ def test_receives_out_of_sending_order_are_refused() -> None:
 
 
 def test_a_receive_that_its_sender_needs_out_of_the_way_is_refused() -> None:
-    """The second stage waits for the second microbatch before it gives back the first, which the first stage wants before that."""
+    """The second stage would wait for the second microbatch before it gives back the first."""
     case = build_case(build_graph(), {"llm": (1, 2, 1)}, {"llm": deal(2, 1)})
     lanes = (
         "lane 0: F llm/0/0/0; SF llm/0/0/0>llm/0/1/0; RB llm/0/0/0<llm/0/1/0; B llm/0/0/0; "

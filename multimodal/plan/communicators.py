@@ -1,0 +1,122 @@
+"""The groups of ranks that a plan's run communicates in, each of which is a communicator of NCCL's on its ranks."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from typing import NamedTuple
+
+from multimodal.values.action import Place
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan, UnitPlan
+
+
+class Track(NamedTuple):
+    """Messages that share a communicator over all ranks, and so follow each other on a rank.
+
+    A stage's forwards and backwards, what comes in and what goes out, and messages between units never wait for each other.
+    """
+
+    direction: str
+    """`forward` or `backward`."""
+    parity: int
+    """Between stages of one unit, 1 where the earlier one has an odd number, else 0; `BETWEEN_UNITS`."""
+
+
+BETWEEN_UNITS = -1
+
+
+def track_of(direction: str, source: Place, target: Place) -> Track:
+    """Return the track of a message."""
+    return Track(direction, min(source.stage, target.stage) % 2 if source.unit == target.unit else BETWEEN_UNITS)
+
+
+class Partners(NamedTuple):
+    """Ranks that one rank may exchange messages with on a track."""
+
+    targets: frozenset[int]
+    sources: frozenset[int]
+
+
+def message_partners(graph: ModelGraph, plan: Plan, *, rank: int) -> Mapping[Track, Partners]:
+    """Return a rank's partners by track; every track of the plan is there, in one order for all ranks. O(ranks)."""
+    found: dict[Track, tuple[set[int], set[int]]] = {}
+    for track, sources, targets, is_paired in _links(graph, plan):
+        back = track._replace(direction="backward")
+        for way in (track, back):
+            found.setdefault(way, (set(), set()))
+        if is_paired:
+            receivers, senders = _paired(sources, targets, rank), _paired(targets, sources, rank)
+        else:
+            receivers, senders = (set(targets) if rank in sources else set()), (set(sources) if rank in targets else set())
+        for way, theirs, ours in ((track, receivers, senders), (back, senders, receivers)):
+            found[way][0].update(theirs - {rank})
+            found[way][1].update(ours - {rank})
+    return {track: Partners(*map(frozenset, found[track])) for track in sorted(found)}
+
+
+def _paired(from_ranks: tuple[int, ...], to_ranks: tuple[int, ...], rank: int) -> set[int]:
+    return {to_ranks[from_ranks.index(rank)]} if rank in from_ranks else set()
+
+
+def _links(graph: ModelGraph, plan: Plan) -> Iterator[tuple[Track, tuple[int, ...], tuple[int, ...], bool]]:
+    """Yield what is sent forward: its track, the ranks at both ends, and whether rank i sends to rank i alone."""
+    for name, unit in plan.units.items():
+        for replica in unit.replicas:
+            for first, second in pairwise(replica.virtual_stages):
+                if first.ranks != second.ranks:
+                    yield Track("forward", first.index % 2), first.ranks, second.ranks, True
+        for target in graph.downstream(name):
+            ends = _ranks_of(unit, -1), _ranks_of(plan.units[target], 0)
+            if len(set(ends[0]) | set(ends[1])) > 1:
+                yield Track("forward", BETWEEN_UNITS), *ends, False
+
+
+def _ranks_of(unit: UnitPlan, stage: int) -> tuple[int, ...]:
+    return tuple(rank for replica in unit.replicas for rank in replica.virtual_stages[stage].ranks)
+
+
+def group_ranks(graph: ModelGraph, plan: Plan) -> Iterator[tuple[int, ...]]:
+    """Yield the ranks of all process groups of units, some of them more than once; some have one rank."""
+    for name, unit in plan.units.items():
+        for replica in unit.replicas:
+            for stage in replica.stages:
+                yield stage.ranks
+                yield from ((rank,) for rank in stage.ranks)
+                yield from unit.tensor_parallel_groups(stage)
+                yield from zip(*unit.tensor_parallel_groups(stage), strict=True)
+        for index, stage in enumerate(unit.replicas[0].stages):
+            yield from (data_parallel_ranks(unit, index, position) for position in range(len(stage.ranks)))
+            yield from (holders_of_parameters(unit, index, tensor_rank) for tensor_rank in range(unit.tensor_parallel_size))
+        for tensor_rank in range(unit.tensor_parallel_size):
+            yield from embedding_ranks(unit, tensor_rank, are_tied=graph.unit(name).ties_embeddings)
+
+
+def data_parallel_ranks(unit: UnitPlan, stage_index: int, position: int) -> tuple[int, ...]:
+    """Return the ranks at one position of a stage, over its replicas."""
+    return tuple(sorted(replica.stages[stage_index].ranks[position] for replica in unit.replicas))
+
+
+def holders_of_parameters(unit: UnitPlan, stage_index: int, tensor_rank: int) -> tuple[int, ...]:
+    """Return the ranks that hold the same parameters of a stage: replicas and context parallel ranks."""
+    stages = (replica.stages[stage_index] for replica in unit.replicas)
+    return tuple(sorted(group[tensor_rank] for stage in stages for group in unit.tensor_parallel_groups(stage)))
+
+
+def embedding_ranks(unit: UnitPlan, tensor_rank: int, *, are_tied: bool) -> tuple[tuple[int, ...], ...]:
+    """Return pairs of ranks that hold the same share of tied embeddings, in the order in which groups count ranks."""
+    if not are_tied:
+        return ()
+    stages = unit.replicas[0].virtual_stages
+    ends = (holders_of_parameters(unit, stage.stage_index, tensor_rank) for stage in (stages[0], stages[-1]))
+    return tuple(tuple(sorted({first, last})) for first, last in zip(*ends, strict=True))
+
+
+def max_communicators_per_rank(graph: ModelGraph, plan: Plan) -> int:
+    """Return the communicators of the rank that has most of them: its groups, the tracks of messages, and that of all ranks.
+
+    Groups of the same ranks are one. O(ranks).
+    """
+    groups: Iterable[tuple[int, ...]] = {ranks for ranks in group_ranks(graph, plan) if len(ranks) > 1}
+    of_ranks = Counter(rank for ranks in groups for rank in ranks)
+    num_tracks = 2 * len({track for track, *_ in _links(graph, plan)})
+    return 1 + num_tracks + max(of_ranks.values(), default=0)
