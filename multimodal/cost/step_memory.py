@@ -26,8 +26,9 @@ OPTIMIZER_BYTES = 12
 """Adam in fp32: master weight and two moments."""
 ZERO_STAGES = (0, 1, 2, 3)
 """Shared by replicas instead of kept by each: 0 nothing, 1 optimizer state, 2 gradients as well, 3 weights as well."""
-OPEN_ACTIVATIONS, OPEN_GRADIENTS = 1, 4
-"""Messages held at a time: the runtime posts receives eight actions ahead, and keeps a result until it is sent."""
+OPEN_ACTIVATIONS, OPEN_GRADIENTS = 0.0, 2.5
+"""Messages held when most is kept, at the end of a forward, as measured in real steps: its result until it is sent, and gradients
+whose receives are posted, in some schedules one more than in others. The next activations are mostly received later."""
 
 
 def default_zero_stage(bytes_per_element: int) -> int:

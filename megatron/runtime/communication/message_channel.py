@@ -8,7 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from multimodal.plan.communicators import Partners, Track
+from multimodal.plan.communicators import BETWEEN_UNITS, Partners, Track
+
+MOST_CONNECTED_RANKS = 64
+"""The largest world in which all ranks of neighbouring units are connected at the start."""
 
 
 class MessageChannel:
@@ -55,13 +58,16 @@ class MessageChannel:
             dist.destroy_process_group(group)
 
     def connect(self, partners: Mapping[Track, Partners], *, device: torch.device) -> None:
-        """Make all communicators, and exchange a byte with every partner, track by track; collective.
+        """Make all communicators, and exchange a byte with partners, track by track; collective.
 
         NCCL sets up a communicator at the first collective and a pair of ranks at its first message, and holds the hosts until
-        then; done here, no step has to wait for it.
+        then; done here, no step has to wait for it. In large worlds pairs between units are left to their first message: anybody
+        may send to anybody there, few do, and each pair takes memory.
         """
         for track, group in self._groups.items():
             dist.all_reduce(torch.zeros(1, device=device), group=group)
+            if track.parity == BETWEEN_UNITS and group.size() > MOST_CONNECTED_RANKS:
+                continue
             targets, sources = map(sorted, partners[track])
             bytes_of = torch.zeros(len(targets) + len(sources), 1, dtype=torch.uint8, device=device).unbind()
             sends = list(zip(bytes_of, targets, strict=False))
