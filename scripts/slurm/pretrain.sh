@@ -45,7 +45,7 @@ if [[ -n "$IMAGE" ]]; then
     container=(--container-image="$IMAGE" --container-mounts="$MOUNTS" --container-workdir="$SLURM_SUBMIT_DIR")
 fi
 
-srun --kill-on-bad-exit=1 ${container[@]+"${container[@]}"} \
+srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" ${container[@]+"${container[@]}"} \
     torchrun \
     --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" \
     --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \

@@ -80,16 +80,16 @@ def send(number: signal.Signals, *ranks: int) -> Callable[[Sequence[int], Path],
     return act
 
 
-@pytest.mark.parametrize("ranks", [(2,), (0, 1, 2)], ids=["one rank", "all ranks"])
-def test_sigterm_saves_and_ends_well(tmp_path: Path, ranks: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("asked", "ranks"), [(signal.SIGTERM, (0, 1, 2)), (signal.SIGUSR1, (2,))], ids=["all ranks", "one rank"])
+def test_a_signal_saves_and_ends_well(tmp_path: Path, asked: signal.Signals, ranks: tuple[int, ...]) -> None:
     saved = tmp_path / "saved"
-    ended = train(tmp_path, "--save", saved, meanwhile=send(signal.SIGTERM, *ranks))
+    ended = train(tmp_path, "--save", saved, meanwhile=send(asked, *ranks))
     assert ended.exit_codes == (0,) * NUM_RANKS, ended.output
     last = logged_steps(tmp_path)[-1]
     newest = find_newest_checkpoint(saved)
     assert newest is not None
     assert newest.name == f"step_{last:08d}"
-    assert f"stopped by SIGTERM after step {last}; checkpoint {newest}" in ended.output
+    assert f"stopped by {asked.name} after step {last}; checkpoint {newest}" in ended.output
     assert "Traceback" not in ended.output
 
 

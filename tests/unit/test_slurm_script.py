@@ -32,6 +32,7 @@ def submit(tmp_path):
             "SLURM_JOB_NODELIST": "node[1-2]",
             "SLURM_JOB_NUM_NODES": "2",
             "SLURM_GPUS_ON_NODE": "8",
+            "SLURM_CPUS_PER_TASK": "64",
             "BRAID": str(ROOT),
             "PATH": f"{commands}:{os.environ['PATH']}",
         }
@@ -63,7 +64,7 @@ def test_as_it_stands_it_starts_a_run_that_saves_and_resumes(submit, tmp_path):
 def test_flags_after_the_script_and_the_environment_reach_the_run(submit):
     config = ROOT / "examples" / "corpus" / "config.yaml"
     srun, torchrun = submit("--data-path", "my/manifest.jsonl", CONFIG=str(config), SAVE_INTERVAL="7", IMAGE="")
-    assert srun == ["--kill-on-bad-exit=1"]
+    assert srun == ["--kill-on-bad-exit=1", "--cpus-per-task=64"]
     assert parse(torchrun).data.data_path == "my/manifest.jsonl"
     assert parse(torchrun).checkpoint.save_interval == 7
 

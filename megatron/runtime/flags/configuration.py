@@ -22,6 +22,7 @@ A_COUNT: Mapping[str, Any] = MappingProxyType({"minimum": 1, "maximum": 10**9})
 """A number of steps, samples or tokens: more than the maximum is a typing error, and would only take memory and time."""
 INPUT_PATH: Mapping[str, Any] = MappingProxyType({"input_path": True})
 """Inside a configuration file, such a path is looked up beside that file first."""
+DEFAULT_SAVE_INTERVAL = 1000
 PER_UNIT: Mapping[str, Any] = MappingProxyType({"per_unit": True})
 """Filled from the flags that carry a unit's name; has no flag of its own."""
 
@@ -138,6 +139,8 @@ class TrainingConfig:
     """The machine whose durations --balance auto and --schedule optimus go by; by default one like this."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library; by default nccl where CUDA is present, else gloo."""
+    allow_python_kernels: bool = False
+    """Train on CUDA although the C++ kernels are not there, and decide every step with their slow Python references."""
     distributed_timeout_minutes: float = field(default=10.0, metadata={"minimum": 0.01, "maximum": 30000})
     """Minutes that a rank waits for its peers before the run ends with an error."""
 
@@ -222,7 +225,7 @@ class CheckpointConfig:
     save: Path | None = field(default=None, metadata={"metavar": "DIR"})
     """Folder for checkpoints; one is written at the end."""
     save_interval: int | None = field(default=None, metadata=AT_LEAST_ONE)
-    """Steps between checkpoints; by default only at the end."""
+    """Steps between checkpoints, the last of them at the end; by default 1000."""
     keep_last_checkpoints: int = field(default=2, metadata=AT_LEAST_ONE)
     """Newest checkpoints that are kept."""
     load: Path | None = field(default=None, metadata={"metavar": "DIR"})
@@ -235,6 +238,11 @@ class CheckpointConfig:
     """Start at step 0 from the weights alone of --load; or go on from --save once that holds a checkpoint."""
     pretrained_checkpoint: Path | None = field(default=None, metadata={"metavar": "DIR"})
     """Folder whose newest weights a run starts from at step 0, unless --load (with --save) holds a checkpoint to go on from."""
+
+    @property
+    def steps_between_saves(self) -> int | None:
+        """Steps between checkpoints; None where none is saved."""
+        return (self.save_interval or DEFAULT_SAVE_INTERVAL) if self.save else None
 
 
 @dataclass(frozen=True, kw_only=True)

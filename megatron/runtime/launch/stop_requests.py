@@ -1,6 +1,6 @@
-"""Requests to stop a run early: SIGTERM (a cluster's time limit or preemption), Ctrl-C, --exit-duration-in-mins.
+"""Requests to stop a run early: SIGTERM or SIGUSR1 (a cluster's time limit or preemption), Ctrl-C, --exit-duration-in-mins.
 
-SIGTERM during training lets all ranks finish the step, save, and end well; everything else ends the process at once. A thread
+Both during training let all ranks finish the step, save, and end well; everything else ends the process at once. A thread
 takes the signals, as the main thread may wait inside a collective, where Python handles none.
 """
 
@@ -21,11 +21,21 @@ class StopReason(IntEnum):
 
     NONE = 0
     DURATION = 1
-    SIGTERM = 2
+    SIGUSR1 = 2
+    SIGTERM = 3
 
     def describe(self) -> str:
         """Return the cause of the stop in words."""
         return "--exit-duration-in-mins" if self is StopReason.DURATION else self.name
+
+    @property
+    def is_signal(self) -> bool:
+        """True if somebody asked for the stop."""
+        return self >= StopReason.SIGUSR1
+
+
+_ASKING = {signal.SIGTERM: StopReason.SIGTERM, signal.SIGUSR1: StopReason.SIGUSR1}
+_TAKEN = (*_ASKING, signal.SIGINT)
 
 
 class StopRequests:
@@ -36,13 +46,14 @@ class StopRequests:
         self._start_seconds = time.monotonic()
         self._is_training = False
         self._asked_seconds: float | None = None
+        self._asked_by = StopReason.NONE
 
     def listen(self) -> None:
-        """Take SIGTERM and SIGINT from now on; in the main thread."""
+        """Take SIGTERM, SIGUSR1 and SIGINT from now on; in the main thread."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _TAKEN:
             signal.signal(number, _leave_it_to_the_thread)
         threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
 
@@ -52,23 +63,23 @@ class StopRequests:
 
     def reason(self, *, exit_duration_minutes: float | None) -> StopReason:
         """Return this rank's reason to stop after the step that runs."""
-        if self._asked_seconds is not None:
-            return StopReason.SIGTERM
+        if self._asked_by:
+            return self._asked_by
         seconds = time.monotonic() - self._start_seconds
         return StopReason.DURATION if exit_duration_minutes and seconds >= 60 * exit_duration_minutes else StopReason.NONE
 
     def _listen(self, reader: int) -> None:
         while True:
             for number in os.read(reader, 16):
-                if number in (signal.SIGTERM, signal.SIGINT):  # others have handlers of their own
+                if number in _TAKEN:  # others have handlers of their own
                     self.take(signal.Signals(number))
 
     def take(self, number: signal.Signals) -> None:
         """Handle a signal."""
         now = time.monotonic()
-        if number is signal.SIGTERM and self._is_training:
+        if number in _ASKING and self._is_training:
             if self._asked_seconds is None:
-                self._asked_seconds = now
+                self._asked_by, self._asked_seconds = _ASKING[number], now
                 return
             if now - self._asked_seconds < _SAME_SIGNAL_SECONDS:
                 return
@@ -79,7 +90,7 @@ class StopRequests:
 def ignore_in_worker() -> None:
     """Ignore signals in a forked loader process, whose training process decides when it ends."""
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGINT):  # a launcher may send them to all processes of a job
+    for number in _TAKEN:  # a launcher may send them to all processes of a job
         signal.signal(number, signal.SIG_IGN)
 
 

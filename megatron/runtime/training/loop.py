@@ -98,7 +98,7 @@ def _run_steps(run: Run, reporter: Reporter, progress: _Progress, *, last_step: 
     steps = _load(run, _train_planner(run), range(run.done_steps, last_step))
     for number, (step, wait_seconds) in enumerate(_timed(steps), run.done_steps + 1):
         agreed = check_agreement(step, number=number, wait_seconds=wait_seconds, stop=_wish_to_stop(run), device=device)
-        if agreed.stop is StopReason.SIGTERM or (agreed.stop and progress.step > run.done_steps):  # a short time has one step
+        if agreed.stop.is_signal or (agreed.stop and progress.step > run.done_steps):  # a short time has one step
             raise _StoppedError(agreed.stop)
         if number == run.done_steps + 1 and run.world.rank == 0:
             _warn_of_worse_pair(run, reporter, step)
@@ -112,7 +112,7 @@ def _run_steps(run: Run, reporter: Reporter, progress: _Progress, *, last_step: 
             _report_timeline(run, reporter, number, events)
         if config.evaluation.eval_iters and _is_multiple(number, config.evaluation.eval_interval):
             progress.evaluation, progress.evaluated_step = _evaluate(run, reporter, number), number
-        if _is_multiple(number, config.checkpoint.save_interval):
+        if _is_multiple(number, config.checkpoint.steps_between_saves):
             progress.saved_step = save(run, number)
 
 

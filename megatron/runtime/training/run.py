@@ -27,10 +27,11 @@ from megatron.runtime.training.start_values import collect_start_values
 from megatron.runtime.training.trainer import Trainer, build_scheduler
 from multimodal.attention.bitfield import MaskMode
 from multimodal.cost.layers.registry import read_model
+from multimodal.kernels import describe_kernels, kernels
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import passes_named
-from multimodal.values.errors import CheckpointError, ModelError
+from multimodal.values.errors import CheckpointError, ConfigError, ModelError
 from multimodal.values.model_graph import ModelGraph
 
 
@@ -68,6 +69,7 @@ def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests)
         _check_writable(config.checkpoint.save)
     if world.rank == 0:
         check_places(config.logging)
+    check_kernels(is_allowed=config.training.allow_python_kernels)
     graph = freeze_units(read_model(config.model.model), modules=config.model.freeze, projectors=config.model.freeze_projector)
     _check_units(graph)
     plan = build_plan(config, graph, world.size)
@@ -102,6 +104,14 @@ def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests)
         emulation=emulation,
         stop_requests=stop_requests,
     )
+
+
+def check_kernels(*, is_allowed: bool) -> None:
+    """Raise ConfigError where GPUs would wait for decisions by Python references."""
+    if kernels is None and torch.cuda.is_available() and not is_allowed:
+        raise ConfigError(
+            f"without --allow-python-kernels GPUs do not wait for decisions by {describe_kernels()}, or give that flag"
+        )
 
 
 def _session_options(
