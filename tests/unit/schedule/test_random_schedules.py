@@ -2,7 +2,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from multimodal.schedule.builders import BUILDERS
@@ -45,6 +45,7 @@ def test_every_dependency_is_itself_expected(case: StepGraph) -> None:
 @given(built=built_cases())
 def test_forwards_of_a_stage_go_in_microbatch_order(built: tuple[StepGraph, str]) -> None:
     case, builder = built
+    assume(not BUILDERS[builder].copies_encoders)  # copies run what their own stage of the LLM asks for
     for lane in BUILDERS[builder](case).lanes:
         order = defaultdict(list)
         for action in lane.actions:
