@@ -27,10 +27,10 @@ def build_schedule(builder: Builder, step: StepGraph, *, passes: Sequence[Pass] 
     schedule = builder(step)
     for rewrite in () if step.forward_only else passes:
         schedule = rewrite(schedule)
-    schedule = insert_communication(schedule)
+    lowered = insert_communication(schedule)
     if is_checked:
-        validate_schedule(schedule)
-    return schedule
+        validate_schedule(lowered, before=schedule)
+    return lowered
 
 
 @dataclass(frozen=True)

@@ -169,8 +169,10 @@ def _by_urgency(work: StepWork, chosen: Integers, policy: Policy) -> Integers:
         urgency[np.isin(chosen, first)] = 0
     ranks = [column[chosen] - column.min(initial=0) for column in policy.rank(work)] if policy.rank else []
     stages = work.computed_stages[chosen]
-    unit, stage = (-column[stages] + column.max() for column in (work.pieces.unit_of_stage, work.pieces.index_of_stage))
-    return order_by(urgency, *ranks, unit, np.maximum(work.microbatches[chosen], 0), stage, work.replicas[chosen])
+    unit, stage = (column.max() - column for column in (work.pieces.unit_of_stage, work.pieces.index_of_stage))
+    microbatches, replicas = np.maximum(work.microbatches[chosen], 0), work.pieces.replica_of_stage
+    of_unit = unit[stages] * (1 + microbatches.max(initial=0)) + microbatches
+    return order_by(urgency, *ranks, of_unit, (stage * (1 + replicas.max()) + replicas)[stages])
 
 
 def _flags(work: StepWork, listed: Integers) -> Bytes:
@@ -194,24 +196,28 @@ def _links(work: StepWork, listed: Integers, flags: Bytes, policy: Policy) -> tu
     position = np.full(work.num_computed, -1)
     position[listed] = np.arange(len(listed))
     owners, needs = position[work.need_owners], position[work.needs]
-    owners, needs = owners[owners >= 0], needs[owners >= 0]
-    starts, needs = group_rows(owners, needs, len(listed))
-    owners = row_numbers(starts)
+    if len(listed) < work.num_computed:
+        needs, owners = needs[owners >= 0], owners[owners >= 0]
     # Forwards of one stage go in microbatch order; they have consecutive numbers.
     later = np.flatnonzero((flags & _IS_FORWARD > 0) & (work.microbatches[listed] > 0))
     firsts, thens = np.concatenate((needs, position[listed[later] - 1])), np.concatenate((owners, later))
-    told = order_by(thens)
-    ordered = (
-        [position[np.concatenate([each[part] for each in policy.orders])] for part in _NEIGHBORS] if policy.orders else ((), ())
-    )
-    assert all(map(np.all, (np.greater_equal(each, 0) for each in (*ordered, firsts)))), "what is waited for is not scheduled"
-    firsts = np.concatenate((firsts[told], ordered[0])).astype(np.int64)
-    thens = np.concatenate((thens[told], ordered[1])).astype(np.int64)
-    is_released = (flags[needs] & _IS_FORWARD > 0) & ((flags[owners] & _IS_GRADIENT > 0) | (flags[needs] & _HAS_GRADIENT == 0))
-    return *group_rows(firsts, thens, len(listed)), *group_rows(owners[is_released], needs[is_released], len(listed))
+    starts, told = group_rows(thens, np.arange(len(thens)), len(listed))
+    firsts, thens = firsts[told], row_numbers(starts)
+    before, after = (position[each] for each in _neighbors(policy.orders))
+    assert (firsts >= 0).all() and (before >= 0).all() and (after >= 0).all(), "what is waited for is not scheduled"
+    of_first, of_then = flags[firsts], flags[thens]
+    is_released = (of_first & _IS_FORWARD > 0) & ((of_then & _IS_GRADIENT > 0) | (of_first & _HAS_GRADIENT == 0))
+    is_released &= told < len(needs)
+    followers = group_rows(np.concatenate((firsts, before)), np.concatenate((thens, after)), len(listed))
+    return *followers, *group_rows(thens[is_released], firsts[is_released], len(listed))
 
 
-_NEIGHBORS = slice(None, -1), slice(1, None)
+def _neighbors(orders: Sequence[Integers]) -> tuple[Integers, Integers]:
+    """Return all pairs of pieces that follow each other in an order."""
+    pieces = np.concatenate([np.zeros(0, np.int64), *orders])
+    is_last = np.zeros(len(pieces), bool)
+    is_last[np.cumsum(list(map(len, filter(len, orders))), dtype=np.int64) - 1] = True
+    return pieces[~is_last], pieces[1:][~is_last[:-1]]
 
 
 def _groups(work: StepWork, listed: Integers, policy: Policy) -> tuple[Integers, Integers, Integers, Integers]:

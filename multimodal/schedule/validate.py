@@ -8,7 +8,7 @@ from scipy.sparse.csgraph import connected_components
 
 from multimodal.schedule.execute_lanes import Execution, execute_lanes
 from multimodal.values.action import Action, Resource, action_to_text
-from multimodal.values.arrays.rows import order_by
+from multimodal.values.arrays.rows import order_by, row_starts
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule, slot_error
 from multimodal.values.step_work import RESOURCE_NUMBERS, Integers, take_rows
@@ -16,7 +16,7 @@ from multimodal.values.step_work import RESOURCE_NUMBERS, Integers, take_rows
 _COMPUTE, _SEND, _RECEIVE = (RESOURCE_NUMBERS[each] for each in (Resource.COMPUTE, Resource.SEND, Resource.RECEIVE))
 
 
-def validate_schedule(schedule: Schedule) -> None:
+def validate_schedule(schedule: Schedule, *, before: Schedule | None = None) -> None:
     """Check that a schedule does each piece of the step's work once, where it belongs, in an order that can finish.
 
     That every action belongs to the step and to its lane, and stands there once, is checked where a schedule is made
@@ -24,6 +24,7 @@ def validate_schedule(schedule: Schedule) -> None:
     carrier that does not need them; no lanes wait for each other in a circle (the schedule is executed symbolically), not even
     if every message and collective held up its lanes until all of its ends have come to it, as it may on GPUs.
 
+    before: the schedule that this one was lowered from, if that is known; what its execution has shown is not shown again.
     Raises ScheduleError that names the action and shows its surroundings. O((actions + dependencies) log actions).
     """
     order = _SlotOrder(schedule)
@@ -31,8 +32,8 @@ def validate_schedule(schedule: Schedule) -> None:
     order.check_needs()
     if schedule.has_fillers:
         order.check_fillers()
-    execution = _check_progress(schedule)
-    if schedule.lowered and not _is_in_order_of_start(execution):
+    execution = _check_progress(schedule, before)
+    if schedule.lowered and not _is_in_order_of_start(schedule, execution):
         order.check_messages()
         _check_rendezvous(schedule)
 
@@ -45,11 +46,16 @@ class _SlotOrder:
         self.slot_of_piece = np.full(self.work.num_pieces(lowered=schedule.lowered), -1)
         self.slot_of_piece[schedule.pieces] = np.arange(len(schedule.pieces))
 
+    @property
+    def is_in_one_lane(self) -> bool:
+        """True if every piece belongs to one lane."""
+        return self.work.num_stage_lanes == len(self.work.stages)
+
     def slots_of(self, pieces: Integers, lanes: Integers) -> Integers:
         """Return the slot in which each piece stands in a lane; -1 where it does not."""
         if not len(self.schedule.pieces):
             return np.full(len(pieces), -1)
-        if self.work.num_stage_lanes == len(self.work.stages):  # each piece stands in one lane
+        if self.is_in_one_lane:
             slots = self.slot_of_piece[pieces]
             return np.where((slots >= 0) & (self.schedule.lane_of_slot[slots] == lanes), slots, -1)
         by_key, ascending = self._keys_of_slots
@@ -68,6 +74,8 @@ class _SlotOrder:
         return pieces * self.schedule.num_lanes + lanes
 
     def check_missing(self) -> None:
+        if self._all_stand_in_their_lane():
+            return
         pieces = np.arange(self.work.num_pieces(lowered=self.schedule.lowered))
         starts, lanes = self.work.lanes_of(pieces)
         pieces = np.repeat(pieces, np.diff(starts))
@@ -77,9 +85,17 @@ class _SlotOrder:
             problem = f"missing: lane {lane} must do it and does not; add it there"
             raise self._error(piece, problem, {lane: int(self.schedule.lane_starts[lane + 1])})
 
+    def _all_stand_in_their_lane(self) -> bool:
+        if not self.is_in_one_lane or (self.slot_of_piece < 0).any():
+            return False
+        lanes = self.work.lane_rows[1][self.work.stage_numbers[: len(self.slot_of_piece)]]
+        return np.array_equal(self.schedule.lane_of_slot[self.slot_of_piece], lanes)
+
     def check_needs(self) -> None:
         """Check that an action's needs never stand after it in the same lane; a receive only posts, and may."""
         schedule = self.schedule
+        if self.is_in_one_lane and self._needs_stand_before():
+            return
         slots = np.flatnonzero(self.work.resources[schedule.pieces] != _RECEIVE)
         starts, needed = take_rows(*self.work.needs_in(lowered=schedule.lowered), schedule.pieces[slots])
         slots = np.repeat(slots, np.diff(starts))
@@ -90,6 +106,16 @@ class _SlotOrder:
             need = action_to_text(self.work.actions[int(needed[first])])
             problem = f"wrong order: in lane {lane} it stands before {need}, which it needs; swap them"
             raise self._error(int(schedule.pieces[slot]), problem, {lane: slot})
+
+    def _needs_stand_before(self) -> bool:
+        """Return True if no piece stands before one that it needs in the same lane; where each stands in one lane."""
+        starts, needed = self.work.needs_in(lowered=self.schedule.lowered)
+        resources = self.work.resources[: len(starts) - 1]
+        own_slots = np.where(resources == _RECEIVE, len(self.schedule.pieces), self.slot_of_piece)  # a receive only posts
+        slots, lanes = self.slot_of_piece[needed], np.append(self.schedule.lane_of_slot, -1)
+        owners = np.repeat(own_slots, np.diff(starts))
+        late = slots > owners
+        return not (lanes[owners[late]] == lanes[slots[late]]).any()
 
     def check_fillers(self) -> None:
         """Check that every filler is a computation before a carrier that does not need it."""
@@ -154,8 +180,18 @@ class _SlotOrder:
         return slot_error(self._action(piece), problem, self.schedule.lanes, marked)
 
 
-def _check_progress(schedule: Schedule) -> Execution:
+def _check_progress(schedule: Schedule, before: Schedule | None) -> Execution:
     """Return how a schedule runs if messages hold nobody up."""
+    if schedule.lowered and _messages_wait_for_nothing(schedule):
+        # Then it runs as it does without them.
+        is_computed = schedule.pieces < schedule.work.num_computed
+        starts = row_starts(np.bincount(schedule.lane_of_slot[is_computed], minlength=schedule.num_lanes))
+        computed = Schedule(schedule.step, starts, schedule.pieces[is_computed], schedule.modes[is_computed])
+        is_same = before is not None and before.step is schedule.step and np.array_equal(before.lane_starts, starts)
+        if before is not None and is_same and np.array_equal(before.pieces, computed.pieces):
+            computed = before
+        if not (execution := execute_lanes(computed)).stuck:
+            return execution
     execution = execute_lanes(schedule)
     if not (stuck := execution.stuck):
         return execution
@@ -171,12 +207,21 @@ def _check_progress(schedule: Schedule) -> Execution:
     raise slot_error(work.actions[piece], problem, schedule.lanes, stuck)
 
 
-def _is_in_order_of_start(execution: Execution) -> bool:
+def _messages_wait_for_nothing(schedule: Schedule) -> bool:
+    """Return True if every send stands right behind its producer, or only messages stand between them."""
+    work, pieces = schedule.work, schedule.pieces
+    last_computed = np.maximum.accumulate(np.where(pieces < work.num_computed, np.arange(len(pieces)), 0))
+    sends = np.flatnonzero(work.resources[pieces] == _SEND)
+    producers = work.message_ends[0][(pieces[sends] - work.num_computed) // 2]
+    return np.array_equal(pieces[last_computed[sends]], producers)
+
+
+def _is_in_order_of_start(schedule: Schedule, execution: Execution) -> bool:
     """Return True if every lane comes to messages right after their producers start, as `insert_communication` orders them.
 
     That is one order for all lanes, so nothing waits in a circle; there may be others. O(slots).
     """
-    schedule, work = execution.schedule, execution.schedule.work
+    work = schedule.work
     starts = np.zeros(work.num_computed, np.int64)
     starts[execution.event_pieces] = execution.start_seconds
     producers, consumers = work.message_ends

@@ -114,21 +114,26 @@ class StepWork:
     @cached_property
     def message_of_need(self) -> Integers:
         """[num_needs] the number of the message that carries it; -1: none."""
-        is_carried = self._needs_message(self.needs, self.need_owners)
-        return np.where(is_carried, np.cumsum(is_carried) - 1, -1)
+        stages = np.repeat(self.computed_stages, np.diff(self.need_starts))
+        between_stages = np.flatnonzero(self.computed_stages[self.needs] != stages)
+        is_carried = self._needs_message(self.needs[between_stages], self.need_owners[between_stages])
+        carried = between_stages[is_carried]
+        numbers = np.full(len(self.needs), -1)
+        numbers[carried] = np.arange(len(carried))
+        return numbers
 
     def _needs_message(self, producers: Integers, consumers: Integers) -> NDArray[np.bool_]:
-        """Return where `needs_message` is true."""
+        """Return where `needs_message` is true, of pieces of different stages."""
         tables = [self.plan.stage_tables[unit] for unit in self.pieces.units]
         ranks = np.concatenate([table.rank_groups for table in tables])
         unit_of_stage = self.pieces.unit_of_stage
         is_shared = np.array([self.plan.units[unit].context_parallel_size > 1 for unit in self.pieces.units], bool)
         source, target = self.computed_stages[producers], self.computed_stages[consumers]
-        units = unit_of_stage[source], unit_of_stage[target]
-        holds_others = (units[0] != units[1]) & (is_shared[units[0]] | is_shared[units[1]])
-        can_travel = _IS_SENT[self.kinds[producers]] & _IS_SENT[self.kinds[consumers]] & (source != target)
-        found: NDArray[np.bool_] = can_travel & ((ranks[source] != ranks[target]) | holds_others)
-        return found
+        found: NDArray[np.bool_] = ranks[source] != ranks[target]
+        if is_shared.any():
+            units = unit_of_stage[source], unit_of_stage[target]
+            found |= (units[0] != units[1]) & (is_shared[units[0]] | is_shared[units[1]])
+        return found & _IS_SENT[self.kinds[producers]] & _IS_SENT[self.kinds[consumers]]
 
     @cached_property
     def blocks(self) -> Integers:

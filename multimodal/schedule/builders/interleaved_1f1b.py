@@ -134,14 +134,16 @@ def _limit_stages(
             groups.update(dict.fromkeys(stages, stages[0]))
 
 
-def _orders(name: str, step: StepGraph) -> Iterator[Integers]:
+def _orders(name: str, step: StepGraph) -> list[Integers]:
     unit, work = step.plan.units[name], step_work(step)
     chunks, is_exact = num_chunks(unit), not step.forward_only and not step.graph.downstream(name)
-    for replica, each in enumerate(unit.replicas):
-        shape = (len(each.stages), chunks, step.num_microbatches(name, replica))
-        for stage_index, stages in enumerate(chunk_stages(each)):
-            for order in _orders_of_stage(stage_index, *shape, is_exact):
-                yield ordered_pieces(order, work, name=name, replica=replica, stages=stages)
+    orders = [
+        (order, replica, stages)
+        for replica, each in enumerate(unit.replicas)
+        for stage_index, stages in enumerate(chunk_stages(each))
+        for order in _orders_of_stage(stage_index, len(each.stages), chunks, step.num_microbatches(name, replica), is_exact)
+    ]
+    return ordered_pieces(orders, work, name=name)
 
 
 @lru_cache(maxsize=256)

@@ -48,9 +48,16 @@ def chunk_stages(replica: Replica) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, held))
 
 
-def ordered_pieces(order: Order, work: StepWork, *, name: str, replica: int, stages: Sequence[int]) -> Integers:
-    """Return the pieces of a physical stage's order; what the stage does not have (frozen parts) is left out.
+def ordered_pieces(orders: Sequence[tuple[Order, int, Sequence[int]]], work: StepWork, *, name: str) -> list[Integers]:
+    """Return the pieces of each order of a physical stage; what the stage does not have (frozen parts) is left out.
 
-    stages: the virtual stages that it holds, by chunk.
+    orders: with the replica, and the virtual stages that the physical one holds, by chunk.
     """
-    return work.pieces.find(order.kinds, name, replica, np.array(stages)[order.chunks], order.microbatches)
+    if not orders:
+        return []
+    columns = [(order.kinds, np.array(held)[order.chunks], order.microbatches) for order, _, held in orders]
+    kinds, stages, microbatches = map(np.concatenate, zip(*columns, strict=True))
+    sizes = [len(order.kinds) for order, _, _ in orders]
+    replicas = np.repeat([replica for _, replica, _ in orders], sizes)
+    found = work.pieces.find(name, kinds=kinds, replicas=replicas, stages=stages, microbatches=microbatches)
+    return [pieces[pieces >= 0] for pieces in np.split(found, np.cumsum(sizes)[:-1])]

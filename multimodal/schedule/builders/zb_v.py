@@ -1,6 +1,5 @@
 """ZB-V: no bubble when forward and both halves of the backward take equally long, on V-shaped stages (Qi et al., section 6)."""
 
-from collections.abc import Iterator
 from functools import lru_cache
 
 from multimodal.schedule.builders.one_f_one_b import forward_floors, microbatch_spans
@@ -121,12 +120,14 @@ def _share_memory(
             groups.update(dict.fromkeys(stages, stages[0]))
 
 
-def _orders(name: str, work: StepWork) -> Iterator[Integers]:
+def _orders(name: str, work: StepWork) -> list[Integers]:
     unit, counts = work.plan.units[name], work.pieces.units[name].placed.counts.tolist()
-    for replica, (each, num_microbatches) in enumerate(zip(unit.replicas, counts, strict=True)):
-        for stage_index, stages in enumerate(chunk_stages(each)):
-            order = _order_of_stage(stage_index, len(each.stages), num_microbatches)
-            yield ordered_pieces(order, work, name=name, replica=replica, stages=stages)
+    orders = [
+        (_order_of_stage(stage_index, len(each.stages), counts[replica]), replica, stages)
+        for replica, each in enumerate(unit.replicas)
+        for stage_index, stages in enumerate(chunk_stages(each))
+    ]
+    return ordered_pieces(orders, work, name=name)
 
 
 @lru_cache(maxsize=256)

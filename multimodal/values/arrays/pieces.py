@@ -185,16 +185,16 @@ class Pieces:
         found: Integers = np.concatenate(before)[self.stages] + self.microbatches
         return found
 
-    def find(self, kinds: Integers, unit: str, replica: int, stages: Integers, microbatches: Integers) -> Integers:
-        """Return the pieces of whole microbatches of one replica, in the given order; those that do not exist are left out."""
+    def find(self, unit: str, *, kinds: Integers, replicas: Integers, stages: Integers, microbatches: Integers) -> Integers:
+        """Return the pieces of whole microbatches, in the given order; -1 where there is none."""
         grid = self.units[unit]
-        numbers = microbatches + grid.placed.microbatch_starts[replica]
+        numbers = microbatches + grid.placed.microbatch_starts[replicas]
         is_forward, is_weight = kinds == _FORWARD, kinds == _WEIGHT_GRADIENT
         widths, splits = grid.width[stages, numbers], grid.is_split[stages, numbers]
         is_half = np.where(is_weight, widths > 1, splits == (kinds == _INPUT_GRADIENT))
         is_there = is_forward | ((widths > 0) & (grid.num_subsets[numbers] == 0) & is_half)
         pieces = np.where(is_forward, grid.forward[stages, numbers], grid.backward[stages, numbers] + is_weight)
-        found: Integers = pieces[is_there]
+        found: Integers = np.where(is_there, pieces, -1)
         return found
 
     @cached_property
