@@ -56,6 +56,7 @@ def reorder_llm(llm: Groups, work: BatchWork, *, plan: Plan) -> Groups:
 def _stage_seconds(llm: Groups, work: BatchWork, *, plan: Plan) -> npt.NDArray[np.float64]:
     """[2, num_stages, num_microbatches]: forward and backward of each in each stage of one chain: encoders, LLM, generators.
 
+    Stages of units that have nothing to do in this batch are not among them.
     Seconds at equal speed of all ranks. Units of the same role run side by side, so the slowest counts in each stage; a unit with
     fewer replicas than the LLM takes several chains' microbatches in turn, which makes it as much slower.
     """
@@ -64,7 +65,7 @@ def _stage_seconds(llm: Groups, work: BatchWork, *, plan: Plan) -> npt.NDArray[n
     microbatch_of_sample = row_numbers(llm.atom_starts)
     stages_by_role = []
     for role in (Role.ENCODER, Role.BACKBONE, Role.GENERATOR):
-        units = [unit.name for unit in work.graph.units if unit.role is role]
+        units = [unit.name for unit in work.graph.units if unit.role is role and work.of_unit(unit.name).num_tokens.any()]
         num_stages = max((len(plan.units[unit].replicas[0].stages) for unit in units), default=0)
         slowest = np.zeros((2, num_stages, num_microbatches))
         for unit in units:

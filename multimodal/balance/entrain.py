@@ -37,7 +37,6 @@ def balance_entrain(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan
         num_replicas=num_replicas,
         num_microbatches=options.count_microbatches(num_samples, num_replicas=num_replicas),
     )
-    # Equally many each, empty ones at the end, or dealing would give an encoder's replica those of another number.
     num_rounds = max(counts)
     first_of_sample = num_rounds * np.asarray(replicas, np.int64)
     in_encoders, in_llm = (

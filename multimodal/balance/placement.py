@@ -10,7 +10,7 @@ from multimodal.balance.balance_options import Granularity
 from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.cut_evenly import cut_evenly
 from multimodal.values.arrays.length_arrays import LengthBatch
-from multimodal.values.arrays.rows import Integers, row_numbers, row_starts, take_rows
+from multimodal.values.arrays.rows import Integers, row_starts, take_rows
 from multimodal.values.assignment import Assignment, PlacedAtoms
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -63,7 +63,7 @@ def place_generators(llm: PlacedAtoms, *, graph: ModelGraph, plan: Plan) -> dict
     """Give every generator the LLM's microbatches as they are, dealt round robin to the generator's own replicas.
 
     The LLM's microbatches are dealt in the order of `order_by_time`, so that a generator with as many replicas keeps the LLM's
-    placement where these have equally many microbatches. O(samples).
+    placement. O(samples).
     """
     groups = Groups(np.arange(len(llm.sample_ids)), llm.atom_starts, llm.microbatch_starts)
     placed: dict[str, PlacedAtoms] = {}
@@ -88,10 +88,14 @@ def drop_idle_samples(assignment: Assignment, *, graph: ModelGraph, lengths: Seq
 
 
 def order_by_time(groups: Groups) -> Microbatches:
-    """List microbatches in the order in which they are computed: all replicas' first ones, then all second ones, and so on."""
-    replicas = row_numbers(groups.microbatch_starts)
-    rounds = np.arange(len(replicas)) - groups.microbatch_starts[replicas]
-    return take_rows(groups.atom_starts, groups.atoms, np.argsort(rounds, kind="stable"))
+    """List microbatches in the order in which they are computed: all replicas' first ones, then all second ones, and so on.
+
+    In place of those that a replica has fewer than others stand empty ones: they keep its turn when microbatches are dealt.
+    """
+    counts, empty = np.diff(groups.microbatch_starts), len(groups.atom_starts) - 1
+    rounds = np.arange(counts.max(initial=0))[:, None]
+    numbers = np.where(rounds < counts, groups.microbatch_starts[:-1] + rounds, empty)
+    return take_rows(np.append(groups.atom_starts, groups.atom_starts[-1]), groups.atoms, numbers.ravel())
 
 
 def deal(starts: Integers, atoms: Integers, *, num_replicas: int) -> Groups:

@@ -46,6 +46,13 @@ def test_generators_follow_the_llm_in_its_order() -> None:
     assert placed["engraver"] == ((LLM[0][0],), (LLM[1][0],), (LLM[0][1],))
 
 
+def test_a_generator_keeps_the_llms_placement_where_replicas_have_unequally_many_microbatches() -> None:
+    llm = (((Atom(0),),), ((Atom(1),), (Atom(2),)), ((Atom(3),), (Atom(4),)))
+    placed = place_generators(PlacedAtoms.of_replicas(llm), graph=GRAPH, plan=build_plan(llm=3, painter=3, engraver=1))
+    assert placed["painter"].replicas == llm
+    assert placed["engraver"].replicas == (tuple((Atom(sample),) for sample in (0, 1, 3, 2, 4)),)
+
+
 def test_samples_without_work_are_dropped_and_so_are_empty_microbatches() -> None:
     assignment = Assignment({"llm": LLM, **generators()})
     kept = drop_idle_samples(assignment, graph=GRAPH, lengths=LENGTHS)

@@ -59,7 +59,7 @@ def amount_of(graph: ModelGraph, sample: SampleLengths, atom: Atom, unit: str, o
 
 def by_time(replicas: Sequence[Sequence[Microbatch]]) -> list[Microbatch]:
     rounds = range(max(map(len, replicas), default=0))
-    return [replica[index] for index in rounds for replica in replicas if index < len(replica)]
+    return [replica[index] if index < len(replica) else () for index in rounds for replica in replicas]
 
 
 def dealt(microbatches: Sequence[Microbatch], num_replicas: int) -> tuple[tuple[Microbatch, ...], ...]:
