@@ -6,18 +6,18 @@ to its own part of assignment and schedule. The parts, in the order in which `St
 - lengths: the global batch's, from those of the samples;
 - balance: the balancer; report: how even its assignment and the data's order are;
 - assignment: it is validated, idle samples are dropped, and its digest taken;
-- first: the schedule of the run's first step, validated; next: of a step with other samples, which share what does not depend
-  on routes; again: of a step with the same counts and routes;
+- first: the schedule of the run's first step, validated; next: of a step with other samples; again: of a step with the same
+  counts of microbatches and the same routes;
 - own: this rank's lane and inputs (sizes alone, as in emulation; nothing is loaded).
 
 A step takes the sum of all but `first` and `again`. The LLM (GPT-175B) runs on tp 8 x pp 8 x dp ranks / 64, its encoder (ViT-22B)
 on as many replicas of 8 ranks of their own; 64 samples per LLM replica have 1 to 4 images each. `--kernels` times balancers
 beside the post-balancing kernel alone, without schedule, at 2,560 replicas of 60 samples with images and audio.
 
-Seconds are of the processor. `--before CHECKOUT` runs this file on another checkout of Braid (with its kernels built) as well,
-and shows the ratios.
+Seconds are of the processor, of each part the least in `--repeats` steps after the first: others may use the machine.
+`--before CHECKOUT` runs this file on another checkout of Braid (with its kernels built) as well, and shows the ratios.
 
-Run `python benchmarks/deciding.py [--json] [--ranks 64 512 3072 12288] [--balancers ...] [--schedules ...]`.
+Run `python benchmarks/deciding.py [--json] [--repeats N] [--ranks 64 512 3072 12288] [--balancers ...] [--schedules ...]`.
 """
 
 import argparse
@@ -105,8 +105,10 @@ class Clock:
         return result
 
 
-def decide(graph: ModelGraph, plan: Plan, *, balancer: str, schedule: str, passes: Sequence[str]) -> dict[str, float]:
-    """Time the parts of the second step's decision of a run."""
+def decide(
+    graph: ModelGraph, plan: Plan, *, balancer: str, schedule: str, passes: Sequence[str], repeats: int
+) -> dict[str, float]:
+    """Time the parts of the decision of a run's steps after the first one, the least of each."""
     num_samples = plan.units[graph.backbone.name].data_parallel_size * SAMPLES_PER_REPLICA
     units = [unit.name for unit in graph.encoders]
     cluster = Cluster.from_file(EXAMPLES / "clusters" / "h100.yaml")
@@ -115,7 +117,8 @@ def decide(graph: ModelGraph, plan: Plan, *, balancer: str, schedule: str, passe
     options = BalanceOptions(predictor=predictor if BALANCERS[balancer].needs_costs else None)
     balance = {"graph": graph, "plan": plan, "options": options}
     rank = plan.units[graph.backbone.name].ranks[0]
-    for number in range(2):
+    first, steps = Clock(), []
+    for number in range(1 + repeats):
         drawn, clock = draw_batch(num_samples, seed=number, units=units), Clock()
         ids = range(number * num_samples, (number + 1) * num_samples)
         lengths = clock.time("lengths", lambda drawn=drawn, ids=ids: _lengths(drawn, ids))
@@ -124,14 +127,15 @@ def decide(graph: ModelGraph, plan: Plan, *, balancer: str, schedule: str, passe
         clock.time("report", lambda step=step, lengths=lengths: report_balance(step, lengths, options=options, balance_seconds=0))
         assignment, digest = clock.time("assignment", lambda step=step, lengths=lengths: _check(step, lengths))
         if number == 0:
-            first = Clock()
             first.time("first", lambda given=assignment: schedules.schedule(given))
-    built = clock.time("next", lambda: schedules.schedule(assignment))
-    same, _ = _check(schedules.step(BALANCERS[balancer](lengths, **balance)), lengths)
-    clock.time("again", lambda: schedules.schedule(same))
-    clock.time("own", lambda: _own_part(built, lengths, digest, rank))
-    seconds = clock.seconds | first.seconds
-    return {part: seconds[part] for part in PARTS} | {"step": sum(s for part, s in clock.seconds.items() if part != "again")}
+            continue
+        built = clock.time("next", lambda given=assignment: schedules.schedule(given))
+        same, _ = _check(schedules.step(BALANCERS[balancer](lengths, **balance)), lengths)
+        clock.time("again", lambda given=same: schedules.schedule(given))
+        clock.time("own", lambda built=built, lengths=lengths, digest=digest: _own_part(built, lengths, digest, rank))
+        steps.append(clock.seconds)
+    least = {part: min(seconds[part] for seconds in steps) for part in steps[0]} | first.seconds
+    return {part: least[part] for part in PARTS} | {"step": sum(least[part] for part in PARTS if part not in NOT_IN_A_STEP)}
 
 
 def _lengths(drawn: Sequence[SampleLengths], ids: range) -> Sequence[SampleLengths]:
@@ -189,7 +193,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
             graph, plan = build_case(num_ranks, schedule=schedule)
             for balancer in arguments.balancers:
                 case = f"{num_ranks} {balancer} {schedule}"
-                measured[case] = decide(graph, plan, balancer=balancer, schedule=schedule, passes=arguments.passes)
+                given = {"balancer": balancer, "schedule": schedule, "passes": arguments.passes, "repeats": arguments.repeats}
+                measured[case] = decide(graph, plan, **given)
     if arguments.kernels:
         measured["2560 x 60"] = measure_kernels(
             [name for name in arguments.balancers if name != "auto"], num_replicas=2560, num_samples=60
@@ -236,6 +241,7 @@ def main() -> None:
     """Measure, print, and say whether the claim holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="steps of which the least counts")
     parser.add_argument("--ranks", type=int, nargs="*", default=[64, 512, 3072, 12288], help="ranks of the LLM")
     parser.add_argument("--balancers", nargs="*", default=list(BALANCERS), choices=list(BALANCERS), help="all by default")
     parser.add_argument("--schedules", nargs="*", default=list(SCHEDULES), choices=SCHEDULES, help="all by default")

@@ -20,7 +20,7 @@ from multimodal.values.step_graph import StepGraph
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
-from microbatch_assignment import DEFAULT_LENGTHS, Groups, Loads, Pool, generate_pools, read_pools
+from microbatch_assignment import DEFAULT_LENGTHS, Groups, Loads, Pool, generate_pools, group_samples, read_pools
 from rich.console import Console
 from rich.table import Table
 
@@ -108,7 +108,7 @@ def measure(pool: Pool, *, num_batches: int) -> dict[str, float]:
                 num_microbatches=NUM_MICROBATCHES,
                 min_num_microbatches=least,
             )
-            replicas = [(replica.encoder_microbatches, replica.llm_microbatches) for replica in placed]
+            replicas = group_samples(placed)
             for builder in ("1f1b", "eager-1f1b"):
                 found.setdefault(f"{name}, {builder}", []).append(slowest(replicas, builder) / ideal)
     return {name: float(np.mean(each)) for name, each in found.items()}

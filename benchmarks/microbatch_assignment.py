@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -171,9 +171,19 @@ def _entrain(assign_samples: Callable[..., object], *, lower_count: bool = False
             num_microbatches=num_microbatches,
             min_num_microbatches=1 if lower_count else None,
         )
-        return [(replica.encoder_microbatches, replica.llm_microbatches) for replica in placed]
+        return group_samples(placed)
 
     return assign
+
+
+def group_samples(placed: Any) -> Sequence[tuple[Groups, Groups]]:
+    """Return what `assign_entrain` returned as each replica's encoder and LLM microbatches."""
+    replicas, *microbatches, counts = placed
+    groups = [([[] for _ in range(count)], [[] for _ in range(count)]) for count in counts]
+    for sample, (replica, *each) in enumerate(zip(replicas, *microbatches, strict=True)):
+        for own, microbatch in zip(groups[replica], each, strict=True):
+            own[microbatch].append(sample)
+    return groups
 
 
 def _assign_in_python(llm: Loads, **arguments: object) -> object:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from multimodal.balance.algorithms.entrain_assignment import assign_entrain_arrays
+from multimodal.balance.algorithms.entrain_assignment import assign_entrain
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import read_batch
 from multimodal.balance.orchmllm import balance_every_unit
@@ -31,7 +31,7 @@ def balance_entrain(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan
     if num_samples < num_replicas:
         return balance_every_unit(lengths, graph=graph, plan=plan, options=options)
     encoder_loads = [work.sample_amounts(unit.name) for unit in graph.encoders] or [np.zeros(num_samples, np.int64)]
-    replicas, encoded, run, counts = assign_entrain_arrays(
+    replicas, encoded, run, counts = assign_entrain(
         work.amounts(graph.backbone.name),
         encoder_loads=np.stack(encoder_loads),
         num_replicas=num_replicas,

@@ -1,7 +1,6 @@
 """Entrain's hierarchical microbatch assignment: encoders and LLM group the same samples differently (Entrain, Alg. 4)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -13,18 +12,6 @@ from multimodal.balance.algorithms.validate_arguments import Loads, read_loads, 
 from multimodal.kernels import kernels
 from multimodal.values.errors import AssignmentError
 
-Microbatches = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaMicrobatches:
-    """The microbatches of one replica in their order, each the indices of its samples in ascending order."""
-
-    encoder_microbatches: Microbatches
-    """Every sample of the replica once, also those without encoder work (in the microbatch where the LLM has them)."""
-    llm_microbatches: Microbatches
-    """Every sample of the replica once: in the microbatch of the same number as the encoders, or in the next one."""
-
 
 def assign_entrain(
     llm_loads: npt.ArrayLike,
@@ -34,7 +21,7 @@ def assign_entrain(
     num_microbatches: int,
     min_num_microbatches: int | None = None,
     max_subset_sums: int = 256,
-) -> tuple[ReplicaMicrobatches, ...]:
+) -> tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]:
     """Distribute samples over replicas and microbatches so that encoder and LLM microbatches are even, each for itself.
 
     Replicas get their samples (`assign_replicas`), each replica its number of microbatches (`effective_num_microbatches`) and
@@ -53,34 +40,9 @@ def assign_entrain(
     Several encoders are balanced each for itself; for the paper's rule (encoders that run one after the other on the same ranks
     count as one) give the sum of their loads.
 
-    Returns the microbatches of every replica, as indices into the given loads. Runs as a C++ kernel where that is built, with the
-    same result. Raises AssignmentError when there is no sample, a load is negative, not a number or too large, or there are
-    fewer samples than replicas.
-    """
-    replicas, encoder_microbatches, llm_microbatches, counts = assign_entrain_arrays(
-        llm_loads,
-        encoder_loads=encoder_loads,
-        num_replicas=num_replicas,
-        num_microbatches=num_microbatches,
-        min_num_microbatches=min_num_microbatches,
-        max_subset_sums=max_subset_sums,
-    )
-    encoded, run = _group(replicas, encoder_microbatches, counts), _group(replicas, llm_microbatches, counts)
-    return tuple(ReplicaMicrobatches(*microbatches) for microbatches in zip(encoded, run, strict=True))
-
-
-def assign_entrain_arrays(
-    llm_loads: npt.ArrayLike,
-    *,
-    encoder_loads: npt.ArrayLike,
-    num_replicas: int,
-    num_microbatches: int,
-    min_num_microbatches: int | None = None,
-    max_subset_sums: int = 256,
-) -> tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]:
-    """Return every sample's replica, encoder microbatch and LLM microbatch, and every replica's number of microbatches.
-
-    The form for large batches. Arguments and errors are those of `assign_entrain`.
+    Returns every sample's replica, its encoder microbatch and its LLM microbatch there (the same, or the next one), and every
+    replica's number of microbatches. Runs as a C++ kernel where that is built, with the same result. Raises AssignmentError when
+    there is no sample, a load is negative, not a number or too large, or there are fewer samples than replicas.
     """
     llm, encoders = _read_loads(llm_loads, encoder_loads)
     min_num_microbatches = num_microbatches if min_num_microbatches is None else min_num_microbatches
@@ -163,11 +125,3 @@ def _read_loads(llm_loads: npt.ArrayLike, encoder_loads: npt.ArrayLike) -> tuple
             f"encoder loads of shape {encoders.shape} for {llm.size} samples: give one per sample, or a row of them per encoder"
         )
     return llm, np.ascontiguousarray(encoders)
-
-
-def _group(replicas: Sequence[int], microbatches: Sequence[int], counts: Sequence[int]) -> list[Microbatches]:
-    """Return the samples of each microbatch of each replica; microbatches: of each sample; counts: of each replica."""
-    groups: list[list[list[int]]] = [[[] for _ in range(count)] for count in counts]
-    for sample, (replica, microbatch) in enumerate(zip(replicas, microbatches, strict=True)):
-        groups[replica][microbatch].append(sample)
-    return [tuple(map(tuple, group)) for group in groups]

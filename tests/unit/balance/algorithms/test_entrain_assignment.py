@@ -30,51 +30,54 @@ def test_the_kernel_equals_its_reference(batch):
     assert assign_entrain(**batch) == without_kernels(assign_entrain)(**batch)
 
 
+def grouped(replicas, encoded, run, counts) -> list[tuple[list[list[int]], list[list[int]]]]:
+    """The encoder and the LLM microbatches of every replica."""
+    groups = [([[] for _ in range(count)], [[] for _ in range(count)]) for count in counts]
+    for sample, (replica, *microbatches) in enumerate(zip(replicas, encoded, run, strict=True)):
+        for own, microbatch in zip(groups[replica], microbatches, strict=True):
+            own[microbatch].append(sample)
+    return groups
+
+
 @settings(max_examples=50)
 @given(batch=batches())
 def test_every_sample_is_encoded_once_and_in_the_llm_at_once_or_one_microbatch_later(batch):
-    found = assign_entrain(**batch)
-    assert len(found) == batch["num_replicas"]
-    everyone = list(range(len(batch["llm_loads"])))
-    for side in ("encoder_microbatches", "llm_microbatches"):
-        assert sorted(s for replica in found for members in getattr(replica, side) for s in members) == everyone
-    for replica in found:
-        assert all(replica.encoder_microbatches) or not np.any(batch["encoder_loads"])
-        assert all(replica.llm_microbatches)
-        assert len(replica.encoder_microbatches) == len(replica.llm_microbatches) <= batch["num_microbatches"]
-        encoded = {s: index for index, members in enumerate(replica.encoder_microbatches) for s in members}
-        run = {s: index for index, members in enumerate(replica.llm_microbatches) for s in members}
-        assert {run[s] - encoded[s] for s in run} <= {0, 1}
+    replicas, encoded, run, counts = assign_entrain(**batch)
+    assert len(counts) == batch["num_replicas"] and len(replicas) == len(encoded) == len(run) == len(batch["llm_loads"])
+    assert set(np.subtract(run, encoded).tolist()) <= {0, 1}
+    for of_encoder, of_llm in grouped(replicas, encoded, run, counts):
+        assert all(of_encoder) or not np.any(batch["encoder_loads"])
+        assert all(of_llm) and len(of_llm) <= batch["num_microbatches"]
 
 
 def test_deferral_evens_the_llm_out_and_leaves_the_encoder_even():
     generator = np.random.default_rng(0)
     encoder, llm = generator.lognormal(5, 0.5, 512), generator.lognormal(5, 0.8, 512)
-    found = assign_entrain(llm, encoder_loads=encoder, num_replicas=4, num_microbatches=8)
+    found = grouped(*assign_entrain(llm, encoder_loads=encoder, num_replicas=4, num_microbatches=8))
 
     def deviation(loads, groups):
         totals = np.array([loads[list(members)].sum() for members in groups])
         return totals.std() / totals.mean()
 
     in_order = np.arange(512).reshape(32, 16)
-    assert deviation(encoder, [m for r in found for m in r.encoder_microbatches]) < 0.02
-    assert deviation(llm, [m for r in found for m in r.llm_microbatches]) < 0.2 * deviation(llm, in_order)
+    assert deviation(encoder, [m for encoded, _ in found for m in encoded]) < 0.02
+    assert deviation(llm, [m for _, run in found for m in run]) < 0.2 * deviation(llm, in_order)
     assert deviation(encoder, in_order) > 0.1
-    at_once = sum(len({*e} & {*m}) for r in found for e, m in zip(r.encoder_microbatches, r.llm_microbatches, strict=True))
+    at_once = sum(len({*e} & {*m}) for encoded, run in found for e, m in zip(encoded, run, strict=True))
     assert 384 < at_once < 512
 
 
 def test_the_number_of_microbatches_is_lowered_on_request_only():
     batch = {"encoder_loads": [9, 1, 1, 1, 1, 1, 1, 1], "num_replicas": 1, "num_microbatches": 4}
     for least, count in ((None, 4), (1, 1), (3, 3), (9, 4)):
-        (replica,) = assign_entrain([1] * 8, **batch, min_num_microbatches=least)
-        assert len(replica.llm_microbatches) == count
+        assert list(assign_entrain([1] * 8, **batch, min_num_microbatches=least)[3]) == [count]
 
 
 def test_several_encoders_are_balanced_each_for_itself():
     vision, audio = [4, 4, 0, 0], [0, 0, 4, 4]
-    (replica,) = assign_entrain([1, 1, 1, 1], encoder_loads=[vision, audio], num_replicas=1, num_microbatches=2)
-    assert all({s < 2 for s in members} == {True, False} for members in replica.encoder_microbatches)
+    found = assign_entrain([1, 1, 1, 1], encoder_loads=[vision, audio], num_replicas=1, num_microbatches=2)
+    ((encoded, _),) = grouped(*found)
+    assert all({s < 2 for s in members} == {True, False} for members in encoded)
 
 
 @pytest.mark.parametrize("assign", [assign_entrain, without_kernels(assign_entrain)])
