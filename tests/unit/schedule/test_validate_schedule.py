@@ -1,5 +1,6 @@
 import re
 from collections.abc import Callable, Sequence
+from unittest.mock import patch
 
 import pytest
 from hypothesis import assume, given, settings
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.text import lanes_from_text, schedule_to_text
-from multimodal.schedule.validate import validate_schedule
+from multimodal.schedule.validate import _SlotOrder, validate_schedule
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource, action_to_text
 from multimodal.values.dependencies import dependencies
 from multimodal.values.errors import ScheduleError
@@ -288,3 +289,31 @@ def test_the_validator_agrees_with_one_that_asks_for_every_action(broken: tuple[
         assert not expected
     else:
         assert expected
+
+
+@settings(max_examples=40)
+@given(broken=broken_schedules())
+def test_what_the_validator_sees_at_a_glance_changes_none_of_its_answers(
+    broken: tuple[StepGraph, tuple[Lane, ...], bool],
+) -> None:
+    case, lanes, lowered = broken
+    try:
+        schedule = Schedule.of_lanes(case, lanes, lowered=lowered)
+    except ScheduleError:
+        assume(False)
+    before = insert_communication(BUILDERS["gpipe"](case))  # some other schedule, which must not be taken for this one's
+    with (
+        patch.object(_SlotOrder, "_all_stand_in_their_lane", return_value=False),
+        patch.object(_SlotOrder, "_needs_stand_before", return_value=False),
+        patch("multimodal.schedule.validate._messages_wait_for_nothing", return_value=False),
+    ):
+        expected = answer(schedule)
+    assert answer(schedule) == answer(schedule, before=before) == expected
+
+
+def answer(schedule: Schedule, *, before: Schedule | None = None) -> str:
+    try:
+        validate_schedule(schedule, before=before)
+    except ScheduleError as problem:
+        return str(problem)
+    return "valid"
