@@ -17,7 +17,7 @@ from multimodal.values.assignment import Assignment
 from multimodal.values.sample_lengths import SampleLengths
 
 MOST_SIMULATED_COMPUTATIONS = 20_000
-"""Forwards and backwards of a step, over all lanes, up to which it is simulated: about a second."""
+"""Forwards and backwards of a step, over all lanes, up to which it is simulated: about a tenth of a second."""
 
 
 @dataclass(frozen=True)
