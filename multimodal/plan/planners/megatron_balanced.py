@@ -1,9 +1,10 @@
 """Megatron-LM balanced: encoder and LLM layers as one chain over the virtual stages of one grid (Optimus, Appendix B)."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from itertools import groupby, product
+from typing import NamedTuple
 
 from multimodal.plan.planners.estimate.candidate import Candidate, build_run, samples_in_flight
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
@@ -19,13 +20,24 @@ from multimodal.plan.planners.estimate.unit_layout import (
 )
 from multimodal.plan.planners.megatron import largest_fitting, shared_data_parallel_sizes, shared_stage_sizes
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, StageSize, plain_schedule
+from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
 
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8, 12)
 """Layer ranges per pipeline stage that are tried; Optimus' tables have 6 and 12."""
 
-Piece = tuple[str, Range, float]
-"""A unit, one of its smallest layer ranges, and its seconds per microbatch."""
+
+class Piece(NamedTuple):
+    """One of the smallest layer ranges of a unit; seconds are of one microbatch."""
+
+    unit: str
+    layers: Range
+    forward_seconds: float
+    backward_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of both."""
+        return self.forward_seconds + self.backward_seconds
 
 
 @dataclass(frozen=True)
@@ -39,17 +51,14 @@ class Grid:
     stage_seconds: tuple[float, ...]
     """Per stage of the grid, one microbatch through all its ranges."""
     virtual_stages: int
+    ranges: tuple[tuple[Piece, ...], ...] = ()
+    """Of every virtual stage, in the order of the chain, the smallest ranges that it holds."""
 
     @property
     def num_gpus(self) -> int:
         """Ranks in all."""
         layout = next(iter(self.layouts.values()))
         return self.num_stages * layout.ranks_per_stage * layout.data_parallel_size
-
-    def with_replicas(self, data: int) -> "Grid":
-        """Return the grid with another data parallel size."""
-        layouts = {unit: replace(layout, data_parallel_size=data) for unit, layout in self.layouts.items()}
-        return replace(self, layouts=layouts)
 
 
 def plan_megatron_balanced(request: PlanningRequest) -> PlannedRun:
@@ -72,76 +81,83 @@ def grid_run(request: PlanningRequest, grid: Grid, *, seconds: float) -> Planned
     return build_run(request, plan, schedule=plain_schedule(has_virtual_stages=grid.virtual_stages > 1), seconds=seconds)
 
 
-def list_grids(times: PlanningTimes, *, layers_per_range: Sequence[int] = ()) -> Iterator[Grid]:
-    """Yield the grid of every tp, cp, dp, pp and V.
+def list_grids(times: PlanningTimes) -> Iterator[Grid]:
+    """Yield the grid of every tp, cp, dp, pp and V."""
+    request = times.request
+    fixed = request.fixed(request.graph.backbone.name).virtual_stages
+    for size, shapes in groupby(list_shapes(request), key=lambda shape: shape.size):
+        pieces = chain_pieces(times, size)
+        for shape, virtual_stages in product(shapes, (fixed,) if fixed else VIRTUAL_STAGES):
+            if shape.can_hold(virtual_stages):
+                yield cut_grid(pieces, shape, virtual_stages=virtual_stages)
 
-    layers_per_range: V that make ranges of about this many layers, or of equal time, are tried, too, unless V is fixed.
-    """
-    request, names = times.request, times.request.graph.unit_names
-    backbone = request.fixed(request.graph.backbone.name)
-    chunks = (backbone.virtual_stages,) if backbone.virtual_stages else VIRTUAL_STAGES
+
+class GridShape(NamedTuple):
+    """The ranks of one grid, and the chain that is cut for it."""
+
+    size: StageSize
+    num_stages: int
+    data_parallel_size: int
+    num_pieces: int
+    """Of the chain: the most virtual stages."""
+
+    def can_hold(self, virtual_stages: int) -> bool:
+        """Return True if every stage can hold so many layer ranges; alone, there is nothing to interleave."""
+        return self.num_stages * virtual_stages <= self.num_pieces and (self.num_stages > 1 or virtual_stages == 1)
+
+
+def list_shapes(request: PlanningRequest) -> Iterator[GridShape]:
+    """Yield every tp, cp, pp and dp; raises PlanError where units cannot share tp and dp."""
+    graph, names = request.graph, request.graph.unit_names
+    fixed = request.fixed(graph.backbone.name).pipeline_parallel_size
     data_sizes = shared_data_parallel_sizes(request, names)
-    for tensor, context in shared_stage_sizes(request, names):
-        pieces = chain_pieces(times, StageSize(tensor, context))
-        most_stages = min(len(pieces), request.num_gpus // (tensor * context))
-        stages = (backbone.pipeline_parallel_size,) if backbone.pipeline_parallel_size else range(1, most_stages + 1)
-        for num_stages in stages:
-            for virtual_stages in sorted({*chunks, *_finer(pieces, num_stages, layers_per_range, backbone)}):
-                if num_stages * virtual_stages > len(pieces) or (num_stages == 1 and virtual_stages > 1):
-                    continue
-                cuts = partition_layers([seconds for _, _, seconds in pieces], num_stages=num_stages * virtual_stages)
-                grid = build_grid(pieces, cuts, num_stages=num_stages, tensor=tensor, context=context)
-                replica = num_stages * tensor * context
-                for data in largest_fitting(data_sizes, gpus_per_replica=replica, num_gpus=request.num_gpus):
-                    yield grid.with_replicas(data)
+    num_pieces = sum(len(unit_pieces(unit)) for unit in graph.units)
+    for size in shared_stage_sizes(request, names):
+        ranks = size.tensor * size.context
+        for num_stages in (fixed,) if fixed else range(1, min(num_pieces, request.num_gpus // ranks) + 1):
+            for data in largest_fitting(data_sizes, gpus_per_replica=num_stages * ranks, num_gpus=request.num_gpus):
+                yield GridShape(size, num_stages, data, num_pieces)
 
 
-def _finer(pieces: Sequence[Piece], num_stages: int, layers_per_range: Sequence[int], fixed: FixedSizes) -> set[int]:
-    """Return the V that make ranges of this many layers, and the V that makes all ranges about as long as the heaviest piece."""
-    if fixed.virtual_stages or not layers_per_range:
-        return set()
-    seconds = [each for _, _, each in pieces]
-    numbers = {len(pieces) // (num_stages * layers) for layers in layers_per_range}
-    return (numbers | {math.ceil(sum(seconds) / (max(seconds) * num_stages))}) - {0}
-
-
-def even_grid(times: PlanningTimes, grid: Grid) -> Grid:
-    """Return the grid with evened out lanes (`even_out_lanes`)."""
-    layout = next(iter(grid.layouts.values()))
-    tensor, context = layout.stage_size
-    pieces = chain_pieces(times, layout.stage_size)
-    seconds = [each for _, _, each in pieces]
-    cuts = partition_layers(seconds, num_stages=grid.num_stages * grid.virtual_stages)
-    evened = even_out_lanes(seconds, cuts, num_lanes=grid.num_stages)
-    even = build_grid(pieces, evened, num_stages=grid.num_stages, tensor=tensor, context=context)
-    return even.with_replicas(layout.data_parallel_size)
+def cut_grid(pieces: Sequence[Piece], shape: GridShape, *, virtual_stages: int, is_even: bool = False) -> Grid:
+    """Cut a chain so that the slowest range is as fast as can be; is_even: then even out the lanes (`even_out_lanes`)."""
+    seconds = [piece.seconds for piece in pieces]
+    cuts = partition_layers(seconds, num_stages=shape.num_stages * virtual_stages)
+    if is_even:
+        cuts = even_out_lanes(seconds, cuts, num_lanes=shape.num_stages)
+    return build_grid(pieces, cuts, shape=shape)
 
 
 def chain_pieces(times: PlanningTimes, size: StageSize) -> tuple[Piece, ...]:
     """List the layers of all units as one chain."""
     pieces = []
     for unit in times.request.graph.units:
-        total = times.of_unit(unit.name, size).total
-        pieces += [(unit.name, piece, sum(total[piece[0] : piece[1]])) for piece in unit_pieces(unit)]
+        of_unit = times.of_unit(unit.name, size)
+        for first, end in unit_pieces(unit):
+            pieces.append(Piece(unit.name, (first, end), sum(of_unit.forward[first:end]), sum(of_unit.backward[first:end])))
     return tuple(pieces)
 
 
-def build_grid(pieces: Sequence[Piece], cuts: Sequence[Range], *, num_stages: int, tensor: int, context: int) -> Grid:
-    """Cut the chain into virtual stages and deal them to the grid's stages in turn; one replica."""
+def build_grid(pieces: Sequence[Piece], cuts: Sequence[Range], *, shape: GridShape) -> Grid:
+    """Cut the chain into virtual stages and deal them to the grid's stages in turn."""
+    num_stages = shape.num_stages
     held: dict[str, dict[int, list[Range]]] = {}
     stage_seconds = [0.0] * num_stages
     for position, (first, end) in enumerate(cuts):
         stage = position % num_stages
-        for unit, (start, stop), seconds in pieces[first:end]:
-            stage_seconds[stage] += seconds
-            ranges = held.setdefault(unit, {}).setdefault(stage, [])
+        for piece in pieces[first:end]:
+            start, stop = piece.layers
+            stage_seconds[stage] += piece.seconds
+            ranges = held.setdefault(piece.unit, {}).setdefault(stage, [])
             if ranges and ranges[-1][1] == start:
                 ranges[-1] = (ranges[-1][0], stop)
             else:
                 ranges.append((start, stop))
     frozen = {unit: {stage: tuple(ranges) for stage, ranges in stages.items()} for unit, stages in held.items()}
-    layouts = {unit: UnitLayout(tensor, 1, tuple(stages.values()), context) for unit, stages in frozen.items()}
-    return Grid(num_stages, frozen, layouts, tuple(stage_seconds), len(cuts) // num_stages)
+    (tensor, context), data = shape.size, shape.data_parallel_size
+    layouts = {unit: UnitLayout(tensor, data, tuple(stages.values()), context) for unit, stages in frozen.items()}
+    ranges_of = tuple(tuple(pieces[first:end]) for first, end in cuts)
+    return Grid(num_stages, frozen, layouts, tuple(stage_seconds), len(cuts) // num_stages, ranges_of)
 
 
 def grid_seconds(request: PlanningRequest, grid: Grid, *, spread: LengthSpread | None = None) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.estimate.unit_layout import Groups, UnitLayout, lay_out_units
+from multimodal.plan.planners.estimate.unit_layout import Groups, UnitLayout, first_ranks, lay_out_units
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, plain_schedule
 from multimodal.schedule.builders import BUILDERS
@@ -27,6 +27,11 @@ class Candidate:
         """Return groups such that every unit is in exactly one."""
         grouped = {unit for group in self.groups for unit in group}
         return (*self.groups, *((unit,) for unit in self.layouts if unit not in grouped))
+
+    @property
+    def first_ranks(self) -> Mapping[str, int]:
+        """Unit -> the first of its ranks."""
+        return first_ranks(self.layouts, groups=self.all_groups)
 
     @property
     def num_gpus(self) -> int:

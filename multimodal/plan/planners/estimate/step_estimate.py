@@ -3,12 +3,13 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from multimodal.cost.cluster import Cluster
 from multimodal.cost.communication import collective_seconds
 from multimodal.cost.step_memory import GRADIENT_BYTES
 from multimodal.cost.unit_load import UnitLoad
@@ -93,14 +94,14 @@ class LengthSpread:
 
 def unit_stage_seconds(times: PlanningTimes, candidate: Candidate) -> Mapping[str, tuple[float, ...]]:
     """Return unit -> seconds of each stage per microbatch, forward and backward, and at least those of moving sharded weights."""
-    stage_seconds = {}
+    stage_seconds, first_ranks = {}, candidate.first_ranks if times.request.zero_stage == 3 else {}
     for unit, layout in candidate.layouts.items():
         computing = stage_times(times.of_unit(unit, layout.stage_size), layout.stages)
         least = 0.0
         if times.request.zero_stage == 3:
             # Twice the weights, and once the gradients.
             per_weight = 2 * times.request.cluster.bytes_per_element + GRADIENT_BYTES
-            least = per_weight / GRADIENT_BYTES * reduction_seconds(times.request, unit, layout)
+            least = per_weight / GRADIENT_BYTES * reduction_seconds(times.request, unit, layout, first_rank=first_ranks[unit])
         stage_seconds[unit] = tuple(max(seconds, least) for seconds in computing)
     return stage_seconds
 
@@ -147,10 +148,13 @@ def estimate_seconds(times: PlanningTimes, candidate: Candidate, *, spread: Leng
 def _reduction(request: PlanningRequest, candidate: Candidate, stages: Mapping[str, Sequence[float]], *, hides: bool) -> float:
     if request.zero_stage == 3:
         return 0.0
+    layouts, first_ranks = candidate.layouts.items(), candidate.first_ranks
     if not hides:
-        return max(reduction_seconds(request, unit, each) for unit, each in candidate.layouts.items())
-    layouts = candidate.layouts.items()
-    return max(exposed_reduction_seconds(request, unit, each, stage_seconds=max(stages[unit])) for unit, each in layouts)
+        return max(reduction_seconds(request, unit, each, first_rank=first_ranks[unit]) for unit, each in layouts)
+    return max(
+        exposed_reduction_seconds(request, unit, each, stage_seconds=max(stages[unit]), first_rank=first_ranks[unit])
+        for unit, each in layouts
+    )
 
 
 def _depth(candidate: Candidate) -> int:
@@ -159,28 +163,49 @@ def _depth(candidate: Candidate) -> int:
     return sum(max(stages[unit] for unit in group) for group in candidate.all_groups)
 
 
-def reduction_seconds(request: PlanningRequest, unit: str, layout: UnitLayout) -> float:
-    """Seconds in which the heaviest stage's gradients are reduced over the unit's replicas and context parallel shares.
+def reduction_seconds(request: PlanningRequest, unit: str, layout: UnitLayout, *, first_rank: int = 0) -> float:
+    """Seconds in which the slowest stage's gradients are reduced over the unit's replicas and context parallel shares.
 
-    Gathering what the optimizer updated hides better, so it is left out.
+    Gathering what the optimizer updated hides better, so it is left out. first_rank: of the unit.
     """
     if layout.weight_copies == 1:
         return 0.0
     weights = request.trained_weights[unit]
-    heaviest = max(sum(weights[end] - weights[first] for first, end in ranges) for ranges in layout.stages)
-    size = layout.tensor_parallel_size
-    return collective_seconds(
-        GRADIENT_BYTES * heaviest / size, ranks=range(0, layout.weight_copies * size, size), cluster=request.cluster
+    of_stages = (sum(weights[end] - weights[first] for first, end in ranges) for ranges in layout.stages)
+    ranks_per_position = layout.ranks_per_stage * layout.data_parallel_size
+    return max(
+        replicas_seconds(request, GRADIENT_BYTES * each, layout, first_rank=first_rank + stage * ranks_per_position)
+        for stage, each in enumerate(of_stages)
     )
 
 
-def exposed_reduction_seconds(request: PlanningRequest, unit: str, layout: UnitLayout, *, stage_seconds: float) -> float:
+def replicas_seconds(request: PlanningRequest, num_bytes: float, layout: UnitLayout, *, first_rank: int) -> float:
+    """Return the seconds of reducing a stage's gradients over its replicas, or of gathering its weights.
+
+    num_bytes: of the whole stage. first_rank: of its first replica; those of the others follow.
+    """
+    size, per_node = layout.tensor_parallel_size, request.cluster.gpus_per_node
+    latency, per_byte = _ring_costs(request.cluster, first_rank % per_node, layout.weight_copies, size)
+    return latency + per_byte * num_bytes / size if layout.weight_copies > 1 else 0.0
+
+
+@lru_cache(maxsize=4096)
+def _ring_costs(cluster: Cluster, first_rank: int, count: int, stride: int) -> tuple[float, float]:
+    """Latency, and seconds per byte, of a collective over every `stride`th rank."""
+    ranks = range(first_rank, first_rank + count * stride, stride)
+    latency, with_bytes = (collective_seconds(num_bytes, ranks=ranks, cluster=cluster) for num_bytes in (0.0, 1e9))
+    return latency, (with_bytes - latency) / 1e9
+
+
+def exposed_reduction_seconds(
+    request: PlanningRequest, unit: str, layout: UnitLayout, *, stage_seconds: float, first_rank: int = 0
+) -> float:
     """Seconds of a unit's reduction that the last microbatch's backward does not hide.
 
     Gradients are reduced layer by layer (`reduce-by-layer`): all but the first layer's while the backward goes on.
-    stage_seconds: of one microbatch in the slowest stage, forward and backward.
+    stage_seconds: of one microbatch in the slowest stage, forward and backward. first_rank: of the unit.
     """
-    whole = reduction_seconds(request, unit, layout)
+    whole = reduction_seconds(request, unit, layout, first_rank=first_rank)
     of_first = whole / max(sum(end - first for first, end in ranges) for ranges in layout.stages)
     return of_first + max(0.0, whole - of_first - BACKWARD_SHARE * stage_seconds)
 

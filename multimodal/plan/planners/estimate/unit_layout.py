@@ -79,14 +79,21 @@ def lay_out_units(graph: ModelGraph, layouts: Mapping[str, UnitLayout], *, group
     (Optimus, DIP). Inside a unit the order is Megatron's (tp fastest, then cp, then dp, then pp).
     Raises PlanError when the units of a group differ in their number of ranks, or the plan does not fit the model.
     """
-    first_rank, units = 0, {}
-    for group in _in_order(groups, layouts):
+    for group in groups:
         counts = {unit: layouts[unit].num_ranks for unit in group}
         if len(set(counts.values())) != 1:
             raise PlanError(f"units that share ranks must use all of them, found {counts}; change a size")
-        units.update({unit: build_unit(layouts[unit], first_rank=first_rank) for unit in group})
-        first_rank += max(counts.values())
-    return _checked(graph, units)
+    firsts = first_ranks(layouts, groups=groups)
+    return _checked(graph, {unit: build_unit(layouts[unit], first_rank=first) for unit, first in firsts.items()})
+
+
+def first_ranks(layouts: Mapping[str, UnitLayout], *, groups: Groups) -> dict[str, int]:
+    """Return where each unit's ranks begin, as `lay_out_units` gives them out."""
+    first_rank, firsts = 0, {}
+    for group in _in_order(groups, layouts):
+        firsts.update(dict.fromkeys(group, first_rank))
+        first_rank += max(layouts[unit].num_ranks for unit in group)
+    return firsts
 
 
 def lay_out_grid(

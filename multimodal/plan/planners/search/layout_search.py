@@ -13,20 +13,14 @@ from multimodal.plan.planners.estimate.allocation_search import AllocationProble
 from multimodal.plan.planners.estimate.candidate import Candidate, fits
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes, stage_times
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.estimate.step_estimate import (
-    LengthSpread,
-    estimate_seconds,
-    exposed_reduction_seconds,
-    lower_bound_seconds,
-    reduction_seconds,
-)
+from multimodal.plan.planners.estimate.step_estimate import LengthSpread, estimate_seconds, lower_bound_seconds
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, deal_ranges, even_layout, partition_unit
 from multimodal.plan.planners.idle_units import place_idle_units, without_idle_units
 from multimodal.plan.planners.megatron import micro_batch_sizes
-from multimodal.plan.planners.megatron_balanced import Grid, even_grid, grid_fits, grid_run, grid_seconds, list_grids
+from multimodal.plan.planners.megatron_balanced import Grid, grid_run
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import MICRO_BATCH_SIZES, PlanningRequest
-from multimodal.values.errors import PlanError
+from multimodal.plan.planners.search.grid_search import best_grids
 from multimodal.values.model_graph import Unit
 
 VIRTUAL_STAGES = (1, 2, 4)
@@ -35,10 +29,6 @@ SLACK = 1.2
 KIND_SLACK = 1.5
 """Kinds whose best estimate is above this factor of the best of all are left out; estimates compare badly between kinds."""
 MOST_PER_KIND = 8
-MOST_KINDS_OF_RANGES = 5
-"""Grids with this many ranges per stage or more are of one kind."""
-LAYERS_PER_RANGE = (1, 2, 3)
-"""Layers per range of chains over a grid that are tried: equal ranges keep an interleaved pipeline from waiting."""
 EFFICIENT_TOKENS = 8_192
 """Tokens of a microbatch from which layers are efficient."""
 FILLING_MICROBATCHES = 8
@@ -131,44 +121,8 @@ def _kinds(request: PlanningRequest) -> Iterator[list[Layout]]:
             scored = list_scored(times, memory, spread, problem) if len(problem.llm) else ()
             yield [Layout(request, candidate, seconds) for candidate, seconds in scored]
     if request.zero_stage != 3:  # its estimate would have to know what replicas share
-        yield from _grids(times, memory, spread)
-
-
-def _grids(times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread) -> list[list[Layout]]:
-    """The best grids for each number of virtual stages, as cut and with even lanes; none where units cannot share tp and dp."""
-    try:
-        grids = list(list_grids(times, layers_per_range=LAYERS_PER_RANGE))
-    except PlanError:
-        return []
-    kinds: dict[int, list[tuple[float, Grid]]] = {}
-    scored = ((_grid_estimate(spread, grid), index, grid) for index, grid in enumerate(grids))
-    for seconds, _, grid in sorted(scored, key=lambda entry: entry[:2]):
-        kept = kinds.setdefault(min(grid.virtual_stages, MOST_KINDS_OF_RANGES), [])
-        is_near = not kept or seconds <= SLACK * kept[0][0]
-        if len(kept) < MOST_PER_KIND // 2 and is_near and grid_fits(memory, grid):
-            kept.append((seconds, grid))
-    evened = [_evened(times, memory, spread, kept) for kept in kinds.values()]
-    return [[Layout(times.request, grid, seconds) for seconds, grid in kept] for kept in (*kinds.values(), *evened)]
-
-
-def _evened(
-    times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread, kept: list[tuple[float, Grid]]
-) -> list[tuple[float, Grid]]:
-    """Return the grids that can be evened out, with even lanes."""
-    evened = [even_grid(times, grid) for _, grid in kept]
-    changed = [each for each, (_, grid) in zip(evened, kept, strict=True) if each != grid and grid_fits(memory, each)]
-    return sorted(((_grid_estimate(spread, each), each) for each in changed), key=lambda entry: entry[0])
-
-
-def _grid_estimate(spread: LengthSpread, grid: Grid) -> float:
-    """Return the expected step of a grid (`grid_seconds`), with reductions hidden as far as they can."""
-    request, slowest = spread.request, max(grid.stage_seconds)
-    whole = max(reduction_seconds(request, unit, layout) for unit, layout in grid.layouts.items())
-    exposed = max(
-        exposed_reduction_seconds(request, unit, layout, stage_seconds=slowest) for unit, layout in grid.layouts.items()
-    )
-    through_all = sum(grid.stage_seconds)  # however few microbatches there are, one passes all ranges of all stages
-    return max(grid_seconds(request, grid, spread=spread) - whole, through_all) + exposed
+        for grids in best_grids(times, memory, spread):
+            yield [Layout(request, grid, seconds) for seconds, grid in grids]
 
 
 def _disaggregated(

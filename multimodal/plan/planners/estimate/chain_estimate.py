@@ -1,0 +1,107 @@
+"""Seconds of a step of one interleaved chain: average microbatches through layer ranges that are dealt to lanes in turn."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multimodal.schedule.builders.interleaved_1f1b import interleaved_order
+from multimodal.schedule.simulate_events import EventArrays, NodeKind, simulate_events
+from multimodal.values.action import ActionKind
+from multimodal.values.arrays.rows import row_starts
+
+SHORT, LONG = 2, 3
+"""Microbatches of two short steps, over the number of lanes: beyond its warm-up a pipeline repeats itself."""
+
+
+class ChainRange(NamedTuple):
+    """One layer range; seconds are of one microbatch."""
+
+    forward_seconds: float
+    backward_seconds: float
+    gathering_seconds: float = 0.0
+    """Of gathering its updated weights before its first forward."""
+    reducing_seconds: float = 0.0
+    """Of reducing its gradients, as far as that does not begin during its last backward."""
+
+
+def chain_seconds(ranges: Sequence[ChainRange], *, num_lanes: int, num_microbatches: int) -> float:
+    """Return the seconds of a step of interleaved 1F1B; range i is in lane i modulo `num_lanes`.
+
+    All lanes go through their ranges in groups of `num_lanes` microbatches and wait for each other at every step, so ranges that
+    differ cost more than the busiest lane says: what a lane saves in its short ranges it waits for its neighbours' long ones.
+    Messages take no time. A step of many microbatches is continued in a straight line from two short ones. O(ranges x lanes).
+    """
+    if num_microbatches <= LONG * num_lanes:
+        return _run(ranges, num_lanes, num_microbatches)
+    short, long = (_run(ranges, num_lanes, times * num_lanes) for times in (SHORT, LONG))
+    return short + (long - short) * (num_microbatches - SHORT * num_lanes) / ((LONG - SHORT) * num_lanes)
+
+
+@lru_cache(maxsize=256)
+def chunks_in_flight(lane: int, *, num_lanes: int, chunks: int, num_microbatches: int) -> NDArray[np.int64]:
+    """Return how many microbatches of each of its chunks a lane keeps after each of its steps, [num_steps, chunks]."""
+    order = interleaved_order(lane, num_stages=num_lanes, chunks=chunks, num_microbatches=min(num_microbatches, LONG * num_lanes))
+    changes = np.zeros((len(order), chunks), np.int64)
+    for position, step in enumerate(order):
+        changes[position, step.chunk] = 1 if step.kind is ActionKind.FORWARD else -1
+    return changes.cumsum(axis=0)
+
+
+def _run(ranges: Sequence[ChainRange], num_lanes: int, num_microbatches: int) -> float:
+    arrays = _arrays(num_lanes, len(ranges) // num_lanes, num_microbatches)
+    forward, backward, gathering, reducing = np.array(ranges).T
+    seconds = np.concatenate((forward.repeat(num_microbatches), backward.repeat(num_microbatches), gathering, reducing))
+    return float(simulate_events(replace(arrays, seconds=seconds)).end_seconds.max())
+
+
+@lru_cache(maxsize=256)
+def _arrays(num_lanes: int, chunks: int, num_microbatches: int) -> EventArrays:
+    """Number the forwards of all ranges, their backwards, then the gatherings and the reductions; without their seconds."""
+    num_ranges = num_lanes * chunks
+    count = num_ranges * num_microbatches
+    forwards, ranges = np.arange(count), np.arange(num_ranges)
+    position, first = forwards // num_microbatches, ranges * num_microbatches
+    needs = np.full((2 * (count + num_ranges), 2), -1)
+    needs[:count, 0] = np.where(position > 0, forwards - num_microbatches, -1)
+    needs[first, 1] = 2 * count + ranges
+    needs[count : 2 * count, 0] = forwards
+    needs[count : 2 * count, 1] = np.where(position < num_ranges - 1, count + forwards + num_microbatches, -1)
+    needs[2 * count + num_ranges :, 0] = count + first + num_microbatches - 1
+    lanes = [_lane(lane, num_lanes, chunks, num_microbatches) for lane in range(num_lanes)]
+    num_nodes, is_needed = len(needs), needs >= 0
+    entries = np.array(list(chain.from_iterable(lanes)))
+    none, kinds = np.zeros(num_nodes), np.full(num_nodes, NodeKind.COMPUTE, np.uint8)
+    kinds[2 * count :] = NodeKind.COLLECTIVE
+    return EventArrays(
+        lane_starts=row_starts(list(map(len, lanes))),
+        lane_nodes=entries,
+        lane_fillers=np.zeros(len(entries), np.uint8),
+        kinds=kinds,
+        need_starts=row_starts(is_needed.sum(axis=1)),
+        needs=needs[is_needed],
+        receiver_starts=np.zeros(num_nodes + 1, np.int64),
+        receivers=np.zeros(0, np.int64),
+        seconds=none,
+        latency_seconds=none,
+        links=np.full(num_nodes, -1),
+        num_links=0,
+    )
+
+
+def _lane(lane: int, num_lanes: int, chunks: int, num_microbatches: int) -> list[int]:
+    """List the nodes of a lane: it gathers, runs Megatron's order, and reduces each range after its last backward."""
+    num_ranges = num_lanes * chunks
+    count = num_ranges * num_microbatches
+    nodes = [2 * count + chunk * num_lanes + lane for chunk in range(chunks)]
+    for step in interleaved_order(lane, num_stages=num_lanes, chunks=chunks, num_microbatches=num_microbatches):
+        held = step.chunk * num_lanes + lane
+        is_backward = step.kind is ActionKind.BACKWARD
+        nodes.append(is_backward * count + held * num_microbatches + step.microbatch)
+        if is_backward and step.microbatch == num_microbatches - 1:
+            nodes.append(2 * count + num_ranges + held)
+    return nodes
