@@ -13,7 +13,6 @@ from multimodal.plan.planners.estimate.step_estimate import LengthSpread, choose
 from multimodal.plan.planners.estimate.unit_layout import (
     Range,
     UnitLayout,
-    even_out_lanes,
     lay_out_grid,
     partition_layers,
     unit_pieces,
@@ -40,25 +39,47 @@ class Piece(NamedTuple):
         return self.forward_seconds + self.backward_seconds
 
 
+class GridShape(NamedTuple):
+    """The ranks of one grid, and the chain that is cut for it."""
+
+    size: StageSize
+    num_stages: int
+    data_parallel_size: int
+    num_pieces: int
+    """Of the chain: the most virtual stages."""
+
+    def can_hold(self, virtual_stages: int) -> bool:
+        """Return True if every stage can hold so many layer ranges; alone, there is nothing to interleave."""
+        return self.num_stages * virtual_stages <= self.num_pieces and (self.num_stages > 1 or virtual_stages == 1)
+
+
 @dataclass(frozen=True)
 class Grid:
     """All units on one grid of stages."""
 
-    num_stages: int
+    shape: GridShape
     held: Mapping[str, Mapping[int, tuple[Range, ...]]]
     """Unit -> stage of the grid -> its layer ranges there, in the order in which microbatches reach the stages."""
     layouts: Mapping[str, UnitLayout]
     stage_seconds: tuple[float, ...]
     """Per stage of the grid, one microbatch through all its ranges."""
-    virtual_stages: int
-    ranges: tuple[tuple[Piece, ...], ...] = ()
+    ranges: tuple[tuple[Piece, ...], ...]
     """Of every virtual stage, in the order of the chain, the smallest ranges that it holds."""
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the grid."""
+        return self.shape.num_stages
+
+    @property
+    def virtual_stages(self) -> int:
+        """Layer ranges per stage."""
+        return len(self.ranges) // self.num_stages
 
     @property
     def num_gpus(self) -> int:
         """Ranks in all."""
-        layout = next(iter(self.layouts.values()))
-        return self.num_stages * layout.ranks_per_stage * layout.data_parallel_size
+        return self.num_stages * self.shape.size.tensor * self.shape.size.context * self.shape.data_parallel_size
 
 
 def plan_megatron_balanced(request: PlanningRequest) -> PlannedRun:
@@ -92,20 +113,6 @@ def list_grids(times: PlanningTimes) -> Iterator[Grid]:
                 yield cut_grid(pieces, shape, virtual_stages=virtual_stages)
 
 
-class GridShape(NamedTuple):
-    """The ranks of one grid, and the chain that is cut for it."""
-
-    size: StageSize
-    num_stages: int
-    data_parallel_size: int
-    num_pieces: int
-    """Of the chain: the most virtual stages."""
-
-    def can_hold(self, virtual_stages: int) -> bool:
-        """Return True if every stage can hold so many layer ranges; alone, there is nothing to interleave."""
-        return self.num_stages * virtual_stages <= self.num_pieces and (self.num_stages > 1 or virtual_stages == 1)
-
-
 def list_shapes(request: PlanningRequest) -> Iterator[GridShape]:
     """Yield every tp, cp, pp and dp; raises PlanError where units cannot share tp and dp."""
     graph, names = request.graph, request.graph.unit_names
@@ -119,12 +126,9 @@ def list_shapes(request: PlanningRequest) -> Iterator[GridShape]:
                 yield GridShape(size, num_stages, data, num_pieces)
 
 
-def cut_grid(pieces: Sequence[Piece], shape: GridShape, *, virtual_stages: int, is_even: bool = False) -> Grid:
-    """Cut a chain so that the slowest range is as fast as can be; is_even: then even out the lanes (`even_out_lanes`)."""
-    seconds = [piece.seconds for piece in pieces]
-    cuts = partition_layers(seconds, num_stages=shape.num_stages * virtual_stages)
-    if is_even:
-        cuts = even_out_lanes(seconds, cuts, num_lanes=shape.num_stages)
+def cut_grid(pieces: Sequence[Piece], shape: GridShape, *, virtual_stages: int) -> Grid:
+    """Cut a chain so that the slowest range is as fast as can be."""
+    cuts = partition_layers([piece.seconds for piece in pieces], num_stages=shape.num_stages * virtual_stages)
     return build_grid(pieces, cuts, shape=shape)
 
 
@@ -157,13 +161,12 @@ def build_grid(pieces: Sequence[Piece], cuts: Sequence[Range], *, shape: GridSha
     (tensor, context), data = shape.size, shape.data_parallel_size
     layouts = {unit: UnitLayout(tensor, data, tuple(stages.values()), context) for unit, stages in frozen.items()}
     ranges_of = tuple(tuple(pieces[first:end]) for first, end in cuts)
-    return Grid(num_stages, frozen, layouts, tuple(stage_seconds), len(cuts) // num_stages, ranges_of)
+    return Grid(shape, frozen, layouts, tuple(stage_seconds), ranges_of)
 
 
 def grid_seconds(request: PlanningRequest, grid: Grid, *, spread: LengthSpread | None = None) -> float:
     """Return the expected step: interleaving divides the warm-up by the virtual stages; spread: as for `estimate_seconds`."""
-    data = next(iter(grid.layouts.values())).data_parallel_size
-    count = -(-request.num_microbatches // data)
+    count = -(-request.num_microbatches // grid.shape.data_parallel_size)
     slowest = max(grid.stage_seconds)
     ends = (sum(grid.stage_seconds) - slowest) / grid.virtual_stages
     waits, heaviest = 1.0, 0.0

@@ -164,35 +164,6 @@ def partition_layers(seconds: Sequence[float], *, num_stages: int) -> tuple[Rang
     return _table_of(tuple(map(float, seconds))).partition(num_stages)
 
 
-def even_out_lanes(seconds: Sequence[float], ranges: Sequence[Range], *, num_lanes: int) -> tuple[Range, ...]:
-    """Move layers between neighbouring ranges, which are dealt to lanes in turn, while that makes the busiest lane less busy.
-
-    The smallest slowest range does not give even lanes: where one range holds a heavy layer (the head), its lane is as much
-    busier in every microbatch. Of moves that help equally, the one with the least sum of squares of all ranges. No range becomes
-    empty. O(moves x ranges).
-    """
-    bounds = [0, *(end for _, end in ranges)]
-    total = np.concatenate(([0.0], np.cumsum(seconds)))
-
-    def key(candidate: Sequence[int]) -> tuple[float, float]:
-        of_range = np.diff(total[candidate])
-        lanes = [float(of_range[lane::num_lanes].sum()) for lane in range(num_lanes)]
-        return max(lanes), float((of_range**2).sum())
-
-    best = key(bounds)
-    while True:
-        moved = [
-            [*bounds[:index], bounds[index] + step, *bounds[index + 1 :]]
-            for index in range(1, len(bounds) - 1)
-            for step in (-1, 1)
-            if bounds[index - 1] < bounds[index] + step < bounds[index + 1]
-        ]
-        found = min(((key(each), each) for each in moved), default=(best, bounds))
-        if found[0] >= (best[0] * (1 - 1e-9), best[1]):
-            return tuple(pairwise(bounds))
-        best, bounds = found
-
-
 class _Table:
     """F(., m) for m = 1, 2, ..., computed as far as asked for, so that all numbers of stages share one table."""
 

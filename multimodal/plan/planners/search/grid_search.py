@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate, pairwise, takewhile
+from random import Random
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from multimodal.plan.planners.megatron_balanced import (
     Grid,
     GridShape,
     Piece,
+    build_grid,
     chain_pieces,
     cut_grid,
     grid_fits,
@@ -33,66 +36,105 @@ from multimodal.values.errors import PlanError
 SLACK = 1.1
 """Grids whose estimate, or a bound of it, is above this factor of the best are left out."""
 MOST_PER_KIND = 8
-NUM_EVENED = 3
-"""Interleaved grids that are tried with even lanes, too."""
+MOST_PER_SHAPE = 4
+"""Grids of the same tp, cp, pp and dp: what one of them lacks, such as memory, the others lack, too."""
+NUM_IMPROVED, NUM_MOVES = 6, 150
+"""Interleaved grids whose cuts are improved, and the moves that are looked at for each."""
+MEAN_MOVED = 3
+"""Mean number of neighbouring cuts that move together."""
+SEED = 0
 
 ScoredGrid = tuple[float, Grid]
 
 
-def best_grids(times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread) -> Iterator[list[ScoredGrid]]:
+def best_grids(
+    times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread, *, known_seconds: float = math.inf
+) -> Iterator[list[ScoredGrid]]:
     """Yield the best pipelines of one range per stage, then the best interleaved ones, each the shortest estimate first.
 
     Every number of ranges per stage is looked at: which one waits least depends on how the layers' times fit together
-    (`chain_seconds`). Yields nothing where units cannot share tp and dp.
+    (`chain_seconds`). Then cuts are moved while that makes the estimate shorter. Yields nothing where units cannot share tp and
+    dp. known_seconds: the best estimate so far; what is far above it is not improved.
     """
+    search = _GridSearch(times, memory, spread, known_seconds)
     try:
         shapes = list(list_shapes(times.request))
     except PlanError:
         return
     fixed = times.request.fixed(times.request.graph.backbone.name).virtual_stages
-    pieces = {size: chain_pieces(times, size) for size in dict.fromkeys(shape.size for shape in shapes)}
-    find = partial(_best_of, memory, spread, shapes, pieces)
     if fixed in (None, 1):
-        yield find([1])
+        yield search.look_at(shapes, [1])
     if fixed != 1:
-        yield find([fixed] if fixed else range(2, max(shape.num_pieces for shape in shapes) + 1))
+        yield search.improve(search.look_at(shapes, [fixed] if fixed else range(2, shapes[0].num_pieces + 1)))
 
 
-def _best_of(
-    memory: MemoryEstimate,
-    spread: LengthSpread,
-    shapes: Sequence[GridShape],
-    pieces: dict[StageSize, tuple[Piece, ...]],
-    numbers: Iterable[int],
-) -> list[ScoredGrid]:
-    """Return the best grids with these numbers of ranges per stage; of shapes, those first that even stages make shortest."""
-    request = spread.request
-    found: list[ScoredGrid] = []
-    least = math.inf
+@dataclass
+class _GridSearch:
+    times: PlanningTimes
+    memory: MemoryEstimate
+    spread: LengthSpread
+    known_seconds: float
+    _pieces: dict[StageSize, tuple[Piece, ...]] = field(default_factory=dict)
 
-    def look_at(grid: Grid) -> None:
-        nonlocal least
-        fits = grid_fits if grid.virtual_stages == 1 else chain_fits
-        if _least_seconds(request, grid) <= SLACK * least and fits(memory, grid):
-            found.append((grid_estimate(spread, grid), grid))
-            least = min(least, found[-1][0])
+    @property
+    def request(self) -> PlanningRequest:
+        return self.times.request
 
-    of_even_stages = {shape: _even_seconds(request, shape, pieces[shape.size]) for shape in shapes}
-    for shape in sorted(shapes, key=of_even_stages.__getitem__):
-        if of_even_stages[shape] > SLACK * least:
-            break
-        for number in numbers:
-            if not shape.can_hold(number):
+    def pieces(self, shape: GridShape) -> tuple[Piece, ...]:
+        if shape.size not in self._pieces:
+            self._pieces[shape.size] = chain_pieces(self.times, shape.size)
+        return self._pieces[shape.size]
+
+    def look_at(self, shapes: Sequence[GridShape], numbers: Iterable[int]) -> list[ScoredGrid]:
+        """Return the best grids with these numbers of ranges per stage; of shapes, those first that even stages make shortest."""
+        found: list[ScoredGrid] = []
+        least = math.inf
+        bounds = {shape: _even_seconds(self.request, shape, self.pieces(shape)) for shape in shapes}
+        for shape in sorted(shapes, key=bounds.__getitem__):
+            if bounds[shape] > SLACK * least:
                 break
-            look_at(cut_grid(pieces[shape.size], shape, virtual_stages=number))
-    found.sort(key=lambda each: each[0])
-    for _, grid in found[:NUM_EVENED] if found and found[0][1].virtual_stages > 1 else ():
-        shape = _shape_of(grid, shapes)
-        even = cut_grid(pieces[shape.size], shape, virtual_stages=grid.virtual_stages, is_even=True)
-        if even != grid:
-            look_at(even)
-    found.sort(key=lambda each: each[0])
-    return [each for each in found[:MOST_PER_KIND] if each[0] <= SLACK * least]
+            for number in takewhile(shape.can_hold, numbers):
+                grid = cut_grid(self.pieces(shape), shape, virtual_stages=number)
+                if _least_seconds(self.request, grid) <= SLACK * least and self.fits(grid):
+                    found.append((grid_estimate(self.spread, grid), grid))
+                    least = min(least, found[-1][0])
+        return _several_shapes(each for each in sorted(found, key=lambda each: each[0]) if each[0] <= SLACK * least)
+
+    def improve(self, found: list[ScoredGrid]) -> list[ScoredGrid]:
+        """Improve the cuts of the best grids, and return all in the order of what they are then."""
+        improved = [
+            self.move_cuts(each) if index < NUM_IMPROVED and each[0] <= SLACK * self.known_seconds else each
+            for index, each in enumerate(found)
+        ]
+        return sorted(improved, key=lambda each: each[0])
+
+    def move_cuts(self, scored: ScoredGrid) -> ScoredGrid:
+        """Move neighbouring cuts by one layer, at random but always alike, and keep each move that does not make it longer."""
+        draw, (best, grid) = Random(SEED), scored
+        pieces = self.pieces(grid.shape)
+        cuts = [0, *accumulate(map(len, grid.ranges))]
+        for _ in range(NUM_MOVES if len(cuts) > 2 else 0):
+            first, step = draw.randrange(1, len(cuts) - 1), draw.choice((-1, 1))
+            end = min(len(cuts) - 1, first + 1 + int(draw.expovariate(1 / MEAN_MOVED)))
+            moved = [cut + step * (first <= index < end) for index, cut in enumerate(cuts)]
+            if moved[first] > moved[first - 1] and moved[end] > moved[end - 1]:
+                other = build_grid(pieces, tuple(pairwise(moved)), shape=grid.shape)
+                seconds = grid_estimate(self.spread, other)
+                if seconds <= best and self.fits(other):
+                    best, grid, cuts = seconds, other, moved
+        return best, grid
+
+    def fits(self, grid: Grid) -> bool:
+        return (grid_fits if grid.virtual_stages == 1 else chain_fits)(self.memory, grid)
+
+
+def _several_shapes(found: Iterable[ScoredGrid]) -> list[ScoredGrid]:
+    """Return the first few, not too many of one shape."""
+    kept: list[ScoredGrid] = []
+    for each in found:
+        if len(kept) < MOST_PER_KIND and sum(other.shape == each[1].shape for _, other in kept) < MOST_PER_SHAPE:
+            kept.append(each)
+    return kept
 
 
 def _even_seconds(request: PlanningRequest, shape: GridShape, pieces: Sequence[Piece]) -> float:
@@ -108,15 +150,8 @@ def _least_seconds(request: PlanningRequest, grid: Grid) -> float:
     return max(count * max(grid.stage_seconds), count * grid.stage_seconds[-1] + filling)
 
 
-def _shape_of(grid: Grid, shapes: Sequence[GridShape]) -> GridShape:
-    layout = next(iter(grid.layouts.values()))
-    wanted = layout.stage_size, grid.num_stages, layout.data_parallel_size
-    return next(shape for shape in shapes if shape[:3] == wanted)
-
-
 def _num_microbatches(request: PlanningRequest, grid: Grid) -> int:
-    data = next(iter(grid.layouts.values())).data_parallel_size
-    return -(-request.num_microbatches // data)
+    return -(-request.num_microbatches // grid.shape.data_parallel_size)
 
 
 def grid_estimate(spread: LengthSpread, grid: Grid) -> float:

@@ -81,7 +81,7 @@ def best_layouts(request: PlanningRequest, *, takes_more: Callable[[], bool] = l
         for form in forms:
             if not takes_more() and kinds:
                 return
-            found = [kind for kind in _kinds(form) if kind]
+            found = [kind for kind in _kinds(form, known_seconds=min(best.values(), default=math.inf)) if kind]
             size = form.default_micro_batch_size
             best[size] = min((best.get(size, math.inf), *(kind[0].seconds for kind in found)))
             kinds.extend(found)
@@ -112,7 +112,7 @@ def _best_first(best: Mapping[int, float]) -> list[int]:
     return sorted((size for size in best if math.isfinite(best[size])), key=lambda size: best[size])[:NUM_PROMISING_SIZES]
 
 
-def _kinds(request: PlanningRequest) -> Iterator[list[Layout]]:
+def _kinds(request: PlanningRequest, *, known_seconds: float) -> Iterator[list[Layout]]:
     times, memory, spread = PlanningTimes(request), MemoryEstimate(request), LengthSpread(request)
     fixed = request.fixed(request.graph.backbone.name).virtual_stages
     for virtual_stages in (fixed,) if fixed else VIRTUAL_STAGES:
@@ -121,7 +121,7 @@ def _kinds(request: PlanningRequest) -> Iterator[list[Layout]]:
             scored = list_scored(times, memory, spread, problem) if len(problem.llm) else ()
             yield [Layout(request, candidate, seconds) for candidate, seconds in scored]
     if request.zero_stage != 3:  # its estimate would have to know what replicas share
-        for grids in best_grids(times, memory, spread):
+        for grids in best_grids(times, memory, spread, known_seconds=known_seconds):
             yield [Layout(request, grid, seconds) for seconds, grid in grids]
 
 

@@ -27,7 +27,7 @@ from multimodal.schedule.simulate import Simulation, simulate_schedule
 from multimodal.schedule.simulate_events import Floats
 from multimodal.values.action import Action
 from multimodal.values.assignment import Assignment
-from multimodal.values.plan import Plan, UnitPlan
+from multimodal.values.plan import Plan, Replica, UnitPlan
 from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
 from multimodal.values.step_graph import StepGraph, validate_assignment
 
@@ -115,12 +115,12 @@ def nominal_seconds(
     if max_actions is not None and request.lengths_vary:
         max_actions *= VARIED_FACTOR
     share = choose_share(run, request, max_actions=max_actions, kept_replicas=kept_replicas)
-    plan = keep_replicas(run.plan, share) or run.plan
+    units = _busy_units(kept_plan(run.plan, request, share) or run.plan, request)
     whole = -(-request.global_batch_size // share)
-    part = _num_samples(run, plan, whole, max_actions, filling)
+    part = _num_samples(run, units, whole, max_actions, filling)
     samples = [part] if part == whole else [part, part // 2]
     seconds = sum(
-        SECONDS_PER_SIMULATION + SECONDS_PER_SAMPLE * count + SECONDS_PER_COMPUTATION * _num_actions(run, plan, count)
+        SECONDS_PER_SIMULATION + SECONDS_PER_SAMPLE * count + SECONDS_PER_COMPUTATION * _num_actions(run, units, count)
         for count in samples
     )
     return num_batches * seconds
@@ -152,10 +152,10 @@ def predict_run(
     if max_actions is not None and request.lengths_vary:
         max_actions *= VARIED_FACTOR
     share = choose_share(run, request, max_actions=max_actions, kept_replicas=kept_replicas)
-    plan = keep_replicas(run.plan, share) or run.plan
+    plan = kept_plan(run.plan, request, share) or run.plan
     simulate = partial(_simulate, run, request, plan, is_checked=is_checked)
     parts = [
-        (batch[::share], _num_samples(run, plan, len(batch[::share]), max_actions, filling))
+        (batch[::share], _num_samples(run, _busy_units(plan, request), len(batch[::share]), max_actions, filling))
         for batch in draw_length_batches(
             request.lengths, batch_size=request.global_batch_size, num_batches=num_batches, seed=SEED
         )
@@ -261,21 +261,26 @@ def _measure(lengths: Sequence[SampleLengths], simulate: Callable[[Sequence[Samp
     )
 
 
-def _num_actions(run: PlannedRun, plan: Plan, num_samples: int) -> int:
-    num_stages = sum(unit.num_virtual_stages for unit in plan.units.values())
+def _busy_units(plan: Plan, request: PlanningRequest) -> list[UnitPlan]:
+    """Return the units that compute anything: those that the data asks nothing of only lie beside them."""
+    return [unit for name, unit in plan.units.items() if name not in request.idle_units]
+
+
+def _num_actions(run: PlannedRun, units: Sequence[UnitPlan], num_samples: int) -> int:
+    num_stages = sum(unit.num_virtual_stages for unit in units)
     return 2 * num_stages * -(-num_samples // run.micro_batch_size)
 
 
-def _num_samples(run: PlannedRun, plan: Plan, num_samples: int, max_actions: int | None, filling: float) -> int:
+def _num_samples(run: PlannedRun, units: Sequence[UnitPlan], num_samples: int, max_actions: int | None, filling: float) -> int:
     """Return how many samples to simulate: all, or enough to fill the pipelines in both parts."""
-    if max_actions is None or _num_actions(run, plan, num_samples) <= max_actions:
+    if max_actions is None or _num_actions(run, units, num_samples) <= max_actions:
         return num_samples
     # Both parts give every replica of every unit equally many microbatches.
-    even = 2 * run.micro_batch_size * math.lcm(*(unit.data_parallel_size for unit in plan.units.values()))
-    in_flight = sum(len(unit.replicas[0].stages) * unit.data_parallel_size for unit in plan.units.values())
+    even = 2 * run.micro_batch_size * math.lcm(*(unit.data_parallel_size for unit in units))
+    in_flight = sum(len(unit.replicas[0].stages) * unit.data_parallel_size for unit in units)
     wanted = max(
         math.ceil(filling * run.micro_batch_size * in_flight),
-        int(num_samples * max_actions / _num_actions(run, plan, num_samples)),
+        int(num_samples * max_actions / _num_actions(run, units, num_samples)),
     )
     rounded = -(-wanted // even) * even
     return rounded if rounded < 0.8 * num_samples else num_samples
@@ -284,16 +289,42 @@ def _num_samples(run: PlannedRun, plan: Plan, num_samples: int, max_actions: int
 def choose_share(
     run: PlannedRun, request: PlanningRequest, *, max_actions: int | None, kept_replicas: int = KEPT_REPLICAS
 ) -> int:
-    """Return the smallest common divisor of all data parallel sizes and the batch that brings the computations down enough."""
-    common = math.gcd(request.global_batch_size, *(unit.data_parallel_size for unit in run.plan.units.values()))
-    num_actions = _num_actions(run, run.plan, request.global_batch_size)
+    """Return the smallest common divisor of all data parallel sizes and the batch that brings the computations down enough.
+
+    Units without work do not count.
+    """
+    sizes = [unit.data_parallel_size for unit in _busy_units(run.plan, request)]
+    common = math.gcd(request.global_batch_size, *sizes)
+    num_actions = _num_actions(run, _busy_units(run.plan, request), request.global_batch_size)
     if max_actions is None or common == 1 or num_actions <= max_actions or run.sharding != "optim":
         return 1  # replicas that share weights meet in every layer
-    fewest = min(unit.data_parallel_size for unit in run.plan.units.values())
-    most = max(1, fewest // kept_replicas) if request.lengths_vary else common
+    most = max(1, min(sizes) // kept_replicas) if request.lengths_vary else common
     divisors = (share for share in range(1, min(common, most) + 1) if common % share == 0)
-    shares = [share for share in divisors if keep_replicas(run.plan, share) is not None]
+    shares = [share for share in divisors if kept_plan(run.plan, request, share) is not None]
     return next((share for share in shares if num_actions / share <= max_actions), shares[-1])
+
+
+def kept_plan(plan: Plan, request: PlanningRequest, share: int) -> Plan | None:
+    """Keep one of every `share` replicas of each unit that has work (`keep_replicas`); the others move onto ranks of the LLM.
+
+    None where the replicas of the units overlap in part, or where the LLM's stages are too few or too small for another unit's.
+    """
+    alone = [name for name in request.idle_units if plan.units[name].data_parallel_size == 1]
+    if share == 1 or not alone:
+        return keep_replicas(plan, share)
+    kept = keep_replicas(Plan({name: unit for name, unit in plan.units.items() if name not in alone}), share)
+    if kept is None:
+        return None
+    units = dict(kept.units)
+    places = [stage.ranks for replica in units[request.graph.backbone.name].replicas for stage in replica.stages]
+    for name in alone:
+        unit = plan.units[name]
+        stages = unit.replicas[0].stages
+        if len(places) < len(stages) or len(places[0]) < len(stages[0].ranks):
+            return None
+        moved = (replace(stage, ranks=ranks[: len(stage.ranks)]) for stage, ranks in zip(stages, places, strict=False))
+        units[name] = replace(unit, replicas=(Replica(tuple(moved)),))
+    return Plan({name: units[name] for name in plan.units})
 
 
 def keep_replicas(plan: Plan, share: int) -> Plan | None:

@@ -1,12 +1,10 @@
 import itertools
-import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multimodal.plan.planners.estimate.unit_layout import (
-    even_out_lanes,
     partition_layers,
     partition_unit,
     range_seconds,
@@ -51,25 +49,3 @@ def test_ends_of_a_unit_stay_with_a_transformer_layer():
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(PlanError, match=r"unit 'llm': 8 transformer layers cannot be cut into 9 stages"):
         partition_unit(LLM, [1.0] * 10, num_stages=9)
-
-
-def test_even_lanes_are_never_busier_and_cover_all_layers():
-    draw = random.Random(1)
-    for _ in range(60):
-        num_lanes, chunks = draw.randint(2, 4), draw.randint(2, 4)
-        seconds = [draw.choice((1.0, 1.0, 1.0, 3.0)) for _ in range(draw.randint(num_lanes * chunks, 40))]
-        cuts = partition_layers(seconds, num_stages=num_lanes * chunks)
-        evened = even_out_lanes(seconds, cuts, num_lanes=num_lanes)
-        assert evened[0][0] == 0 and evened[-1][1] == len(seconds)
-        assert all(first < end for first, end in evened) and all(one[1] == two[0] for one, two in itertools.pairwise(evened))
-        assert busiest(seconds, evened, num_lanes) <= busiest(seconds, cuts, num_lanes)
-
-
-def test_a_heavy_head_makes_its_lanes_other_ranges_shorter():
-    seconds = [1.0] * 8 + [3.0]
-    cuts = partition_layers(seconds, num_stages=6)
-    assert (busiest(seconds, cuts, 3), busiest(seconds, even_out_lanes(seconds, cuts, num_lanes=3), 3)) == (5.0, 4.0)
-
-
-def busiest(seconds, ranges, num_lanes):
-    return max(sum(sum(seconds[first:end]) for first, end in ranges[lane::num_lanes]) for lane in range(num_lanes))

@@ -1,0 +1,61 @@
+"""Chains over one grid: every number of ranges is looked at, cuts are improved, and memory is that of the order."""
+
+from dataclasses import replace
+
+import pytest
+
+from multimodal.plan.planners.estimate.layer_times import PlanningTimes
+from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.step_estimate import LengthSpread
+from multimodal.plan.planners.megatron_balanced import GridShape, chain_pieces, cut_grid, grid_run
+from multimodal.plan.planners.planning_request import FixedSizes, StageSize
+from multimodal.plan.planners.search.grid_search import best_grids, chain_fits, grid_estimate
+from multimodal.plan.planners.search.prediction import predict_run
+from tests.unit.plan.planners.planning_cases import TEXT_ONLY, TWO, request, with_memory
+
+
+def found_for(asked):
+    return list(best_grids(PlanningTimes(asked), MemoryEstimate(asked), LengthSpread(asked)))
+
+
+def test_plain_pipelines_come_first_then_interleaved_ones_the_shortest_estimate_first():
+    plain, interleaved = found_for(request(TWO, global_batch_size=32))
+    assert {grid.virtual_stages for _, grid in plain} == {1}
+    assert all(grid.virtual_stages > 1 for _, grid in interleaved)
+    for kind in (plain, interleaved):
+        seconds = [each for each, _ in kind]
+        assert seconds == sorted(seconds)
+        assert all(grid.num_gpus <= 8 for _, grid in kind)
+
+
+def test_a_fixed_number_of_ranges_is_kept():
+    asked = replace(request(TWO, global_batch_size=32), fixed_sizes={"llm": FixedSizes(pipeline_parallel_size=2, virtual_stages=3)})
+    (interleaved,) = found_for(asked)
+    assert {(grid.num_stages, grid.virtual_stages) for _, grid in interleaved} == {(2, 3)}
+
+
+def test_moved_cuts_cover_all_layers_and_are_never_estimated_longer():
+    asked = request(TWO, global_batch_size=32)
+    times, spread = PlanningTimes(asked), LengthSpread(asked)
+    for seconds, grid in found_for(asked)[1]:
+        pieces = chain_pieces(times, grid.shape.size)
+        assert tuple(piece for pieces in grid.ranges for piece in pieces) == pieces
+        cut = cut_grid(pieces, grid.shape, virtual_stages=grid.virtual_stages)
+        assert seconds == grid_estimate(spread, grid) <= grid_estimate(spread, cut)
+
+
+@pytest.mark.parametrize("virtual_stages", [2, 4])
+def test_the_estimate_is_that_of_a_simulation(virtual_stages):
+    asked = request(TEXT_ONLY, num_gpus=4, global_batch_size=16)
+    pieces = chain_pieces(PlanningTimes(asked), StageSize(1))
+    grid = cut_grid(pieces, GridShape(StageSize(1), 2, 2, len(pieces)), virtual_stages=virtual_stages)
+    seconds = grid_estimate(LengthSpread(asked), grid)
+    found = predict_run(grid_run(asked, grid, seconds=seconds), asked)
+    assert seconds == pytest.approx(found.iteration_seconds - found.update_seconds, rel=0.1)
+
+
+def test_a_chain_that_keeps_more_than_there_is_does_not_fit():
+    asked = request(TWO, global_batch_size=32)
+    _, grid = found_for(asked)[1][0]
+    assert chain_fits(MemoryEstimate(asked), grid)
+    assert not chain_fits(MemoryEstimate(with_memory(asked, 1e-3)), grid)
