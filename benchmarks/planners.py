@@ -9,8 +9,11 @@ recomputation; what is missing is listed by kind.
 `--twice` lets `braid` plan every case again: the plans must be equal. `--regret 10` compares its plans with those of a search
 with ten times the budget: the step over the longer search's; meant are at most 1.03. `--only-braid` leaves the others out.
 
-Run `python benchmarks/planners.py [--json] [--lengths-folder DIR] [--num-gpus N] [--time-budget S] [--only PART_OF_A_NAME]
-[--only-braid] [--twice] [--regret FACTOR]`.
+A case takes a minute or, with all planners, several. `--only` picks some; `--resume FILE` adds each case to a file as soon as it
+is measured and shows those that are there already, so that a long run can be ended and taken up again.
+
+Run `python benchmarks/planners.py [--json] [--lengths-folder DIR] [--num-gpus N] [--time-budget S] [--only PART_OF_A_NAME,...]
+[--only-braid] [--twice] [--regret FACTOR] [--resume FILE]`.
 """
 
 import argparse
@@ -22,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rich.console import Console
 from rich.table import Table
@@ -37,7 +40,7 @@ from multimodal.values.errors import BraidError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 TOKENS_PER_GPU, LEAST_SAMPLES, MOST_SAMPLES = 32_768, 16, 512
 """Of a global batch: 2 million tokens on 64 GPUs, as a language model's. With 16 short samples each, GPUs exchange gradients for
 longer than they compute."""
@@ -115,6 +118,22 @@ def measure(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def measure_all(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Measure the cases that are asked for, except those that the file to resume from holds."""
+    wanted = arguments.only.split(",")
+    results: dict[str, dict[str, Any]] = {}
+    if arguments.resume and arguments.resume.exists():
+        known = (json.loads(line) for line in arguments.resume.read_text().splitlines())
+        results = {name: found for name, found in known if any(part in name for part in wanted)}
+    for case in cases(arguments):
+        if case.name not in results and any(part in case.name for part in wanted):
+            results[case.name] = measure(case, arguments)
+            if arguments.resume:
+                with arguments.resume.open("a") as file:
+                    print(json.dumps([case.name, results[case.name]]), file=file)
+    return results
+
+
 def describe_plan(name: str, request: PlanningRequest) -> dict[str, Any]:
     """Let one planner plan."""
     try:
@@ -163,12 +182,15 @@ def main() -> None:
     parser.add_argument("--num-gpus", type=int, default=64, help="for the lengths files (64)")
     parser.add_argument("--samples-per-gpu", type=int, help="of a global batch of the lengths files (by their tokens)")
     parser.add_argument("--time-budget", type=float, default=30.0, help="seconds for braid and each case (30)")
-    parser.add_argument("--only", default="", help="leave out cases whose name lacks this text")
+    parser.add_argument("--only", default="", help="leave out cases whose name has none of these texts, with commas between")
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE", help="add every measured case to this file, and none that it holds"
+    )
     parser.add_argument("--only-braid", action="store_true", help="leave the other planners out")
     parser.add_argument("--twice", action="store_true", help="let braid plan again, and compare the plans")
     parser.add_argument("--regret", type=float, metavar="FACTOR", help="compare with a search of so many times the budget")
     arguments = parser.parse_args()
-    results = {case.name: measure(case, arguments) for case in cases(arguments) if arguments.only in case.name}
+    results = measure_all(arguments)
     planned = [found for found in results.values() if "error" not in found["braid"]]
     is_repeatable = all(found["braid"].get("is_equal_twice", True) for found in planned)
     is_best = len(planned) == len(results) and all(

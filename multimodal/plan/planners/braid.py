@@ -46,6 +46,8 @@ LEAST_VARIANTS = 0.15
 """Share of the time budget for variants, whatever other planners' plans took."""
 NUM_RANKED = 12
 """Layouts that are simulated more closely."""
+NUM_OVERLAPPED = 16
+"""Layouts that are tried with hidden tensor parallel collectives, which some have more of than others."""
 NUM_FINALISTS = 4
 NUM_CLOSER = 2
 """Variants of one kind of a run that are simulated more closely."""
@@ -117,6 +119,9 @@ class PlanSearch:
             self._look_at_layouts(self.request.changed(memory_scale=scale * self.request.memory_scale))
             if self.best(1):
                 break
+        for each in self.trials.fitting(QUICK)[:NUM_OVERLAPPED]:
+            for variant in overlapped(each.run, self.request):
+                self._glance(variant)
         for each in self.trials.fitting(QUICK)[:NUM_RANKED]:
             if self.trials.fitting(RANKING) and self.trials.budget.left(RANKED_UNTIL) < 0:
                 return
@@ -318,11 +323,11 @@ class PlanSearch:
         return is_behind and len(self.judged) < MOST_JUDGED
 
     def _judge_next(self) -> bool:
-        """Judge the best of the search that has not been; False where none is left."""
-        waiting = (each.run for each in self.best(len(self.trials.found)) if each.run.key not in self.judged)
-        run = next(waiting, None)
-        if run is None:
+        """Judge the best of the search that has not been; False where none is left that may be better than the best judged."""
+        waiting = (each for each in self.best(len(self.trials.found)) if each.run.key not in self.judged)
+        found = next(waiting, None)
+        if found is None or found.prediction.iteration_seconds > CLOSE * self.trials.least_seconds(FINAL):
             return False
-        self.judged.add(run.key)
-        self.trials.try_run(run, FINAL)
+        self.judged.add(found.run.key)
+        self.trials.try_run(found.run, FINAL)
         return True

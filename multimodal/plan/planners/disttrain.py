@@ -24,7 +24,7 @@ BALANCE = "disttrain"
 """DistTrain reorders samples over replicas, and microbatches in a pipeline."""
 TOLERANCE = 0.003
 """Steps that differ by less than this share are taken to be equal: no formula is closer to a simulation."""
-NUM_REFINED, LEAST_GAIN = 3, 0.01
+NUM_REFINED, LEAST_GAIN = 3, 0.003
 """Allocations whose encoders and generators are looked at once more, and the share of the step that must be gained by it."""
 
 

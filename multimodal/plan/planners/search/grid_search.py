@@ -38,9 +38,9 @@ SLACK = 1.1
 MOST_PER_KIND = 8
 MOST_PER_SHAPE = 4
 """Grids of the same tp, cp, pp and dp: what one of them lacks, such as memory, the others lack, too."""
-NUM_IMPROVED, NUM_MOVES = 6, 150
+NUM_IMPROVED, NUM_MOVES = 6, 600
 """Interleaved grids whose cuts are improved, and the moves that are looked at for each."""
-MEAN_MOVED = 3
+MEAN_MOVED = 4
 """Mean number of neighbouring cuts that move together."""
 SEED = 0
 
@@ -111,17 +111,18 @@ class _GridSearch:
     def move_cuts(self, scored: ScoredGrid) -> ScoredGrid:
         """Move neighbouring cuts by one layer, at random but always alike, and keep each move that does not make it longer."""
         draw, (best, grid) = Random(SEED), scored
-        pieces = self.pieces(grid.shape)
+        pieces, shape = self.pieces(grid.shape), grid.shape
         cuts = [0, *accumulate(map(len, grid.ranges))]
         for _ in range(NUM_MOVES if len(cuts) > 2 else 0):
             first, step = draw.randrange(1, len(cuts) - 1), draw.choice((-1, 1))
             end = min(len(cuts) - 1, first + 1 + int(draw.expovariate(1 / MEAN_MOVED)))
             moved = [cut + step * (first <= index < end) for index, cut in enumerate(cuts)]
-            if moved[first] > moved[first - 1] and moved[end] > moved[end - 1]:
-                other = build_grid(pieces, tuple(pairwise(moved)), shape=grid.shape)
-                seconds = grid_estimate(self.spread, other)
-                if seconds <= best and self.fits(other):
-                    best, grid, cuts = seconds, other, moved
+            if moved[first] == moved[first - 1] or moved[end] == moved[end - 1]:
+                continue
+            other = build_grid(pieces, tuple(pairwise(moved)), shape=shape)
+            seconds = grid_estimate(self.spread, other)
+            if seconds <= best and self.fits(other):
+                best, grid, cuts = seconds, other, moved
         return best, grid
 
     def fits(self, grid: Grid) -> bool:

@@ -19,7 +19,8 @@ NUM_RANKED = 3
 SECONDS_PER_PLANNED_GPU = 0.0005
 """Nominal seconds of planning once, over the number of GPUs."""
 FAR, PROMISING = 1.4, 1.2
-"""Plans that seem this many times as long as a known run are not tried with other balancers, and not simulated more closely."""
+"""Plans that seem this many times as long as a known run are not tried with other balancers; of these, only the best one is
+simulated more closely: a glance may be that far off."""
 
 
 class HopelessError(BraidError):
@@ -62,7 +63,7 @@ def tune(planner: Planner, trials: Trials, *, below: float = float("inf")) -> li
         others = (trials.try_run(run, QUICK) for run in other_balances(best.run, trials.request))
         found[0] = list(filter(None, others))
     ordered = sorted((each for runs in found.values() for each in runs), key=lambda each: each.key)
-    promising = [each for each in ordered[:NUM_RANKED] if each.prediction.iteration_seconds <= PROMISING * below]
+    promising = [each for each in ordered[:NUM_RANKED] if each.prediction.iteration_seconds <= PROMISING * below] or ordered[:1]
     closer = filter(None, (trials.try_run(each.run, RANKING) for each in promising))
     return sorted(closer, key=lambda each: each.key)
 

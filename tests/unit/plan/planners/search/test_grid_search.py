@@ -1,7 +1,5 @@
 """Chains over one grid: every number of ranges is looked at, cuts are improved, and memory is that of the order."""
 
-from dataclasses import replace
-
 import pytest
 
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
@@ -29,7 +27,7 @@ def test_plain_pipelines_come_first_then_interleaved_ones_the_shortest_estimate_
 
 
 def test_a_fixed_number_of_ranges_is_kept():
-    asked = replace(request(TWO, global_batch_size=32), fixed_sizes={"llm": FixedSizes(pipeline_parallel_size=2, virtual_stages=3)})
+    asked = request(TWO, global_batch_size=32, fixed_sizes={"llm": FixedSizes(pipeline_parallel_size=2, virtual_stages=3)})
     (interleaved,) = found_for(asked)
     assert {(grid.num_stages, grid.virtual_stages) for _, grid in interleaved} == {(2, 3)}
 
