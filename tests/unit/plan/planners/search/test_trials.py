@@ -5,14 +5,20 @@ from dataclasses import replace
 import pytest
 
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.estimate.step_estimate import exposed_reduction_seconds, reduction_seconds
+from multimodal.plan.planners.estimate.candidate import Candidate
+from multimodal.plan.planners.estimate.layer_times import PlanningTimes
+from multimodal.plan.planners.estimate.step_estimate import (
+    estimate_seconds,
+    exposed_reduction_seconds,
+    reduction_seconds,
+)
 from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.search import trials
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.plan.planners.search.run_variants import other_passes, other_sizes
 from multimodal.plan.planners.search.trials import FINAL, QUICK, RANKING, SearchBudget, Trials
-from tests.unit.plan.planners.planning_cases import LLM, TWO, frozen, request, with_memory
+from tests.unit.plan.planners.planning_cases import LLM, TWO, VISION, frozen, request, with_memory
 
 
 def test_a_run_is_simulated_once_and_counted(monkeypatch):
@@ -56,6 +62,18 @@ def test_reductions_hide_behind_the_last_backward():
     exposed = [exposed_reduction_seconds(asked, "llm", layout, stage_seconds=each * whole) for each in (0.0, 0.6, 60.0)]
     assert exposed[0] == pytest.approx(whole) and exposed == sorted(exposed, reverse=True)
     assert exposed[2] == pytest.approx(whole / 5), "the first of five layers"
+
+
+def test_gradients_are_reduced_between_the_ranks_that_hold_them():
+    asked, layout = request(TWO), even_layout(LLM, 1, 2, 1)
+    inside, across = (reduction_seconds(asked, "llm", layout, first_rank=rank) for rank in (4, 3))
+    assert inside == reduction_seconds(asked, "llm", layout) < across, "ranks 3 and 4 are on two nodes of 4"
+    first = Candidate({"vision": even_layout(VISION, 1, 3, 1), "llm": layout})
+    times = PlanningTimes(asked)
+    assert first.first_ranks == {"vision": 0, "llm": 3}
+    alone = replace(first, layouts={"llm": layout, "vision": even_layout(VISION, 1, 3, 1)})
+    assert alone.first_ranks == {"llm": 0, "vision": 2}
+    assert estimate_seconds(times, first) > estimate_seconds(times, alone)
 
 
 def test_frozen_layers_have_no_trained_weights():
