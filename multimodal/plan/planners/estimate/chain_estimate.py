@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -42,14 +41,34 @@ def chain_seconds(ranges: Sequence[ChainRange], *, num_lanes: int, num_microbatc
     return short + (long - short) * (num_microbatches - SHORT * num_lanes) / ((LONG - SHORT) * num_lanes)
 
 
-@lru_cache(maxsize=256)
+def num_nodes(*, num_ranges: int, num_lanes: int, num_microbatches: int) -> int:
+    """Return about how many computations `chain_seconds` runs."""
+    short_steps = (SHORT + LONG) * num_lanes
+    return 2 * num_ranges * (num_microbatches if num_microbatches <= LONG * num_lanes else short_steps)
+
+
 def chunks_in_flight(lane: int, *, num_lanes: int, chunks: int, num_microbatches: int) -> NDArray[np.int64]:
     """Return how many microbatches of each of its chunks a lane keeps after each of its steps, [num_steps, chunks]."""
-    order = interleaved_order(lane, num_stages=num_lanes, chunks=chunks, num_microbatches=min(num_microbatches, LONG * num_lanes))
+    order = _order_of_lane(lane, num_lanes, chunks, min(num_microbatches, LONG * num_lanes))
     changes = np.zeros((len(order), chunks), np.int64)
-    for position, step in enumerate(order):
-        changes[position, step.chunk] = 1 if step.kind is ActionKind.FORWARD else -1
+    changes[np.arange(len(order)), order[:, 1]] = 1 - 2 * order[:, 0]
     return changes.cumsum(axis=0)
+
+
+@lru_cache(maxsize=256)
+def _order_of_lane(lane: int, num_lanes: int, chunks: int, num_microbatches: int) -> NDArray[np.int64]:
+    """Return `interleaved_order` as numbers, [num_steps, 3]: 1 for a backward, the chunk, the microbatch."""
+    if num_microbatches % num_lanes:
+        order = interleaved_order(lane, num_stages=num_lanes, chunks=chunks, num_microbatches=num_microbatches)
+        return np.array([(step.kind is ActionKind.BACKWARD, step.chunk, step.microbatch) for step in order], np.int64)
+    group, rest = np.divmod(np.arange(chunks * num_microbatches), num_lanes * chunks)
+    chunk, microbatch = rest // num_lanes, group * num_lanes + rest % num_lanes
+    forwards = np.stack((np.zeros_like(chunk), chunk, microbatch), axis=1)
+    backwards = np.stack((np.ones_like(chunk), chunks - 1 - chunk, microbatch), axis=1)
+    num_warmup = min(2 * (num_lanes - lane - 1) + (chunks - 1) * num_lanes, len(chunk))
+    num_steady = len(chunk) - num_warmup
+    steady = np.stack((forwards[num_warmup:], backwards[:num_steady]), axis=1).reshape(-1, 3)
+    return np.concatenate((forwards[:num_warmup], steady, backwards[num_steady:]))
 
 
 def _run(ranges: Sequence[ChainRange], num_lanes: int, num_microbatches: int) -> float:
@@ -59,7 +78,7 @@ def _run(ranges: Sequence[ChainRange], num_lanes: int, num_microbatches: int) ->
     return float(simulate_events(replace(arrays, seconds=seconds)).end_seconds.max())
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)
 def _arrays(num_lanes: int, chunks: int, num_microbatches: int) -> EventArrays:
     """Number the forwards of all ranges, their backwards, then the gatherings and the reductions; without their seconds."""
     num_ranges = num_lanes * chunks
@@ -74,7 +93,7 @@ def _arrays(num_lanes: int, chunks: int, num_microbatches: int) -> EventArrays:
     needs[2 * count + num_ranges :, 0] = count + first + num_microbatches - 1
     lanes = [_lane(lane, num_lanes, chunks, num_microbatches) for lane in range(num_lanes)]
     num_nodes, is_needed = len(needs), needs >= 0
-    entries = np.array(list(chain.from_iterable(lanes)))
+    entries = np.concatenate(lanes)
     none, kinds = np.zeros(num_nodes), np.full(num_nodes, NodeKind.COMPUTE, np.uint8)
     kinds[2 * count :] = NodeKind.COLLECTIVE
     return EventArrays(
@@ -93,15 +112,14 @@ def _arrays(num_lanes: int, chunks: int, num_microbatches: int) -> EventArrays:
     )
 
 
-def _lane(lane: int, num_lanes: int, chunks: int, num_microbatches: int) -> list[int]:
+def _lane(lane: int, num_lanes: int, chunks: int, num_microbatches: int) -> NDArray[np.int64]:
     """List the nodes of a lane: it gathers, runs Megatron's order, and reduces each range after its last backward."""
     num_ranges = num_lanes * chunks
     count = num_ranges * num_microbatches
-    nodes = [2 * count + chunk * num_lanes + lane for chunk in range(chunks)]
-    for step in interleaved_order(lane, num_stages=num_lanes, chunks=chunks, num_microbatches=num_microbatches):
-        held = step.chunk * num_lanes + lane
-        is_backward = step.kind is ActionKind.BACKWARD
-        nodes.append(is_backward * count + held * num_microbatches + step.microbatch)
-        if is_backward and step.microbatch == num_microbatches - 1:
-            nodes.append(2 * count + num_ranges + held)
-    return nodes
+    order = _order_of_lane(lane, num_lanes, chunks, num_microbatches)
+    is_backward, held, microbatch = order[:, 0], order[:, 1] * num_lanes + lane, order[:, 2]
+    nodes = is_backward * count + held * num_microbatches + microbatch
+    last = np.flatnonzero(is_backward & (microbatch == num_microbatches - 1))
+    nodes = np.insert(nodes, last + 1, 2 * count + num_ranges + held[last])
+    gatherings: NDArray[np.int64] = 2 * count + np.arange(chunks) * num_lanes + lane
+    return np.concatenate((gatherings, nodes))

@@ -10,7 +10,7 @@ from random import Random
 import numpy as np
 
 from multimodal.cost.step_memory import GRADIENT_BYTES
-from multimodal.plan.planners.estimate.chain_estimate import ChainRange, chain_seconds, chunks_in_flight
+from multimodal.plan.planners.estimate.chain_estimate import ChainRange, chain_seconds, chunks_in_flight, num_nodes
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.estimate.step_estimate import (
@@ -35,11 +35,13 @@ from multimodal.values.errors import PlanError
 
 SLACK = 1.1
 """Grids whose estimate, or a bound of it, is above this factor of the best are left out."""
-MOST_PER_KIND = 8
+MOST_ESTIMATED, MOST_PER_KIND = 100, 8
 MOST_PER_SHAPE = 4
 """Grids of the same tp, cp, pp and dp: what one of them lacks, such as memory, the others lack, too."""
-NUM_IMPROVED, NUM_MOVES = 6, 600
-"""Interleaved grids whose cuts are improved, and the moves that are looked at for each."""
+NUM_IMPROVED, NUM_MOVES, MOST_NODES = 4, 600, 1_000_000
+"""Interleaved grids whose cuts are improved, and for each the moves that are looked at, and the computations in all of these."""
+BOUND_SLACK = 1.04
+"""Grids whose lower bound is above this factor of the best estimate are not estimated."""
 MEAN_MOVED = 4
 """Mean number of neighbouring cuts that move together."""
 SEED = 0
@@ -86,19 +88,26 @@ class _GridSearch:
         return self._pieces[shape.size]
 
     def look_at(self, shapes: Sequence[GridShape], numbers: Iterable[int]) -> list[ScoredGrid]:
-        """Return the best grids with these numbers of ranges per stage; of shapes, those first that even stages make shortest."""
+        """Return the best grids with these numbers of ranges per stage, looking first at those that even ranges make shortest."""
         found: list[ScoredGrid] = []
         least = math.inf
-        bounds = {shape: _even_seconds(self.request, shape, self.pieces(shape)) for shape in shapes}
-        for shape in sorted(shapes, key=bounds.__getitem__):
-            if bounds[shape] > SLACK * least:
+        forms = [
+            (self.even_seconds(shape, number), shape, number) for shape in shapes for number in takewhile(shape.can_hold, numbers)
+        ]
+        for bound, shape, number in sorted(forms):
+            if bound > BOUND_SLACK * least or len(found) == MOST_ESTIMATED:
                 break
-            for number in takewhile(shape.can_hold, numbers):
-                grid = cut_grid(self.pieces(shape), shape, virtual_stages=number)
-                if _least_seconds(self.request, grid) <= SLACK * least and self.fits(grid):
-                    found.append((grid_estimate(self.spread, grid), grid))
-                    least = min(least, found[-1][0])
+            grid = cut_grid(self.pieces(shape), shape, virtual_stages=number)
+            if _least_seconds(self.request, grid) <= BOUND_SLACK * least and self.fits(grid):
+                found.append((grid_estimate(self.spread, grid), grid))
+                least = min(least, found[-1][0])
         return _several_shapes(each for each in sorted(found, key=lambda each: each[0]) if each[0] <= SLACK * least)
+
+    def even_seconds(self, shape: GridShape, virtual_stages: int) -> float:
+        """Return the seconds of perfectly even ranges, with the pipeline's filling and draining."""
+        work = sum(piece.seconds for piece in self.pieces(shape)) / shape.num_stages
+        count = -(-self.request.num_microbatches // shape.data_parallel_size)
+        return (count + (shape.num_stages - 1) / virtual_stages) * work
 
     def improve(self, found: list[ScoredGrid]) -> list[ScoredGrid]:
         """Improve the cuts of the best grids, and return all in the order of what they are then."""
@@ -113,7 +122,9 @@ class _GridSearch:
         draw, (best, grid) = Random(SEED), scored
         pieces, shape = self.pieces(grid.shape), grid.shape
         cuts = [0, *accumulate(map(len, grid.ranges))]
-        for _ in range(NUM_MOVES if len(cuts) > 2 else 0):
+        count = _num_microbatches(self.request, grid)
+        nodes = num_nodes(num_ranges=len(grid.ranges), num_lanes=shape.num_stages, num_microbatches=count)
+        for _ in range(min(NUM_MOVES, MOST_NODES // nodes) if len(cuts) > 2 else 0):
             first, step = draw.randrange(1, len(cuts) - 1), draw.choice((-1, 1))
             end = min(len(cuts) - 1, first + 1 + int(draw.expovariate(1 / MEAN_MOVED)))
             moved = [cut + step * (first <= index < end) for index, cut in enumerate(cuts)]
@@ -136,12 +147,6 @@ def _several_shapes(found: Iterable[ScoredGrid]) -> list[ScoredGrid]:
         if len(kept) < MOST_PER_KIND and sum(other.shape == each[1].shape for _, other in kept) < MOST_PER_SHAPE:
             kept.append(each)
     return kept
-
-
-def _even_seconds(request: PlanningRequest, shape: GridShape, pieces: Sequence[Piece]) -> float:
-    """Return the seconds of perfectly even stages that never wait."""
-    count = -(-request.num_microbatches // shape.data_parallel_size)
-    return count * sum(piece.seconds for piece in pieces) / shape.num_stages
 
 
 def _least_seconds(request: PlanningRequest, grid: Grid) -> float:
