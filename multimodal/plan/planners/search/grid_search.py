@@ -38,7 +38,7 @@ SLACK = 1.1
 MOST_ESTIMATED, MOST_PER_KIND = 100, 8
 MOST_PER_SHAPE = 4
 """Grids of the same tp, cp, pp and dp: what one of them lacks, such as memory, the others lack, too."""
-NUM_IMPROVED, NUM_MOVES, MOST_NODES = 4, 600, 1_000_000
+NUM_IMPROVED, NUM_MOVES, MOST_NODES = 8, 600, 600_000
 """Interleaved grids whose cuts are improved, and for each the moves that are looked at, and the computations in all of these."""
 BOUND_SLACK = 1.04
 """Grids whose lower bound is above this factor of the best estimate are not estimated."""
