@@ -38,8 +38,8 @@ SLACK = 1.1
 MOST_ESTIMATED, MOST_PER_KIND = 100, 8
 MOST_PER_SHAPE = 4
 """Grids of the same tp, cp, pp and dp: what one of them lacks, such as memory, the others lack, too."""
-NUM_IMPROVED, NUM_MOVES, MOST_NODES = 8, 600, 600_000
-"""Interleaved grids whose cuts are improved, and for each the moves that are looked at, and the computations in all of these."""
+NUM_MOVES, MOST_NODES = 600, 600_000
+"""Moves of the cuts of an interleaved grid that are looked at, and the computations in all of these."""
 BOUND_SLACK = 1.04
 """Grids whose lower bound is above this factor of the best estimate are not estimated."""
 MEAN_MOVED = 4
@@ -67,7 +67,8 @@ def best_grids(
     if fixed in (None, 1):
         yield search.look_at(shapes, [1])
     if fixed != 1:
-        yield search.improve(search.look_at(shapes, [fixed] if fixed else range(2, shapes[0].num_pieces + 1)))
+        most = max((shape.num_pieces for shape in shapes), default=0)
+        yield search.improve(search.look_at(shapes, [fixed] if fixed else range(2, most + 1)))
 
 
 @dataclass
@@ -111,10 +112,7 @@ class _GridSearch:
 
     def improve(self, found: list[ScoredGrid]) -> list[ScoredGrid]:
         """Improve the cuts of the best grids, and return all in the order of what they are then."""
-        improved = [
-            self.move_cuts(each) if index < NUM_IMPROVED and each[0] <= SLACK * self.known_seconds else each
-            for index, each in enumerate(found)
-        ]
+        improved = (self.move_cuts(each) if each[0] <= SLACK * self.known_seconds else each for each in found)
         return sorted(improved, key=lambda each: each[0])
 
     def move_cuts(self, scored: ScoredGrid) -> ScoredGrid:

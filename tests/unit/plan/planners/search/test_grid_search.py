@@ -32,6 +32,10 @@ def test_a_fixed_number_of_ranges_is_kept():
     assert {(grid.num_stages, grid.virtual_stages) for _, grid in interleaved} == {(2, 3)}
 
 
+def test_sizes_that_no_grid_can_have_leave_none():
+    assert found_for(request(TWO, fixed_sizes={"llm": FixedSizes(pipeline_parallel_size=9)})) == [[], []]
+
+
 def test_moved_cuts_cover_all_layers_and_are_never_estimated_longer():
     asked = request(TWO, global_batch_size=32)
     times, spread = PlanningTimes(asked), LengthSpread(asked)
