@@ -1,5 +1,6 @@
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from itertools import groupby
 from unittest.mock import patch
 
 import pytest
@@ -215,7 +216,7 @@ def is_valid(step: StepGraph, lanes: Sequence[Lane], *, lowered: bool) -> bool:
         ]
         if later:
             return False
-    return _match(step, lanes) and _finish(step, lanes, lowered=lowered)
+    return _match(step, lanes) and _finish(step, lanes, lowered=lowered) and _meet(lanes)
 
 
 def _match(step: StepGraph, lanes: Sequence[Lane]) -> bool:
@@ -230,6 +231,31 @@ def _match(step: StepGraph, lanes: Sequence[Lane]) -> bool:
                 else:
                     received.setdefault((other, lane), []).append((action.peer, action.place, action.covers))
     return sent == received
+
+
+def _meet(lanes: Sequence[Lane]) -> bool:
+    """True if the lanes come to their ends doing one thing at a time, a message once all of its ends are there."""
+    rows = [[what for what, _ in groupby(map(_together, lane.actions))] for lane in lanes]
+    if any(len(set(row)) < len(row) for row in rows):
+        return False  # the ends of a message on one lane, with other work between them
+    while any(rows):
+        heads = {row[0] for row in rows if row}
+        ready = {head for head in heads if all(row[0] == head for row in rows if head in row)}
+        if not ready:
+            return False
+        rows = [row[1:] if row and row[0] in ready else row for row in rows]
+    return True
+
+
+def _together(action: Action) -> Hashable:
+    """What the actions have in common that take place at one moment."""
+    resource = ACTION_TABLE[action.kind].resource
+    if resource is Resource.COLLECTIVE:
+        return action.kind, action.unit, action.stage, action.covers
+    if resource is Resource.COMPUTE:
+        return action
+    ends = (action.place, action.peer) if resource is Resource.SEND else (action.peer, action.place)
+    return action.kind.value[-1], ends, action.covers
 
 
 def _finish(step: StepGraph, lanes: Sequence[Lane], *, lowered: bool) -> bool:
