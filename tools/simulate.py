@@ -217,7 +217,9 @@ def global_batches(flags: argparse.Namespace, graph: ModelGraph, plan: Plan) -> 
 def simulate_step(costed: CostedStep, *, builder: str, passes: Sequence[Pass]) -> Simulation:
     """Build the schedule, rewrite, lower, validate and simulate it; raises ScheduleError."""
     check_virtual_stages(builder, costed.step.graph, costed.step.plan)
-    return simulate_schedule(build_schedule(BUILDERS[builder].with_costs(costed.costs), costed.step, passes=passes), costed.costs)
+    costs = costed.costs
+    schedule = build_schedule(BUILDERS[builder].with_costs(costs), costed.step, passes=passes, costs=costs)
+    return simulate_schedule(schedule, costs)
 
 
 def check_virtual_stages(builder: str, graph: ModelGraph, plan: Plan) -> None:

@@ -17,7 +17,7 @@ from multimodal.cost.run_options import DEFAULT_OPTIONS, RunOptions
 from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.stage_layers import StageLayers
-from multimodal.cost.step_costs import ComputeCost, PieceCosts
+from multimodal.cost.step_costs import ComputeCost, Floats, PieceCosts
 from multimodal.cost.step_memory import GRADIENT_BYTES, StepMemory
 from multimodal.cost.update_seconds import update_seconds
 from multimodal.values.action import Action, ActionKind, Resource
@@ -111,6 +111,10 @@ class ModelCosts:
         found.latency_seconds[sent], found.seconds[sent], found.links[sent] = sends
         found.seconds[joined] = [self.collective_seconds(work.action(piece)) for piece in pieces[joined].tolist()]
         return found
+
+    def waits(self, work: StepWork, pieces: Integers) -> tuple[Integers, Floats]:
+        """Seconds of the waits of computations in which other work can run: rows (starts, seconds)."""
+        return self.computations.waits(work, pieces)
 
     def of_batch(self, step: StepGraph, lengths: Sequence[SampleLengths]) -> "ModelCosts":
         """Return the costs of other samples, or of other places for them, under the same plan; keeps what depends on neither."""

@@ -26,6 +26,11 @@ class RunOptions:
     layer_costs: Callable[..., LayerCosts] = LayerCosts
     """Builds the costs of layers, with the arguments of `LayerCosts`; not among the flags: other systems run layers otherwise."""
 
+    @property
+    def hides_waits(self) -> bool:
+        """True if nothing can run while a computation waits for tensor parallel ranks: it does not say when it does."""
+        return self.transformer_impl != "local" or self.num_overlapped_parts > 1
+
 
 DEFAULT_OPTIONS = RunOptions()
 """ZeRO-1, sequence parallelism, fused layers, nothing computed again."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from multimodal.cost.layers.layer import Layer
-from multimodal.cost.layers.registry import describe_layer
+from multimodal.cost.layers.registry import count_segments, describe_layer
 from multimodal.values.backward_need import BackwardNeed, layers_backward_need
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -35,6 +35,10 @@ class StageLayers:
         """Return kind and need of every layer of a stage, first to last."""
         layers, needs = self.graph.unit(stage[0]).layers, self._needs[stage[0]]
         return [(layers[layer], needs[layer]) for layer in self.plan.virtual_stage(*stage).layers]
+
+    def num_segments(self, stage: StageKey) -> int:
+        """Return the number of segments of a stage."""
+        return count_segments(self.graph.unit(stage[0]), self.plan.virtual_stage(*stage).layers)
 
     def num_weights(self, stage: StageKey, *, trained_only: bool) -> int:
         """Return the weights of a stage, all tensor parallel ranks together."""

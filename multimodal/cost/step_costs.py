@@ -1,12 +1,13 @@
 """The costs of a step that the simulator asks for: the interface between cost models and the simulator."""
 
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.values.action import Action, Place, Resource
-from multimodal.values.step_work import RESOURCE_NUMBERS, Integers, StepWork
+from multimodal.values.step_work import RESOURCE_NUMBERS, Integers, StepWork, row_starts
 
 Floats = NDArray[np.float64]
 
@@ -18,6 +19,9 @@ class ComputeCost(NamedTuple):
     """Seconds from its start to its end, collectives inside it included."""
     tensor_parallel_seconds: float = 0.0
     """The share of `seconds` in which the lane computes nothing because it waits for a collective inside a layer."""
+    waits: tuple[float, ...] = ()
+    """Those of these waits in which something else can run (`SlotMode.INSIDE`), in the order in which it comes to them, which is
+    what `multimodal/cost/pieces/tensor_parallel_waits` numbers; empty where it does not tell."""
 
 
 class TransferCost(NamedTuple):
@@ -66,6 +70,9 @@ class StepCosts(Protocol):
     def of_pieces(self, work: StepWork, pieces: Integers) -> PieceCosts:
         """Costs of computations, collectives (once all replicas take part) and sends, by their numbers in `work`."""
 
+    def waits(self, work: StepWork, pieces: Integers) -> tuple[Integers, Floats]:
+        """Seconds of the waits of computations in which other work can run, as in `ComputeCost`: rows (starts, seconds)."""
+
     def kept_bytes(self, work: StepWork, forwards: Integers) -> Integers:
         """Bytes per rank that the places of these forwards keep from their start to the end of their backward."""
 
@@ -91,12 +98,17 @@ class ActionCosts(StepCosts, Protocol):
         actions = work.actions if len(pieces) and pieces.max() >= work.num_computed else work.computed
         for index, (piece, resource) in enumerate(zip(pieces.tolist(), work.resources[pieces].tolist(), strict=True)):
             if resource == RESOURCE_NUMBERS[Resource.COMPUTE]:
-                found.seconds[index], found.tensor_parallel_seconds[index] = self.compute(actions[piece])
+                found.seconds[index], found.tensor_parallel_seconds[index], _ = self.compute(actions[piece])
             elif resource == RESOURCE_NUMBERS[Resource.SEND]:
                 found.latency_seconds[index], found.seconds[index], found.links[index] = self.transfer(actions[piece])
             else:
                 found.seconds[index] = self.collective_seconds(actions[piece])
         return found
+
+    def waits(self, work: StepWork, pieces: Integers) -> tuple[Integers, Floats]:
+        """Ask for one piece after the other."""
+        rows = [self.compute(work.action(piece)).waits for piece in pieces.tolist()]
+        return row_starts(list(map(len, rows))), np.array(list(chain.from_iterable(rows)), np.float64)
 
     def kept_bytes(self, work: StepWork, forwards: Integers) -> Integers:
         """Ask for one place after the other."""

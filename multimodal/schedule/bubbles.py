@@ -19,7 +19,7 @@ def bubble_fractions(compiled: CompiledSchedule, times: EventTimes, *, iteration
     until the parameters that the next computation needs are gathered is `dp_all_gather`. After its last computation a lane
     cools down until the last computation in its pipeline (its component), then waits for gradients to be reduced, here or in
     slower replicas; where no gradients are reduced, all of it is cool-down. A lane that computes nothing is idle for `pp_other`.
-    `tp` is the share of the computations in which a lane waits for a collective inside a layer.
+    `tp` is the share of the computations in which a lane waits for a collective inside a layer and runs nothing else.
     """
     arrays = compiled.arrays
     num_lanes = arrays.num_lanes
@@ -45,7 +45,7 @@ def bubble_fractions(compiled: CompiledSchedule, times: EventTimes, *, iteration
         "pp_warmup": float(waiting[is_first].sum()),
         "pp_cooldown": float(np.sum(pipeline_end - end[is_last])) + (0.0 if reduces else after),
         "pp_other": float(waiting[~is_first].sum()) + num_idle_lanes * iteration_seconds,
-        "tp": float(compiled.tensor_parallel_seconds[nodes].sum()),
+        "tp": float(compiled.unfilled_seconds[is_computed].sum()),
     }
     lane_time = num_lanes * iteration_seconds
     return {kind: seconds[kind] / lane_time if lane_time else 0.0 for kind in BUBBLE_KINDS}

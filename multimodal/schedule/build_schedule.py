@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.align_replicas import Joins, align_replicas
 from multimodal.schedule.builders import Builder, ScheduleRow
@@ -18,18 +19,27 @@ from multimodal.values.schedule import Schedule
 from multimodal.values.step_graph import StepGraph
 
 
-def build_schedule(builder: Builder, step: StepGraph, *, passes: Sequence[Pass] = (), is_checked: bool = True) -> Schedule:
+def build_schedule(
+    builder: Builder,
+    step: StepGraph,
+    *,
+    passes: Sequence[Pass] = (),
+    is_checked: bool = True,
+    costs: StepCosts | None = None,
+) -> Schedule:
     """Return a lowered schedule; the one way there for the run, the simulator and the emulator.
 
     passes: applied one after another to what the builder emits; a forward-only schedule, in which there is nothing to cut, stays
-    as it is. is_checked: validate the result. Raises ScheduleError.
+    as it is. is_checked: validate the result; costs: those that the builder went by, if any; they know the options of the run.
+    Raises ScheduleError.
     """
     schedule = builder(step)
     for rewrite in () if step.forward_only else passes:
         schedule = rewrite(schedule)
     lowered = insert_communication(schedule)
     if is_checked:
-        validate_schedule(lowered, before=schedule)
+        options = costs.options if isinstance(costs, ModelCosts) else None
+        validate_schedule(lowered, before=schedule, options=options)
     return lowered
 
 
@@ -82,7 +92,8 @@ class ScheduleCache:
         """
         step = self.step(assignment)
         if costs is not None and isinstance(self.builder, ScheduleRow) and self.builder.needs_costs:
-            return BuiltSchedule(build_schedule(self.builder.with_costs(costs), step, passes=self.passes))
+            builder = self.builder.with_costs(costs)
+            return BuiltSchedule(build_schedule(builder, step, passes=self.passes, costs=costs))
         if step.shape not in self._built:
             if len(self._built) >= self.capacity:
                 self._built.pop(next(iter(self._built)))

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from multimodal.values.action import ACTION_TABLE, Resource, SampleSubset
+from multimodal.values.action import ACTION_TABLE, Resource, SampleSubset, SegmentRange
 from multimodal.values.errors import DataError
 from multimodal.values.timeline import Timeline, TimelineEvent
 
@@ -56,7 +56,8 @@ def _event(event: TimelineEvent) -> dict[str, Any]:
     if isinstance(action.covers, SampleSubset):
         details["subset"] = action.covers.index
     elif action.covers is not None:
-        details["layers"] = f"{action.covers.first} to {action.covers.end - 1}"
+        what = "segments" if isinstance(action.covers, SegmentRange) else "layers"
+        details[what] = f"{action.covers.first} to {action.covers.end - 1}"
     if action.peer is not None:
         details["peer"] = " ".join(map(str, action.peer))
     number = f" {action.microbatch}" if action.microbatch >= 0 else ""

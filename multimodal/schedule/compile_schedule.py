@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from multimodal.cost.step_costs import StepCosts
+from multimodal.schedule.inside_slots import CarrierTimes, InsideSlots, time_carriers
 from multimodal.schedule.simulate_events import EventArrays, Floats, NodeKind
 from multimodal.values.action import Action, ActionKind, Resource, action_to_text
 from multimodal.values.errors import ConfigError, ScheduleError
@@ -16,6 +18,18 @@ from multimodal.values.step_work import KIND_NUMBERS, RESOURCE_NUMBERS, Bytes, I
 
 _COMPUTE, _RECEIVE = RESOURCE_NUMBERS[Resource.COMPUTE], RESOURCE_NUMBERS[Resource.RECEIVE]
 _LACKING = -1
+
+
+@dataclass(frozen=True)
+class ComputedPieces:
+    """Computations, each once, and the node as part of which each runs."""
+
+    pieces: Integers
+    nodes: Integers
+    places: Integers
+    """The number of each one's place."""
+    first_forwards: Integers
+    """[num_places] the entry above that is the forward, or its first range of segments; -1 where there is none."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +51,38 @@ class CompiledSchedule:
     """Lanes with the same number belong to one pipeline (or several that routes connect)."""
     receive_slots: Integers
     """[num_nodes] the slot of a send's receive; -1 where there is none."""
-    place_of_node: Integers
-    """[num_nodes] number of a computation's place; -1 for others."""
-    forward_of_place: Integers
-    """[num_places] the node that is its forward; -1 where there is none."""
+    computed: "ComputedPieces"
+    """The computations, those inside others included."""
     tensor_parallel_seconds: Floats
-    """[num_nodes] waited for collectives inside layers, 0 for messages and collectives."""
+    """[num_nodes] waited for collectives inside layers, 0 for messages and collectives; filled or not."""
+    inside: InsideSlots | None = None
+    """The work inside computations, which has no nodes: it is part of its carrier's."""
+    carrier_times: CarrierTimes | None = None
+    """Where in its carrier that work runs, once there are costs."""
+
+    @cached_property
+    def filled_seconds(self) -> Floats:
+        """Per entry of `arrays.lane_nodes` the seconds of what runs inside it in its lane."""
+        filled = np.zeros(len(self.slots))
+        if self.inside is not None and self.carrier_times is not None:
+            np.add.at(filled, np.searchsorted(self.slots, self.inside.carrier_slots), self.carrier_times.durations)
+        return filled
+
+    @cached_property
+    def unfilled_seconds(self) -> Floats:
+        """Per entry of `arrays.lane_nodes` the seconds in which its lane waits for collectives inside it, and runs nothing."""
+        return self.tensor_parallel_seconds[self.arrays.lane_nodes] - self.filled_seconds
+
+    @property
+    def computed_seconds(self) -> Floats:
+        """Seconds of each of `computed`, of carriers without what runs inside them longer than they would wait."""
+        seconds = self.arrays.seconds[self.computed.nodes]
+        if self.inside is not None and self.carrier_times is not None:
+            entry_of_piece = np.zeros(self.schedule.work.num_computed, np.int64)
+            entry_of_piece[self.computed.pieces] = np.arange(len(self.computed.pieces))
+            seconds[entry_of_piece[self.carrier_times.carriers]] -= self.carrier_times.added
+            seconds[entry_of_piece[self.inside.pieces]] = self.carrier_times.durations
+        return seconds
 
     @property
     def actions(self) -> Sequence[Action]:
@@ -64,7 +104,30 @@ class CompiledSchedule:
         unique_links, dense_links = np.unique(links[links >= 0], return_inverse=True)
         links[links >= 0] = dense_links
         timed = replace(arrays, seconds=seconds, latency_seconds=latency, links=links, num_links=len(unique_links))
-        return replace(self, arrays=timed, tensor_parallel_seconds=tensor_parallel)
+        plain = replace(self, arrays=timed, tensor_parallel_seconds=tensor_parallel)
+        return plain if self.inside is None else plain._with_inside(costs, self.inside)
+
+    def _with_inside(self, costs: StepCosts, inside: InsideSlots) -> "CompiledSchedule":
+        """Return the schedule with carriers as long as they are with what runs inside them."""
+        carriers, first = np.unique(inside.carriers, return_index=True)
+        nodes = self.arrays.lane_nodes[np.searchsorted(self.slots, inside.carrier_slots[first])]
+        pieces, of_slot = np.unique(inside.pieces, return_inverse=True)
+        found = costs.of_pieces(self.schedule.work, pieces)
+        durations = found.seconds - found.tensor_parallel_seconds  # its own collective runs beside its carrier's computing
+        for values in (found.seconds, durations):
+            _check_durations(values, pieces, self.schedule.work)
+        times = time_carriers(
+            inside,
+            carriers=carriers,
+            seconds=self.arrays.seconds[nodes],
+            waits=costs.waits(self.schedule.work, carriers),
+            durations=durations[of_slot.ravel()],
+        )
+        seconds, tensor_parallel = self.arrays.seconds.copy(), self.tensor_parallel_seconds.copy()
+        seconds[nodes] += times.added
+        tensor_parallel[nodes] += times.added
+        arrays = replace(self.arrays, seconds=seconds)
+        return replace(self, arrays=arrays, tensor_parallel_seconds=tensor_parallel, carrier_times=times)
 
 
 def compile_schedule(schedule: Schedule) -> CompiledSchedule:
@@ -77,7 +140,9 @@ def compile_schedule(schedule: Schedule) -> CompiledSchedule:
     lane_order = np.argsort(component_of_lane, kind="stable")
     by_component = _slots_of_lanes(schedule, lane_order)
     resources, collective_of = work.resources, work.collective_rows[0]
-    is_node = (resources[pieces] != _RECEIVE) & (collective_of[pieces] < 0)
+    inside = InsideSlots.of(schedule) if schedule.has_inside else None
+    is_entry = (resources[pieces] != _RECEIVE) & (schedule.modes != SlotMode.INSIDE)
+    is_node = is_entry & (collective_of[pieces] < 0)
     nodes = _first_seen(pieces[by_component][is_node[by_component]])
     collectives = _first_seen(collective_of[pieces[by_component]])
     collectives = collectives[collectives >= 0]
@@ -85,6 +150,8 @@ def compile_schedule(schedule: Schedule) -> CompiledSchedule:
 
     node_of_piece = np.full(work.num_pieces(lowered=schedule.lowered), _LACKING)
     node_of_piece[nodes] = np.arange(len(nodes))
+    if inside is not None:
+        node_of_piece[inside.pieces] = node_of_piece[inside.carriers]
     members = np.unique(pieces[collective_of[pieces] >= 0])
     node_of_collective = np.full(len(work.collective_rows[1]), _LACKING)
     node_of_collective[collectives] = len(nodes) + np.arange(len(collectives))
@@ -96,17 +163,21 @@ def compile_schedule(schedule: Schedule) -> CompiledSchedule:
 
     by_collective = members[np.lexsort((members, node_of_piece[members]))]
     owners = np.concatenate((nodes, by_collective))
+    if inside is not None:
+        owners = np.concatenate((owners, np.unique(inside.pieces)))
+        owners = owners[np.argsort(node_of_piece[owners], kind="stable")]
     need_starts, needed = take_rows(*work.needs_in(lowered=schedule.lowered), owners)
     needs = node_of_piece[needed]
     _check_needs(schedule, owners, need_starts, needed, needs, receives[sends == _LACKING])
-    num_needs = np.bincount(node_of_piece[owners], np.diff(need_starts), num_nodes).astype(np.int64)
+    owning = np.repeat(node_of_piece[owners], np.diff(need_starts))
+    needs, owning = needs[needs != owning], owning[needs != owning]  # what one node does needs each other in its order
+    num_needs = np.bincount(owning, minlength=num_nodes)
 
-    entries = np.flatnonzero(resources[pieces] != _RECEIVE)
+    entries = np.flatnonzero(is_entry)
     lane_of_entry = schedule.lane_of_slot[entries]
     receiver_order = np.lexsort((np.argsort(lane_order)[schedule.lane_of_slot[receive_slots]], sends))
     kinds = np.full(num_nodes, NodeKind.COLLECTIVE, np.uint8)
     kinds[: len(nodes)] = np.where(resources[nodes] == _COMPUTE, NodeKind.COMPUTE, NodeKind.SEND)
-    place_of_node, forward_of_place = _places(schedule, nodes, num_nodes)
     first_receive_slots = np.full(num_nodes, -1)
     first_receive_slots[sends[receiver_order][::-1]] = receive_slots[receiver_order][::-1]
     zeros = np.zeros(num_nodes)
@@ -131,9 +202,9 @@ def compile_schedule(schedule: Schedule) -> CompiledSchedule:
         lane_of_entry=lane_of_entry,
         component_of_lane=component_of_lane,
         receive_slots=first_receive_slots,
-        place_of_node=place_of_node,
-        forward_of_place=forward_of_place,
+        computed=_computed_pieces(schedule, nodes, inside),
         tensor_parallel_seconds=zeros,
+        inside=inside,
     )
 
 
@@ -223,18 +294,21 @@ def _fillers(schedule: Schedule, entries: Integers, node_of_piece: Integers) -> 
     return fills
 
 
-def _places(schedule: Schedule, nodes: Integers, num_nodes: int) -> tuple[Integers, Integers]:
-    """Return the number of each node's place, and the forward of every place."""
+def _computed_pieces(schedule: Schedule, nodes: Integers, inside: InsideSlots | None) -> ComputedPieces:
     work = schedule.work
-    computed = np.flatnonzero(work.resources[nodes] == _COMPUTE)
-    places, first, inverse = np.unique(work.places[nodes[computed]], return_index=True, return_inverse=True)
-    number_of = np.argsort(np.argsort(first))
-    place_of_node = np.full(num_nodes, -1)
-    place_of_node[computed] = number_of[inverse.ravel()]
-    forward_of_place = np.full(len(places), -1)
-    forwards = computed[work.kinds[nodes[computed]] == KIND_NUMBERS[ActionKind.FORWARD]]
-    forward_of_place[place_of_node[forwards]] = forwards
-    return place_of_node, forward_of_place
+    own = np.flatnonzero(work.resources[nodes] == _COMPUTE)
+    pieces, node_of_piece = nodes[own], own
+    if inside is not None:
+        others, first = np.unique(inside.pieces, return_index=True)
+        node_of_slot = np.full(work.num_pieces(lowered=schedule.lowered), _LACKING)
+        node_of_slot[pieces] = own
+        pieces, node_of_piece = np.append(pieces, others), np.append(own, node_of_slot[inside.carriers[first]])
+    _, places = np.unique(work.places[pieces], return_inverse=True)
+    places = places.ravel()
+    first_forwards = np.full(int(places.max(initial=-1)) + 1, -1)
+    is_first = (work.kinds[pieces] == KIND_NUMBERS[ActionKind.FORWARD]) & (work.pieces.parts[pieces] <= 0)
+    first_forwards[places[is_first]] = np.flatnonzero(is_first)
+    return ComputedPieces(pieces, node_of_piece, places, first_forwards)
 
 
 def _of_nodes(values: Floats, num_alone: int, collective_starts: Integers) -> Floats:

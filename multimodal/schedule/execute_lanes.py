@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from multimodal.kernels import kernels
 from multimodal.schedule.execute_lanes_reference import execute_lanes_reference
+from multimodal.schedule.inside_slots import InsideSlots, time_carriers
 from multimodal.schedule.unit_cost import unit_costs
 from multimodal.values.action import Action
+from multimodal.values.arrays.rows import row_starts
 from multimodal.values.schedule import Schedule
 from multimodal.values.step_work import Integers
 from multimodal.values.timeline import TimelineEvent
@@ -67,7 +69,8 @@ def execute_lanes(schedule: Schedule, *, seconds: Floats | None = None) -> Execu
 
     A computation starts when all its lanes have come to it and its dependencies are complete. A reduction also waits for the
     other replicas, and its lane for it. A send never blocks; a receive is only posted, and completes with its send. Lanes that
-    wait for each other in a circle stop: see `Execution.stuck`. Messages take no time.
+    wait for each other in a circle stop: see `Execution.stuck`. Messages take no time. Work inside a computation makes this
+    longer, is done when it is, and has its time as an event.
 
     seconds: of every computation and collective, [num_computed]; unit costs by default.
     Runs as a C++ kernel where that is built, with the same result; under unit costs once per schedule.
@@ -76,11 +79,63 @@ def execute_lanes(schedule: Schedule, *, seconds: Floats | None = None) -> Execu
     if seconds is None and _EXECUTION in schedule.made:
         return cast(Execution, schedule.made[_EXECUTION])
     run = execute_lanes_reference if kernels is None else kernels.execute_lanes
-    pieces, lanes, start, end, positions, is_done = run(**lane_arrays(schedule, seconds=seconds))
+    arrays = lane_arrays(schedule, seconds=seconds)
+    inside = InsideSlots.of(schedule) if schedule.has_inside else None
+    if inside is not None:
+        arrays = _join(arrays, inside)
+    pieces, lanes, start, end, positions, is_done = run(**arrays)
     execution = Execution(schedule, pieces, lanes, start, end, np.asarray(positions), np.asarray(is_done, np.bool_))
+    if inside is not None:
+        execution = _with_inside(execution, inside)
     if seconds is None and not schedule.lowered:
         schedule.made[_EXECUTION] = execution
     return execution
+
+
+def _join(arrays: dict[str, NDArray[Any]], inside: InsideSlots) -> dict[str, NDArray[Any]]:
+    """Return the kernel's arguments with carriers for what runs inside them."""
+    in_line = np.ones(len(inside.schedule.pieces), bool)
+    in_line[inside.slots] = False
+    starts, needs = inside.joined_needs()
+    carriers, durations = np.unique(inside.carriers), arrays["durations"].copy()
+    no_waits = np.zeros(len(carriers) + 1, np.int64), np.zeros(0)
+    durations[carriers] += time_carriers(
+        inside, carriers=carriers, seconds=durations[carriers], waits=no_waits, durations=durations[inside.pieces]
+    ).added
+    counts = np.bincount(inside.schedule.lane_of_slot[in_line], minlength=inside.schedule.num_lanes)
+    return {
+        **arrays,
+        "lane_starts": row_starts(counts),
+        "lane_actions": arrays["lane_actions"][in_line],
+        "need_starts": starts,
+        "needs": needs,
+        "durations": durations,
+    }
+
+
+def _with_inside(execution: Execution, inside: InsideSlots) -> Execution:
+    """Return what ran with the work inside computations, and positions among all slots."""
+    schedule, num_lanes = execution.schedule, execution.schedule.num_lanes
+    in_line = np.setdiff1d(np.arange(len(schedule.pieces)), inside.slots)
+    first = np.searchsorted(in_line, schedule.lane_starts)
+    stopped_at = np.append(in_line, len(schedule.pieces))[first[:-1] + execution.positions]
+    positions = np.minimum(stopped_at, schedule.lane_starts[1:]) - schedule.lane_starts[:-1]
+    keys = execution.event_pieces * num_lanes + execution.event_lanes
+    carrier_keys = inside.carriers * num_lanes + inside.lanes
+    by_key = np.argsort(keys)
+    ran = np.isin(carrier_keys, keys)
+    of_carriers = by_key[np.searchsorted(keys[by_key], carrier_keys[ran])]
+    is_done = execution.is_done.copy()
+    is_done[inside.pieces] = is_done[inside.carriers]
+    return Execution(
+        schedule,
+        event_pieces=np.append(execution.event_pieces, inside.pieces[ran]),
+        event_lanes=np.append(execution.event_lanes, inside.lanes[ran]),
+        start_seconds=np.append(execution.start_seconds, execution.start_seconds[of_carriers]),
+        end_seconds=np.append(execution.end_seconds, execution.end_seconds[of_carriers]),
+        positions=positions,
+        is_done=is_done,
+    )
 
 
 def lane_arrays(schedule: Schedule, *, seconds: Floats | None = None) -> dict[str, NDArray[Any]]:

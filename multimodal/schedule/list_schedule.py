@@ -68,7 +68,7 @@ def list_schedule(step: StepGraph, policy: Policy) -> Schedule:
     run = list_schedule_reference if kernels is None else kernels.list_schedule
     lane_starts, order = run(**arrays, num_lanes=len(step.plan.lanes))
     assert len(order) == len(arrays["lanes"]), "the policy's orders contradict the dependencies"
-    return place_reductions(Schedule(step, lane_starts, listed[order], np.zeros(len(order), np.uint8)))
+    return place_reductions(Schedule.in_line(step, lane_starts, listed[order]))
 
 
 def forwards_first(work: StepWork) -> Integers:
@@ -129,7 +129,7 @@ def _early_slots(schedule: Schedule, lanes: Integers, reductions: Integers) -> I
 def _with_reductions(schedule: Schedule, lanes: Integers, reductions: Integers, *, behind: Integers) -> Schedule:
     pieces = np.insert(schedule.pieces, behind + 1, reductions)
     starts = schedule.lane_starts + row_starts(np.bincount(lanes, minlength=schedule.num_lanes))
-    return Schedule(schedule.step, starts, pieces, np.zeros(len(pieces), np.uint8))
+    return Schedule.in_line(schedule.step, starts, pieces)
 
 
 def _list_pieces(step: StepGraph, policy: Policy) -> tuple[Integers, dict[str, NDArray[Any]]]:

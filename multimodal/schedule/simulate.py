@@ -10,9 +10,11 @@ import numpy as np
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.bubbles import bubble_fractions
 from multimodal.schedule.compile_schedule import CompiledSchedule, compile_schedule
+from multimodal.schedule.inside_slots import InsideSlots
 from multimodal.schedule.simulate_events import EventTimes, Floats, NodeKind, simulate_events
 from multimodal.schedule.unit_cost import UnitCosts
 from multimodal.values.action import Place
+from multimodal.values.arrays.rows import row_numbers
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule, show_slots
 from multimodal.values.step_work import Integers, StepWork
@@ -68,10 +70,10 @@ class Simulation:
     def stage_seconds(self) -> Mapping[Place, float]:
         """Seconds of computation per microbatch and virtual stage, forward and backward together."""
         seconds: dict[Place, float] = {}
-        arrays = self.compiled.arrays
-        for node in np.flatnonzero(arrays.kinds == NodeKind.COMPUTE).tolist():
-            place = self.compiled.actions[self.compiled.pieces[node]].place
-            seconds[place] = seconds.get(place, 0.0) + float(arrays.seconds[node])
+        computed, actions = self.compiled.computed, self.compiled.schedule.work.computed
+        for piece, took in zip(computed.pieces.tolist(), self.compiled.computed_seconds.tolist(), strict=True):
+            place = actions[piece].place
+            seconds[place] = seconds.get(place, 0.0) + took
         return seconds
 
 
@@ -89,9 +91,8 @@ def simulate_schedule(schedule: Schedule, costs: StepCosts) -> Simulation:
     times = _run(compiled)
     arrays = compiled.arrays
     iteration_seconds = _iteration_seconds(compiled, times)
-    work = np.where(compiled.place_of_node >= 0, arrays.seconds, 0.0)[arrays.lane_nodes]
-    waits = compiled.tensor_parallel_seconds[arrays.lane_nodes]
-    busy_seconds = np.bincount(compiled.lane_of_entry, work - waits, arrays.num_lanes)
+    work = np.where(arrays.kinds == NodeKind.COMPUTE, arrays.seconds, 0.0)[arrays.lane_nodes]
+    busy_seconds = np.bincount(compiled.lane_of_entry, work - compiled.unfilled_seconds, arrays.num_lanes)
     peaks = peak_activation_bytes(compiled, times, costs.kept_bytes)
     available_flops = costs.peak_flops_per_second * iteration_seconds
     return Simulation(
@@ -153,15 +154,29 @@ def _check_finished(compiled: CompiledSchedule, times: EventTimes) -> None:
 
 
 def build_timeline(compiled: CompiledSchedule, times: EventTimes) -> Timeline:
-    """Build the timeline of computations, sends, collectives and waits for receives; nothing of zero length. O(actions log)."""
+    """Build the timeline of computations, sends, collectives and waits for receives. O(actions log).
+
+    What runs inside a computation has an event within that of its carrier; nothing in line has one of zero length.
+    """
     schedule, start, end = compiled.schedule, times.start_seconds, times.end_seconds
+    inside = [] if compiled.inside is None else _inside(compiled, compiled.inside, times)
     entries = np.flatnonzero(end[compiled.arrays.lane_nodes] > start[compiled.arrays.lane_nodes])
     nodes = compiled.arrays.lane_nodes[entries]
     actions = map(compiled.actions.__getitem__, schedule.pieces[compiled.slots[entries]].tolist())
     columns = (compiled.lane_of_entry[entries], start[nodes], end[nodes])
-    events = [*map(TimelineEvent, actions, *(column.tolist() for column in columns)), *_waits(compiled, times)]
+    events = [*map(TimelineEvent, actions, *(column.tolist() for column in columns)), *inside, *_waits(compiled, times)]
     ordered = sorted(events, key=lambda event: (event.start_seconds, event.lane, event.end_seconds))
     return Timeline(schedule.step.plan.lanes, tuple(ordered))
+
+
+def _inside(compiled: CompiledSchedule, inside: InsideSlots, times: EventTimes) -> list[TimelineEvent]:
+    """Return the work inside computations, each at its place within its carrier."""
+    assert compiled.carrier_times is not None, "a schedule without costs has no timeline"
+    nodes = compiled.arrays.lane_nodes[np.searchsorted(compiled.slots, inside.carrier_slots)]
+    start = times.start_seconds[nodes] + compiled.carrier_times.offsets
+    columns = inside.lanes, start, start + compiled.carrier_times.durations
+    actions = map(compiled.actions.__getitem__, inside.pieces.tolist())
+    return list(map(TimelineEvent, actions, *(column.tolist() for column in columns)))
 
 
 def _waits(compiled: CompiledSchedule, times: EventTimes) -> list[TimelineEvent]:
@@ -196,21 +211,19 @@ def peak_activation_bytes(
     A place without a backward keeps its bytes during its forward only. What ends when something else starts is freed first.
     O(places log places).
     """
-    arrays, forwards = compiled.arrays, compiled.forward_of_place
-    has_forward = np.flatnonzero(forwards >= 0)
-    num_bytes = np.zeros(len(forwards), np.int64)
-    num_bytes[has_forward] = kept_bytes(compiled.schedule.work, compiled.pieces[forwards[has_forward]])
-    freed_at = np.zeros(len(forwards))
-    computes = np.flatnonzero(compiled.place_of_node >= 0)
-    np.maximum.at(freed_at, compiled.place_of_node[computes], times.end_seconds[computes])
-    places = compiled.place_of_node[arrays.lane_nodes]
-    keeps = (places >= 0) & (forwards[places] == arrays.lane_nodes) if len(forwards) else np.zeros(0, np.bool_)
-    places, lanes = places[keeps], compiled.lane_of_entry[keeps]
-    allocated_at = times.start_seconds[forwards[places]]
-    moments = np.concatenate((allocated_at, freed_at[places]))
-    changes = np.concatenate((num_bytes[places], -num_bytes[places]))
-    turns = np.concatenate((np.ones(len(places)), np.where(freed_at[places] > allocated_at, 0, 2)))
-    return _peaks(np.concatenate((lanes, lanes)), moments, turns, changes, arrays.num_lanes)
+    computed, work = compiled.computed, compiled.schedule.work
+    places = np.flatnonzero(computed.first_forwards >= 0)
+    forwards = computed.first_forwards[places]
+    freed_at = np.zeros(len(computed.first_forwards))
+    np.maximum.at(freed_at, computed.places, times.end_seconds[computed.nodes])
+    starts, lanes = work.lanes_of(computed.pieces[forwards])
+    of_lanes = row_numbers(starts)
+    num_bytes = kept_bytes(work, computed.pieces[forwards])[of_lanes]
+    allocated_at, freed_at = times.start_seconds[computed.nodes[forwards]][of_lanes], freed_at[places][of_lanes]
+    moments = np.concatenate((allocated_at, freed_at))
+    changes = np.concatenate((num_bytes, -num_bytes))
+    turns = np.concatenate((np.ones(len(lanes)), np.where(freed_at > allocated_at, 0, 2)))
+    return _peaks(np.concatenate((lanes, lanes)), moments, turns, changes, compiled.arrays.num_lanes)
 
 
 def _peaks(lanes: Integers, moments: Floats, turns: Floats, changes: Integers, num_lanes: int) -> tuple[int, ...]:

@@ -4,8 +4,10 @@
     lane 2: RF llm/1/0/2<vision/0/0/3; F llm/1/0/2; B llm/1/0/2; RG llm/1/0
 
     lane 3: I llm/0/1/0; {W llm/0/1/0} I llm/0/1/1; B vision/0/0/4#1; RG llm/0/1[1:9]
+    lane 4,5: {F vision/0/0/7{0:3} @2; F vision/0/0/7{3:5} @4} F llm/0/0/3
 
-`multimodal/values/action.py` describes single actions. What stands in braces fills the wait of the action after it.
+`multimodal/values/action.py` describes single actions. What stands in braces fills the wait of the action after it; with `@2` it
+runs inside that action, during the action's wait number 2.
 """
 
 import re
@@ -21,17 +23,21 @@ from multimodal.values.action import (
     LayerRange,
     Place,
     SampleSubset,
+    SegmentRange,
     action_to_text,
     check_action,
 )
 from multimodal.values.errors import ScheduleError
-from multimodal.values.schedule import Lane, Schedule, lane_of
+from multimodal.values.schedule import NO_WAIT, Lane, Schedule, Slot, SlotMode
 from multimodal.values.step_graph import StepGraph
 
 _LANE_PATTERN = re.compile(r"lane (\d+(?:,\d+)*):")
 _ACTION_PATTERN = re.compile(
-    rf"([A-Z]+) ({UNIT_NAME})/(\d+)/(\d+)(?:/(\d+))?(?:#(\d+)|\[(\d+):(\d+)\])?(?:([<>])({UNIT_NAME})/(\d+)/(\d+)/(\d+))?"
+    rf"([A-Z]+) ({UNIT_NAME})/(\d+)/(\d+)(?:/(\d+))?(#\d+|\[\d+:\d+\]|\{{\d+:\d+\}})?"
+    rf"(?:([<>])({UNIT_NAME})/(\d+)/(\d+)/(\d+))?(?: @(\d+))?"
 )
+_BRACES = re.compile(r"[{}]|(?:[^{}]|\{\d+:\d+\})+")
+"""A brace around fillers, or what stands between two of these; braces around numbers belong to an action."""
 
 
 def schedule_to_text(schedule: Schedule) -> str:
@@ -46,11 +52,14 @@ def lanes_to_text(lanes: Iterable[Lane]) -> str:
 
 def _lane_to_text(lane: Lane) -> str:
     pieces: list[str] = []
-    for position, action in enumerate(lane.actions):
-        fills, filled = position in lane.fillers, position - 1 in lane.fillers
+    filled = False
+    for position, slot in enumerate(lane.slots):
+        fills = slot.mode is not SlotMode.IN_LINE
         pieces.append("" if position == 0 else "; " if fills == filled else "} " if filled else "; ")
-        pieces.append(("{" if fills and not filled else "") + action_to_text(action))
-    actions = "".join(pieces) + ("}" if len(lane.actions) - 1 in lane.fillers else "")
+        pieces.append(("{" if fills and not filled else "") + action_to_text(slot.action))
+        pieces.append(f" @{slot.wait}" if slot.mode is SlotMode.INSIDE else "")
+        filled = fills
+    actions = "".join(pieces) + ("}" if filled else "")
     return f"lane {','.join(map(str, lane.ranks))}:{' ' if actions else ''}{actions}"
 
 
@@ -72,10 +81,9 @@ def _lane_from_text(line: str, line_number: int) -> Lane:
     head = _LANE_PATTERN.match(line)
     if head is None:
         raise _parse_error(line_number, 1, line.partition(":")[0], "expected 'lane', its ranks and a colon, as in 'lane 0,1:'")
-    actions: list[Action] = []
-    fillers: set[int] = set()
+    slots: list[Slot] = []
     is_filling = False
-    pieces = list(re.finditer(r"[{}]|[^{}]+", line[head.end() :]))
+    pieces = list(_BRACES.finditer(line[head.end() :]))
     for index, piece in enumerate(pieces):
         column = head.end() + piece.start()
         if piece[0] in "{}":
@@ -87,22 +95,20 @@ def _lane_from_text(line: str, line_number: int) -> Lane:
         opens_next = index + 1 < len(pieces) and pieces[index + 1][0] == "{"
         text = piece[0].rstrip().removesuffix(";") if opens_next else piece[0]
         for token in text.split(";") if text.strip() else ():
-            if is_filling:
-                fillers.add(len(actions))
             start = column + len(token) - len(token.lstrip())
-            actions.append(_action_from_text(token.strip(), line_number, start + 1))
+            slots.append(_slot_from_text(token.strip(), line_number, start + 1, is_filling=is_filling))
             column += len(token) + 1
     if is_filling:
         raise _parse_error(line_number, len(line), "end of line", "expected '}' before it")
-    return lane_of(tuple(map(int, head[1].split(","))), actions, fillers)
+    return Lane(tuple(map(int, head[1].split(","))), tuple(slots))
 
 
-def _action_from_text(token: str, line_number: int, column: int) -> Action:
+def _slot_from_text(token: str, line_number: int, column: int, *, is_filling: bool) -> Slot:
     match = _ACTION_PATTERN.fullmatch(token)
     if match is None:
         expected = "expected an action such as 'F llm/0/1/2', 'RG llm/0/1' or 'SF vision/0/0/3>llm/1/0/2'"
         raise _parse_error(line_number, column, token, expected)
-    kind, unit, replica, stage, microbatch, subset, first, end, arrow, *peer = match.groups()
+    kind, unit, replica, stage, microbatch, covers, arrow, *peer, wait = match.groups()
     if kind not in list(ActionKind):
         raise _parse_error(line_number, column, kind, f"expected one of {', '.join(ActionKind)}")
     action = Action(
@@ -112,7 +118,7 @@ def _action_from_text(token: str, line_number: int, column: int) -> Action:
         int(stage),
         int(microbatch) if microbatch else -1,
         Place(peer[0], *map(int, peer[1:])) if arrow else None,
-        _coverage(subset, first, end),
+        _coverage(covers),
     )
     try:
         check_action(action)
@@ -120,13 +126,20 @@ def _action_from_text(token: str, line_number: int, column: int) -> Action:
         raise _parse_error(line_number, column, token, str(problem)) from None
     if arrow and arrow != (wanted := ARROWS[ACTION_TABLE[action.kind].resource]):
         raise _parse_error(line_number, column, token, f"expected '{wanted}' before the peer of {kind}, found '{arrow}'")
-    return action
+    if wait and not is_filling:
+        expected = "expected braces around what runs inside the action after it, as in '{F vision/0/0/3 @0} F llm/0/0/1'"
+        raise _parse_error(line_number, column, token, expected)
+    mode = SlotMode.INSIDE if wait else SlotMode.FILLS_WAIT if is_filling else SlotMode.IN_LINE
+    return Slot(action, mode, int(wait) if wait else NO_WAIT)
 
 
-def _coverage(subset: str | None, first: str | None, end: str | None) -> Coverage:
-    if subset:
-        return SampleSubset(int(subset))
-    return LayerRange(int(first), int(end)) if first and end else None
+def _coverage(text: str | None) -> Coverage:
+    if not text:
+        return None
+    numbers = [int(number) for number in re.findall(r"\d+", text)]
+    if text[0] == "#":
+        return SampleSubset(*numbers)
+    return (LayerRange if text[0] == "[" else SegmentRange)(*numbers)
 
 
 def _parse_error(line_number: int, column: int, token: str, expected: str) -> ScheduleError:

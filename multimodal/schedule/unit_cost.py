@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from multimodal.cost.step_costs import ActionCosts, ComputeCost, TransferCost
-from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource
+from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource, SegmentRange
 from multimodal.values.step_graph import StepGraph
 from multimodal.values.step_work import KIND_NUMBERS, KINDS, Integers, step_work
 
@@ -13,12 +13,14 @@ from multimodal.values.step_work import KIND_NUMBERS, KINDS, Integers, step_work
 def unit_cost(action: Action, step: StepGraph) -> int:
     """Return an action's duration in clock ticks: forward 1, backward 2 (1 for each half), messages 0, reduction 1.
 
+    A range of segments takes 1, like a whole forward: nothing that is computed is shorter.
+
     A backward is two products per weight matrix, one for the input's and one for the weight's gradient. A stage that only passes
     a gradient on does one of them, and one that trains little more than its projector hardly any: 1 is the least.
     """
     if ACTION_TABLE[action.kind].resource in (Resource.SEND, Resource.RECEIVE):
         return 0
-    if action.kind is not ActionKind.BACKWARD:
+    if action.kind is not ActionKind.BACKWARD or isinstance(action.covers, SegmentRange):
         return 1
     layers = step.plan.virtual_stage(*action[1:4]).layers
     unit = step.graph.unit(action.unit)
@@ -41,6 +43,7 @@ def unit_costs(step: StepGraph) -> Integers:
             number = pieces.first_stage + stage * pieces.has_backward.shape[1] + replica
             costs[number, KIND_NUMBERS[ActionKind.BACKWARD]] = known[like]
     of_pieces: Integers = costs[work.computed_stages, work.kinds]
+    of_pieces[work.pieces.is_range] = 1
     return of_pieces
 
 

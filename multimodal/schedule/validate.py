@@ -6,32 +6,40 @@ import numpy as np
 from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import connected_components
 
+from multimodal.cost.layers.registry import count_segments
+from multimodal.cost.run_options import RunOptions
 from multimodal.schedule.execute_lanes import Execution, execute_lanes
-from multimodal.values.action import Action, Resource, action_to_text
+from multimodal.schedule.validate_inside import validate_inside
+from multimodal.values.action import Action, ActionKind, Resource, action_to_text
 from multimodal.values.arrays.rows import order_by, row_starts
 from multimodal.values.errors import ScheduleError
-from multimodal.values.schedule import Schedule, slot_error
+from multimodal.values.schedule import Schedule, SlotMode, slot_error
 from multimodal.values.step_work import RESOURCE_NUMBERS, Integers, take_rows
 
 _COMPUTE, _SEND, _RECEIVE = (RESOURCE_NUMBERS[each] for each in (Resource.COMPUTE, Resource.SEND, Resource.RECEIVE))
 
 
-def validate_schedule(schedule: Schedule, *, before: Schedule | None = None) -> None:
+def validate_schedule(schedule: Schedule, *, before: Schedule | None = None, options: RunOptions | None = None) -> None:
     """Check that a schedule does each piece of the step's work once, where it belongs, in an order that can finish.
 
     That every action belongs to the step and to its lane, and stands there once, is checked where a schedule is made
-    (`Schedule.of_lanes`). Checked here in turn: none is missing; no lane has an action before one that it needs; fillers have a
-    carrier that does not need them; no lanes wait for each other in a circle (the schedule is executed symbolically), not even
-    if every message and collective held up its lanes until all of its ends have come to it, as it may on GPUs.
+    (`Schedule.of_lanes`). Checked here in turn: none is missing; ranges of segments end where their stages do; no lane has an
+    action before one that it needs; fillers have a carrier that does not need them; what runs inside a computation fits there
+    (`validate_inside`); no lanes wait for each other in a circle (the schedule is executed symbolically), not even if every
+    message and collective held up its lanes until all of its ends have come to it, as it may on GPUs.
 
     before: the schedule that this one was lowered from, if that is known; what its execution has shown is not shown again.
+    options: of the run, for what runs inside computations; None where they are not known.
     Raises ScheduleError that names the action and shows its surroundings. O((actions + dependencies) log actions).
     """
     order = _SlotOrder(schedule)
     order.check_missing()
+    order.check_segments()
     order.check_needs()
     if schedule.has_fillers:
         order.check_fillers()
+    if schedule.has_inside:
+        validate_inside(schedule, options=options)
     execution = _check_progress(schedule, before)
     if schedule.lowered and not _is_in_order_of_start(schedule, execution):
         order.check_messages()
@@ -91,6 +99,22 @@ class _SlotOrder:
         lanes = self.work.lane_rows[1][self.work.stage_numbers[: len(self.slot_of_piece)]]
         return np.array_equal(self.schedule.lane_of_slot[self.slot_of_piece], lanes)
 
+    def check_segments(self) -> None:
+        """Check that places cut into ranges of segments have as many as their stages' kinds of layer make."""
+        step, counts = self.schedule.step, dict[tuple[str, int, int], int]()
+        for place, cut in step.cuts.segments.items():
+            stage = place[:3]
+            if stage not in counts:
+                counts[stage] = count_segments(step.graph.unit(place.unit), step.plan.virtual_stage(*stage).layers)
+            if cut.num_segments != counts[stage]:
+                forward = Action(ActionKind.FORWARD, *place, covers=cut.forwards[-1])
+                end = cut.num_segments
+                problem = f"wrong number of segments: its ranges end at {end}, but its stage has {counts[stage]} segments"
+                piece = self.work.computed_numbers[forward]
+                lane = int(self.work.lanes_of(np.array([piece]))[1][0])
+                slot = int(self.slots_of(np.array([piece]), np.array([lane]))[0])
+                raise self._error(piece, f"{problem}; let them cover these", {lane: slot})
+
     def check_needs(self) -> None:
         """Check that an action's needs never stand after it in the same lane; a receive only posts, and may."""
         schedule = self.schedule
@@ -121,7 +145,7 @@ class _SlotOrder:
         """Check that every filler is a computation before a carrier that does not need it."""
         schedule = self.schedule
         need_starts, needs = self.work.needs_in(lowered=schedule.lowered)
-        for slot in np.flatnonzero(schedule.modes).tolist():
+        for slot in np.flatnonzero(schedule.modes == SlotMode.FILLS_WAIT).tolist():
             lane, piece = int(schedule.lane_of_slot[slot]), int(schedule.pieces[slot])
             if self.work.resources[piece] != _COMPUTE:
                 raise self._error(piece, "not a filler: only computations fill; run it by itself", {lane: slot})
@@ -136,10 +160,10 @@ class _SlotOrder:
 
     def _up_to_carrier(self, slot: int, end: int) -> list[int]:
         """Return the pieces after a filler that may run before it, the carrier last; empty if it has no carrier."""
-        pieces, resources = self.schedule.pieces, self.work.resources
-        in_line = [each for each in range(slot + 1, end) if not self.schedule.modes[each]]
-        carrier = next((each for each in in_line if resources[pieces[each]] == _COMPUTE), -1)
-        return [int(pieces[each]) for each in in_line if each <= carrier]
+        pieces, resources, modes = self.schedule.pieces, self.work.resources, self.schedule.modes
+        later = [each for each in range(slot + 1, end) if modes[each] != SlotMode.FILLS_WAIT]
+        carrier = next((each for each in later if not modes[each] and resources[pieces[each]] == _COMPUTE), -1)
+        return [int(pieces[each]) for each in later if each <= carrier]
 
     def check_messages(self) -> None:
         """Check that every lane posts its receives from every other one in the order of the other's sends."""
@@ -186,7 +210,8 @@ def _check_progress(schedule: Schedule, before: Schedule | None) -> Execution:
         # Then it runs as it does without them.
         is_computed = schedule.pieces < schedule.work.num_computed
         starts = row_starts(np.bincount(schedule.lane_of_slot[is_computed], minlength=schedule.num_lanes))
-        computed = Schedule(schedule.step, starts, schedule.pieces[is_computed], schedule.modes[is_computed])
+        columns = (column[is_computed] for column in (schedule.pieces, schedule.modes, schedule.waits))
+        computed = Schedule(schedule.step, starts, *columns)
         is_same = before is not None and before.step is schedule.step and np.array_equal(before.lane_starts, starts)
         if before is not None and is_same and np.array_equal(before.pieces, computed.pieces):
             computed = before

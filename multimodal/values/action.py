@@ -1,9 +1,9 @@
 """Actions of lanes: their kinds, the one table that describes these, actions themselves and their text.
 
-    F vision/0/0/3    SF vision/0/0/3>llm/1/0/2    B vision/0/0/3#1    RG llm/1/0[1:8]
+    F vision/0/0/3    SF vision/0/0/3>llm/1/0/2    B vision/0/0/3#1    RG llm/1/0[1:8]    F vision/0/0/3{2:7}
 
-A place is unit/replica/stage/microbatch; `#1` is its second sample subset, `[1:8]` a range of its stage's layers; `>` leads to
-the peer that a send feeds, `<` to the peer that a receive drains.
+A place is unit/replica/stage/microbatch; `#1` is its second sample subset, `[1:8]` a range of its stage's layers, `{2:7}` one of
+its stage's segments; `>` leads to the peer that a send feeds, `<` to the peer that a receive drains.
 """
 
 import re
@@ -105,7 +105,19 @@ class LayerRange:
     end: int
 
 
-Coverage = SampleSubset | LayerRange | None
+@dataclass(frozen=True, slots=True)
+class SegmentRange:
+    """Segments `first` to `end` - 1 of a virtual stage, counted from 0 in the order of a forward over all its layers.
+
+    A segment is the smallest part of a layer that runs on its own; a kind of layer says which it has
+    (`multimodal/cost/layers`).
+    """
+
+    first: int
+    end: int
+
+
+Coverage = SampleSubset | LayerRange | SegmentRange | None
 """The part of its microbatch and stage that a piece of work covers; None: the whole."""
 
 
@@ -148,6 +160,8 @@ def action_to_text(action: Action) -> str:
 def _coverage_to_text(covers: Coverage) -> str:
     if isinstance(covers, SampleSubset):
         return f"#{covers.index}"
+    if isinstance(covers, SegmentRange):
+        return f"{{{covers.first}:{covers.end}}}"
     return f"[{covers.first}:{covers.end}]" if covers is not None else ""
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
-from multimodal.values.action import Action, ActionKind, Coverage, LayerRange, Place
+from multimodal.values.action import Action, ActionKind, Coverage, LayerRange, Place, SegmentRange
 from multimodal.values.assignment import Assignment, MicrobatchPlace
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.plan import Plan
@@ -29,7 +29,7 @@ def computations(step: StepGraph) -> tuple[Action, ...]:
 
     A stage has backwards where `StepGraph.backward_need` says so, and reduces gradients where it trains something, even on a
     replica without microbatches (the reduction is collective). Where a backward is split, its two halves take its place; a stage
-    that trains nothing has no weight gradient.
+    that trains nothing has no weight gradient. Where a place is cut into segments, its ranges come in the order they run.
     """
     actions: list[Action] = []
     for unit in step.graph.unit_names:
@@ -40,7 +40,7 @@ def computations(step: StepGraph) -> tuple[Action, ...]:
             for replica in range(sizes.data_parallel_size):
                 need = needs[layers[replica]]
                 microbatches = range(step.num_microbatches(unit, replica))
-                actions += _whole(ActionKind.FORWARD, unit, replica, stage, microbatches)
+                actions += _forwards(unit, replica, stage, microbatches, step.cuts)
                 if need.has_backward:
                     actions += _backwards(unit, replica, stage, microbatches, need, step.cuts)
                 if need.trains_weights:
@@ -58,15 +58,25 @@ def _whole(kind: ActionKind, unit: str, replica: int, stage: int, microbatches: 
     return [_new(Action, (kind, unit, replica, stage, microbatch, None, None)) for microbatch in microbatches]
 
 
+def _forwards(unit: str, replica: int, stage: int, microbatches: range, cuts: Cuts) -> list[Action]:
+    if not cuts.segments:
+        return _whole(ActionKind.FORWARD, unit, replica, stage, microbatches)
+    return [
+        _new(Action, (ActionKind.FORWARD, unit, replica, stage, microbatch, None, covers))
+        for microbatch in microbatches
+        for covers in cuts.forwards(_new(Place, (unit, replica, stage, microbatch)))
+    ]
+
+
 def _backwards(unit: str, replica: int, stage: int, microbatches: range, need: BackwardNeed, cuts: Cuts) -> list[Action]:
-    if not cuts.split and not cuts.num_subsets:
+    if not cuts.split and not cuts.num_subsets and not cuts.segments:
         return _whole(ActionKind.BACKWARD, unit, replica, stage, microbatches)
     whole = (ActionKind.BACKWARD,)
     halves = (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT) if need.trains_weights else (ActionKind.INPUT_GRADIENT,)
     return [
-        _new(Action, (kind, unit, replica, stage, microbatch, None, subset))
+        _new(Action, (kind, unit, replica, stage, microbatch, None, covers))
         for microbatch in microbatches
-        for subset in cuts.subsets(MicrobatchPlace(unit, replica, microbatch))
+        for covers in cuts.backwards(_new(Place, (unit, replica, stage, microbatch)))
         for kind in (halves if (unit, replica, stage, microbatch) in cuts.split else whole)
     ]
 
@@ -95,6 +105,11 @@ def dependencies(action: Action, step: StepGraph, *, lowered: bool = False) -> t
     In a split backward the input gradient takes the backward's place, and the weight gradient needs it. Where a microbatch's
     backward is cut into sample subsets, a subset's backward needs the same subset at the stage after it; at the last stage, the
     backward of the one downstream microbatch that the subset routes to.
+
+    Where a place is cut into segments, a forward's first range needs what the whole would need, every other one the range before
+    it, and whoever needs the forward needs its last range. Its backward runs from the last segments to the first: the first range
+    to run needs the last of the forward and what comes from downstream, every other one the range before it, and whoever needs
+    the backward needs the last one to run, which has the input gradient.
 
     In the lowered dialect (`lowered=True`) a dependency between different rank groups is carried by a message: the producer's
     send, then the consumer's receive, then the consumer. The sends' and receives' own dependencies are the same in both.
@@ -129,8 +144,9 @@ def message(producer: Action, consumer: Action) -> tuple[Action, Action]:
     """Return the send at the producer's place and the receive at the consumer's place that carry this dependency."""
     kind, unit, replica, stage, microbatch, _, covers = producer
     other_kind, other_unit, other_replica, other_stage, other_microbatch, _, _ = consumer
-    # Between units a subset is named by the microbatch at the other end, so only stages of one unit need to say which.
-    if unit != other_unit:
+    # Between units a subset is named by the microbatch at the other end, so only stages of one unit need to say which. Of ranges
+    # of segments, one alone sends.
+    if unit != other_unit or isinstance(covers, SegmentRange):
         covers = None
     source = _new(Place, (unit, replica, stage, microbatch))
     target = _new(Place, (other_unit, other_replica, other_stage, other_microbatch))
@@ -144,16 +160,37 @@ def _microbatch(action: Action) -> MicrobatchPlace:
     return MicrobatchPlace(action.unit, action.replica, action.microbatch)
 
 
+def _last_forward(place: Place, step: StepGraph) -> Action:
+    """Return the forward that completes a place's output."""
+    return Action(ActionKind.FORWARD, *place, covers=step.cuts.forwards(place)[-1])
+
+
+def _input_gradients(place: Place, step: StepGraph) -> Iterator[Action]:
+    """Yield the backwards that give a place's input gradient: all sample subsets, or the last range of segments."""
+    kind = step.cuts.gradient_kind(place)
+    return (Action(kind, *place, covers=covers) for covers in step.cuts.gradients(place))
+
+
+def _range_before(action: Action, ranges: tuple[Coverage, ...]) -> Action | None:
+    """Return the range of segments that runs before a computation; None where it is the first one or covers no segments."""
+    if not isinstance(action.covers, SegmentRange) or action.covers == ranges[0]:
+        return None
+    return action._replace(covers=ranges[ranges.index(action.covers) - 1])
+
+
 def _forward_needs(action: Action, step: StepGraph) -> Iterator[Action]:
+    if before := _range_before(action, step.cuts.forwards(action.place)):
+        yield before
+        return
     if step.cuts.gathers_parameters and step.backward_need(*action[1:4]).trains_weights:
         yield Action(ActionKind.GATHER_PARAMETERS, *action[1:4])
     if action.stage > 0:
-        yield action._replace(stage=action.stage - 1)
+        yield _last_forward(action.place._replace(stage=action.stage - 1), step)
         return
     for route in step.routes.to_target.get(_microbatch(action), ()):
         source = route.source
         last_stage = step.plan.units[source.unit].num_virtual_stages - 1
-        yield Action(ActionKind.FORWARD, source.unit, source.replica, last_stage, source.microbatch)
+        yield _last_forward(Place(source.unit, source.replica, last_stage, source.microbatch), step)
 
 
 def _gather_needs(action: Action, step: StepGraph) -> Iterator[Action]:
@@ -161,15 +198,17 @@ def _gather_needs(action: Action, step: StepGraph) -> Iterator[Action]:
 
 
 def _backward_needs(action: Action, step: StepGraph) -> Iterator[Action]:
+    if before := _range_before(action, step.cuts.backwards(action.place)):
+        yield before
+        return
     # What lies downstream of a stage that has a backward always has one, too: the gradient comes through it.
-    yield Action(ActionKind.FORWARD, *action.place)
+    yield _last_forward(action.place, step)
     if action.stage < step.plan.units[action.unit].num_virtual_stages - 1:
-        after = action.place._replace(stage=action.stage + 1)
-        yield Action(step.cuts.gradient_kind(after), *after, covers=action.covers)
+        after = _input_gradients(action.place._replace(stage=action.stage + 1), step)
+        yield from (each for each in after if action.subset in (-1, each.subset))
         return
     for target in _targets_of(action, step):
-        first = Place(target.unit, target.replica, 0, target.microbatch)
-        yield from (Action(step.cuts.gradient_kind(first), *first, covers=each) for each in step.cuts.subsets(target))
+        yield from _input_gradients(Place(target.unit, target.replica, 0, target.microbatch), step)
 
 
 def _targets_of(action: Action, step: StepGraph) -> Iterator[MicrobatchPlace]:
@@ -192,12 +231,13 @@ def _reduce_needs(action: Action, step: StepGraph) -> Iterator[Action]:
     last_microbatch = step.num_microbatches(action.unit, action.replica) - 1
     for microbatch in range(last_microbatch + 1):
         place = action.place._replace(microbatch=microbatch)
-        subsets = step.cuts.subsets(MicrobatchPlace(action.unit, action.replica, microbatch))
+        completing = step.cuts.gradients(place)
         if begins_early(action) and microbatch == last_microbatch:
-            yield from _backward_needs(Action(step.cuts.gradient_kind(place), *place, covers=subsets[-1]), step)
-            subsets = subsets[:-1]
-        for subset in subsets:
-            yield Action(step.cuts.last_kind(place), *place, covers=subset)
+            first = step.cuts.backwards(place)[0] if place in step.cuts.segments else completing[-1]
+            yield from _backward_needs(Action(step.cuts.gradient_kind(place), *place, covers=first), step)
+            completing = completing[:-1]
+        for covers in completing:
+            yield Action(step.cuts.last_kind(place), *place, covers=covers)
 
 
 def begins_early(reduction: Action) -> bool:
@@ -206,11 +246,11 @@ def begins_early(reduction: Action) -> bool:
 
 
 def _send_forward_needs(action: Action, step: StepGraph) -> Iterator[Action]:
-    yield Action(ActionKind.FORWARD, *action.place)
+    yield _last_forward(action.place, step)
 
 
 def _send_backward_needs(action: Action, step: StepGraph) -> Iterator[Action]:
-    yield Action(step.cuts.gradient_kind(action.place), *action.place, covers=action.covers)
+    yield from (each for each in _input_gradients(action.place, step) if action.subset in (-1, each.subset))
 
 
 def _receive_needs(kind: ActionKind) -> Callable[[Action, StepGraph], Iterator[Action]]:

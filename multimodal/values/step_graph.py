@@ -1,84 +1,26 @@
 """One training step as one value: model graph, plan, assignment, and how the step's work is cut into pieces."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from multimodal.values.action import ActionKind, Coverage, LayerRange, Place, SampleSubset
 from multimodal.values.arrays.length_arrays import LengthArrays, LengthBatch
 from multimodal.values.arrays.rows import Integers
 from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace, PlacedAtoms, Routes
 from multimodal.values.backward_need import BackwardNeed, stage_backward_need
 from multimodal.values.errors import AssignmentError
 from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.parts.cuts import UNCUT, Cuts, SegmentCut, StageKey, StageSplit
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 
+__all__ = ["UNCUT", "Cuts", "SegmentCut", "StageKey", "StageSplit", "StepGraph", "validate_assignment"]
+
 Made = TypeVar("Made")
-StageKey = tuple[str, int, int]
-"""(unit, replica, virtual stage)."""
-
-
-class StageSplit(Set[Place]):
-    """All places of some stages."""
-
-    def __init__(self, counts: Mapping[StageKey, int]) -> None:
-        self.counts = counts
-        """Stage -> its microbatches."""
-
-    def __contains__(self, place: object) -> bool:
-        return isinstance(place, tuple) and len(place) == 4 and 0 <= place[3] < self.counts.get(place[:3], 0)
-
-    def __iter__(self) -> Iterator[Place]:
-        return (Place(*stage, microbatch) for stage, count in self.counts.items() for microbatch in range(count))
-
-    def __len__(self) -> int:
-        return sum(self.counts.values())
-
-    def __eq__(self, other: object) -> bool:
-        return self.counts == other.counts if isinstance(other, StageSplit) else super().__eq__(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-@dataclass(frozen=True)
-class Cuts:
-    """The cuts of a step's backwards and reductions into pieces, and whether parameters are gathered."""
-
-    split: Set[Place] = frozenset()
-    """Places whose backward is an input gradient and, later, a weight gradient (zero bubble)."""
-    num_subsets: Mapping[MicrobatchPlace, int] = field(default_factory=dict)
-    """Microbatches whose backward is cut into sample subsets, in all stages alike (Entrain 4.5.3)."""
-    gathers_parameters: bool = False
-    """True if replicas gather a stage's updated parameters before its first forward (ZeRO-1)."""
-    reduced_by_layer: frozenset[tuple[str, int]] = frozenset()
-    """(unit, virtual stage) whose gradients are reduced in two pieces: all layers but the first, layer by layer during the last
-    microbatch's backward, and then the first layer, whose gradients are complete last."""
-
-    def subsets(self, microbatch: MicrobatchPlace) -> tuple[Coverage, ...]:
-        """Return what the backwards of a microbatch cover, one entry for each of them."""
-        num_subsets = self.num_subsets.get(microbatch, 0)
-        return tuple(map(SampleSubset, range(num_subsets))) if num_subsets else (None,)
-
-    def gradient_kind(self, place: Place) -> ActionKind:
-        """Return the kind of the action that gives a place's input gradient."""
-        return ActionKind.INPUT_GRADIENT if place in self.split else ActionKind.BACKWARD
-
-    def last_kind(self, place: Place) -> ActionKind:
-        """Return the kind of the action after which a place's weight gradients are complete."""
-        return ActionKind.WEIGHT_GRADIENT if place in self.split else ActionKind.BACKWARD
-
-    def reductions(self, unit: str, stage: int, *, num_layers: int) -> tuple[Coverage, ...]:
-        """Return what the reductions of a stage cover, in the order in which they run."""
-        return (LayerRange(1, num_layers), LayerRange(0, 1)) if (unit, stage) in self.reduced_by_layer else (None,)
-
-
-UNCUT = Cuts()
-"""One backward per microbatch and stage, one reduction per stage; parameters are not gathered."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from multimodal.values.arrays.rows import Integers, group_rows, row_numbers, row
 from multimodal.values.dependencies import SENT_KINDS, message
 from multimodal.values.step_graph import StageKey, StepGraph
 
-__all__ = ["KINDS", "KIND_NUMBERS", "RESOURCE_NUMBERS", "Bytes", "Integers", "StepWork", "step_work", "take_rows"]
+__all__ = ["KINDS", "KIND_NUMBERS", "RESOURCE_NUMBERS", "Bytes", "Integers", "StepWork", "row_starts", "step_work", "take_rows"]
 
 RESOURCE_NUMBERS = {resource: number for number, resource in enumerate(Resource)}
 """The number of a resource in `StepWork.resources`, and in the C++ kernels."""

@@ -1,6 +1,7 @@
 """The first and the last layer of the LLM: looking token ids up; norm, output projection and the loss of the target tokens."""
 
 from multimodal.cost.layers.layer import INDEX_BYTES, WIDE_BYTES, ActivationBytes, ActivationCase, Layer, LayerFlops, LayerTraffic
+from multimodal.cost.layers.segments import Exchange, Segment
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.values.model_graph import Role
 
@@ -8,6 +9,7 @@ from multimodal.values.model_graph import Role
 class TokenEmbeddingLayer(Layer):
     """A row of the vocabulary for each token, with the encoders' outputs in the places of their items."""
 
+    segments = (Segment("all", forward=(Exchange.SUM,), backward=(Exchange.GATHER,)),)
     position = "first"
     roles = (Role.BACKBONE,)
     num_products = 0
@@ -29,6 +31,7 @@ class TokenEmbeddingLayer(Layer):
 class HeadLayer(Layer):
     """Logits of target tokens only."""
 
+    segments = (Segment("all", forward=(Exchange.GATHER,), backward=(Exchange.SUM,)),)
     position = "last"
     roles = (Role.BACKBONE,)
     is_at_exit = True

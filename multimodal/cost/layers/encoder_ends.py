@@ -1,6 +1,7 @@
 """First and last layers of encoders: patches or sound in, tokens of the LLM out."""
 
 from multimodal.cost.layers.layer import ActivationBytes, ActivationCase, Layer, LayerFlops
+from multimodal.cost.layers.segments import Exchange, Segment
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.values.model_graph import Role, Unit
 
@@ -8,6 +9,7 @@ from multimodal.values.model_graph import Role, Unit
 class PatchEmbeddingLayer(Layer):
     """Whole on every tensor parallel rank."""
 
+    segments = (Segment("all", backward=(Exchange.GATHER,)),)
     position = "first"
     roles = (Role.ENCODER,)
 
@@ -75,6 +77,7 @@ class AudioEmbeddingLayer(PatchEmbeddingLayer):
 class ProjectorLayer(Layer):
     """Two products with a GELU between them (Qwen2-VL's patch merger)."""
 
+    segments = (Segment("all", forward=(Exchange.GATHER, Exchange.SUM), backward=(Exchange.SUM,)),)
     position = "last"
     roles = (Role.ENCODER,)
     num_products = 2

@@ -1,6 +1,7 @@
 """The first and the last layer of a generator: from the hidden state of each image to the values of its patches."""
 
 from multimodal.cost.layers.layer import WIDE_BYTES, ActivationBytes, ActivationCase, Layer, LayerFlops
+from multimodal.cost.layers.segments import Exchange, Segment
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.values.model_graph import Role
 
@@ -8,6 +9,7 @@ from multimodal.values.model_graph import Role
 class GeneratorProjectorLayer(Layer):
     """One linear map of one row for each image: as good as nothing beside the layers that follow."""
 
+    segments = (Segment("all", backward=(Exchange.GATHER,)),)
     position = "first"
     roles = (Role.GENERATOR,)
     num_products = 2
@@ -35,6 +37,7 @@ class GeneratorProjectorLayer(Layer):
 class GeneratorHeadLayer(Layer):
     """One linear map from a hidden state to the pixels of its patch, or, where no image is described, to its own width."""
 
+    segments = (Segment("all", forward=(Exchange.GATHER,)),)
     position = "last"
     roles = (Role.GENERATOR,)
     is_at_exit = True

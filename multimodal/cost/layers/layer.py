@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.collectives import LayerCollectives
+from multimodal.cost.layers.segments import Segment, SegmentWork
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.model_graph import ModelGraph, Role, Unit
@@ -95,6 +96,8 @@ class Layer(ABC):
     """True if tokens see each other, so that the cost depends on how they are packed into sequences."""
     recomputes: ClassVar[bool] = False
     """True if full recomputation keeps the layer's input alone."""
+    segments: ClassVar[tuple[Segment, ...]] = (Segment("all"),)
+    """The parts that can run on their own, in the order of a forward, as multimodal/model cuts the layer."""
     is_deep: ClassVar[bool] = False
     """True if training the layer's weights takes nearly all of its input gradient. Other layers are about one matrix deep."""
 
@@ -142,6 +145,10 @@ class Layer(ABC):
         """Bytes moved per counted token, as if every operation were one kernel; here the input read and the output written."""
         moved = float(2 * bytes_per_element * self.unit.transformer.hidden_size)
         return LayerTraffic(moved, moved)
+
+    def segment_work(self, bytes_per_element: int) -> tuple[SegmentWork, ...]:
+        """What each segment computes, in their order; of several, an override says which weights and bytes are whose."""
+        return (SegmentWork(self.num_weights, self.traffic(bytes_per_element), attends=True),)
 
     def collectives(self, *, tensor_parallel_size: int, ranks: Sequence[int], cluster: Cluster) -> LayerCollectives:
         """Collectives inside the layer; ranks: of the stage, the tensor parallel rank is the faster index."""

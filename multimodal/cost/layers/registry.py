@@ -31,6 +31,11 @@ def describe_layer(graph: ModelGraph, unit: Unit, kind: str, *, vocab_size: int)
     return LAYER_KINDS[kind](graph, unit, vocab_size)
 
 
+def count_segments(unit: Unit, layers: range) -> int:
+    """Return the number of segments of a stage with these layers; kinds that are not known have one."""
+    return sum(len(LAYER_KINDS[kind].segments) if kind in LAYER_KINDS else 1 for kind in unit.layers[layers.start : layers.stop])
+
+
 def read_model(path: str | Path) -> ModelGraph:
     """Read a YAML or JSON model file and check its kinds of layer; a ModelError names the line."""
     return read_file(path, _checked_model, error=ModelError)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.collectives import LayerCollectives, collective_per_token
 from multimodal.cost.layers.layer import WIDE_BYTES, ActivationBytes, ActivationCase, Layer, LayerFlops, LayerTraffic
+from multimodal.cost.layers.segments import COLUMN_BACKWARD, COLUMN_FORWARD, ROW_BACKWARD, ROW_FORWARD, Segment, SegmentWork
 from multimodal.cost.unit_load import UnitLoad
 
 _PER_PASS = 4
@@ -15,6 +16,13 @@ class TransformerLayer(Layer):
     """Attention and MLP, of the shape that the unit's `transformer` describes."""
 
     num_products = 4
+    segments = (
+        Segment("qkv", forward=COLUMN_FORWARD, backward=COLUMN_BACKWARD),
+        Segment("attention"),
+        Segment("projection", forward=ROW_FORWARD, backward=ROW_BACKWARD),
+        Segment("mlp_up", forward=COLUMN_FORWARD, backward=COLUMN_BACKWARD),
+        Segment("mlp_down", forward=ROW_FORWARD, backward=ROW_BACKWARD),
+    )
     attends = True
     recomputes = True
     is_deep = True
@@ -22,10 +30,7 @@ class TransformerLayer(Layer):
     @property
     def num_weights(self) -> int:
         """QKV, projection, and two matrices of the MLP or three with a gate."""
-        shape = self.unit.transformer
-        query, key_value = self._widths
-        mlp = shape.ffn_hidden_size * shape.hidden_size * (3 if self._is_gated else 2)
-        return shape.hidden_size * (query + key_value) + query * shape.hidden_size + mlp
+        return sum(self._segment_weights)
 
     @property
     def num_vector_entries(self) -> int:
@@ -96,21 +101,30 @@ class TransformerLayer(Layer):
         return whole, attention + size * (inner + inputs)
 
     def traffic(self, bytes_per_element: int) -> LayerTraffic:
-        """Count elements per token, h the hidden size, f the inner one, r queries and keys together.
+        """Sum of the segments'."""
+        return LayerTraffic(*map(sum, zip(*(each.traffic for each in self.segment_work(bytes_per_element)), strict=True)))
 
-        | operation | forward | backward |
-        |---|---|---|
-        | two norms | read and write: 4h | read the gradient and the input, write: 6h |
-        | two residual sums | read two, write one: 6h | the branch's gradient is added to the stream's: 6h |
-        | rotary positions | read and write: 2r | the same |
-        | GELU | read and write: 2f | read the gradient and the input, write: 3f |
-        | or SwiGLU | read two, write one: 3f | read the gradient and two inputs, write two: 5f |
+    def segment_work(self, bytes_per_element: int) -> tuple[SegmentWork, ...]:
+        """Weights, and elements per token, h the hidden size, f the inner one, r queries and keys together.
+
+        | segment | operation | forward | backward |
+        |---|---|---|---|
+        | qkv, mlp up | norm | read and write: 2h | read the gradient and the input, write: 3h |
+        | attention | rotary positions | read and write: 2r | the same |
+        | mlp up, mlp down | residual sum | read two, write one: 3h | the branch's gradient is added to the stream's: 3h |
+        | mlp down | GELU | read and write: 2f | read the gradient and the input, write: 3f |
+        | | or SwiGLU | read two, write one: 3f | read the gradient and two inputs, write two: 5f |
         """
-        shape, hidden = self.unit.transformer, self.unit.transformer.hidden_size
+        shape, hidden, size = self.unit.transformer, self.unit.transformer.hidden_size, float(bytes_per_element)
         rotated = 2 * (shape.num_attention_heads + shape.query_groups) * shape.head_channels
-        forward = 10 * hidden + rotated + shape.ffn_hidden_size * (3 if self._is_gated else 2)
-        backward = 12 * hidden + rotated + shape.ffn_hidden_size * (5 if self._is_gated else 3)
-        return LayerTraffic(float(bytes_per_element * forward), float(bytes_per_element * backward))
+        activated, activated_back = (factor * shape.ffn_hidden_size for factor in ((3, 5) if self._is_gated else (2, 3)))
+        forward = 2 * hidden, rotated, 0, 5 * hidden, activated + 3 * hidden
+        backward = 3 * hidden, rotated, 0, 6 * hidden, activated_back + 3 * hidden
+        columns = zip(self.segments, self._segment_weights, forward, backward, strict=True)
+        return tuple(
+            SegmentWork(num_weights, (size * moved, size * moved_back), attends=segment.name == "attention")
+            for segment, num_weights, moved, moved_back in columns
+        )
 
     def collectives(self, *, tensor_parallel_size: int, ranks: Sequence[int], cluster: Cluster) -> LayerCollectives:
         """Hidden states between tensor parallel ranks; keys and values, by groups of heads, between context parallel ones."""
@@ -125,6 +139,12 @@ class TransformerLayer(Layer):
             num_groups,
             bytes_per_key,
         )
+
+    @property
+    def _segment_weights(self) -> tuple[int, ...]:
+        shape, hidden, (query, key_value) = self.unit.transformer, self.unit.transformer.hidden_size, self._widths
+        inner = shape.ffn_hidden_size
+        return hidden * (query + key_value), 0, query * hidden, hidden * inner * (2 if self._is_gated else 1), inner * hidden
 
     @property
     def _is_gated(self) -> bool:

@@ -1,8 +1,8 @@
 """Seconds of a step's computations, for all microbatches of a unit at once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,9 @@ from multimodal.cost.pieces.stage_costs import COMPUTATIONS, StageCosts
 from multimodal.cost.stage_layers import StageKey
 from multimodal.cost.step_costs import ComputeCost
 from multimodal.cost.unit_load import ComputedLoad, Floats, UnitLoad
-from multimodal.values.action import Action
+from multimodal.values.action import Action, ActionKind, SegmentRange
 from multimodal.values.step_graph import StepGraph
-from multimodal.values.step_work import KINDS, Integers, StepWork
+from multimodal.values.step_work import KINDS, Integers, StepWork, row_starts
 
 _ROW_OF_KIND = np.array([COMPUTATIONS.index(kind) if kind in COMPUTATIONS else -1 for kind in KINDS])
 
@@ -32,15 +32,22 @@ class ComputationSeconds:
         row = int(self.step.assignment.placed[action.unit].microbatch_starts[action.replica]) + action.microbatch
         if action.subset >= 0:
             row = int(self.loads.routes_from(action.unit).subset_starts[row]) + action.subset
+        kind = COMPUTATIONS.index(action.kind)
+        if isinstance(action.covers, SegmentRange):
+            covered = self.of_segments(action.unit, action.stage)[:, kind, action.covers.first : action.covers.end, row]
+            return ComputeCost(float(covered[0].sum()), float(covered[1].sum()))
         found = self.of_unit(action.unit, of_subsets=action.subset >= 0)
-        return ComputeCost(*found[:, COMPUTATIONS.index(action.kind), action.stage, row].tolist())
+        waits = self._waits(action[1:4], action.kind)[:, row] if action.subset < 0 else np.zeros(0)
+        seconds, waiting = found[:, kind, action.stage, row].tolist()
+        return ComputeCost(seconds, waiting, tuple(waits.tolist()))
 
     def of_pieces(self, work: StepWork, pieces: Integers) -> Floats:
         """[2, num_pieces] seconds, and of these the waits for collectives inside layers."""
         found = np.zeros((2, len(pieces)))
         stages, parts = work.computed_stages[pieces], work.pieces.parts[pieces]
+        is_range = work.pieces.is_range[pieces]
         for number, unit in enumerate(work.pieces.units):
-            is_own = work.pieces.unit_of_stage[stages] == number
+            is_own = (work.pieces.unit_of_stage[stages] == number) & ~is_range
             for of_subsets in (False, True):
                 chosen = np.flatnonzero(is_own & ((parts >= 0) == of_subsets))
                 if not len(chosen):
@@ -50,7 +57,49 @@ class ComputationSeconds:
                     rows = self.loads.routes_from(unit).subset_starts[rows] + parts[chosen]
                 kinds, indices = _ROW_OF_KIND[work.kinds[pieces[chosen]]], work.pieces.index_of_stage[stages[chosen]]
                 found[:, chosen] = self.of_unit(unit, of_subsets=of_subsets)[:, kinds, indices, rows]
+        ranges = np.flatnonzero(is_range)
+        found[:, ranges] = self._of_ranges(work, pieces[ranges])
         return found
+
+    def _of_ranges(self, work: StepWork, pieces: Integers) -> Floats:
+        """[2, num_pieces] the same of ranges of segments."""
+        found, blocks = np.zeros((2, len(pieces))), work.blocks[pieces]
+        firsts, ends = (bounds[pieces] for bounds in work.pieces.segment_bounds)
+        for block in np.unique(blocks).tolist():
+            chosen = np.flatnonzero(blocks == block)
+            stage, kind = divmod(block, len(KINDS))
+            unit, _, index = work.stages[stage]
+            rows = work.pieces.numbers_in_unit[pieces[chosen]]
+            seconds = self.of_segments(unit, index)[:, _ROW_OF_KIND[kind]]
+            before = np.concatenate((np.zeros_like(seconds[:, :1]), np.cumsum(seconds, axis=1)), axis=1)
+            found[:, chosen] = before[:, ends[chosen], rows] - before[:, firsts[chosen], rows]
+        return found
+
+    def waits(self, work: StepWork, pieces: Integers) -> tuple[Integers, Floats]:
+        """Seconds of the waits of whole computations for tensor parallel ranks: rows (starts, seconds)."""
+        blocks, rows = work.blocks[pieces], work.pieces.numbers_in_unit[pieces]
+        different, which = np.unique(blocks, return_inverse=True)
+        known = [self._waits(work.stages[each // len(KINDS)], KINDS[each % len(KINDS)]) for each in different.tolist()]
+        starts = row_starts([len(known[each]) for each in which.tolist()])
+        found = np.zeros(int(starts[-1]))
+        for number, waits in enumerate(known):
+            chosen = np.flatnonzero(which == number)
+            found[starts[chosen][:, None] + np.arange(len(waits))] = waits[:, rows[chosen]].T
+        return starts, found
+
+    def _waits(self, stage: StageKey, kind: ActionKind) -> Floats:
+        """[num_waits, num_microbatches of the unit] seconds of the waits of a stage's computations, where one replica has it."""
+        unit, replica, index = stage
+        if (*stage, kind) not in self._known_waits:
+            rows, replicas = self._rows(unit, False), self.step.assignment.placed[unit].replica_of_microbatch
+            key = next(key for key, where in self.stages.alike(unit) if where[index, replica])
+            chosen = np.flatnonzero(replicas == replica)
+            own = self._of_rows(rows, chosen, lambda load: np.array(self.stages.waits(key, kind, load)))
+            found = np.zeros((len(own), len(replicas)))
+            if own.size:
+                found[:, chosen] = own
+            self._known_waits[*stage, kind] = found
+        return self._known_waits[*stage, kind]
 
     def of_replicas(self, unit: str) -> Floats:
         """[num_stages, num_replicas] seconds of all forwards and backwards of each stage."""
@@ -73,7 +122,7 @@ class ComputationSeconds:
             found = np.zeros((2, len(COMPUTATIONS), self.step.plan.units[unit].num_virtual_stages, len(replicas)))
             for stage, where in self.stages.alike(unit):
                 chosen = np.flatnonzero(np.asarray(where.any(axis=0))[replicas])
-                seconds = self._of_rows(stage, rows, chosen)
+                seconds = self._of_rows(rows, chosen, partial(self.stages.computations, stage))
                 for index in np.flatnonzero(where.any(axis=1)).tolist():
                     is_here = where[index, replicas[chosen]]
                     found[:, :, index, chosen[is_here]] = seconds[:, :, is_here]
@@ -82,19 +131,35 @@ class ComputationSeconds:
             self._known[unit, of_subsets] = found
         return self._known[unit, of_subsets]
 
+    def of_segments(self, unit: str, stage: int) -> Floats:
+        """[2, kinds, num_segments, num_microbatches] the same of each segment of a stage; what is no segment's own is shared."""
+        if (unit, stage) not in self._known_segments:
+            rows, replicas = self._rows(unit, False), self.step.assignment.placed[unit].replica_of_microbatch
+            whole = self.of_unit(unit)[:, :, stage]
+            num_segments = self.stages.stages.num_segments((unit, 0, stage))
+            found = np.zeros((*whole.shape[:2], num_segments, whole.shape[2]))
+            for key, where in self.stages.alike(unit):
+                chosen = np.flatnonzero(where[stage][replicas])
+                if len(chosen):
+                    found[..., chosen] = self._of_rows(rows, chosen, partial(self.stages.segments, key))
+            self._known_segments[unit, stage] = found + ((whole - found.sum(axis=2)) / num_segments)[:, :, None]
+        return self._known_segments[unit, stage]
+
     def _rows(self, unit: str, of_subsets: bool) -> UnitLoad | Sequence[ComputedLoad]:
         """Return loads as arrays, or one by one where context parallel ranks share their tokens."""
         if self.step.plan.units[unit].context_parallel_size > 1:
             return self.loads.computed(unit, of_subsets=of_subsets)
         return self.loads.of_subsets(unit) if of_subsets else self.loads.of_microbatches(unit)
 
-    def _of_rows(self, stage: StageKey, rows: UnitLoad | Sequence[ComputedLoad], chosen: Integers) -> Floats:
-        """[2, kinds, num_chosen] seconds of a stage's computations of some rows."""
+    def _of_rows(
+        self, rows: UnitLoad | Sequence[ComputedLoad], chosen: Integers, seconds: Callable[[ComputedLoad], Floats]
+    ) -> Floats:
+        """[..., num_chosen] seconds of some rows; seconds: of one load, or of one whose numbers are arrays."""
         if isinstance(rows, UnitLoad):
             columns: list[Any] = [np.asarray(column)[chosen] for column in rows]
-            return self.stages.computations(stage, ComputedLoad(UnitLoad(*columns)))
+            return seconds(ComputedLoad(UnitLoad(*columns)))
         loads = [rows[row] for row in chosen.tolist()]
-        different = {load: self.stages.computations(stage, load) for load in dict.fromkeys(loads)}
+        different = {load: seconds(load) for load in dict.fromkeys(loads)}
         return np.stack([different[load] for load in loads], axis=-1) if loads else np.zeros((2, len(COMPUTATIONS), 0))
 
     def _waits_for_the_slowest(self, unit: str, seconds: Floats) -> Floats:
@@ -107,6 +172,14 @@ class ComputationSeconds:
         np.maximum.at(slowest.T, index, seconds[:, :, own].T)
         late[:, :, own] = slowest[:, :, index] - seconds[:, :, own]
         return late
+
+    @cached_property
+    def _known_segments(self) -> dict[tuple[str, int], Floats]:
+        return {}
+
+    @cached_property
+    def _known_waits(self) -> dict[tuple[str, int, int, ActionKind], Floats]:
+        return {}
 
     @cached_property
     def _known(self) -> dict[tuple[str, bool], Floats]:

@@ -1,6 +1,6 @@
 """Costs of stages that depend on no sample: seconds of their computations by load, and of the collectives of their replicas."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from multimodal.cost.communication import collective_seconds
 from multimodal.cost.layers.registry import LAYER_KINDS
+from multimodal.cost.pieces.tensor_parallel_waits import LayerNeed, Wait, computation_waits
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.seconds.layer_costs import LayerCosts, LayerSeconds
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.stage_layers import StageKey, StageLayers
-from multimodal.cost.step_costs import ComputeCost
 from multimodal.cost.step_memory import GRADIENT_BYTES
 from multimodal.cost.unit_load import ComputedLoad, Floats
 from multimodal.values.action import ActionKind
@@ -54,11 +54,11 @@ class StageCosts:
 
     def computations(self, stage: StageKey, load: ComputedLoad) -> Floats:
         """Return what `COMPUTATIONS` of a load take, and how much of it is waiting, [2, kinds]; of arrays [2, kinds, size]."""
-        sharing, found = self._sharing(stage), [ComputeCost(0.0)] * len(COMPUTATIONS)
+        sharing, found = self._sharing(stage), [(0.0, 0.0)] * len(COMPUTATIONS)
         for (layer, need), count in self.stages.counts(stage).items():
             one = self.layer_costs.seconds(stage[0], layer, load.all, cut=load.cut, **sharing)
             costs = [_cost_of(kind, one, layer, need) for kind in COMPUTATIONS]
-            found = [ComputeCost(*(a + count * b for a, b in zip(*both, strict=True))) for both in zip(found, costs, strict=True)]
+            found = [(a + count * c, b + count * d) for (a, b), (c, d) in zip(found, costs, strict=True)]
         is_busy = load.all.num_tokens > 0  # or arrays of them
         rows = np.zeros((2, len(COMPUTATIONS), *np.shape(is_busy)))
         for row, (kind, (seconds, waiting)) in enumerate(zip(COMPUTATIONS, found, strict=True)):
@@ -68,6 +68,47 @@ class StageCosts:
             late = is_busy * (late > 0) * late
             rows[:, row] = seconds + late, waiting + late
         return rows
+
+    def segments(self, stage: StageKey, load: ComputedLoad) -> Floats:
+        """Return what `COMPUTATIONS` of each segment take, and how much of it is waiting: [2, kinds, num_segments, ...].
+
+        What `computations` has beside the layers' seconds is left out.
+        """
+        blocks: dict[LayerNeed, Floats] = {}
+        for layer, need in self.stages.counts(stage):
+            own = self.layer_costs.segments(stage[0], layer, load.all, cut=load.cut, **self._sharing(stage))
+            block = np.zeros((2, len(COMPUTATIONS), len(own), *np.shape(load.all.num_tokens)))
+            for row, kind in enumerate(COMPUTATIONS):
+                for place, seconds in enumerate(own):
+                    block[0, row, place], block[1, row, place] = _cost_of(kind, seconds, layer, need)
+                for wait, waiting in self._waits_of_layer(kind, stage, (layer, need), load):
+                    block[:, row, wait.segment] += waiting
+            blocks[layer, need] = block
+        return np.concatenate([blocks[each] for each in self.stages.in_order(stage)], axis=2)
+
+    def waits(self, stage: StageKey, kind: ActionKind, load: ComputedLoad) -> list[float]:
+        """Return the seconds of a whole computation's waits for tensor parallel ranks, in order; of arrays, arrays."""
+        if self.options.hides_waits or self.stages.plan.units[stage[0]].tensor_parallel_size == 1:
+            return []
+        layers = self.stages.in_order(stage)
+        known = {
+            each: [seconds for _, seconds in self._waits_of_layer(kind, stage, each, load)] for each in dict.fromkeys(layers)
+        }
+        in_order = layers if kind is ActionKind.FORWARD else layers[::-1]
+        return [seconds for each in in_order for seconds in known[each]]
+
+    def _waits_of_layer(
+        self, kind: ActionKind, stage: StageKey, layer: LayerNeed, load: ComputedLoad
+    ) -> Iterator[tuple[Wait, float]]:
+        """Yield the waits of one layer, in order, with their seconds: the layer's, shared evenly by those that are long."""
+        waits = computation_waits(kind, (layer,), options=self.options)
+        num_long = sum(wait.is_long for wait in waits)
+        if not num_long:
+            return
+        parts = self.layer_costs.parts(stage[0], layer[0], load.all, **self._sharing(stage))
+        seconds = (parts.waiting if kind is ActionKind.FORWARD else parts.waiting_back) / num_long
+        for wait in waits:
+            yield wait, seconds * wait.is_long
 
     def over_replicas(self, stage: StageKey, bytes_per_weight: float, *, trained_only: bool) -> float:
         """Seconds of one ring over all ranks that have the same shard of a stage's weights."""
@@ -112,14 +153,14 @@ class StageCosts:
         return {}
 
 
-def _cost_of(kind: ActionKind, one: LayerSeconds, layer: str, need: BackwardNeed) -> ComputeCost:
-    """Return what one computation asks of one layer."""
+def _cost_of(kind: ActionKind, one: LayerSeconds, layer: str, need: BackwardNeed) -> tuple[float, float]:
+    """Return what one computation asks of one layer: seconds, and of these the waits."""
     if kind is ActionKind.FORWARD:
-        return ComputeCost(one.forward, one.forward_waiting)
+        return one.forward, one.forward_waiting
     if kind is ActionKind.WEIGHT_GRADIENT:
-        return ComputeCost(one.weight_gradient if need.trains_weights else 0.0)
+        return (one.weight_gradient if need.trains_weights else 0.0), 0.0
     passes = LAYER_KINDS[layer].passes_gradient(need)
     waiting = one.input_gradient_waiting if passes else 0.0
     if kind is ActionKind.INPUT_GRADIENT:
-        return ComputeCost(one.input_gradient if passes else 0.0, waiting)
-    return ComputeCost(one.backward(layer, need), waiting)
+        return (one.input_gradient if passes else 0.0), waiting
+    return one.backward(layer, need), waiting

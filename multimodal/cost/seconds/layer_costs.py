@@ -1,5 +1,6 @@
 """Seconds of a model's layers on a cluster, for planners, simulator and emulation alike."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -9,37 +10,18 @@ import numpy as np
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.collectives import ATTENTION_BACKWARD, LayerCollectives
 from multimodal.cost.layers.layer import Layer, Recompute
-from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer
+from multimodal.cost.layers.registry import describe_layer
 from multimodal.cost.seconds.analytic_curves import analytic_curves
 from multimodal.cost.seconds.layer_curves import Curve, LayerCurves, Quadratic, counted_tokens
 from multimodal.cost.seconds.layer_profile import LayerProfile, ProfileKey
+from multimodal.cost.seconds.layer_seconds import LayerSeconds, PassParts
+from multimodal.cost.seconds.segment_seconds import SegmentShares, segment_seconds, segment_shares
 from multimodal.cost.unit_load import CutLoad, UnitLoad
-from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.model_graph import ModelGraph
 
+__all__ = ["NO_SECONDS", "LayerCosts", "LayerSeconds"]
+
 _Key = tuple[str, str, int, int, Recompute | None, tuple[int, ...] | None]
-
-
-class LayerSeconds(NamedTuple):
-    """Seconds of one layer over one load, on one of the ranks that share it; a full backward takes both gradients.
-
-    B = B_input + B_weight (Cornstarch 4.2; "Bd" and "Bw" there). Which of them runs is `BackwardNeed`'s to say.
-    """
-
-    forward: float
-    """Collectives inside the layer included."""
-    input_gradient: float
-    """Everything of the backward but weight gradients: attention's backward, recomputation and collectives included."""
-    weight_gradient: float
-    forward_waiting: float = 0.0
-    """Seconds of `forward` in which the rank waits for a collective inside the layer."""
-    input_gradient_waiting: float = 0.0
-    """Seconds of `input_gradient` in which the rank waits."""
-
-    def backward(self, kind: str, need: BackwardNeed) -> float:
-        """Return the seconds of the backward that a layer of this kind needs."""
-        input_gradient = self.input_gradient if LAYER_KINDS[kind].passes_gradient(need) else 0.0
-        return input_gradient + (self.weight_gradient if need.trains_weights else 0.0)
 
 
 NO_SECONDS = LayerSeconds(0.0, 0.0, 0.0)
@@ -106,10 +88,29 @@ class LayerCosts:
         seconds = LayerSeconds(forward + waiting, input_gradient + waiting_back, weight_gradient, waiting, waiting_back)
         return LayerSeconds(*((load.num_tokens > 0) * each for each in seconds)) if is_array else seconds
 
+    def segments(self, unit: str, kind: str, load: UnitLoad, *, cut: CutLoad | None = None, **shared: Any) -> list[LayerSeconds]:
+        """Return the seconds of each of a layer's segments as `segment_seconds` does; arguments as in `seconds`."""
+        if (unit, kind) not in self._shares:
+            self._shares[unit, kind] = segment_shares(self._describe(unit, kind), cluster=self.cluster)
+        whole = self.seconds(unit, kind, load, cut=cut, **shared)
+        return segment_seconds(whole, self.parts(unit, kind, load, **shared), self._shares[unit, kind])
+
+    def parts(self, unit: str, kind: str, load: UnitLoad, **shared: Any) -> PassParts:
+        """Return what a layer's seconds consist of; arguments as in `seconds`."""
+        prepared, is_busy = self._of(unit, kind, shared), load.num_tokens > 0
+        waiting = is_busy * prepared.waiting_for_tensor_ranks(load)
+        attention = is_busy * prepared.curves.attention.at(*counted_tokens(load, at_exit=prepared.at_exit))
+        repeats_all = prepared.recompute == "full" and self._describe(unit, kind).recomputes
+        repeats_attention = repeats_all or (prepared.recompute == "selective" and self._describe(unit, kind).attends)
+        return PassParts(attention, waiting, waiting * (2 if prepared.recompute == "full" else 1), repeats_attention, repeats_all)
+
+    def _of(self, unit: str, kind: str, shared: Mapping[str, Any]) -> "_Prepared":
+        key = unit, kind, *(shared[name] for name in ("tensor_parallel_size", "context_parallel_size", "recompute", "ranks"))
+        return self._prepared.get(key) or self._prepare(*key)
+
     def collectives(self, unit: str, kind: str, **shared: Any) -> LayerCollectives:
         """Return a layer's collectives; arguments as in `seconds`. Ranks with the same ones take the same seconds."""
-        key = unit, kind, *(shared[name] for name in ("tensor_parallel_size", "context_parallel_size", "recompute", "ranks"))
-        return (self._prepared.get(key) or self._prepare(*key)).collectives
+        return self._of(unit, kind, shared).collectives
 
     def curves(self, unit: str, kind: str, *, tensor_parallel_size: int, context_parallel_size: int) -> LayerCurves:
         """Return what the layer's computations cost on one rank, without collectives and recomputation."""
@@ -164,6 +165,10 @@ class LayerCosts:
         return {}
 
     @cached_property
+    def _shares(self) -> dict[tuple[str, str], SegmentShares]:
+        return {}
+
+    @cached_property
     def _prepared(self) -> dict[_Key, "_Prepared"]:
         return {}
 
@@ -191,13 +196,7 @@ class _Prepared(NamedTuple):
 
     def waiting(self, load: UnitLoad, cut: CutLoad) -> tuple[float, float]:
         """Seconds of waiting for collectives in a forward, and in an input gradient with its recomputation."""
-        num_tokens, num_squared = load[:2]
-        tensor = self.collectives.exposed_tensor(
-            num_tokens,
-            num_squared,
-            products_seconds=self.curves.weight_gradient.at(num_tokens, num_squared),
-            num_parts=self.num_parts,
-        )
+        tensor = self.waiting_for_tensor_ranks(load)
         again = tensor if self.recompute == "full" else 0.0
         if not self.collectives.is_spread or not cut.num_gathered:
             return tensor, tensor + again
@@ -207,6 +206,14 @@ class _Prepared(NamedTuple):
         computing = attention * (ATTENTION_BACKWARD + (self.recompute is not None))
         way_back = self.collectives.exposed_way_back(cut.num_gathered, attention_seconds=computing) + tensor
         return tensor + gathering, way_back + (again + gathering if self.recompute == "full" else 0.0)
+
+    def waiting_for_tensor_ranks(self, load: UnitLoad) -> float:
+        """Seconds of waiting for tensor parallel ranks in a forward."""
+        num_tokens, num_squared = load[:2]
+        products_seconds = self.curves.weight_gradient.at(num_tokens, num_squared)
+        return self.collectives.exposed_tensor(
+            num_tokens, num_squared, products_seconds=products_seconds, num_parts=self.num_parts
+        )
 
 
 def _constant(curve: Curve) -> float:

@@ -3,7 +3,7 @@
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.dependencies import dependencies, needs_message
-from multimodal.values.schedule import Lane, Schedule, lane_of
+from multimodal.values.schedule import Lane, Schedule, Slot, SlotMode
 from multimodal.values.step_graph import StepGraph
 
 
@@ -27,31 +27,33 @@ def refill(schedule: Schedule) -> Schedule:
 def _fill_lane(lane: Lane, step: StepGraph, *, splits: bool) -> Lane:
     if any(len(step.lanes_of(*action[1:4])) > 1 for action in lane.actions):
         return lane
-    actions: list[Action] = []
-    fillers: set[int] = set()
-    for position, action in enumerate(lane.actions):
-        carrier = _carrier(lane.actions, position)
-        waits = carrier is not None and _waits_for_message(carrier, step)
-        if position in lane.fillers or (waits and action.kind is ActionKind.WEIGHT_GRADIENT):
-            fillers.add(len(actions))
-            actions.append(action)
-        elif splits and waits and action.covers is None and _can_split(action, step):
-            actions.append(action._replace(kind=ActionKind.INPUT_GRADIENT))
-            fillers.add(len(actions))
-            actions.append(action._replace(kind=ActionKind.WEIGHT_GRADIENT))
+    slots: list[Slot] = []
+    for position, slot in enumerate(lane.slots):
+        action, carrier = slot.action, _carrier(lane, position)
+        waits = slot.mode is SlotMode.IN_LINE and carrier is not None and _waits_for_message(carrier, step)
+        if waits and action.kind is ActionKind.WEIGHT_GRADIENT:
+            slots.append(Slot(action, SlotMode.FILLS_WAIT))
+        elif splits and waits and action.covers is None and _can_split(action, step) and not _carries(lane, position):
+            slots.append(Slot(action._replace(kind=ActionKind.INPUT_GRADIENT)))
+            slots.append(Slot(action._replace(kind=ActionKind.WEIGHT_GRADIENT), SlotMode.FILLS_WAIT))
         else:
-            actions.append(action)
-    return lane_of(lane.ranks, actions, fillers)
+            slots.append(slot)
+    return Lane(lane.ranks, tuple(slots))
 
 
-def _carrier(actions: tuple[Action, ...], position: int) -> Action | None:
+def _carrier(lane: Lane, position: int) -> Action | None:
     """Return the next action that would not become a filler itself, when only computations stand between."""
-    for action in actions[position + 1 :]:
-        if ACTION_TABLE[action.kind].resource is not Resource.COMPUTE:
+    for slot in lane.slots[position + 1 :]:
+        if ACTION_TABLE[slot.action.kind].resource is not Resource.COMPUTE:
             return None
-        if action.kind is not ActionKind.WEIGHT_GRADIENT:
-            return action
+        if slot.action.kind is not ActionKind.WEIGHT_GRADIENT and slot.mode is not SlotMode.INSIDE:
+            return slot.action
     return None
+
+
+def _carries(lane: Lane, position: int) -> bool:
+    """Return True if something runs inside an action: the waits of half of it would have other numbers."""
+    return position > 0 and lane.slots[position - 1].mode is SlotMode.INSIDE
 
 
 def _can_split(action: Action, step: StepGraph) -> bool:

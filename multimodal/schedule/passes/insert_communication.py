@@ -5,7 +5,7 @@ import numpy as np
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.values.arrays.rows import order_by, row_numbers
 from multimodal.values.errors import ScheduleError
-from multimodal.values.schedule import Schedule, show_slots
+from multimodal.values.schedule import NO_WAIT, Schedule, show_slots
 
 
 def insert_communication(schedule: Schedule) -> Schedule:
@@ -13,8 +13,9 @@ def insert_communication(schedule: Schedule) -> Schedule:
 
     On GPUs a message takes place when both ends have come to it, and holds up what is queued behind it until then (NCCL buffers
     nothing). So both ends of a message stand at one moment: by an execution of the schedule under unit costs, right after its
-    producer starts, and after everything else that starts then. A send stands right after its producer, a receive before the
-    first action of its lane that starts later: early enough that no sender waits for it. Computations, collectives and messages
+    producer starts, and after everything else that starts then. A send stands right after its producer, or after the computation
+    that its producer runs inside of, a receive before the first action of its lane that starts later: early enough that no sender
+    waits for it. Computations, collectives and messages
     are thereby in one order for all lanes, in which each could be finished before the next begins; no lanes can wait for each
     other in a circle, however few streams and hardware queues carry the work, and messages between two lanes match by order.
 
@@ -43,5 +44,6 @@ def insert_communication(schedule: Schedule) -> Schedule:
         schedule.lane_starts + np.searchsorted(np.sort(end_lanes), np.arange(schedule.num_lanes + 1)),
         np.concatenate((schedule.pieces, ends))[order],
         np.concatenate((schedule.modes, np.zeros(len(ends), np.uint8)))[order],
+        np.concatenate((schedule.waits, np.full(len(ends), NO_WAIT)))[order],
         lowered=True,
     )

@@ -50,11 +50,12 @@ def keeps_earlier_passes(*, never_longer: bool = False) -> Callable[[Pass], Pass
 
 def _check_fillers(schedule: Schedule) -> None:
     for index, lane in enumerate(schedule.lanes):
-        for position in sorted(lane.fillers):
-            if (filler := lane.actions[position]).kind is not ActionKind.WEIGHT_GRADIENT:
+        for position in sorted({*lane.fillers, *lane.inside}):
+            filler = lane.actions[position]
+            if position in lane.inside or filler.kind is not ActionKind.WEIGHT_GRADIENT:
                 raise ScheduleError(
                     f"lane {index}: {action_to_text(filler)} fills a wait, but passes that move actions know where to put weight "
-                    "gradients only; apply them before whatever made it a filler"
+                    "gradients between computations only; apply them before whatever let it fill one"
                 )
 
 

@@ -6,7 +6,7 @@ from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.values.action import Action, ActionKind, LayerRange
 from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.dependencies import begins_early
-from multimodal.values.schedule import Lane, Schedule, lane_of
+from multimodal.values.schedule import Lane, Schedule, Slot, SlotMode
 from multimodal.values.step_graph import StepGraph
 
 
@@ -41,16 +41,9 @@ def cut_reductions(schedule: Schedule, stages: Set[tuple[str, int]]) -> Schedule
 
 def with_whole_reductions(lane: Lane) -> Lane:
     """Undo `reduce_by_layer`: one reduction after the backward that ends the stage's gradients."""
-    actions: list[Action] = []
-    fillers: set[int] = set()
-    for position, action in enumerate(lane.actions):
-        is_reduction = action.kind is ActionKind.REDUCE_GRADIENTS
-        if is_reduction and begins_early(action):
-            continue
-        if position in lane.fillers:
-            fillers.add(len(actions))
-        actions.append(action._replace(covers=None) if is_reduction else action)
-    return lane_of(lane.ranks, actions, fillers)
+    kept = (slot for slot in lane.slots if not begins_early(slot.action))
+    whole = (Slot(slot.action._replace(covers=None)) if isinstance(slot.action.covers, LayerRange) else slot for slot in kept)
+    return Lane(lane.ranks, tuple(whole))
 
 
 def _reduced_stages(schedule: Schedule) -> Iterator[tuple[str, int]]:
@@ -68,21 +61,20 @@ def _can_be_cut(lane: Lane, position: int, step: StepGraph) -> bool:
         return True
     subset = step.cuts.subsets(MicrobatchPlace(reduction.unit, reduction.replica, num_microbatches - 1))[-1]
     last = Action(ActionKind.BACKWARD, *reduction[1:4], microbatch=num_microbatches - 1, covers=subset)
-    is_plain = not lane.fillers & {position - 1, position - 2}  # What fills the backward may be what the reduction needs.
+    around = lane.slots[max(0, position - 2) : position]  # What fills the backward may be what the reduction needs.
+    is_plain = all(slot.mode is SlotMode.IN_LINE for slot in around)
     return position > 0 and lane.actions[position - 1] == last and is_plain
 
 
 def _with_pieces(lane: Lane, cut: set[tuple[str, int]], step: StepGraph) -> Lane:
-    actions: list[Action] = []
-    fillers: set[int] = set()
-    for position, action in enumerate(lane.actions):
-        if action.kind is ActionKind.REDUCE_GRADIENTS and (action.unit, action.stage) in cut:
-            has_backward = bool(actions) and actions[-1][:4] == (ActionKind.BACKWARD, *action[1:4])
-            num_layers = len(step.plan.virtual_stage(*action[1:4]).layers)
-            actions.insert(len(actions) - has_backward, action._replace(covers=LayerRange(1, num_layers)))
-            actions.append(action._replace(covers=LayerRange(0, 1)))
+    slots: list[Slot] = []
+    for slot in lane.slots:
+        action = slot.action
+        if action.kind is not ActionKind.REDUCE_GRADIENTS or (action.unit, action.stage) not in cut:
+            slots.append(slot)
             continue
-        if position in lane.fillers:
-            fillers.add(len(actions))
-        actions.append(action)
-    return lane_of(lane.ranks, actions, fillers)
+        has_backward = bool(slots) and slots[-1].action[:4] == (ActionKind.BACKWARD, *action[1:4])
+        num_layers = len(step.plan.virtual_stage(*action[1:4]).layers)
+        slots.insert(len(slots) - has_backward, Slot(action._replace(covers=LayerRange(1, num_layers))))
+        slots.append(Slot(action._replace(covers=LayerRange(0, 1))))
+    return Lane(lane.ranks, tuple(slots))

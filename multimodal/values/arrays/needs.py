@@ -35,20 +35,32 @@ def _of_computations(unit: UnitPieces, pieces: Pieces, graph: ModelGraph, routes
         stages, microbatches = np.nonzero(unit.trains[:, unit.placed.replica_of_microbatch])
         replicas = unit.placed.replica_of_microbatch[microbatches]
         yield unit.forward[stages, microbatches], unit.collective[stages, replicas]
-    yield unit.forward[1:].ravel(), unit.forward[:-1].ravel()
+    yield unit.forward[1:].ravel(), unit.last_forward[:-1].ravel()
     for source in sorted(graph.upstream(unit.unit)):
         given, taken = routes.of_edge(source, unit.unit)
         in_order = np.argsort(taken, kind="stable")
-        yield unit.forward[0][taken[in_order]], pieces.units[source].forward[-1][given[in_order]]
+        yield unit.forward[0][taken[in_order]], pieces.units[source].last_forward[-1][given[in_order]]
     found = unit.gradients
-    yield found.pieces, unit.forward[found.stages, found.microbatches]
+    if unit.is_cut:
+        yield from _of_later_ranges(unit)
+        found = found.where(found.is_first)
+    yield found.pieces, unit.last_forward[found.stages, found.microbatches]
     is_inner = found.stages < len(unit.forward) - 1
     after, microbatches = found.stages[is_inner] + 1, found.microbatches[is_inner]
-    subsets: Integers = np.maximum(found.subsets[is_inner], 0)
-    yield found.pieces[is_inner], unit.backward[after, microbatches] + subsets * unit.width[after, microbatches]
+    subsets: Integers = np.where(unit.num_subsets[microbatches] > 0, found.parts[is_inner], 0)
+    yield found.pieces[is_inner], unit.input_gradient[after, microbatches] + subsets * unit.width[after, microbatches]
     yield _of_consumers(unit, pieces, graph, routes)
     weights = found.last_pieces[found.last_pieces != found.pieces]
     yield weights, weights - 1
+
+
+def _of_later_ranges(unit: UnitPieces) -> Iterator[_Needs]:
+    """Yield the needs of ranges of segments that run after another one of their place: that one."""
+    first = np.repeat(unit.forward.ravel(), unit.num_forwards.ravel() - 1)
+    before: Integers = first + np.arange(len(first)) - np.searchsorted(first, first)
+    yield before + 1, before
+    later = unit.gradients.pieces[~unit.gradients.is_first]
+    yield later, later - 1
 
 
 def _of_consumers(unit: UnitPieces, pieces: Pieces, graph: ModelGraph, routes: Routes) -> _Needs:
@@ -58,7 +70,7 @@ def _of_consumers(unit: UnitPieces, pieces: Pieces, graph: ModelGraph, routes: R
         given, taken = routes.of_edge(unit.unit, target)
         placed = pieces.units[target].placed
         place = placed.index_in_replica[taken], placed.replica_of_microbatch[taken], np.full(len(taken), number)
-        columns.append((given, pieces.units[target].backward[0][taken], *place))
+        columns.append((given, pieces.units[target].input_gradient[0][taken], *place))
     empty = np.zeros(0, np.int64)
     given, gradients, indices, replicas, numbers = (
         np.concatenate([empty, *column]) for column in (zip(*columns, strict=True) if columns else ((),) * 5)
@@ -84,18 +96,21 @@ def _of_reductions(unit: UnitPieces, rows: tuple[Integers, Integers]) -> Iterato
     is_trained = unit.trains[found.stages, replicas]
     is_by_layer = is_trained & (unit.num_reductions[found.stages] > 1)
     whole = is_trained & ~is_by_layer
+    whole = whole & found.is_last if unit.is_cut else whole
     yield owners[whole], found.last_pieces[whole]
     if not (unit.num_reductions > 1).any():
         return
     in_last = is_by_layer & (unit.placed.index_in_replica[found.microbatches] == unit.placed.counts[replicas] - 1)
-    is_last = in_last & np.append((found.microbatches[1:] != found.microbatches[:-1]) | (np.diff(found.stages) != 0), True)
-    before = is_by_layer & ~in_last
+    ends = np.append((found.microbatches[1:] != found.microbatches[:-1]) | (np.diff(found.stages) != 0), True)
+    begins = in_last & np.where(found.num_ranges > 1, found.is_first, ends)
+    before = is_by_layer & ~in_last & found.is_last
     yield owners[before], found.last_pieces[before]
-    starts, needs = take_rows(*rows, found.pieces[is_last])
-    yield owners[is_last][row_numbers(starts)], needs
-    earlier = in_last & ~is_last
+    starts, needs = take_rows(*rows, found.pieces[begins])
+    yield owners[begins][row_numbers(starts)], needs
+    earlier = in_last & ~ends & (found.num_ranges == 1)
     yield owners[earlier], found.last_pieces[earlier]
     cut = unit.trains & (unit.num_reductions[:, None] > 1)
     first = unit.collective[cut] + unit.num_gathers
     yield first + 1, first
-    yield owners[is_by_layer] + 1, found.last_pieces[is_by_layer]
+    ending = is_by_layer & found.is_last
+    yield owners[ending] + 1, found.last_pieces[ending]

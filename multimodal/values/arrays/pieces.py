@@ -1,13 +1,14 @@
 """The pieces of a step's work as grids of numbers: stage by microbatch of every unit."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from multimodal.values.action import Action, ActionKind, Coverage, SampleSubset
+from multimodal.values.action import Action, ActionKind, Coverage, Place, SampleSubset
 from multimodal.values.arrays.placed_atoms import PlacedAtoms
 from multimodal.values.arrays.rows import Integers, row_starts
 from multimodal.values.backward_need import BackwardNeed
@@ -49,13 +50,19 @@ class UnitPieces:
     """[num_microbatches] sample subsets that backwards are cut into; 0: not cut."""
     is_split: Bools
     """[num_stages, num_microbatches] True where input and weight gradients are pieces of their own."""
+    num_forwards: Integers
+    """[num_stages, num_microbatches] ranges of segments that a forward runs in; 1: it runs as one."""
+    num_backwards: Integers
+    """The same for the backward."""
+    is_cut: bool
+    """True if any forward or backward runs in ranges of segments."""
     num_gathers: int
     num_reductions: Integers
     """[num_stages] pieces that the reduction of a stage is cut into."""
 
     @cached_property
     def width(self) -> Integers:
-        """[num_stages, num_microbatches] pieces of the backward of one subset."""
+        """[num_stages, num_microbatches] pieces of the backward of one subset or range of segments."""
         replicas = self.placed.replica_of_microbatch
         widths: Integers = self.has_backward[:, replicas] * (1 + (self.is_split & self.trains[:, replicas]).astype(np.int64))
         return widths
@@ -63,16 +70,30 @@ class UnitPieces:
     @cached_property
     def _of_backwards(self) -> Integers:
         """[num_stages, num_microbatches] pieces of the whole backward."""
-        return self.width * np.maximum(1, self.num_subsets)
+        return self.width * np.maximum(self.num_backwards, self.num_subsets)
 
     @cached_property
     def sizes(self) -> Integers:
         """[num_stages, num_replicas] pieces."""
-        before = np.zeros((len(self.width), self.placed.num_microbatches + 1), np.int64)
-        np.cumsum(self._of_backwards, axis=1, out=before[:, 1:])
-        starts = self.placed.microbatch_starts
         of_collectives = self.trains * (self.num_gathers + self.num_reductions[:, None])
-        return self.placed.counts + before[:, starts[1:]] - before[:, starts[:-1]] + of_collectives
+        return self._forwards_of_replica + self._of_replica(self._of_backwards) + of_collectives
+
+    @cached_property
+    def _forwards_of_replica(self) -> Integers:
+        """[num_stages or 1, num_replicas] pieces of forwards."""
+        return self._of_replica(self.num_forwards) if self.is_cut else self.placed.counts[None]
+
+    def _of_replica(self, sizes: Integers) -> Integers:
+        """Add up [num_stages, num_microbatches] pieces: [num_stages, num_replicas]."""
+        before = np.zeros((len(sizes), self.placed.num_microbatches + 1), np.int64)
+        np.cumsum(sizes, axis=1, out=before[:, 1:])
+        starts = self.placed.microbatch_starts
+        return before[:, starts[1:]] - before[:, starts[:-1]]
+
+    def _before(self, sizes: Integers) -> Integers:
+        """[num_stages, num_microbatches] pieces of the microbatches before each one in its replica."""
+        before = np.cumsum(sizes, axis=1) - sizes
+        return before - before[:, self.placed.microbatch_starts[self.placed.replica_of_microbatch]]
 
     @cached_property
     def _first(self) -> Integers:
@@ -81,17 +102,27 @@ class UnitPieces:
 
     @cached_property
     def forward(self) -> Integers:
-        """[num_stages, num_microbatches] the numbers of forwards."""
-        return self._first[:, self.placed.replica_of_microbatch] + self.placed.index_in_replica
+        """[num_stages, num_microbatches] the number of a forward's first piece; the others follow it."""
+        before = self._before(self.num_forwards) if self.is_cut else self.placed.index_in_replica
+        found: Integers = self._first[:, self.placed.replica_of_microbatch] + before
+        return found
+
+    @cached_property
+    def last_forward(self) -> Integers:
+        """[num_stages, num_microbatches] the number of a forward's last piece."""
+        return self.forward + self.num_forwards - 1 if self.is_cut else self.forward
 
     @cached_property
     def backward(self) -> Integers:
         """[num_stages, num_microbatches] the number of the first piece of a backward, where there is one."""
-        before = np.cumsum(self._of_backwards, axis=1) - self._of_backwards
-        replicas = self.placed.replica_of_microbatch
-        first = self.placed.microbatch_starts[replicas]
-        found: Integers = self._first[:, replicas] + self.placed.counts[replicas] + before - before[:, first]
+        first = (self._first + self._forwards_of_replica)[:, self.placed.replica_of_microbatch]
+        found: Integers = first + self._before(self._of_backwards)
         return found
+
+    @cached_property
+    def input_gradient(self) -> Integers:
+        """[num_stages, num_microbatches] the piece of a backward that has the input gradient; of sample subsets, of the first."""
+        return self.backward + self.num_backwards - 1 if self.is_cut else self.backward
 
     @cached_property
     def collective(self) -> Integers:
@@ -107,19 +138,20 @@ class UnitPieces:
 
     @cached_property
     def gradients(self) -> "Gradients":
-        """Every backward or input gradient, stage by stage, microbatch by microbatch, subset by subset."""
+        """Every backward or input gradient, stage by stage, microbatch by microbatch, then subset by subset or range by range."""
         stages, microbatches = np.nonzero(self.width)
-        subsets = np.full(len(stages), _WHOLE)
+        parts: Integers = np.full(len(stages), _WHOLE)
         widths, pieces = self.width[stages, microbatches], self.backward[stages, microbatches]
-        if self.num_subsets.any():
-            counts = self.num_subsets[microbatches]
-            stages, microbatches, widths, pieces = (
-                np.repeat(each, np.maximum(1, counts)) for each in (stages, microbatches, widths, pieces)
+        num_ranges = self.num_backwards[stages, microbatches]
+        if self.num_subsets.any() or self.is_cut:
+            counts = np.maximum(num_ranges, self.num_subsets[microbatches])
+            is_cut = (num_ranges > 1) | (self.num_subsets[microbatches] > 0)
+            index = np.arange(int(counts.sum())) - np.repeat(row_starts(counts)[:-1], counts)
+            stages, microbatches, widths, pieces, num_ranges = (
+                np.repeat(each, counts) for each in (stages, microbatches, widths, pieces, num_ranges)
             )
-            index = np.arange(len(stages)) - np.repeat(row_starts(np.maximum(1, counts))[:-1], np.maximum(1, counts))
-            subsets = np.where(self.num_subsets[microbatches] > 0, index, _WHOLE)
-            pieces = pieces + index * widths
-        return Gradients(stages, microbatches, subsets, pieces, pieces + (widths > 1))
+            parts, pieces = np.where(np.repeat(is_cut, counts), index, _WHOLE), pieces + index * widths
+        return Gradients(stages, microbatches, parts, pieces, pieces + (widths > 1), num_ranges)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,11 +160,29 @@ class Gradients:
 
     stages: Integers
     microbatches: Integers
-    subsets: Integers
-    """-1: the whole microbatch."""
+    parts: Integers
+    """Sample subsets, or ranges of segments in the order in which they run; -1: the whole microbatch."""
     pieces: Integers
     last_pieces: Integers
     """The piece that completes weight gradients: the weight gradient, where there is one."""
+    num_ranges: Integers
+    """Ranges of segments that the whole backward runs in; 1 where it is not cut into these."""
+
+    @property
+    def is_first(self) -> Bools:
+        """True but for ranges of segments that run after another one."""
+        found: Bools = (self.num_ranges == 1) | (self.parts == 0)
+        return found
+
+    @property
+    def is_last(self) -> Bools:
+        """True but for ranges of segments that run before another one."""
+        found: Bools = (self.num_ranges == 1) | (self.parts == self.num_ranges - 1)
+        return found
+
+    def where(self, chosen: Bools) -> "Gradients":
+        """Return some of them."""
+        return Gradients(*(getattr(self, column.name)[chosen] for column in fields(self)))
 
 
 class Pieces:
@@ -157,7 +207,7 @@ class Pieces:
         self.kinds: Bytes = np.full(first_piece, _WEIGHT_GRADIENT, np.uint8)
         self.microbatches: Integers = np.full(first_piece, -1)
         self.parts: Integers = np.full(first_piece, _WHOLE)
-        """[num_pieces] sample subsets of backwards, parts of reductions."""
+        """[num_pieces] sample subsets of backwards, ranges of segments in the order in which they run, parts of reductions."""
         for each in grids:
             self._fill(each)
 
@@ -165,18 +215,45 @@ class Pieces:
         index = unit.placed.index_in_replica
         self.kinds[unit.forward] = _FORWARD
         self.microbatches[unit.forward] = index
+        for stage, microbatch in np.argwhere(unit.num_forwards > 1).tolist() if unit.is_cut else ():
+            ranges = slice(int(unit.forward[stage, microbatch]), int(unit.last_forward[stage, microbatch]) + 1)
+            self.kinds[ranges] = _FORWARD
+            self.microbatches[ranges] = index[microbatch]
+            self.parts[ranges] = np.arange(ranges.stop - ranges.start)
         found = unit.gradients
         is_split = unit.is_split[found.stages, found.microbatches]
         self.kinds[found.pieces] = np.where(is_split, _INPUT_GRADIENT, _BACKWARD)
         for pieces in (found.pieces, found.last_pieces):
             self.microbatches[pieces] = index[found.microbatches]
-            self.parts[pieces] = found.subsets
+            self.parts[pieces] = found.parts
         for stage in np.flatnonzero(unit.trains.any(axis=1)).tolist():
             first = unit.collective[stage][unit.trains[stage]]
             self.kinds[first] = _GATHER
             for part in range(int(unit.num_reductions[stage])):
                 self.kinds[first + unit.num_gathers + part] = _REDUCTION
                 self.parts[first + unit.num_gathers + part] = part
+
+    @cached_property
+    def is_range(self) -> Bools:
+        """[num_pieces] True for ranges of segments."""
+        found: Bools = (self.kinds == _FORWARD) & (self.parts >= 0)
+        for unit in self.units.values():
+            found[unit.gradients.pieces[unit.gradients.num_ranges > 1]] = True
+        return found
+
+    @cached_property
+    def segment_bounds(self) -> tuple[Integers, Integers]:
+        """[num_pieces] the first segment of each range of segments, and the one behind its last; -1 for other pieces."""
+        bounds = np.full((2, self.num_pieces), -1)
+        for (name, replica, stage, microbatch), cut in self.cuts.segments.items():
+            unit = self.units[name]
+            column = stage, int(unit.placed.microbatch_starts[replica]) + microbatch
+            for first, boundaries, step in ((unit.forward, cut.forward, 1), (unit.backward, cut.backward, -1)):
+                if boundaries and (step > 0 or unit.width[column]):
+                    edges = [0, *boundaries, cut.num_segments]
+                    pieces = slice(int(first[column]), int(first[column]) + len(boundaries) + 1)
+                    bounds[:, pieces] = np.array((edges[:-1], edges[1:]))[:, ::step]
+        return bounds[0], bounds[1]
 
     @cached_property
     def numbers_in_unit(self) -> Integers:
@@ -192,7 +269,8 @@ class Pieces:
         is_forward, is_weight = kinds == _FORWARD, kinds == _WEIGHT_GRADIENT
         widths, splits = grid.width[stages, numbers], grid.is_split[stages, numbers]
         is_half = np.where(is_weight, widths > 1, splits == (kinds == _INPUT_GRADIENT))
-        is_there = is_forward | ((widths > 0) & (grid.num_subsets[numbers] == 0) & is_half)
+        is_whole = (grid.num_subsets[numbers] == 0) & (grid.num_backwards[stages, numbers] == 1)
+        is_there = np.where(is_forward, grid.num_forwards[stages, numbers] == 1, (widths > 0) & is_whole & is_half)
         pieces = np.where(is_forward, grid.forward[stages, numbers], grid.backward[stages, numbers] + is_weight)
         found: Integers = np.where(is_there, pieces, -1)
         return found
@@ -217,7 +295,7 @@ class Pieces:
         kind, stage, microbatch, part = (
             int(column[piece]) for column in (self.kinds, self.stages, self.microbatches, self.parts)
         )
-        return Action(KINDS[kind], *self.stage_keys[stage], microbatch, None, self._coverage(kind, stage, part))
+        return Action(KINDS[kind], *self.stage_keys[stage], microbatch, None, self._coverage(kind, stage, microbatch, part))
 
     def actions(self) -> tuple[Action, ...]:
         """Return all pieces. O(pieces)."""
@@ -226,16 +304,22 @@ class Pieces:
         if (self.parts < 0).all():
             return tuple(new(Action, (KINDS[kind], *keys[stage], index, None, None)) for kind, stage, index in columns)
         return tuple(
-            new(Action, (KINDS[kind], *keys[stage], index, None, part if part is None else self._coverage(kind, stage, part)))
+            new(
+                Action,
+                (KINDS[kind], *keys[stage], index, None, part if part is None else self._coverage(kind, stage, index, part)),
+            )
             for (kind, stage, index), part in zip(columns, _or_none(self.parts.tolist()), strict=True)
         )
 
-    def _coverage(self, kind: int, stage: int, part: int) -> Coverage:
+    def _coverage(self, kind: int, stage: int, microbatch: int, part: int) -> Coverage:
         if part < 0:
             return None
-        if kind != _REDUCTION:
-            return SampleSubset(part)
         unit, replica, index = self.stage_keys[stage]
+        if kind != _REDUCTION:
+            cut = self.cuts.segments.get(Place(unit, replica, index, microbatch))
+            if cut is None:
+                return SampleSubset(part)
+            return (cut.forwards if kind == _FORWARD else cut.backwards)[part]
         layers = self.plan.virtual_stage(unit, replica, index).layers
         return self.cuts.reductions(unit, index, num_layers=len(layers))[part]
 
@@ -260,6 +344,7 @@ def _unit_pieces(step: StepGraph, unit: str, first_piece: int, first_stage: int)
         is_split=_splits(cuts, unit, placed, len(needs)),
         num_gathers=int(cuts.gathers_parameters),
         num_reductions=np.array(reductions, np.int64),
+        **_ranges(cuts, unit, placed, len(needs)),
     )
 
 
@@ -278,6 +363,17 @@ def _subsets(cuts: Cuts, unit: str, placed: PlacedAtoms) -> Integers:
         if place.unit == unit and place.replica < placed.num_replicas and place.microbatch < placed.counts[place.replica]:
             counts[placed.microbatch_starts[place.replica] + place.microbatch] = count
     return counts
+
+
+def _ranges(cuts: Cuts, unit: str, placed: PlacedAtoms, num_stages: int) -> dict[str, Any]:
+    """Return `num_forwards`, `num_backwards` and `is_cut` of a unit."""
+    counts = np.ones((2, num_stages, placed.num_microbatches), np.int64)
+    for (name, replica, stage, microbatch), cut in cuts.segments.items():
+        is_there = name == unit and replica < placed.num_replicas and stage < num_stages
+        if is_there and microbatch < placed.counts[replica]:
+            number = placed.microbatch_starts[replica] + microbatch
+            counts[:, stage, number] = len(cut.forward) + 1, len(cut.backward) + 1
+    return {"num_forwards": counts[0], "num_backwards": counts[1], "is_cut": bool(cuts.segments) and bool((counts > 1).any())}
 
 
 def _splits(cuts: Cuts, unit: str, placed: PlacedAtoms, num_stages: int) -> Bools:

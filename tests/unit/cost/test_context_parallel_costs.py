@@ -146,7 +146,8 @@ def test_a_microbatch_of_whole_items_takes_as_long_as_one_rank_s_items_and_waits
     one, two = encoder_costs((Atom(0, 1),), cp=1), encoder_costs(SHORT, cp=2)
     for kind in (ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT, ActionKind.BACKWARD):
         action = Action(kind, "vision", 0, 0, 0)
-        assert two.compute(action) == pytest.approx(one.compute(action)) and two.compute(action).tensor_parallel_seconds == 0.0
+        assert two.compute(action)[:2] == pytest.approx(one.compute(action)[:2])
+        assert two.compute(action).tensor_parallel_seconds == 0.0
     place = Place("vision", 0, 0, 0)
     assert two.memory.activation_bytes(place) == one.memory.activation_bytes(place)
     lane = two.step.plan.lane_of_rank[1]
@@ -159,7 +160,7 @@ def test_a_microbatch_of_one_item_takes_as_long_as_one_whose_tokens_are_spread(r
     cut, spread = (encoder_costs(LONG, cp=2, recompute=recompute, item_block_size=size) for size in (128, None))
     for kind in (ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT, ActionKind.BACKWARD):
         action = Action(kind, "vision", 0, 0, 0)
-        assert cut.compute(action) == pytest.approx(spread.compute(action))
+        assert cut.compute(action)[:2] == pytest.approx(spread.compute(action)[:2])
     assert cut.static_bytes(0) == spread.static_bytes(0)
     assert cut.memory.activation_bytes(Place("vision", 0, 0, 0)) == spread.memory.activation_bytes(Place("vision", 0, 0, 0))
 

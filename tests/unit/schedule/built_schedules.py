@@ -1,13 +1,21 @@
 """Strategies for schedules of every builder and pass, and for broken ones."""
 
+from collections.abc import Mapping
+
 from hypothesis import strategies as st
 
+from multimodal.cost.layers.registry import count_segments
+from multimodal.cost.run_options import RunOptions
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES
 from multimodal.schedule.passes.insert_communication import insert_communication
-from multimodal.values.schedule import Lane, Schedule, lane_of
-from multimodal.values.step_graph import StepGraph
-from tests.unit.schedule.schedule_cases import built_cases
+from multimodal.schedule.validate import validate_schedule
+from multimodal.values.action import Action, ActionKind, Place
+from multimodal.values.assignment import MicrobatchPlace
+from multimodal.values.errors import ScheduleError
+from multimodal.values.schedule import Lane, Schedule, Slot, SlotMode, lane_of
+from multimodal.values.step_graph import SegmentCut, StepGraph
+from tests.unit.schedule.schedule_cases import build_case, build_graph, built_cases, deal
 
 
 @st.composite
@@ -29,6 +37,90 @@ def built_schedules(draw: st.DrawFn) -> tuple[StepGraph, Schedule, bool]:
     if lowered:
         schedule = insert_communication(schedule)
     return case, schedule, lowered
+
+
+@st.composite
+def cut_schedules(draw: st.DrawFn) -> tuple[StepGraph, Schedule]:
+    """A random case and a compute-dialect schedule for it in which random forwards and backwards run in ranges of segments."""
+    case, schedule = draw(rewritten_schedules())
+    cuts = schedule.step.cuts
+    segments = {}
+    for place in sorted({action.place for action in schedule.work.computed if action.microbatch >= 0}):
+        is_cut = place in cuts.split or MicrobatchPlace(place.unit, place.replica, place.microbatch) in cuts.num_subsets
+        if not is_cut and draw(st.booleans()):
+            segments[place] = draw(segment_cuts(case, place))
+    return case, cut_in_ranges(schedule, segments)
+
+
+@st.composite
+def segment_cuts(draw: st.DrawFn, case: StepGraph, place: Place) -> SegmentCut:
+    """A random cut of a place."""
+    num_segments = count_segments(case.graph.unit(place.unit), case.plan.virtual_stage(*place[:3]).layers)
+    forward, backward = (
+        tuple(sorted(draw(st.sets(st.integers(1, num_segments - 1), max_size=4)))) if num_segments > 1 else () for _ in range(2)
+    )
+    return SegmentCut(num_segments, forward, backward if case.backward_need(*place[:3]).has_backward else ())
+
+
+def cut_in_ranges(schedule: Schedule, segments: Mapping[Place, SegmentCut]) -> Schedule:
+    """The schedule with the ranges of each cut computation right after each other, in its place."""
+
+    def ranges(slot: Slot) -> list[Slot]:
+        action = slot.action
+        cut = segments.get(action.place)
+        if cut is None or action.kind not in (ActionKind.FORWARD, ActionKind.BACKWARD):
+            return [slot]
+        covered = cut.forwards if action.kind is ActionKind.FORWARD else cut.backwards
+        return [slot._replace(action=action._replace(covers=each)) for each in covered]
+
+    return schedule.with_lanes(
+        Lane(lane.ranks, tuple(piece for slot in lane.slots for piece in ranges(slot))) for lane in schedule.lanes
+    )
+
+
+@st.composite
+def filled_schedules(draw: st.DrawFn) -> Schedule:
+    """A random schedule of encoders beside an LLM over two tensor parallel ranks, with random work inside its computations."""
+    pp = draw(st.sampled_from([1, 2]))
+    size = draw(st.sampled_from([(1, pp, 2), (pp, 1, 2), (2 * pp, 1, 1), (2, pp, 1), (1, 1, 2)]))
+    sizes = {"vision": size, "llm": (1, pp, 2)}
+    frozen = ["vision"] if draw(st.booleans()) else []
+    num_samples = draw(st.integers(2, 5))
+    groups = {"vision": deal(num_samples, size[0]), "llm": deal(num_samples, 1)}
+    case = build_case(build_graph("vision", frozen=frozen), sizes, groups, colocated=True)
+    schedule = BUILDERS[draw(st.sampled_from(["gpipe", "1f1b"]))](case)
+    places = sorted({action.place for action in schedule.work.computed if action.microbatch >= 0 and action.unit == "vision"})
+    schedule = cut_in_ranges(schedule, {place: draw(segment_cuts(case, place)) for place in places if draw(st.booleans())})
+    for action in schedule.work.computed:
+        if action.unit == "vision" and action.microbatch >= 0 and draw(st.booleans()):
+            schedule = _with_inside(schedule, action, wait=draw(st.integers(0, 3)))
+    return schedule
+
+
+def _with_inside(schedule: Schedule, action: Action, *, wait: int) -> Schedule:
+    """The schedule with one computation inside the next one of the LLM, where it fits there."""
+
+    def moved(lane: Lane) -> Lane:
+        slots = list(lane.slots)
+        if action in lane.actions:
+            position = lane.actions.index(action)
+            slot = slots.pop(position)._replace(mode=SlotMode.INSIDE, wait=wait)
+            in_line = (at for at in range(position, len(slots)) if slots[at].mode is SlotMode.IN_LINE)
+            carrier = next((at for at in in_line if slots[at].action.unit == "llm" and slots[at].action.microbatch >= 0), None)
+            if carrier is None:
+                return lane
+            first = carrier
+            while first > 0 and slots[first - 1].mode is SlotMode.INSIDE and slots[first - 1].wait > wait:
+                first -= 1
+            slots.insert(first, slot)
+        return Lane(lane.ranks, tuple(slots))
+
+    try:
+        filled = schedule.with_lanes(map(moved, schedule.lanes))
+        validate_schedule(filled, options=RunOptions(transformer_impl="local", sequence_parallel=False))
+    except ScheduleError:
+        return schedule
+    return filled
 
 
 @st.composite

@@ -54,12 +54,15 @@ class RandomCosts(UniformCosts):
     """Everything takes a time of its own, some of them none; two links are shared."""
 
     seed: int = 0
+    num_waits: int = 0
+    """Waits of a computation in which others can run."""
 
     def _draw(self, action: Action) -> float:
         return Random(f"{self.seed} {tuple(action)}").choice((0.0, 0.5, 1.0, Random(f"{tuple(action)}").uniform(0, 3)))
 
     def compute(self, action: Action) -> ComputeCost:
-        return ComputeCost(self._draw(action), self._draw(action) / 4)
+        waiting = self._draw(action) / 4
+        return ComputeCost(self._draw(action), waiting, (waiting / max(1, self.num_waits),) * self.num_waits)
 
     def transfer(self, send: Action) -> TransferCost:
         return TransferCost(self._draw(send) / 10, self._draw(send) / 5, (send.microbatch + send.stage) % 3 - 1)

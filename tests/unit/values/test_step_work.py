@@ -10,7 +10,7 @@ from multimodal.values.dependencies import dependencies
 from multimodal.values.schedule import Schedule, read_cuts
 from multimodal.values.step_graph import StepGraph
 from multimodal.values.step_work import RESOURCE_NUMBERS, step_work
-from tests.unit.schedule.built_schedules import rewritten_schedules
+from tests.unit.schedule.built_schedules import cut_schedules, rewritten_schedules
 from tests.unit.schedule.schedule_cases import golden_cases
 
 
@@ -21,7 +21,16 @@ def rows(starts: np.ndarray, values: np.ndarray) -> list[list[int]]:
 @settings(max_examples=120)
 @given(built=rewritten_schedules())
 def test_the_numbers_say_what_dependencies_say_for_every_builder_and_pass(built: tuple[StepGraph, Schedule]) -> None:
-    _, schedule = built
+    check_numbers(built[1])
+
+
+@settings(max_examples=120)
+@given(built=cut_schedules())
+def test_the_numbers_say_what_dependencies_say_of_ranges_of_segments(built: tuple[StepGraph, Schedule]) -> None:
+    check_numbers(built[1])
+
+
+def check_numbers(schedule: Schedule) -> None:
     step, work = schedule.step, schedule.work
     assert step.cuts == read_cuts(action for lane in schedule.lanes for action in lane.actions)
     for lowered in (False, True):

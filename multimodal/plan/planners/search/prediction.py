@@ -24,7 +24,7 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.compile_schedule import CompiledSchedule
 from multimodal.schedule.passes import passes_named
 from multimodal.schedule.simulate import Simulation, simulate_schedule
-from multimodal.schedule.simulate_events import Floats
+from multimodal.schedule.simulate_events import Floats, NodeKind
 from multimodal.values.action import Action
 from multimodal.values.assignment import Assignment
 from multimodal.values.plan import Plan, Replica, UnitPlan
@@ -375,7 +375,7 @@ def _simulate(
         validate_assignment(step, lengths)
     step = BUILDERS[run.schedule].step_for(step)
     passes, costs = passes_named(",".join(run.passes)), _step_costs(run, request, step, lengths)
-    schedule = build_schedule(BUILDERS[run.schedule].with_costs(costs), step, passes=passes, is_checked=is_checked)
+    schedule = build_schedule(BUILDERS[run.schedule].with_costs(costs), step, passes=passes, is_checked=is_checked, costs=costs)
     found = simulate_schedule(schedule, costs)
     if run.recompute is None or not is_checked:
         return _Simulated(found, sum(found.busy_seconds) / found.num_lanes)
@@ -386,7 +386,7 @@ def _simulate(
 def _lane_seconds(compiled: CompiledSchedule, node_seconds: Floats) -> Floats:
     """Return the seconds of every lane's computations."""
     arrays = compiled.arrays
-    work = np.where(compiled.place_of_node >= 0, node_seconds, 0.0)[arrays.lane_nodes]
+    work = np.where(arrays.kinds == NodeKind.COMPUTE, node_seconds, 0.0)[arrays.lane_nodes]
     return np.bincount(compiled.lane_of_entry, work, arrays.num_lanes).astype(np.float64)
 
 

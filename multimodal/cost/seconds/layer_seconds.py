@@ -1,0 +1,43 @@
+"""Seconds of one layer, and what they consist of."""
+
+from typing import NamedTuple
+
+from multimodal.cost.layers.registry import LAYER_KINDS
+from multimodal.values.backward_need import BackwardNeed
+
+
+class LayerSeconds(NamedTuple):
+    """Seconds of one layer over one load, on one of the ranks that share it; a full backward takes both gradients.
+
+    B = B_input + B_weight (Cornstarch 4.2; "Bd" and "Bw" there). Which of them runs is `BackwardNeed`'s to say.
+    """
+
+    forward: float
+    """Collectives inside the layer included."""
+    input_gradient: float
+    """Everything of the backward but weight gradients: attention's backward, recomputation and collectives included."""
+    weight_gradient: float
+    forward_waiting: float = 0.0
+    """Seconds of `forward` in which the rank waits for a collective inside the layer."""
+    input_gradient_waiting: float = 0.0
+    """Seconds of `input_gradient` in which the rank waits."""
+
+    def backward(self, kind: str, need: BackwardNeed) -> float:
+        """Return the seconds of the backward that a layer of this kind needs."""
+        input_gradient = self.input_gradient if LAYER_KINDS[kind].passes_gradient(need) else 0.0
+        return input_gradient + (self.weight_gradient if need.trains_weights else 0.0)
+
+
+class PassParts(NamedTuple):
+    """Parts of a layer's seconds."""
+
+    attention: float
+    """Core attention in a forward, without waiting."""
+    waiting: float
+    """Seconds in which a forward waits for tensor parallel ranks."""
+    waiting_back: float
+    """Seconds in which an input gradient does, recomputation included."""
+    repeats_attention: bool
+    """True if the input gradient computes attention again."""
+    repeats_all: bool
+    """True if the input gradient computes the whole forward again."""

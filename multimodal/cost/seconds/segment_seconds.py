@@ -1,0 +1,59 @@
+"""Seconds of a layer's segments: the layer's own, shared out by what each segment multiplies and moves."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from multimodal.cost.cluster import Cluster
+from multimodal.cost.layers.collectives import ATTENTION_BACKWARD
+from multimodal.cost.layers.layer import Layer
+from multimodal.cost.seconds.layer_seconds import LayerSeconds, PassParts
+
+
+@dataclass(frozen=True)
+class SegmentShares:
+    """Shares of a layer's segments in what it computes outside of attention; each row sums to 1."""
+
+    forward: Sequence[float]
+    input_gradient: Sequence[float]
+    weight_gradient: Sequence[float]
+    attends: Sequence[bool]
+    """True for the segment in which tokens see each other."""
+
+
+def segment_shares(layer: Layer, *, cluster: Cluster) -> SegmentShares:
+    """Return the shares that follow from FLOPs of products with weights and bytes of elementwise work."""
+    work = layer.segment_work(cluster.bytes_per_element)
+    bandwidth = cluster.memory_bandwidth_gbytes_per_second
+    per_byte = 0.0 if bandwidth is None else 1 / (bandwidth * 1e9)
+    products = np.array([2.0 * each.num_weights / cluster.flops_per_second for each in work])
+    moved, moved_back = (np.array([each.traffic[column] for each in work]) * per_byte for column in (0, 1))
+    columns = (products + moved, products + moved_back, products)
+    rows = [(column / column.sum() if column.sum() else np.full(len(work), 1 / len(work))).tolist() for column in columns]
+    return SegmentShares(rows[0], rows[1], rows[2], [each.attends for each in work])
+
+
+def segment_seconds(whole: LayerSeconds, parts: PassParts, shares: SegmentShares) -> list[LayerSeconds]:
+    """Return the seconds of each segment, in the order of a forward, without waits for tensor parallel ranks.
+
+    With those they sum up to the whole. Attention, and waiting for context parallel ranks, are one segment's; of measured curves
+    its backward is taken to cost what a kernel's does, but no more than there is. Seconds may be arrays.
+    """
+    waiting, waiting_back = (whole.forward_waiting - parts.waiting, whole.input_gradient_waiting - parts.waiting_back)
+    computing, computing_back = whole.forward - whole.forward_waiting, whole.input_gradient - whole.input_gradient_waiting
+    attention = np.minimum(parts.attention, computing)
+    attention_back = np.minimum(attention * (ATTENTION_BACKWARD + parts.repeats_attention), computing_back)
+    repeated = np.minimum(computing - attention, computing_back - attention_back) * parts.repeats_all
+    return [
+        LayerSeconds(
+            forward * (computing - attention) + attends * (attention + waiting),
+            back * (computing_back - attention_back - repeated) + forward * repeated + attends * (attention_back + waiting_back),
+            weights * whole.weight_gradient,
+            attends * waiting,
+            attends * waiting_back,
+        )
+        for forward, back, weights, attends in zip(
+            shares.forward, shares.input_gradient, shares.weight_gradient, shares.attends, strict=True
+        )
+    ]

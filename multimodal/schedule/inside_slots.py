@@ -1,0 +1,130 @@
+"""Work inside computations: which computation carries it, and how long a carrier takes with it.
+
+A carrier is a sequence of intervals in which it computes, all of one length, and of waits between them; with what runs inside, it
+is one computation to all others: it begins when everything is there that it or any work inside needs, and what that gives is
+there when the carrier ends. So neither the order of lanes nor the simulator knows of more than computations.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multimodal.values.action import Resource
+from multimodal.values.arrays.rows import Integers, group_rows, row_numbers, row_starts
+from multimodal.values.schedule import Schedule, SlotMode
+from multimodal.values.step_work import RESOURCE_NUMBERS
+
+Floats = NDArray[np.float64]
+_COMPUTE = RESOURCE_NUMBERS[Resource.COMPUTE]
+NO_CARRIER = -1
+
+
+@dataclass(frozen=True, eq=False)
+class InsideSlots:
+    """The slots of a schedule that are inside computations; columns of one length."""
+
+    schedule: Schedule
+    slots: Integers
+    """Ascending."""
+    carrier_slots: Integers
+    """The slot of each one's carrier, the next computation in line; -1: there is none."""
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> "InsideSlots":
+        """Find them. O(slots)."""
+        slots = np.flatnonzero(schedule.modes == SlotMode.INSIDE)
+        is_carrier = (schedule.modes == SlotMode.IN_LINE) & (schedule.work.resources[schedule.pieces] == _COMPUTE)
+        carriers = np.append(np.flatnonzero(is_carrier), len(schedule.pieces))
+        found = carriers[np.searchsorted(carriers, slots)]
+        lanes = np.append(schedule.lane_of_slot, -1)
+        return cls(schedule, slots, np.where(lanes[found] == lanes[slots], found, NO_CARRIER))
+
+    @cached_property
+    def pieces(self) -> Integers:
+        """The work inside."""
+        return self.schedule.pieces[self.slots]
+
+    @cached_property
+    def carriers(self) -> Integers:
+        """The piece of work that carries each; itself where it has no carrier, so that it never runs."""
+        found: Integers = np.where(self.carrier_slots < 0, self.pieces, self.schedule.pieces[self.carrier_slots])
+        return found
+
+    @cached_property
+    def waits(self) -> Integers:
+        """The carrier's wait in which each runs."""
+        return self.schedule.waits[self.slots]
+
+    @cached_property
+    def lanes(self) -> Integers:
+        """The lane of each slot."""
+        return self.schedule.lane_of_slot[self.slots]
+
+    @cached_property
+    def hosts(self) -> Integers:
+        """[num_pieces] the piece as part of which a piece runs: its carrier, or itself."""
+        hosts = np.arange(self.schedule.work.num_pieces(lowered=self.schedule.lowered))
+        hosts[self.pieces] = self.carriers
+        return hosts
+
+    def joined_needs(self) -> tuple[Integers, Integers]:
+        """Return what each piece needs (starts, pieces), where a carrier needs what the work inside it needs."""
+        starts, needs = self.schedule.work.needs_in(lowered=self.schedule.lowered)
+        owners, needed = self.hosts[row_numbers(starts)], self.hosts[needs]
+        is_other = owners != needed
+        return group_rows(owners[is_other], needed[is_other], len(starts) - 1)
+
+
+@dataclass(frozen=True, eq=False)
+class CarrierTimes:
+    """How much longer carriers are for the work inside them, and where in them it runs."""
+
+    carriers: Integers
+    """[num_carriers] pieces of work."""
+    added: Floats
+    """[num_carriers] seconds that the work inside takes beyond the waits that it fills."""
+    offsets: Floats
+    """[num inside slots] seconds from the carrier's start to that of the work inside."""
+    durations: Floats
+    """[num inside slots] seconds."""
+
+
+def time_carriers(
+    inside: InsideSlots, *, carriers: Integers, seconds: Floats, waits: tuple[Integers, Floats], durations: Floats
+) -> CarrierTimes:
+    """Return how carriers run: they compute in equal intervals, and every wait is as long as itself or what fills it in any lane.
+
+    carriers: pieces, ascending, each once; seconds: of each one alone, waits included; waits: seconds of its waits, as rows; one
+    of which nothing is said takes no time; durations: seconds of the work inside, slot by slot. O(slots log slots + waits).
+    """
+    owners = np.searchsorted(carriers, inside.carriers)
+    num_used = np.zeros(len(carriers), np.int64)
+    np.maximum.at(num_used, owners, inside.waits + 1)
+    starts = row_starts(np.maximum(np.diff(waits[0]), num_used))
+    alone = np.zeros(int(starts[-1]))
+    alone[np.arange(len(waits[1])) + np.repeat(starts[:-1] - waits[0][:-1], np.diff(waits[0]))] = waits[1]
+    filled = starts[owners] + inside.waits
+    keys, groups = np.unique(filled * inside.schedule.num_lanes + inside.lanes, return_inverse=True)
+    lengths, groups = alone.copy(), groups.ravel()
+    np.maximum.at(lengths, keys // inside.schedule.num_lanes, np.bincount(groups, durations, len(keys)))
+    computing = seconds - _row_sums(starts, alone)
+    before = np.cumsum(np.append(0.0, lengths))
+    offsets = before[filled] - before[starts[owners]] + ((inside.waits + 1) * (computing / (np.diff(starts) + 1))[owners])
+    return CarrierTimes(carriers, _row_sums(starts, lengths - alone), offsets + _before_in_group(groups, durations), durations)
+
+
+def _row_sums(starts: Integers, values: Floats) -> Floats:
+    sums: Floats = np.bincount(row_numbers(starts), values, len(starts) - 1).astype(np.float64)
+    return sums
+
+
+def _before_in_group(groups: Integers, values: Floats) -> Floats:
+    """Return the sum of the values that stand before each one in its group."""
+    order = np.argsort(groups, kind="stable")
+    before = np.cumsum(values[order]) - values[order]
+    first = np.searchsorted(groups[order], groups[order])
+    found = np.empty(len(values))
+    found[order] = before - before[first]
+    return found

@@ -1,0 +1,174 @@
+"""The part of the validator that looks at work inside computations."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multimodal.cost.pieces.tensor_parallel_waits import Wait, computation_waits
+from multimodal.cost.run_options import RunOptions
+from multimodal.cost.stage_layers import StageLayers
+from multimodal.schedule.inside_slots import NO_CARRIER, InsideSlots
+from multimodal.values.action import Action, ActionKind, Resource, SegmentRange, action_to_text
+from multimodal.values.arrays.rows import row_numbers, take_rows
+from multimodal.values.schedule import Schedule, slot_error
+from multimodal.values.step_work import KINDS, RESOURCE_NUMBERS
+
+_COMPUTE = RESOURCE_NUMBERS[Resource.COMPUTE]
+_MOST_WAITS = RunOptions(transformer_impl="local", recompute="full", sequence_parallel=True)
+_FEWEST_COLLECTIVES = replace(_MOST_WAITS, recompute=None, sequence_parallel=False)
+
+
+def validate_inside(schedule: Schedule, *, options: RunOptions | None = None) -> None:
+    """Check that what runs inside computations fits there.
+
+    It is a computation of another unit, before a whole computation of a unit with several tensor parallel ranks that has a wait
+    of this number; it waits for no collective itself but one at its end; in all its lanes it stands inside the same wait of the
+    same computation, and there in the order of the waits; and what it needs of other ranks does not run inside the same one.
+
+    options: of the run; None where they are not known: then only what no run allows is refused.
+    Raises ScheduleError that names the action. O(slots log slots).
+    """
+    checks = _Checks(schedule, options)
+    checks.check_kinds()
+    checks.check_carriers()
+    checks.check_waits()
+    checks.check_collectives()
+    checks.check_lanes()
+    checks.check_order()
+    checks.check_needs()
+
+
+class _Checks:
+    def __init__(self, schedule: Schedule, options: RunOptions | None) -> None:
+        self.schedule, self.work, self.step = schedule, schedule.work, schedule.step
+        self.inside = InsideSlots.of(schedule)
+        self.layers = StageLayers(self.step.graph, self.step.plan, vocab_size=0)
+        self.options, self.own_options = options or _MOST_WAITS, options or _FEWEST_COLLECTIVES
+
+    def check_kinds(self) -> None:
+        is_wrong = self.work.resources[self.inside.pieces] != _COMPUTE
+        self._refuse(is_wrong, lambda _: "not a computation: only computations run inside others; run it by itself")
+
+    def check_carriers(self) -> None:
+        """Check that a whole computation of another unit carries it."""
+        inside, work = self.inside, self.work
+        no_carrier = "no carrier: a computation must follow it in its lane"
+        self._refuse(inside.carrier_slots == NO_CARRIER, lambda _: no_carrier)
+        own, carriers = (work.pieces.unit_of_stage[work.computed_stages[each]] for each in (inside.pieces, inside.carriers))
+        self._refuse(own == carriers, lambda text: f"it runs inside {text}, which is of the same unit; run it by itself")
+        self._refuse(
+            work.pieces.is_range[inside.carriers],
+            lambda text: f"it runs inside {text}, which is only a range of segments; let it run inside a whole computation",
+        )
+
+    def check_waits(self) -> None:
+        """Check that carriers have as many waits."""
+        stages, kinds = self.work.computed_stages[self.inside.carriers], self.work.kinds[self.inside.carriers]
+        different, which = np.unique(stages * len(KINDS) + kinds, return_inverse=True)
+        counts = np.array([self._count_waits(*divmod(each, len(KINDS))) for each in different.tolist()])[which.ravel()]
+
+        def problem(text: str) -> str:
+            index = int(np.argmax(self.inside.waits >= counts))
+            size = self.step.plan.units[self._action(int(self.inside.carriers[index])).unit].tensor_parallel_size
+            found = f"numbered from 0, over {size} tensor parallel ranks" if size > 1 else "its tensor parallel size is 1"
+            return (
+                f"it runs inside wait {self.inside.waits[index]} of {text}, which has {counts[index]} waits ({found}); "
+                "choose another one, or run it by itself"
+            )
+
+        self._refuse(self.inside.waits >= counts, problem)
+
+    def _count_waits(self, stage: int, kind: int) -> int:
+        key = self.work.stages[stage]
+        if self.step.plan.units[key[0]].tensor_parallel_size == 1 or self.options.hides_waits:
+            return 0
+        return len(computation_waits(KINDS[kind], self.layers.in_order(key), options=self.options))
+
+    def check_collectives(self) -> None:
+        """Check that it has no collectives that would use the links for which its carrier waits, but at its end."""
+        pieces, which = np.unique(self.inside.pieces, return_inverse=True)
+        plans = self.step.plan.units
+        shares = [plans[name].tensor_parallel_size * plans[name].context_parallel_size > 1 for name in self.work.pieces.units]
+        is_shared = np.array(shares)[self.work.pieces.unit_of_stage[self.work.computed_stages[pieces]]]
+        for index in np.flatnonzero(is_shared).tolist():
+            if problem := self._own_collectives(self._action(int(pieces[index]))):
+                self._refuse(which.ravel() == index, lambda _: problem)
+
+    def _own_collectives(self, action: Action) -> str:
+        plan, layers = self.step.plan.units[action.unit], self.layers.in_order(action[1:4])
+        if plan.context_parallel_size > 1:
+            return f"it exchanges keys and values over {plan.context_parallel_size} context parallel ranks; run it by itself"
+        covers = action.covers if isinstance(action.covers, SegmentRange) else None
+        waits = computation_waits(action.kind, layers, options=self.own_options, covers=covers)
+        if not waits or (len(waits) == 1 and waits[0].is_at_end and self._is_last(waits[0], action)):
+            return ""
+        return (
+            f"its segment {waits[0].segment} ({layers[waits[0].layer][0]}) has a collective of {plan.tensor_parallel_size} "
+            "tensor parallel ranks that does not end it; run it by itself, or in ranges that end with their collectives"
+        )
+
+    def _is_last(self, wait: Wait, action: Action) -> bool:
+        """Return True if a wait is in the segment that the action runs last."""
+        covers = action.covers
+        if not isinstance(covers, SegmentRange):
+            covers = SegmentRange(0, self.layers.num_segments(action[1:4]))
+        return wait.segment == (covers.end - 1 if action.kind is ActionKind.FORWARD else covers.first)
+
+    def check_lanes(self) -> None:
+        """Check that all ranks that run it together have it inside the same wait of the same computation."""
+        inside, starts = self.inside, self.work.lane_rows[0]
+        _, which = np.unique(np.stack((inside.pieces, inside.carriers, inside.waits)), axis=1, return_inverse=True)
+        found = np.bincount(which.ravel())[which.ravel()]
+        wanted = np.diff(starts)[self.work.computed_stages[inside.pieces]]
+
+        def problem(text: str) -> str:
+            index = int(np.argmax(found < wanted))
+            where = f"inside wait {inside.waits[index]} of {text}"
+            return f"it runs {where} in {found[index]} of its {wanted[index]} lanes; let all of them have it there"
+
+        self._refuse(found < wanted, problem)
+
+    def check_order(self) -> None:
+        """Check that what runs inside one computation stands in the order of the waits, and before nothing that needs it."""
+        inside = self.inside
+        is_behind = np.append(False, (np.diff(inside.carrier_slots) == 0) & (np.diff(inside.waits) < 0))
+        self._refuse(
+            is_behind, lambda text: f"it stands behind what runs inside a later wait of {text}; order both by their waits"
+        )
+
+    def check_needs(self) -> None:
+        """Check that neither its carrier nor other ranks' work inside that needs what it gives."""
+        inside, work = self.inside, self.work
+        owners = np.unique(np.append(inside.pieces, inside.carriers))
+        starts, needs = take_rows(work.need_starts, work.needs, owners)
+        owners = owners[row_numbers(starts)]
+        is_joined = (inside.hosts[owners] == inside.hosts[needs]) & (inside.hosts[needs] != needs)
+        producers, consumers = work.message_ends
+        is_sent = np.isin(owners * work.num_computed + needs, consumers * work.num_computed + producers)
+        is_carrier = inside.hosts[owners] == owners
+        self._refuse(
+            np.isin(inside.pieces, needs[is_joined & is_carrier]),
+            lambda text: f"it runs inside {text}, which needs it; let it run inside an earlier computation, or by itself",
+        )
+        self._refuse(
+            np.isin(inside.pieces, owners[is_joined & is_sent]),
+            lambda text: (
+                f"it needs work of other ranks that runs inside {text} as well, and is there only when that ends; let it "
+                "run inside a later computation"
+            ),
+        )
+
+    def _refuse(self, is_wrong: NDArray[np.bool_], problem: Callable[[str], str]) -> None:
+        """Raise an error about the first slot that is wrong; problem: what to say, given the text of its carrier."""
+        if not is_wrong.any():
+            return
+        index = int(np.argmax(is_wrong))
+        lane, carrier = int(self.inside.lanes[index]), self.inside.carriers[index]
+        position = int(self.inside.slots[index] - self.schedule.lane_starts[lane])
+        text = action_to_text(self._action(int(carrier)))
+        raise slot_error(self._action(int(self.inside.pieces[index])), problem(text), self.schedule.lanes, {lane: position})
+
+    def _action(self, piece: int) -> Action:
+        return self.work.action(piece)

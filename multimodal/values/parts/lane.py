@@ -1,0 +1,100 @@
+"""Lanes of a schedule as slots, and how errors show them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import NamedTuple
+
+from multimodal.values.action import Action, action_to_text
+from multimodal.values.errors import ScheduleError
+
+_SHOWN_SLOTS = 2
+"""Actions that an error shows on either side of the one it is about."""
+NO_WAIT = -1
+"""The `wait` of slots that are not inside a computation."""
+
+
+class SlotMode(IntEnum):
+    """The way a slot's work runs."""
+
+    IN_LINE = 0
+    """The lane runs it in its turn, and waits for it where it must."""
+    FILLS_WAIT = 1
+    """It runs while its *carrier*, the next computation in line, waits for what it needs; if it is left when the carrier can
+    start, right after the carrier. It stands before its carrier, so that both orders must be (and are checked to be) allowed."""
+    INSIDE = 2
+    """It stands before its *carrier*, the next computation in line, and runs inside it: while that waits for the tensor parallel
+    collective of number `Slot.wait`. What it needs is there when the carrier begins, and what it gives when the carrier ends."""
+
+
+class Slot(NamedTuple):
+    """One piece of work in a lane."""
+
+    action: Action
+    mode: SlotMode = SlotMode.IN_LINE
+    wait: int = NO_WAIT
+    """The wait of its carrier in which work inside it runs: counted from 0, in the order in which the carrier comes to them."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The ordered work of one group of ranks."""
+
+    ranks: tuple[int, ...]
+    slots: tuple[Slot, ...]
+
+    @cached_property
+    def actions(self) -> tuple[Action, ...]:
+        """The work of the slots."""
+        return tuple(slot.action for slot in self.slots)
+
+    @cached_property
+    def fillers(self) -> frozenset[int]:
+        """Positions of the slots that fill a wait."""
+        return frozenset(position for position, slot in enumerate(self.slots) if slot.mode is SlotMode.FILLS_WAIT)
+
+    @cached_property
+    def inside(self) -> Mapping[int, int]:
+        """Position of each slot inside its carrier -> the carrier's wait."""
+        return {position: slot.wait for position, slot in enumerate(self.slots) if slot.mode is SlotMode.INSIDE}
+
+
+def lane_of(
+    ranks: tuple[int, ...], actions: Iterable[Action], fillers: Iterable[int] = (), *, inside: Mapping[int, int] | None = None
+) -> Lane:
+    """Build a lane of actions; fillers: the positions of those that fill a wait; inside: as `Lane.inside`."""
+    slots: dict[int, Slot] = {position: Slot(action) for position, action in enumerate(actions)}
+    for position in fillers:
+        slots[position] = Slot(slots[position].action, SlotMode.FILLS_WAIT)
+    for position, wait in (inside or {}).items():
+        slots[position] = Slot(slots[position].action, SlotMode.INSIDE, wait)
+    return Lane(ranks, tuple(slots.values()))
+
+
+def slot_error(action: Action, problem: str, lanes: Sequence[Lane], marked: Mapping[int, int]) -> ScheduleError:
+    """Return an error about an action that shows where it stands; marked: as in `show_slots`."""
+    return ScheduleError(f"{action_to_text(action)}: {problem}\n{show_slots(lanes, marked=marked)}")
+
+
+def show_slots(lanes: Sequence[Lane], *, marked: Mapping[int, int]) -> str:
+    """Return one row per marked lane: the actions around the marked position, that action between > and <.
+
+    marked: lane -> position in it; a position past the end marks the end.
+
+        lane 0 (ranks 0):    ... | B vision/0/0/1 | > F vision/0/0/3 <
+        lane 2 (ranks 2,3):  F llm/0/0/0 | > B llm/0/0/0 < | F llm/0/0/1 | ...
+    """
+    heads = {lane: f"lane {lane} (ranks {','.join(map(str, lanes[lane].ranks))}):" for lane in marked}
+    width = max(map(len, heads.values()), default=0)
+    return "\n".join(f"  {heads[lane]:<{width}}  {_show_row(lanes[lane].actions, marked[lane])}" for lane in sorted(marked))
+
+
+def _show_row(actions: Sequence[Action], position: int) -> str:
+    first, last = max(0, position - _SHOWN_SLOTS), position + _SHOWN_SLOTS + 1
+    cells = [action_to_text(action) for action in actions[first:last]]
+    if position < len(actions):
+        cells[position - first] = f"> {cells[position - first]} <"
+    else:
+        cells.append("> end <")
+    return " | ".join([*(["..."] if first > 0 else []), *cells, *(["..."] if last < len(actions) else [])])

@@ -1,0 +1,121 @@
+"""How a step is cut, read from the actions of its schedule."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from multimodal.values.action import Action, ActionKind, LayerRange, Place, SampleSubset, SegmentRange, action_to_text
+from multimodal.values.assignment import MicrobatchPlace
+from multimodal.values.errors import ScheduleError
+from multimodal.values.parts.lane import Lane, slot_error
+from multimodal.values.step_graph import UNCUT, Cuts, SegmentCut, StepGraph
+
+_Entry = tuple[int, int, Action]
+"""Lane, position in it, and action."""
+
+
+def read_cuts(actions: Iterable[Action]) -> Cuts:
+    """Read how a step is cut from the actions of its schedule. O(actions)."""
+    split: set[Place] = set()
+    num_subsets: dict[MicrobatchPlace, int] = {}
+    gathers, by_layer = False, set()
+    ranges: dict[Place, list[Action]] = defaultdict(list)
+    for action in actions:
+        kind = action.kind
+        if kind is ActionKind.INPUT_GRADIENT or kind is ActionKind.WEIGHT_GRADIENT:
+            split.add(action.place)
+        elif kind is ActionKind.GATHER_PARAMETERS:
+            gathers = True
+        if isinstance(action.covers, SampleSubset):
+            microbatch = MicrobatchPlace(action.unit, action.replica, action.microbatch)
+            num_subsets[microbatch] = max(num_subsets.get(microbatch, 0), action.covers.index + 1)
+        elif isinstance(action.covers, SegmentRange):
+            ranges[action.place].append(action)
+        elif isinstance(action.covers, LayerRange):
+            by_layer.add((action.unit, action.stage))
+    segments = {place: _segment_cut(pieces) for place, pieces in ranges.items()}
+    cuts = Cuts(frozenset(split), num_subsets, gathers, frozenset(by_layer), segments)
+    return UNCUT if cuts == UNCUT else cuts
+
+
+def _segment_cut(pieces: Sequence[Action]) -> SegmentCut:
+    """Return the cut of one place whose ranges `check_coverages` has found to follow each other."""
+    firsts: dict[ActionKind, set[int]] = {ActionKind.FORWARD: set(), ActionKind.BACKWARD: set()}
+    for kind, covered in _covered(pieces):
+        firsts[kind].add(covered.first)
+    forward, backward = (tuple(sorted(each - {0})) for each in firsts.values())
+    return SegmentCut(max(covered.end for _, covered in _covered(pieces)), forward, backward)
+
+
+def _covered(pieces: Iterable[Action]) -> Iterator[tuple[ActionKind, SegmentRange]]:
+    return ((action.kind, action.covers) for action in pieces if isinstance(action.covers, SegmentRange))
+
+
+def check_coverages(lanes: Sequence[Lane], step: StepGraph) -> None:
+    """Check that the sample subsets and the ranges of segments of a schedule's actions make up what they are parts of.
+
+    Raises ScheduleError. How many segments a stage has is not checked here.
+    """
+    entries = [
+        (index, position, action)
+        for index, lane in enumerate(lanes)
+        for position, action in enumerate(lane.actions)
+        if action.covers is not None
+    ]
+    if entries:
+        _check_subsets([entry for entry in entries if isinstance(entry[2].covers, SampleSubset)], lanes, step)
+        _check_segments([entry for entry in entries if isinstance(entry[2].covers, SegmentRange)], lanes)
+
+
+def _check_segments(entries: Sequence[_Entry], lanes: Sequence[Lane]) -> None:
+    """Check that the ranges of every place follow each other without gap or overlap, in forward and backward to the same end."""
+    of_place: dict[tuple[ActionKind, Place], dict[SegmentRange, _Entry]] = defaultdict(dict)
+    ends: dict[Place, int] = defaultdict(int)
+    for entry in entries:
+        lane, position, action = entry
+        assert isinstance(action.covers, SegmentRange)
+        if action.kind not in (ActionKind.FORWARD, ActionKind.BACKWARD) or action.covers.first >= action.covers.end:
+            problem = "only forwards and backwards run in ranges of segments, each of at least one; let it cover the whole stage"
+            raise slot_error(action, problem, lanes, {lane: position})
+        of_place[action.kind, action.place].setdefault(action.covers, entry)
+        ends[action.place] = max(ends[action.place], action.covers.end)
+    for (_, place), ranges in of_place.items():
+        end = 0
+        for covered in sorted(ranges, key=lambda each: (each.first, each.end)):
+            if covered.first != end:
+                raise _range_error(ranges[covered], end, covered.first, lanes)
+            end = covered.end
+        if end != ends[place]:
+            raise _range_error(ranges[covered], end, ends[place], lanes)
+
+
+def _range_error(entry: _Entry, end: int, wanted: int, lanes: Sequence[Lane]) -> ScheduleError:
+    """Return an error about a range beside which segments `end` to `wanted` - 1 are missing, or the other way run twice."""
+    lane, position, action = entry
+    first, last = sorted((end, wanted))
+    text = action_to_text(action._replace(covers=SegmentRange(first, last)))
+    problem = f"missing range: nothing runs {text}; add it, or cut the place otherwise"
+    if wanted < end:
+        problem = f"ranges overlap: {text} runs in it and in the range before; let every segment run once"
+    return slot_error(action, problem, lanes, {lane: position})
+
+
+def _check_subsets(entries: Sequence[_Entry], lanes: Sequence[Lane], step: StepGraph) -> None:
+    """Check that sample subsets are those that the assignment's routes make, all of them, in an encoder."""
+    found = read_cuts(action for _, _, action in entries).num_subsets
+    encoders = {unit.name for unit in step.graph.encoders}
+    for index, position, action in entries:
+        microbatch = MicrobatchPlace(action.unit, action.replica, action.microbatch)
+        is_known = action.unit in encoders and microbatch in step.microbatch_set
+        count = len(step.consumers(microbatch)) if is_known else 0
+        if action.subset >= count:
+            problem = (
+                f"unknown subset: its microbatch has {count} sample subsets (one per consumer, encoders only); "
+                "number them from 0, or leave the subset out"
+            )
+            raise slot_error(action, problem, lanes, {index: position})
+        if found[microbatch] < count:
+            problem = (
+                f"missing subset: its microbatch has {count} sample subsets (one per consumer) but the schedule runs "
+                f"the backwards of {found[microbatch]}; add the others"
+            )
+            raise slot_error(action, problem, lanes, {index: position})

@@ -1,0 +1,124 @@
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from multimodal.cost.layers.registry import count_segments, describe_layer
+from multimodal.cost.layers.segments import Exchange
+from multimodal.cost.pieces.tensor_parallel_waits import computation_waits
+from multimodal.cost.run_options import RunOptions
+from multimodal.values.action import Action, ActionKind, Place, SegmentRange
+from multimodal.values.backward_need import BackwardNeed
+from multimodal.values.step_graph import Cuts, SegmentCut
+from multimodal.values.step_work import step_work
+from tests.unit.cost.test_model_costs import COSTS, GRAPH
+
+LOCAL = RunOptions(transformer_impl="local")
+OPTIONS = [
+    replace(LOCAL, recompute=recompute, sequence_parallel=sp) for recompute in (None, "selective", "full") for sp in (False, True)
+]
+FORWARD, BACKWARD = ActionKind.FORWARD, ActionKind.BACKWARD
+FULL, PASSING = BackwardNeed.FULL, BackwardNeed.INPUT_GRADIENT
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, replace(LOCAL, zero_stage=3), replace(LOCAL, num_overlapped_parts=4)])
+@pytest.mark.parametrize("place", [("vision", 0, 0, 1), ("llm", 0, 0, 0), ("llm", 0, 1, 1)])
+def test_the_ranges_of_a_computation_cost_the_whole(options: RunOptions, place: tuple[str, int, int, int]) -> None:
+    costs = replace(COSTS, options=options)
+    num_segments = costs.stages.num_segments(place[:3])
+    assert num_segments == count_segments(GRAPH.unit(place[0]), costs.step.plan.virtual_stage(*place[:3]).layers)
+    cut = Cuts(segments={Place(*place): SegmentCut(num_segments, (2, 4, num_segments - 1), (2, 3))})
+    cut_step = costs.step.with_cuts(cut)
+    for kind, ranges in ((FORWARD, cut.forwards(Place(*place))), (BACKWARD, cut.backwards(Place(*place)))):
+        whole = costs.compute(Action(kind, *place))
+        parts = [costs.compute(Action(kind, *place, covers=covers)) for covers in ranges]
+        assert all(part.seconds > 0 for part in parts)
+        assert sum(part.seconds for part in parts) == pytest.approx(whole.seconds, rel=1e-12)
+        assert sum(part.tensor_parallel_seconds for part in parts) == pytest.approx(whole.tensor_parallel_seconds, abs=1e-15)
+        work = step_work(cut_step)
+        pieces = [work.computed_numbers[Action(kind, *place, covers=covers)] for covers in ranges]
+        found = replace(costs, step=cut_step).of_pieces(work, np.array(pieces))
+        assert found.seconds.tolist() == pytest.approx([part.seconds for part in parts], rel=1e-9)
+        assert found.tensor_parallel_seconds.tolist() == pytest.approx(
+            [part.tensor_parallel_seconds for part in parts], abs=1e-15
+        )
+
+
+def test_a_segment_costs_what_it_multiplies_and_waits_for_its_own_collective() -> None:
+    costs = replace(COSTS, options=LOCAL)
+    one = [
+        costs.compute(Action(FORWARD, "llm", 0, 0, 0, covers=SegmentRange(first, end))) for first, end in pairwise(range(1, 7))
+    ]
+    waits = [cost.tensor_parallel_seconds for cost in one]
+    assert waits == pytest.approx([waits[0], 0.0, waits[0], waits[0], waits[0]]) and waits[0] > 0
+    qkv, _, projection, up, down = (cost.seconds - cost.tensor_parallel_seconds for cost in one)
+    assert (qkv / projection, up / projection, down / projection) == pytest.approx((3.0, 4.0, 4.0)), (
+        "no elementwise work is counted"
+    )
+
+
+@pytest.mark.parametrize("kind", ["patch_embedding", "token_embedding", "transformer", "projector", "head"])
+def test_segments_have_the_weights_and_the_traffic_of_their_layer(kind: str) -> None:
+    unit = GRAPH.unit("vision" if kind in ("patch_embedding", "projector") else "llm")
+    layer = describe_layer(GRAPH, unit, kind, vocab_size=512)
+    work = layer.segment_work(2)
+    assert len(work) == len(layer.segments) and sum(each.attends for each in work) == 1
+    assert sum(each.num_weights for each in work) == layer.num_weights
+    assert tuple(map(sum, zip(*(each.traffic for each in work), strict=True))) == layer.traffic(2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "need", "options", "waits"),
+    [
+        (FORWARD, FULL, {"sequence_parallel": False}, "2s 4s"),
+        (FORWARD, FULL, {}, "0g 2s 3g 4s"),
+        (BACKWARD, FULL, {"sequence_parallel": False}, "3s 0s"),
+        (BACKWARD, FULL, {}, "4g 3a 3s 2g 0a 0s"),
+        (BACKWARD, PASSING, {}, "4g 3s 2g 0s"),
+        (BACKWARD, FULL, {"recompute": "full"}, "0g 2s 3g 4g 3a 3s 2g 0a 0s"),
+        (BACKWARD, FULL, {"recompute": "full", "sequence_parallel": False}, "2s 3s 0s"),
+        (BACKWARD, FULL, {"recompute": "selective", "sequence_parallel": False}, "3s 0s"),
+        (BACKWARD, BackwardNeed.NONE, {}, ""),
+        (ActionKind.INPUT_GRADIENT, FULL, {"sequence_parallel": False}, "3s 0s"),
+        (ActionKind.WEIGHT_GRADIENT, FULL, {}, ""),
+    ],
+)
+def test_waits_are_numbered_as_a_transformer_layer_comes_to_them(kind, need, options, waits) -> None:
+    letters = {Exchange.GATHER: "g", Exchange.GATHER_AGAIN: "a", Exchange.SUM: "s"}
+    found = computation_waits(kind, (("transformer", need),), options=replace(LOCAL, **options))
+    assert " ".join(f"{wait.segment}{letters[wait.exchange]}" for wait in found) == waits
+
+
+def test_a_range_keeps_what_its_products_read_and_waits_for_no_other() -> None:
+    layers = (("token_embedding", FULL), ("transformer", FULL), ("transformer", FULL))
+    found = computation_waits(BACKWARD, layers, options=LOCAL, covers=SegmentRange(4, 7))
+    assert [(wait.layer, wait.segment, wait.exchange) for wait in found] == [
+        (2, 6, Exchange.SUM),
+        (1, 5, Exchange.GATHER),
+        (1, 4, Exchange.SUM),
+    ]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", [FORWARD, BACKWARD, ActionKind.INPUT_GRADIENT])
+def test_the_waits_of_a_computation_are_all_that_it_waits(options: RunOptions, kind: ActionKind) -> None:
+    costs = replace(COSTS, options=options)
+    action = Action(kind, "llm", 0, 1, 1)
+    cost, waits = costs.compute(action), computation_waits(kind, costs.stages.in_order(action[1:4]), options=options)
+    assert len(cost.waits) == len(waits) and sum(cost.waits) == pytest.approx(cost.tensor_parallel_seconds)
+    assert [seconds > 0 for seconds in cost.waits] == [wait.is_long and wait.layer == 0 for wait in waits], (
+        "the head's are not counted"
+    )
+    work = step_work(costs.step)
+    if kind is not ActionKind.INPUT_GRADIENT:
+        pieces = np.array([work.computed_numbers[each] for each in (action, Action(FORWARD, "vision", 0, 0, 0), action)])
+        starts, seconds = costs.waits(work, pieces)
+        assert np.diff(starts).tolist() == [len(waits), 0, len(waits)]
+        assert seconds.tolist() == pytest.approx([*cost.waits, *cost.waits])
+
+
+@pytest.mark.parametrize("options", [RunOptions(), replace(LOCAL, num_overlapped_parts=4)])
+def test_what_tells_nobody_of_its_waits_has_none(options: RunOptions) -> None:
+    cost = replace(COSTS, options=options).compute(Action(FORWARD, "llm", 0, 0, 0))
+    assert cost.waits == () and cost.tensor_parallel_seconds > 0

@@ -1,0 +1,249 @@
+import re
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multimodal.cost.run_options import RunOptions
+from multimodal.cost.step_costs import ComputeCost
+from multimodal.schedule.inside_slots import InsideSlots
+from multimodal.schedule.passes.defer_receives import defer_receives
+from multimodal.schedule.passes.fill import fill
+from multimodal.schedule.passes.gather_parameters import gather_parameters
+from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
+from multimodal.schedule.simulate import simulate_schedule
+from multimodal.schedule.simulate_events import simulate_events_reference
+from multimodal.schedule.text import lanes_from_text, schedule_from_text, schedule_to_text
+from multimodal.schedule.validate import validate_schedule
+from multimodal.values.action import Action, action_to_text
+from multimodal.values.errors import ScheduleError
+from multimodal.values.schedule import Schedule, Slot, SlotMode
+from multimodal.values.step_graph import StepGraph
+from tests.unit.schedule.built_schedules import filled_schedules
+from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
+from tests.unit.schedule.uniform_costs import RandomCosts, UniformCosts
+
+LOCAL = RunOptions(transformer_impl="local", sequence_parallel=False)
+
+
+def beside(*, encoder: tuple[int, int, int] = (1, 1, 2), encoders: tuple[str, ...] = ("vision",)) -> StepGraph:
+    """Three samples; an LLM of one stage over two ranks, and encoders on the same two: by default over both."""
+    replicas = {name: deal(3, encoder[0]) for name in encoders}
+    sizes = {**dict.fromkeys(encoders, encoder), "llm": (1, 1, 2)}
+    return build_case(build_graph(*encoders), sizes, {**replicas, "llm": deal(3, 1)}, colocated=True)
+
+
+TOGETHER = (
+    "lane 0,1: F vision/0/0/0; {F vision/0/0/1{0:4} @0; F vision/0/0/1{4:6} @3} F llm/0/0/0; F vision/0/0/1{6:42}; "
+    "F llm/0/0/1; F vision/0/0/2; F llm/0/0/2; B llm/0/0/2; {B vision/0/0/2{41:42} @1} B llm/0/0/0; {B vision/0/0/2{39:41} @2} "
+    "B llm/0/0/1; B vision/0/0/2{0:39}; B vision/0/0/0; B vision/0/0/1; RG llm/0/0; RG vision/0/0\n"
+)
+
+
+APART = """\
+lane 0: F vision/0/0/0; {F vision/0/0/1 @0} F llm/0/0/0; F llm/0/0/1; F llm/0/0/2
+lane 1: {F vision/1/0/0 @1} F llm/0/0/0; F llm/0/0/1; F llm/0/0/2
+"""
+
+
+def apart() -> StepGraph:
+    """Forwards only of two encoder replicas, of one rank each, beside an LLM over both ranks."""
+    return replace(beside(encoder=(2, 1, 1)), forward_only=True)
+
+
+def check(text: str, case: StepGraph, *, options: RunOptions | None = LOCAL) -> None:
+    validate_schedule(schedule_from_text(text, case), options=options)
+
+
+def test_text_says_in_which_wait_work_runs_and_round_trips() -> None:
+    schedule = schedule_from_text(TOGETHER, beside())
+    assert schedule_to_text(schedule) == TOGETHER
+    slots = schedule.lane(0).slots
+    assert slots[1] == Slot(lanes_from_text("lane 0: F vision/0/0/1{0:4}")[0].actions[0], SlotMode.INSIDE, 0)
+    assert schedule.lanes[0].inside == {1: 0, 2: 3, 9: 1, 11: 2}
+    mixed = "lane 0: {W llm/0/0/0; F vision/0/0/3{0:2} @4} F llm/0/0/1\n"
+    assert [(slot.mode, slot.wait) for slot in lanes_from_text(mixed)[0].slots] == [(1, -1), (2, 4), (0, -1)]
+    with pytest.raises(ScheduleError, match=r"column 9: found 'F vision/0/0/3 @0'; expected braces around"):
+        lanes_from_text("lane 0: F vision/0/0/3 @0; F llm/0/0/1")
+
+
+def test_a_schedule_with_work_inside_is_valid_in_both_dialects() -> None:
+    schedule = schedule_from_text(TOGETHER, beside())
+    validate_schedule(schedule, options=LOCAL)
+    validate_schedule(insert_communication(schedule), options=LOCAL)
+    validate_schedule(schedule)
+
+
+WHOLE_INSIDE = "F llm/0/0/0; {F vision/0/0/1 @0} F llm/0/0/1"
+CUT_INSIDE = "{F vision/0/0/1{0:4} @0; F vision/0/0/1{4:6} @3} F llm/0/0/0; F vision/0/0/1{6:42}; F llm/0/0/1"
+
+
+@pytest.mark.parametrize(
+    ("now", "then", "message"),
+    [
+        (
+            "{4:6} @3",
+            "{4:6} @17",
+            "F vision/0/0/1{4:6}: it runs inside wait 17 of F llm/0/0/0, which has 17 waits (numbered from 0",
+        ),
+        (
+            "{4:6} @3} F llm/0/0/0; F vision/0/0/1{6:42}",
+            "{4:9} @3} F llm/0/0/0; F vision/0/0/1{9:42}",
+            "its segment 5 (transformer)",
+        ),
+        ("@0; F vision/0/0/1{4:6} @3", "@3; F vision/0/0/1{4:6} @0", "F vision/0/0/1{4:6}: it stands behind what runs inside a"),
+        ("1{0:4} @0; F vision/0/0/1{4:6} @3", "1{4:6} @0; F vision/0/0/1{0:4} @3", "F vision/0/0/1{4:6}: wrong order"),
+        (CUT_INSIDE, WHOLE_INSIDE, "F vision/0/0/1: its segment 3 (transformer) has a collective of 2 tensor parallel ranks"),
+        (
+            "{B vision/0/0/2{41:42} @1} B llm/0/0/0; {B vision/0/0/2{39:41} @2} B llm/0/0/1",
+            "{B vision/0/0/2{39:42} @1} B llm/0/0/0; B llm/0/0/1",
+            "B vision/0/0/2{39:42}: its segment 41 (projector)",
+        ),
+        (
+            "B vision/0/0/1; RG llm/0/0; RG vision/0/0",
+            "RG llm/0/0; {B vision/0/0/1 @0} RG vision/0/0",
+            "B vision/0/0/1: no carrier",
+        ),
+        ("RG llm/0/0; RG vision/0/0", "{RG llm/0/0 @0} RG vision/0/0", "RG llm/0/0: not a computation"),
+        ("F vision/0/0/2; F llm", "{F vision/0/0/2{0:4} @1} F vision/0/0/2{4:42}; F llm", "which is of the same unit"),
+        (
+            "F vision/0/0/2; F llm",
+            "F vision/0/0/2{0:41}; {F vision/0/0/2{41:42} @1} F llm",
+            "runs inside F llm/0/0/2, which needs it",
+        ),
+    ],
+)
+def test_work_that_does_not_fit_inside_is_refused(now: str, then: str, message: str) -> None:
+    assert now in TOGETHER
+    with pytest.raises(ScheduleError, match=re.escape(message)):
+        check(TOGETHER.replace(now, then), beside())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (RunOptions(), "it runs inside wait 0 of F llm/0/0/0, which has 0 waits"),
+        (replace(LOCAL, num_overlapped_parts=4), "it runs inside wait 0 of F llm/0/0/0, which has 0 waits"),
+        (replace(LOCAL, sequence_parallel=True), "F vision/0/0/1{0:4}: its segment 1 (transformer) has a collective"),
+    ],
+)
+def test_the_options_of_a_run_decide_what_fits(options: RunOptions, message: str) -> None:
+    with pytest.raises(ScheduleError, match=re.escape(message)):
+        check(TOGETHER, beside(), options=options)
+
+
+def test_ranks_that_work_together_have_it_inside_the_same_wait() -> None:
+    """Vision over both ranks, audio on each of them: two lanes, of which vision needs both."""
+    case = build_case(
+        build_graph("vision", "audio"),
+        {"vision": (1, 1, 2), "audio": (2, 1, 1), "llm": (1, 1, 2)},
+        {"vision": deal(2, 1), "audio": deal(2, 2), "llm": deal(2, 1)},
+        colocated=True,
+    )
+    lanes = [
+        f"lane {rank}: F vision/0/0/0; F audio/{rank}/0/0; {{F vision/0/0/1{{0:4}} @0}} F llm/0/0/0; F vision/0/0/1{{4:42}}; "
+        "F llm/0/0/1"
+        for rank in (0, 1)
+    ]
+    case = replace(case, forward_only=True)
+    lanes[1] = lanes[1].replace("; F audio/1/0/0", "").replace("F vision/0/0/1{4", "F audio/1/0/0; F vision/0/0/1{4")
+    check("\n".join(lanes), case)
+    for broken in ("lane 1: F vision/0/0/0; {F vision/0/0/1{0:4} @2}", "lane 1: F vision/0/0/0; F vision/0/0/1{0:4};"):
+        swapped = lanes[1].replace("lane 1: F vision/0/0/0; {F vision/0/0/1{0:4} @0}", broken)
+        with pytest.raises(ScheduleError, match=re.escape("it runs inside wait 0 of F llm/0/0/0 in 1 of its 2 lanes")):
+            check(f"{lanes[0]}\n{swapped}", case)
+
+
+def test_work_inside_is_there_when_its_carrier_ends() -> None:
+    check(APART, apart())
+    late = APART.replace("{F vision/0/0/1 @0} F llm/0/0/0; F llm/0/0/1; F", "F llm/0/0/0; F llm/0/0/1; {F vision/0/0/1 @0} F")
+    with pytest.raises(ScheduleError, match=re.escape("F vision/0/0/1: it runs inside F llm/0/0/2, which needs it")):
+        check(late, apart())
+    case = replace(beside(encoder=(1, 2, 1)), forward_only=True)
+    upstream = "lane 0: F vision/0/0/0; {F vision/0/0/1 @0} F llm/0/0/0; F llm/0/0/1; F vision/0/0/2; F llm/0/0/2"
+    downstream = "lane 1: F vision/0/1/0; F llm/0/0/0; F vision/0/1/1; F llm/0/0/1; F vision/0/1/2; F llm/0/0/2"
+    check(f"{upstream}\n{downstream}", case)
+    early = downstream.replace("F llm/0/0/0; F vision/0/1/1", "F vision/0/1/1; F llm/0/0/0")
+    with pytest.raises(ScheduleError, match="F llm/0/0/0: deadlock: lane 0 waits in it for"):
+        check(f"{upstream}\n{early}", case)
+    together = downstream.replace("F llm/0/0/0; F vision/0/1/1", "{F vision/0/1/1 @2} F llm/0/0/0")
+    with pytest.raises(ScheduleError, match="F vision/0/1/1: it needs work of other ranks that runs inside F llm/0/0/0 as well"):
+        check(f"{upstream}\n{together}", case)
+
+
+class Costs(UniformCosts):
+    """An LLM's forwards take 4 s, of which it waits 1 s two times; an encoder's 1.5 s in replica 0, 0.5 s in replica 1."""
+
+    def compute(self, action: Action) -> ComputeCost:
+        if action.unit == "llm":
+            return ComputeCost(4.0, 2.5, (1.0, 1.0))
+        return ComputeCost(0.5 if action.replica else 1.5)
+
+
+def test_a_wait_is_as_long_as_what_fills_it_in_any_lane() -> None:
+    schedule = insert_communication(schedule_from_text(APART, apart()))
+    found = simulate_schedule(schedule, Costs())
+    events = {(action_to_text(event.action), event.lane): event for event in found.timeline.events}
+    times = {key: (event.start_seconds, event.end_seconds) for key, event in events.items()}
+    interval = 2 / 3
+    assert times["F llm/0/0/0", 0] == times["F llm/0/0/0", 1] == (1.5, 6.0)
+    assert times["F vision/0/0/1", 0] == pytest.approx((1.5 + interval, 3.0 + interval))
+    assert times["F vision/1/0/0", 1] == pytest.approx((3.0 + 2 * interval, 3.5 + 2 * interval))
+    assert found.iteration_seconds == 14.0
+    assert found.busy_seconds == pytest.approx((1.5 + 1.5 + 3 * 1.5, 0.5 + 3 * 1.5))
+    assert found.bubble["tp"] == pytest.approx(((3 * 2.5 + 0.5 - 1.5) + (3 * 2.5 + 0.5 - 0.5)) / 28)
+    assert sum(found.bubble.values()) + found.busy_fraction == pytest.approx(1.0)
+    assert found.peak_activation_bytes == (20, 20), "work inside is kept while its carrier runs"
+    seconds = {place[:2]: total for place, total in found.stage_seconds.items()}
+    assert seconds == {("vision", 0): 1.5, ("vision", 1): 0.5, ("llm", 0): 4.0}
+
+
+@settings(max_examples=60)
+@given(schedule=filled_schedules(), data=st.data())
+def test_any_work_inside_runs_within_its_carrier_and_both_simulators_agree(schedule: Schedule, data: st.DataObject) -> None:
+    lowered = insert_communication(schedule)
+    for each in (schedule, lowered):
+        validate_schedule(each, options=LOCAL)
+        assert schedule_from_text(schedule_to_text(each), schedule.step, lowered=each.lowered) == each
+    costs = RandomCosts(seed=data.draw(st.integers(0, 9)), num_waits=data.draw(st.integers(0, 4)))
+    found = simulate_schedule(lowered, costs)
+    reference = simulate_events_reference(found.compiled.arrays)
+    assert found.times.end_seconds.tolist() == reference.end_seconds.tolist()
+    events = {(event.action, event.lane): event for event in found.timeline.events}
+    inside, work = InsideSlots.of(lowered), lowered.work
+    filled: dict[Action, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(float)))
+    columns = (inside.pieces, inside.carriers, inside.lanes, inside.waits)
+    for piece, carrier, lane, wait in zip(*(column.tolist() for column in columns), strict=True):
+        own, whole = (events.get((work.action(each), lane)) for each in (piece, carrier))
+        assert own is not None
+        if whole is None:
+            continue  # carriers that take no time have no event
+        assert whole.start_seconds <= own.start_seconds <= own.end_seconds <= whole.end_seconds * (1 + 1e-9)
+        cost = costs.compute(work.action(piece))
+        filled[work.action(carrier)][wait][lane] += cost.seconds - cost.tensor_parallel_seconds
+    for carrier, of_waits in filled.items():
+        cost = costs.compute(carrier)
+        alone = [*cost.waits, *[0.0] * 4]
+        expected = cost.seconds + sum(max(0.0, max(of_lanes.values()) - alone[wait]) for wait, of_lanes in of_waits.items())
+        event = next((event for (action, _), event in events.items() if action == carrier), None)
+        assert (0.0 if event is None else event.end_seconds - event.start_seconds) == pytest.approx(expected, abs=1e-12)
+
+
+def test_passes_leave_work_inside_where_it_is() -> None:
+    forwards = TOGETHER[: TOGETHER.index("B llm")]
+    backwards = (
+        "B llm/0/0/0; {B vision/0/0/0{41:42} @1} B llm/0/0/1; {B vision/0/0/0{39:41} @2} B llm/0/0/2; RG llm/0/0; "
+        "B vision/0/0/0{0:39}; B vision/0/0/1; B vision/0/0/2; RG vision/0/0"
+    )
+    schedule = schedule_from_text(forwards + backwards, beside())
+    by_layer = reduce_by_layer(schedule)
+    assert by_layer.step.cuts.reduced_by_layer == {("vision", 0)}, "something is inside the LLM's last backward"
+    for rewritten in (by_layer, fill(schedule), gather_parameters(schedule)):
+        validate_schedule(rewritten, options=LOCAL)
+        inside = {slot for slot in rewritten.lane(0).slots if slot.mode is SlotMode.INSIDE}
+        assert inside == {slot for slot in schedule.lane(0).slots if slot.mode is SlotMode.INSIDE}
+    with pytest.raises(ScheduleError, match="passes that move actions know where to put weight gradients between computations"):
+        defer_receives(schedule)

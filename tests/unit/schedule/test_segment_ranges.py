@@ -1,0 +1,128 @@
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.schedule.simulate import timeline_of_unit_costs
+from multimodal.schedule.text import lanes_from_text, schedule_from_text, schedule_to_text
+from multimodal.schedule.validate import validate_schedule
+from multimodal.values.action import ActionKind, Place, SegmentRange, action_to_text
+from multimodal.values.dependencies import dependencies
+from multimodal.values.errors import ScheduleError
+from multimodal.values.schedule import Schedule
+from multimodal.values.step_graph import Cuts, SegmentCut, StepGraph
+from tests.unit.schedule.built_schedules import cut_schedules
+from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
+
+
+def two_stages() -> StepGraph:
+    """An encoder and an LLM of two stages each, four transformer layers a stage beside the ends."""
+    sizes = {"vision": (1, 2, 1), "llm": (1, 2, 1)}
+    return build_case(build_graph("vision"), sizes, {"vision": deal(2, 1), "llm": deal(2, 1)})
+
+
+CUT = Cuts(
+    segments={
+        Place("vision", 0, 0, 0): SegmentCut(21, (2, 7), (5,)),
+        Place("vision", 0, 1, 0): SegmentCut(21, (4,), ()),
+        Place("vision", 0, 1, 1): SegmentCut(21, (), (4, 20)),
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("action", "needs"),
+    [
+        ("F vision/0/0/0{0:2}", []),
+        ("F vision/0/0/0{2:7}", ["F vision/0/0/0{0:2}"]),
+        ("F vision/0/1/0{0:4}", ["F vision/0/0/0{7:21}"]),
+        ("F vision/0/1/0{4:21}", ["F vision/0/1/0{0:4}"]),
+        ("F vision/0/1/1", ["F vision/0/0/1"]),
+        ("F llm/0/0/0", ["F vision/0/1/0{4:21}"]),
+        ("B vision/0/1/0", ["F vision/0/1/0{4:21}", "B llm/0/0/0"]),
+        ("B vision/0/0/0{5:21}", ["F vision/0/0/0{7:21}", "B vision/0/1/0"]),
+        ("B vision/0/0/0{0:5}", ["B vision/0/0/0{5:21}"]),
+        ("B vision/0/1/1{20:21}", ["F vision/0/1/1", "B llm/0/0/1"]),
+        ("B vision/0/1/1{4:20}", ["B vision/0/1/1{20:21}"]),
+        ("B vision/0/0/1", ["F vision/0/0/1", "B vision/0/1/1{0:4}"]),
+        ("RG vision/0/1", ["B vision/0/1/0", "B vision/0/1/1{0:4}"]),
+        ("SF vision/0/0/0>vision/0/1/0", ["F vision/0/0/0{7:21}"]),
+        ("SB vision/0/1/1>vision/0/0/1", ["B vision/0/1/1{0:4}"]),
+    ],
+)
+def test_ranges_need_each_other_and_stand_for_the_whole_to_others(action: str, needs: list[str]) -> None:
+    parsed = lanes_from_text(f"lane 0: {action}")[0].actions[0]
+    assert [action_to_text(each) for each in dependencies(parsed, two_stages().with_cuts(CUT))] == needs
+
+
+def test_by_layer_a_reduction_begins_with_the_first_range_of_the_last_backward() -> None:
+    cuts = Cuts(segments=CUT.segments, reduced_by_layer=frozenset({("vision", 1)}))
+    first, then = (lanes_from_text(f"lane 0: {text}")[0].actions[0] for text in ("RG vision/0/1[1:5]", "RG vision/0/1[0:1]"))
+    step = two_stages().with_cuts(cuts)
+    assert [action_to_text(each) for each in dependencies(first, step)] == ["B vision/0/1/0", "F vision/0/1/1", "B llm/0/0/1"]
+    assert action_to_text(dependencies(then, step)[-1]) == "B vision/0/1/1{0:4}"
+
+
+def test_graphs_are_cut_where_forward_or_backward_are() -> None:
+    cut = SegmentCut(10, (2, 7), (5, 7))
+    assert cut.graphs == tuple(SegmentRange(*ends) for ends in ((0, 2), (2, 5), (5, 7), (7, 10)))
+    assert cut.backwards == tuple(SegmentRange(*ends) for ends in ((7, 10), (5, 7), (0, 5)))
+    assert SegmentCut(10).forwards == (None,)
+
+
+@pytest.mark.parametrize("boundaries", [(0,), (10,), (3, 3), (5, 2)])
+def test_a_cut_that_is_none_is_refused(boundaries: tuple[int, ...]) -> None:
+    with pytest.raises(ScheduleError, match="expected whole numbers that ascend from 1 to 9"):
+        SegmentCut(10, boundaries)
+
+
+def test_a_place_is_cut_in_one_way_only() -> None:
+    place = Place("vision", 0, 0, 0)
+    with pytest.raises(ScheduleError, match=re.escape("vision/0/0/0: cut into segments and into input and weight gradient")):
+        Cuts(split=frozenset({place}), segments={place: SegmentCut(21, (2,))})
+
+
+VISION = "lane 0: F vision/0/0/0{0:2}; F vision/0/0/0{2:41}; F vision/0/0/1; B vision/0/0/0{9:41}; B vision/0/0/0{0:9}; "
+REST = "B vision/0/0/1; RG vision/0/0\nlane 1: F llm/0/0/0; B llm/0/0/0; F llm/0/0/1; B llm/0/0/1; RG llm/0/0"
+
+
+def small() -> StepGraph:
+    return build_case(build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": deal(2, 1), "llm": deal(2, 1)})
+
+
+@pytest.mark.parametrize(
+    ("now", "then", "message"),
+    [
+        ("F vision/0/0/0{0:2}; ", "", "F vision/0/0/0{2:41}: missing range: nothing runs F vision/0/0/0{0:2}; add it"),
+        ("{2:41}", "{3:41}", "F vision/0/0/0{3:41}: missing range: nothing runs F vision/0/0/0{2:3}; add it"),
+        ("{0:2}", "{0:4}", "F vision/0/0/0{2:41}: ranges overlap: F vision/0/0/0{2:4} runs in it and in the range before"),
+        ("{2:41}", "{2:30}", "F vision/0/0/0{2:30}: missing range: nothing runs F vision/0/0/0{30:41}; add it"),
+        ("{0:9}", "{3:9}", "B vision/0/0/0{3:9}: missing range: nothing runs B vision/0/0/0{0:3}; add it"),
+        ("F vision/0/0/1", "F vision/0/0/0{0:2}; F vision/0/0/1", "F vision/0/0/0{0:2}: duplicate: it stands in lane 0"),
+        ("F vision/0/0/1", "F vision/0/0/0; F vision/0/0/1", "F vision/0/0/0: unknown action"),
+        ("RG vision/0/0", "RG vision/0/0{0:2}", "RG vision/0/0{0:2}: only forwards and backwards run in ranges of segments"),
+        ("{9:41}; B vision/0/0/0{0:9}", "{0:9}; B vision/0/0/0{9:41}", "B vision/0/0/0{0:9}: wrong order"),
+        ("41", "40", "F vision/0/0/0{2:40}: wrong number of segments: its ranges end at 40, but its stage has 42 segments"),
+    ],
+)
+def test_ranges_that_do_not_make_up_the_whole_are_refused(now: str, then: str, message: str) -> None:
+    text = (VISION + REST).replace("41", "42")
+    validate_schedule(schedule_from_text(text, small()))
+    broken = (VISION + REST).replace(now, then).replace("41", "42")
+    with pytest.raises(ScheduleError, match=re.escape(message.replace("41", "42"))):
+        validate_schedule(schedule_from_text(broken, small()))
+
+
+@settings(max_examples=60)
+@given(built=cut_schedules(), lowered=st.booleans())
+def test_any_cut_is_valid_in_both_dialects_and_round_trips(built: tuple[StepGraph, Schedule], lowered: bool) -> None:
+    case, schedule = built
+    if lowered:
+        schedule = insert_communication(schedule)
+    validate_schedule(schedule)
+    assert schedule_from_text(schedule_to_text(schedule), case, lowered=lowered) == schedule
+    timeline = timeline_of_unit_costs(schedule)
+    ran = {event.action for event in timeline.events if event.action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD)}
+    assert ran == {action for action in schedule.work.computed if action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD)}
