@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from multimodal.values.action import Action, ActionKind, Coverage, LayerRange, Place, SampleSubset
+from multimodal.values.action import Action, ActionKind, Coverage, LayerRange, Place, SampleSubset, SegmentRange
 
 
 class TimelineEvent(NamedTuple):
@@ -48,7 +48,15 @@ class Timeline:
             tuple(tuple(ranks) for ranks in value["lanes"]),
             tuple(
                 TimelineEvent(
-                    Action(ActionKind(kind), unit, replica, stage, microbatch, Place(*peer) if peer else None, _coverage(covers)),
+                    Action(
+                        ActionKind(kind),
+                        unit,
+                        replica,
+                        stage,
+                        microbatch,
+                        Place(*peer) if peer else None,
+                        _coverage(ActionKind(kind), covers),
+                    ),
                     lane,
                     start,
                     end,
@@ -73,7 +81,9 @@ def _plain(covers: Coverage) -> list[int] | None:
     return [covers.first, covers.end] if covers is not None else None
 
 
-def _coverage(plain: list[int] | None) -> Coverage:
+def _coverage(kind: ActionKind, plain: list[int] | None) -> Coverage:
     if plain is None:
         return None
-    return SampleSubset(*plain) if len(plain) == 1 else LayerRange(*plain)
+    if len(plain) == 1:
+        return SampleSubset(*plain)
+    return LayerRange(*plain) if kind is ActionKind.REDUCE_GRADIENTS else SegmentRange(*plain)

@@ -41,9 +41,9 @@ def computation_waits(
 ) -> tuple[Wait, ...]:
     """Return the waits of a stage's computation over several tensor parallel ranks, in order.
 
-    Full recomputation repeats a layer's forward up to its last product: the collective behind that is not needed again.
-    Of the options, sequence parallelism and recomputation decide. covers: a range of the stage's segments; by default all.
-    O(layers).
+    Full recomputation repeats a layer's forward up to its last product, once the backward has come to that: the collective
+    behind it is not needed again, and under sequence parallelism the gradient of the layer's output is gathered first. Of the
+    options, sequence parallelism and recomputation decide. covers: a range of the stage's segments; by default all. O(layers).
     """
     if kind is ActionKind.WEIGHT_GRADIENT:
         return ()
@@ -62,8 +62,10 @@ def computation_waits(
         elif need.has_backward:
             repeats = options.recompute == "full" and name in LAYER_KINDS and LAYER_KINDS[name].recomputes
             repeated = list(_forward(index, covered, options)) if repeats else []
-            own = _backward(index, covered, options, regathers=covers is None and need.trains_weights)
-            found[:0] = [*(repeated[:-1] if repeated and repeated[-1].segment == first - 1 else repeated), *own]
+            own = list(_backward(index, covered, options, regathers=covers is None and need.trains_weights))
+            before = 1 if repeated and covers is None and options.sequence_parallel else 0
+            repeated = repeated[:-1] if repeated and repeated[-1].segment == first - 1 else repeated
+            found[:0] = [*own[:before], *repeated, *own[before:]]
     return tuple(found)
 
 
