@@ -88,13 +88,15 @@ class _Checks:
 
     def check_collectives(self) -> None:
         """Check that it has no collectives that would use the links for which its carrier waits, but at its end."""
-        pieces, which = np.unique(self.inside.pieces, return_inverse=True)
-        plans = self.step.plan.units
-        shares = [plans[name].tensor_parallel_size * plans[name].context_parallel_size > 1 for name in self.work.pieces.units]
-        is_shared = np.array(shares)[self.work.pieces.unit_of_stage[self.work.computed_stages[pieces]]]
-        for index in np.flatnonzero(is_shared).tolist():
-            if problem := self._own_collectives(self._action(int(pieces[index]))):
-                self._refuse(which.ravel() == index, lambda _: problem)
+        plans, pieces, work = self.step.plan.units, self.inside.pieces, self.work
+        shares = [plans[name].tensor_parallel_size * plans[name].context_parallel_size > 1 for name in work.pieces.units]
+        stages, (firsts, ends) = work.computed_stages[pieces], work.pieces.segment_bounds
+        units, indices = work.pieces.unit_of_stage[stages], work.pieces.index_of_stage[stages]
+        alike = np.stack((units, indices, work.kinds[pieces], firsts[pieces], ends[pieces]))  # replicas have the same layers
+        _, example, which = np.unique(alike, axis=1, return_index=True, return_inverse=True)
+        for number, index in enumerate(example.tolist()):
+            if shares[units[index]] and (problem := self._own_collectives(self._action(int(pieces[index])))):
+                self._refuse(which.ravel() == number, lambda _: problem)
 
     def _own_collectives(self, action: Action) -> str:
         plan, layers = self.step.plan.units[action.unit], self.layers.in_order(action[1:4])

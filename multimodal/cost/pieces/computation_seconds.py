@@ -34,8 +34,9 @@ class ComputationSeconds:
             row = int(self.loads.routes_from(action.unit).subset_starts[row]) + action.subset
         kind = COMPUTATIONS.index(action.kind)
         if isinstance(action.covers, SegmentRange):
-            covered = self.of_segments(action.unit, action.stage)[:, kind, action.covers.first : action.covers.end, row]
-            return ComputeCost(float(covered[0].sum()), float(covered[1].sum()))
+            before = self._before_segments(action.unit, action.stage)[:, kind, :, row]
+            seconds, waiting = (before[:, action.covers.end] - before[:, action.covers.first]).tolist()
+            return ComputeCost(seconds, waiting)
         found = self.of_unit(action.unit, of_subsets=action.subset >= 0)
         waits = self._waits(action[1:4], action.kind)[:, row] if action.subset < 0 else np.zeros(0)
         seconds, waiting = found[:, kind, action.stage, row].tolist()
@@ -63,16 +64,15 @@ class ComputationSeconds:
 
     def _of_ranges(self, work: StepWork, pieces: Integers) -> Floats:
         """[2, num_pieces] the same of ranges of segments."""
-        found, blocks = np.zeros((2, len(pieces))), work.blocks[pieces]
+        found, stages = np.zeros((2, len(pieces))), work.computed_stages[pieces]
+        kinds, rows = _ROW_OF_KIND[work.kinds[pieces]], work.pieces.numbers_in_unit[pieces]
         firsts, ends = (bounds[pieces] for bounds in work.pieces.segment_bounds)
-        for block in np.unique(blocks).tolist():
-            chosen = np.flatnonzero(blocks == block)
-            stage, kind = divmod(block, len(KINDS))
-            unit, _, index = work.stages[stage]
-            rows = work.pieces.numbers_in_unit[pieces[chosen]]
-            seconds = self.of_segments(unit, index)[:, _ROW_OF_KIND[kind]]
-            before = np.concatenate((np.zeros_like(seconds[:, :1]), np.cumsum(seconds, axis=1)), axis=1)
-            found[:, chosen] = before[:, ends[chosen], rows] - before[:, firsts[chosen], rows]
+        units, indices = work.pieces.unit_of_stage[stages], work.pieces.index_of_stage[stages]
+        for number, index in np.unique(np.stack((units, indices)), axis=1).T.tolist():
+            chosen = np.flatnonzero((units == number) & (indices == index))
+            before = self._before_segments(list(work.pieces.units)[number], index)
+            of_kinds, of_rows = kinds[chosen], rows[chosen]
+            found[:, chosen] = before[:, of_kinds, ends[chosen], of_rows] - before[:, of_kinds, firsts[chosen], of_rows]
         return found
 
     def waits(self, work: StepWork, pieces: Integers) -> tuple[Integers, Floats]:
@@ -131,8 +131,11 @@ class ComputationSeconds:
             self._known[unit, of_subsets] = found
         return self._known[unit, of_subsets]
 
-    def of_segments(self, unit: str, stage: int) -> Floats:
-        """[2, kinds, num_segments, num_microbatches] the same of each segment of a stage; what is no segment's own is shared."""
+    def _before_segments(self, unit: str, stage: int) -> Floats:
+        """[2, kinds, num_segments + 1, num_microbatches] the same of the segments of a stage before each one, and of all of them.
+
+        What is no segment's own is shared evenly.
+        """
         if (unit, stage) not in self._known_segments:
             rows, replicas = self._rows(unit, False), self.step.assignment.placed[unit].replica_of_microbatch
             whole = self.of_unit(unit)[:, :, stage]
@@ -142,7 +145,9 @@ class ComputationSeconds:
                 chosen = np.flatnonzero(where[stage][replicas])
                 if len(chosen):
                     found[..., chosen] = self._of_rows(rows, chosen, partial(self.stages.segments, key))
-            self._known_segments[unit, stage] = found + ((whole - found.sum(axis=2)) / num_segments)[:, :, None]
+            found += ((whole - found.sum(axis=2)) / num_segments)[:, :, None]
+            before = np.cumsum(found, axis=2)
+            self._known_segments[unit, stage] = np.concatenate((np.zeros_like(before[:, :, :1]), before), axis=2)
         return self._known_segments[unit, stage]
 
     def _rows(self, unit: str, of_subsets: bool) -> UnitLoad | Sequence[ComputedLoad]:
