@@ -210,8 +210,8 @@ def _check_progress(schedule: Schedule, before: Schedule | None) -> Execution:
         # Then it runs as it does without them.
         is_computed = schedule.pieces < schedule.work.num_computed
         starts = row_starts(np.bincount(schedule.lane_of_slot[is_computed], minlength=schedule.num_lanes))
-        columns = (column[is_computed] for column in (schedule.pieces, schedule.modes, schedule.waits))
-        computed = Schedule(schedule.step, starts, *columns)
+        pieces, modes, waits = schedule.pieces[is_computed], schedule.modes[is_computed], schedule.waits[is_computed]
+        computed = Schedule(schedule.step, starts, pieces, modes, waits)
         is_same = before is not None and before.step is schedule.step and np.array_equal(before.lane_starts, starts)
         if before is not None and is_same and np.array_equal(before.pieces, computed.pieces):
             computed = before
