@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear, queue_of
+from multimodal.model.deferrable_linear import (
+    DeferrableColumnParallelLinear,
+    DeferrableRowParallelLinear,
+    queue_of,
+    weight_gradients,
+)
 from multimodal.model.overlapped_product import Overlap, gather_then_multiply, multiply_then_reduce, start_gathering
 from multimodal.model.weight_gradient_queue import LinearWeightGradient, WeightGradientQueue
 
@@ -84,7 +89,7 @@ class _OverlappedColumn(torch.autograd.Function):
         of_bias: Tensor | None = None
         if is_trained:
             rows = inputs if gathering is None else gathering.wait()
-            of_weight, of_bias = _weight_gradients(ctx.queue, rows, output_gradient, ctx.weight, ctx.bias)
+            of_weight, of_bias = weight_gradients(ctx.queue, LinearWeightGradient(rows, output_gradient, ctx.weight, ctx.bias))
         return None if reducing is None else reducing.wait(), of_weight, of_bias, None, None
 
 
@@ -110,16 +115,5 @@ class _OverlappedRow(torch.autograd.Function):
             rows = start_gathering(rows, ctx.overlap).wait()
         of_weight: Tensor | None = None
         if ctx.needs_input_grad[1]:
-            of_weight, _ = _weight_gradients(ctx.queue, inputs, rows, ctx.weight, None)
+            of_weight, _ = weight_gradients(ctx.queue, LinearWeightGradient(inputs, rows, ctx.weight, None))
         return gradient, of_weight, None, None
-
-
-def _weight_gradients(
-    queue: WeightGradientQueue | None, inputs: Tensor, output_gradient: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of weight and bias; None where a queue computes them later."""
-    if queue is not None:
-        queue.put(LinearWeightGradient(inputs, output_gradient, weight, bias))
-        return None, None
-    rows = output_gradient.flatten(0, -2)
-    return rows.t().matmul(inputs.flatten(0, -2)), None if bias is None else rows.sum(dim=0)

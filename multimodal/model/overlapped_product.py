@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+from multimodal.model.collectives import Arriving, reduce_scatter
 
 
 class Overlap(NamedTuple):
@@ -25,19 +25,6 @@ class Overlap(NamedTuple):
     num_parts: int
     is_sequence_parallel: bool
     """True if ranks of the group share the rows outside of the products, False if each has all of them."""
-
-
-class Arriving(NamedTuple):
-    """A tensor that is complete after `wait`."""
-
-    tensor: Tensor
-    works: tuple[dist.Work, ...]
-
-    def wait(self) -> Tensor:
-        """Return it when the last part has come."""
-        for work in self.works:
-            work.wait()
-        return self.tensor
 
 
 def start_gathering(share: Tensor, overlap: Overlap) -> Arriving:
@@ -86,7 +73,7 @@ def _multiply_then_scatter(rows: Tensor, matrix: Tensor, overlap: Overlap) -> Ar
     for part in sequence_parts(num_rows, num_parts=overlap.num_parts):
         product = rows.new_empty((num_ranks, *share[part].shape))
         _multiply(blocks[:, part], matrix, into=product)
-        works.append(_reduce_scatter(share[part], product.flatten(0, 1), group=overlap.group, async_op=True))
+        works.append(reduce_scatter(share[part], product.flatten(0, 1), group=overlap.group, async_op=True))
     return Arriving(share, tuple(works))
 
 

@@ -5,17 +5,18 @@ from typing import Protocol
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn import Module, ModuleDict
 from torch.utils.checkpoint import checkpoint
 
 from multimodal.attention.packed_lengths import PackedLengths
+from multimodal.model.collectives import RankLink, share_rows
 from multimodal.model.layers.layer_kind import HeadOutput, LayerContext, StagePass
 from multimodal.model.layers.registry import kind_of
 from multimodal.model.rotary import rotary_frequencies
 from multimodal.model.stage_input import PackedInput, pad_rows, padded_num_tokens
+from multimodal.model.tensor_parallel_waits import TensorParallelWaits
 from multimodal.model.transformer_config import BuildOptions, build_transformer_config
 from multimodal.model.weight_gradient_queue import DeferWeightGradients, active_queue
 from multimodal.values.model_graph import ModelGraph
@@ -53,6 +54,8 @@ class UnitStage(MegatronModule):
         self.unit, self.layer_range, self.groups, self.options = unit, layers, groups, options
         self.context = LayerContext(graph, unit, self.config, groups, options, vocab_size)
         self.guard: LayerGuard | None = None
+        self.waits = TensorParallelWaits()
+        """Told of the collectives of a forward or backward of the whole stage."""
         self.layers = ModuleDict({str(index): self._build_layer(index) for index in layers})
         if unit.ties_embeddings and self.is_last and not self.is_first:
             # The last stage keeps a copy of the first stage's word embeddings; gradients.py keeps the two alike.
@@ -62,6 +65,14 @@ class UnitStage(MegatronModule):
         if "0" in self.layers:
             self.layers["0"].requires_grad_(unit.is_trainable(0))
             self._mark_shared_embedding()
+        for module in self.layers.modules():
+            if hasattr(module, "waits"):
+                module.waits = self.waits  # type: ignore[assignment]
+
+    @property
+    def link(self) -> RankLink:
+        """The tensor parallel ranks of this stage."""
+        return RankLink(self.groups.tp, self.config.sequence_parallel, self.waits)
 
     @property
     def is_first(self) -> bool:
@@ -101,24 +112,29 @@ class UnitStage(MegatronModule):
         head.
         """
         output: Tensor | HeadOutput | None = hidden
-        frequencies, lengths = self._position_inputs(batch)
-        given = StagePass(batch, item_embeddings, frequencies, lengths, self.shared_embedding_weight)
+        given = self.prepare(batch, item_embeddings)
         for index in self.layer_range:
             if self.guard is not None:
                 output = self.guard.before(index, output)  # type: ignore[arg-type]
-            output = self._run_layer(index, output, given)  # type: ignore[arg-type]
+            output = self.run_layer(index, output, given)  # type: ignore[arg-type]
             if self.guard is not None:
                 output = self.guard.after(index, output)
         assert output is not None
         return output
 
-    def _run_layer(self, index: int, hidden: Tensor, given: StagePass) -> Tensor | HeadOutput:
+    def prepare(self, batch: PackedInput, item_embeddings: Tensor | None) -> StagePass:
+        """Return what all layers read of a microbatch; arguments as those of `forward`."""
+        frequencies, lengths = self._position_inputs(batch)
+        return StagePass(batch, item_embeddings, frequencies, lengths, self.shared_embedding_weight)
+
+    def run_layer(self, index: int, hidden: Tensor, given: StagePass) -> Tensor | HeadOutput:
+        """Run one layer, by its index in the unit; `hidden` is None for a unit's first."""
         layer, kind = self.layers[str(index)], kind_of(self.unit, index)
         if index == 0:
             embedded = kind.run(layer, hidden, given)
             assert isinstance(embedded, Tensor)
             return self._share_tokens(embedded, given.batch)
-        if kind.recomputes and self.options.recompute == "full" and torch.is_grad_enabled() and _has_backward(layer, hidden):
+        if self.recomputes(index) and torch.is_grad_enabled() and _has_backward(layer, hidden):
             # The backward may recompute in another thread; it must find the queue, or save other tensors than the forward.
             contexts = (nullcontext(), DeferWeightGradients(active_queue()))
             recomputed: Tensor = checkpoint(
@@ -127,12 +143,15 @@ class UnitStage(MegatronModule):
             return recomputed
         return kind.run(layer, hidden, given)
 
+    def recomputes(self, index: int) -> bool:
+        """Return whether backwards compute a layer's forward again."""
+        return kind_of(self.unit, index).recomputes and self.options.recompute == "full"
+
     def _share_tokens(self, hidden: Tensor, batch: PackedInput) -> Tensor:
         padded = pad_rows(hidden, self._num_padded_rows(batch.num_tokens))
         if not self.config.sequence_parallel:
             return padded
-        shared: Tensor = scatter_to_sequence_parallel_region(padded, group=self.groups.tp)
-        return shared
+        return share_rows(padded, self.link)
 
     def _position_inputs(self, batch: PackedInput) -> tuple[Tensor, PackedLengths]:
         frequencies = rotary_frequencies(

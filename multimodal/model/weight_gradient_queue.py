@@ -39,10 +39,18 @@ class LinearWeightGradient(NamedTuple):
 
     def compute(self) -> None:
         """Compute them; the hooks of the parameters (gradient buffers) run as after any backward."""
-        rows = self.output_gradient.flatten(0, -2)  # [num_rows, output_size]
-        torch.autograd.backward((self.weight,), (rows.t().matmul(self.inputs.flatten(0, -2)),))
-        if self.bias is not None:
-            torch.autograd.backward((self.bias,), (rows.sum(dim=0),))
+        torch.autograd.backward((self.weight,), (self.of_weight(),))
+        of_bias = self.of_bias()
+        if self.bias is not None and of_bias is not None:
+            torch.autograd.backward((self.bias,), (of_bias,))
+
+    def of_weight(self) -> Tensor:
+        """Return the weight's gradient."""
+        return self.output_gradient.flatten(0, -2).t().matmul(self.inputs.flatten(0, -2))
+
+    def of_bias(self) -> Tensor | None:
+        """Return the bias's gradient."""
+        return None if self.bias is None else self.output_gradient.flatten(0, -2).sum(dim=0)
 
 
 class WeightGradientQueue:

@@ -6,25 +6,30 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region, gather_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from torch.nn import Module
 
+from multimodal.model.collectives import RankLink, gather_rows, sum_rows
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear
 from multimodal.model.layers.layer_kind import HeadOutput, LayerContext, LayerKind, StagePass
 from multimodal.model.norm import Norm
+from multimodal.model.tensor_parallel_waits import TensorParallelWaits
 
 
 class TokenEmbedding(torch.nn.Module):
     """Word embeddings split over tensor parallel ranks; positions are rotary, so there are no others."""
+
+    waits: TensorParallelWaits | None = None
 
     def __init__(self, *, config: TransformerConfig, groups: ProcessGroupCollection, vocab_size: int) -> None:
         super().__init__()
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size, config.hidden_size, init_method=config.init_method, config=config, tp_group=groups.tp
         )
+        self.link = RankLink(groups.tp, is_sequence_parallel=False)
 
     def forward(self, token_ids: Tensor, item_rows: Tensor | None, item_embeddings: Tensor | None) -> Tensor:
         """Look up and fill in.
@@ -34,10 +39,19 @@ class TokenEmbedding(torch.nn.Module):
 
         Returns [num_tokens, 1, hidden_size], the same on every tensor parallel rank.
         """
-        hidden: Tensor = self.word_embeddings(token_ids)
+        hidden = sum_rows(self._look_up(token_ids), self.link._replace(waits=self.waits))
         if item_rows is not None and item_embeddings is not None:
             hidden = hidden.index_copy(0, item_rows, item_embeddings.to(hidden.dtype))
         return hidden[:, None]
+
+    def _look_up(self, token_ids: Tensor) -> Tensor:
+        """Return the rows of the ids that this rank has, and zeros for the others."""
+        rows = self.word_embeddings.weight
+        if self.link.group.size() == 1:
+            return torch.nn.functional.embedding(token_ids, rows)
+        local = token_ids - self.word_embeddings.vocab_start_index
+        is_mine = (local >= 0) & (local < len(rows))
+        return torch.nn.functional.embedding(local.where(is_mine, 0), rows) * is_mine[:, None]
 
 
 class TokenEmbeddingKind(LayerKind):
@@ -62,6 +76,8 @@ class TokenEmbeddingKind(LayerKind):
 
 class LanguageHead(torch.nn.Module):
     """Only target tokens reach the output projection: the others have no loss, so their logits are never made."""
+
+    waits: TensorParallelWaits | None = None
 
     def __init__(
         self, *, config: TransformerConfig, groups: ProcessGroupCollection, vocab_size: int, shares_embedding: bool
@@ -98,7 +114,7 @@ class LanguageHead(torch.nn.Module):
         """
         hidden = self.norm(hidden)
         if self.is_sequence_sharded:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
+            hidden = gather_rows(hidden, RankLink(self.group, True, self.waits))
         conditions = None if generator_rows is None else hidden.index_select(0, generator_rows)[:, 0]
         logits, _ = self.output_layer(hidden.index_select(0, target_rows), weight=shared_weight)
         logits = logits[:, 0]

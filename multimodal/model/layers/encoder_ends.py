@@ -5,16 +5,17 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Module
 
+from multimodal.model.collectives import RankLink, gather_rows
 from multimodal.model.deferrable_linear import deferrable_linear
 from multimodal.model.layers.layer_kind import LayerContext, LayerKind, StagePass
 from multimodal.model.layers.transformer import MLP_SUBMODULES
 from multimodal.model.norm import Norm
+from multimodal.model.tensor_parallel_waits import TensorParallelWaits
 from multimodal.model.transformer_config import Precision
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import Unit
@@ -58,6 +59,8 @@ class PatchEmbeddingKind(LayerKind):
 class Projector(torch.nn.Module):
     """Norm, concatenation of merge_size^2 neighbouring patches, two-layer GELU MLP (Qwen2-VL's patch merger)."""
 
+    waits: TensorParallelWaits | None = None
+
     def __init__(
         self,
         *,
@@ -90,7 +93,7 @@ class Projector(torch.nn.Module):
         Returns [num_patches / merge_size^2, output_size], the same on every tensor parallel rank.
         """
         if self.is_sequence_sharded:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
+            hidden = gather_rows(hidden, RankLink(self.group, True, self.waits))
         merged = self.norm(hidden[:num_patches]).reshape(-1, 1, self.merged_size)
         output, bias = self.mlp(merged)
         result: Tensor = (output + bias)[:, 0]

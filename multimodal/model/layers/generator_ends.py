@@ -4,14 +4,15 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Module
 
+from multimodal.model.collectives import RankLink, gather_rows
 from multimodal.model.deferrable_linear import deferrable_linear
 from multimodal.model.layers.layer_kind import HeadOutput, LayerContext, LayerKind, StagePass
 from multimodal.model.norm import Norm
+from multimodal.model.tensor_parallel_waits import TensorParallelWaits
 from multimodal.model.transformer_config import Precision
 
 
@@ -83,6 +84,8 @@ class GeneratorProjectorKind(LayerKind):
 class GeneratorHead(torch.nn.Module):
     """One linear map from a hidden state to the pixels of its patch, the same on every tensor parallel rank."""
 
+    waits: TensorParallelWaits | None = None
+
     def __init__(self, *, config: TransformerConfig, groups: ProcessGroupCollection, patch_channels: int) -> None:
         super().__init__()
         device, dtype = torch.cuda.current_device(), config.params_dtype
@@ -100,7 +103,7 @@ class GeneratorHead(torch.nn.Module):
         """
         hidden = self.norm(hidden)
         if self.is_sequence_sharded:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
+            hidden = gather_rows(hidden, RankLink(self.group, True, self.waits))
         predicted = deferrable_linear(hidden[: len(patches), 0], self.weight, self.bias)
         wide = predicted if predicted.dtype == torch.float64 else predicted.float()
         loss_sum = (wide - patches).square().sum()
