@@ -1,6 +1,6 @@
 """The store of a rank between actions: activations and gradients on their way, and the autograd graphs of open microbatches."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -54,6 +54,11 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         if (identity := storage_identity(tensor)) not in self._seen:
             self._seen.add(identity)
             self.size_bytes += storage.nbytes()
+
+    def bytes_beside(self, tensors: Iterable[Tensor]) -> int:
+        """Return the bytes of tensors whose storages have not been counted."""
+        storages = {storage_identity(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+        return sum(size_bytes for identity, size_bytes in storages.items() if identity not in self._seen)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self.add(tensor)

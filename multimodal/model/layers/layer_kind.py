@@ -2,7 +2,9 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from multimodal.attention.packed_lengths import PackedLengths
+from multimodal.model.collectives import Arriving, RankLink
 from multimodal.model.parameter_sharding import WHOLE, ParameterSharding
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.transformer_config import BuildOptions
@@ -74,6 +77,36 @@ class HeadOutput(NamedTuple):
     """[num_tokens, patch_channels]: a generator's patches; only outside of training."""
 
 
+State = tuple[Tensor, ...]
+"""What one part of a layer hands to the next: hidden states, or the residual stream and what a branch has made of it so far."""
+
+
+class Exchange(Enum):
+    """The collective through which the last tensor of a state goes on its way to the next part."""
+
+    NONE = "none"
+    GATHERED = "gathered"
+    """Before a column parallel product: its rows are gathered under sequence parallelism, and their gradient is summed."""
+    SUMMED = "summed"
+    """After a row parallel product: it is summed, and its gradient gathered under sequence parallelism."""
+
+    def start(self, tensor: Tensor, link: RankLink, *, is_backward: bool = False) -> Arriving:
+        """Start it on a tensor that nobody else needs as it is; in a backward, the mirrored one on the tensor's gradient."""
+        if self is Exchange.NONE:
+            return Arriving(tensor)
+        return (link.start_gathering if (self is Exchange.GATHERED) != is_backward else link.start_summing)(tensor)
+
+
+class LayerPart(NamedTuple):
+    """The finest part of a layer that has an autograd graph of its own; makes no collective calls (Optimus, 4.2)."""
+
+    run: Callable[[State, StagePass], State]
+    exchange: Exchange = Exchange.NONE
+    is_light: bool = False
+    """True for norms and sums. Where a collective ends a segment, light parts behind it run with the next one, so that what runs
+    between the two has the collective beside it."""
+
+
 class LayerKind(ABC):
     """Builds, splits, initialises and runs layers of one kind. Has no state: weights are in the module."""
 
@@ -83,6 +116,8 @@ class LayerKind(ABC):
     """Modules whose weights are split by inputs."""
     residual_ends: ClassVar[tuple[str, ...]] = ()
     """Modules that end a residual branch; their weights start smaller."""
+    num_segments: ClassVar[int] = 1
+    """Segments that can run on their own, of which `segments` gives the parts; 1: the layer runs whole."""
     recomputes: ClassVar[bool] = False
     """True if full recomputation keeps the layer's input alone."""
     takes_hidden: ClassVar[bool] = True
@@ -103,6 +138,10 @@ class LayerKind(ABC):
         hidden: [rows, 1, hidden_size], padded and / tp under sequence parallelism. Returns the same shape; a unit's first layer
         (`hidden` is None) returns all rows of the batch, [num_tokens, 1, hidden_size], which the stage pads and shares.
         """
+
+    def segments(self, layer: Module) -> tuple[tuple[LayerPart, ...], ...]:
+        """Return the parts of each segment of a layer that can be cut; run one after another they compute what `run` does."""
+        raise NotImplementedError(f"{type(self).__name__} has one segment: the whole layer")
 
     def sharding(self, unit: Unit, name: str) -> ParameterSharding:
         """Return how a parameter is split over tensor parallel ranks; name: `<module>. ... .weight` or `.bias`."""

@@ -15,7 +15,8 @@ from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.core_attention import MaskedAttention, PackedAttention
 from multimodal.attention.packed_lengths import MaskRule
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
-from multimodal.model.layers.layer_kind import LayerContext, LayerKind, StagePass
+from multimodal.model.layers.layer_kind import LayerContext, LayerKind, LayerPart, StagePass
+from multimodal.model.layers.transformer_segments import SEGMENT_NAMES, transformer_segments
 from multimodal.model.norm import Norm
 from multimodal.model.overlapped_linear import OverlappedColumnParallelLinear, OverlappedRowParallelLinear
 from multimodal.values.errors import ConfigError
@@ -39,6 +40,7 @@ class TransformerKind(LayerKind):
     row_parallel = ("linear_proj", "linear_fc2")
     residual_ends = ("linear_proj", "linear_fc2")
     recomputes = True
+    num_segments = len(SEGMENT_NAMES)
 
     def build(self, context: LayerContext, index: int) -> Module:
         """Build megatron-core's layer from its spec."""
@@ -58,6 +60,10 @@ class TransformerKind(LayerKind):
         """Run it on packed sequences."""
         output: Tensor = layer(hidden, attention_mask=None, rotary_pos_emb=given.frequencies, packed_seq_params=given.lengths)[0]
         return output
+
+    def segments(self, layer: Module) -> tuple[tuple[LayerPart, ...], ...]:
+        """Return the parts of the five segments; the layer must be megatron-core's own, not Transformer Engine's."""
+        return transformer_segments(layer)
 
     def num_blocks(self, unit: Unit, module: str) -> int:
         """A gated first MLP layer stacks [gate; up]."""

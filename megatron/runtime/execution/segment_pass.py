@@ -1,0 +1,231 @@
+"""One microbatch's way through a stage in pieces: ranges of segments, forward and back, each with autograd graphs of its own.
+
+A collective that ends a piece is under way when the piece returns, and waited for when the next one begins: pieces that run
+inside the LLM's waits for its own collectives thus have theirs beside the LLM's next computation (Optimus, 4.2).
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megatron.runtime.execution.activation_store import SavedTensors, size_of
+from multimodal.model.collectives import Arriving
+from multimodal.model.layers.layer_kind import Exchange, HeadOutput, StagePass
+from multimodal.model.stage_segments import StageSegments
+from multimodal.model.unit_stage import UnitStage
+from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
+
+Tensors = tuple[Tensor | None, ...]
+Close = Callable[[Tensor | HeadOutput], tuple[Tensor | None, Tensor | None]]
+"""Makes (loss, what is handed on) of a stage's output."""
+
+
+class _Point(NamedTuple):
+    """Tensors between two parts, without their graphs; of a forward, values, of a backward, gradients."""
+
+    tensors: Tensors
+    arriving: Arriving | None = None
+    """What the last of them will be."""
+    has_gradient: tuple[bool, ...] = ()
+    """[num_tensors] of values: True where a gradient comes back."""
+
+    def arrived(self) -> "_Point":
+        """Wait for the last tensor."""
+        return self if self.arriving is None else self._replace(tensors=(*self.tensors[:-1], self.arriving.wait()), arriving=None)
+
+
+class _Graph(NamedTuple):
+    """The graph of some parts."""
+
+    first: int
+    leaves: Tensors
+    """Inputs that get a gradient; None in place of others."""
+    outputs: tuple[GradientEdge | None, ...]
+    size_bytes: int
+
+
+class _Repeated(NamedTuple):
+    """Parts of a layer whose forward is computed again in the backward."""
+
+    first: int
+    last: int
+    point: _Point
+    size_bytes: int
+
+
+class SegmentPass:
+    """Runs a stage's segments on one microbatch, in any ranges, and keeps between them what the next one needs.
+
+    bounds: the segments at which any forward or backward of the microbatch begins or ends; hidden: the stage's input, a leaf that
+    gets its gradient, None for a unit's first stage; close: as `Close`, called as part of the last piece's graph;
+    parameter_storages: as `SavedTensors` takes them, None where bytes are not counted.
+    """
+
+    def __init__(
+        self,
+        stage: UnitStage,
+        given: StagePass,
+        *,
+        segments: StageSegments,
+        bounds: Iterable[int],
+        hidden: Tensor | None,
+        close: Close,
+        has_backward: bool,
+        queue: WeightGradientQueue | None,
+        parameter_storages: frozenset[int] | None,
+    ) -> None:
+        self.queue, self.hidden = queue, hidden
+        self._stage, self._given, self._segments, self._close = stage, given, segments, close
+        self._has_backward = has_backward
+        both = (segments.forward_starts, segments.backward_starts)
+        self._bounds = {starts[bound] for starts in both for bound in (0, *bounds, segments.num_segments)}
+        self._saved = SavedTensors(parameter_storages) if parameter_storages is not None and has_backward else None
+        self._open: list[_Graph | _Repeated] = []
+        self._position = 0
+        inputs = () if hidden is None else (hidden,)
+        self._point = _Point(inputs, has_gradient=tuple(tensor.requires_grad for tensor in inputs))
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that are kept now."""
+        between = [tensor for tensor in self._point.tensors if tensor is not None]
+        under_way = sum(map(size_of, between)) if self._saved is None else self._saved.bytes_beside(between)
+        return under_way + sum(entry.size_bytes for entry in self._open)
+
+    @property
+    def loss(self) -> Tensor | None:
+        """The stage's loss, after the last forward."""
+        return self._point.tensors[0]
+
+    @property
+    def output(self) -> Tensor | None:
+        """What the stage hands on, after the last forward."""
+        return self._point.tensors[1]
+
+    def forward(self, end: int) -> None:
+        """Run the segments up to `end` - 1 that have not run yet."""
+        stop = self._segments.forward_starts[end]
+        with self._computing(), torch.set_grad_enabled(self._has_backward):
+            for first, last in self._spans(self._position, stop):
+                self._advance(first, last)
+        self._position = stop
+
+    def start_backward(self, gradient: Tensor | None) -> None:
+        """Begin with the loss and the gradient of what was handed on; None where either has none."""
+        loss, _ = self._point.tensors
+        self._point = _Point((None if loss is None else torch.ones_like(loss), gradient))
+
+    def backward(self, first: int) -> None:
+        """Run the backwards of the segments from `first` that have not run yet; the last one gives `hidden` its gradient."""
+        stop = self._segments.backward_starts[first]
+        with self._computing():
+            while self._open and self._open[-1].first >= stop:
+                entry = self._open.pop()
+                if isinstance(entry, _Repeated):
+                    with torch.enable_grad():
+                        self._open += self._walk(entry.first, entry.last, entry.point.arrived(), counts=False)[0]
+                else:
+                    self._retreat(entry)
+
+    def forget(self) -> None:
+        """Forget what the stage handed on, which is kept elsewhere from now on."""
+        self._point = self._point._replace(tensors=(self._point.tensors[0], None))
+
+    def _computing(self) -> AbstractContextManager[object]:
+        contexts = ExitStack()
+        contexts.enter_context(DeferWeightGradients(self.queue))
+        if self._saved is not None:
+            contexts.enter_context(self._saved)
+        return contexts
+
+    def _spans(self, first: int, last: int) -> Iterable[tuple[int, int]]:
+        """Cut parts where pieces begin or end, and between layers."""
+        layers = self._segments.layers
+        cuts = [part for part in range(first + 1, last) if part in self._bounds or layers[part] != layers[part - 1]]
+        return pairwise((first, *cuts, last)) if last > first else ()
+
+    def _advance(self, first: int, last: int) -> None:
+        point = self._point.arrived()
+        if not self._repeats(first, point):
+            graphs, self._point = self._walk(first, last, point)
+            self._open += graphs
+            return
+        with torch.no_grad():
+            _, after = self._walk(first, last, point)
+        size_bytes = sum(map(size_of, point.tensors))
+        self._open.append(_Repeated(first, last, point, size_bytes))
+        self._point = after._replace(has_gradient=(True,) * len(after.tensors))
+
+    def _repeats(self, part: int, point: _Point) -> bool:
+        """Return whether the backward computes a layer's forward again (full recomputation)."""
+        layer = self._segments.layers[part]
+        if not self._has_backward or not self._stage.recomputes(layer):
+            return False
+        return any(point.has_gradient) or any(each.requires_grad for each in self._stage.layers[str(layer)].parameters())
+
+    def _walk(self, first: int, last: int, point: _Point, *, counts: bool = True) -> tuple[list[_Graph], _Point]:
+        """Run parts; returns a graph for each stretch between collectives, where there are any, and what comes out.
+
+        A collective behind the last part is under way, or, where parts run once more, not started again.
+        """
+        graphs = []
+        parts, is_alone = self._segments.parts, self._stage.link.group.size() == 1
+        cuts = [part for part in range(first + 1, last) if parts[part - 1].exchange is not Exchange.NONE and not is_alone]
+        for start, stop in pairwise((first, *cuts, last)):
+            graph, point = self._run(start, stop, point.arrived(), counts=counts)
+            if any(edge is not None for edge in graph.outputs):
+                graphs.append(graph)
+            if (stop < last or counts) and parts[stop - 1].exchange is not Exchange.NONE:
+                tensor = point.tensors[-1]
+                assert tensor is not None
+                point = point._replace(arriving=parts[stop - 1].exchange.start(tensor, self._stage.link))
+        return graphs, point
+
+    def _run(self, first: int, last: int, point: _Point, *, counts: bool) -> tuple[_Graph, _Point]:
+        before = self._saved.size_bytes if self._saved is not None else 0
+        leaves = _leaves(point) if torch.is_grad_enabled() else point.tensors
+        values: tuple[Tensor | None, ...] = leaves
+        for part in self._segments.parts[first:last]:
+            values = part.run(values, self._given)  # type: ignore[arg-type]
+        if last == len(self._segments.parts):
+            values = self._close(values if isinstance(values, HeadOutput) else values[0])  # type: ignore[arg-type]
+        kept = tuple(leaf if leaf is not None and leaf.requires_grad else None for leaf in leaves)
+        if self._saved is not None:
+            for leaf in kept:
+                if leaf is not None:
+                    self._saved.add(leaf)
+        grown = self._saved.size_bytes - before if self._saved is not None and counts else 0
+        edges = tuple(None if value is None or not value.requires_grad else get_gradient_edge(value) for value in values)
+        flags = tuple(edge is not None for edge in edges)
+        outputs = tuple(None if value is None else value.detach() for value in values)
+        return _Graph(first, kept, edges, grown), _Point(outputs, has_gradient=flags)
+
+    def _retreat(self, graph: _Graph) -> None:
+        """Run a graph's backward, and start the mirror of the collective before it on the gradient of its last input."""
+        gradients = self._point.arrived().tensors
+        roots = [
+            (edge, gradient)
+            for edge, gradient in zip(graph.outputs, gradients, strict=True)
+            if edge is not None and gradient is not None
+        ]
+        if roots:
+            torch.autograd.backward(*zip(*roots, strict=True))  # type: ignore[arg-type]
+        found = tuple(None if leaf is None else leaf.grad for leaf in graph.leaves)
+        self._point = _Point(found)
+        if graph.first == 0 and self.hidden is not None and self.hidden.requires_grad:
+            self.hidden.grad = found[0]
+        exchange = self._segments.parts[graph.first - 1].exchange if graph.first else Exchange.NONE
+        if exchange is not Exchange.NONE and self._open and found[-1] is not None:
+            self._point = _Point(found, exchange.start(found[-1], self._stage.link, is_backward=True))
+
+
+def _leaves(point: _Point) -> Tensors:
+    return tuple(
+        None if tensor is None else tensor.detach().requires_grad_(flag)
+        for tensor, flag in zip(point.tensors, point.has_gradient, strict=True)
+    )

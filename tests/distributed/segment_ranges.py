@@ -1,0 +1,188 @@
+"""A stage run whole and in ranges of segments, with all that comes out of it: for tests that compare the two."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from megatron.runtime.execution.segment_pass import SegmentPass
+from multimodal.model.initialization import initialize_parameters
+from multimodal.model.layers.layer_kind import HeadOutput
+from multimodal.model.stage_input import PackedInput
+from multimodal.model.stage_segments import stage_segments
+from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.model.unit_stage import UnitStage
+from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
+from multimodal.values.model_graph import ModelGraph
+
+SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24}
+TEXT = PackedInput(
+    (4, 3),
+    torch.tensor([0, 1, 2, 3, 0, 1, 2]),
+    token_ids=torch.arange(7),
+    item_rows=torch.tensor([1, 4]),
+    target_rows=torch.tensor([1, 4]),
+    targets=torch.tensor([3, 2]),
+)
+PATCHES = PackedInput((8,), torch.arange(16).reshape(8, 2), patches=torch.randn(8, 4, generator=torch.manual_seed(0)))
+ITEMS = torch.randn(2, 16, generator=torch.manual_seed(1), dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class RangeCase:
+    """A stage of layers `first` to `last` - 1 of a unit."""
+
+    unit: str = "vision"
+    first: int = 0
+    last: int = 4
+    transformer: Mapping[str, Any] | None = None
+    sequence_parallel: bool = False
+    recompute: str | None = None
+    num_frozen: int = 0
+    """Layers that are frozen, from the first."""
+    has_backward: bool = True
+    defers: bool = False
+    """Whether weight gradients are computed later."""
+
+
+@cache
+def _groups(world: dist.ProcessGroup) -> ProcessGroupCollection:
+    alone = world if world.size() == 1 else dist.new_subgroups(1)[0]
+    names = ("tp", "cp", "pp", "ep", "expt_tp", "tp_ep", "tp_cp")
+    return ProcessGroupCollection(**{**dict.fromkeys(names, alone), "tp": world, "tp_cp": world})
+
+
+def build_stage(case: RangeCase) -> UnitStage:
+    """The stage on this rank; all ranks are tensor parallel."""
+    image = {"patch_size": 2, "in_channels": 1}
+    shape = {**SHAPE, **(case.transformer or {})}
+    units = {"vision": {"role": "encoder", "image": image, **shape}, "llm": {"role": "backbone", **shape}}
+    stage = UnitStage(
+        graph=ModelGraph.from_dict({"units": units}),
+        unit_name=case.unit,
+        layers=range(case.first, case.last),
+        groups=_groups(dist.group.WORLD),
+        options=BuildOptions(Precision(torch.float64), recompute=case.recompute, sequence_parallel=case.sequence_parallel),
+        vocab_size=32,
+    )
+    initialize_parameters(stage, seed=5)
+    with torch.no_grad():
+        for index, parameter in enumerate(stage.parameters()):
+            if parameter.dim() == 1:  # as zeros and ones they would hide what adds or scales twice
+                rank = dist.get_rank() if getattr(parameter, "tensor_model_parallel", False) else 0
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.manual_seed(100 * rank + index)))
+    for index in range(case.first, case.first + case.num_frozen):
+        stage.layers[str(index)].requires_grad_(False)
+    return stage.train(case.has_backward)
+
+
+def _inputs(stage: UnitStage, case: RangeCase) -> tuple[Tensor | None, PackedInput, Tensor | None]:
+    batch, items = (PATCHES, None) if case.unit == "vision" else (TEXT, ITEMS.clone().requires_grad_(case.has_backward))
+    hidden = None
+    if not stage.is_first:
+        shape = (stage.num_rows(batch.num_tokens), 1, SHAPE["hidden_size"])
+        seed = dist.get_rank() if case.sequence_parallel else 0
+        hidden = torch.randn(shape, generator=torch.manual_seed(seed), dtype=torch.float64)
+        hidden.requires_grad_(case.has_backward and case.num_frozen == 0)
+    return hidden, batch, items
+
+
+def _close(output: Tensor | HeadOutput) -> tuple[Tensor | None, Tensor | None]:
+    return (output.loss_sum / 3, output.conditions) if isinstance(output, HeadOutput) else (None, output)
+
+
+def _gradient_of_output(stage: UnitStage, output: Tensor, case: RangeCase) -> Tensor:
+    seed = 7 + (dist.get_rank() if case.sequence_parallel and not stage.is_last else 0)
+    return torch.randn(output.shape, generator=torch.manual_seed(seed), dtype=torch.float64)
+
+
+Found = dict[str, Tensor | None]
+
+
+def run_whole(case: RangeCase) -> Found:
+    """The stage in one piece, as a step runs it that is not cut."""
+    stage = build_stage(case)
+    hidden, batch, items = _inputs(stage, case)
+    queue = WeightGradientQueue() if case.defers else None
+    with torch.set_grad_enabled(case.has_backward), DeferWeightGradients(queue):
+        loss, output = _close(stage(hidden, batch, items))
+        if loss is not None and loss.requires_grad:
+            loss.backward()
+        if output is not None and output.requires_grad:
+            output.backward(_gradient_of_output(stage, output, case))
+    if queue is not None:
+        queue.compute()
+    return _found(stage, loss, output, hidden, items)
+
+
+def run_in_ranges(case: RangeCase, forward: list[int], backward: list[int]) -> Found:
+    """The stage in pieces; forward, backward: the bounds between them, ascending."""
+    stage = build_stage(case)
+    hidden, batch, items = _inputs(stage, case)
+    running = start_pass(stage, case, hidden, batch, items, bounds=[*forward, *backward])
+    for end in (*forward, stage_segments(stage).num_segments):
+        running.forward(end)
+    loss, output = running.loss, running.output
+    if case.has_backward:
+        running.forget()
+        running.start_backward(None if output is None else _gradient_of_output(stage, output, case))
+        for first in (*reversed(backward), 0):
+            running.backward(first)
+        assert running.size_bytes <= (0 if hidden is None else hidden.nbytes)
+    if running.queue is not None:
+        running.queue.compute()
+    return _found(stage, loss, output, hidden, items)
+
+
+def start_pass(
+    stage: UnitStage, case: RangeCase, hidden: Tensor | None, batch: PackedInput, items: Tensor | None, *, bounds: list[int]
+) -> SegmentPass:
+    """A pass that has not run anything."""
+    return SegmentPass(
+        stage,
+        stage.prepare(batch, items),
+        segments=stage_segments(stage),
+        bounds=bounds,
+        hidden=hidden,
+        close=_close,
+        has_backward=case.has_backward,
+        queue=WeightGradientQueue() if case.defers else None,
+        parameter_storages=frozenset(),
+    )
+
+
+def _found(stage: UnitStage, loss: Tensor | None, output: Tensor | None, hidden: Tensor | None, items: Tensor | None) -> Found:
+    outer = {"loss": loss, "output": output, "hidden": None if hidden is None else hidden.grad}
+    outer = {**outer, "items": None if items is None else items.grad}
+    return {
+        **{name: None if tensor is None else tensor.detach() for name, tensor in outer.items()},
+        **{name: parameter.grad for name, parameter in stage.named_parameters()},
+    }
+
+
+def draw_bounds(num_segments: int, seed: int) -> tuple[list[int], list[int]]:
+    """Any bounds, forward and backward."""
+    drawn = random.Random(seed)
+    forward, backward = (sorted(drawn.sample(range(1, num_segments), drawn.randint(0, num_segments - 1))) for _ in range(2))
+    return forward, backward
+
+
+def compare(case: RangeCase, bounds: list[tuple[list[int], list[int]]]) -> None:
+    """Raise where a cut stage gives other numbers than the whole one."""
+    expected = run_whole(case)
+    assert not case.has_backward or any(
+        value is not None and bool(value.any()) for name, value in expected.items() if name != "output"
+    )
+    for forward, backward in bounds:
+        found = run_in_ranges(case, forward, backward)
+        for name, value in expected.items():
+            other = found[name]
+            assert (value is None) == (other is None), f"{name}, {forward}, {backward}"
+            if value is not None and other is not None:
+                torch.testing.assert_close(other, value, rtol=1e-12, atol=1e-13, msg=f"{name}, {forward}, {backward}")

@@ -1,0 +1,51 @@
+"""A stage in ranges of segments: outputs, losses and gradients of the whole stage, whatever the ranges."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron.runtime import platform
+from multimodal.model.stage_segments import num_stage_segments, stage_segments
+from tests.distributed.segment_ranges import RangeCase, build_stage, compare, draw_bounds
+
+
+@pytest.fixture(autouse=True)
+def world_of_one(tmp_path: Path) -> Iterator[None]:
+    platform.install()
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+GATED = {"activation": "swiglu", "normalization": "RMSNorm", "num_query_groups": 2}
+PLAIN = {"activation": "gelu", "normalization": "LayerNorm", "add_bias_linear": True, "add_qkv_bias": True}
+
+
+@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+@pytest.mark.parametrize("transformer", [GATED, PLAIN])
+@pytest.mark.parametrize(
+    "case",
+    [
+        RangeCase("vision"),
+        RangeCase("vision", num_frozen=2),
+        RangeCase("vision", num_frozen=4, has_backward=False),
+        RangeCase("vision", first=1, last=3, defers=True),
+        RangeCase("llm"),
+        RangeCase("llm", first=1, last=4, num_frozen=1),
+    ],
+    ids=str,
+)
+def test_any_ranges_give_what_the_whole_stage_gives(
+    case: RangeCase, transformer: dict[str, object], recompute: str | None
+) -> None:
+    chosen = RangeCase(**{**vars(case), "transformer": transformer, "recompute": recompute})
+    count = num_stage_segments(build_stage(chosen))
+    every = list(range(1, count))
+    compare(chosen, [([], []), (every, every), ([], every), (every, []), *(draw_bounds(count, seed) for seed in range(4))])
+
+
+def test_a_transformer_layer_has_five_segments_and_other_layers_one() -> None:
+    stage = build_stage(RangeCase("vision"))
+    assert num_stage_segments(stage) == stage_segments(stage).num_segments == 1 + 2 * 5 + 1
