@@ -12,13 +12,15 @@ from torch.utils.checkpoint import checkpoint
 
 from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.model.collectives import RankLink, share_rows
-from multimodal.model.layers.layer_kind import HeadOutput, LayerContext, StagePass
+from multimodal.model.layers.layer_kind import HeadOutput, LayerContext, LayerPart, StagePass, State
 from multimodal.model.layers.registry import kind_of
 from multimodal.model.rotary import rotary_frequencies
 from multimodal.model.stage_input import PackedInput, pad_rows, padded_num_tokens
+from multimodal.model.stage_segments import StageSegments, join_segments
 from multimodal.model.tensor_parallel_waits import TensorParallelWaits
 from multimodal.model.transformer_config import BuildOptions, build_transformer_config
 from multimodal.model.weight_gradient_queue import DeferWeightGradients, active_queue
+from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 
 
@@ -56,6 +58,7 @@ class UnitStage(MegatronModule):
         self.guard: LayerGuard | None = None
         self.waits = TensorParallelWaits()
         """Told of the collectives of a forward or backward of the whole stage."""
+        self._segments: StageSegments | None = None
         self.layers = ModuleDict({str(index): self._build_layer(index) for index in layers})
         if unit.ties_embeddings and self.is_last and not self.is_first:
             # The last stage keeps a copy of the first stage's word embeddings; gradients.py keeps the two alike.
@@ -143,6 +146,24 @@ class UnitStage(MegatronModule):
             return recomputed
         return kind.run(layer, hidden, given)
 
+    def segments(self) -> StageSegments:
+        """Return the parts of this stage's segments; raises ConfigError where its layers cannot be cut."""
+        where = f"unit '{self.unit.name}', layers {self.layer_range.start} to {self.layer_range.stop - 1}"
+        if self.options.transformer_impl != "local":
+            raise ConfigError(
+                f"{where}: the schedule runs segments of a layer on their own, which layers of Transformer Engine cannot do, as "
+                "they fuse norms with products; use --transformer-impl local, or a --schedule that runs whole stages"
+            )
+        if self.guard is not None:
+            raise ConfigError(
+                f"{where}: the schedule runs segments of a layer on their own, but the stage's weights are sharded over its "
+                "replicas and are there only while a whole layer computes; leave out --data-parallel-sharding-strategy "
+                "optim_grads_params, or use a --schedule that runs whole stages"
+            )
+        if self._segments is None:
+            self._segments = join_segments((index, self._layer_segments(index)) for index in self.layer_range)
+        return self._segments
+
     def recomputes(self, index: int) -> bool:
         """Return whether backwards compute a layer's forward again."""
         return kind_of(self.unit, index).recomputes and self.options.recompute == "full"
@@ -152,6 +173,17 @@ class UnitStage(MegatronModule):
         if not self.config.sequence_parallel:
             return padded
         return share_rows(padded, self.link)
+
+    def _layer_segments(self, index: int) -> tuple[tuple[LayerPart, ...], ...]:
+        kind = kind_of(self.unit, index)
+        if kind.num_segments > 1:
+            return kind.segments(self.layers[str(index)])
+
+        def whole(state: State, given: StagePass) -> State:
+            output = self.run_layer(index, state[0] if state else None, given)  # type: ignore[arg-type]
+            return (output,) if isinstance(output, Tensor) else output  # type: ignore[return-value]
+
+        return ((LayerPart(whole),),)
 
     def _position_inputs(self, batch: PackedInput) -> tuple[Tensor, PackedLengths]:
         frequencies = rotary_frequencies(

@@ -13,7 +13,7 @@ import torch
 from megatron.runtime.communication.broker import RowShares
 from megatron.runtime.execution import step_messages
 from megatron.runtime.execution.activation_store import ActivationStore
-from megatron.runtime.execution.executor import RunningStep
+from megatron.runtime.execution.running_step import RunningStep
 from megatron.runtime.feed import step_inputs, step_planner
 from megatron.runtime.gradients import gradients, sharded_layer
 from megatron.runtime.gradients.gradients import UnitGradients

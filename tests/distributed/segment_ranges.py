@@ -15,10 +15,8 @@ from megatron.runtime.execution.segment_pass import SegmentPass
 from multimodal.model.initialization import initialize_parameters
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.stage_input import PackedInput
-from multimodal.model.stage_segments import stage_segments
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
-from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
 from multimodal.values.model_graph import ModelGraph
 
 SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24}
@@ -47,8 +45,6 @@ class RangeCase:
     num_frozen: int = 0
     """Layers that are frozen, from the first."""
     has_backward: bool = True
-    defers: bool = False
-    """Whether weight gradients are computed later."""
 
 
 @cache
@@ -109,15 +105,12 @@ def run_whole(case: RangeCase) -> Found:
     """The stage in one piece, as a step runs it that is not cut."""
     stage = build_stage(case)
     hidden, batch, items = _inputs(stage, case)
-    queue = WeightGradientQueue() if case.defers else None
-    with torch.set_grad_enabled(case.has_backward), DeferWeightGradients(queue):
+    with torch.set_grad_enabled(case.has_backward):
         loss, output = _close(stage(hidden, batch, items))
         if loss is not None and loss.requires_grad:
             loss.backward()
         if output is not None and output.requires_grad:
             output.backward(_gradient_of_output(stage, output, case))
-    if queue is not None:
-        queue.compute()
     return _found(stage, loss, output, hidden, items)
 
 
@@ -125,36 +118,31 @@ def run_in_ranges(case: RangeCase, forward: list[int], backward: list[int]) -> F
     """The stage in pieces; forward, backward: the bounds between them, ascending."""
     stage = build_stage(case)
     hidden, batch, items = _inputs(stage, case)
-    running = start_pass(stage, case, hidden, batch, items, bounds=[*forward, *backward])
-    for end in (*forward, stage_segments(stage).num_segments):
+    losses: list[Tensor | None] = []
+
+    def close(output: Tensor | HeadOutput) -> tuple[Tensor | None, Tensor | None]:
+        loss, given = _close(output)
+        losses.append(loss)
+        return loss, given
+
+    running = SegmentPass(
+        stage,
+        stage.prepare(batch, items),
+        bounds=[*forward, *backward],
+        hidden=hidden,
+        close=close,
+        has_backward=case.has_backward,
+        parameter_storages=frozenset(),
+    )
+    for end in (*forward, stage.segments().num_segments):
         running.forward(end)
-    loss, output = running.loss, running.output
+    output = running.take_output()
     if case.has_backward:
-        running.forget()
         running.start_backward(None if output is None else _gradient_of_output(stage, output, case))
         for first in (*reversed(backward), 0):
             running.backward(first)
         assert running.size_bytes <= (0 if hidden is None else hidden.nbytes)
-    if running.queue is not None:
-        running.queue.compute()
-    return _found(stage, loss, output, hidden, items)
-
-
-def start_pass(
-    stage: UnitStage, case: RangeCase, hidden: Tensor | None, batch: PackedInput, items: Tensor | None, *, bounds: list[int]
-) -> SegmentPass:
-    """A pass that has not run anything."""
-    return SegmentPass(
-        stage,
-        stage.prepare(batch, items),
-        segments=stage_segments(stage),
-        bounds=bounds,
-        hidden=hidden,
-        close=_close,
-        has_backward=case.has_backward,
-        queue=WeightGradientQueue() if case.defers else None,
-        parameter_storages=frozenset(),
-    )
+    return _found(stage, losses[0], output, hidden, items)
 
 
 def _found(stage: UnitStage, loss: Tensor | None, output: Tensor | None, hidden: Tensor | None, items: Tensor | None) -> Found:

@@ -1,6 +1,5 @@
 """Stages of two tensor parallel ranks in ranges of segments: collectives at their ends, and the numbers of the whole stage."""
 
-from multimodal.model.stage_segments import num_stage_segments
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.segment_ranges import RangeCase, build_stage, compare, draw_bounds
 
@@ -20,7 +19,7 @@ def compare_all() -> None:
                 RangeCase("llm", first=1, recompute="full", **common),
                 RangeCase("llm", first=0, last=2, **common),
             ):
-                every = list(range(1, num_stage_segments(build_stage(case))))
+                every = list(range(1, build_stage(case).segments().num_segments))
                 compare(case, [([], []), (every, every), *(draw_bounds(len(every) + 1, seed) for seed in range(3))])
 
 

@@ -4,12 +4,16 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.runtime.communication.broker import Broker, Link, MessageKey
 from megatron.runtime.execution.activation_store import ActivationStore, size_of
 from megatron.runtime.execution.step_clock import StepClock
-from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource
+from multimodal.model.weight_gradient_queue import DeferWeightGradients
+from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource, action_to_text
+from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Lane
 
 
@@ -27,6 +31,10 @@ class LaneRun(ABC):
         """Fillers of the next carrier that have not run yet."""
         self.collectives: dict[Action, Callable[[], None]] = {}
         """By action, what waits for a collective that is started and not finished."""
+        self.inside: dict[int, list[Action]] = {}
+        """What runs inside the next computation in line and has not run yet, by the number of the wait that it fills."""
+        self.num_waits = 0
+        """Waits for tensor parallel collectives that the last computation came to with anything inside it."""
         self._is_filling = False
 
     def run(self, lane: Lane, *, fillers: frozenset[int] = frozenset()) -> None:
@@ -36,9 +44,14 @@ class LaneRun(ABC):
             if index in fillers:
                 self.fillers.append(action)
                 continue
+            if index in lane.inside:
+                self.inside.setdefault(lane.inside[index], []).append(action)
+                continue
             HANDLERS[action.kind](self, action)
             if ACTION_TABLE[action.kind].resource is Resource.COMPUTE:
                 self.run_fillers()
+                if index not in lane.fillers:
+                    self._check_inside(action)
         self.before_action(len(lane.actions))
         for action in tuple(self.collectives):
             self.finish_collective(action)
@@ -128,6 +141,15 @@ class LaneRun(ABC):
         while self.fillers:
             self._run_filler()
 
+    def fill_wait(self, number: int) -> None:
+        """Run what fills a wait of the computation that is running; it must not inherit anything of that."""
+        self.num_waits = number + 1
+        for action in self.inside.pop(number, ()):
+            self._is_filling = True
+            with torch.enable_grad(), DeferWeightGradients(None), saved_tensors_hooks(_detached, lambda tensor: tensor):
+                HANDLERS[action.kind](self, action)
+            self._is_filling = False
+
     def start_collective(self, action: Action, start: Callable[[int], Callable[[], None]]) -> None:
         """Start a collective action of a stage; what `start` returns waits for it where it is needed, or at the step's end."""
         self.collectives[action] = start(action.stage)
@@ -138,11 +160,27 @@ class LaneRun(ABC):
             with self.clock.span(action):
                 self.collectives.pop(action)()
 
+    def _check_inside(self, carrier: Action) -> None:
+        """Raise where something was to run in a wait that the computation did not come to."""
+        if not self.inside:
+            return
+        wait, (action, *_) = min(self.inside.items())
+        waits = f"{self.num_waits} waits for tensor parallel collectives" if self.num_waits else "no wait that can be filled"
+        raise ScheduleError(
+            f"{action_to_text(action)}: was to run in wait {wait} (counted from 0) inside {action_to_text(carrier)}, which has "
+            f"{waits}; let it run in another one, or between computations"
+        )
+
     def _run_filler(self) -> None:
         action = self.fillers.popleft()
         self._is_filling = True
         HANDLERS[action.kind](self, action)
         self._is_filling = False
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """Return what a graph keeps of a tensor: a hook that returned it as it is would tie the graph into a reference cycle."""
+    return tensor if tensor.is_leaf else tensor.detach()
 
 
 HANDLERS: Mapping[ActionKind, Callable[[LaneRun, Action], None]] = {

@@ -5,7 +5,7 @@ inside the LLM's waits for its own collectives thus have theirs beside the LLM's
 """
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,9 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.runtime.execution.activation_store import SavedTensors, size_of
 from multimodal.model.collectives import Arriving
 from multimodal.model.layers.layer_kind import Exchange, HeadOutput, StagePass
-from multimodal.model.stage_segments import StageSegments
 from multimodal.model.unit_stage import UnitStage
-from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
 
 Tensors = tuple[Tensor | None, ...]
 Close = Callable[[Tensor | HeadOutput], tuple[Tensor | None, Tensor | None]]
@@ -71,19 +69,18 @@ class SegmentPass:
         stage: UnitStage,
         given: StagePass,
         *,
-        segments: StageSegments,
         bounds: Iterable[int],
         hidden: Tensor | None,
         close: Close,
         has_backward: bool,
-        queue: WeightGradientQueue | None,
         parameter_storages: frozenset[int] | None,
     ) -> None:
-        self.queue, self.hidden = queue, hidden
-        self._stage, self._given, self._segments, self._close = stage, given, segments, close
-        self._has_backward = has_backward
-        both = (segments.forward_starts, segments.backward_starts)
-        self._bounds = {starts[bound] for starts in both for bound in (0, *bounds, segments.num_segments)}
+        self.hidden, self.has_backward = hidden, has_backward
+        self.output_shape: torch.Size | None = None
+        """After the last forward; None if the stage hands nothing on."""
+        self._stage, self._given, self._segments, self._close = stage, given, stage.segments(), close
+        both = (self._segments.forward_starts, self._segments.backward_starts)
+        self._bounds = {starts[bound] for starts in both for bound in bounds}
         self._saved = SavedTensors(parameter_storages) if parameter_storages is not None and has_backward else None
         self._open: list[_Graph | _Repeated] = []
         self._position = 0
@@ -98,22 +95,24 @@ class SegmentPass:
         return under_way + sum(entry.size_bytes for entry in self._open)
 
     @property
-    def loss(self) -> Tensor | None:
-        """The stage's loss, after the last forward."""
-        return self._point.tensors[0]
-
-    @property
-    def output(self) -> Tensor | None:
-        """What the stage hands on, after the last forward."""
-        return self._point.tensors[1]
+    def num_segments(self) -> int:
+        """Number of segments of the stage."""
+        return self._segments.num_segments
 
     def forward(self, end: int) -> None:
         """Run the segments up to `end` - 1 that have not run yet."""
         stop = self._segments.forward_starts[end]
-        with self._computing(), torch.set_grad_enabled(self._has_backward):
+        with self._computing(), torch.set_grad_enabled(self.has_backward):
             for first, last in self._spans(self._position, stop):
                 self._advance(first, last)
         self._position = stop
+
+    def take_output(self) -> Tensor | None:
+        """Return what the stage hands on, after the last forward, and keep it no longer."""
+        loss, output = self._point.tensors
+        self._point = _Point((loss, None))
+        self.output_shape = None if output is None else output.shape
+        return output
 
     def start_backward(self, gradient: Tensor | None) -> None:
         """Begin with the loss and the gradient of what was handed on; None where either has none."""
@@ -132,16 +131,8 @@ class SegmentPass:
                 else:
                     self._retreat(entry)
 
-    def forget(self) -> None:
-        """Forget what the stage handed on, which is kept elsewhere from now on."""
-        self._point = self._point._replace(tensors=(self._point.tensors[0], None))
-
     def _computing(self) -> AbstractContextManager[object]:
-        contexts = ExitStack()
-        contexts.enter_context(DeferWeightGradients(self.queue))
-        if self._saved is not None:
-            contexts.enter_context(self._saved)
-        return contexts
+        return nullcontext() if self._saved is None else self._saved
 
     def _spans(self, first: int, last: int) -> Iterable[tuple[int, int]]:
         """Cut parts where pieces begin or end, and between layers."""
@@ -164,7 +155,7 @@ class SegmentPass:
     def _repeats(self, part: int, point: _Point) -> bool:
         """Return whether the backward computes a layer's forward again (full recomputation)."""
         layer = self._segments.layers[part]
-        if not self._has_backward or not self._stage.recomputes(layer):
+        if not self.has_backward or not self._stage.recomputes(layer):
             return False
         return any(point.has_gradient) or any(each.requires_grad for each in self._stage.layers[str(layer)].parameters())
 

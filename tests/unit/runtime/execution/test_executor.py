@@ -14,7 +14,7 @@ SPLIT = Cuts(split=frozenset({Place("llm", 0, 0, 0)}))
 def check(cuts: Cuts, implementation: str) -> None:
     options = SimpleNamespace(transformer_impl=implementation)
     executor: Any = SimpleNamespace(stages={("llm", 0): SimpleNamespace(options=options)})
-    step: Any = SimpleNamespace(cuts=cuts)
+    step: Any = SimpleNamespace(cuts=cuts, schedule=SimpleNamespace(has_inside=False))
     Executor._check_implementation(executor, step)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.runtime.communication.broker import MessageKey
-from megatron.runtime.execution.executor import RunningStep
+from megatron.runtime.execution.running_step import RunningStep
 from megatron.runtime.execution.step_clock import StepClock
 from multimodal.values.action import Action, ActionKind, Place, SampleSubset
 

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.runtime import platform
-from multimodal.model.stage_segments import num_stage_segments, stage_segments
+from multimodal.cost.layers.registry import count_segments
 from tests.distributed.segment_ranges import RangeCase, build_stage, compare, draw_bounds
 
 
@@ -31,7 +31,7 @@ PLAIN = {"activation": "gelu", "normalization": "LayerNorm", "add_bias_linear": 
         RangeCase("vision"),
         RangeCase("vision", num_frozen=2),
         RangeCase("vision", num_frozen=4, has_backward=False),
-        RangeCase("vision", first=1, last=3, defers=True),
+        RangeCase("vision", first=1, last=3),
         RangeCase("llm"),
         RangeCase("llm", first=1, last=4, num_frozen=1),
     ],
@@ -41,11 +41,11 @@ def test_any_ranges_give_what_the_whole_stage_gives(
     case: RangeCase, transformer: dict[str, object], recompute: str | None
 ) -> None:
     chosen = RangeCase(**{**vars(case), "transformer": transformer, "recompute": recompute})
-    count = num_stage_segments(build_stage(chosen))
+    count = build_stage(chosen).segments().num_segments
     every = list(range(1, count))
     compare(chosen, [([], []), (every, every), ([], every), (every, []), *(draw_bounds(count, seed) for seed in range(4))])
 
 
 def test_a_transformer_layer_has_five_segments_and_other_layers_one() -> None:
     stage = build_stage(RangeCase("vision"))
-    assert num_stage_segments(stage) == stage_segments(stage).num_segments == 1 + 2 * 5 + 1
+    assert stage.segments().num_segments == count_segments(stage.unit, stage.layer_range) == 1 + 2 * 5 + 1

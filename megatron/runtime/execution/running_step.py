@@ -1,0 +1,272 @@
+"""One step as a rank's stages compute it: sample subset by sample subset or range of segments by range where it is cut."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megatron.runtime.execution.activation_store import SavedTensors, size_of
+from megatron.runtime.execution.segment_pass import SegmentPass
+from megatron.runtime.execution.step_messages import RankResources, StepMessages, microbatch_of
+from megatron.runtime.step.step import Step
+from multimodal.model.layers.layer_kind import HeadOutput
+from multimodal.model.stage_input import PackedInput
+from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
+from multimodal.values.action import Action, ActionKind, SegmentRange
+from multimodal.values.assignment import MicrobatchPlace, Route
+from multimodal.values.backward_need import BackwardNeed, has_trainable_output, stage_backward_need
+from multimodal.values.dependencies import begins_early
+
+
+@dataclass(frozen=True)
+class OpenSubset:
+    """A forward's tensors that its backward needs."""
+
+    loss: Tensor | None
+    """None where the stage gives none, or where it depends on nothing that is trained: text without items in a frozen LLM."""
+    output: GradientEdge | None
+    """The edge of the output into the graph, without the tensor, so that it can be freed; None as above."""
+    output_shape: torch.Size | None
+    """None if the stage hands nothing on."""
+    hidden: Tensor | None
+    items: tuple[tuple[Route, Tensor], ...]
+    queue: WeightGradientQueue | None
+    """The queue in which the backward leaves weight gradients; None if it is not split."""
+
+
+class OpenSegments(NamedTuple):
+    """A microbatch on its way through a stage in ranges of segments."""
+
+    segments: SegmentPass
+    items: tuple[tuple[Route, Tensor], ...]
+
+
+class RunningStep(StepMessages):
+    """One step as a rank's stages compute it, with its results."""
+
+    def __init__(self, executor: RankResources, step: Step, *, is_training: bool) -> None:
+        super().__init__(executor, step)
+        self.is_training = is_training
+        self.loss_sums: dict[str, list[Tensor]] = {}
+        """The losses of every unit with a loss, microbatch by microbatch."""
+        self.correct: list[tuple[MicrobatchPlace, Tensor]] = []
+
+    def before_action(self, position: int) -> None:
+        """Take part in what replicas compute whose weights this rank shares."""
+        joins = self.step.joins[self.executor.lane] if self.step.joins else {}
+        for join in joins.get(position, ()):
+            for _ in range(join.num_passes):
+                with self.executor.sharded[join.unit, join.stage].collectives(join.kind, is_joined=True):
+                    pass
+
+    def forward(self, action: Action) -> None:
+        """Collect what the stage needs, run it, hand on what it gives, and keep what the backwards need."""
+        if action.place in self.step.cuts.segments:
+            self._forward_segments(action)
+            return
+        need = self._need(action)
+        has_backward = self.is_training and need.has_backward
+        hidden, items, batches = self._collect(action)
+        hiddens = self._split_rows(action, hidden, batches)
+        with self.clock.span(action), self._filling_waits(action), torch.set_grad_enabled(has_backward):
+            outputs = []
+            for subset, batch, rows in zip(self.step.cuts.subsets(microbatch_of(action.place)), batches, hiddens, strict=True):
+                if rows is not None:
+                    rows.requires_grad_(has_backward and need.sends_gradient)
+                outputs.append(self._run_subset(action._replace(covers=subset), batch, rows, items, has_backward=has_backward))
+            if all(output is not None for output in outputs):
+                self.publish_outputs(action, [output for output in outputs if output is not None])
+
+    def backward(self, action: Action) -> None:
+        """Go from a stage's loss and the gradient of its output to that of its input; weight gradients on the way."""
+        if action.place in self.step.cuts.segments:
+            self._backward_segments(action)
+        else:
+            self._propagate(action)
+
+    def input_gradient(self, action: Action) -> None:
+        """Run the same backward; linear layers leave weight gradients to the queue that was active in the forward."""
+        queue = self._propagate(action)
+        assert queue is not None, f"the forward of {action} did not know that its backward is split"
+        if self._need(action).trains_weights:
+            self.store.put(("weight gradients", action.place, action.subset), queue, size_bytes=queue.size_bytes)
+
+    def weight_gradient(self, action: Action) -> None:
+        """Compute the weight gradients that an input gradient left."""
+        queue: WeightGradientQueue = self.store.take(("weight gradients", action.place, action.subset))
+        with self.clock.span(action), self._gathering_weights(action):
+            queue.compute()
+
+    def gather_parameters(self, action: Action) -> None:
+        """Start gathering a stage's parameters."""
+        self.start_collective(action, self.executor.gradients[action.unit].start_gathering)
+
+    def reduce_gradients(self, action: Action) -> None:
+        """Start a reduction, or the last part of one after the backward that did the rest; before it, get ready for that."""
+        unit = self.executor.gradients[action.unit]
+        self.start_collective(action, unit.expect_last_backward if begins_early(action) else unit.start_reduction)
+
+    def _forward_segments(self, action: Action) -> None:
+        """Run a range of segments; the first one collects, the last one hands on."""
+        covered = self._segments_of(action)
+        opened = self._open_segments(action) if covered.first == 0 else self._take_segments(action)
+        running = opened.segments
+        with self.clock.span(action):
+            running.forward(covered.end)
+            is_last = covered.end == running.num_segments
+            if is_last and (output := running.take_output()) is not None:
+                self.publish_outputs(action, [output])
+        if not is_last or running.has_backward:
+            self._put_segments(action, opened)
+
+    def _backward_segments(self, action: Action) -> None:
+        """Run the backward of a range of segments; the first one to run collects, the last one hands back."""
+        covered, whole = self._segments_of(action), action._replace(covers=None)
+        opened = self._take_segments(action)
+        running = opened.segments
+        if covered.end == running.num_segments:
+            shape = running.output_shape
+            running.start_backward(None if shape is None else self.collect_output_gradient(whole, shape))
+        with self.clock.span(action):
+            running.backward(covered.first)
+        if covered.first == 0:
+            self.publish_input_gradients(whole, running.hidden, opened.items)
+        else:
+            self._put_segments(action, opened)
+
+    def _segments_of(self, action: Action) -> SegmentRange:
+        if isinstance(action.covers, SegmentRange):
+            return action.covers
+        return SegmentRange(0, self.step.cuts.segments[action.place].num_segments)
+
+    def _open_segments(self, action: Action) -> OpenSegments:
+        need, cut, stage = self._need(action), self.step.cuts.segments[action.place], self.stage(action.place)
+        has_backward = self.is_training and need.has_backward
+        hidden, items, (batch,) = self._collect(action)
+        if hidden is not None:
+            hidden.requires_grad_(has_backward and need.sends_gradient)
+        with torch.set_grad_enabled(has_backward):
+            embeddings = torch.cat([tensor for _, tensor in items]) if items else None
+        running = SegmentPass(
+            stage,
+            stage.prepare(batch, embeddings),
+            bounds=(*cut.forward, *cut.backward),
+            hidden=hidden,
+            close=lambda output: self._close(action, output),
+            has_backward=has_backward,
+            parameter_storages=self.executor.parameter_storages if self.executor.device.type == "cpu" else None,
+        )
+        return OpenSegments(running, items)
+
+    def _take_segments(self, action: Action) -> OpenSegments:
+        opened: OpenSegments = self.store.take(("open", action.place, -1))
+        return opened
+
+    def _put_segments(self, action: Action, opened: OpenSegments) -> None:
+        self.store.put(("open", action.place, -1), opened, size_bytes=opened.segments.size_bytes)
+
+    def _close(self, action: Action, output: Tensor | HeadOutput) -> tuple[Tensor | None, Tensor | None]:
+        """Return the loss that a stage's output means, and what is handed on."""
+        if isinstance(output, HeadOutput):
+            return self._record_loss(action, output), output.conditions
+        return None, output
+
+    def _collect(self, action: Action) -> tuple[Tensor | None, tuple[tuple[Route, Tensor], ...], list[PackedInput]]:
+        """Take all that a forward needs: hidden states, upstream outputs, and its sample subsets' inputs."""
+        hidden, items = self.collect_inputs(action)
+        self.finish_collective(Action(ActionKind.GATHER_PARAMETERS, *action.place[:3]))
+        has_backward = self.is_training and self._need(action).has_backward
+        for route, tensor in items:
+            tensor.requires_grad_(has_backward and has_trainable_output(self.step.graph, route.source.unit))
+        return (
+            hidden,
+            items,
+            [_move_input(batch, self.executor.device) for batch in self.step.inputs_of(microbatch_of(action.place))],
+        )
+
+    def _filling_waits(self, action: Action) -> AbstractContextManager[None]:
+        """Have what runs inside a computation run in its waits for tensor parallel collectives."""
+        self.num_waits = 0
+        return self.stage(action.place).waits.filled_by(self.fill_wait) if self.inside else nullcontext()
+
+    def _need(self, action: Action) -> BackwardNeed:
+        return stage_backward_need(self.step.graph, self.executor.plan, action.unit, action.replica, action.stage)
+
+    def _gathering_weights(self, action: Action) -> AbstractContextManager[None]:
+        """Gather weights and reduce gradients while an action computes, where the stage's weights are sharded."""
+        sharded = self.executor.sharded.get((action.unit, action.stage))
+        return nullcontext() if sharded is None else sharded.collectives(action.kind)
+
+    def _run_subset(
+        self,
+        action: Action,
+        batch: PackedInput,
+        hidden: Tensor | None,
+        items: tuple[tuple[Route, Tensor], ...],
+        *,
+        has_backward: bool,
+    ) -> Tensor | None:
+        """Run one sample subset; returns what the stage hands on, or None when it gives a loss alone."""
+        embeddings = torch.cat([tensor for _, tensor in items]) if items else None
+        counts_memory = has_backward and self.executor.device.type == "cpu"
+        saved = SavedTensors(self.executor.parameter_storages) if counts_memory else None
+        queue = WeightGradientQueue() if has_backward and action.place in self.step.cuts.split else None
+        with self._gathering_weights(action), saved or nullcontext(), DeferWeightGradients(queue):
+            output = self.stage(action.place)(hidden, batch, embeddings)
+            loss, given = self._close(action, output)
+        if has_backward:
+            for tensor in (hidden, *(tensor for _, tensor in items if action.subset <= 0)):
+                if saved is not None and tensor is not None:
+                    saved.add(tensor)
+            size_bytes = saved.size_bytes if saved is not None else size_of(hidden)
+            opened = OpenSubset(
+                loss=loss if loss is not None and loss.requires_grad else None,
+                output=get_gradient_edge(given) if given is not None and given.requires_grad else None,
+                output_shape=None if given is None else given.shape,
+                hidden=hidden,
+                items=items,
+                queue=queue,
+            )
+            self.store.put(("open", action.place, action.subset), opened, size_bytes=size_bytes)
+        return None if given is None else given.detach()
+
+    def _split_rows(self, action: Action, hidden: Tensor | None, batches: list[PackedInput]) -> list[Tensor | None]:
+        """Return each sample subset's hidden states, as leaves of graphs of their own."""
+        if hidden is None or len(batches) == 1:
+            return [hidden] * len(batches)
+        sizes = [self.stage(action.place).num_rows(batch.num_tokens) for batch in batches]
+        return [rows.detach() for rows in hidden.split(sizes)]
+
+    def _record_loss(self, action: Action, output: HeadOutput) -> Tensor:
+        """Return the microbatch's share of the global loss: LLM tokens and a generator's values count by their own numbers."""
+        self.loss_sums.setdefault(action.unit, []).append(output.loss_sum.detach())
+        if output.is_correct is not None:
+            self.correct.append((microbatch_of(action.place), output.is_correct))
+        if action.unit == self.step.graph.backbone.name:
+            return output.loss_sum / self.step.num_target_tokens
+        return output.loss_sum / self.step.num_generated_values[action.unit]
+
+    def _propagate(self, action: Action) -> WeightGradientQueue | None:
+        opened: OpenSubset = self.store.take(("open", action.place, action.subset))
+        gradient = None if opened.output_shape is None else self.collect_output_gradient(action, opened.output_shape)
+        roots = [(root, each) for root, each in ((opened.loss, None), (opened.output, gradient)) if root is not None]
+        with self.clock.span(action), self._gathering_weights(action), self._filling_waits(action):
+            if roots:
+                torch.autograd.backward(*zip(*roots, strict=True))  # type: ignore[arg-type]
+        self.publish_input_gradients(action, opened.hidden, opened.items)
+        return opened.queue
+
+
+def _move_input(packed: PackedInput, device: torch.device) -> PackedInput:
+    """The same input with its tensors on `device`."""
+    if device.type == "cpu":
+        return packed
+    moved: dict[str, Any] = {
+        field.name: value.to(device, non_blocking=True)
+        for field in fields(packed)
+        if isinstance(value := getattr(packed, field.name), torch.Tensor)
+    }
+    return replace(packed, **moved)
