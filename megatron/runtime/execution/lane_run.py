@@ -35,7 +35,8 @@ class LaneRun(ABC):
         """What runs inside the next computation in line and has not run yet, by the number of the wait that it fills."""
         self.num_waits = 0
         """Waits for tensor parallel collectives that the last computation came to with anything inside it."""
-        self._is_filling = False
+        self.is_filling = False
+        """True while something runs in a wait of another computation."""
 
     def run(self, lane: Lane, *, fillers: frozenset[int] = frozenset()) -> None:
         """Run the actions of a lane in order; fillers: positions of those that wait for a carrier to fill."""
@@ -47,6 +48,7 @@ class LaneRun(ABC):
             if index in lane.inside:
                 self.inside.setdefault(lane.inside[index], []).append(action)
                 continue
+            self.num_waits = 0
             HANDLERS[action.kind](self, action)
             if ACTION_TABLE[action.kind].resource is Resource.COMPUTE:
                 self.run_fillers()
@@ -103,7 +105,7 @@ class LaneRun(ABC):
         if not self.must_travel(key.source, key.target):
             tensor: Tensor = self.store.take(key)
             return tensor
-        while self.fillers and not self._is_filling and not self.is_there(key):
+        while self.fillers and not self.is_filling and not self.is_there(key):
             self._run_filler()
         kind = ActionKind.RECEIVE_FORWARD if key.direction == "forward" else ActionKind.RECEIVE_BACKWARD
         with self.clock.span(Action(kind, *key.target, peer=key.source, covers=key.covers)):
@@ -145,10 +147,10 @@ class LaneRun(ABC):
         """Run what fills a wait of the computation that is running; it must not inherit anything of that."""
         self.num_waits = number + 1
         for action in self.inside.pop(number, ()):
-            self._is_filling = True
+            self.is_filling = True
             with torch.enable_grad(), DeferWeightGradients(None), saved_tensors_hooks(_detached, lambda tensor: tensor):
                 HANDLERS[action.kind](self, action)
-            self._is_filling = False
+            self.is_filling = False
 
     def start_collective(self, action: Action, start: Callable[[int], Callable[[], None]]) -> None:
         """Start a collective action of a stage; what `start` returns waits for it where it is needed, or at the step's end."""
@@ -173,9 +175,9 @@ class LaneRun(ABC):
 
     def _run_filler(self) -> None:
         action = self.fillers.popleft()
-        self._is_filling = True
+        self.is_filling = True
         HANDLERS[action.kind](self, action)
-        self._is_filling = False
+        self.is_filling = False
 
 
 def _detached(tensor: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ class RunningStep(StepMessages):
         covered = self._segments_of(action)
         opened = self._open_segments(action) if covered.first == 0 else self._take_segments(action)
         running = opened.segments
-        with self.clock.span(action):
+        with self.clock.span(action), self._filling_waits(action):
             running.forward(covered.end)
             is_last = covered.end == running.num_segments
             if is_last and (output := running.take_output()) is not None:
@@ -130,7 +130,7 @@ class RunningStep(StepMessages):
         if covered.end == running.num_segments:
             shape = running.output_shape
             running.start_backward(None if shape is None else self.collect_output_gradient(whole, shape))
-        with self.clock.span(action):
+        with self.clock.span(action), self._filling_waits(action):
             running.backward(covered.first)
         if covered.first == 0:
             self.publish_input_gradients(whole, running.hidden, opened.items)
@@ -189,8 +189,9 @@ class RunningStep(StepMessages):
 
     def _filling_waits(self, action: Action) -> AbstractContextManager[None]:
         """Have what runs inside a computation run in its waits for tensor parallel collectives."""
-        self.num_waits = 0
-        return self.stage(action.place).waits.filled_by(self.fill_wait) if self.inside else nullcontext()
+        if not self.inside or self.is_filling:
+            return nullcontext()
+        return self.stage(action.place).waits.filled_by(self.fill_wait)
 
     def _need(self, action: Action) -> BackwardNeed:
         return stage_backward_need(self.step.graph, self.executor.plan, action.unit, action.replica, action.stage)

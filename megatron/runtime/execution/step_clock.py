@@ -3,9 +3,10 @@
 One rank keeps the events of its own lane; together they are the measured timeline of a step.
 """
 
+import math
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -67,7 +68,10 @@ class StepClock:
 
 
 def seconds_by_resource(events: tuple[TimelineEvent, ...]) -> dict[str, float]:
-    """Split a lane's events: compute; communication (sending, collectives); waiting for receives."""
+    """Split a lane's events: compute; communication (sending, collectives); waiting for receives.
+
+    What runs inside a computation, or is waited for there, is part of that.
+    """
     split = {"compute": 0.0, "communication": 0.0, "waiting": 0.0}
     kinds = {
         Resource.COMPUTE: "compute",
@@ -75,9 +79,18 @@ def seconds_by_resource(events: tuple[TimelineEvent, ...]) -> dict[str, float]:
         Resource.COLLECTIVE: "communication",
         Resource.RECEIVE: "waiting",
     }
-    for event in events:
+    for event in _outermost(events):
         split[kinds[ACTION_TABLE[event.action.kind].resource]] += event.end_seconds - event.start_seconds
     return split
+
+
+def _outermost(events: Iterable[TimelineEvent]) -> Iterator[TimelineEvent]:
+    """Yield the events that do not lie inside another one of the lane."""
+    end_seconds = -math.inf
+    for event in sorted(events, key=lambda each: (each.start_seconds, -each.end_seconds)):
+        if event.end_seconds > end_seconds:
+            end_seconds = event.end_seconds
+            yield event
 
 
 class _LaneEvents(NamedTuple):
