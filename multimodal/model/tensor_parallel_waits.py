@@ -16,11 +16,6 @@ class TensorParallelWaits:
         self.count = 0
         """Waits that the computation has come to."""
 
-    @property
-    def are_filled(self) -> bool:
-        """True while something is called that fills waits."""
-        return self._fill is not None
-
     @contextmanager
     def filled_by(self, fill: Callable[[int], None]) -> Iterator[None]:
         """Call `fill` with the number of each wait that is come to inside, while its collective is under way."""

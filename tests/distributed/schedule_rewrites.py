@@ -3,10 +3,17 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource, SampleSubset
+from multimodal.cost.layers.registry import count_segments
+from multimodal.cost.run_options import RunOptions
+from multimodal.schedule.validate import validate_schedule
+from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource, SampleSubset, SegmentRange
 from multimodal.values.assignment import MicrobatchPlace
-from multimodal.values.schedule import Schedule, lane_of
+from multimodal.values.errors import ScheduleError
+from multimodal.values.schedule import Lane, Schedule, Slot, SlotMode, lane_of
+
+_FORWARD, _BACKWARD = ActionKind.FORWARD, ActionKind.BACKWARD
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,63 @@ class FillWithWeightGradients:
             return False
         after = next((action for action in actions[index + 1 :] if action.kind is not ActionKind.WEIGHT_GRADIENT), None)
         return after is not None and ACTION_TABLE[after.kind].resource is Resource.COMPUTE
+
+
+@dataclass(frozen=True)
+class RunInsideWaits:
+    """Cut random computations of encoders into random ranges of segments, and run ranges inside random computations that may
+    carry them, in random waits."""
+
+    seed: int
+    options: RunOptions
+    num_tries: int = 60
+
+    def __call__(self, schedule: Schedule) -> Schedule:
+        drawn = random.Random(self.seed)
+        schedule = _map_actions(schedule, self._cut(schedule))
+        encoders = {unit.name for unit in schedule.step.graph.encoders}
+        actions = [slot.action for lane in schedule.lanes for slot in lane.slots]
+        pieces = [action for action in dict.fromkeys(actions) if action.unit in encoders and action.kind in (_FORWARD, _BACKWARD)]
+        carriers = [action for action in dict.fromkeys(actions) if action.kind in (_FORWARD, _BACKWARD) and action.covers is None]
+        for _ in range(self.num_tries):
+            moved = _moved(schedule, drawn.choice(pieces), drawn.choice(carriers), drawn.randrange(6))
+            try:
+                validate_schedule(moved, options=self.options)
+            except ScheduleError:
+                continue
+            schedule = moved
+        return schedule
+
+    def _cut(self, schedule: Schedule) -> Callable[[Action], list[Action]]:
+        encoders = {unit.name for unit in schedule.step.graph.encoders}
+
+        def rewritten(action: Action) -> list[Action]:
+            if action.unit not in encoders or action.kind not in (_FORWARD, _BACKWARD) or not _draw(self.seed, *action.place[:3]):
+                return [action]
+            layers = schedule.step.plan.virtual_stage(*action.place[:3]).layers
+            count = count_segments(schedule.step.graph.unit(action.unit), layers)
+            drawn = random.Random(f"{self.seed} {action}")
+            bounds = sorted(drawn.sample(range(1, count), drawn.randint(0, min(count - 1, 6))))
+            ranges = [SegmentRange(first, end) for first, end in pairwise((0, *bounds, count))] if bounds else [None]
+            return [action._replace(covers=each) for each in (ranges if action.kind is _FORWARD else reversed(ranges))]
+
+        return rewritten
+
+
+def _moved(schedule: Schedule, action: Action, carrier: Action, wait: int) -> Schedule:
+    """Move a computation into a wait of a carrier, in all lanes that have both."""
+    lanes = []
+    for lane in schedule.lanes:
+        slots = [slot for slot in lane.slots if slot.action != action]
+        position = next((index for index, slot in enumerate(slots) if slot.action == carrier), None)
+        if len(slots) == len(lane.slots) or position is None:
+            lanes.append(lane)
+            continue
+        while position and slots[position - 1].mode is SlotMode.INSIDE and slots[position - 1].wait > wait:
+            position -= 1
+        slots.insert(position, Slot(action, SlotMode.INSIDE, wait))
+        lanes.append(Lane(lane.ranks, tuple(slots)))
+    return schedule.with_lanes(lanes)
 
 
 def _map_actions(schedule: Schedule, rewritten: Callable[[Action], list[Action]]) -> Schedule:

@@ -1,17 +1,19 @@
 """A stage run whole and in ranges of segments, with all that comes out of it: for tests that compare the two."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron.runtime.execution.segment_pass import SegmentPass
+from multimodal.model.collectives import Arriving, RankLink
 from multimodal.model.initialization import initialize_parameters
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.stage_input import PackedInput
@@ -112,6 +114,33 @@ def run_whole(case: RangeCase) -> Found:
         if output is not None and output.requires_grad:
             output.backward(_gradient_of_output(stage, output, case))
     return _found(stage, loss, output, hidden, items)
+
+
+def collectives_waited_for(case: RangeCase) -> tuple[list[str], list[str]]:
+    """The collectives of a whole stage in the order in which a forward and a backward come to wait for them."""
+    stage = build_stage(case)
+    hidden, batch, items = _inputs(stage, case)
+    started: list[str] = []
+    waited: tuple[list[str], list[str]] = ([], [])
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("start_gathering", "start_summing"):
+            patch.setattr(RankLink, name, _noting(getattr(RankLink, name), started))
+        with stage.waits.filled_by(lambda number: waited[0].append(f"{number} {started.pop(0)}")):
+            loss, output = _close(stage(hidden, batch, items))
+        roots = [each for each in (loss, output) if each is not None and each.requires_grad]
+        with stage.waits.filled_by(lambda number: waited[1].append(f"{number} {started.pop(0)}")):
+            torch.autograd.backward(roots, [torch.ones_like(each) for each in roots])
+    assert not started
+    return waited
+
+
+def _noting(start: Callable[..., Arriving], started: list[str]) -> Callable[..., Arriving]:
+    def noting(link: RankLink, tensor: Tensor) -> Arriving:
+        arriving = start(link, tensor)
+        started.extend([start.__name__.removeprefix("start_")] if arriving.works else [])
+        return arriving
+
+    return noting
 
 
 def run_in_ranges(case: RangeCase, forward: list[int], backward: list[int]) -> Found:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from multimodal.attention.bitfield import MaskMode
 from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
+from multimodal.cost.run_options import RunOptions
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import Pass
 from multimodal.schedule.passes.defer_receives import defer_receives
@@ -22,7 +23,7 @@ from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.step_graph import StepGraph
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.random_source import RandomSource, SampleShape
-from tests.distributed.schedule_rewrites import CutMicrobatches, FillWithWeightGradients, SplitStages
+from tests.distributed.schedule_rewrites import CutMicrobatches, FillWithWeightGradients, RunInsideWaits, SplitStages
 
 MAX_RANKS = 8
 VOCAB_SIZE = 12
@@ -67,15 +68,58 @@ def passes(draw: st.DrawFn) -> tuple[Pass, ...]:
 
 
 @st.composite
-def graphs(draw: st.DrawFn) -> ModelGraph:
+def inside_cases(draw: st.DrawFn) -> GradientCase:
+    """Encoders on the LLM's ranks, with sizes of their own, that run inside its waits for tensor parallel collectives."""
+    graph = draw(graphs(encoders=[("vision",), ("vision", "audio")], generators=[()]))
+    plan = draw(plans_on_shared_ranks(graph))
+    source = RandomSource(graph, draw(samples([unit.name for unit in graph.encoders])), VOCAB_SIZE)
+    assignment = draw(assignments(graph, plan, source))
+    step = StepGraph(graph, plan, assignment)
+    sequence_parallel, recompute = draw(st.booleans()), draw(st.sampled_from([None, "selective", "full"]))
+    options = RunOptions(transformer_impl="local", sequence_parallel=sequence_parallel, recompute=recompute)
+    return GradientCase(
+        graph,
+        plan,
+        assignment,
+        source,
+        builder=draw(st.sampled_from([name for name in ("1f1b", "optimus", "gpipe") if _can_build(name, step)])),
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+        passes=(RunInsideWaits(draw(st.integers(0, 1000)), options),),
+    )
+
+
+@st.composite
+def plans_on_shared_ranks(draw: st.DrawFn, graph: ModelGraph) -> Plan:
+    """The LLM with TP 2, PP 1-2 and virtual stages; encoders on its ranks with TP 1-2, PP up to the LLM's, replicas to match."""
+    num_stages = draw(st.integers(1, 2))
+    groups = [(0, 1), (2, 3)][:num_stages]
+    units: dict[str, UnitPlan] = {}
+    for unit in graph.units:
+        is_encoder = unit.role is Role.ENCODER
+        size = draw(st.sampled_from([1, 2])) if is_encoder else 2
+        pipeline_size = draw(st.sampled_from([1, num_stages])) if is_encoder else num_stages
+        ranges = draw(layer_ranges(len(unit.layers), pipeline_size))
+        parts = [[group[first : first + size] for group in groups] for first in range(0, 2, size)]
+        pipelines = [part[first : first + pipeline_size] for part in parts for first in range(0, num_stages, pipeline_size)]
+        units[unit.name] = UnitPlan(tuple(Replica(tuple(map(Stage, pipeline, ranges))) for pipeline in pipelines), size)
+    return Plan(units)
+
+
+@st.composite
+def graphs(
+    draw: st.DrawFn,
+    *,
+    encoders: Sequence[tuple[str, ...]] = (("vision",), (), ("vision", "audio")),
+    generators: Sequence[tuple[str, ...]] = ((), (), ("painter",), ("painter", "engraver")),
+) -> ModelGraph:
     """The LLM alone, or behind one or two encoders, or before one or two generators, or all; anything frozen, but not all."""
-    names = draw(st.sampled_from([("vision",), (), ("vision", "audio")]))
-    generator_names = draw(st.sampled_from([(), (), ("painter",), ("painter", "engraver")]))
+    names, generator_names = draw(st.sampled_from(encoders)), draw(st.sampled_from(generators))
     frozen = {name: draw(st.booleans()) for name in (*names, "llm", *generator_names)}
     frozen_projectors = {name: draw(st.booleans()) for name in (*names, *generator_names)}
     if all(frozen.values()) and all(frozen_projectors.values()):
         frozen[draw(st.sampled_from(sorted(frozen)))] = False
-    encoders = [
+    encoder_units = [
         Unit(
             name,
             Role.ENCODER,
@@ -94,7 +138,7 @@ def graphs(draw: st.DrawFn) -> ModelGraph:
         untie_embeddings_and_output_weights=draw(st.booleans()),
         freeze_module=frozen["llm"],
     )
-    generators = [
+    generator_units = [
         Unit(
             name,
             Role.GENERATOR,
@@ -106,7 +150,7 @@ def graphs(draw: st.DrawFn) -> ModelGraph:
         for name in generator_names
     ]
     edges = (*((name, "llm") for name in names), *(("llm", name) for name in generator_names))
-    return ModelGraph((*encoders, llm, *generators), edges)
+    return ModelGraph((*encoder_units, llm, *generator_units), edges)
 
 
 @st.composite

@@ -114,7 +114,7 @@ class RunningStep(StepMessages):
         covered = self._segments_of(action)
         opened = self._open_segments(action) if covered.first == 0 else self._take_segments(action)
         running = opened.segments
-        with self.clock.span(action), self._filling_waits(action):
+        with self.clock.span(action):
             running.forward(covered.end)
             is_last = covered.end == running.num_segments
             if is_last and (output := running.take_output()) is not None:
@@ -130,7 +130,7 @@ class RunningStep(StepMessages):
         if covered.end == running.num_segments:
             shape = running.output_shape
             running.start_backward(None if shape is None else self.collect_output_gradient(whole, shape))
-        with self.clock.span(action), self._filling_waits(action):
+        with self.clock.span(action):
             running.backward(covered.first)
         if covered.first == 0:
             self.publish_input_gradients(whole, running.hidden, opened.items)

@@ -32,9 +32,9 @@ class _Point(NamedTuple):
     has_gradient: tuple[bool, ...] = ()
     """[num_tensors] of values: True where a gradient comes back."""
 
-    def arrived(self, wait: Callable[[Arriving], Tensor]) -> "_Point":
-        """Wait for the last tensor by `wait`."""
-        return self if self.arriving is None else self._replace(tensors=(*self.tensors[:-1], wait(self.arriving)), arriving=None)
+    def arrived(self) -> "_Point":
+        """Wait for the last tensor."""
+        return self if self.arriving is None else self._replace(tensors=(*self.tensors[:-1], self.arriving.wait()), arriving=None)
 
 
 class _Graph(NamedTuple):
@@ -102,12 +102,10 @@ class SegmentPass:
     def forward(self, end: int) -> None:
         """Run the segments up to `end` - 1 that have not run yet."""
         stop = self._segments.forward_starts[end]
-        self._point = self._point.arrived(Arriving.wait)
         with self._computing(), torch.set_grad_enabled(self.has_backward):
             for first, last in self._spans(self._position, stop):
                 self._advance(first, last)
         self._position = stop
-        self._end_piece()
 
     def take_output(self) -> Tensor | None:
         """Return what the stage hands on, after the last forward, and keep it no longer."""
@@ -124,21 +122,14 @@ class SegmentPass:
     def backward(self, first: int) -> None:
         """Run the backwards of the segments from `first` that have not run yet; the last one gives `hidden` its gradient."""
         stop = self._segments.backward_starts[first]
-        self._point = self._point.arrived(Arriving.wait)
         with self._computing():
             while self._open and self._open[-1].first >= stop:
                 entry = self._open.pop()
                 if isinstance(entry, _Repeated):
                     with torch.enable_grad():
-                        self._open += self._walk(entry.first, entry.last, entry.point, counts=False)[0]
+                        self._open += self._walk(entry.first, entry.last, entry.point.arrived(), counts=False)[0]
                 else:
                     self._retreat(entry)
-        self._end_piece()
-
-    def _end_piece(self) -> None:
-        """Leave the last collective under way, unless something is to run in this piece's own waits."""
-        if self._stage.waits.are_filled:
-            self._point = self._point.arrived(self._stage.link.complete)
 
     def _computing(self) -> AbstractContextManager[object]:
         return nullcontext() if self._saved is None else self._saved
@@ -150,7 +141,7 @@ class SegmentPass:
         return pairwise((first, *cuts, last)) if last > first else ()
 
     def _advance(self, first: int, last: int) -> None:
-        point = self._point.arrived(self._stage.link.complete)
+        point = self._point.arrived()
         if not self._repeats(first, point):
             graphs, self._point = self._walk(first, last, point)
             self._open += graphs
@@ -175,9 +166,11 @@ class SegmentPass:
         """
         graphs = []
         parts, link = self._segments.parts, self._stage.link
-        cuts = [part for part in range(first + 1, last) if parts[part - 1].exchange is not Exchange.NONE and link.group.size() > 1]
+        cuts = [
+            part for part in range(first + 1, last) if parts[part - 1].exchange is not Exchange.NONE and link.group.size() > 1
+        ]
         for start, stop in pairwise((first, *cuts, last)):
-            graph, point = self._run(start, stop, point.arrived(link.complete), counts=counts)
+            graph, point = self._run(start, stop, point.arrived(), counts=counts)
             if any(edge is not None for edge in graph.outputs):
                 graphs.append(graph)
             if (stop < last or counts) and parts[stop - 1].exchange is not Exchange.NONE:
@@ -207,7 +200,7 @@ class SegmentPass:
 
     def _retreat(self, graph: _Graph) -> None:
         """Run a graph's backward, and start the mirror of the collective before it on the gradient of its last input."""
-        gradients = self._point.arrived(self._stage.link.complete).tensors
+        gradients = self._point.arrived().tensors
         roots = [
             (edge, gradient)
             for edge, gradient in zip(graph.outputs, gradients, strict=True)

@@ -1,4 +1,4 @@
-"""Work inside a computation: it runs in the wait that the schedule names, inherits nothing, and is missed where it does not run."""
+"""Work inside a computation: it runs in the wait that the schedule names, inherits nothing, and is missed if it does not run."""
 
 from contextlib import nullcontext
 from typing import Any

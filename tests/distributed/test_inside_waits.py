@@ -1,0 +1,194 @@
+"""Encoders inside the LLM's waits for tensor parallel collectives: loss and gradients of one process, wherever they run."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from torch import Tensor
+
+from megatron.runtime.execution.lane_run import LaneRun
+from megatron.runtime.execution.segment_pass import SegmentPass
+from multimodal.cost.run_options import RunOptions
+from multimodal.model.collectives import Arriving
+from multimodal.model.layers import transformer_segments
+from multimodal.model.layers.layer_kind import Exchange
+from multimodal.schedule.build_schedule import ScheduleCache
+from multimodal.schedule.builders import BUILDERS
+from multimodal.values.assignment import Assignment
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from multimodal.values.schedule import Schedule, SlotMode
+from multimodal.values.timeline import TimelineEvent
+from tests.distributed.gradient_case import GradientCase, RankGradients, build_session, plan_case, run_on_rank
+from tests.distributed.gradient_comparison import MismatchError, assert_matches
+from tests.distributed.random_source import RandomSource, SampleShape
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.schedule_rewrites import RunInsideWaits
+from tests.distributed.strategies import inside_cases
+
+SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 16}
+IMAGE = {"patch_size": 2, "in_channels": 1, "merge_size": 1}
+
+
+def schedule_of(case: GradientCase) -> Schedule:
+    """The schedule in the compute dialect."""
+    schedules = ScheduleCache(case.graph, case.plan, BUILDERS[case.builder], case.passes, False)
+    return schedules.schedule(case.assignment)
+
+
+@settings(max_examples=16, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=inside_cases())
+def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, case: GradientCase) -> None:
+    assume(schedule_of(case).has_inside)
+    assert_matches(case, ranks)
+
+
+def build_case(tensor_parallel_size: int, vision: UnitPlan, *, seed: int = 3, **options: Any) -> GradientCase:
+    """Six images of other sizes before an LLM over four ranks; whatever may run inside does."""
+    units = {
+        "vision": {"role": "encoder", "image": IMAGE, "init_method_std": 0.3, "add_bias_linear": True, **SHAPE},
+        "llm": {"role": "backbone", "init_method_std": 0.3, **SHAPE},
+    }
+    graph = ModelGraph.from_dict({"units": units})
+    groups = [tuple(range(first, first + tensor_parallel_size)) for first in range(0, 4, tensor_parallel_size)]
+    bounds = ((0, 4),) if len(groups) == 1 else ((0, 2), (2, 4))
+    llm = UnitPlan(
+        (Replica(tuple(Stage(group, (bound,)) for group, bound in zip(groups, bounds, strict=True))),), tensor_parallel_size
+    )
+    shapes = tuple(SampleShape((("vision", size, 2),), 3 + size, 2) for size in (1, 2, 3, 1, 2, 1))
+    count = len(vision.replicas)
+    encoded = [[[(sample, 0)] for sample in range(6) if sample % count == replica] for replica in range(count)]
+    assignment = Assignment.from_dict({"vision": encoded, "llm": [[[(sample, -1)] for sample in range(6)]]})
+    run_options = RunOptions(transformer_impl="local", sequence_parallel=False, recompute=None)
+    return GradientCase(
+        graph,
+        Plan({"vision": vision, "llm": llm}),
+        assignment,
+        RandomSource(graph, shapes, 12),
+        passes=(RunInsideWaits(seed, run_options, num_tries=300),),
+        **options,
+    )
+
+
+PAIRS = UnitPlan(tuple(Replica((Stage(ranks, ((0, 4),)),)) for ranks in ((0, 1), (2, 3))), 2)
+"""An encoder pipeline on each stage's ranks of the LLM, tensor parallel over both."""
+QUARTET = UnitPlan((Replica((Stage((0, 1, 2, 3), ((0, 4),)),)),), 4)
+
+
+@pytest.fixture(scope="module")
+def case() -> GradientCase:
+    found = build_case(2, PAIRS)
+    modes = schedule_of(found).modes
+    assert (modes == SlotMode.INSIDE).sum() > 20, "the case has too little inside to show anything"
+    return found
+
+
+def test_two_stages_of_two_ranks(ranks: RankPool, case: GradientCase) -> None:
+    assert_matches(case, ranks)
+
+
+def test_four_tensor_parallel_ranks(ranks: RankPool) -> None:
+    case = build_case(4, QUARTET)
+    assert schedule_of(case).has_inside
+    assert_matches(case, ranks)
+
+
+def events_of(case: GradientCase) -> tuple[TimelineEvent, ...]:
+    session, step = build_session(case), plan_case(case)
+    return session.executor.execute(step, is_training=True).events
+
+
+def test_work_inside_has_events_within_those_of_its_carrier(ranks: RankPool, case: GradientCase) -> None:
+    schedule = schedule_of(case)
+    for rank, events in enumerate(ranks.run(events_of, case, world_size=4)):
+        spans = {event.action: event for event in events}
+        carried: list[TimelineEvent] = []
+        for slot in schedule.lane(schedule.step.plan.lane_of_rank[rank]).slots:
+            if slot.mode is SlotMode.INSIDE:
+                carried.append(spans[slot.action])
+            elif carried and slot.action in spans:
+                carrier = spans[slot.action]
+                assert all(carrier.start_seconds <= each.start_seconds for each in carried)
+                assert all(each.end_seconds <= carrier.end_seconds for each in carried)
+                carried.clear()
+
+
+def _without(exchange: Exchange, *, is_backward: bool) -> Any:
+    start = Exchange.start
+
+    def started(self: Exchange, tensor: Tensor, link: Any, **options: Any) -> Arriving:
+        skips = self is exchange and options.get("is_backward", False) is is_backward
+        return Arriving(tensor) if skips else start(self, tensor, link, **options)
+
+    return patch.object(Exchange, "start", started)
+
+
+@contextmanager
+def _without_residual_gradients() -> Iterator[None]:
+    """Where a graph ends between two parts, only the branch gets its gradient."""
+    retreat = SegmentPass._retreat
+
+    def retreated(self: SegmentPass, graph: Any) -> None:
+        retreat(self, graph)
+        first, *others = self._point.tensors
+        if others and first is not None:
+            self._point = self._point._replace(tensors=(torch.zeros_like(first), *others))
+
+    with patch.object(SegmentPass, "_retreat", retreated):
+        yield
+
+
+@contextmanager
+def _first_work_twice() -> Iterator[None]:
+    """The gradients that a piece of work inside adds are added twice."""
+    backward = SegmentPass.backward
+
+    def twice(self: SegmentPass, first: int) -> None:
+        backward(self, first)
+        if first == 0:
+            for parameter in self._stage.parameters():
+                parameter.main_grad.add_(parameter.main_grad)
+
+    with patch.object(SegmentPass, "backward", twice):
+        yield
+
+
+ERRORS: Mapping[str, Callable[[], Any]] = {
+    "a collective at the end of a forward piece is left out": lambda: _without(Exchange.SUMMED, is_backward=False),
+    "a collective at the end of a backward piece is left out": lambda: _without(Exchange.GATHERED, is_backward=True),
+    "gradients of the residual stream stop between pieces": _without_residual_gradients,
+    "biases are left out at a cut": lambda: patch.object(
+        transformer_segments, "_residual_sum", lambda layer, add, branch, bias, residual: residual + branch
+    ),
+    "gradients of pieces are added twice": _first_work_twice,
+}
+
+
+def run_with(name: str, case: GradientCase) -> RankGradients:
+    with ERRORS[name]():
+        return run_on_rank(case)
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_planted_error_is_noticed(ranks: RankPool, case: GradientCase, name: str) -> None:
+    with pytest.raises(MismatchError):
+        assert_matches(case, ranks, run=partial(run_with, name))
+
+
+def run_forgetful(case: GradientCase) -> str:
+    """The message of a carrier whose waits are not filled."""
+    with patch.object(LaneRun, "fill_wait", lambda run, number: None):
+        try:
+            run_on_rank(case)
+        except Exception as problem:
+            return str(problem)
+    return ""
+
+
+def test_work_that_did_not_run_inside_ends_the_step_on_every_rank(ranks: RankPool, case: GradientCase) -> None:
+    assert all("was to run in wait" in message for message in ranks.run(run_forgetful, case, world_size=4))
