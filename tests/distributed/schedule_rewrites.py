@@ -1,14 +1,17 @@
 """Random rewrites of schedules, as passes: what the executor must get right beyond what the builders emit."""
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from multimodal.cost.layers.registry import count_segments
 from multimodal.cost.run_options import RunOptions
+from multimodal.cost.stage_layers import StageLayers
+from multimodal.cost.tensor_parallel_waits import computation_waits
 from multimodal.schedule.validate import validate_schedule
-from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource, SampleSubset, SegmentRange
+from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource, SampleSubset, SegmentRange
 from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Lane, Schedule, Slot, SlotMode, lane_of
@@ -96,59 +99,79 @@ class FillWithWeightGradients:
 
 @dataclass(frozen=True)
 class RunInsideWaits:
-    """Cut random computations of encoders into random ranges of segments, and run ranges inside random computations that may
-    carry them, in random waits."""
+    """Cut computations of encoders into random ranges of segments, and run ranges inside random computations that may carry
+    them, in random waits: forwards earlier than they stood, backwards later."""
 
     seed: int
     options: RunOptions
-    num_tries: int = 60
+    density: float = 1.0
+    """The share of the bounds between segments at which a computation is cut."""
 
     def __call__(self, schedule: Schedule) -> Schedule:
         drawn = random.Random(self.seed)
-        schedule = _map_actions(schedule, self._cut(schedule))
         encoders = {unit.name for unit in schedule.step.graph.encoders}
-        actions = [slot.action for lane in schedule.lanes for slot in lane.slots]
-        pieces = [action for action in dict.fromkeys(actions) if action.unit in encoders and action.kind in (_FORWARD, _BACKWARD)]
-        carriers = [action for action in dict.fromkeys(actions) if action.kind in (_FORWARD, _BACKWARD) and action.covers is None]
-        for _ in range(self.num_tries):
-            moved = _moved(schedule, drawn.choice(pieces), drawn.choice(carriers), drawn.randrange(6))
-            try:
-                validate_schedule(moved, options=self.options)
-            except ScheduleError:
-                continue
-            schedule = moved
+        schedule = _map_actions(schedule, lambda action: self._cut(schedule, action) if action.unit in encoders else [action])
+        ranges: dict[tuple[ActionKind, Place], list[Action]] = defaultdict(list)
+        for action in dict.fromkeys(slot.action for lane in schedule.lanes for slot in lane.slots):
+            if action.unit in encoders and action.kind in (_FORWARD, _BACKWARD):
+                ranges[action.kind, action.place].append(action)
+        for pieces in drawn.sample(list(ranges.values()), len(ranges)):
+            for count in (len(pieces), (len(pieces) + 1) // 2, 1):
+                moved = self._moved(schedule, pieces[:count] if pieces[0].kind is _FORWARD else pieces[-count:], drawn)
+                try:
+                    validate_schedule(moved, options=self.options)
+                except ScheduleError:
+                    continue
+                schedule = moved
+                break
         return schedule
 
-    def _cut(self, schedule: Schedule) -> Callable[[Action], list[Action]]:
-        encoders = {unit.name for unit in schedule.step.graph.encoders}
+    def _cut(self, schedule: Schedule, action: Action) -> list[Action]:
+        if action.kind not in (_FORWARD, _BACKWARD):
+            return [action]
+        layers = schedule.step.plan.virtual_stage(*action.place[:3]).layers
+        count = count_segments(schedule.step.graph.unit(action.unit), layers)
+        drawn = random.Random(f"{self.seed} {action}")
+        bounds = [bound for bound in range(1, count) if drawn.random() < self.density]
+        ranges = [action._replace(covers=SegmentRange(first, end)) for first, end in pairwise((0, *bounds, count))]
+        return (ranges if action.kind is _FORWARD else ranges[::-1]) if bounds else [action]
 
-        def rewritten(action: Action) -> list[Action]:
-            if action.unit not in encoders or action.kind not in (_FORWARD, _BACKWARD) or not _draw(self.seed, *action.place[:3]):
-                return [action]
-            layers = schedule.step.plan.virtual_stage(*action.place[:3]).layers
-            count = count_segments(schedule.step.graph.unit(action.unit), layers)
-            drawn = random.Random(f"{self.seed} {action}")
-            bounds = sorted(drawn.sample(range(1, count), drawn.randint(0, min(count - 1, 6))))
-            ranges = [SegmentRange(first, end) for first, end in pairwise((0, *bounds, count))] if bounds else [None]
-            return [action._replace(covers=each) for each in (ranges if action.kind is _FORWARD else reversed(ranges))]
+    def _moved(self, schedule: Schedule, pieces: Sequence[Action], drawn: random.Random) -> Schedule:
+        """Move pieces of one computation, which run one after another, into waits that come one after another."""
+        with_pieces = [lane for lane in schedule.lanes if pieces[0] in lane.actions]
+        first, *_ = with_pieces
+        start = first.actions.index(pieces[0])
+        in_reach = first.slots[max(0, start - 20) : start] if pieces[0].kind is _FORWARD else first.slots[start : start + 20]
+        waits = [
+            (slot.action, wait)
+            for slot in in_reach
+            if slot.mode is SlotMode.IN_LINE and slot.action.unit != pieces[0].unit
+            for wait in range(self._count_waits(schedule, slot.action))
+        ]
+        if not waits:
+            return schedule
+        chosen = sorted(drawn.choices(range(len(waits)), k=len(pieces)))
+        for piece, index in zip(pieces, chosen, strict=True):
+            schedule = schedule.with_lanes(_with_inside(lane, piece, *waits[index]) for lane in schedule.lanes)
+        return schedule
 
-        return rewritten
+    def _count_waits(self, schedule: Schedule, action: Action) -> int:
+        step = schedule.step
+        if action.kind not in (_FORWARD, _BACKWARD) or action.covers or step.plan.units[action.unit].tensor_parallel_size == 1:
+            return 0
+        layers = StageLayers(step.graph, step.plan, vocab_size=0).in_order(action.place[:3])
+        return len(computation_waits(action.kind, layers, options=self.options))
 
 
-def _moved(schedule: Schedule, action: Action, carrier: Action, wait: int) -> Schedule:
-    """Move a computation into a wait of a carrier, in all lanes that have both."""
-    lanes = []
-    for lane in schedule.lanes:
-        slots = [slot for slot in lane.slots if slot.action != action]
-        position = next((index for index, slot in enumerate(slots) if slot.action == carrier), None)
-        if len(slots) == len(lane.slots) or position is None:
-            lanes.append(lane)
-            continue
-        while position and slots[position - 1].mode is SlotMode.INSIDE and slots[position - 1].wait > wait:
-            position -= 1
-        slots.insert(position, Slot(action, SlotMode.INSIDE, wait))
-        lanes.append(Lane(lane.ranks, tuple(slots)))
-    return schedule.with_lanes(lanes)
+def _with_inside(lane: Lane, action: Action, carrier: Action, wait: int) -> Lane:
+    """Move a computation into a wait of a carrier."""
+    slots = [slot for slot in lane.slots if slot.action != action]
+    position = next((index for index, slot in enumerate(slots) if slot.action == carrier), None)
+    if len(slots) == len(lane.slots) or position is None:
+        return lane
+    while position and slots[position - 1].mode is SlotMode.INSIDE and slots[position - 1].wait > wait:
+        position -= 1
+    return Lane(lane.ranks, (*slots[:position], Slot(action, SlotMode.INSIDE, wait), *slots[position:]))
 
 
 def _map_actions(schedule: Schedule, rewritten: Callable[[Action], list[Action]]) -> Schedule:

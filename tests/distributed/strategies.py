@@ -85,7 +85,7 @@ def inside_cases(draw: st.DrawFn) -> GradientCase:
         builder=draw(st.sampled_from([name for name in ("1f1b", "optimus", "gpipe") if _can_build(name, step)])),
         sequence_parallel=sequence_parallel,
         recompute=recompute,
-        passes=(RunInsideWaits(draw(st.integers(0, 1000)), options),),
+        passes=(RunInsideWaits(draw(st.integers(0, 1000)), options, density=draw(st.sampled_from([0.2, 0.7, 1.0]))),),
     )
 
 

@@ -152,6 +152,11 @@ class LaneRun(ABC):
                 HANDLERS[action.kind](self, action)
             self.is_filling = False
 
+    def fill_waits_left(self) -> None:
+        """Run all that is left inside a computation that turned out to have nothing to compute, and so nothing to wait for."""
+        for number in sorted(self.inside):
+            self.fill_wait(number)
+
     def start_collective(self, action: Action, start: Callable[[int], Callable[[], None]]) -> None:
         """Start a collective action of a stage; what `start` returns waits for it where it is needed, or at the step's end."""
         self.collectives[action] = start(action.stage)

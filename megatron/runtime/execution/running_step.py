@@ -257,6 +257,8 @@ class RunningStep(StepMessages):
         with self.clock.span(action), self._gathering_weights(action), self._filling_waits(action):
             if roots:
                 torch.autograd.backward(*zip(*roots, strict=True))  # type: ignore[arg-type]
+            elif not self.is_filling:
+                self.fill_waits_left()
         self.publish_input_gradients(action, opened.hidden, opened.items)
         return opened.queue
 
