@@ -1,27 +1,58 @@
-"""Stages of two tensor parallel ranks in ranges of segments: collectives at their ends, and the numbers of the whole stage."""
+"""Stages of two tensor parallel ranks: in ranges of segments they give the whole stage's numbers; their waits are as counted."""
 
+from itertools import product
+from typing import Any
+
+from multimodal.cost.layers.segments import Exchange
+from multimodal.cost.run_options import RunOptions
+from multimodal.cost.tensor_parallel_waits import computation_waits
+from multimodal.values.action import ActionKind
+from multimodal.values.backward_need import BackwardNeed
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.segment_ranges import RangeCase, build_stage, compare, draw_bounds
+from tests.distributed.segment_ranges import RangeCase, build_stage, collectives_waited_for, compare, draw_bounds
 
 GATED = {"activation": "swiglu", "normalization": "RMSNorm", "num_query_groups": 2}
 PLAIN = {"activation": "gelu", "normalization": "LayerNorm", "add_bias_linear": True, "add_qkv_bias": True}
+NAMES = {Exchange.GATHER: "gathering", Exchange.GATHER_AGAIN: "gathering", Exchange.SUM: "summing"}
 
 
 def compare_all() -> None:
-    for transformer in (GATED, PLAIN):
-        for sequence_parallel in (False, True):
-            common = {"transformer": transformer, "sequence_parallel": sequence_parallel}
-            for case in (
-                RangeCase("vision", **common),
-                RangeCase("vision", recompute="full", num_frozen=2, **common),
-                RangeCase("vision", num_frozen=4, has_backward=False, **common),
-                RangeCase("vision", first=1, last=3, recompute="selective", **common),
-                RangeCase("llm", first=1, recompute="full", **common),
-                RangeCase("llm", first=0, last=2, **common),
-            ):
-                every = list(range(1, build_stage(case).segments().num_segments))
-                compare(case, [([], []), (every, every), *(draw_bounds(len(every) + 1, seed) for seed in range(3))])
+    for sequence_parallel in (False, True):
+        for case in (
+            RangeCase("vision", transformer=GATED),
+            RangeCase("vision", transformer=PLAIN, recompute="full", num_frozen=2),
+            RangeCase("vision", transformer=PLAIN, num_frozen=4, has_backward=False),
+            RangeCase("vision", transformer=PLAIN, first=1, last=3, recompute="selective"),
+            RangeCase("llm", transformer=GATED, first=1, recompute="full"),
+            RangeCase("llm", transformer=PLAIN, first=0, last=2),
+        ):
+            chosen = RangeCase(**{**vars(case), "sequence_parallel": sequence_parallel})
+            every = list(range(1, build_stage(chosen).segments().num_segments))
+            compare(chosen, [(every, every), *(draw_bounds(len(every) + 1, seed) for seed in range(2))])
 
 
 def test_ranges_of_segments_of_tensor_parallel_stages_give_what_whole_stages_give(ranks: RankPool) -> None:
     ranks.run(compare_all, world_size=2)
+
+
+WAITS = [
+    RangeCase(unit, sequence_parallel=sequence_parallel, recompute=recompute, num_frozen=num_frozen, transformer=GATED)
+    for unit, sequence_parallel, recompute, num_frozen in product(("vision", "llm"), (False, True), (None, "full"), (0, 3))
+]
+
+
+def waits_of_all() -> list[Any]:
+    return [collectives_waited_for(case) for case in WAITS]
+
+
+def test_layers_come_to_the_waits_that_costs_count(ranks: RankPool) -> None:
+    for case, (forward, backward) in zip(WAITS, ranks.run(waits_of_all, world_size=2)[0], strict=True):
+        kinds = ("patch_embedding", "transformer", "transformer", "projector")
+        if case.unit == "llm":
+            kinds = ("token_embedding", "transformer", "transformer", "head")
+        idle = BackwardNeed.INPUT_GRADIENT if case.unit == "llm" else BackwardNeed.NONE
+        layers = [(kind, idle if index < case.num_frozen else BackwardNeed.FULL) for index, kind in enumerate(kinds)]
+        options = RunOptions(sequence_parallel=case.sequence_parallel, recompute=case.recompute)
+        for kind, found in ((ActionKind.FORWARD, forward), (ActionKind.BACKWARD, backward)):
+            counted = [NAMES[wait.exchange] for wait in computation_waits(kind, layers, options=options)]
+            assert found == [f"{number} {name}" for number, name in enumerate(counted)], (case, kind)
