@@ -17,6 +17,8 @@ from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Lane, Schedule, Slot, SlotMode, lane_of
 
 _FORWARD, _BACKWARD = ActionKind.FORWARD, ActionKind.BACKWARD
+_NUM_CARRIERS = 3
+"""Computations among which a piece of work finds its wait."""
 
 
 @dataclass(frozen=True)
@@ -138,16 +140,15 @@ class RunInsideWaits:
 
     def _moved(self, schedule: Schedule, pieces: Sequence[Action], drawn: random.Random) -> Schedule:
         """Move pieces of one computation, which run one after another, into waits that come one after another."""
-        with_pieces = [lane for lane in schedule.lanes if pieces[0] in lane.actions]
-        first, *_ = with_pieces
-        start = first.actions.index(pieces[0])
-        in_reach = first.slots[max(0, start - 20) : start] if pieces[0].kind is _FORWARD else first.slots[start : start + 20]
-        waits = [
-            (slot.action, wait)
-            for slot in in_reach
-            if slot.mode is SlotMode.IN_LINE and slot.action.unit != pieces[0].unit
-            for wait in range(self._count_waits(schedule, slot.action))
+        lane = next(lane for lane in schedule.lanes if pieces[0] in lane.actions)
+        start = lane.actions.index(pieces[0])
+        in_line = [slot.action if slot.mode is SlotMode.IN_LINE else pieces[0] for slot in lane.slots]
+        others = [
+            [action for action in actions if action.unit != pieces[0].unit and self._count_waits(schedule, action)]
+            for actions in (in_line[:start], in_line[start:])
         ]
+        carriers = others[0][-_NUM_CARRIERS:] if pieces[0].kind is _FORWARD else others[1][:_NUM_CARRIERS]
+        waits = [(carrier, wait) for carrier in carriers for wait in range(self._count_waits(schedule, carrier))]
         if not waits:
             return schedule
         chosen = sorted(drawn.choices(range(len(waits)), k=len(pieces)))

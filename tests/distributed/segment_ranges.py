@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from megatron.runtime.execution.activation_store import SavedTensors, storage_identity
 from megatron.runtime.execution.segment_pass import SegmentPass
 from multimodal.model.collectives import Arriving, RankLink
 from multimodal.model.initialization import initialize_parameters
@@ -172,6 +173,31 @@ def run_in_ranges(case: RangeCase, forward: list[int], backward: list[int]) -> F
             running.backward(first)
         assert running.size_bytes <= (0 if hidden is None else hidden.nbytes)
     return _found(stage, losses[0], output, hidden, items)
+
+
+def sizes_of_pieces(case: RangeCase, bounds: list[int]) -> tuple[list[int], int]:
+    """Bytes that a pass keeps after each piece, forward and back, and those that autograd keeps of the whole stage."""
+    stage = build_stage(case)
+    hidden, batch, items = _inputs(stage, case)
+    parameters = frozenset(storage_identity(parameter) for parameter in stage.parameters())
+    given = stage.prepare(batch, items)
+    options: dict[str, Any] = {"has_backward": True, "close": _close, "hidden": hidden, "parameter_storages": parameters}
+    running = SegmentPass(stage, given, bounds=bounds, **options)
+    sizes = []
+    for end in (*bounds, stage.segments().num_segments):
+        running.forward(end)
+        sizes.append(running.size_bytes)
+    output = running.take_output()
+    assert output is not None
+    running.start_backward(torch.ones_like(output))
+    del output
+    for first in (*reversed(bounds), 0):
+        running.backward(first)
+        sizes.append(running.size_bytes)
+    saved = SavedTensors(parameters)
+    with saved:
+        stage(hidden, batch, items)
+    return sizes, saved.size_bytes
 
 
 def _found(stage: UnitStage, loss: Tensor | None, output: Tensor | None, hidden: Tensor | None, items: Tensor | None) -> Found:

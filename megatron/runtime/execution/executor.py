@@ -46,6 +46,12 @@ class Executor(RankResources):
                 "the schedule runs work inside the waits for tensor parallel collectives, but --tp-comm-overlap leaves no such "
                 "waits: it cuts the collectives into parts beside products of their own layer; leave out one of the two"
             )
+        if step.schedule.has_inside and self.sharded:
+            raise ConfigError(
+                "the schedule runs work inside the waits for tensor parallel collectives, but replicas that share weights must "
+                "all gather them in one order; leave out --data-parallel-sharding-strategy optim_grads_params, or use a "
+                "--schedule without such work"
+            )
 
     def _count_correct(self, running: RunningStep) -> tuple[int, dict[int, bool]]:
         """(target tokens of this rank that greedy decoding gets right; sample id -> whether it gets all of them right)."""

@@ -11,10 +11,11 @@ from multimodal.values.step_graph import UNCUT, Cuts
 SPLIT = Cuts(split=frozenset({Place("llm", 0, 0, 0)}))
 
 
-def check(cuts: Cuts, implementation: str) -> None:
-    options = SimpleNamespace(transformer_impl=implementation)
-    executor: Any = SimpleNamespace(stages={("llm", 0): SimpleNamespace(options=options)})
-    step: Any = SimpleNamespace(cuts=cuts, schedule=SimpleNamespace(has_inside=False))
+def check(cuts: Cuts, implementation: str, *, has_inside: bool = False, num_parts: int = 1, is_sharded: bool = False) -> None:
+    options = SimpleNamespace(transformer_impl=implementation, num_overlapped_parts=num_parts)
+    stages = {("llm", 0): SimpleNamespace(options=options)}
+    executor: Any = SimpleNamespace(stages=stages, sharded=stages if is_sharded else {})
+    step: Any = SimpleNamespace(cuts=cuts, schedule=SimpleNamespace(has_inside=has_inside))
     Executor._check_implementation(executor, step)
 
 
@@ -23,6 +24,24 @@ def test_transformer_engine_cannot_split_backwards() -> None:
         check(SPLIT, "transformer_engine")
 
 
-@pytest.mark.parametrize(("cuts", "implementation"), [(UNCUT, "transformer_engine"), (SPLIT, "local")])
-def test_everything_else_runs(cuts: Cuts, implementation: str) -> None:
-    check(cuts, implementation)
+def test_overlapped_collectives_leave_no_waits() -> None:
+    with pytest.raises(ConfigError, match=r"--tp-comm-overlap leaves no such waits: it cuts .*; leave out one of the two"):
+        check(UNCUT, "local", has_inside=True, num_parts=4)
+
+
+def test_sharded_weights_are_gathered_in_one_order() -> None:
+    with pytest.raises(ConfigError, match=r"must all gather them in one order; leave out --data-parallel-sharding-strategy"):
+        check(UNCUT, "local", has_inside=True, is_sharded=True)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "implementation", "options"),
+    [
+        (UNCUT, "transformer_engine", {}),
+        (SPLIT, "local", {}),
+        (UNCUT, "local", {"has_inside": True}),
+        (UNCUT, "local", {"num_parts": 4, "is_sharded": True}),
+    ],
+)
+def test_everything_else_runs(cuts: Cuts, implementation: str, options: dict[str, Any]) -> None:
+    check(cuts, implementation, **options)

@@ -1,14 +1,18 @@
 """A stage in ranges of segments: outputs, losses and gradients of the whole stage, whatever the ranges."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
 
 from megatron.runtime import platform
 from multimodal.cost.layers.registry import count_segments
-from tests.distributed.segment_ranges import RangeCase, build_stage, compare, draw_bounds
+from multimodal.values.errors import ConfigError
+from tests.distributed.segment_ranges import RangeCase, build_stage, compare, draw_bounds, sizes_of_pieces
 
 
 @pytest.fixture(autouse=True)
@@ -49,3 +53,30 @@ def test_any_ranges_give_what_the_whole_stage_gives(
 def test_a_transformer_layer_has_five_segments_and_other_layers_one() -> None:
     stage = build_stage(RangeCase("vision"))
     assert stage.segments().num_segments == count_segments(stage.unit, stage.layer_range) == 1 + 2 * 5 + 1
+
+
+def test_fused_layers_cannot_be_cut() -> None:
+    stage = build_stage(RangeCase("vision", first=1, last=3))
+    stage.options = replace(stage.options, transformer_impl="transformer_engine")
+    with pytest.raises(
+        ConfigError, match=r"^unit 'vision', layers 1 to 2: .* Transformer Engine cannot do, .*; use --transformer"
+    ):
+        stage.segments()
+
+
+def test_layers_whose_weights_come_and_go_cannot_be_cut() -> None:
+    stage = build_stage(RangeCase("vision"))
+    stage.guard = Mock()
+    with pytest.raises(
+        ConfigError, match=r"^unit 'vision', layers 0 to 3: .* weights are sharded .*; leave out --data-parallel-sh"
+    ):
+        stage.segments()
+
+
+def test_memory_grows_with_forward_pieces_and_goes_with_backward_ones() -> None:
+    case = RangeCase("vision", first=1, last=3)
+    grown, whole = sizes_of_pieces(case, [1, 3, 5, 8])
+    assert all(first < second for first, second in pairwise(grown[:4]))
+    assert all(first > second for first, second in pairwise(grown[5:]))
+    assert grown[-1] == 8 * 16 * 8  # the gradient of the stage's input
+    assert whole <= grown[4] <= 1.5 * whole
