@@ -52,15 +52,20 @@ class _Checks:
         self._refuse(is_wrong, lambda _: "not a computation: only computations run inside others; run it by itself")
 
     def check_carriers(self) -> None:
-        """Check that a whole computation of another unit carries it."""
+        """Check that a computation of another unit carries it, whose place is not cut: ranges of segments tell of no waits."""
         inside, work = self.inside, self.work
         no_carrier = "no carrier: a computation must follow it in its lane"
         self._refuse(inside.carrier_slots == NO_CARRIER, lambda _: no_carrier)
         own, carriers = (work.pieces.unit_of_stage[work.computed_stages[each]] for each in (inside.pieces, inside.carriers))
         self._refuse(own == carriers, lambda text: f"it runs inside {text}, which is of the same unit; run it by itself")
+        pieces, which = np.unique(inside.carriers, return_inverse=True)
+        is_cut = np.array([self._action(piece).place in self.step.cuts.segments for piece in pieces.tolist()], bool)
         self._refuse(
-            work.pieces.is_range[inside.carriers],
-            lambda text: f"it runs inside {text}, which is only a range of segments; let it run inside a whole computation",
+            is_cut[which.ravel()],
+            lambda text: (
+                f"it runs inside {text}, but forward or backward there run in ranges of segments, which tell of no waits; let it "
+                "run inside a computation that is cut neither way, or by itself"
+            ),
         )
 
     def check_waits(self) -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from multimodal.cost.layers.registry import count_segments
+from multimodal.cost.pieces.tensor_parallel_waits import computation_waits
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageLayers
-from multimodal.cost.tensor_parallel_waits import computation_waits
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource, SampleSubset, SegmentRange
 from multimodal.values.assignment import MicrobatchPlace

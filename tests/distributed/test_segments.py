@@ -4,8 +4,8 @@ from itertools import product
 from typing import Any
 
 from multimodal.cost.layers.segments import Exchange
+from multimodal.cost.pieces.tensor_parallel_waits import computation_waits
 from multimodal.cost.run_options import RunOptions
-from multimodal.cost.tensor_parallel_waits import computation_waits
 from multimodal.values.action import ActionKind
 from multimodal.values.backward_need import BackwardNeed
 from tests.distributed.rank_pool import RankPool

@@ -108,6 +108,11 @@ CUT_INSIDE = "{F vision/0/0/1{0:4} @0; F vision/0/0/1{4:6} @3} F llm/0/0/0; F vi
             "B vision/0/0/1: no carrier",
         ),
         ("RG llm/0/0; RG vision/0/0", "{RG llm/0/0 @0} RG vision/0/0", "RG llm/0/0: not a computation"),
+        (
+            "{B vision/0/0/2{41:42} @1} B llm/0/0/0",
+            "B vision/0/0/2{41:42}; B llm/0/0/0{9:42}; B llm/0/0/0{0:9}",
+            "F vision/0/0/1{0:4}: it runs inside F llm/0/0/0, but forward or backward there run in ranges of segments",
+        ),
         ("F vision/0/0/2; F llm", "{F vision/0/0/2{0:4} @1} F vision/0/0/2{4:42}; F llm", "which is of the same unit"),
         (
             "F vision/0/0/2; F llm",
