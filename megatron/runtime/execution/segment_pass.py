@@ -117,6 +117,7 @@ class SegmentPass:
     def start_backward(self, gradient: Tensor | None) -> None:
         """Begin with the loss and the gradient of what was handed on; None where either has none."""
         loss, _ = self._point.tensors
+        self._saved = None  # what was counted is freed from now on, and what comes may be where it was
         self._point = _Point((None if loss is None else torch.ones_like(loss), gradient))
 
     def backward(self, first: int) -> None:
