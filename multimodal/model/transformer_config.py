@@ -61,6 +61,7 @@ def build_transformer_config(unit: Unit, *, tensor_parallel_size: int, options: 
         activation_func=torch.nn.functional.silu if gated else torch.nn.functional.gelu,
         add_bias_linear=shape.add_bias_linear,
         add_qkv_bias=shape.add_qkv_bias,
+        qk_layernorm=shape.qk_layernorm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=tensor_parallel_size,

@@ -56,6 +56,8 @@ class Transformer:
     activation: Literal["swiglu", "gelu"] = "swiglu"
     add_bias_linear: bool = False
     add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    """Norms over the channels of each query and key head, before rotary positions (Qwen3)."""
     layernorm_epsilon: float = field(default=1e-5, metadata={"above": 0, "maximum": 1})
     rotary_base: float = field(default=10000.0, metadata={"above": 0, "maximum": 1e30})
     init_method_std: float = field(default=0.02, metadata={"above": 0, "maximum": 1000})
@@ -111,6 +113,9 @@ class Unit:
     """Backbone only."""
     vocab_size: int | None = field(default=None, metadata=_up_to(2**31))
     """Backbone only: the vocabulary size where no tokenizer gives it; a run takes its tokenizer's."""
+    has_exact_vocabulary: bool = False
+    """Backbone only. True: a run has `vocab_size` tokens, or its tokenizer's if those are more, and rows that pad the vocabulary
+    have no logits, as in models of Hugging Face. False: they count in the softmax, as in Megatron."""
     freeze_module: bool = False
     freeze_projector: bool = False
     """Encoders (the last layer) and generators (the first one) only."""
@@ -135,6 +140,11 @@ class Unit:
     def ties_embeddings(self) -> bool:
         """True if the last layer multiplies with the word embeddings of the first."""
         return self.role is Role.BACKBONE and not self.untie_embeddings_and_output_weights
+
+    def num_tokens_known(self, padded: int) -> int:
+        """Tokens of the vocabulary that have logits; padded: its rows."""
+        exact = self.vocab_size if self.has_exact_vocabulary else None
+        return min(exact or padded, padded)
 
     @property
     def merge_factor(self) -> int:
@@ -237,7 +247,9 @@ def _unit_from_plain(name: str, entry: Plain) -> Unit:
     if is_encoder and unit.audio is not None and unit.image is not None:
         entry.fail("has an image and audio; an encoder takes one kind of item, so make it two units")
     if unit.role is not Role.BACKBONE:
-        _refuse_values(entry, unit, ("vocab_size", "untie_embeddings_and_output_weights"), owner="the backbone")
+        _refuse_values(
+            entry, unit, ("vocab_size", "untie_embeddings_and_output_weights", "has_exact_vocabulary"), owner="the backbone"
+        )
     if not is_encoder:
         also = ("image", "freeze_projector") if unit.role is Role.BACKBONE else ()
         _refuse_values(entry, unit, ("projector_hidden_size", "audio", *also), owner="encoders")

@@ -9,6 +9,7 @@ from multimodal.cost.layers.encoder_ends import AudioEmbeddingLayer, PatchEmbedd
 from multimodal.cost.layers.generator_ends import GeneratorHeadLayer, GeneratorProjectorLayer
 from multimodal.cost.layers.layer import Layer
 from multimodal.cost.layers.transformer import TransformerLayer
+from multimodal.hugging_face.registry import read_graph
 from multimodal.values.errors import ModelError
 from multimodal.values.file_form import read_file
 from multimodal.values.model_graph import ModelGraph, Unit
@@ -32,12 +33,20 @@ def describe_layer(graph: ModelGraph, unit: Unit, kind: str, *, vocab_size: int)
 
 
 def read_model(path: str | Path) -> ModelGraph:
-    """Read a YAML or JSON model file and check its kinds of layer; a ModelError names the line."""
+    """Read a YAML or JSON model file, or the config.json of a Hugging Face folder, and check its kinds of layer.
+
+    A ModelError names the file and the line or key.
+    """
+    if Path(path).is_dir():
+        return _with_known_kinds(read_graph(path))
     return read_file(path, _checked_model, error=ModelError)
 
 
 def _checked_model(value: Mapping[str, Any]) -> ModelGraph:
-    graph = ModelGraph.from_dict(value)
+    return _with_known_kinds(ModelGraph.from_dict(value))
+
+
+def _with_known_kinds(graph: ModelGraph) -> ModelGraph:
     for unit in graph.units:
         for index in range(len(unit.layers)):
             _check_kind(unit, index)

@@ -33,7 +33,9 @@ class TransformerLayer(Layer):
         shape = self.unit.transformer
         inner = shape.ffn_hidden_size * (2 if self._is_gated else 1)
         qkv_bias = sum(self._widths) if shape.add_qkv_bias or shape.add_bias_linear else 0
-        return 2 * self.norm_vector_entries() + qkv_bias + (2 * shape.hidden_size + inner if shape.add_bias_linear else 0)
+        head_norms = 2 * shape.head_channels * self.norm_vector_entries() // shape.hidden_size if shape.qk_layernorm else 0
+        biases = qkv_bias + (2 * shape.hidden_size + inner if shape.add_bias_linear else 0)
+        return 2 * self.norm_vector_entries() + head_norms + biases
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
         """Products with weights are linear in tokens, attention in the squares of sequences."""
@@ -91,9 +93,27 @@ class TransformerLayer(Layer):
             attention = float(size * (query + key_value / 2 + qkv))
         else:
             attention = size * (3 * query + (query if is_repeated else qkv)) + WIDE_BYTES * shape.num_attention_heads
+        if shape.qk_layernorm:
+            attention += self._head_norm_bytes(trains=trains, size=size, is_selective=is_selective)
         inner = shape.ffn_hidden_size * (4 if self._is_gated else 1)
         inputs = query + shape.ffn_hidden_size if trains else 0
         return whole, attention + size * (inner + inputs)
+
+    def _head_norm_bytes(self, *, trains: bool, size: int, is_selective: bool) -> float:
+        """Bytes per token that torch's norms of queries and keys keep: inputs, normalised values and statistics.
+
+        Narrow inputs are kept as wide copies. Wide ones are views of the qkv product, which repeated keys and values would not
+        keep, but for the queries of several heads to a group, which are copied out of it.
+        """
+        shape, wide = self.unit.transformer, max(size, WIDE_BYTES)
+        query, key_value = self._widths
+        is_repeated = shape.query_groups < shape.num_attention_heads
+        if wide > size:
+            inputs = wide * (query + key_value // 2)
+        else:
+            inputs = size * is_repeated * (query + (0 if is_selective else query + key_value))
+        normal = wide * (query + key_value // 2) if trains else 0
+        return float(inputs + normal + wide * (shape.num_attention_heads + shape.query_groups))
 
     def traffic(self, bytes_per_element: int) -> LayerTraffic:
         """Count elements per token, h the hidden size, f the inner one, r queries and keys together.
@@ -103,13 +123,15 @@ class TransformerLayer(Layer):
         | two norms | read and write: 4h | read the gradient and the input, write: 6h |
         | two residual sums | read two, write one: 6h | the branch's gradient is added to the stream's: 6h |
         | rotary positions | read and write: 2r | the same |
+        | norms of heads, if any | read and write: 2r | read the gradient and the input, write: 3r |
         | GELU | read and write: 2f | read the gradient and the input, write: 3f |
         | or SwiGLU | read two, write one: 3f | read the gradient and two inputs, write two: 5f |
         """
         shape, hidden = self.unit.transformer, self.unit.transformer.hidden_size
         rotated = 2 * (shape.num_attention_heads + shape.query_groups) * shape.head_channels
-        forward = 10 * hidden + rotated + shape.ffn_hidden_size * (3 if self._is_gated else 2)
-        backward = 12 * hidden + rotated + shape.ffn_hidden_size * (5 if self._is_gated else 3)
+        normed = rotated if shape.qk_layernorm else 0
+        forward = 10 * hidden + rotated + normed + shape.ffn_hidden_size * (3 if self._is_gated else 2)
+        backward = 12 * hidden + rotated + 1.5 * normed + shape.ffn_hidden_size * (5 if self._is_gated else 3)
         return LayerTraffic(float(bytes_per_element * forward), float(bytes_per_element * backward))
 
     def collectives(self, *, tensor_parallel_size: int, ranks: Sequence[int], cluster: Cluster) -> LayerCollectives:

@@ -35,7 +35,8 @@ GPT = {
     "activation": "gelu",
     "add_bias_linear": True,
 }
-SHAPES = {"llama": LLAMA, "gpt": GPT, "qwen": QWEN}
+QWEN3 = {**LLAMA, "qk_layernorm": True}
+SHAPES = {"llama": LLAMA, "gpt": GPT, "qwen": QWEN, "qwen3": QWEN3}
 IMAGE = {"patch_size": 4, "in_channels": 1}
 VOCABULARY = 512
 
