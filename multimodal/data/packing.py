@@ -2,13 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from multimodal.data.image_processing import patch_positions
 from multimodal.data.sample_source import SampleSource
 from multimodal.values.assignment import Atom
+
+CLASS_POSITION = -1
+"""Row and column of a class token, which has no place in its image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +23,7 @@ class EncoderMicrobatch:
     patches: torch.Tensor | None
     """[num_tokens, patch_dim], float32, merge-window order; None where only positions were asked for."""
     positions: torch.Tensor
-    """[num_tokens, 2], int64: (row, column) of each patch in its image."""
+    """[num_tokens, 2], int64: (row, column) of each patch in its image; CLASS_POSITION twice for a class token."""
     cu_seqlens: torch.Tensor
     """[num_items + 1], int32: the start of each item among the patches, and the total."""
 
@@ -49,18 +54,21 @@ def pack_encoder_microbatch(
     index_of_sample: Mapping[int, int],
     merge_size: int,
     with_pixels: bool,
+    class_token: str | None = None,
 ) -> EncoderMicrobatch:
     """Pack items for an encoder, decoding them only `with_pixels` (first stages need them, later ones positions alone).
 
-    atoms: at least one; index_of_sample: sample id -> index in `source`. Raises DataError when an item cannot be decoded.
+    atoms: at least one; index_of_sample: sample id -> index in `source`; class_token: as ImageInput has it.
+    Raises DataError when an item cannot be decoded.
     """
     indices = [(index_of_sample[atom.sample_id], atom.item_index) for atom in atoms]
     grids = [source.item_grid(*index) for index in indices]
-    positions = np.concatenate([patch_positions(grid, merge_size=merge_size) for grid in grids])
-    starts = _starts([rows * columns for rows, columns in grids])
+    positions = [_with_class(patch_positions(grid, merge_size=merge_size), class_token, CLASS_POSITION) for grid in grids]
+    patches = [_with_class(source.item(*index).patches, class_token, 0) for index in indices] if with_pixels else None
+    starts = _starts([len(of_item) for of_item in positions])
     return EncoderMicrobatch(
-        patches=torch.from_numpy(np.concatenate([source.item(*index).patches for index in indices])) if with_pixels else None,
-        positions=torch.from_numpy(positions),
+        patches=torch.from_numpy(np.concatenate(patches)) if patches is not None else None,
+        positions=torch.from_numpy(np.concatenate(positions)),
         cu_seqlens=torch.from_numpy(starts),
     )
 
@@ -89,6 +97,14 @@ def pack_language_microbatch(
         item_spans=item_spans,
         sample_ids=sample_ids,
     )
+
+
+def _with_class(rows: npt.NDArray[Any], class_token: str | None, value: int) -> npt.NDArray[Any]:
+    """Add the row of an item's class token, behind its patches where it is dropped later, so that outputs keep their places."""
+    if class_token is None:
+        return rows
+    row = np.full((1, rows.shape[1]), value, dtype=rows.dtype)
+    return np.concatenate((row, rows) if class_token == "kept" else (rows, row))
 
 
 def _starts(lengths: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

@@ -30,12 +30,14 @@ class Architecture:
     model_type: str
     to_graph: Callable[[Config], dict[str, Any]]
     """From a config.json to the plain form of a model graph; raises ModelError for what cannot be computed here."""
-    to_config: Callable[[ModelGraph], dict[str, Any]]
-    """From a model graph of the right roles to a config.json; which graphs it describes shows on the way back."""
+    to_config: Callable[[ModelGraph], dict[str, Any]] | None
+    """From a model graph of the right roles to a config.json; which graphs it describes shows on the way back. None for models
+    with weights that nothing is computed with, which are only copied from another folder."""
     names: Mapping[Role, UnitNames]
     """By the role of the unit."""
-    without_weights: tuple[str, ...] = ("rotary_emb.inv_freq",)
-    """Endings of tensors that older versions saved and that follow from the config.json."""
+    is_unused: Callable[[str, ModelGraph], bool] = lambda key, graph: key.endswith("rotary_emb.inv_freq")
+    """True for tensors that no parameter here is made of, and which are copied: older versions saved some that follow from the
+    config.json."""
     spellings: tuple[tuple[tuple[str, str], ...], ...] = ((),)
     """Ways in which the names are spelled: each replaces beginnings of names by others, the first being (none)."""
     tied_copies: tuple[tuple[str, str], ...] = (("lm_head.weight", "model.embed_tokens.weight"),)

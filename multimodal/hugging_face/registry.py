@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from multimodal.hugging_face.architecture import Architecture
+from multimodal.hugging_face.image_processor import read_processor, with_processor
+from multimodal.hugging_face.llava import LLAVA
 from multimodal.hugging_face.text_models import TEXT_FAMILIES, text_architecture
 from multimodal.values.errors import BraidError, ModelError
 from multimodal.values.file_form import read_mapping
@@ -12,7 +14,7 @@ from multimodal.values.model_graph import ModelGraph, Unit
 
 CONFIG_NAME = "config.json"
 ARCHITECTURES: dict[str, Architecture] = {
-    architecture.name: architecture for architecture in map(text_architecture, TEXT_FAMILIES.values())
+    architecture.name: architecture for architecture in (*map(text_architecture, TEXT_FAMILIES.values()), LLAVA)
 }
 """By the name that `architectures` in config.json has."""
 _FREE = frozenset({"name", "freeze_module", "freeze_projector", "vocab_size", "has_exact_vocabulary", "min_pixels", "max_pixels"})
@@ -40,7 +42,7 @@ def read_graph(folder: str | Path) -> ModelGraph:
     """Return the model graph of a Hugging Face folder; a ModelError names the file and the key."""
     architecture, config = read_config(folder)
     try:
-        return ModelGraph.from_dict(architecture.to_graph(config))
+        return ModelGraph.from_dict(with_processor(architecture.to_graph(config), read_processor(folder)))
     except BraidError as problem:
         raise ModelError(f"{Path(folder) / CONFIG_NAME}: {problem}") from None
 
@@ -62,6 +64,9 @@ def architecture_of(graph: ModelGraph) -> Architecture:
     differences = []
     for architecture in ARCHITECTURES.values():
         if set(architecture.names) != {unit.role for unit in graph.units} or len(architecture.names) != len(graph.units):
+            continue
+        if architecture.to_config is None:
+            differences.append(f"{architecture.name} has weights that are not trained here; name a folder with them by --load-hf")
             continue
         described = ModelGraph.from_dict(architecture.to_graph(architecture.to_config(graph)))
         difference = _first_difference(graph, described)

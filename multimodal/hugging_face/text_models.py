@@ -22,12 +22,16 @@ DECODER_LAYER = (
     Weight("mlp.linear_fc1", ("mlp.gate_proj", "mlp.up_proj"), stacked),
     Weight("mlp.linear_fc2", ("mlp.down_proj",)),
 )
-DECODER = UnitNames(
-    first=(Weight("word_embeddings", ("model.embed_tokens",), vocabulary),),
-    body=DECODER_LAYER,
-    last=(Weight("norm", ("model.norm",)), Weight("output_layer", ("lm_head",), vocabulary)),
-    prefix="model.layers.{}.",
-)
+
+
+def decoder_names(prefix: str = "") -> UnitNames:
+    """Return the names of an LLM, all of which begin with `prefix`."""
+    return UnitNames(
+        first=(Weight("word_embeddings", (f"{prefix}model.embed_tokens",), vocabulary),),
+        body=DECODER_LAYER,
+        last=(Weight("norm", (f"{prefix}model.norm",)), Weight("output_layer", (f"{prefix}lm_head",), vocabulary)),
+        prefix=prefix + "model.layers.{}.",
+    )
 
 
 class TextFamily(NamedTuple):
@@ -157,4 +161,4 @@ def text_architecture(family: TextFamily) -> Architecture:
     def to_config(graph: ModelGraph) -> dict[str, Any]:
         return write_text_unit(family, graph.backbone)
 
-    return Architecture(family.name, family.model_type, to_graph, to_config, {Role.BACKBONE: DECODER})
+    return Architecture(family.name, family.model_type, to_graph, to_config, {Role.BACKBONE: decoder_names()})

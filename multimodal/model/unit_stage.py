@@ -134,18 +134,23 @@ class UnitStage(MegatronModule):
         shared: Tensor = scatter_to_sequence_parallel_region(padded, group=self.groups.tp)
         return shared
 
-    def _position_inputs(self, batch: PackedInput) -> tuple[Tensor, PackedLengths]:
+    def _frequencies(self, batch: PackedInput) -> Tensor | None:
+        if not self.unit.transformer.has_rotary_positions:
+            return None
         frequencies = rotary_frequencies(
             batch.positions,
             head_channels=self.unit.transformer.head_channels,
             base=self.unit.transformer.rotary_base,
             dtype=self.options.precision.rotary_dtype,
         )
+        return pad_rows(frequencies, self._num_padded_rows(batch.num_tokens))
+
+    def _position_inputs(self, batch: PackedInput) -> tuple[Tensor | None, PackedLengths]:
         lengths = batch.lengths
         num_rows = self._num_padded_rows(batch.num_tokens)
         if batch.share is None and num_rows > batch.num_tokens:
             lengths = (*lengths, num_rows - batch.num_tokens)
-        return pad_rows(frequencies, num_rows), PackedLengths(lengths=lengths, items=batch.items, share=batch.share)
+        return self._frequencies(batch), PackedLengths(lengths=lengths, items=batch.items, share=batch.share)
 
     def _build_layer(self, index: int) -> Module:
         return kind_of(self.unit, index).build(self.context, index)

@@ -53,14 +53,22 @@ class Transformer:
     kv_channels: int | None = field(default=None, metadata=_up_to(2**16))
     """Channels per head; None: hidden_size / num_attention_heads."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
-    activation: Literal["swiglu", "gelu"] = "swiglu"
+    activation: Literal["swiglu", "gelu", "gelu_tanh", "quick_gelu"] = "swiglu"
+    """Of the MLP: SiLU with a gate; GELU; its approximation by tanh; x sigmoid(1.702 x)."""
     add_bias_linear: bool = False
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
     """Norms over the channels of each query and key head, before rotary positions (Qwen3)."""
     layernorm_epsilon: float = field(default=1e-5, metadata={"above": 0, "maximum": 1})
+    has_rotary_positions: bool = True
+    """False: layers are told no positions; the unit's first layer adds learned ones."""
     rotary_base: float = field(default=10000.0, metadata={"above": 0, "maximum": 1e30})
     init_method_std: float = field(default=0.02, metadata={"above": 0, "maximum": 1000})
+
+    @property
+    def is_gated(self) -> bool:
+        """True if the MLP has a gate."""
+        return self.activation == "swiglu"
 
     @property
     def head_channels(self) -> int:
@@ -75,7 +83,7 @@ class Transformer:
 
 @dataclass(frozen=True)
 class ImageInput:
-    """The cutting of an image into tokens (Qwen2-VL's rule: native resolution, sizes rounded, area bounded)."""
+    """The cutting of an image into tokens: at native resolution (Qwen2-VL's rule: sizes rounded, area bounded) or one size."""
 
     patch_size: int = field(default=14, metadata=_up_to(2**10))
     merge_size: int = field(default=2, metadata=_up_to(2**6))
@@ -83,6 +91,39 @@ class ImageInput:
     in_channels: int = field(default=3, metadata=_up_to(2**10))
     min_pixels: int = field(default=3136, metadata=_up_to(2**31))
     max_pixels: int = field(default=1003520, metadata=_up_to(2**31))
+    image_size: int | None = field(default=None, metadata=_up_to(2**14))
+    """Pixels of both sides that every image is given; None: native resolution, within the bounds above."""
+    fit: Literal["stretch", "crop"] = "stretch"
+    """Images of one size: both sides are scaled alone, or the shorter side, and the longer one is cut off on both ends."""
+    mean: tuple[float, ...] = field(default=(0.5,), metadata={"min_entries": 1})
+    """Subtracted from pixels from 0 to 1: one number, or one of each channel."""
+    std: tuple[float, ...] = field(default=(0.5,), metadata={"min_entries": 1, "above": 0})
+    """Pixels are divided by it then."""
+    class_token: Literal["dropped", "kept"] | None = None
+    """A token of its own for every image: behind its patches and left out of the output, or before them and part of it."""
+    has_patch_bias: bool = True
+    """Layers that embed patches and add learned positions: with a bias."""
+    has_pre_norm: bool = False
+    """The same: with a norm after the positions (CLIP)."""
+
+    @property
+    def grid_size(self) -> int:
+        """Patches of both sides of images of one size."""
+        assert self.image_size is not None, "images have sizes of their own"
+        return self.image_size // self.patch_size
+
+    @property
+    def num_positions(self) -> int:
+        """Learned positions of images of one size: those of patches, and before them that of the class token."""
+        return self.grid_size**2 + (self.class_token is not None)
+
+    def num_tokens(self, grid: tuple[int, int]) -> int:
+        """Tokens inside an encoder of an image with these (rows, columns) of patches."""
+        return grid[0] * grid[1] + (self.class_token is not None)
+
+    def num_output_tokens(self, grid: tuple[int, int]) -> int:
+        """Tokens that leave the encoder."""
+        return grid[0] * grid[1] // self.merge_size**2 + (self.class_token == "kept")
 
 
 @dataclass(frozen=True)
@@ -109,6 +150,8 @@ class Unit:
     """Encoders only, in place of an image. Planned and simulated; not trained yet."""
     projector_hidden_size: int | None = field(default=None, metadata=_up_to(2**24))
     """Encoders only; None: hidden_size x merge_factor."""
+    has_projector_norm: bool = True
+    """Encoders only: with a norm before the projector's first product."""
     untie_embeddings_and_output_weights: bool = True
     """Backbone only."""
     vocab_size: int | None = field(default=None, metadata=_up_to(2**31))
@@ -121,7 +164,7 @@ class Unit:
     """Encoders (the last layer) and generators (the first one) only."""
     layer_kinds: tuple[str, ...] | None = field(default=None, metadata={"key": "layers"})
     """Kind of every layer, first to last, `num_layers` of them between the two ends; None: transformer layers between the role's
-    ends. The kinds are those of multimodal/cost/layers."""
+    ends; encoders of images of one size learn positions. The kinds are those of multimodal/cost/layers."""
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
@@ -129,6 +172,8 @@ class Unit:
         first, last = _ENDS[self.role]
         if self.audio is not None:
             first = "audio_embedding"
+        if self.role is Role.ENCODER and self.image is not None and self.image.image_size is not None:
+            first = "learned_patch_embedding"
         return self.layer_kinds or (first, *["transformer"] * self.transformer.num_layers, last)
 
     @property
@@ -252,7 +297,7 @@ def _unit_from_plain(name: str, entry: Plain) -> Unit:
         )
     if not is_encoder:
         also = ("image", "freeze_projector") if unit.role is Role.BACKBONE else ()
-        _refuse_values(entry, unit, ("projector_hidden_size", "audio", *also), owner="encoders")
+        _refuse_values(entry, unit, ("projector_hidden_size", "has_projector_norm", "audio", *also), owner="encoders")
     return replace(unit, image=ImageInput()) if is_encoder and unit.audio is None and unit.image is None else unit
 
 
@@ -327,11 +372,27 @@ def _check_unit(unit: Unit) -> None:
             "change one of them",
         )
     rotary_axes = 4 if unit.role is Role.ENCODER or unit.image is not None else 2
-    if shape.head_channels % rotary_axes:
+    if shape.has_rotary_positions and shape.head_channels % rotary_axes:
         fail(
             "num_attention_heads" if shape.kv_channels is None else "kv_channels",
             f"channels per head ({shape.head_channels}) must be divisible by {rotary_axes} for rotary positions; "
             "change hidden_size, num_attention_heads or kv_channels",
         )
-    if unit.image is not None and unit.image.max_pixels < unit.image.min_pixels:
-        fail("image", f"max_pixels {unit.image.max_pixels} is below min_pixels {unit.image.min_pixels}; raise max_pixels")
+    if unit.role is Role.GENERATOR and unit.image is not None and unit.image.class_token is not None:
+        fail("image", "class_token belongs to encoders; remove it here")
+    if unit.image is not None and (problem := _problem_of_image(unit.image)):
+        fail("image", problem)
+
+
+def _problem_of_image(image: ImageInput) -> str:
+    if image.max_pixels < image.min_pixels:
+        return f"max_pixels {image.max_pixels} is below min_pixels {image.min_pixels}; raise max_pixels"
+    factor = image.patch_size * image.merge_size
+    if image.image_size is not None and image.image_size % factor:
+        return f"image_size {image.image_size} is no multiple of patch_size x merge_size = {factor}; change one of them"
+    for name, values in (("mean", image.mean), ("std", image.std)):
+        if len(values) not in (1, image.in_channels):
+            return f"{name} has {len(values)} numbers, expected 1 or one for each of in_channels {image.in_channels}; correct it"
+    if image.class_token == "kept" and image.merge_size > 1:
+        return "class_token kept is a token that nothing can be merged with; use merge_size 1, or class_token dropped"
+    return ""

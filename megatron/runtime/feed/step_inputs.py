@@ -104,6 +104,7 @@ def _encoder_input(
         index_of_sample=source_index,
         merge_size=unit.image.merge_size,
         with_pixels=with_pixels,
+        class_token=unit.image.class_token,
     )
     return PackedInput(lengths=_lengths(packed.cu_seqlens), positions=packed.positions, patches=packed.patches)
 

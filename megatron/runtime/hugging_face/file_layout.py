@@ -57,8 +57,8 @@ def like_files(names: NamedWeights, found: Mapping[str, SavedWeight], metadata: 
 
     found: what the other files hold, which has all that `names` does. Of a vocabulary that has grown there are more rows.
     """
-    wanted = {key: found[key]._replace(shape=(shape.num_rows, *found[key].shape[1:])) for key, shape in names.shapes.items()}
-    return _lay_out(wanted, metadata)
+    grown = {key: found[key]._replace(shape=(shape.num_rows, *found[key].shape[1:])) for key, shape in names.shapes.items()}
+    return _lay_out({**found, **grown}, metadata)
 
 
 def cut_into_files(names: NamedWeights, dtype: torch.dtype, *, is_vector: Iterable[str]) -> FileLayout:

@@ -21,18 +21,18 @@ def load_hugging_face(folder: Path, *, session: Session) -> None:
     Rows of the vocabulary that the folder lacks stay as they were initialised. Raises CheckpointError on every rank when
     something is missing, damaged or of another model; nothing that the files hold is executed.
     """
-    what = f"loading {folder}"
-    described = on_this_rank(lambda: _described(folder, session.graph), what=what)
+    what, graph = f"loading {folder}", session.graph
+    described = on_this_rank(lambda: _described(folder, graph), what=what)
     architecture, _ = read_config(folder)
     tensors = model_tensors(session.state)
-    names = name_weights(tensors, graph=session.graph, architecture=architecture, what=what)
-    vocabularies = session.graph.backbone.vocab_size or 0, described.backbone.vocab_size or 0
+    names = name_weights(tensors, graph=graph, architecture=architecture, what=what)
+    vocabularies = graph.backbone.vocab_size or 0, described.backbone.vocab_size or 0
 
     def read() -> None:
         with WeightFiles(folder) as files:
             theirs = as_in_files(names, architecture, found=files.weights)
-            ignored = architecture.without_weights
-            check_weights(folder, theirs, found=files.weights, ignored=ignored, grown_from=vocabularies)
+            unused = [key for key in files.weights if architecture.is_unused(key, graph)]
+            check_weights(folder, theirs, found=files.weights, unused=unused, grown_from=vocabularies)
             fill(tensors, files, theirs)
 
     on_all_ranks(read, what=what)

@@ -1,7 +1,7 @@
 """All parameters of the model under the names that a Hugging Face folder has for them, and what is expected to be there."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -103,12 +103,17 @@ def _spelled(key: str, spelling: tuple[tuple[str, str], ...]) -> str:
 
 
 def check_weights(
-    folder: Path, names: NamedWeights, *, found: Mapping[str, SavedWeight], ignored: tuple[str, ...], grown_from: tuple[int, int]
+    folder: Path,
+    names: NamedWeights,
+    *,
+    found: Mapping[str, SavedWeight],
+    unused: Collection[str],
+    grown_from: tuple[int, int],
 ) -> None:
     """Raise CheckpointError where a folder lacks a tensor, has another shape of it, or has one that nothing is made of.
 
-    ignored: endings of names that hold no weights; grown_from: the vocabulary of this run and of the folder; tensors of as many
-    rows as the former have as many as the latter there.
+    unused: tensors that no parameter is made of; grown_from: the vocabulary of this run and of the
+    folder; tensors of as many rows as the former have as many as the latter there.
     """
     for key, shape in names.shapes.items():
         weight = found.get(key)
@@ -123,7 +128,7 @@ def check_weights(
                 f"{folder / weight.file}: {key} has shape {list(weight.shape)}, but config.json gives it {num_rows} rows of "
                 f"{shape.row_size}; the two are not of one model: correct config.json, or take the weights that belong to it"
             )
-    unknown = sorted(key for key in found if key not in names.shapes and not key.endswith(ignored))
+    unknown = sorted(key for key in found if key not in names.shapes and key not in unused)
     if unknown:
         raise CheckpointError(
             f"{folder / found[unknown[0]].file}: nothing of this model is made of {unknown[0]} (and {len(unknown) - 1} others), "

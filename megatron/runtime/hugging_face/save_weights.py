@@ -87,6 +87,7 @@ def _prepare(session: Session, like: Path | None, *, what: str) -> _Export:
     graph, tensors = session.graph, model_tensors(session.state)
     if like is None:
         architecture = architecture_of(graph)
+        assert architecture.to_config is not None
         config = architecture.to_config(graph)
     else:
         architecture, config = read_config(like)
@@ -103,8 +104,8 @@ def _prepare(session: Session, like: Path | None, *, what: str) -> _Export:
     def lay_out() -> tuple[NamedWeights, FileLayout]:
         with WeightFiles(like) as files:
             theirs = as_in_files(names, architecture, found=files.weights)
-            ignored = architecture.without_weights
-            check_weights(like, theirs, found=files.weights, ignored=ignored, grown_from=(vocab_size, before))
+            unused = [key for key in files.weights if architecture.is_unused(key, graph)]
+            check_weights(like, theirs, found=files.weights, unused=unused, grown_from=(vocab_size, before))
             return theirs, like_files(theirs, files.weights, files.metadata)
 
     names, layout = on_this_rank(lay_out, what=what)
@@ -128,22 +129,50 @@ def _open_partial(folder: Path, layout: FileLayout) -> Path:
 def _write(partial: Path, session: Session, export: _Export) -> None:
     """Write this rank's part. A failure waits for the end, since other ranks wait for this one's columns."""
     problem: OSError | None = None
-    with ExitStack() as stack:
-        files: dict[str, int] = {}
+    with _OpenFiles(partial) as files:
         for tensor in _own_tensors(session):
             try:
                 for part in parts_of(tensor, export.names) if problem is None else ():
                     place = export.layout.weights[part.key]
-                    if place.file not in files:
-                        files[place.file] = os.open(partial / place.file, os.O_WRONLY)
-                        stack.callback(os.close, files[place.file])
-                    _write_part(files[place.file], part, place)
+                    _write_part(files.descriptor(place.file), part, place)
             except OSError as failure:
                 problem = failure
         if problem is not None:
             raise problem
-        for descriptor in files.values():
+        _copy_unused(files, export)
+        files.sync()
+
+
+class _OpenFiles(ExitStack):
+    """The files of a folder that this rank writes into, open until the end of a `with`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self._descriptors: dict[str, int] = {}
+
+    def descriptor(self, name: str) -> int:
+        """Return that of a file."""
+        if name not in self._descriptors:
+            self._descriptors[name] = os.open(self._folder / name, os.O_WRONLY)
+            self.callback(os.close, self._descriptors[name])
+        return self._descriptors[name]
+
+    def sync(self) -> None:
+        """Have what was written on the disk."""
+        for descriptor in self._descriptors.values():
             os.fsync(descriptor)
+
+
+def _copy_unused(files: _OpenFiles, export: _Export) -> None:
+    """Copy this rank's turn of the tensors that no parameter is made of."""
+    unused = sorted(export.layout.weights.keys() - export.names.shapes.keys())[dist.get_rank() :: dist.get_world_size()]
+    if export.like is None or not unused:
+        return
+    with WeightFiles(export.like) as source:
+        for key in unused:
+            place = export.layout.weights[key]
+            _write_at(files.descriptor(place.file), _bytes_of(source.read_whole(key)), place.start)
 
 
 def _write_part(descriptor: int, part: Part, place: PlacedWeight) -> None:

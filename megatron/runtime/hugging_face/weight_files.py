@@ -80,6 +80,11 @@ class WeightFiles:
         values = part[rows.start : rows.stop]
         return values.reshape(len(rows), row_size)[:, columns.start : columns.stop]
 
+    def read_whole(self, key: str) -> Tensor:
+        """Return a tensor."""
+        values: Tensor = self._open[self.weights[key].file].get_tensor(key)
+        return values
+
     def _open_file(self, name: str) -> "safe_open":
         try:
             from safetensors import SafetensorError, safe_open

@@ -5,7 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from multimodal.cost.layers.backbone_ends import HeadLayer, TokenEmbeddingLayer
-from multimodal.cost.layers.encoder_ends import AudioEmbeddingLayer, PatchEmbeddingLayer, ProjectorLayer
+from multimodal.cost.layers.encoder_ends import (
+    AudioEmbeddingLayer,
+    LearnedPatchEmbeddingLayer,
+    PatchEmbeddingLayer,
+    ProjectorLayer,
+)
 from multimodal.cost.layers.generator_ends import GeneratorHeadLayer, GeneratorProjectorLayer
 from multimodal.cost.layers.layer import Layer
 from multimodal.cost.layers.transformer import TransformerLayer
@@ -16,6 +21,7 @@ from multimodal.values.model_graph import ModelGraph, Unit
 
 LAYER_KINDS: dict[str, type[Layer]] = {
     "patch_embedding": PatchEmbeddingLayer,
+    "learned_patch_embedding": LearnedPatchEmbeddingLayer,
     "audio_embedding": AudioEmbeddingLayer,
     "token_embedding": TokenEmbeddingLayer,
     "transformer": TransformerLayer,

@@ -87,7 +87,7 @@ class TransformerLayer(Layer):
         query, key_value = self._widths
         qkv = query + key_value
         whole = 2 * self.norm_bytes(trains=trains, size=size) + (2 * size * shape.hidden_size if trains else 0.0)
-        whole += 4 * size * shape.head_channels
+        whole += 4 * size * shape.head_channels if shape.has_rotary_positions else 0
         is_repeated = shape.query_groups < shape.num_attention_heads
         if is_selective:
             attention = float(size * (query + key_value / 2 + qkv))
@@ -95,7 +95,7 @@ class TransformerLayer(Layer):
             attention = size * (3 * query + (query if is_repeated else qkv)) + WIDE_BYTES * shape.num_attention_heads
         if shape.qk_layernorm:
             attention += self._head_norm_bytes(trains=trains, size=size, is_selective=is_selective)
-        inner = shape.ffn_hidden_size * (4 if self._is_gated else 1)
+        inner = shape.ffn_hidden_size * (4 if self._is_gated else 3 if shape.activation == "quick_gelu" else 1)
         inputs = query + shape.ffn_hidden_size if trains else 0
         return whole, attention + size * (inner + inputs)
 
@@ -128,8 +128,9 @@ class TransformerLayer(Layer):
         | or SwiGLU | read two, write one: 3f | read the gradient and two inputs, write two: 5f |
         """
         shape, hidden = self.unit.transformer, self.unit.transformer.hidden_size
-        rotated = 2 * (shape.num_attention_heads + shape.query_groups) * shape.head_channels
-        normed = rotated if shape.qk_layernorm else 0
+        heads = 2 * (shape.num_attention_heads + shape.query_groups) * shape.head_channels
+        rotated = heads if shape.has_rotary_positions else 0
+        normed = heads if shape.qk_layernorm else 0
         forward = 10 * hidden + rotated + normed + shape.ffn_hidden_size * (3 if self._is_gated else 2)
         backward = 12 * hidden + rotated + 1.5 * normed + shape.ffn_hidden_size * (5 if self._is_gated else 3)
         return LayerTraffic(float(bytes_per_element * forward), float(bytes_per_element * backward))
@@ -150,7 +151,7 @@ class TransformerLayer(Layer):
 
     @property
     def _is_gated(self) -> bool:
-        return self.unit.transformer.activation == "swiglu"
+        return self.unit.transformer.is_gated
 
     @property
     def _widths(self) -> tuple[int, int]:

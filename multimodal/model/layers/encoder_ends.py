@@ -17,7 +17,7 @@ from multimodal.model.layers.transformer import MLP_SUBMODULES
 from multimodal.model.norm import Norm
 from multimodal.model.transformer_config import Precision
 from multimodal.values.errors import ModelError
-from multimodal.values.model_graph import Unit
+from multimodal.values.model_graph import ImageInput, Unit
 
 
 class PatchEmbedding(torch.nn.Module):
@@ -55,8 +55,65 @@ class PatchEmbeddingKind(LayerKind):
         return {"patches": context.random(num_tokens, context.patch_channels)}, None
 
 
+class LearnedPatchEmbedding(torch.nn.Module):
+    """Patches and class tokens of images of one size, with learned positions and perhaps a norm; alike on all ranks."""
+
+    def __init__(self, *, image: ImageInput, patch_channels: int, config: TransformerConfig) -> None:
+        super().__init__()
+        device, dtype, hidden_size = torch.cuda.current_device(), config.params_dtype, config.hidden_size
+
+        def parameter(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
+
+        self.grid_size = image.grid_size
+        self.weight = parameter(hidden_size, patch_channels)
+        self.bias = parameter(hidden_size) if image.has_patch_bias else None
+        self.class_token = parameter(hidden_size) if image.class_token is not None else None
+        self.positions = parameter(image.num_positions, hidden_size)
+        whole = dataclasses.replace(config, sequence_parallel=False)
+        self.norm = Norm(whole, hidden_size, eps=config.layernorm_epsilon) if image.has_pre_norm else None
+
+    def forward(self, patches: Tensor, places: Tensor) -> Tensor:
+        """patches: [num_tokens, patch_channels], any float dtype, zero for class tokens; places: [num_tokens, 2].
+
+        Returns [num_tokens, 1, hidden_size].
+        """
+        hidden = deferrable_linear(patches.to(self.weight.dtype), self.weight, self.bias)
+        index = places[:, 0] * self.grid_size + places[:, 1]
+        if self.class_token is not None:
+            is_class = places[:, 0] < 0
+            hidden = torch.where(is_class[:, None], self.class_token, hidden)
+            index = torch.where(is_class, 0, index + 1)
+        hidden = hidden + torch.nn.functional.embedding(index, self.positions)
+        return (hidden if self.norm is None else self.norm(hidden))[:, None]
+
+
+class LearnedPatchEmbeddingKind(LayerKind):
+    """Reads `batch.patches` and `batch.positions`."""
+
+    takes_hidden = False
+
+    def build(self, context: LayerContext, index: int) -> LearnedPatchEmbedding:
+        """Build it for the one size of the unit's images."""
+        assert context.unit.image is not None
+        return LearnedPatchEmbedding(image=context.unit.image, patch_channels=context.patch_channels, config=context.config)
+
+    def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
+        """Embed all patches."""
+        embedded: Tensor = layer(given.batch.patches, given.batch.positions)
+        return embedded
+
+    def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
+        """Patches, all at the first place of their image."""
+        places = torch.zeros(num_tokens, 2, dtype=torch.int64, device=torch.cuda.current_device())
+        return {"patches": context.random(num_tokens, context.patch_channels), "positions": places}, None
+
+
 class Projector(torch.nn.Module):
-    """Norm, concatenation of merge_size^2 neighbouring patches, two-layer GELU MLP (Qwen2-VL's patch merger)."""
+    """Norm, concatenation of merge_size^2 neighbouring patches, two-layer GELU MLP (Qwen2-VL's patch merger).
+
+    The norm may be left out.
+    """
 
     def __init__(
         self,
@@ -66,6 +123,8 @@ class Projector(torch.nn.Module):
         merge_factor: int,
         projector_hidden_size: int | None,
         output_size: int,
+        has_norm: bool,
+        drops_class_tokens: bool,
     ) -> None:
         super().__init__()
         merged_size = config.hidden_size * merge_factor
@@ -81,17 +140,22 @@ class Projector(torch.nn.Module):
         self.merged_size = merged_size
         self.is_sequence_sharded = config.sequence_parallel
         self.group = groups.tp
-        self.norm = Norm(dataclasses.replace(config, sequence_parallel=False), config.hidden_size, eps=config.layernorm_epsilon)
+        self.drops_class_tokens = drops_class_tokens
+        whole = dataclasses.replace(config, sequence_parallel=False)
+        self.norm = Norm(whole, config.hidden_size, eps=config.layernorm_epsilon) if has_norm else None
         self.mlp = MLP(plain, MLP_SUBMODULES, input_size=merged_size, ffn_hidden_size=plain.ffn_hidden_size, tp_group=groups.tp)
 
-    def forward(self, hidden: Tensor, num_patches: int) -> Tensor:
-        """hidden: [num_patches (padded and / tp under sequence parallelism), 1, hidden_size].
+    def forward(self, hidden: Tensor, places: Tensor) -> Tensor:
+        """hidden: [num_tokens (padded and / tp under sequence parallelism), 1, hidden_size]; places: [num_tokens, 2].
 
         Returns [num_patches / merge_size^2, output_size], the same on every tensor parallel rank.
         """
         if self.is_sequence_sharded:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
-        merged = self.norm(hidden[:num_patches]).reshape(-1, 1, self.merged_size)
+        hidden = hidden[: len(places)]
+        if self.drops_class_tokens:
+            hidden = hidden[places[:, 0] >= 0]
+        merged = (hidden if self.norm is None else self.norm(hidden)).reshape(-1, 1, self.merged_size)
         output, bias = self.mlp(merged)
         result: Tensor = (output + bias)[:, 0]
         return result
@@ -111,11 +175,13 @@ class ProjectorKind(LayerKind):
             merge_factor=context.unit.merge_factor,
             projector_hidden_size=context.unit.projector_hidden_size,
             output_size=self.output_size(context),
+            has_norm=context.unit.has_projector_norm,
+            drops_class_tokens=context.unit.image is not None and context.unit.image.class_token == "dropped",
         )
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
         """Merge and map; returns [num_merged_tokens, output_size]."""
-        projected: Tensor = layer(hidden, given.batch.num_tokens)
+        projected: Tensor = layer(hidden, given.batch.positions)
         return projected
 
     def output_size(self, context: LayerContext) -> int:

@@ -54,8 +54,8 @@ class StagePass:
     batch: PackedInput
     item_embeddings: Tensor | None
     """Outputs of other units: [num_item_tokens, hidden_size] or, for a generator, [num_images, condition_size]."""
-    frequencies: Tensor
-    """[num_rows, 1, 1, head_channels]: rotary angles of all tokens."""
+    frequencies: Tensor | None
+    """[num_rows, 1, 1, head_channels]: rotary angles of all tokens; None where positions are learned."""
     lengths: PackedLengths
     shared_weight: Tensor | None
     """[vocab_size / tp, hidden_size]: tied word embeddings, where the stage has them."""

@@ -1,7 +1,7 @@
 """All kinds of layer that can be built and trained, by name."""
 
 from multimodal.model.layers.backbone_ends import HeadKind, TokenEmbeddingKind
-from multimodal.model.layers.encoder_ends import PatchEmbeddingKind, ProjectorKind
+from multimodal.model.layers.encoder_ends import LearnedPatchEmbeddingKind, PatchEmbeddingKind, ProjectorKind
 from multimodal.model.layers.generator_ends import GeneratorHeadKind, GeneratorProjectorKind
 from multimodal.model.layers.layer_kind import LayerKind
 from multimodal.model.layers.transformer import TransformerKind
@@ -11,6 +11,7 @@ from multimodal.values.model_graph import Unit
 
 LAYER_KINDS: dict[str, LayerKind] = {
     "patch_embedding": PatchEmbeddingKind(),
+    "learned_patch_embedding": LearnedPatchEmbeddingKind(),
     "token_embedding": TokenEmbeddingKind(),
     "transformer": TransformerKind(),
     "projector": ProjectorKind(),

@@ -62,7 +62,7 @@ class TransformerKind(LayerKind):
 
     def num_blocks(self, unit: Unit, module: str) -> int:
         """A gated first MLP layer stacks [gate; up]."""
-        return 2 if module == "linear_fc1" and unit.transformer.activation == "swiglu" else 1
+        return 2 if module == "linear_fc1" and unit.transformer.is_gated else 1
 
     def core_attention(self, layer: Module) -> Module:
         """Return megatron-core's `core_attention`."""

@@ -41,7 +41,7 @@ def test_a_layout_follows_other_files_with_more_rows() -> None:
         "a.weight": SavedWeight("one.safetensors", torch.bfloat16, (2, 4)),
         "b.bias": SavedWeight("one.safetensors", torch.float32, (5,)),
         "c.weight": SavedWeight("two.safetensors", torch.bfloat16, (2, 2, 3)),
-        "unused": SavedWeight("two.safetensors", torch.bfloat16, (1,)),
+        "kept": SavedWeight("two.safetensors", torch.bfloat16, (2,)),
     }
     layout = like_files(NAMES, found, {"one.safetensors": {}, "two.safetensors": {"format": "pt"}})
     assert header_of(layout.headers["one.safetensors"]) == {
