@@ -68,7 +68,8 @@ def synthetic_input(stage: UnitStage, *, num_tokens: int, num_sequences: int = 1
     hidden = None
     if kind.takes_hidden:
         hidden = stage.context.random(stage.num_rows(num_tokens), 1, unit.transformer.hidden_size).requires_grad_()
-    return LayerInput(hidden, PackedInput((length,) * num_sequences, positions, **parts), item_embeddings)
+    batch = PackedInput(**{"lengths": (length,) * num_sequences, "positions": positions, **parts})
+    return LayerInput(hidden, batch, item_embeddings)
 
 
 _EVICTING = torch.zeros(4 * 2**20, dtype=torch.uint8)

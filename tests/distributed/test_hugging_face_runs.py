@@ -24,6 +24,7 @@ from tests.distributed.gradient_case import GradientCase, build_session
 from tests.distributed.hugging_face_case import FromFolder
 from tests.distributed.launch import launch
 from tests.distributed.rank_pool import RankPool
+from tests.distributed.small_run import NUM_RANKS, working_flags, write_working_files
 from tests.distributed.test_hugging_face_text import case_of
 from tests.distributed.wide_transformers import build_wide_model, double_precision, randomize_vectors
 from tools import convert
@@ -115,6 +116,26 @@ def test_a_run_steps_as_transformers_with_adamw(is_tied: bool, tmp_path: Path) -
     again = launch([part for pair in flags.items() for part in pair], num_ranks=2)
     assert "is there already; give another folder, or remove it" in again.output
     assert again.exit_codes != (0, 0)
+
+
+def test_a_run_trains_the_projector_of_llava(tmp_path: Path) -> None:
+    """Images of a manifest, towers frozen: the projector alone has changed in the folder that is written."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    folder, target = tmp_path / "model", tmp_path / "trained"
+    shape = {key: SHAPE[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")}
+    vision = CLIPVisionConfig(**shape, image_size=16, patch_size=4)
+    config = LlavaConfig(vision_config=vision, text_config=LlamaConfig(**shape, vocab_size=265), image_token_index=264)
+    LlavaForConditionalGeneration(config).save_pretrained(folder)
+    write_working_files(tmp_path)
+    flags = {**working_flags(tmp_path), "--load-hf": folder, "--save-hf": target, "--freeze": "vision"}
+    del flags["--model"]
+    done = launch([*(part for pair in flags.items() for part in pair), "llm"], num_ranks=NUM_RANKS)
+    assert done.exit_codes == (0, 0), done.output
+    before, after = load_file(folder / "model.safetensors"), load_file(target / "model.safetensors")
+    assert before.keys() == after.keys()
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert changed == {key for key in before if "projector" in key}
 
 
 def test_tools_convert_in_both_directions(tmp_path: Path) -> None:

@@ -93,9 +93,11 @@ class TransformerLayer(Layer):
             attention = float(size * (query + key_value / 2 + qkv))
         else:
             attention = size * (3 * query + (query if is_repeated else qkv)) + WIDE_BYTES * shape.num_attention_heads
+        if not shape.has_rotary_positions and (is_selective or not is_repeated):
+            attention -= size * (query + key_value / 2)  # views of the qkv product, not rotated copies
         if shape.qk_layernorm:
             attention += self._head_norm_bytes(trains=trains, size=size, is_selective=is_selective)
-        inner = shape.ffn_hidden_size * (4 if self._is_gated else 3 if shape.activation == "quick_gelu" else 1)
+        inner = shape.ffn_hidden_size * (4 if self._is_gated else 2 if shape.activation == "quick_gelu" else 1)
         inputs = query + shape.ffn_hidden_size if trains else 0
         return whole, attention + size * (inner + inputs)
 

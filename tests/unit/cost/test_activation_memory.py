@@ -36,7 +36,8 @@ GPT = {
     "add_bias_linear": True,
 }
 QWEN3 = {**LLAMA, "qk_layernorm": True}
-SHAPES = {"llama": LLAMA, "gpt": GPT, "qwen": QWEN, "qwen3": QWEN3}
+CLIP = {**GPT, "activation": "quick_gelu", "has_rotary_positions": False}
+SHAPES = {"clip": CLIP, "llama": LLAMA, "gpt": GPT, "qwen": QWEN, "qwen3": QWEN3}
 IMAGE = {"patch_size": 4, "in_channels": 1}
 VOCABULARY = 512
 
@@ -218,3 +219,26 @@ def test_parameters_are_counted_as_they_are_built(shape: str) -> None:
             assert describe_layer(graph, unit, kind, vocab_size=VOCABULARY).num_parameters == built, (unit.name, kind)
             total += built * unit.layers.count(kind)
         assert unit_parameters(graph, unit, vocab_size=VOCABULARY) == total
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("has_pre_norm", [False, True])
+def test_learned_positions_are_counted(has_pre_norm: bool, frozen: bool) -> None:
+    """Parameters exactly; what the first layer keeps for its backward, where it has one, within a tenth."""
+    image = {"patch_size": 4, "merge_size": 1, "image_size": 32, "class_token": "dropped", "has_pre_norm": has_pre_norm}
+    units = {
+        "vision": {"role": "encoder", **CLIP, "image": image, "has_projector_norm": False},
+        "llm": {"role": "backbone", **LLAMA},
+    }
+    graph = ModelGraph.from_dict({"units": units})
+    kind = graph.unit("vision").layers[0]
+    stage = build_layer(graph, "vision", kind, groups=groups(1), options=BuildOptions(), vocab_size=VOCABULARY)
+    layer = describe_layer(graph, graph.unit("vision"), kind, vocab_size=VOCABULARY)
+    assert layer.num_parameters == sum(parameter.numel() for parameter in stage.parameters())
+    stage.layers.requires_grad_(not frozen)
+    measured = saved_bytes(stage, *synthetic_input(stage, num_tokens=256, num_sequences=2))
+    need = BackwardNeed.NONE if frozen else BackwardNeed.FULL
+    predicted = layer_activation_bytes(
+        graph, "vision", kind, UnitLoad(256), need=need, vocab_size=VOCABULARY, bytes_per_element=4, implementation="local"
+    )
+    assert predicted == pytest.approx(measured, rel=0.1)
