@@ -84,7 +84,11 @@ def image_to_patches(image: Image.Image, *, image_input: ImageInput) -> ItemPixe
     pixels = np.asarray(image, dtype=np.float32).reshape(size[1], size[0], image_input.in_channels)
     mean, std = (np.array(values, dtype=np.float32) for values in (image_input.mean, image_input.std))
     normalised = (pixels / np.float32(255) - mean) / std
-    return ItemPixels(cut_patches(normalised, patch_size=image_input.patch_size, merge_size=image_input.merge_size), grid)
+    patches = cut_patches(normalised, patch_size=image_input.patch_size, merge_size=image_input.merge_size)
+    if image_input.num_frames > 1:
+        channels = patches.reshape(len(patches), image_input.in_channels, 1, -1)
+        patches = np.repeat(channels, image_input.num_frames, axis=2).reshape(len(patches), -1)
+    return ItemPixels(patches, grid)
 
 
 def _crop_to_square(image: Image.Image, *, size: int) -> Image.Image:

@@ -32,7 +32,7 @@ class Architecture:
     """From a config.json to the plain form of a model graph; raises ModelError for what cannot be computed here."""
     to_config: Callable[[ModelGraph], dict[str, Any]] | None
     """From a model graph of the right roles to a config.json; which graphs it describes shows on the way back. None for models
-    with weights that nothing is computed with, which are only copied from another folder."""
+    that are written like another folder only: some have weights that nothing is computed with, which are copied."""
     names: Mapping[Role, UnitNames]
     """By the role of the unit."""
     is_unused: Callable[[str, ModelGraph], bool] = lambda key, graph: key.endswith("rotary_emb.inv_freq")

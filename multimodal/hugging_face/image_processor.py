@@ -1,4 +1,4 @@
-"""What the image processor of a Hugging Face folder does to pixels, as far as images of one size go."""
+"""What the image processor of a Hugging Face folder does to pixels."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +19,10 @@ _COMPUTED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+_PATCHES = {"patch_size": "patch_size", "merge_size": "merge_size", "temporal_patch_size": "num_frames"}
+"""What processor and encoder must agree in, where images keep their size: its name there -> here."""
+
+
 def read_processor(folder: str | Path) -> Mapping[str, Any] | None:
     """Return what a folder says of its image processor; None where it says nothing."""
     for name in _NAMES:
@@ -31,31 +35,30 @@ def read_processor(folder: str | Path) -> Mapping[str, Any] | None:
 
 
 def with_processor(plain: dict[str, Any], processor: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the plain form of a model graph in which images of one size are treated as a processor does.
+    """Return the plain form of a model graph in which images are treated as a processor does.
 
     Raises ModelError for a processor that does something else, such as padding.
     """
     if processor is None:
         return plain
-    units = {name: _with_images(unit, processor) if _has_one_size(unit) else unit for name, unit in plain["units"].items()}
+    units = {name: _with_images(unit, processor) if unit.get("image") else unit for name, unit in plain["units"].items()}
     return {**plain, "units": units}
-
-
-def _has_one_size(unit: Mapping[str, Any]) -> bool:
-    return (unit.get("image") or {}).get("image_size") is not None
 
 
 def _with_images(unit: Mapping[str, Any], processor: Mapping[str, Any]) -> dict[str, Any]:
     require(processor, _COMPUTED, where="the image processor's ")
-    crops = bool(processor.get("do_center_crop"))
-    side, size = unit["image"]["image_size"], processor.get("size")
-    found = size.get("shortest_edge", size.get("height")) if isinstance(size, Mapping) else size
-    if found not in (side, None):
-        raise ModelError(f"the image processor's size is {size}, but the encoder takes {side} pixels; correct one of them")
-    image = {
-        **unit["image"],
-        "mean": processor["image_mean"],
-        "std": processor["image_std"],
-        "fit": "crop" if crops else "stretch",
-    }
-    return {**unit, "image": image}
+    image, size = unit["image"], processor.get("size")
+    sides = size if isinstance(size, Mapping) else {"height": size}
+    values = {"mean": processor["image_mean"], "std": processor["image_std"]}
+    if image.get("image_size") is not None:
+        found = sides.get("shortest_edge", sides.get("height"))
+        if found not in (image["image_size"], None):
+            raise ModelError(
+                f"the image processor's size is {size}, but the encoder takes {image['image_size']} pixels; correct one of them"
+            )
+        values["fit"] = "crop" if processor.get("do_center_crop") else "stretch"
+    else:
+        require(processor, {key: (image[ours],) for key, ours in _PATCHES.items()}, where="the image processor's ")
+        bounds = processor.get("min_pixels", sides.get("shortest_edge")), processor.get("max_pixels", sides.get("longest_edge"))
+        values |= {key: bound for key, bound in zip(("min_pixels", "max_pixels"), bounds, strict=True) if bound is not None}
+    return {**unit, "image": {**image, **values}}

@@ -7,6 +7,7 @@ from typing import Any
 from multimodal.hugging_face.architecture import Architecture
 from multimodal.hugging_face.image_processor import read_processor, with_processor
 from multimodal.hugging_face.llava import LLAVA
+from multimodal.hugging_face.qwen2_5_vl import QWEN2_5_VL
 from multimodal.hugging_face.text_models import TEXT_FAMILIES, text_architecture
 from multimodal.values.errors import BraidError, ModelError
 from multimodal.values.file_form import read_mapping
@@ -14,7 +15,7 @@ from multimodal.values.model_graph import ModelGraph, Unit
 
 CONFIG_NAME = "config.json"
 ARCHITECTURES: dict[str, Architecture] = {
-    architecture.name: architecture for architecture in (*map(text_architecture, TEXT_FAMILIES.values()), LLAVA)
+    architecture.name: architecture for architecture in (*map(text_architecture, TEXT_FAMILIES.values()), LLAVA, QWEN2_5_VL)
 }
 """By the name that `architectures` in config.json has."""
 _FREE = frozenset({"name", "freeze_module", "freeze_projector", "vocab_size", "has_exact_vocabulary", "min_pixels", "max_pixels"})
@@ -66,7 +67,7 @@ def architecture_of(graph: ModelGraph) -> Architecture:
         if set(architecture.names) != {unit.role for unit in graph.units} or len(architecture.names) != len(graph.units):
             continue
         if architecture.to_config is None:
-            differences.append(f"{architecture.name} has weights that are not trained here; name a folder with them by --load-hf")
+            differences.append(f"{architecture.name} is written like another folder alone, which --load-hf or --like names")
             continue
         described = ModelGraph.from_dict(architecture.to_graph(architecture.to_config(graph)))
         difference = _first_difference(graph, described)

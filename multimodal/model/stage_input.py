@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from multimodal.attention.packed_lengths import ItemSpan
-from multimodal.attention.token_shares import RankShare
+from multimodal.attention.token_shares import RankShare, WholeItemShares
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class PackedInput:
     lengths: tuple[int, ...]
     """Tokens of each packed sequence."""
     positions: Tensor
-    """[num_tokens] (text) or [num_tokens, 2] (rows and columns of patches)."""
+    """[num_tokens] (text), [num_tokens, 2] (rows and columns of patches) or [num_tokens, 3] (time, row and column in an LLM)."""
     patches: Tensor | None = None
     """[num_tokens, patch_channels]: the input of an encoder's first stage, or the target of a generator's last stage."""
     token_ids: Tensor | None = None
@@ -45,6 +45,15 @@ class PackedInput:
     def num_tokens(self) -> int:
         """Number of tokens that this rank holds."""
         return sum(self.lengths) if self.share is None else self.share.num_tokens
+
+    @property
+    def own_lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence that this rank holds; where ranks share them, all are whole."""
+        if self.share is None:
+            return self.lengths
+        shares = self.share.shares
+        assert isinstance(shares, WholeItemShares) and not shares.cut_lengths, "items are cut"
+        return shares.lengths_of(self.share.rank)
 
 
 def padded_num_tokens(num_tokens: int, *, multiple: int) -> int:

@@ -12,6 +12,7 @@ from torch.nn import Module, ModuleDict
 from torch.utils.checkpoint import checkpoint
 
 from multimodal.attention.packed_lengths import PackedLengths
+from multimodal.attention.windows import build_windows
 from multimodal.model.layers.layer_kind import HeadOutput, LayerContext, StagePass
 from multimodal.model.layers.registry import kind_of
 from multimodal.model.rotary import rotary_frequencies
@@ -142,6 +143,7 @@ class UnitStage(MegatronModule):
             head_channels=self.unit.transformer.head_channels,
             base=self.unit.transformer.rotary_base,
             dtype=self.options.precision.rotary_dtype,
+            sections=self.unit.transformer.rotary_sections,
         )
         return pad_rows(frequencies, self._num_padded_rows(batch.num_tokens))
 
@@ -150,7 +152,11 @@ class UnitStage(MegatronModule):
         num_rows = self._num_padded_rows(batch.num_tokens)
         if batch.share is None and num_rows > batch.num_tokens:
             lengths = (*lengths, num_rows - batch.num_tokens)
-        return self._frequencies(batch), PackedLengths(lengths=lengths, items=batch.items, share=batch.share)
+        windows = None
+        if self.unit.has_windows:
+            assert self.unit.image is not None
+            windows = build_windows(batch.positions, batch.own_lengths, size=self.unit.image.window_patches)
+        return self._frequencies(batch), PackedLengths(lengths=lengths, items=batch.items, share=batch.share, windows=windows)
 
     def _build_layer(self, index: int) -> Module:
         return kind_of(self.unit, index).build(self.context, index)

@@ -63,6 +63,8 @@ class Transformer:
     has_rotary_positions: bool = True
     """False: layers are told no positions; the unit's first layer adds learned ones."""
     rotary_base: float = field(default=10000.0, metadata={"above": 0, "maximum": 1e30})
+    rotary_sections: tuple[int, ...] = field(default=(), metadata={"minimum": 1, "maximum": 2**16})
+    """Backbone only: channel pairs of a head that turn by time, row and column (M-RoPE); none: all by the token's place."""
     init_method_std: float = field(default=0.02, metadata={"above": 0, "maximum": 1000})
 
     @property
@@ -102,9 +104,26 @@ class ImageInput:
     class_token: Literal["dropped", "kept"] | None = None
     """A token of its own for every image: behind its patches and left out of the output, or before them and part of it."""
     has_patch_bias: bool = True
-    """Layers that embed patches and add learned positions: with a bias."""
+    """Encoders: patches are embedded with a bias."""
     has_pre_norm: bool = False
-    """The same: with a norm after the positions (CLIP)."""
+    """Encoders that add learned positions: with a norm behind them (CLIP)."""
+    num_frames: int = field(default=1, metadata=_up_to(2**10))
+    """Frames that a patch reaches over; an image is repeated in all of them."""
+    window_size: int | None = field(default=None, metadata=_up_to(2**14))
+    """Encoders: pixels of both sides of the windows inside of which patches attend; None: to the whole image."""
+    full_attention_layers: tuple[int, ...] = field(default=(), metadata={"minimum": 0, "maximum": MOST_LAYERS - 1})
+    """Encoders with windows: transformer layers, counted from 0, in which patches attend to the whole image nevertheless."""
+
+    @property
+    def num_patch_values(self) -> int:
+        """Numbers of one patch."""
+        return self.in_channels * self.num_frames * self.patch_size**2
+
+    @property
+    def window_patches(self) -> int:
+        """Patches of both sides of a window, a multiple of merge_size."""
+        assert self.window_size is not None, "patches attend to the whole image"
+        return self.window_size // self.patch_size // self.merge_size * self.merge_size
 
     @property
     def grid_size(self) -> int:
@@ -174,7 +193,17 @@ class Unit:
             first = "audio_embedding"
         if self.role is Role.ENCODER and self.image is not None and self.image.image_size is not None:
             first = "learned_patch_embedding"
-        return self.layer_kinds or (first, *["transformer"] * self.transformer.num_layers, last)
+        body = ["transformer"] * self.transformer.num_layers
+        if self.has_windows:
+            assert self.image is not None
+            full = self.image.full_attention_layers
+            body = ["transformer" if index in full else "windowed_transformer" for index in range(len(body))]
+        return self.layer_kinds or (first, *body, last)
+
+    @property
+    def has_windows(self) -> bool:
+        """True if patches of an encoder's images attend inside windows."""
+        return self.role is Role.ENCODER and self.image is not None and self.image.window_size is not None
 
     @property
     def is_causal(self) -> bool:
@@ -371,6 +400,14 @@ def _check_unit(unit: Unit) -> None:
             f"num_attention_heads {shape.num_attention_heads} is not divisible by num_query_groups {shape.query_groups}; "
             "change one of them",
         )
+    if shape.rotary_sections and (unit.role is not Role.BACKBONE or 2 * sum(shape.rotary_sections) != shape.head_channels):
+        fail(
+            "rotary_sections",
+            f"rotary_sections {list(shape.rotary_sections)} must belong to the backbone and add up to half its channels per head "
+            f"({shape.head_channels // 2}); correct them",
+        )
+    if len(shape.rotary_sections) not in (0, 3):
+        fail("rotary_sections", f"expected 3 numbers, for time, row and column, found {len(shape.rotary_sections)}; correct them")
     rotary_axes = 4 if unit.role is Role.ENCODER or unit.image is not None else 2
     if shape.has_rotary_positions and shape.head_channels % rotary_axes:
         fail(
@@ -393,6 +430,11 @@ def _problem_of_image(image: ImageInput) -> str:
     for name, values in (("mean", image.mean), ("std", image.std)):
         if len(values) not in (1, image.in_channels):
             return f"{name} has {len(values)} numbers, expected 1 or one for each of in_channels {image.in_channels}; correct it"
+    if image.window_size is not None and (image.window_patches == 0 or image.class_token is not None):
+        return (
+            f"window_size {image.window_size} must be at least patch_size x merge_size = {factor}, and images have no "
+            "class_token; correct it, or leave it out"
+        )
     if image.class_token == "kept" and image.merge_size > 1:
         return "class_token kept is a token that nothing can be merged with; use merge_size 1, or class_token dropped"
     return ""

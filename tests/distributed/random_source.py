@@ -69,8 +69,8 @@ class RandomSource:
         image = self.graph.unit(self.shapes[index].items[item_index][0]).image
         assert image is not None
         generator = np.random.default_rng((self.seed, index, item_index))
-        channels = image.in_channels * image.patch_size**2
-        return ItemPixels(generator.standard_normal((grid[0] * grid[1], channels)).astype(np.float32), grid)
+        size = (grid[0] * grid[1], image.num_patch_values)
+        return ItemPixels(generator.standard_normal(size).astype(np.float32), grid)
 
     def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
         unit, rows, columns = self.shapes[index].items[item_index]

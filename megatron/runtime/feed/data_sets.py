@@ -80,10 +80,10 @@ def _digits(config: RunConfig, graph: ModelGraph, tokenizer: Tokenizer) -> DataS
         raise ConfigError(
             f"--data-path digits needs a model with one image encoder, found {len(encoders)}; use examples/digits/model.yaml"
         )
-    if encoders[0].image is not None and encoders[0].image.image_size is not None:
+    if encoders[0].image is not None and (encoders[0].image.image_size is not None or encoders[0].image.num_frames > 1):
         raise ConfigError(
-            f"--data-path digits draws pictures of many sizes, but unit '{encoders[0].name}' has image_size "
-            f"{encoders[0].image.image_size} for all; use a manifest"
+            f"--data-path digits draws pictures of many sizes and one frame, but the images of unit '{encoders[0].name}' have "
+            "one size (image_size) or several frames (num_frames); use a manifest"
         )
     if len(graph.generators) > 1:
         raise ConfigError(

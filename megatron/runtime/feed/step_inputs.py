@@ -142,7 +142,14 @@ def _language_input(
     step: StepGraph,
     source_index: Mapping[int, int],
 ) -> tuple[PackedInput, tuple[int, ...]]:
-    packed = pack_language_microbatch(step.assignment.atoms(place), source=source, index_of_sample=source_index)
+    has_places = bool(step.graph.backbone.transformer.rotary_sections)
+    merge_sizes = {unit.name: unit.image.merge_size for unit in step.graph.encoders if unit.image is not None}
+    packed = pack_language_microbatch(
+        step.assignment.atoms(place),
+        source=source,
+        index_of_sample=source_index,
+        merge_sizes=merge_sizes if has_places else None,
+    )
     lengths = _lengths(packed.cu_seqlens)
     items = tuple(
         ItemSpan(*packed.item_spans[atom], route.source.unit)

@@ -23,8 +23,9 @@ class PatchEmbeddingLayer(Layer):
 
     @property
     def num_vector_entries(self) -> int:
-        """The bias."""
-        return self.unit.transformer.hidden_size
+        """The bias, if there is one."""
+        has_bias = self.unit.image is None or self.unit.image.has_patch_bias
+        return self.unit.transformer.hidden_size if has_bias else 0
 
     @property
     def can_be_built(self) -> bool:

@@ -14,6 +14,7 @@ from multimodal.cost.layers.encoder_ends import (
 from multimodal.cost.layers.generator_ends import GeneratorHeadLayer, GeneratorProjectorLayer
 from multimodal.cost.layers.layer import Layer
 from multimodal.cost.layers.transformer import TransformerLayer
+from multimodal.cost.layers.windowed_transformer import WindowedTransformerLayer
 from multimodal.hugging_face.registry import read_graph
 from multimodal.values.errors import ModelError
 from multimodal.values.file_form import read_file
@@ -25,6 +26,7 @@ LAYER_KINDS: dict[str, type[Layer]] = {
     "audio_embedding": AudioEmbeddingLayer,
     "token_embedding": TokenEmbeddingLayer,
     "transformer": TransformerLayer,
+    "windowed_transformer": WindowedTransformerLayer,
     "projector": ProjectorLayer,
     "head": HeadLayer,
     "generator_projector": GeneratorProjectorLayer,

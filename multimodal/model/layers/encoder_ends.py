@@ -23,11 +23,11 @@ from multimodal.values.model_graph import ImageInput, Unit
 class PatchEmbedding(torch.nn.Module):
     """One linear map per patch, the same on every tensor parallel rank."""
 
-    def __init__(self, *, patch_channels: int, hidden_size: int, precision: Precision) -> None:
+    def __init__(self, *, patch_channels: int, hidden_size: int, precision: Precision, has_bias: bool) -> None:
         super().__init__()
         device, dtype = torch.cuda.current_device(), precision.params_dtype
         self.weight = torch.nn.Parameter(torch.empty(hidden_size, patch_channels, device=device, dtype=dtype))
-        self.bias = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if has_bias else None
 
     def forward(self, patches: Tensor) -> Tensor:
         """patches: [num_patches, patch_channels], any float dtype; returns [num_patches, 1, hidden_size]."""
@@ -42,7 +42,10 @@ class PatchEmbeddingKind(LayerKind):
     def build(self, context: LayerContext, index: int) -> PatchEmbedding:
         """Build it for the patches of the unit's images."""
         return PatchEmbedding(
-            patch_channels=context.patch_channels, hidden_size=context.config.hidden_size, precision=context.options.precision
+            patch_channels=context.patch_channels,
+            hidden_size=context.config.hidden_size,
+            precision=context.options.precision,
+            has_bias=context.unit.image is None or context.unit.image.has_patch_bias,
         )
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:

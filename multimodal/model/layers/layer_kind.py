@@ -35,7 +35,7 @@ class LayerContext:
     def patch_channels(self) -> int:
         """Values of one patch of the unit's images."""
         assert self.unit.image is not None, f"unit '{self.unit.name}' has no image"
-        return self.unit.image.in_channels * self.unit.image.patch_size**2
+        return self.unit.image.num_patch_values
 
     @property
     def condition_size(self) -> int:

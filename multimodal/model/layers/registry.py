@@ -5,6 +5,7 @@ from multimodal.model.layers.encoder_ends import LearnedPatchEmbeddingKind, Patc
 from multimodal.model.layers.generator_ends import GeneratorHeadKind, GeneratorProjectorKind
 from multimodal.model.layers.layer_kind import LayerKind
 from multimodal.model.layers.transformer import TransformerKind
+from multimodal.model.layers.windowed_transformer import WindowedTransformerKind
 from multimodal.model.parameter_sharding import ParameterSharding
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import Unit
@@ -14,6 +15,7 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "learned_patch_embedding": LearnedPatchEmbeddingKind(),
     "token_embedding": TokenEmbeddingKind(),
     "transformer": TransformerKind(),
+    "windowed_transformer": WindowedTransformerKind(),
     "projector": ProjectorKind(),
     "head": HeadKind(),
     "generator_projector": GeneratorProjectorKind(),

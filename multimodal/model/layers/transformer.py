@@ -52,6 +52,7 @@ class TransformerKind(LayerKind):
             num_overlapped_parts=options.num_overlapped_parts,
             has_head_norms=context.config.qk_layernorm,
         )
+        self.adapt(spec)
         layer: Module = build_module(spec, config=context.config, layer_number=index, pg_collection=context.groups)
         return layer
 
@@ -59,6 +60,9 @@ class TransformerKind(LayerKind):
         """Run it on packed sequences."""
         output: Tensor = layer(hidden, attention_mask=None, rotary_pos_emb=given.frequencies, packed_seq_params=given.lengths)[0]
         return output
+
+    def adapt(self, spec: ModuleSpec) -> None:
+        """Change the layer's spec, in kinds that differ in a module."""
 
     def num_blocks(self, unit: Unit, module: str) -> int:
         """A gated first MLP layer stacks [gate; up]."""

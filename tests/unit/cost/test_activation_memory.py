@@ -242,3 +242,32 @@ def test_learned_positions_are_counted(has_pre_norm: bool, frozen: bool) -> None
         graph, "vision", kind, UnitLoad(256), need=need, vocab_size=VOCABULARY, bytes_per_element=4, implementation="local"
     )
     assert predicted == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+def test_windows_are_counted(recompute: Any, frozen: bool) -> None:
+    shape = {**LLAMA, "num_query_groups": 4, "add_bias_linear": True}
+    units = {"vision": {"role": "encoder", **shape, "image": {**IMAGE, "window_size": 16}}, "llm": {"role": "backbone", **LLAMA}}
+    graph = ModelGraph.from_dict({"units": units})
+    kind = graph.unit("vision").layers[1]
+    options = BuildOptions(recompute=recompute)
+    stage = build_layer(graph, "vision", kind, groups=groups(1), options=options, vocab_size=VOCABULARY)
+    layer = describe_layer(graph, graph.unit("vision"), kind, vocab_size=VOCABULARY)
+    assert layer.num_parameters == sum(parameter.numel() for parameter in stage.parameters())
+    assert layer.forward_flops(UnitLoad(256, 128**2 * 2)).attention == 4 * 64 * 256 * 16
+    stage.layers.requires_grad_(not frozen)
+    measured = saved_bytes(stage, *synthetic_input(stage, num_tokens=256, num_sequences=2))
+    need = BackwardNeed.INPUT_GRADIENT if frozen else BackwardNeed.FULL
+    predicted = layer_activation_bytes(
+        graph,
+        "vision",
+        kind,
+        UnitLoad(256),
+        need=need,
+        vocab_size=VOCABULARY,
+        bytes_per_element=4,
+        implementation="local",
+        recompute=recompute,
+    )
+    assert predicted == pytest.approx(measured, rel=0.1)

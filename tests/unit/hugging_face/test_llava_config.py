@@ -106,5 +106,5 @@ def test_weights_that_nothing_is_computed_with_are_known(tmp_path: Path) -> None
 
 
 def test_it_is_written_only_like_a_folder_that_has_them(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="LlavaForConditionalGeneration has weights that are not trained here; name a folder"):
+    with pytest.raises(ModelError, match="LlavaForConditionalGeneration is written like another folder alone"):
         architecture_of(read(tmp_path))
