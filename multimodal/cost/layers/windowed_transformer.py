@@ -22,13 +22,13 @@ class WindowedTransformerLayer(TransformerLayer):
         return unit.has_windows
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
-        """As if every window were full; an image that is smaller has no more than its own tokens."""
+        """As if every window were full; counted with the products, since it is linear in tokens, too."""
         assert self.unit.image is not None
-        num_seen = min(float(load.num_squared), load.num_tokens * float(self.unit.image.window_patches**2))
-        return super().forward_flops(load)._replace(attention=4.0 * self._widths[0] * num_seen)
+        attention = 4.0 * self._widths[0] * self.unit.image.window_patches**2
+        return LayerFlops(super().forward_flops(load).linear + attention * load.num_tokens)
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
-        """Queries, keys and values in the order of windows are copies, beside which the product that they came from is not kept."""
+        """Queries, keys and values in the order of windows are copies; the product that they came from is not kept."""
         kept = super().saved_bytes(load, case)
         shape = self.unit.transformer
         is_repeated = shape.query_groups < shape.num_attention_heads

@@ -15,6 +15,7 @@ from megatron.runtime import platform
 from megatron.runtime.execution.activation_store import SavedTensors, storage_identity
 from megatron.runtime.profiler import build_layer, synthetic_input
 from multimodal.attention.token_shares import BlockShares, RankShare
+from multimodal.cost.layers.layer import LayerFlops
 from multimodal.cost.layers.registry import describe_layer
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.model.stage_input import PackedInput
@@ -255,7 +256,7 @@ def test_windows_are_counted(recompute: Any, frozen: bool) -> None:
     stage = build_layer(graph, "vision", kind, groups=groups(1), options=options, vocab_size=VOCABULARY)
     layer = describe_layer(graph, graph.unit("vision"), kind, vocab_size=VOCABULARY)
     assert layer.num_parameters == sum(parameter.numel() for parameter in stage.parameters())
-    assert layer.forward_flops(UnitLoad(256, 128**2 * 2)).attention == 4 * 64 * 256 * 16
+    assert layer.forward_flops(UnitLoad(256)) == LayerFlops(2.0 * 256 * layer.num_weights + 4 * 64 * 256 * 16)
     stage.layers.requires_grad_(not frozen)
     measured = saved_bytes(stage, *synthetic_input(stage, num_tokens=256, num_sequences=2))
     need = BackwardNeed.INPUT_GRADIENT if frozen else BackwardNeed.FULL

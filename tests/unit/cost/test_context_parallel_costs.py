@@ -166,10 +166,7 @@ def test_a_microbatch_of_one_item_takes_as_long_as_one_whose_tokens_are_spread(r
 
 def test_a_mixed_microbatch_waits_for_the_keys_of_what_is_cut():
     mixed = encoder_costs(MIXED, cp=2)
-    whole, cut = (
-        encoder_costs(MIXED, cp=2, item_block_size=size).loads.computed("vision")[0]
-        for size in (None, 128)
-    )
+    whole, cut = (encoder_costs(MIXED, cp=2, item_block_size=size).loads.computed("vision")[0] for size in (None, 128))
     assert whole.cut is None and cut.cut is not None
     assert cut.all.num_squared == pytest.approx(whole.all.num_squared, rel=0.1), "attention is most of the work here"
     assert 4096 <= cut.cut.num_gathered < 5120 and cut.cut.attending.num_squared == 4096 * cut.cut.attending.num_tokens

@@ -10,7 +10,7 @@ from multimodal.cost.layers.registry import read_model
 from multimodal.hugging_face.llava import is_unused
 from multimodal.hugging_face.registry import architecture_of
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.prediction import predict_run
+from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph
 from tests.unit.plan.planners.planning_cases import request

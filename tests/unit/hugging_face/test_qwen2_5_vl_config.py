@@ -8,7 +8,7 @@ import pytest
 
 from multimodal.cost.layers.registry import read_model
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.prediction import predict_run
+from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph
 from tests.unit.plan.planners.planning_cases import request
