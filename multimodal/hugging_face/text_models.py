@@ -82,7 +82,8 @@ _COMPUTED = {
     "use_sliding_window": (False, None),
     "pretraining_tp": (1, None),
 }
-_ROTARY_TYPES = (None, "default")
+_ROTARY_TYPES = (None, "default", "llama3")
+_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 def read_text_unit(config: Config, *, where: str = "") -> dict[str, Any]:
@@ -99,7 +100,7 @@ def read_text_unit(config: Config, *, where: str = "") -> dict[str, Any]:
     return {
         "role": "backbone",
         **fields,
-        "rotary_base": read_rotary_base(config, where=where),
+        **_read_rotary(config, where=where),
         "add_qkv_bias": family.add_qkv_bias,
         "add_bias_linear": _has_biases(family, config, where=where),
         "qk_layernorm": family.qk_layernorm,
@@ -121,18 +122,23 @@ def _has_biases(family: TextFamily, config: Config, *, where: str) -> bool:
     return attention
 
 
-def read_rotary_base(config: Config, *, where: str = "") -> float:
-    """Return rope_theta, wherever a version of transformers put it; raises ModelError for scaled positions."""
+def _read_rotary(config: Config, *, where: str) -> dict[str, Any]:
+    """Return how positions turn, wherever a version of transformers put it; raises ModelError for what is not computed here."""
     parameters = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = parameters.get("rope_type", parameters.get("type"))
     if kind not in _ROTARY_TYPES:
         raise ModelError(
-            f"{where}rope_parameters (or rope_scaling) are of type {kind!r}, which cannot be trained here; expected 'default': "
-            "take a model whose rotary positions are not scaled"
+            f"{where}rope_parameters (or rope_scaling) are of type {kind!r}, which cannot be trained here; expected 'default' "
+            "or 'llama3': take a model whose rotary positions are not scaled otherwise"
         )
     if parameters.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
         raise ModelError(f"{where}partial_rotary_factor is not 1, which cannot be trained here; take another model")
-    return float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    base = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    if kind != "llama3":
+        return {"rotary_base": base}
+    if missing := [key for key in _SCALING if parameters.get(key) is None]:
+        raise ModelError(f"{where}rope_parameters (or rope_scaling) are of type 'llama3' without {missing[0]}; add it")
+    return {"rotary_base": base, "rotary_scaling": [parameters[key] for key in _SCALING]}
 
 
 def write_text_unit(family: TextFamily, unit: Unit) -> dict[str, Any]:
@@ -140,6 +146,9 @@ def write_text_unit(family: TextFamily, unit: Unit) -> dict[str, Any]:
     fields = {**asdict(unit.transformer), "vocab_size": unit.vocab_size}
     fields["num_query_groups"], fields["kv_channels"] = unit.transformer.query_groups, unit.transformer.head_channels
     config = {key.theirs: fields[key.ours] for key in _KEYS}
+    if unit.transformer.rotary_scaling:
+        values = dict(zip(_SCALING, unit.transformer.rotary_scaling, strict=True))
+        config |= {"rope_scaling": {**values, "rope_type": "llama3", _SCALING[3]: int(values[_SCALING[3]])}}
     if unit.transformer.add_bias_linear:
         config |= {"attention_bias": True, "mlp_bias": True}
     return {

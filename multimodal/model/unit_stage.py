@@ -144,6 +144,7 @@ class UnitStage(MegatronModule):
             base=self.unit.transformer.rotary_base,
             dtype=self.options.precision.rotary_dtype,
             sections=self.unit.transformer.rotary_sections,
+            scaling=self.unit.transformer.rotary_scaling,
         )
         return pad_rows(frequencies, self._num_padded_rows(batch.num_tokens))
 

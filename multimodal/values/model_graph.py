@@ -63,6 +63,8 @@ class Transformer:
     has_rotary_positions: bool = True
     """False: layers are told no positions; the unit's first layer adds learned ones."""
     rotary_base: float = field(default=10000.0, metadata={"above": 0, "maximum": 1e30})
+    rotary_scaling: tuple[float, ...] = field(default=(), metadata={"above": 0, "maximum": 1e30})
+    """Backbone only: Llama 3.1's rule for long contexts: factor, low_freq_factor, high_freq_factor, original context length."""
     rotary_sections: tuple[int, ...] = field(default=(), metadata={"minimum": 1, "maximum": 2**16})
     """Backbone only: channel pairs of a head that turn by time, row and column (M-RoPE); none: all by the token's place."""
     init_method_std: float = field(default=0.02, metadata={"above": 0, "maximum": 1000})
@@ -408,6 +410,10 @@ def _check_unit(unit: Unit) -> None:
         )
     if len(shape.rotary_sections) not in (0, 3):
         fail("rotary_sections", f"expected 3 numbers, for time, row and column, found {len(shape.rotary_sections)}; correct them")
+    if shape.rotary_scaling and (unit.role is not Role.BACKBONE or len(shape.rotary_scaling) != 4):
+        fail("rotary_scaling", f"expected 4 numbers, and of the backbone only, found {len(shape.rotary_scaling)}; correct them")
+    if shape.rotary_scaling and shape.rotary_scaling[1] >= shape.rotary_scaling[2]:
+        fail("rotary_scaling", "its low_freq_factor must be below its high_freq_factor; correct them")
     rotary_axes = 4 if unit.role is Role.ENCODER or unit.image is not None else 2
     if shape.has_rotary_positions and shape.head_channels % rotary_axes:
         fail(

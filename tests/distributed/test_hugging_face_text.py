@@ -42,6 +42,16 @@ def llama() -> Any:
     return LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True))
 
 
+def llama_of_long_contexts() -> Any:
+    """Llama 3.2: low frequencies are slowed down, and word embeddings tied."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    scaling = {"rope_type": "llama3", "rope_theta": 50.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    shape = {key: value for key, value in SHAPE.items() if key != "rope_theta"} | {"num_attention_heads": 2}
+    config = LlamaConfig(**shape, rope_parameters={**scaling, "original_max_position_embeddings": 16}, tie_word_embeddings=True)
+    return LlamaForCausalLM(config)
+
+
 def qwen2() -> Any:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -88,7 +98,7 @@ PLANS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("build", [llama, qwen2, qwen3])
+@pytest.mark.parametrize("build", [llama, llama_of_long_contexts, qwen2, qwen3])
 def test_logits_and_gradients_equal_transformers(build: Callable[[], Any], ranks: RankPool, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     model = build_wide_model(build, folder, max_shard_size="10KB")

@@ -43,11 +43,24 @@ def test_a_graph_tells_its_family(name: str, tmp_path: Path) -> None:
     tied = {"tie_word_embeddings": True}
     graph = read(tmp_path, architectures=[name], model_type=family.model_type, num_key_value_heads=2, **tied)
     assert architecture_of(graph) is family
+    assert family.to_config is not None
     config = family.to_config(graph)
     again = ModelGraph.from_dict(family.to_graph(config))
     assert replace(again.backbone.transformer, kv_channels=graph.backbone.transformer.kv_channels) == graph.backbone.transformer
     assert again.backbone.ties_embeddings
     assert with_vocab_size(config, 7)["vocab_size"] == 7
+
+
+def test_long_contexts_of_llama(tmp_path: Path) -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 8192
+    graph = read(tmp_path, rope_scaling=scaling, rope_theta=5e5)
+    assert graph.backbone.transformer.rotary_scaling == (8.0, 1.0, 4.0, 8192.0)
+    family = architecture_of(graph)
+    assert family.to_config is not None
+    assert family.to_config(graph)["rope_scaling"] == scaling
+    with pytest.raises(ModelError, match="'llama3' without high_freq_factor; add it"):
+        read(tmp_path, rope_scaling={**scaling, "high_freq_factor": None})
 
 
 def test_biases_everywhere_or_nowhere(tmp_path: Path) -> None:
