@@ -18,13 +18,14 @@ class Windows(NamedTuple):
     """Tokens of each window."""
 
 
-def build_windows(positions: Tensor, lengths: Sequence[int], *, size: int) -> Windows:
+def order_by_window(positions: Tensor, lengths: Sequence[int], *, size: int) -> tuple[Tensor, tuple[int, ...]]:
     """Cut images into windows of size x size patches, those at the right and the lower border being smaller.
 
-    positions: [num_tokens, 2], rows and columns; lengths: tokens of each image, one after another.
+    Returns the tokens in the order of windows, [num_tokens], and the tokens of each window.
+
+    positions: [num_tokens, 2], rows and columns, on the CPU; lengths: tokens of each image, one after another.
     """
-    image = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64)).to(positions.device)
+    image = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
     window = torch.cat((image[:, None], positions // size), dim=1)
     _, group, counts = torch.unique(window, dim=0, return_inverse=True, return_counts=True)
-    order = torch.argsort(group, stable=True)
-    return Windows(order, torch.argsort(order), tuple(counts.tolist()))
+    return torch.argsort(group, stable=True), tuple(counts.tolist())

@@ -12,7 +12,7 @@ from torch.nn import Module, ModuleDict
 from torch.utils.checkpoint import checkpoint
 
 from multimodal.attention.packed_lengths import PackedLengths
-from multimodal.attention.windows import build_windows
+from multimodal.attention.windows import Windows
 from multimodal.model.layers.layer_kind import HeadOutput, LayerContext, StagePass
 from multimodal.model.layers.registry import kind_of
 from multimodal.model.rotary import rotary_frequencies
@@ -135,7 +135,8 @@ class UnitStage(MegatronModule):
         shared: Tensor = scatter_to_sequence_parallel_region(padded, group=self.groups.tp)
         return shared
 
-    def _frequencies(self, batch: PackedInput) -> Tensor | None:
+    def frequencies(self, batch: PackedInput) -> Tensor | None:
+        """Return the rotary angles of this rank's rows; None where positions are learned."""
         if not self.unit.transformer.has_rotary_positions:
             return None
         frequencies = rotary_frequencies(
@@ -153,11 +154,9 @@ class UnitStage(MegatronModule):
         num_rows = self._num_padded_rows(batch.num_tokens)
         if batch.share is None and num_rows > batch.num_tokens:
             lengths = (*lengths, num_rows - batch.num_tokens)
-        windows = None
-        if self.unit.has_windows:
-            assert self.unit.image is not None
-            windows = build_windows(batch.positions, batch.own_lengths, size=self.unit.image.window_patches)
-        return self._frequencies(batch), PackedLengths(lengths=lengths, items=batch.items, share=batch.share, windows=windows)
+        order = batch.window_order
+        windows = None if order is None else Windows(order, torch.argsort(order), batch.window_lengths)
+        return self.frequencies(batch), PackedLengths(lengths=lengths, items=batch.items, share=batch.share, windows=windows)
 
     def _build_layer(self, index: int) -> Module:
         return kind_of(self.unit, index).build(self.context, index)

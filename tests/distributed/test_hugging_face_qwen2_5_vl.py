@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
 
-from multimodal.attention.windows import build_windows
+from multimodal.attention.windows import order_by_window
 from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.in_order import balance_in_order
@@ -133,7 +133,6 @@ def test_windows_are_those_of_transformers(grid: tuple[int, int]) -> None:
     vision_utils = pytest.importorskip("transformers.vision_utils", reason="this transformers has no vision_utils")
     index, bounds = vision_utils.get_vision_window_index(torch.tensor([[1, *grid]]), 2, 112, 14)
     positions = torch.from_numpy(patch_positions(grid, merge_size=2))
-    windows = build_windows(positions, [len(positions)], size=8)
-    assert windows.lengths == tuple(bounds.diff().tolist())
-    assert windows.order.tolist() == (4 * index[:, None] + torch.arange(4)).flatten().tolist()
-    assert torch.equal(windows.order[windows.places], torch.arange(len(positions)))
+    order, lengths = order_by_window(positions, [len(positions)], size=8)
+    assert lengths == tuple(bounds.diff().tolist())
+    assert order.tolist() == (4 * index[:, None] + torch.arange(4)).flatten().tolist()

@@ -45,7 +45,8 @@ def load_inputs(
     def own(packed: PackedInput, place: MicrobatchPlace, part: int = WHOLE) -> PackedInput:
         context_rank = step.plan.units[place.unit].context_parallel_rank(rank)
         share = placement.own_share(place, part=part, rank=context_rank) if placement else None
-        return packed if share is None else share_input(packed, share)
+        found, unit = packed if share is None else share_input(packed, share), step.graph.unit(place.unit)
+        return found.with_windows(unit.image.window_patches) if unit.image is not None and unit.has_windows else found
 
     inputs: dict[MicrobatchPlace, PackedInput] = {}
     subset_inputs: dict[MicrobatchPlace, tuple[PackedInput, ...]] = {}

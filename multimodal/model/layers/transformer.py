@@ -68,7 +68,7 @@ class TransformerKind(LayerKind):
         """A gated first MLP layer stacks [gate; up]."""
         return 2 if module == "linear_fc1" and unit.transformer.is_gated else 1
 
-    def core_attention(self, layer: Module) -> Module:
+    def core_attention(self, layer: Module) -> Module | None:
         """Return megatron-core's `core_attention`."""
         attention: Module = layer.self_attention.core_attention  # type: ignore[union-attr, assignment]
         return attention
