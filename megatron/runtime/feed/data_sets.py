@@ -59,10 +59,18 @@ def build_data_sets(config: RunConfig, graph: ModelGraph) -> DataSets:
 
 
 def with_vocabulary(graph: ModelGraph, tokenizer: Tokenizer) -> ModelGraph:
-    """Let an LLM with an exact vocabulary have the tokenizer's if that is larger: for special tokens that it lacks."""
+    """Let an LLM with an exact vocabulary have the tokenizer's if that is larger: for special tokens that it lacks.
+
+    Raises ConfigError for a tokenizer that already has more tokens without these, which must be another model's.
+    """
     backbone = graph.backbone
     if not backbone.has_exact_vocabulary or (backbone.vocab_size or 0) >= tokenizer.vocab_size:
         return graph
+    if backbone.vocab_size is not None and tokenizer.num_own_tokens > backbone.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.num_own_tokens} tokens, but the vocabulary of unit '{backbone.name}' "
+            f"{backbone.vocab_size}; give the model's own: --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR"
+        )
     larger = replace(backbone, vocab_size=tokenizer.vocab_size)
     return replace(graph, units=tuple(larger if unit is backbone else unit for unit in graph.units))
 

@@ -105,7 +105,7 @@ def _merge(from_command_line: Mapping[str, Any], *, from_file: Mapping[str, Any]
     """Return one configuration of both; where they exclude each other, the command line wins."""
     values = {**from_file, **from_command_line}
     if "load_hf" in values:
-        values.setdefault("model", values["load_hf"])
+        values = {**_taken_from(Path(values["load_hf"]), values), **values}
     required = [flag for group in GROUPS.values() for flag in field_flags(group) if flag.is_required]
     if missing := [f"{flag.flag} {flag.metavar}" for flag in required if flag.name not in values]:
         raise ConfigError(
@@ -120,6 +120,14 @@ def _merge(from_command_line: Mapping[str, Any], *, from_file: Mapping[str, Any]
     rows = ignored_flags(_build_config(values, graph=graph))
     yielding = {row.name for row in rows if any(overruled(row.name, cause) for cause in row.because_of)}
     return _build_config({name: value for name, value in values.items() if name not in yielding}, graph=graph)
+
+
+def _taken_from(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a folder of --load-hf gives beside weights: the model and, unless one is asked for, the tokenizer."""
+    tokenizer = folder / "tokenizer.json"
+    if "tokenizer_type" in values or "tokenizer_model" in values or not tokenizer.is_file():
+        return {"model": folder}
+    return {"model": folder, "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tokenizer)}
 
 
 def _build_config(values: Mapping[str, Any], *, graph: ModelGraph) -> RunConfig:
