@@ -93,8 +93,8 @@ class ItemDealer:
 
     @property
     def _block_size(self) -> int:
-        """Images with windows are not cut: the windows are made where an image is whole."""
-        return sys.maxsize if self.graph.unit(self.unit).has_windows else self.block_size
+        """Tokens of a block of an item; all of them where items are not cut."""
+        return sys.maxsize if self.graph.unit(self.unit).keeps_items_whole else self.block_size
 
     @cached_property
     def _flops(self) -> UnitFlops:

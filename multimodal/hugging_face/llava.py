@@ -120,7 +120,7 @@ def _read_tower(config: Config, text_size: int) -> dict[str, Any]:
         "has_rotary_positions": False,
         "image": {"merge_size": 1, **read_keys(_IMAGE_KEYS, vision), **tower.image, "class_token": _class_token(config, tower)},
         "projector_hidden_size": text_size,
-        "has_projector_norm": False,
+        "projector_norm": "none",
     }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from multimodal.hugging_face.architecture import Architecture
 from multimodal.hugging_face.image_processor import read_processor, with_processor
+from multimodal.hugging_face.internvl import INTERNVL
 from multimodal.hugging_face.llava import LLAVA
 from multimodal.hugging_face.qwen2_5_vl import QWEN2_5_VL
 from multimodal.hugging_face.text_models import TEXT_FAMILIES, text_architecture
@@ -15,7 +16,8 @@ from multimodal.values.model_graph import ModelGraph, Unit
 
 CONFIG_NAME = "config.json"
 ARCHITECTURES: dict[str, Architecture] = {
-    architecture.name: architecture for architecture in (*map(text_architecture, TEXT_FAMILIES.values()), LLAVA, QWEN2_5_VL)
+    architecture.name: architecture
+    for architecture in (*map(text_architecture, TEXT_FAMILIES.values()), LLAVA, QWEN2_5_VL, INTERNVL)
 }
 """By the name that `architectures` in config.json has."""
 _FREE = frozenset({"name", "freeze_module", "freeze_projector", "vocab_size", "has_exact_vocabulary", "min_pixels", "max_pixels"})

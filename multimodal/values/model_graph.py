@@ -60,6 +60,8 @@ class Transformer:
     qk_layernorm: bool = False
     """Norms over the channels of each query and key head, before rotary positions (Qwen3)."""
     layernorm_epsilon: float = field(default=1e-5, metadata={"above": 0, "maximum": 1})
+    has_layer_scale: bool = False
+    """Attention and MLP are scaled, channel by channel, before they are added to the residual stream."""
     has_rotary_positions: bool = True
     """False: layers are told no positions; the unit's first layer adds learned ones."""
     rotary_base: float = field(default=10000.0, metadata={"above": 0, "maximum": 1e30})
@@ -171,8 +173,10 @@ class Unit:
     """Encoders only, in place of an image. Planned and simulated; not trained yet."""
     projector_hidden_size: int | None = field(default=None, metadata=_up_to(2**24))
     """Encoders only; None: hidden_size x merge_factor."""
-    has_projector_norm: bool = True
-    """Encoders only: with a norm before the projector's first product."""
+    projector_norm: Literal["patches", "merged", "none"] = "patches"
+    """Encoders only: the norm before the projector's first product: of every patch, or of those that are merged together."""
+    projector_norm_epsilon: float | None = field(default=None, metadata={"above": 0, "maximum": 1})
+    """Encoders only; None: layernorm_epsilon."""
     untie_embeddings_and_output_weights: bool = True
     """Backbone only."""
     vocab_size: int | None = field(default=None, metadata=_up_to(2**31))
@@ -206,6 +210,14 @@ class Unit:
     def has_windows(self) -> bool:
         """True if patches of an encoder's images attend inside windows."""
         return self.role is Role.ENCODER and self.image is not None and self.image.window_size is not None
+
+    @property
+    def keeps_items_whole(self) -> bool:
+        """True if context parallel ranks do not cut an encoder's images.
+
+        Windows are made, and patches beside a class token merged, where an image is whole.
+        """
+        return self.has_windows or (self.image is not None and self.image.class_token is not None and self.image.merge_size > 1)
 
     @property
     def is_causal(self) -> bool:
@@ -306,7 +318,9 @@ def _unit_to_dict(unit: Unit) -> dict[str, Any]:
     del entry["name"]
     transformer = entry.pop("transformer")
     kinds = entry.pop("layer_kinds")
-    optional = {key: entry.pop(key) for key in ("image", "audio", "vocab_size")} | {"layers": kinds and list(kinds)}
+    optional = {key: entry.pop(key) for key in ("image", "audio", "vocab_size", "projector_norm_epsilon")} | {
+        "layers": kinds and list(kinds)
+    }
     given = {key: value for key, value in optional.items() if value is not None}
     return {"role": str(entry.pop("role")), **transformer, **given, **entry}
 
@@ -328,7 +342,9 @@ def _unit_from_plain(name: str, entry: Plain) -> Unit:
         )
     if not is_encoder:
         also = ("image", "freeze_projector") if unit.role is Role.BACKBONE else ()
-        _refuse_values(entry, unit, ("projector_hidden_size", "has_projector_norm", "audio", *also), owner="encoders")
+        _refuse_values(
+            entry, unit, ("projector_hidden_size", "projector_norm", "projector_norm_epsilon", "audio", *also), owner="encoders"
+        )
     return replace(unit, image=ImageInput()) if is_encoder and unit.audio is None and unit.image is None else unit
 
 

@@ -62,8 +62,7 @@ def gradients_here(run: FromFolder, case: GradientCase, theirs: Mapping[str, np.
         values = np.zeros(tensor.shape)
         flat = values.reshape(tensor.shape[0], -1)
         for rows in names.rows[tensor.key]:
-            source = theirs[rows.key]
-            part = source.reshape(source.shape[0], -1)[rows.start : rows.start + rows.num_rows]
+            part = theirs[rows.key].reshape(-1, flat.shape[1])[rows.start : rows.start + rows.num_rows]
             flat[rows.target : rows.target + rows.num_rows] = part
         _, unit, parameter = tensor.key.split(".", 2)
         found[unit, parameter] = values

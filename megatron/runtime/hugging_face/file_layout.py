@@ -57,8 +57,12 @@ def like_files(names: NamedWeights, found: Mapping[str, SavedWeight], metadata: 
 
     found: what the other files hold, which has all that `names` does. Of a vocabulary that has grown there are more rows.
     """
-    grown = {key: found[key]._replace(shape=(shape.num_rows, *found[key].shape[1:])) for key, shape in names.shapes.items()}
-    return _lay_out({**found, **grown}, metadata)
+    grown = {
+        key: found[key]._replace(shape=(shape.num_rows, *found[key].shape[1:]))
+        for key, shape in names.shapes.items()
+        if found[key].num_rows(shape.row_size) != shape.num_rows
+    }
+    return _lay_out({**found, **grown}, metadata, names)
 
 
 def cut_into_files(names: NamedWeights, dtype: torch.dtype, *, is_vector: Iterable[str]) -> FileLayout:
@@ -69,7 +73,7 @@ def cut_into_files(names: NamedWeights, dtype: torch.dtype, *, is_vector: Iterab
     count = len(groups)
     files = [SINGLE_NAME] if count == 1 else [f"model-{index + 1:05d}-of-{count:05d}.safetensors" for index in range(count)]
     wanted = {key: SavedWeight(name, dtype, shapes[key]) for name, keys in zip(files, groups, strict=True) for key in keys}
-    return _lay_out(wanted, {name: {"format": "pt"} for name in files})
+    return _lay_out(wanted, {name: {"format": "pt"} for name in files}, names)
 
 
 def _cut(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[list[str]]:
@@ -85,7 +89,7 @@ def _cut(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[
     yield group
 
 
-def _lay_out(wanted: Mapping[str, SavedWeight], metadata: Mapping[str, Mapping[str, str]]) -> FileLayout:
+def _lay_out(wanted: Mapping[str, SavedWeight], metadata: Mapping[str, Mapping[str, str]], names: NamedWeights) -> FileLayout:
     headers: dict[str, bytes] = {}
     sizes: dict[str, int] = {}
     weights: dict[str, PlacedWeight] = {}
@@ -102,7 +106,7 @@ def _lay_out(wanted: Mapping[str, SavedWeight], metadata: Mapping[str, Mapping[s
         headers[name] = _header(entries)
         sizes[name] = len(headers[name]) + end
         for key in keys:
-            row_size = math.prod(wanted[key].shape[1:])
+            row_size = names.shapes[key].row_size if key in names.shapes else math.prod(wanted[key].shape[1:])
             weights[key] = PlacedWeight(name, len(headers[name]) + starts[key], wanted[key].dtype, row_size)
     return FileLayout(headers, sizes, weights, sum(math.prod(weight.shape) for weight in wanted.values()))
 

@@ -54,7 +54,7 @@ def fill(tensors: Iterable[HeldTensor], files: WeightFiles, names: NamedWeights)
         for piece in tensor.pieces if len(tensor.shape) == 1 else ():
             piece.values.zero_()
         for part in parts_of(tensor, names):
-            rows = range(part.rows.start, min(part.rows.stop, files.weights[part.key].num_rows))
+            rows = range(part.rows.start, min(part.rows.stop, files.weights[part.key].num_rows(part.row_size)))
             if not rows:
                 continue
             values = files.read(part.key, rows, part.columns, row_size=part.row_size)

@@ -123,7 +123,7 @@ def check_weights(
                 "config.json"
             )
         num_rows = grown_from[1] if shape.num_rows == grown_from[0] else shape.num_rows
-        if (weight.num_rows, math.prod(weight.shape[1:])) != (num_rows, shape.row_size):
+        if weight.num_rows(shape.row_size) != num_rows or math.prod(weight.shape) != num_rows * shape.row_size:
             raise CheckpointError(
                 f"{folder / weight.file}: {key} has shape {list(weight.shape)}, but config.json gives it {num_rows} rows of "
                 f"{shape.row_size}; the two are not of one model: correct config.json, or take the weights that belong to it"

@@ -1,6 +1,7 @@
 """The safetensors files of a Hugging Face folder: what is in them, and parts of it."""
 
 import json
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,10 +31,10 @@ class SavedWeight(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    @property
-    def num_rows(self) -> int:
-        """The size of the first dimension."""
-        return self.shape[0] if self.shape else 1
+    def num_rows(self, row_size: int) -> int:
+        """Return the rows that it has as a matrix; dimensions of one in front of them do not count."""
+        first, size = (self.shape[0] if self.shape else 1), math.prod(self.shape)
+        return size // row_size if first == 1 and size % row_size == 0 else first
 
 
 class WeightFiles:
@@ -77,8 +78,11 @@ class WeightFiles:
         if len(shape) == 2:
             values = part[rows.start : rows.stop, columns.start : columns.stop]
             return values
-        values = part[rows.start : rows.stop]
-        return values.reshape(len(rows), row_size)[:, columns.start : columns.stop]
+        if shape[0] == 1:
+            values = part[:].reshape(-1, row_size)[rows.start : rows.stop]
+        else:
+            values = part[rows.start : rows.stop].reshape(len(rows), row_size)
+        return values[:, columns.start : columns.stop]
 
     def read_whole(self, key: str) -> Tensor:
         """Return a tensor."""

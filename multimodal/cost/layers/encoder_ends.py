@@ -120,7 +120,7 @@ class ProjectorLayer(Layer):
     @property
     def num_vector_entries(self) -> int:
         """The norm and both biases."""
-        return (self.norm_vector_entries() if self.unit.has_projector_norm else 0) + self._inner_size + self._output_size
+        return self._norm_entries + self._inner_size + self._output_size
 
     @property
     def can_be_built(self) -> bool:
@@ -131,9 +131,14 @@ class ProjectorLayer(Layer):
         """Norm and both products; tokens are gathered before the first, so nothing but the inner width is divided."""
         size, trains, hidden = case.bytes_per_element, case.need.trains_weights, self.unit.transformer.hidden_size
         inner = self._inner_size * (2 if trains else 1)
-        norm = self.exit_norm_bytes(case) if self.unit.has_projector_norm else 0.0
+        norm = self.exit_norm_bytes(case) if self._norm_entries else 0.0
         whole = load.num_tokens * (norm + (size * hidden if trains else 0.0))
         return ActivationBytes(0.0, 1.0 * size * load.num_outputs * inner, whole)
+
+    @property
+    def _norm_entries(self) -> int:
+        width = {"patches": 1, "merged": self.unit.merge_factor, "none": 0}[self.unit.projector_norm]
+        return width * self.norm_vector_entries()
 
     @property
     def _inner_size(self) -> int:

@@ -35,7 +35,8 @@ class TransformerLayer(Layer):
         qkv_bias = sum(self._widths) if shape.add_qkv_bias or shape.add_bias_linear else 0
         head_norms = 2 * shape.head_channels * self.norm_vector_entries() // shape.hidden_size if shape.qk_layernorm else 0
         biases = qkv_bias + (2 * shape.hidden_size + inner if shape.add_bias_linear else 0)
-        return 2 * self.norm_vector_entries() + head_norms + biases
+        scales = 2 * shape.hidden_size if shape.has_layer_scale else 0
+        return 2 * self.norm_vector_entries() + head_norms + biases + scales
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
         """Products with weights are linear in tokens, attention in the squares of sequences."""
@@ -87,6 +88,7 @@ class TransformerLayer(Layer):
         query, key_value = self._widths
         qkv = query + key_value
         whole = 2 * self.norm_bytes(trains=trains, size=size) + (2 * size * shape.hidden_size if trains else 0.0)
+        whole += 2 * size * shape.hidden_size if shape.has_layer_scale and trains else 0
         whole += 4 * size * shape.head_channels if shape.has_rotary_positions else 0
         is_repeated = shape.query_groups < shape.num_attention_heads
         if is_selective:

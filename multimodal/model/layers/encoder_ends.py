@@ -126,7 +126,8 @@ class Projector(torch.nn.Module):
         merge_factor: int,
         projector_hidden_size: int | None,
         output_size: int,
-        has_norm: bool,
+        norm: str,
+        norm_epsilon: float,
         drops_class_tokens: bool,
     ) -> None:
         super().__init__()
@@ -145,7 +146,9 @@ class Projector(torch.nn.Module):
         self.group = groups.tp
         self.drops_class_tokens = drops_class_tokens
         whole = dataclasses.replace(config, sequence_parallel=False)
-        self.norm = Norm(whole, config.hidden_size, eps=config.layernorm_epsilon) if has_norm else None
+        self.normalises_merged = norm == "merged"
+        size = merged_size if self.normalises_merged else config.hidden_size
+        self.norm = None if norm == "none" else Norm(whole, size, eps=norm_epsilon)
         self.mlp = MLP(plain, MLP_SUBMODULES, input_size=merged_size, ffn_hidden_size=plain.ffn_hidden_size, tp_group=groups.tp)
 
     def forward(self, hidden: Tensor, places: Tensor) -> Tensor:
@@ -158,6 +161,8 @@ class Projector(torch.nn.Module):
         hidden = hidden[: len(places)]
         if self.drops_class_tokens:
             hidden = hidden[places[:, 0] >= 0]
+        if self.normalises_merged:
+            hidden = hidden.reshape(-1, 1, self.merged_size)
         merged = (hidden if self.norm is None else self.norm(hidden)).reshape(-1, 1, self.merged_size)
         output, bias = self.mlp(merged)
         result: Tensor = (output + bias)[:, 0]
@@ -178,7 +183,8 @@ class ProjectorKind(LayerKind):
             merge_factor=context.unit.merge_factor,
             projector_hidden_size=context.unit.projector_hidden_size,
             output_size=self.output_size(context),
-            has_norm=context.unit.has_projector_norm,
+            norm=context.unit.projector_norm,
+            norm_epsilon=context.unit.projector_norm_epsilon or context.config.layernorm_epsilon,
             drops_class_tokens=context.unit.image is not None and context.unit.image.class_token == "dropped",
         )
 

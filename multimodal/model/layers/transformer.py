@@ -15,6 +15,7 @@ from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.core_attention import MaskedAttention, PackedAttention
 from multimodal.attention.packed_lengths import MaskRule
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
+from multimodal.model.layer_scale import INITIAL_SCALE, ScaledAdd
 from multimodal.model.layers.layer_kind import LayerContext, LayerKind, StagePass
 from multimodal.model.norm import HeadNorm, Norm
 from multimodal.model.overlapped_linear import OverlappedColumnParallelLinear, OverlappedRowParallelLinear
@@ -52,6 +53,9 @@ class TransformerKind(LayerKind):
             num_overlapped_parts=options.num_overlapped_parts,
             has_head_norms=context.config.qk_layernorm,
         )
+        if context.unit.transformer.has_layer_scale:
+            add = ModuleSpec(module=ScaledAdd, params={"config": context.config})
+            spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add
         self.adapt(spec)
         layer: Module = build_module(spec, config=context.config, layer_number=index, pg_collection=context.groups)
         return layer
@@ -60,6 +64,10 @@ class TransformerKind(LayerKind):
         """Run it on packed sequences."""
         output: Tensor = layer(hidden, attention_mask=None, rotary_pos_emb=given.frequencies, packed_seq_params=given.lengths)[0]
         return output
+
+    def initial_vector(self, name: str) -> float:
+        """Layer scales start small."""
+        return INITIAL_SCALE if name.endswith("_bda.scale") else super().initial_vector(name)
 
     def adapt(self, spec: ModuleSpec) -> None:
         """Change the layer's spec, in kinds that differ in a module."""

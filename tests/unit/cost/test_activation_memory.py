@@ -37,7 +37,7 @@ GPT = {
     "add_bias_linear": True,
 }
 QWEN3 = {**LLAMA, "qk_layernorm": True}
-CLIP = {**GPT, "activation": "quick_gelu", "has_rotary_positions": False}
+CLIP = {**GPT, "activation": "quick_gelu", "has_rotary_positions": False, "has_layer_scale": True}
 SHAPES = {"clip": CLIP, "llama": LLAMA, "gpt": GPT, "qwen": QWEN, "qwen3": QWEN3}
 IMAGE = {"patch_size": 4, "in_channels": 1}
 VOCABULARY = 512
@@ -228,7 +228,7 @@ def test_learned_positions_are_counted(has_pre_norm: bool, frozen: bool) -> None
     """Parameters exactly; what the first layer keeps for its backward, where it has one, within a tenth."""
     image = {"patch_size": 4, "merge_size": 1, "image_size": 32, "class_token": "dropped", "has_pre_norm": has_pre_norm}
     units = {
-        "vision": {"role": "encoder", **CLIP, "image": image, "has_projector_norm": False},
+        "vision": {"role": "encoder", **CLIP, "image": image, "projector_norm": "none"},
         "llm": {"role": "backbone", **LLAMA},
     }
     graph = ModelGraph.from_dict({"units": units})

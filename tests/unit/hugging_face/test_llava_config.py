@@ -48,7 +48,7 @@ def test_the_published_config_is_understood(tmp_path: Path) -> None:
     assert (vision.image.class_token, vision.image.num_positions, vision.image.fit) == ("dropped", 577, "crop")
     assert (vision.image.num_tokens((24, 24)), vision.image.num_output_tokens((24, 24))) == (577, 576)
     assert (vision.transformer.activation, vision.transformer.has_rotary_positions) == ("quick_gelu", False)
-    assert (vision.projector_hidden_size, vision.has_projector_norm) == (4096, False)
+    assert (vision.projector_hidden_size, vision.projector_norm) == (4096, "none")
     assert (llm.vocab_size, llm.transformer.num_layers, llm.transformer.layernorm_epsilon) == (32064, 32, 1e-5)
     assert ModelGraph.from_dict(graph.to_dict()) == graph
 
