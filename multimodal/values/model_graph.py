@@ -11,9 +11,9 @@ from typing import Any, Literal, NoReturn
 from multimodal.values.errors import ModelError
 from multimodal.values.file_form import read_file
 from multimodal.values.typed_reader import Plain, check_fields
+from multimodal.values.unit_shape import AudioInput, ImageInput, Transformer, problem_of_image, up_to
 
-MOST_LAYERS = 10_000
-"""Transformer layers of a unit; every list of layers is bounded by it."""
+__all__ = ["AudioInput", "ImageInput", "ModelGraph", "Role", "Transformer", "Unit"]
 
 
 class Role(StrEnum):
@@ -35,131 +35,6 @@ _ENDS = {
 """Kinds of the first and the last layer."""
 
 
-def _up_to(maximum: int) -> dict[str, Any]:
-    """Metadata of a positive integer."""
-    return {"minimum": 1, "maximum": maximum}
-
-
-@dataclass(frozen=True)
-class Transformer:
-    """The shape of a unit's transformer layers, under Megatron's names."""
-
-    num_layers: int = field(metadata=_up_to(MOST_LAYERS))
-    hidden_size: int = field(metadata=_up_to(2**20))
-    num_attention_heads: int = field(metadata=_up_to(2**16))
-    ffn_hidden_size: int = field(metadata=_up_to(2**24))
-    num_query_groups: int | None = field(default=None, metadata=_up_to(2**16))
-    """Key and value heads (grouped-query attention); None: as many as query heads."""
-    kv_channels: int | None = field(default=None, metadata=_up_to(2**16))
-    """Channels per head; None: hidden_size / num_attention_heads."""
-    normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
-    activation: Literal["swiglu", "gelu", "gelu_tanh", "quick_gelu"] = "swiglu"
-    """Of the MLP: SiLU with a gate; GELU; its approximation by tanh; x sigmoid(1.702 x)."""
-    add_bias_linear: bool = False
-    add_qkv_bias: bool = False
-    qk_layernorm: bool = False
-    """Norms over the channels of each query and key head, before rotary positions (Qwen3)."""
-    layernorm_epsilon: float = field(default=1e-5, metadata={"above": 0, "maximum": 1})
-    has_layer_scale: bool = False
-    """Attention and MLP are scaled, channel by channel, before they are added to the residual stream."""
-    has_rotary_positions: bool = True
-    """False: layers are told no positions; the unit's first layer adds learned ones."""
-    rotary_base: float = field(default=10000.0, metadata={"above": 0, "maximum": 1e30})
-    rotary_scaling: tuple[float, ...] = field(default=(), metadata={"above": 0, "maximum": 1e30})
-    """Backbone only: Llama 3.1's rule for long contexts: factor, low_freq_factor, high_freq_factor, original context length."""
-    rotary_sections: tuple[int, ...] = field(default=(), metadata={"minimum": 1, "maximum": 2**16})
-    """Backbone only: channel pairs of a head that turn by time, row and column (M-RoPE); none: all by the token's place."""
-    init_method_std: float = field(default=0.02, metadata={"above": 0, "maximum": 1000})
-
-    @property
-    def is_gated(self) -> bool:
-        """True if the MLP has a gate."""
-        return self.activation == "swiglu"
-
-    @property
-    def head_channels(self) -> int:
-        """Channels of one attention head."""
-        return self.kv_channels or self.hidden_size // self.num_attention_heads
-
-    @property
-    def query_groups(self) -> int:
-        """Key and value heads."""
-        return self.num_query_groups or self.num_attention_heads
-
-
-@dataclass(frozen=True)
-class ImageInput:
-    """The cutting of an image into tokens: at native resolution (Qwen2-VL's rule: sizes rounded, area bounded) or one size."""
-
-    patch_size: int = field(default=14, metadata=_up_to(2**10))
-    merge_size: int = field(default=2, metadata=_up_to(2**6))
-    """merge_size x merge_size neighbouring patches leave an encoder's projector as one token; sizes are multiples of both."""
-    in_channels: int = field(default=3, metadata=_up_to(2**10))
-    min_pixels: int = field(default=3136, metadata=_up_to(2**31))
-    max_pixels: int = field(default=1003520, metadata=_up_to(2**31))
-    image_size: int | None = field(default=None, metadata=_up_to(2**14))
-    """Pixels of both sides that every image is given; None: native resolution, within the bounds above."""
-    fit: Literal["stretch", "crop"] = "stretch"
-    """Images of one size: both sides are scaled alone, or the shorter side, and the longer one is cut off on both ends."""
-    mean: tuple[float, ...] = field(default=(0.5,), metadata={"min_entries": 1})
-    """Subtracted from pixels from 0 to 1: one number, or one of each channel."""
-    std: tuple[float, ...] = field(default=(0.5,), metadata={"min_entries": 1, "above": 0})
-    """Pixels are divided by it then."""
-    class_token: Literal["dropped", "kept"] | None = None
-    """A token of its own for every image: behind its patches and left out of the output, or before them and part of it."""
-    has_patch_bias: bool = True
-    """Encoders: patches are embedded with a bias."""
-    has_pre_norm: bool = False
-    """Encoders that add learned positions: with a norm behind them (CLIP)."""
-    num_frames: int = field(default=1, metadata=_up_to(2**10))
-    """Frames that a patch reaches over; an image is repeated in all of them."""
-    window_size: int | None = field(default=None, metadata=_up_to(2**14))
-    """Encoders: pixels of both sides of the windows inside of which patches attend; None: to the whole image."""
-    full_attention_layers: tuple[int, ...] = field(default=(), metadata={"minimum": 0, "maximum": MOST_LAYERS - 1})
-    """Encoders with windows: transformer layers, counted from 0, in which patches attend to the whole image nevertheless."""
-
-    @property
-    def num_patch_values(self) -> int:
-        """Numbers of one patch."""
-        return self.in_channels * self.num_frames * self.patch_size**2
-
-    @property
-    def window_patches(self) -> int:
-        """Patches of both sides of a window, a multiple of merge_size."""
-        assert self.window_size is not None, "patches attend to the whole image"
-        return self.window_size // self.patch_size // self.merge_size * self.merge_size
-
-    @property
-    def grid_size(self) -> int:
-        """Patches of both sides of images of one size."""
-        assert self.image_size is not None, "images have sizes of their own"
-        return self.image_size // self.patch_size
-
-    @property
-    def num_positions(self) -> int:
-        """Learned positions of images of one size: those of patches, and before them that of the class token."""
-        return self.grid_size**2 + (self.class_token is not None)
-
-    def num_tokens(self, grid: tuple[int, int]) -> int:
-        """Tokens inside an encoder of an image with these (rows, columns) of patches."""
-        return grid[0] * grid[1] + (self.class_token is not None)
-
-    def num_output_tokens(self, grid: tuple[int, int]) -> int:
-        """Tokens that leave the encoder."""
-        return grid[0] * grid[1] // self.merge_size**2 + (self.class_token == "kept")
-
-
-@dataclass(frozen=True)
-class AudioInput:
-    """The conversion of sound into tokens (Whisper's rule: a spectrogram, two convolutions of width 3, the second halves)."""
-
-    num_mel_bins: int = field(default=128, metadata=_up_to(2**16))
-    tokens_per_second: int = field(default=50, metadata=_up_to(2**20))
-    """Tokens per second inside the encoder; the spectrogram has twice as many frames."""
-    merge_factor: int = field(default=2, metadata=_up_to(2**10))
-    """Neighbouring tokens that the projector merges into one."""
-
-
 @dataclass(frozen=True)
 class Unit:
     """One module of the model graph with its own parallelism."""
@@ -171,7 +46,7 @@ class Unit:
     """The images that an encoder takes, or that a generator makes."""
     audio: AudioInput | None = None
     """Encoders only, in place of an image. Planned and simulated; not trained yet."""
-    projector_hidden_size: int | None = field(default=None, metadata=_up_to(2**24))
+    projector_hidden_size: int | None = field(default=None, metadata=up_to(2**24))
     """Encoders only; None: hidden_size x merge_factor."""
     projector_norm: Literal["patches", "merged", "none"] = "patches"
     """Encoders only: the norm before the projector's first product: of every patch, or of those that are merged together."""
@@ -179,7 +54,7 @@ class Unit:
     """Encoders only; None: layernorm_epsilon."""
     untie_embeddings_and_output_weights: bool = True
     """Backbone only."""
-    vocab_size: int | None = field(default=None, metadata=_up_to(2**31))
+    vocab_size: int | None = field(default=None, metadata=up_to(2**31))
     """Backbone only: the vocabulary size where no tokenizer gives it; a run takes its tokenizer's."""
     has_exact_vocabulary: bool = False
     """Backbone only. True: a run has `vocab_size` tokens, or its tokenizer's if those are more, and rows that pad the vocabulary
@@ -439,24 +314,5 @@ def _check_unit(unit: Unit) -> None:
         )
     if unit.role is Role.GENERATOR and unit.image is not None and unit.image.class_token is not None:
         fail("image", "class_token belongs to encoders; remove it here")
-    if unit.image is not None and (problem := _problem_of_image(unit.image)):
+    if unit.image is not None and (problem := problem_of_image(unit.image)):
         fail("image", problem)
-
-
-def _problem_of_image(image: ImageInput) -> str:
-    if image.max_pixels < image.min_pixels:
-        return f"max_pixels {image.max_pixels} is below min_pixels {image.min_pixels}; raise max_pixels"
-    factor = image.patch_size * image.merge_size
-    if image.image_size is not None and image.image_size % factor:
-        return f"image_size {image.image_size} is no multiple of patch_size x merge_size = {factor}; change one of them"
-    for name, values in (("mean", image.mean), ("std", image.std)):
-        if len(values) not in (1, image.in_channels):
-            return f"{name} has {len(values)} numbers, expected 1 or one for each of in_channels {image.in_channels}; correct it"
-    if image.window_size is not None and (image.window_patches == 0 or image.class_token is not None):
-        return (
-            f"window_size {image.window_size} must be at least patch_size x merge_size = {factor}, and images have no "
-            "class_token; correct it, or leave it out"
-        )
-    if image.class_token == "kept" and image.merge_size > 1:
-        return "class_token kept is a token that nothing can be merged with; use merge_size 1, or class_token dropped"
-    return ""

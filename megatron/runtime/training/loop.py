@@ -90,6 +90,7 @@ def _train(run: Run, reporter: Reporter) -> RunSummary:
             progress.evaluation = _evaluate(run, reporter, last_step)
         if run.config.checkpoint.save_hf and progress.step == run.config.training.train_iters:
             save_hugging_face(run.config.checkpoint.save_hf, session=run.session, like=run.config.checkpoint.load_hf)
+            reporter.say(f"the model is in {run.config.checkpoint.save_hf}, as Hugging Face's transformers load it")
     except _StoppedError as stopped:
         progress.stop = stopped.reason
         _save_last(run, progress)
