@@ -11,7 +11,8 @@ from typing import Any, Literal, NoReturn
 from multimodal.values.errors import ModelError
 from multimodal.values.file_form import read_file
 from multimodal.values.typed_reader import Plain, check_fields
-from multimodal.values.unit_shape import AudioInput, ImageInput, Transformer, problem_of_image, up_to
+from multimodal.values.units.items import AudioInput, ImageInput, problem_of_image
+from multimodal.values.units.transformer import Transformer, up_to
 
 __all__ = ["AudioInput", "ImageInput", "ModelGraph", "Role", "Transformer", "Unit"]
 

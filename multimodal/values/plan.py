@@ -12,7 +12,7 @@ from multimodal.values.errors import PlanError
 from multimodal.values.file_form import at_line, read_file, write_mapping
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.typed_reader import Plain
-from multimodal.values.unit_shape import MOST_LAYERS
+from multimodal.values.units.transformer import MOST_LAYERS
 
 MOST_RANKS = 2**20
 """Every rank is below it, so that a typo does not make a list that fills the memory."""
