@@ -7,8 +7,9 @@ against: from the table of known accelerators, else measured by a matrix product
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -28,7 +29,6 @@ from multimodal.cost.seconds.layer_curves import PackedSize
 from multimodal.model.initialization import initialize_parameters
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.layers.registry import kind_of
-from multimodal.model.rotary import rotary_frequencies
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.unit_stage import UnitStage
@@ -61,14 +61,20 @@ def synthetic_input(stage: UnitStage, *, num_tokens: int, num_sequences: int = 1
     kind = kind_of(unit, index)
     num_tokens *= kind.num_tokens_per_output(unit)
     length = num_tokens // num_sequences
-    positions = torch.arange(length, device=torch.cuda.current_device()).repeat(num_sequences)
+    positions = torch.arange(length).repeat(num_sequences)
     if not unit.is_causal:
         positions = torch.stack((positions // 16, positions % 16), dim=1)
+    whole = PackedInput((length,) * num_sequences, positions)
+    if unit.image is not None and unit.has_windows:
+        whole = whole.with_windows(unit.image.window_patches)
     parts, item_embeddings = kind.random_input(stage.context, num_tokens=num_tokens, num_sequences=num_sequences)
     hidden = None
     if kind.takes_hidden:
         hidden = stage.context.random(stage.num_rows(num_tokens), 1, unit.transformer.hidden_size).requires_grad_()
-    return LayerInput(hidden, PackedInput((length,) * num_sequences, positions, **parts), item_embeddings)
+    on_device: dict[str, Any] = {"positions": positions.to(torch.cuda.current_device())}
+    if whole.window_order is not None:
+        on_device["window_order"] = whole.window_order.to(torch.cuda.current_device())
+    return LayerInput(hidden, replace(whole, **{**on_device, **parts}), item_embeddings)
 
 
 _EVICTING = torch.zeros(4 * 2**20, dtype=torch.uint8)
@@ -150,13 +156,7 @@ class _LayerRun:
         return LayerTimes(forward, input_gradient, weight_gradient, seconds_of(self._attend) if self._attend else 0.0)
 
     def _compute_angles(self) -> None:
-        shape = self._stage.unit.transformer
-        rotary_frequencies(
-            self._given.batch.positions,
-            head_channels=shape.head_channels,
-            base=shape.rotary_base,
-            dtype=self._stage.options.precision.rotary_dtype,
-        )
+        self._stage.frequencies(self._given.batch)
 
 
 def _run_once(stage: UnitStage, given: LayerInput) -> tuple[float, float, float]:

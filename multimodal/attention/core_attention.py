@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -160,6 +161,31 @@ class MaskedAttention(CoreAttention):
             recompute=self.repeats,
         )
         return mixed.flatten(1)[:, None]
+
+
+class WindowedAttention(torch.nn.Module):
+    """Tokens attend inside their window only, by another core attention; no rank needs those of others.
+
+    inner: how tokens of one window attend.
+    """
+
+    def __init__(self, *, inner: ModuleSpec, **options: Any) -> None:
+        super().__init__()
+        self.inner = build_module(inner, **options)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: PackedLengths, **_: Any
+    ) -> Tensor:
+        """Attend, window by window; arguments as in `CoreAttention.forward`. Returns zeros for padding."""
+        windows = packed_seq_params.windows
+        assert windows is not None, "a unit with windows says where they are"
+        num_padding = query.shape[0] - len(windows.order)
+        if not windows.lengths:
+            return query.flatten(2)
+        sequences = PackedLengths(lengths=windows.lengths)
+        mixed = self.inner(*_select((query, key, value), windows.order), None, packed_seq_params=sequences)
+        mixed = mixed.index_select(0, windows.places)
+        return torch.cat((mixed, mixed.new_zeros(num_padding, *mixed.shape[1:]))) if num_padding else mixed
 
 
 def _select(tensors: _Tensors, rows: Tensor) -> _Tensors:

@@ -13,6 +13,7 @@ from torch import Tensor
 from multimodal.attention.attention_mask import AttentionMask
 from multimodal.attention.bitfield import BitfieldMask, MaskMode, MaskSegment, build_bitfield_mask
 from multimodal.attention.token_shares import BlockShares, RankShare, WholeItemShares
+from multimodal.attention.windows import Windows
 
 _ITEM = "item"
 
@@ -52,6 +53,8 @@ class PackedLengths(PackedSeqParams):
     """Items inside the sequences, in any order; an LLM's only."""
     share: RankShare | None = None
     """This rank's tokens, where a sequence is spread over ranks; `lengths` and `items` are of all ranks."""
+    windows: Windows | None = None
+    """The windows of this rank's tokens, where a unit has layers whose tokens attend inside of them only."""
     _masks: dict[MaskRule, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
 
     def mask(self, rule: MaskRule) -> AttentionMask:

@@ -4,6 +4,7 @@ An item that one rank has whole needs no keys and values of others. So items are
 a rank with too much, one of its items is cut, and its tokens level the ranks.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -63,7 +64,7 @@ class ItemDealer:
         """Deal the items of one microbatch."""
         costs = [round(self._flops.of(item)) for item in items]
         lengths = [item.num_tokens for item in items]
-        return share_items(lengths, costs=costs, num_ranks=self.num_ranks, block_size=self.block_size)
+        return share_items(lengths, costs=costs, num_ranks=self.num_ranks, block_size=self._block_size)
 
     def rank_loads(self, items: Sequence[UnitLoad]) -> tuple[RankLoad, ...]:
         """Return the part of one microbatch that each rank computes."""
@@ -89,6 +90,11 @@ class ItemDealer:
         return [
             add_loads(_part(items[item], num_tokens) for item, num_tokens in own.items()) if own else UnitLoad() for own in tokens
         ]
+
+    @property
+    def _block_size(self) -> int:
+        """Tokens of a block of an item; all of them where items are not cut."""
+        return sys.maxsize if self.graph.unit(self.unit).keeps_items_whole else self.block_size
 
     @cached_property
     def _flops(self) -> UnitFlops:

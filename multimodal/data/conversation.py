@@ -127,11 +127,10 @@ def find_item_behind_text(conversation: Conversation) -> int | None:
 
 
 def build_sample_lengths(
-    conversation: Conversation, *, sample_id: int, units: Sequence[str], grids: Sequence[tuple[int, int]]
+    conversation: Conversation, *, sample_id: int, units: Sequence[str], sizes: Sequence[int]
 ) -> SampleLengths:
-    """Return the lengths of a sample; units, grids: the unit and the (rows, columns) of patches of every item that fits."""
+    """Return the lengths of a sample; units, sizes: the unit and the tokens in it of every item that fits."""
     outputs = [num_output_tokens for _, _, num_output_tokens in conversation.item_starts]
-    sizes = [rows * columns for rows, columns in grids]
     return SampleLengths(
         sample_id,
         tuple(map(ItemLengths, units, sizes, outputs)),

@@ -104,8 +104,8 @@ class RandomPictures(ABC):
     def lengths(self, index: int) -> SampleLengths:
         """Lengths of one sample; `sample_id` is its index."""
         sample, conversation = self._at(index)
-        grids = [self._grid(picture) for picture in sample.pictures]
-        return build_sample_lengths(conversation, sample_id=index, units=[self._unit] * len(grids), grids=grids)
+        sizes = [self._image.num_tokens(self._grid(picture)) for picture in sample.pictures]
+        return build_sample_lengths(conversation, sample_id=index, units=[self._unit] * len(sizes), sizes=sizes)
 
     def text(self, index: int) -> SampleText:
         """Tokens, labels and picture positions of one sample."""
@@ -153,7 +153,7 @@ class DigitsSource(RandomPictures):
 
     def _segments(self, sample: DigitsSample) -> Sequence[Segment]:
         return [
-            *(ItemSegment(rows * columns // self._image.merge_size**2) for rows, columns in map(self._grid, sample.pictures)),
+            *(ItemSegment(self._image.num_output_tokens(self._grid(picture))) for picture in sample.pictures),
             TextSegment("user", QUESTIONS[sample.kind]),
             TextSegment("assistant", sample.answer),
         ]

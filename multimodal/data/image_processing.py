@@ -1,8 +1,8 @@
-"""Cuts a decoded image into patches at its native resolution, by Qwen2-VL's rule.
+"""Cuts a decoded image into patches at its native resolution, by Qwen2-VL's rule, or at one size for all.
 
 The size of the result follows from (width, height) alone, so token counts are known before any pixel is decoded.
-Pixels are resized bicubically and normalised to [-1, 1] by (x / 255 - 0.5) / 0.5. A transparent image is laid on white;
-an animation contributes its first frame; an EXIF orientation is not applied.
+Pixels are resized bicubically and normalised by (x / 255 - mean) / std, to [-1, 1] by default. A transparent image is laid
+on white; an animation contributes its first frame; an EXIF orientation is not applied.
 """
 
 import math
@@ -57,6 +57,8 @@ def image_grid(*, width: int, height: int, image_input: ImageInput) -> tuple[int
 
     Raises DataError when the size breaks `smart_resize`'s rule.
     """
+    if image_input.image_size is not None:
+        return image_input.grid_size, image_input.grid_size
     new_height, new_width = smart_resize(
         height,
         width,
@@ -75,11 +77,28 @@ def image_to_patches(image: Image.Image, *, image_input: ImageInput) -> ItemPixe
     rows, columns = grid = image_grid(width=image.width, height=image.height, image_input=image_input)
     size = (columns * image_input.patch_size, rows * image_input.patch_size)
     image = _convert(image, in_channels=image_input.in_channels)
+    if image_input.image_size is not None and image_input.fit == "crop":
+        image = _crop_to_square(image, size=image_input.image_size)
     if image.size != size:
         image = image.resize(size, Image.Resampling.BICUBIC)
     pixels = np.asarray(image, dtype=np.float32).reshape(size[1], size[0], image_input.in_channels)
-    normalised = (pixels / np.float32(255) - np.float32(0.5)) / np.float32(0.5)
-    return ItemPixels(cut_patches(normalised, patch_size=image_input.patch_size, merge_size=image_input.merge_size), grid)
+    mean, std = (np.array(values, dtype=np.float32) for values in (image_input.mean, image_input.std))
+    normalised = (pixels / np.float32(255) - mean) / std
+    patches = cut_patches(normalised, patch_size=image_input.patch_size, merge_size=image_input.merge_size)
+    if image_input.num_frames > 1:
+        channels = patches.reshape(len(patches), image_input.in_channels, 1, -1)
+        patches = np.repeat(channels, image_input.num_frames, axis=2).reshape(len(patches), -1)
+    return ItemPixels(patches, grid)
+
+
+def _crop_to_square(image: Image.Image, *, size: int) -> Image.Image:
+    """Scale the shorter side to `size` and cut the longer one off on both ends, as CLIP's image processor does."""
+    shorter = min(image.size)
+    width, height = (int(size * side / shorter) for side in image.size)
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.BICUBIC)
+    left, top = (width - size) // 2, (height - size) // 2
+    return image.crop((left, top, left + size, top + size))
 
 
 def cut_patches(pixels: npt.NDArray[np.float32], *, patch_size: int, merge_size: int) -> npt.NDArray[np.float32]:

@@ -148,8 +148,8 @@ def _images(row: Mapping[str, Any], encoder: Unit | None) -> Iterable[ItemLength
         width, separator, height = size.partition("x")
         if not separator or not all(side.isascii() and side.isdigit() and len(side) <= _MAX_DIGITS for side in (width, height)):
             raise ValueError(f"image_sizes has '{size[:50]}', expected WxH in pixels")
-        rows, columns = image_grid(width=int(width), height=int(height), image_input=encoder.image)
-        yield ItemLengths(encoder.name, rows * columns, rows * columns // encoder.image.merge_size**2)
+        grid = image_grid(width=int(width), height=int(height), image_input=encoder.image)
+        yield ItemLengths(encoder.name, encoder.image.num_tokens(grid), encoder.image.num_output_tokens(grid))
 
 
 def _audio(row: Mapping[str, Any], encoder: Unit | None) -> Iterable[ItemLengths]:

@@ -108,8 +108,11 @@ class ManifestSource:
     def lengths(self, index: int) -> SampleLengths:
         """Lengths of one sample; `sample_id` is its index."""
         conversation, images = self._samples[index].conversation, self._samples[index].images
-        units, grids = [image.unit.name for image in images], [image.grid for image in images]
-        return build_sample_lengths(conversation, sample_id=index, units=units, grids=grids)
+        units, sizes = (
+            [image.unit.name for image in images],
+            [_image_input(image.unit).num_tokens(image.grid) for image in images],
+        )
+        return build_sample_lengths(conversation, sample_id=index, units=units, sizes=sizes)
 
     def text(self, index: int) -> SampleText:
         """Tokens, labels and image positions of one sample."""
@@ -137,8 +140,7 @@ class ManifestSource:
                 segments.append(segment)
             elif isinstance(segment, ImageSegment):
                 images.append(self._index_image(segment, where=line.where))
-                rows, columns = images[-1].grid
-                num_output_tokens = rows * columns // _image_input(images[-1].unit).merge_size ** 2
+                num_output_tokens = _image_input(images[-1].unit).num_output_tokens(images[-1].grid)
                 is_made = images[-1].unit is self._generator
                 segments.append(GeneratedSegment() if is_made else ItemSegment(num_output_tokens))
         conversation = build_conversation(segments, tokenizer=self._tokenizer, seq_length=self._seq_length)

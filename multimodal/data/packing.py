@@ -2,13 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from multimodal.data.image_processing import patch_positions
 from multimodal.data.sample_source import SampleSource
 from multimodal.values.assignment import Atom
+
+CLASS_POSITION = -1
+"""Row and column of a class token, which has no place in its image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +23,7 @@ class EncoderMicrobatch:
     patches: torch.Tensor | None
     """[num_tokens, patch_dim], float32, merge-window order; None where only positions were asked for."""
     positions: torch.Tensor
-    """[num_tokens, 2], int64: (row, column) of each patch in its image."""
+    """[num_tokens, 2], int64: (row, column) of each patch in its image; CLASS_POSITION twice for a class token."""
     cu_seqlens: torch.Tensor
     """[num_items + 1], int32: the start of each item among the patches, and the total."""
 
@@ -30,7 +35,7 @@ class LanguageMicrobatch:
     token_ids: torch.Tensor
     """[num_tokens], int64, with placeholder ids in the items' spans."""
     position_ids: torch.Tensor
-    """[num_tokens], int64, from 0 in each sample."""
+    """[num_tokens], int64, from 0 in each sample; or [num_tokens, 3]: time, row and column."""
     cu_seqlens: torch.Tensor
     """[num_samples + 1], int32."""
     labels: torch.Tensor
@@ -49,28 +54,36 @@ def pack_encoder_microbatch(
     index_of_sample: Mapping[int, int],
     merge_size: int,
     with_pixels: bool,
+    class_token: str | None = None,
 ) -> EncoderMicrobatch:
     """Pack items for an encoder, decoding them only `with_pixels` (first stages need them, later ones positions alone).
 
-    atoms: at least one; index_of_sample: sample id -> index in `source`. Raises DataError when an item cannot be decoded.
+    atoms: at least one; index_of_sample: sample id -> index in `source`; class_token: as ImageInput has it.
+    Raises DataError when an item cannot be decoded.
     """
     indices = [(index_of_sample[atom.sample_id], atom.item_index) for atom in atoms]
     grids = [source.item_grid(*index) for index in indices]
-    positions = np.concatenate([patch_positions(grid, merge_size=merge_size) for grid in grids])
-    starts = _starts([rows * columns for rows, columns in grids])
+    positions = [_with_class(patch_positions(grid, merge_size=merge_size), class_token, CLASS_POSITION) for grid in grids]
+    patches = [_with_class(source.item(*index).patches, class_token, 0) for index in indices] if with_pixels else None
+    starts = _starts([len(of_item) for of_item in positions])
     return EncoderMicrobatch(
-        patches=torch.from_numpy(np.concatenate([source.item(*index).patches for index in indices])) if with_pixels else None,
-        positions=torch.from_numpy(positions),
+        patches=torch.from_numpy(np.concatenate(patches)) if patches is not None else None,
+        positions=torch.from_numpy(np.concatenate(positions)),
         cu_seqlens=torch.from_numpy(starts),
     )
 
 
 def pack_language_microbatch(
-    atoms: Sequence[Atom], *, source: SampleSource, index_of_sample: Mapping[int, int]
+    atoms: Sequence[Atom],
+    *,
+    source: SampleSource,
+    index_of_sample: Mapping[int, int],
+    merge_sizes: Mapping[str, int] | None = None,
 ) -> LanguageMicrobatch:
     """Pack whole samples for the LLM.
 
-    atoms: at least one; index_of_sample: sample id -> index in `source`.
+    atoms: at least one; index_of_sample: sample id -> index in `source`; merge_sizes: of images by their encoder, where tokens of
+    images have rows and columns in the LLM; None: a token's place is its position.
     """
     sample_ids = tuple(atom.sample_id for atom in atoms)
     texts = [source.text(index_of_sample[sample_id]) for sample_id in sample_ids]
@@ -80,15 +93,53 @@ def pack_language_microbatch(
         for sample_id, text, sample_start in zip(sample_ids, texts, starts[:-1], strict=True)
         for item_index, start, length in text.item_starts
     }
+    indices = [index_of_sample[sample_id] for sample_id in sample_ids]
+    if merge_sizes is None:
+        positions = np.concatenate([np.arange(len(text.token_ids)) for text in texts])
+    else:
+        positions = np.concatenate([_spatial_positions(source, index, merge_sizes=merge_sizes) for index in indices])
     return LanguageMicrobatch(
         token_ids=torch.from_numpy(np.concatenate([text.token_ids for text in texts])),
-        position_ids=torch.from_numpy(np.concatenate([np.arange(len(text.token_ids)) for text in texts])),
+        position_ids=torch.from_numpy(positions),
         cu_seqlens=torch.from_numpy(starts),
         labels=torch.from_numpy(np.concatenate([text.labels for text in texts])),
         is_target=torch.from_numpy(np.concatenate([text.is_target for text in texts])),
         item_spans=item_spans,
         sample_ids=sample_ids,
     )
+
+
+def _with_class(rows: npt.NDArray[Any], class_token: str | None, value: int) -> npt.NDArray[Any]:
+    """Add the row of an item's class token, behind its patches where it is dropped later, so that outputs keep their places."""
+    if class_token is None:
+        return rows
+    row = np.full((1, rows.shape[1]), value, dtype=rows.dtype)
+    return np.concatenate((row, rows) if class_token == "kept" else (rows, row))
+
+
+def _spatial_positions(source: SampleSource, index: int, *, merge_sizes: Mapping[str, int]) -> npt.NDArray[np.int64]:
+    """Return [num_tokens, 3] of a sample, by Qwen2-VL's rule (M-RoPE).
+
+    Text goes on by one in all three. The tokens of an image share a time, and have rows and columns from there; text behind it
+    goes on after its longer side.
+    """
+    text, units = source.text(index), [item.unit for item in source.lengths(index).items]
+    parts, done, position = [], 0, 0
+    for item, start, length in sorted(text.item_starts, key=lambda entry: entry[1]):
+        if length == 0:  # made by a generator
+            continue
+        merge_size = merge_sizes[units[item]]
+        rows, columns = (side // merge_size for side in source.item_grid(index, item))
+        parts.append(_text_positions(position, start - done))
+        position += start - done
+        places = np.stack(np.meshgrid([0], np.arange(rows), np.arange(columns), indexing="ij"), axis=-1).reshape(-1, 3)
+        parts.append(places + position)
+        done, position = start + length, position + max(rows, columns)
+    return np.concatenate([*parts, _text_positions(position, len(text.token_ids) - done)]).astype(np.int64)
+
+
+def _text_positions(first: int, count: int) -> npt.NDArray[np.int64]:
+    return np.repeat(np.arange(first, first + count)[:, None], 3, axis=1)
 
 
 def _starts(lengths: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

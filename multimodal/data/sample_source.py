@@ -36,8 +36,8 @@ class ItemPixels:
     """One image, cut into patches: the input of an encoder, or the image that a generator is to make."""
 
     patches: npt.NDArray[np.float32]
-    """[num_patches, in_channels * patch_size * patch_size], in merge-window order: the merge_size x merge_size patches of
-    one output token are adjacent (Qwen2-VL's order)."""
+    """[num_patches, in_channels * num_frames * patch_size * patch_size], in merge-window order: the merge_size x merge_size
+    patches of one output token are adjacent (Qwen2-VL's order)."""
     grid: tuple[int, int]
     """(rows, columns) of patches."""
 

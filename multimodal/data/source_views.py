@@ -86,7 +86,7 @@ class BlankImages(SourceView):
     def __init__(self, source: SampleSource, *, graph: ModelGraph) -> None:
         """`graph` says how many values a patch of each encoder has."""
         self._source = source
-        self._patch_dims = {unit.name: unit.image.in_channels * unit.image.patch_size**2 for unit in graph.encoders if unit.image}
+        self._patch_dims = {unit.name: unit.image.num_patch_values for unit in graph.encoders if unit.image}
 
     def __len__(self) -> int:
         """Count the samples."""

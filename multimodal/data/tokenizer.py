@@ -37,6 +37,11 @@ class Tokenizer(Protocol):
         """One more than the largest id."""
         ...
 
+    @property
+    def num_own_tokens(self) -> int:
+        """The same, without the special tokens that had to be added."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text; never a special one, whatever the text says."""
         ...
@@ -55,6 +60,11 @@ class ByteTokenizer:
     def vocab_size(self) -> int:
         """256 bytes and the special tokens."""
         return 256 + len(fields(SpecialTokens))
+
+    @property
+    def num_own_tokens(self) -> int:
+        """256 bytes."""
+        return 256
 
     def encode(self, text: str) -> list[int]:
         """Return the bytes of the text; a lone surrogate, which UTF-8 cannot hold, becomes '?'."""
@@ -90,6 +100,7 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_truncation()  # the file may ask for both; lengths are the data set's business
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self._num_own_tokens = max(vocabulary.values(), default=-1) + 1
         chosen = {
             name: next((spelling for spelling in spellings if spelling in vocabulary), spellings[0])
             for name, spellings in _SPELLINGS.items()
@@ -109,6 +120,11 @@ class HuggingFaceTokenizer:
     def vocab_size(self) -> int:
         """One more than the largest id, added tokens included."""
         return self._vocab_size
+
+    @property
+    def num_own_tokens(self) -> int:
+        """One more than the largest id of the file."""
+        return self._num_own_tokens
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without the begin and end tokens that the file's post-processor may add."""

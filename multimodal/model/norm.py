@@ -32,3 +32,12 @@ class Norm(torch.nn.Module):
         else:
             normal = torch.nn.functional.layer_norm(wide, shape, self.weight.to(wide.dtype), self.bias.to(wide.dtype), self.eps)
         return normal.to(hidden.dtype)
+
+
+class HeadNorm(Norm):
+    """Normalise the channels of every head: each tensor parallel rank sees its own, with sequence parallelism or without."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(config, hidden_size, eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.tensor_model_parallel_size > 1  # type: ignore[attr-defined]

@@ -1,22 +1,49 @@
-"""Rotary position frequencies per packed token, over one axis (text) or two (image rows and columns)."""
+"""Rotary position frequencies per packed token, over one axis (text), two (image rows and columns) or three (an LLM's)."""
+
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 
-def rotary_frequencies(positions: Tensor, *, head_channels: int, base: float, dtype: torch.dtype) -> Tensor:
+def rotary_frequencies(
+    positions: Tensor,
+    *,
+    head_channels: int,
+    base: float,
+    dtype: torch.dtype,
+    sections: Sequence[int] = (),
+    scaling: Sequence[float] = (),
+) -> Tensor:
     """Return the angles by which megatron-core's layers rotate queries and keys.
 
     positions: [num_tokens] or [num_tokens, num_axes], integers. The channel pairs of a head are shared evenly among the axes, as
-    Qwen2-VL's vision encoder does with rows and columns.
+    Qwen2-VL's vision encoder does with rows and columns. With `sections` (its LLM), the pairs of one axis are `sections[axis]`
+    successive ones of those that a single axis would have; `scaling`: as Transformer.rotary_scaling has it, for one axis.
 
     Shape: [num_tokens, 1, 1, head_channels] in `dtype` (float32, or float64 for exact checks).
     """
     if positions.dim() == 1:
         positions = positions[:, None]
+    if sections:
+        exponent = torch.arange(0, head_channels, 2, device=positions.device, dtype=dtype) / head_channels
+        axes = torch.repeat_interleave(torch.arange(len(sections)), torch.tensor(sections)).to(positions.device)
+        angles = positions.expand(-1, len(sections))[:, axes].to(dtype) * (1.0 / base**exponent)
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
     num_axes = positions.shape[1]
     channels = head_channels // num_axes
     exponent = torch.arange(0, channels, 2, device=positions.device, dtype=dtype) / channels
-    inverse = 1.0 / base**exponent  # [channels / 2]
+    inverse = _slowed(1.0 / base**exponent, scaling)  # [channels / 2]
     angles = (positions.to(dtype)[:, :, None] * inverse).flatten(1)  # [num_tokens, head_channels / 2]
     return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
+def _slowed(inverse: Tensor, scaling: Sequence[float]) -> Tensor:
+    """Slow low frequencies down by a factor, and those between low and high ones by less (Llama 3.1)."""
+    if not scaling:
+        return inverse
+    factor, low, high, length = scaling
+    num_turns = length * inverse / (2 * math.pi)
+    share = ((num_turns - low) / (high - low)).clamp(0, 1)
+    return (1 - share) * inverse / factor + share * inverse

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from multimodal.attention.packed_lengths import ItemSpan
-from multimodal.attention.token_shares import RankShare
+from multimodal.attention.token_shares import RankShare, WholeItemShares
+from multimodal.attention.windows import order_by_window
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class PackedInput:
     lengths: tuple[int, ...]
     """Tokens of each packed sequence."""
     positions: Tensor
-    """[num_tokens] (text) or [num_tokens, 2] (rows and columns of patches)."""
+    """[num_tokens] (text), [num_tokens, 2] (rows and columns of patches) or [num_tokens, 3] (time, row and column in an LLM)."""
     patches: Tensor | None = None
     """[num_tokens, patch_channels]: the input of an encoder's first stage, or the target of a generator's last stage."""
     token_ids: Tensor | None = None
@@ -38,6 +39,10 @@ class PackedInput:
     """[num_generated_items]: rows whose hidden states generators are given; the LLM's last stage, where there are any."""
     condition_rows: Tensor | None = None
     """[num_tokens]: which of the rows that the LLM hands over each patch is made from; a generator's first stage."""
+    window_order: Tensor | None = None
+    """[num_tokens]: this rank's tokens, window by window; encoders whose patches attend inside windows."""
+    window_lengths: tuple[int, ...] = ()
+    """Tokens of each window, in that order."""
     share: RankShare | None = None
     """Tokens that this rank holds; None: all."""
 
@@ -45,6 +50,20 @@ class PackedInput:
     def num_tokens(self) -> int:
         """Number of tokens that this rank holds."""
         return sum(self.lengths) if self.share is None else self.share.num_tokens
+
+    def with_windows(self, size: int) -> "PackedInput":
+        """Return the same input with windows of size x size patches."""
+        order, lengths = order_by_window(self.positions, self.own_lengths, size=size)
+        return replace(self, window_order=order, window_lengths=lengths)
+
+    @property
+    def own_lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence that this rank holds; where ranks share them, all are whole."""
+        if self.share is None:
+            return self.lengths
+        shares = self.share.shares
+        assert isinstance(shares, WholeItemShares) and not shares.cut_lengths, "items are cut"
+        return shares.lengths_of(self.share.rank)
 
 
 def padded_num_tokens(num_tokens: int, *, multiple: int) -> int:

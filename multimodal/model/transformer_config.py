@@ -1,13 +1,34 @@
 """A unit's architecture as the TransformerConfig that megatron-core's layers take."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from multimodal.attention.attention_backend import AUTO
 from multimodal.attention.bitfield import MaskMode
 from multimodal.values.model_graph import Unit
+
+
+def gelu_tanh(values: Tensor) -> Tensor:
+    """GELU approximated by tanh."""
+    return torch.nn.functional.gelu(values, approximate="tanh")
+
+
+def quick_gelu(values: Tensor) -> Tensor:
+    """GELU approximated by a sigmoid, as CLIP has it."""
+    return values * torch.sigmoid(1.702 * values)
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
+}
+"""What is applied to the MLP's first product, or to its gate."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +67,6 @@ def build_transformer_config(unit: Unit, *, tensor_parallel_size: int, options: 
     Pipeline size is reported as 1: a unit's layers are numbered here, by the plan, not by megatron-core.
     """
     shape = unit.transformer
-    gated = shape.activation == "swiglu"
     dtype = options.precision.params_dtype
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -57,10 +77,11 @@ def build_transformer_config(unit: Unit, *, tensor_parallel_size: int, options: 
         kv_channels=shape.head_channels,
         normalization=shape.normalization,
         layernorm_epsilon=shape.layernorm_epsilon,
-        gated_linear_unit=gated,
-        activation_func=torch.nn.functional.silu if gated else torch.nn.functional.gelu,
+        gated_linear_unit=shape.is_gated,
+        activation_func=ACTIVATIONS[shape.activation],
         add_bias_linear=shape.add_bias_linear,
         add_qkv_bias=shape.add_qkv_bias,
+        qk_layernorm=shape.qk_layernorm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=tensor_parallel_size,

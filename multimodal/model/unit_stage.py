@@ -11,6 +11,7 @@ from torch.nn import Module, ModuleDict
 from torch.utils.checkpoint import checkpoint
 
 from multimodal.attention.packed_lengths import PackedLengths
+from multimodal.attention.windows import Windows
 from multimodal.model.collectives import RankLink, share_rows
 from multimodal.model.layers.layer_kind import HeadOutput, LayerContext, LayerPart, StagePass, State
 from multimodal.model.layers.registry import kind_of
@@ -185,18 +186,28 @@ class UnitStage(MegatronModule):
 
         return ((LayerPart(whole),),)
 
-    def _position_inputs(self, batch: PackedInput) -> tuple[Tensor, PackedLengths]:
+    def frequencies(self, batch: PackedInput) -> Tensor | None:
+        """Return the rotary angles of this rank's rows; None where positions are learned."""
+        if not self.unit.transformer.has_rotary_positions:
+            return None
         frequencies = rotary_frequencies(
             batch.positions,
             head_channels=self.unit.transformer.head_channels,
             base=self.unit.transformer.rotary_base,
             dtype=self.options.precision.rotary_dtype,
+            sections=self.unit.transformer.rotary_sections,
+            scaling=self.unit.transformer.rotary_scaling,
         )
+        return pad_rows(frequencies, self._num_padded_rows(batch.num_tokens))
+
+    def _position_inputs(self, batch: PackedInput) -> tuple[Tensor | None, PackedLengths]:
         lengths = batch.lengths
         num_rows = self._num_padded_rows(batch.num_tokens)
         if batch.share is None and num_rows > batch.num_tokens:
             lengths = (*lengths, num_rows - batch.num_tokens)
-        return pad_rows(frequencies, num_rows), PackedLengths(lengths=lengths, items=batch.items, share=batch.share)
+        order = batch.window_order
+        windows = None if order is None else Windows(order, torch.argsort(order), batch.window_lengths)
+        return self.frequencies(batch), PackedLengths(lengths=lengths, items=batch.items, share=batch.share, windows=windows)
 
     def _build_layer(self, index: int) -> Module:
         return kind_of(self.unit, index).build(self.context, index)

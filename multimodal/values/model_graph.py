@@ -11,9 +11,10 @@ from typing import Any, Literal, NoReturn
 from multimodal.values.errors import ModelError
 from multimodal.values.file_form import read_file
 from multimodal.values.typed_reader import Plain, check_fields
+from multimodal.values.units.items import AudioInput, ImageInput, problem_of_image
+from multimodal.values.units.transformer import Transformer, up_to
 
-MOST_LAYERS = 10_000
-"""Transformer layers of a unit; every list of layers is bounded by it."""
+__all__ = ["AudioInput", "ImageInput", "ModelGraph", "Role", "Transformer", "Unit"]
 
 
 class Role(StrEnum):
@@ -35,65 +36,6 @@ _ENDS = {
 """Kinds of the first and the last layer."""
 
 
-def _up_to(maximum: int) -> dict[str, Any]:
-    """Metadata of a positive integer."""
-    return {"minimum": 1, "maximum": maximum}
-
-
-@dataclass(frozen=True)
-class Transformer:
-    """The shape of a unit's transformer layers, under Megatron's names."""
-
-    num_layers: int = field(metadata=_up_to(MOST_LAYERS))
-    hidden_size: int = field(metadata=_up_to(2**20))
-    num_attention_heads: int = field(metadata=_up_to(2**16))
-    ffn_hidden_size: int = field(metadata=_up_to(2**24))
-    num_query_groups: int | None = field(default=None, metadata=_up_to(2**16))
-    """Key and value heads (grouped-query attention); None: as many as query heads."""
-    kv_channels: int | None = field(default=None, metadata=_up_to(2**16))
-    """Channels per head; None: hidden_size / num_attention_heads."""
-    normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
-    activation: Literal["swiglu", "gelu"] = "swiglu"
-    add_bias_linear: bool = False
-    add_qkv_bias: bool = False
-    layernorm_epsilon: float = field(default=1e-5, metadata={"above": 0, "maximum": 1})
-    rotary_base: float = field(default=10000.0, metadata={"above": 0, "maximum": 1e30})
-    init_method_std: float = field(default=0.02, metadata={"above": 0, "maximum": 1000})
-
-    @property
-    def head_channels(self) -> int:
-        """Channels of one attention head."""
-        return self.kv_channels or self.hidden_size // self.num_attention_heads
-
-    @property
-    def query_groups(self) -> int:
-        """Key and value heads."""
-        return self.num_query_groups or self.num_attention_heads
-
-
-@dataclass(frozen=True)
-class ImageInput:
-    """The cutting of an image into tokens (Qwen2-VL's rule: native resolution, sizes rounded, area bounded)."""
-
-    patch_size: int = field(default=14, metadata=_up_to(2**10))
-    merge_size: int = field(default=2, metadata=_up_to(2**6))
-    """merge_size x merge_size neighbouring patches leave an encoder's projector as one token; sizes are multiples of both."""
-    in_channels: int = field(default=3, metadata=_up_to(2**10))
-    min_pixels: int = field(default=3136, metadata=_up_to(2**31))
-    max_pixels: int = field(default=1003520, metadata=_up_to(2**31))
-
-
-@dataclass(frozen=True)
-class AudioInput:
-    """The conversion of sound into tokens (Whisper's rule: a spectrogram, two convolutions of width 3, the second halves)."""
-
-    num_mel_bins: int = field(default=128, metadata=_up_to(2**16))
-    tokens_per_second: int = field(default=50, metadata=_up_to(2**20))
-    """Tokens per second inside the encoder; the spectrogram has twice as many frames."""
-    merge_factor: int = field(default=2, metadata=_up_to(2**10))
-    """Neighbouring tokens that the projector merges into one."""
-
-
 @dataclass(frozen=True)
 class Unit:
     """One module of the model graph with its own parallelism."""
@@ -105,18 +47,25 @@ class Unit:
     """The images that an encoder takes, or that a generator makes."""
     audio: AudioInput | None = None
     """Encoders only, in place of an image. Planned and simulated; not trained yet."""
-    projector_hidden_size: int | None = field(default=None, metadata=_up_to(2**24))
+    projector_hidden_size: int | None = field(default=None, metadata=up_to(2**24))
     """Encoders only; None: hidden_size x merge_factor."""
+    projector_norm: Literal["patches", "merged", "none"] = "patches"
+    """Encoders only: the norm before the projector's first product: of every patch, or of those that are merged together."""
+    projector_norm_epsilon: float | None = field(default=None, metadata={"above": 0, "maximum": 1})
+    """Encoders only; None: layernorm_epsilon."""
     untie_embeddings_and_output_weights: bool = True
     """Backbone only."""
-    vocab_size: int | None = field(default=None, metadata=_up_to(2**31))
+    vocab_size: int | None = field(default=None, metadata=up_to(2**31))
     """Backbone only: the vocabulary size where no tokenizer gives it; a run takes its tokenizer's."""
+    has_exact_vocabulary: bool = False
+    """Backbone only. True: a run has `vocab_size` tokens, or its tokenizer's if those are more, and rows that pad the vocabulary
+    have no logits, as in models of Hugging Face. False: they count in the softmax, as in Megatron."""
     freeze_module: bool = False
     freeze_projector: bool = False
     """Encoders (the last layer) and generators (the first one) only."""
     layer_kinds: tuple[str, ...] | None = field(default=None, metadata={"key": "layers"})
     """Kind of every layer, first to last, `num_layers` of them between the two ends; None: transformer layers between the role's
-    ends. The kinds are those of multimodal/cost/layers."""
+    ends; encoders of images of one size learn positions. The kinds are those of multimodal/cost/layers."""
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
@@ -124,7 +73,27 @@ class Unit:
         first, last = _ENDS[self.role]
         if self.audio is not None:
             first = "audio_embedding"
-        return self.layer_kinds or (first, *["transformer"] * self.transformer.num_layers, last)
+        if self.role is Role.ENCODER and self.image is not None and self.image.image_size is not None:
+            first = "learned_patch_embedding"
+        body = ["transformer"] * self.transformer.num_layers
+        if self.has_windows:
+            assert self.image is not None
+            full = self.image.full_attention_layers
+            body = ["transformer" if index in full else "windowed_transformer" for index in range(len(body))]
+        return self.layer_kinds or (first, *body, last)
+
+    @property
+    def has_windows(self) -> bool:
+        """True if patches of an encoder's images attend inside windows."""
+        return self.role is Role.ENCODER and self.image is not None and self.image.window_size is not None
+
+    @property
+    def keeps_items_whole(self) -> bool:
+        """True if context parallel ranks do not cut an encoder's images.
+
+        Windows are made, and patches beside a class token merged, where an image is whole.
+        """
+        return self.has_windows or (self.image is not None and self.image.class_token is not None and self.image.merge_size > 1)
 
     @property
     def is_causal(self) -> bool:
@@ -135,6 +104,11 @@ class Unit:
     def ties_embeddings(self) -> bool:
         """True if the last layer multiplies with the word embeddings of the first."""
         return self.role is Role.BACKBONE and not self.untie_embeddings_and_output_weights
+
+    def num_tokens_known(self, padded: int) -> int:
+        """Tokens of the vocabulary that have logits; padded: its rows."""
+        exact = self.vocab_size if self.has_exact_vocabulary else None
+        return min(exact or padded, padded)
 
     @property
     def merge_factor(self) -> int:
@@ -220,7 +194,9 @@ def _unit_to_dict(unit: Unit) -> dict[str, Any]:
     del entry["name"]
     transformer = entry.pop("transformer")
     kinds = entry.pop("layer_kinds")
-    optional = {key: entry.pop(key) for key in ("image", "audio", "vocab_size")} | {"layers": kinds and list(kinds)}
+    optional = {key: entry.pop(key) for key in ("image", "audio", "vocab_size", "projector_norm_epsilon")} | {
+        "layers": kinds and list(kinds)
+    }
     given = {key: value for key, value in optional.items() if value is not None}
     return {"role": str(entry.pop("role")), **transformer, **given, **entry}
 
@@ -237,10 +213,14 @@ def _unit_from_plain(name: str, entry: Plain) -> Unit:
     if is_encoder and unit.audio is not None and unit.image is not None:
         entry.fail("has an image and audio; an encoder takes one kind of item, so make it two units")
     if unit.role is not Role.BACKBONE:
-        _refuse_values(entry, unit, ("vocab_size", "untie_embeddings_and_output_weights"), owner="the backbone")
+        _refuse_values(
+            entry, unit, ("vocab_size", "untie_embeddings_and_output_weights", "has_exact_vocabulary"), owner="the backbone"
+        )
     if not is_encoder:
         also = ("image", "freeze_projector") if unit.role is Role.BACKBONE else ()
-        _refuse_values(entry, unit, ("projector_hidden_size", "audio", *also), owner="encoders")
+        _refuse_values(
+            entry, unit, ("projector_hidden_size", "projector_norm", "projector_norm_epsilon", "audio", *also), owner="encoders"
+        )
     return replace(unit, image=ImageInput()) if is_encoder and unit.audio is None and unit.image is None else unit
 
 
@@ -314,12 +294,26 @@ def _check_unit(unit: Unit) -> None:
             f"num_attention_heads {shape.num_attention_heads} is not divisible by num_query_groups {shape.query_groups}; "
             "change one of them",
         )
+    if shape.rotary_sections and (unit.role is not Role.BACKBONE or 2 * sum(shape.rotary_sections) != shape.head_channels):
+        fail(
+            "rotary_sections",
+            f"rotary_sections {list(shape.rotary_sections)} must belong to the backbone and add up to half its channels per head "
+            f"({shape.head_channels // 2}); correct them",
+        )
+    if len(shape.rotary_sections) not in (0, 3):
+        fail("rotary_sections", f"expected 3 numbers, for time, row and column, found {len(shape.rotary_sections)}; correct them")
+    if shape.rotary_scaling and (unit.role is not Role.BACKBONE or len(shape.rotary_scaling) != 4):
+        fail("rotary_scaling", f"expected 4 numbers, and of the backbone only, found {len(shape.rotary_scaling)}; correct them")
+    if shape.rotary_scaling and shape.rotary_scaling[1] >= shape.rotary_scaling[2]:
+        fail("rotary_scaling", "its low_freq_factor must be below its high_freq_factor; correct them")
     rotary_axes = 4 if unit.role is Role.ENCODER or unit.image is not None else 2
-    if shape.head_channels % rotary_axes:
+    if shape.has_rotary_positions and shape.head_channels % rotary_axes:
         fail(
             "num_attention_heads" if shape.kv_channels is None else "kv_channels",
             f"channels per head ({shape.head_channels}) must be divisible by {rotary_axes} for rotary positions; "
             "change hidden_size, num_attention_heads or kv_channels",
         )
-    if unit.image is not None and unit.image.max_pixels < unit.image.min_pixels:
-        fail("image", f"max_pixels {unit.image.max_pixels} is below min_pixels {unit.image.min_pixels}; raise max_pixels")
+    if unit.role is Role.GENERATOR and unit.image is not None and unit.image.class_token is not None:
+        fail("image", "class_token belongs to encoders; remove it here")
+    if unit.image is not None and (problem := problem_of_image(unit.image)):
+        fail("image", problem)

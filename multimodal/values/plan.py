@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from multimodal.values.arrays.rows import Integers, integers, row_starts
 from multimodal.values.errors import PlanError
 from multimodal.values.file_form import at_line, read_file, write_mapping
-from multimodal.values.model_graph import MOST_LAYERS, ModelGraph
+from multimodal.values.model_graph import ModelGraph
 from multimodal.values.typed_reader import Plain
+from multimodal.values.units.transformer import MOST_LAYERS
 
 MOST_RANKS = 2**20
 """Every rank is below it, so that a typo does not make a list that fills the memory."""

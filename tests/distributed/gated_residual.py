@@ -38,7 +38,7 @@ class GatedResidualLayer(Layer):
         shape, trains = self.unit.transformer, case.need.trains_weights
         per_token = case.bytes_per_element * load.num_tokens
         whole = 2 * shape.hidden_size if trains else 0
-        return ActivationBytes(float(per_token * whole), float(per_token * shape.ffn_hidden_size * (2 if trains else 1)))
+        return ActivationBytes(1.0 * per_token * whole, 1.0 * per_token * shape.ffn_hidden_size * (2 if trains else 1))
 
     def collectives(self, *, tensor_parallel_size: int, ranks: Sequence[int], cluster: Cluster) -> LayerCollectives:
         size = cluster.bytes_per_element * self.unit.transformer.hidden_size

@@ -305,5 +305,6 @@ def _image_input(case: GradientCase, index: int, item: int) -> PackedInput:
         index_of_sample={index: index},
         merge_size=image.merge_size,
         with_pixels=True,
+        class_token=image.class_token,
     )
     return PackedInput((lengths.num_tokens,), packed.positions, patches=packed.patches)

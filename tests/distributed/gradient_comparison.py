@@ -19,12 +19,19 @@ class MismatchError(AssertionError):
     """Loss or gradients differ from one process."""
 
 
-def assert_matches(case: GradientCase, ranks: RankPool, *, run: Callable[[GradientCase], RankGradients] = run_on_rank) -> None:
+def assert_matches(
+    case: GradientCase,
+    ranks: RankPool,
+    *,
+    run: Callable[[GradientCase], RankGradients] = run_on_rank,
+    expected: RankGradients | None = None,
+) -> None:
     """Loss and every gradient, on every replica and every copy, within 1e-9 of one process; raises MismatchError.
 
-    run: what each rank does, which tests of this test replace.
+    run: what each rank does, which tests of this test replace; expected: what other code than Braid's found, if any did.
     """
-    (expected,) = ranks.run(run_reference, case, world_size=1)
+    if expected is None:
+        (expected,) = ranks.run(run_reference, case, world_size=1)
     found: list[RankGradients] = ranks.run(run, case, world_size=case.plan.num_ranks)
     for unit, expected_sum in expected.loss_sums.items():
         loss_sum = sum(rank.loss_sums.get(unit, 0.0) for rank in found)

@@ -37,11 +37,13 @@ class RandomSource:
         shape = self.shapes[index]
         items, starts = [], []
         cursor, rest = 1, shape.num_text_tokens - 1
-        for item, (unit, rows, columns) in enumerate(shape.items):
+        for item, (unit, *_) in enumerate(shape.items):
             grid = self.item_grid(index, item)
             is_input = self.graph.unit(unit).role is Role.ENCODER
-            num_outputs = rows * columns if is_input else 0
-            items.append(ItemLengths(unit, grid[0] * grid[1], num_outputs))
+            image = self.graph.unit(unit).image
+            assert image is not None
+            num_outputs = image.num_output_tokens(grid) if is_input else 0
+            items.append(ItemLengths(unit, image.num_tokens(grid), num_outputs))
             # A generator is given the hidden state of the token before.
             starts.append(cursor if is_input else cursor - 1)
             cursor += num_outputs
@@ -67,8 +69,8 @@ class RandomSource:
         image = self.graph.unit(self.shapes[index].items[item_index][0]).image
         assert image is not None
         generator = np.random.default_rng((self.seed, index, item_index))
-        channels = image.in_channels * image.patch_size**2
-        return ItemPixels(generator.standard_normal((grid[0] * grid[1], channels)).astype(np.float32), grid)
+        size = (grid[0] * grid[1], image.num_patch_values)
+        return ItemPixels(generator.standard_normal(size).astype(np.float32), grid)
 
     def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
         unit, rows, columns = self.shapes[index].items[item_index]

@@ -9,7 +9,8 @@ from tests.sanity.repository import ROOT, list_python_files, module_name
 
 ROOMS_BELOW = {
     "values": set(),
-    "cost": {"values"},
+    "hugging_face": {"values"},
+    "cost": {"hugging_face", "values"},
     "schedule": {"cost", "values"},
     "balance": {"schedule", "cost", "values"},
     "plan": {"balance", "schedule", "cost", "values"},
@@ -28,12 +29,13 @@ RUNTIME_ROOMS_BELOW = {
     "session": {"state", "execution", "gradients", "step", "communication", "platform"},
     "emulation": {"session", "execution", "step", "platform"},
     "checkpoint": {"session", "state"},
+    "hugging_face": {"checkpoint", "session", "state", "gradients"},
     "flags": {"checkpoint"},
     "feed": {"flags", "emulation", "step", "launch"},
     "report": {"flags", "step"},
     "profiler": {"emulation", "session", "execution", "gradients", "step", "communication", "platform"},
     "training": {
-        *("feed", "report", "profiler", "emulation", "flags", "checkpoint"),
+        *("feed", "report", "profiler", "emulation", "flags", "checkpoint", "hugging_face"),
         *("session", "execution", "gradients", "step", "launch", "platform"),
     },
     "drop_in": {"execution", "communication", "platform"},
@@ -41,7 +43,7 @@ RUNTIME_ROOMS_BELOW = {
 }
 """Folders of megatron/runtime, and the files beside them: none below `flags` knows what the flags are."""
 LARGEST_ROOM = 15
-PURE_ROOMS = {"values", "cost", "schedule", "balance", "plan"}
+PURE_ROOMS = {"values", "hugging_face", "cost", "schedule", "balance", "plan"}
 ROOMS_WITH_KERNELS = {"values", "schedule", "balance", "plan", "attention"}
 ENTRY_POINTS = {"pretrain_mllm", "tools", "tests", "examples", "benchmarks"}
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from multimodal.values.errors import CheckpointError
 
 _COMPLETE = re.compile(r"step_(\d{8,})(\.new)?")
-_HIDDEN = re.compile(r"\.step_\d{8,}\.(?:partial|removed)-(?P<host>.+)-(?P<process>\d+)")
+_HIDDEN = re.compile(r"\.(?P<name>.+)\.(?:partial|removed)-(?P<host>.+)-(?P<process>\d+)")
 _STALE_SECONDS = 3600.0
 """Unfinished saves of another host count as dead when nothing in them has changed for this long."""
 
@@ -76,27 +76,38 @@ def open_partial(folder: Path, *, step: int) -> Path:
     for entry in _list_complete(folder):
         if entry.is_replacement:
             _settle_replacement(entry.path, final=folder / _name(entry.step))
-    for path in folder.iterdir():
-        if (match := _HIDDEN.fullmatch(path.name)) and _is_dead(path, host=match["host"], process=int(match["process"])):
-            shutil.rmtree(path, ignore_errors=True)
-    partial = folder / f".{_name(step)}.partial-{_owner()}"
+    remove_dead_folders(folder, name=r"step_\d{8,}")
+    partial = hidden_folder(folder / _name(step), "partial")
     partial.mkdir()
     return partial
+
+
+def hidden_folder(folder: Path, state: str) -> Path:
+    """Return where something of this process is while it is being made or removed; state: `partial` or `removed`."""
+    return folder.parent / f".{folder.name}.{state}-{_owner()}"
+
+
+def remove_dead_folders(folder: Path, *, name: str) -> None:
+    """Remove what dead processes left unfinished in a folder; name: a pattern of what they were making."""
+    for path in folder.iterdir():
+        match = _HIDDEN.fullmatch(path.name)
+        if match and re.fullmatch(name, match["name"]) and _is_dead(path, host=match["host"], process=int(match["process"])):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def complete_partial(partial: Path, *, step: int) -> Path:
     """Give a finished save its final name, in the place of an older save of the same step; raises OSError."""
     folder = partial.parent
     final = folder / _name(step)
-    _sync(partial)
+    sync_folder(partial)
     if final.exists():
         replacement = folder / f"{_name(step)}.new"
         partial.rename(replacement)
-        _sync(folder)
+        sync_folder(folder)
         _settle_replacement(replacement, final=final)
     else:
         partial.rename(final)
-    _sync(folder)
+    sync_folder(folder)
     return final
 
 
@@ -109,7 +120,7 @@ def prune_checkpoints(folder: Path, *, step: int, keep_last: int) -> None:
 
 def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint or partial folder so that it is never seen half removed; raises OSError when it cannot be renamed."""
-    hidden = path.parent / f".{path.name.removesuffix('.new').lstrip('.').split('.')[0]}.removed-{_owner()}"
+    hidden = hidden_folder(path.with_name(path.name.removesuffix(".new").lstrip(".").split(".")[0]), "removed")
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
@@ -152,7 +163,8 @@ def _is_alive(process: int) -> bool:
     return True
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk; raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -6,7 +6,7 @@ A resumed run must go on with the same data, in the same order.
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,10 +58,28 @@ def build_data_sets(config: RunConfig, graph: ModelGraph) -> DataSets:
     return DataSets(SourceSubset(source, parts.train), SourceSubset(source, parts.valid), tokenizer)
 
 
-def padded_vocab_size(tokenizer: Tokenizer, config: RunConfig) -> int:
+def with_vocabulary(graph: ModelGraph, tokenizer: Tokenizer) -> ModelGraph:
+    """Let an LLM with an exact vocabulary have the tokenizer's if that is larger: for special tokens that it lacks.
+
+    Raises ConfigError for a tokenizer that already has more tokens without these, which must be another model's.
+    """
+    backbone = graph.backbone
+    if not backbone.has_exact_vocabulary or (backbone.vocab_size or 0) >= tokenizer.vocab_size:
+        return graph
+    if backbone.vocab_size is not None and tokenizer.num_own_tokens > backbone.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.num_own_tokens} tokens, but the vocabulary of unit '{backbone.name}' "
+            f"{backbone.vocab_size}; give the model's own: --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR"
+        )
+    larger = replace(backbone, vocab_size=tokenizer.vocab_size)
+    return replace(graph, units=tuple(larger if unit is backbone else unit for unit in graph.units))
+
+
+def padded_vocab_size(tokenizer: Tokenizer, config: RunConfig, *, graph: ModelGraph) -> int:
     """Vocabulary padded to a multiple of --make-vocab-size-divisible-by, whatever the plan."""
     multiple = config.model.make_vocab_size_divisible_by
-    return -(-tokenizer.vocab_size // multiple) * multiple
+    exact = graph.backbone.vocab_size if graph.backbone.has_exact_vocabulary else None
+    return -(-(exact or tokenizer.vocab_size) // multiple) * multiple
 
 
 def _digits(config: RunConfig, graph: ModelGraph, tokenizer: Tokenizer) -> DataSets:
@@ -69,6 +87,11 @@ def _digits(config: RunConfig, graph: ModelGraph, tokenizer: Tokenizer) -> DataS
     if len(encoders) != 1:
         raise ConfigError(
             f"--data-path digits needs a model with one image encoder, found {len(encoders)}; use examples/digits/model.yaml"
+        )
+    if encoders[0].image is not None and (encoders[0].image.image_size is not None or encoders[0].image.num_frames > 1):
+        raise ConfigError(
+            f"--data-path digits draws pictures of many sizes and one frame, but the images of unit '{encoders[0].name}' have "
+            "one size (image_size) or several frames (num_frames); use a manifest"
         )
     if len(graph.generators) > 1:
         raise ConfigError(

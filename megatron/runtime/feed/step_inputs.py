@@ -45,7 +45,8 @@ def load_inputs(
     def own(packed: PackedInput, place: MicrobatchPlace, part: int = WHOLE) -> PackedInput:
         context_rank = step.plan.units[place.unit].context_parallel_rank(rank)
         share = placement.own_share(place, part=part, rank=context_rank) if placement else None
-        return packed if share is None else share_input(packed, share)
+        found, unit = packed if share is None else share_input(packed, share), step.graph.unit(place.unit)
+        return found.with_windows(unit.image.window_patches) if unit.image is not None and unit.has_windows else found
 
     inputs: dict[MicrobatchPlace, PackedInput] = {}
     subset_inputs: dict[MicrobatchPlace, tuple[PackedInput, ...]] = {}
@@ -104,6 +105,7 @@ def _encoder_input(
         index_of_sample=source_index,
         merge_size=unit.image.merge_size,
         with_pixels=with_pixels,
+        class_token=unit.image.class_token,
     )
     return PackedInput(lengths=_lengths(packed.cu_seqlens), positions=packed.positions, patches=packed.patches)
 
@@ -141,7 +143,14 @@ def _language_input(
     step: StepGraph,
     source_index: Mapping[int, int],
 ) -> tuple[PackedInput, tuple[int, ...]]:
-    packed = pack_language_microbatch(step.assignment.atoms(place), source=source, index_of_sample=source_index)
+    has_places = bool(step.graph.backbone.transformer.rotary_sections)
+    merge_sizes = {unit.name: unit.image.merge_size for unit in step.graph.encoders if unit.image is not None}
+    packed = pack_language_microbatch(
+        step.assignment.atoms(place),
+        source=source,
+        index_of_sample=source_index,
+        merge_sizes=merge_sizes if has_places else None,
+    )
     lengths = _lengths(packed.cu_seqlens)
     items = tuple(
         ItemSpan(*packed.item_spans[atom], route.source.unit)

@@ -38,7 +38,7 @@ def parse_arguments(argv: Sequence[str], *, environ: Mapping[str, str]) -> RunCo
     first = _read_first(argv)
     config_path = Path(first["config"]) if "config" in first else None
     entries = read_config_file(config_path) if config_path else {}
-    graph = _read_model(first.get("model"), entries=entries, config_path=config_path)
+    graph = _read_model(first, entries=entries, config_path=config_path)
     parser = FlagParser(graph)
     from_command_line = parser.parse_given(argv)
     from_command_line.pop("config", None)
@@ -57,7 +57,7 @@ def parse_arguments(argv: Sequence[str], *, environ: Mapping[str, str]) -> RunCo
 
 
 def _read_first(argv: Sequence[str]) -> dict[str, str]:
-    """Find the flags that must be read before the units' flags are known: --config and --model."""
+    """Find the flags that must be read before the units' flags are known: --config, --model and --load-hf."""
 
     class FirstParser(argparse.ArgumentParser):
         def error(self, message: str) -> Any:
@@ -66,17 +66,32 @@ def _read_first(argv: Sequence[str]) -> dict[str, str]:
     parser = FirstParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config")
     parser.add_argument("--model")
+    parser.add_argument("--load-hf")
     return vars(parser.parse_known_args(list(argv))[0])
 
 
-def _read_model(model: str | None, *, entries: Mapping[str, Any], config_path: Path | None) -> ModelGraph | None:
-    if model is not None:
-        _check_input_file("--model", model)
-        return read_model(model)
-    entry = entries.get("--model")
-    if config_path is None or entry is None or isinstance(entry, (bool, list, dict)):
-        return None
-    return read_model(beside(config_path, str(entry)))
+def _read_model(first: Mapping[str, str], *, entries: Mapping[str, Any], config_path: Path | None) -> ModelGraph | None:
+    """Read the model that --model describes, or else the folder of --load-hf; the command line comes first for each."""
+    for name, flag in (("model", "--model"), ("load_hf", "--load-hf")):
+        if name in first:
+            _check_model_place(flag, first[name])
+            return read_model(first[name])
+        entry = entries.get(flag)
+        if config_path is not None and entry is not None and not isinstance(entry, (bool, list, dict)):
+            return read_model(beside(config_path, str(entry)))
+    return None
+
+
+def _check_model_place(flag: str, path: str) -> None:
+    """Raise ConfigError where neither a file nor a folder of Hugging Face is there."""
+    is_folder = Path(path).is_dir()
+    if flag == "--load-hf" and not is_folder:
+        found = "is a file" if Path(path).exists() else "no such folder"
+        raise ConfigError(
+            f"{flag} {path}: {found}; give a folder of Hugging Face that is on this machine (nothing is downloaded)"
+        )
+    if not is_folder or not (Path(path) / "config.json").is_file():
+        _check_input_file(flag, path)
 
 
 def _check_input_file(flag: str, path: str | Path | None) -> None:
@@ -89,6 +104,8 @@ def _check_input_file(flag: str, path: str | Path | None) -> None:
 def _merge(from_command_line: Mapping[str, Any], *, from_file: Mapping[str, Any], graph: ModelGraph | None) -> RunConfig:
     """Return one configuration of both; where they exclude each other, the command line wins."""
     values = {**from_file, **from_command_line}
+    if "load_hf" in values:
+        values = {**_taken_from(Path(values["load_hf"]), values), **values}
     required = [flag for group in GROUPS.values() for flag in field_flags(group) if flag.is_required]
     if missing := [f"{flag.flag} {flag.metavar}" for flag in required if flag.name not in values]:
         raise ConfigError(
@@ -103,6 +120,14 @@ def _merge(from_command_line: Mapping[str, Any], *, from_file: Mapping[str, Any]
     rows = ignored_flags(_build_config(values, graph=graph))
     yielding = {row.name for row in rows if any(overruled(row.name, cause) for cause in row.because_of)}
     return _build_config({name: value for name, value in values.items() if name not in yielding}, graph=graph)
+
+
+def _taken_from(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a folder of --load-hf gives beside weights: the model and, unless one is asked for, the tokenizer."""
+    tokenizer = folder / "tokenizer.json"
+    if "tokenizer_type" in values or "tokenizer_model" in values or not tokenizer.is_file():
+        return {"model": folder}
+    return {"model": folder, "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tokenizer)}
 
 
 def _build_config(values: Mapping[str, Any], *, graph: ModelGraph) -> RunConfig:

@@ -37,7 +37,7 @@ class ModelConfig:
     """The model and its layers."""
 
     model: Path = field(metadata={**INPUT_PATH, "metavar": "FILE.yaml"})
-    """The model graph: its units, their shapes, and the edges between them."""
+    """The model graph: its units, their shapes, and the edges between them; or a folder of Hugging Face, for its config.json."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     """Implementation of transformer layers; transformer_engine needs that package and CUDA."""
     attention_backend: Literal["auto", "sequences", "blocks", "flex", "triton", "dense"] = "auto"
@@ -238,6 +238,12 @@ class CheckpointConfig:
     """Start at step 0 from the weights alone of --load; or go on from --save once that holds a checkpoint."""
     pretrained_checkpoint: Path | None = field(default=None, metadata={"metavar": "DIR"})
     """Folder whose newest weights a run starts from at step 0, unless --load (with --save) holds a checkpoint to go on from."""
+    load_hf: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "DIR"})
+    """Folder of Hugging Face (config.json, safetensors files) that a run starts from as from --pretrained-checkpoint. It also
+    gives the model, unless --model does."""
+    save_hf: Path | None = field(default=None, metadata={"metavar": "DIR"})
+    """New folder that gets the model after the last step as Hugging Face's transformers load it, with names, types, files and
+    tokenizer of --load-hf if given."""
 
     @property
     def steps_between_saves(self) -> int | None:

@@ -168,6 +168,8 @@ ENCODER_FLAGS = {
 EXCLUSIVE_FLAGS: tuple[tuple[str, str, str], ...] = (
     ("lr_warmup_iters", "lr_warmup_fraction", "both set the length of the warm-up"),
     ("finetune", "pretrained_checkpoint", "both start from weights alone; --finetune takes those of --load"),
+    ("finetune", "load_hf", "both start from weights alone; --finetune takes those of --load"),
+    ("pretrained_checkpoint", "load_hf", "both start from weights alone"),
     ("plan", "colocate_units", "a plan already says which ranks each unit has"),
 )
 
@@ -287,10 +289,22 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda c: (
             c.training.emulate is not None
-            and bool(c.checkpoint.save or c.checkpoint.load or c.checkpoint.pretrained_checkpoint or c.evaluation.eval_iters)
+            and (
+                bool(c.checkpoint.save or c.checkpoint.load or c.checkpoint.pretrained_checkpoint or c.evaluation.eval_iters)
+                or bool(c.checkpoint.load_hf or c.checkpoint.save_hf)
+            )
         ),
         "--emulate trains nothing, so there is nothing to save, resume or evaluate; leave out --save, --load, "
-        "--pretrained-checkpoint and --eval-iters",
+        "--pretrained-checkpoint, --load-hf, --save-hf and --eval-iters",
+    ),
+    Rule(
+        lambda c: c.checkpoint.load_hf is not None and importlib.util.find_spec("safetensors") is None,
+        "--load-hf needs the package 'safetensors'; install it (pip install 'braid[hf]') or leave it out",
+    ),
+    Rule(
+        lambda c: c.model.transformer_impl == "transformer_engine" and bool(c.checkpoint.load_hf or c.checkpoint.save_hf),
+        "--transformer-impl transformer_engine keeps norms under other names, which --load-hf and --save-hf do not know; use "
+        "--transformer-impl local",
     ),
     Rule(
         lambda c: c.checkpoint.finetune and _same_run(c.checkpoint.load, c.checkpoint.save),
@@ -311,6 +325,16 @@ RULES: tuple[Rule, ...] = (
         "--pretrained-checkpoint {c.checkpoint.pretrained_checkpoint} is for a run that starts from those weights and goes on "
         "from its own checkpoints, but --load {c.checkpoint.load} is not where --save writes; make --load and --save the same "
         "folder, or leave --pretrained-checkpoint or --load out",
+    ),
+    Rule(
+        lambda c: (
+            c.checkpoint.load_hf is not None
+            and c.checkpoint.load is not None
+            and not _same_folder(c.checkpoint.load, c.checkpoint.save)
+        ),
+        "--load-hf {c.checkpoint.load_hf} is for a run that starts from those weights and goes on from its own checkpoints, but "
+        "--load {c.checkpoint.load} is not where --save writes; make --load and --save the same folder, or leave --load-hf or "
+        "--load out",
     ),
 )
 

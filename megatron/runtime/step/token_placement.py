@@ -165,7 +165,8 @@ class TokenPlacement:
 
     def _shares_of(self, place: MicrobatchPlace, part: int) -> TokenShares:
         if (place, part) not in self._shares:
-            has_whole_items = self._sharing.method is TokenDistribution.BY_ITEM and not self._is_backbone(place)
+            is_by_item = self._sharing.method is TokenDistribution.BY_ITEM or self._step.graph.unit(place.unit).keeps_items_whole
+            has_whole_items = is_by_item and not self._is_backbone(place)
             self._shares[place, part] = self._deal_items(place, part) if has_whole_items else self._deal_blocks(place, part)
         return self._shares[place, part]
 

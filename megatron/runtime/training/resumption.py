@@ -16,6 +16,7 @@ from megatron.runtime.checkpoint.claim import FolderClaim
 from megatron.runtime.checkpoint.folder import damaged, step_of
 from megatron.runtime.feed.data_sets import RunData, check_same_data, describe_data
 from megatron.runtime.flags.configuration import CheckpointConfig
+from megatron.runtime.hugging_face.load_weights import load_hugging_face
 from megatron.runtime.training.run import Run
 from multimodal.values.errors import CheckpointError
 
@@ -30,6 +31,8 @@ class Start(NamedTuple):
     """The flag that named the folder, for messages."""
     is_resumption: bool
     """False: from the weights alone, at step 0."""
+    is_hugging_face: bool = False
+    """The weights are in a folder of Hugging Face."""
 
 
 def resume(run: Run) -> None:
@@ -69,11 +72,14 @@ def choose_start(checkpoint: CheckpointConfig) -> Start | None:
     given, given_flag = (
         (checkpoint.load, "--load") if checkpoint.finetune else (checkpoint.pretrained_checkpoint, "--pretrained-checkpoint")
     )
+    given, given_flag = (given, given_flag) if given else (checkpoint.load_hf, "--load-hf")
     newest = find_newest_checkpoint(own) if own else None
     if own and newest:
         if given:
             logger.info("%s %s holds %s: going on from there, not from the weights in %s", own_flag, own, newest.name, given)
         return Start(own, own_flag, is_resumption=True)
+    if given and given_flag == "--load-hf":
+        return Start(given, given_flag, is_resumption=False, is_hugging_face=True)
     if given:
         if find_newest_checkpoint(given) is None:
             raise CheckpointError(f"{given_flag} {given}: no complete checkpoint there; give a folder that --save wrote to")
@@ -97,6 +103,10 @@ def _claim(folder: Path) -> FolderClaim:
 
 def _load(run: Run, start: Start) -> None:
     checkpoint = run.config.checkpoint
+    if start.is_hugging_face:
+        load_hugging_face(start.folder, session=run.session)
+        logger.info("starting at step 0 from the weights of %s", start.folder)
+        return
 
     def check_run(path: Path, saved: RunData) -> None:
         if start.is_resumption:

@@ -11,11 +11,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.runtime.checkpoint.claim import FolderClaim
 from megatron.runtime.emulation.emulated_stage import EmulatedStage
-from megatron.runtime.feed.data_sets import DataSets, RunData, build_data_sets, padded_vocab_size
+from megatron.runtime.feed.data_sets import DataSets, RunData, build_data_sets, padded_vocab_size, with_vocabulary
 from megatron.runtime.feed.sample_exchange import SampleExchange
 from megatron.runtime.flags.arguments import build_plan, freeze_units
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
+from megatron.runtime.hugging_face.save_weights import check_hugging_face_target
 from megatron.runtime.launch.distributed_setup import World
 from megatron.runtime.launch.failure import Ending
 from megatron.runtime.launch.stop_requests import StopRequests
@@ -72,9 +73,12 @@ def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests)
     check_kernels(is_allowed=config.training.allow_python_kernels)
     graph = freeze_units(read_model(config.model.model), modules=config.model.freeze, projectors=config.model.freeze_projector)
     _check_units(graph)
+    if config.checkpoint.save_hf and world.rank == 0:
+        check_hugging_face_target(config.checkpoint.save_hf, graph=graph, like=config.checkpoint.load_hf)
     plan = build_plan(config, graph, world.size)
     data = build_data_sets(config, graph)
-    vocab_size = padded_vocab_size(data.tokenizer, config)
+    graph = with_vocabulary(graph, data.tokenizer)
+    vocab_size = padded_vocab_size(data.tokenizer, config, graph=graph)
     check_vocabulary(vocab_size, graph=graph, plan=plan)
     emulation = EmulationTable.from_file(config.training.emulate, plan=plan) if config.training.emulate else None
     world.agree(collect_start_values(config, graph=graph, plan=plan, data=data, vocab_size=vocab_size))

@@ -3,7 +3,7 @@
 from multimodal.cost.layers.layer import ActivationBytes, ActivationCase, Layer, LayerFlops
 from multimodal.cost.layers.segments import Exchange, Segment
 from multimodal.cost.unit_load import UnitLoad
-from multimodal.values.model_graph import Role, Unit
+from multimodal.values.model_graph import ImageInput, Role, Unit
 
 
 class PatchEmbeddingLayer(Layer):
@@ -15,8 +15,8 @@ class PatchEmbeddingLayer(Layer):
 
     @classmethod
     def fits(cls, unit: Unit) -> bool:
-        """True if the unit takes images."""
-        return unit.audio is None
+        """True if the unit takes images, and they have no class token."""
+        return unit.audio is None and (unit.image is None or unit.image.class_token is None)
 
     @property
     def num_weights(self) -> int:
@@ -25,8 +25,9 @@ class PatchEmbeddingLayer(Layer):
 
     @property
     def num_vector_entries(self) -> int:
-        """The bias."""
-        return self.unit.transformer.hidden_size
+        """The bias, if there is one."""
+        has_bias = self.unit.image is None or self.unit.image.has_patch_bias
+        return self.unit.transformer.hidden_size if has_bias else 0
 
     @property
     def can_be_built(self) -> bool:
@@ -37,6 +38,34 @@ class PatchEmbeddingLayer(Layer):
         """The patches, for the weight gradient."""
         trains = case.need.trains_weights
         return ActivationBytes(replicated=1.0 * trains * case.bytes_per_element * load.num_tokens * self.input_values)
+
+
+class LearnedPatchEmbeddingLayer(PatchEmbeddingLayer):
+    """Patches and class tokens of images of one size, with learned positions and perhaps a norm."""
+
+    @classmethod
+    def fits(cls, unit: Unit) -> bool:
+        """True if the unit's images have one size."""
+        return unit.image is not None and unit.image.image_size is not None
+
+    @property
+    def num_vector_entries(self) -> int:
+        """Positions, class token, bias and norm: what no product is made with."""
+        image, hidden = self._image, self.unit.transformer.hidden_size
+        vectors = image.num_positions + (image.class_token is not None) + image.has_patch_bias
+        return hidden * vectors + (self.norm_vector_entries() if image.has_pre_norm else 0)
+
+    def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
+        """The patches, and the norm's input."""
+        patches = super().saved_bytes(load, case).replicated
+        trains, size = case.need.trains_weights, case.bytes_per_element
+        norm = self.norm_bytes(trains=trains, size=size) if self._image.has_pre_norm and trains else 0.0
+        return ActivationBytes(replicated=patches + load.num_tokens * norm)
+
+    @property
+    def _image(self) -> ImageInput:
+        assert self.unit.image is not None, f"unit '{self.unit.name}' has no image"
+        return self.unit.image
 
 
 class AudioEmbeddingLayer(PatchEmbeddingLayer):
@@ -94,7 +123,7 @@ class ProjectorLayer(Layer):
     @property
     def num_vector_entries(self) -> int:
         """The norm and both biases."""
-        return self.norm_vector_entries() + self._inner_size + self._output_size
+        return self._norm_entries + self._inner_size + self._output_size
 
     @property
     def can_be_built(self) -> bool:
@@ -105,8 +134,14 @@ class ProjectorLayer(Layer):
         """Norm and both products; tokens are gathered before the first, so nothing but the inner width is divided."""
         size, trains, hidden = case.bytes_per_element, case.need.trains_weights, self.unit.transformer.hidden_size
         inner = self._inner_size * (2 if trains else 1)
-        whole = load.num_tokens * (self.exit_norm_bytes(case) + (size * hidden if trains else 0.0))
+        norm = self.exit_norm_bytes(case) if self._norm_entries else 0.0
+        whole = load.num_tokens * (norm + (size * hidden if trains else 0.0))
         return ActivationBytes(0.0, 1.0 * size * load.num_outputs * inner, whole)
+
+    @property
+    def _norm_entries(self) -> int:
+        width = {"patches": 1, "merged": self.unit.merge_factor, "none": 0}[self.unit.projector_norm]
+        return width * self.norm_vector_entries()
 
     @property
     def _inner_size(self) -> int:

@@ -168,7 +168,7 @@ class Layer(ABC):
         """Numbers that a token of a unit's first layer is made from, or that a generator makes of one."""
         unit = self.unit
         if unit.image is not None:
-            return unit.image.in_channels * unit.image.patch_size**2
+            return unit.image.num_patch_values
         return 2 * unit.audio.num_mel_bins if unit.audio is not None else unit.transformer.hidden_size
 
     def norm_vector_entries(self) -> int:

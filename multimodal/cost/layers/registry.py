@@ -5,19 +5,28 @@ from pathlib import Path
 from typing import Any
 
 from multimodal.cost.layers.backbone_ends import HeadLayer, TokenEmbeddingLayer
-from multimodal.cost.layers.encoder_ends import AudioEmbeddingLayer, PatchEmbeddingLayer, ProjectorLayer
+from multimodal.cost.layers.encoder_ends import (
+    AudioEmbeddingLayer,
+    LearnedPatchEmbeddingLayer,
+    PatchEmbeddingLayer,
+    ProjectorLayer,
+)
 from multimodal.cost.layers.generator_ends import GeneratorHeadLayer, GeneratorProjectorLayer
 from multimodal.cost.layers.layer import Layer
 from multimodal.cost.layers.transformer import TransformerLayer
+from multimodal.cost.layers.windowed_transformer import WindowedTransformerLayer
+from multimodal.hugging_face.registry import read_graph
 from multimodal.values.errors import ModelError
 from multimodal.values.file_form import read_file
 from multimodal.values.model_graph import ModelGraph, Unit
 
 LAYER_KINDS: dict[str, type[Layer]] = {
     "patch_embedding": PatchEmbeddingLayer,
+    "learned_patch_embedding": LearnedPatchEmbeddingLayer,
     "audio_embedding": AudioEmbeddingLayer,
     "token_embedding": TokenEmbeddingLayer,
     "transformer": TransformerLayer,
+    "windowed_transformer": WindowedTransformerLayer,
     "projector": ProjectorLayer,
     "head": HeadLayer,
     "generator_projector": GeneratorProjectorLayer,
@@ -37,12 +46,20 @@ def count_segments(unit: Unit, layers: range) -> int:
 
 
 def read_model(path: str | Path) -> ModelGraph:
-    """Read a YAML or JSON model file and check its kinds of layer; a ModelError names the line."""
+    """Read a YAML or JSON model file, or the config.json of a Hugging Face folder, and check its kinds of layer.
+
+    A ModelError names the file and the line or key.
+    """
+    if Path(path).is_dir():
+        return _with_known_kinds(read_graph(path))
     return read_file(path, _checked_model, error=ModelError)
 
 
 def _checked_model(value: Mapping[str, Any]) -> ModelGraph:
-    graph = ModelGraph.from_dict(value)
+    return _with_known_kinds(ModelGraph.from_dict(value))
+
+
+def _with_known_kinds(graph: ModelGraph) -> ModelGraph:
     for unit in graph.units:
         for index in range(len(unit.layers)):
             _check_kind(unit, index)

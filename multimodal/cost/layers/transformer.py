@@ -38,7 +38,10 @@ class TransformerLayer(Layer):
         shape = self.unit.transformer
         inner = shape.ffn_hidden_size * (2 if self._is_gated else 1)
         qkv_bias = sum(self._widths) if shape.add_qkv_bias or shape.add_bias_linear else 0
-        return 2 * self.norm_vector_entries() + qkv_bias + (2 * shape.hidden_size + inner if shape.add_bias_linear else 0)
+        head_norms = 2 * shape.head_channels * self.norm_vector_entries() // shape.hidden_size if shape.qk_layernorm else 0
+        biases = qkv_bias + (2 * shape.hidden_size + inner if shape.add_bias_linear else 0)
+        scales = 2 * shape.hidden_size if shape.has_layer_scale else 0
+        return 2 * self.norm_vector_entries() + head_norms + biases + scales
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
         """Products with weights are linear in tokens, attention in the squares of sequences."""
@@ -90,15 +93,36 @@ class TransformerLayer(Layer):
         query, key_value = self._widths
         qkv = query + key_value
         whole = 2 * self.norm_bytes(trains=trains, size=size) + (2 * size * shape.hidden_size if trains else 0.0)
-        whole += 4 * size * shape.head_channels
+        whole += 2 * size * shape.hidden_size if shape.has_layer_scale and trains else 0
+        whole += 4 * size * shape.head_channels if shape.has_rotary_positions else 0
         is_repeated = shape.query_groups < shape.num_attention_heads
         if is_selective:
             attention = float(size * (query + key_value / 2 + qkv))
         else:
             attention = size * (3 * query + (query if is_repeated else qkv)) + WIDE_BYTES * shape.num_attention_heads
-        inner = shape.ffn_hidden_size * (4 if self._is_gated else 1)
+        if not shape.has_rotary_positions and (is_selective or not is_repeated):
+            attention -= size * (query + key_value / 2)  # views of the qkv product, not rotated copies
+        if shape.qk_layernorm:
+            attention += self._head_norm_bytes(trains=trains, size=size, is_selective=is_selective)
+        inner = shape.ffn_hidden_size * (4 if self._is_gated else 2 if shape.activation == "quick_gelu" else 1)
         inputs = query + shape.ffn_hidden_size if trains else 0
         return whole, attention + size * (inner + inputs)
+
+    def _head_norm_bytes(self, *, trains: bool, size: int, is_selective: bool) -> float:
+        """Bytes per token that torch's norms of queries and keys keep: inputs, normalised values and statistics.
+
+        Narrow inputs are kept as wide copies. Wide ones are views of the qkv product, which repeated keys and values would not
+        keep, but for the queries of several heads to a group, which are copied out of it.
+        """
+        shape, wide = self.unit.transformer, max(size, WIDE_BYTES)
+        query, key_value = self._widths
+        is_repeated = shape.query_groups < shape.num_attention_heads
+        if wide > size:
+            inputs = wide * (query + key_value // 2)
+        else:
+            inputs = size * is_repeated * (query + (0 if is_selective else query + key_value))
+        normal = wide * (query + key_value // 2) if trains else 0
+        return float(inputs + normal + wide * (shape.num_attention_heads + shape.query_groups))
 
     def traffic(self, bytes_per_element: int) -> LayerTraffic:
         """Sum of the segments'."""
@@ -110,16 +134,18 @@ class TransformerLayer(Layer):
         | segment | operation | forward | backward |
         |---|---|---|---|
         | qkv, mlp up | norm | read and write: 2h | read the gradient and the input, write: 3h |
-        | attention | rotary positions | read and write: 2r | the same |
+        | qkv | norms of heads, if any | read and write: 2r | read the gradient and the input, write: 3r |
+        | attention | rotary positions, if any | read and write: 2r | the same |
         | mlp up, mlp down | residual sum | read two, write one: 3h | the branch's gradient is added to the stream's: 3h |
         | mlp down | GELU | read and write: 2f | read the gradient and the input, write: 3f |
         | | or SwiGLU | read two, write one: 3f | read the gradient and two inputs, write two: 5f |
         """
         shape, hidden, size = self.unit.transformer, self.unit.transformer.hidden_size, float(bytes_per_element)
-        rotated = 2 * (shape.num_attention_heads + shape.query_groups) * shape.head_channels
+        heads = 2 * (shape.num_attention_heads + shape.query_groups) * shape.head_channels
+        rotated, normed = heads * shape.has_rotary_positions, heads * shape.qk_layernorm
         activated, activated_back = (factor * shape.ffn_hidden_size for factor in ((3, 5) if self._is_gated else (2, 3)))
-        forward = 2 * hidden, rotated, 0, 5 * hidden, activated + 3 * hidden
-        backward = 3 * hidden, rotated, 0, 6 * hidden, activated_back + 3 * hidden
+        forward = 2 * hidden + normed, rotated, 0, 5 * hidden, activated + 3 * hidden
+        backward = 3 * hidden + 1.5 * normed, rotated, 0, 6 * hidden, activated_back + 3 * hidden
         columns = zip(self.segments, self._segment_weights, forward, backward, strict=True)
         return tuple(
             SegmentWork(num_weights, (size * moved, size * moved_back), attends=segment.name == "attention")
@@ -148,7 +174,7 @@ class TransformerLayer(Layer):
 
     @property
     def _is_gated(self) -> bool:
-        return self.unit.transformer.activation == "swiglu"
+        return self.unit.transformer.is_gated
 
     @property
     def _widths(self) -> tuple[int, int]:

@@ -80,12 +80,19 @@ class LanguageHead(torch.nn.Module):
     waits: TensorParallelWaits | None = None
 
     def __init__(
-        self, *, config: TransformerConfig, groups: ProcessGroupCollection, vocab_size: int, shares_embedding: bool
+        self,
+        *,
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+        vocab_size: int,
+        shares_embedding: bool,
+        num_tokens_known: int,
     ) -> None:
         super().__init__()
         plain = dataclasses.replace(config, sequence_parallel=False)
         self.is_sequence_sharded = config.sequence_parallel
         self.group = groups.tp
+        self.num_tokens_known = num_tokens_known
         self.norm = Norm(config, config.hidden_size, eps=config.layernorm_epsilon)
         self.output_layer = DeferrableColumnParallelLinear(
             config.hidden_size,
@@ -118,12 +125,21 @@ class LanguageHead(torch.nn.Module):
         conditions = None if generator_rows is None else hidden.index_select(0, generator_rows)[:, 0]
         logits, _ = self.output_layer(hidden.index_select(0, target_rows), weight=shared_weight)
         logits = logits[:, 0]
+        logits = self._without_padding(logits)
         loss_sum = vocab_parallel_cross_entropy(logits, targets, group=self.group).sum()
         if self.training:
             return HeadOutput(loss_sum, None, conditions)
         all_logits = gather_from_tensor_model_parallel_region(logits.detach(), group=self.group)
         is_correct = all_logits.argmax(-1) == targets if len(targets) else torch.ones_like(targets, dtype=torch.bool)
         return HeadOutput(loss_sum, is_correct, conditions)
+
+    def _without_padding(self, logits: Tensor) -> Tensor:
+        """Take rows that only pad the vocabulary out of the softmax; logits: [num_targets, vocab_size / tp]."""
+        num_mine = self.num_tokens_known - self.group.rank() * logits.shape[-1]
+        if num_mine >= logits.shape[-1]:
+            return logits
+        is_padding = torch.arange(logits.shape[-1], device=logits.device) >= num_mine
+        return logits.masked_fill(is_padding, torch.finfo(logits.dtype).min)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -182,6 +198,7 @@ class HeadKind(LayerKind):
             groups=context.groups,
             vocab_size=context.vocab_size,
             shares_embedding=context.unit.ties_embeddings,
+            num_tokens_known=context.unit.num_tokens_known(context.vocab_size),
         )
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> HeadOutput:
@@ -198,5 +215,5 @@ class HeadKind(LayerKind):
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Every token has a target."""
         device = torch.cuda.current_device()
-        targets = torch.randint(context.vocab_size, (num_tokens,), device=device)
+        targets = torch.randint(context.unit.num_tokens_known(context.vocab_size), (num_tokens,), device=device)
         return {"target_rows": torch.arange(num_tokens, device=device), "targets": targets}, None

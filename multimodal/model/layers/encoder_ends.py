@@ -18,17 +18,17 @@ from multimodal.model.norm import Norm
 from multimodal.model.tensor_parallel_waits import TensorParallelWaits
 from multimodal.model.transformer_config import Precision
 from multimodal.values.errors import ModelError
-from multimodal.values.model_graph import Unit
+from multimodal.values.model_graph import ImageInput, Unit
 
 
 class PatchEmbedding(torch.nn.Module):
     """One linear map per patch, the same on every tensor parallel rank."""
 
-    def __init__(self, *, patch_channels: int, hidden_size: int, precision: Precision) -> None:
+    def __init__(self, *, patch_channels: int, hidden_size: int, precision: Precision, has_bias: bool) -> None:
         super().__init__()
         device, dtype = torch.cuda.current_device(), precision.params_dtype
         self.weight = torch.nn.Parameter(torch.empty(hidden_size, patch_channels, device=device, dtype=dtype))
-        self.bias = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if has_bias else None
 
     def forward(self, patches: Tensor) -> Tensor:
         """patches: [num_patches, patch_channels], any float dtype; returns [num_patches, 1, hidden_size]."""
@@ -43,7 +43,10 @@ class PatchEmbeddingKind(LayerKind):
     def build(self, context: LayerContext, index: int) -> PatchEmbedding:
         """Build it for the patches of the unit's images."""
         return PatchEmbedding(
-            patch_channels=context.patch_channels, hidden_size=context.config.hidden_size, precision=context.options.precision
+            patch_channels=context.patch_channels,
+            hidden_size=context.config.hidden_size,
+            precision=context.options.precision,
+            has_bias=context.unit.image is None or context.unit.image.has_patch_bias,
         )
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
@@ -56,8 +59,65 @@ class PatchEmbeddingKind(LayerKind):
         return {"patches": context.random(num_tokens, context.patch_channels)}, None
 
 
+class LearnedPatchEmbedding(torch.nn.Module):
+    """Patches and class tokens of images of one size, with learned positions and perhaps a norm; alike on all ranks."""
+
+    def __init__(self, *, image: ImageInput, patch_channels: int, config: TransformerConfig) -> None:
+        super().__init__()
+        device, dtype, hidden_size = torch.cuda.current_device(), config.params_dtype, config.hidden_size
+
+        def parameter(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
+
+        self.grid_size = image.grid_size
+        self.weight = parameter(hidden_size, patch_channels)
+        self.bias = parameter(hidden_size) if image.has_patch_bias else None
+        self.class_token = parameter(hidden_size) if image.class_token is not None else None
+        self.positions = parameter(image.num_positions, hidden_size)
+        whole = dataclasses.replace(config, sequence_parallel=False)
+        self.norm = Norm(whole, hidden_size, eps=config.layernorm_epsilon) if image.has_pre_norm else None
+
+    def forward(self, patches: Tensor, places: Tensor) -> Tensor:
+        """patches: [num_tokens, patch_channels], any float dtype, zero for class tokens; places: [num_tokens, 2].
+
+        Returns [num_tokens, 1, hidden_size].
+        """
+        hidden = deferrable_linear(patches.to(self.weight.dtype), self.weight, self.bias)
+        index = places[:, 0] * self.grid_size + places[:, 1]
+        if self.class_token is not None:
+            is_class = places[:, 0] < 0
+            hidden = torch.where(is_class[:, None], self.class_token, hidden)
+            index = torch.where(is_class, 0, index + 1)
+        hidden = hidden + torch.nn.functional.embedding(index, self.positions)
+        return (hidden if self.norm is None else self.norm(hidden))[:, None]
+
+
+class LearnedPatchEmbeddingKind(LayerKind):
+    """Reads `batch.patches` and `batch.positions`."""
+
+    takes_hidden = False
+
+    def build(self, context: LayerContext, index: int) -> LearnedPatchEmbedding:
+        """Build it for the one size of the unit's images."""
+        assert context.unit.image is not None
+        return LearnedPatchEmbedding(image=context.unit.image, patch_channels=context.patch_channels, config=context.config)
+
+    def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
+        """Embed all patches."""
+        embedded: Tensor = layer(given.batch.patches, given.batch.positions)
+        return embedded
+
+    def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
+        """Patches, all at the first place of their image."""
+        places = torch.zeros(num_tokens, 2, dtype=torch.int64, device=torch.cuda.current_device())
+        return {"patches": context.random(num_tokens, context.patch_channels), "positions": places}, None
+
+
 class Projector(torch.nn.Module):
-    """Norm, concatenation of merge_size^2 neighbouring patches, two-layer GELU MLP (Qwen2-VL's patch merger)."""
+    """Norm, concatenation of merge_size^2 neighbouring patches, two-layer GELU MLP (Qwen2-VL's patch merger).
+
+    The norm may be left out.
+    """
 
     waits: TensorParallelWaits | None = None
 
@@ -69,6 +129,9 @@ class Projector(torch.nn.Module):
         merge_factor: int,
         projector_hidden_size: int | None,
         output_size: int,
+        norm: str,
+        norm_epsilon: float,
+        drops_class_tokens: bool,
     ) -> None:
         super().__init__()
         merged_size = config.hidden_size * merge_factor
@@ -84,17 +147,26 @@ class Projector(torch.nn.Module):
         self.merged_size = merged_size
         self.is_sequence_sharded = config.sequence_parallel
         self.group = groups.tp
-        self.norm = Norm(dataclasses.replace(config, sequence_parallel=False), config.hidden_size, eps=config.layernorm_epsilon)
+        self.drops_class_tokens = drops_class_tokens
+        whole = dataclasses.replace(config, sequence_parallel=False)
+        self.normalises_merged = norm == "merged"
+        size = merged_size if self.normalises_merged else config.hidden_size
+        self.norm = None if norm == "none" else Norm(whole, size, eps=norm_epsilon)
         self.mlp = MLP(plain, MLP_SUBMODULES, input_size=merged_size, ffn_hidden_size=plain.ffn_hidden_size, tp_group=groups.tp)
 
-    def forward(self, hidden: Tensor, num_patches: int) -> Tensor:
-        """hidden: [num_patches (padded and / tp under sequence parallelism), 1, hidden_size].
+    def forward(self, hidden: Tensor, places: Tensor) -> Tensor:
+        """hidden: [num_tokens (padded and / tp under sequence parallelism), 1, hidden_size]; places: [num_tokens, 2].
 
         Returns [num_patches / merge_size^2, output_size], the same on every tensor parallel rank.
         """
         if self.is_sequence_sharded:
             hidden = gather_rows(hidden, RankLink(self.group, True, self.waits))
-        merged = self.norm(hidden[:num_patches]).reshape(-1, 1, self.merged_size)
+        hidden = hidden[: len(places)]
+        if self.drops_class_tokens:
+            hidden = hidden[places[:, 0] >= 0]
+        if self.normalises_merged:
+            hidden = hidden.reshape(-1, 1, self.merged_size)
+        merged = (hidden if self.norm is None else self.norm(hidden)).reshape(-1, 1, self.merged_size)
         output, bias = self.mlp(merged)
         result: Tensor = (output + bias)[:, 0]
         return result
@@ -114,11 +186,14 @@ class ProjectorKind(LayerKind):
             merge_factor=context.unit.merge_factor,
             projector_hidden_size=context.unit.projector_hidden_size,
             output_size=self.output_size(context),
+            norm=context.unit.projector_norm,
+            norm_epsilon=context.unit.projector_norm_epsilon or context.config.layernorm_epsilon,
+            drops_class_tokens=context.unit.image is not None and context.unit.image.class_token == "dropped",
         )
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
         """Merge and map; returns [num_merged_tokens, output_size]."""
-        projected: Tensor = layer(hidden, given.batch.num_tokens)
+        projected: Tensor = layer(hidden, given.batch.positions)
         return projected
 
     def output_size(self, context: LayerContext) -> int:

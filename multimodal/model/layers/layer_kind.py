@@ -38,7 +38,7 @@ class LayerContext:
     def patch_channels(self) -> int:
         """Values of one patch of the unit's images."""
         assert self.unit.image is not None, f"unit '{self.unit.name}' has no image"
-        return self.unit.image.in_channels * self.unit.image.patch_size**2
+        return self.unit.image.num_patch_values
 
     @property
     def condition_size(self) -> int:
@@ -57,8 +57,8 @@ class StagePass:
     batch: PackedInput
     item_embeddings: Tensor | None
     """Outputs of other units: [num_item_tokens, hidden_size] or, for a generator, [num_images, condition_size]."""
-    frequencies: Tensor
-    """[num_rows, 1, 1, head_channels]: rotary angles of all tokens."""
+    frequencies: Tensor | None
+    """[num_rows, 1, 1, head_channels]: rotary angles of all tokens; None where positions are learned."""
     lengths: PackedLengths
     shared_weight: Tensor | None
     """[vocab_size / tp, hidden_size]: tied word embeddings, where the stage has them."""

@@ -1,18 +1,21 @@
 """All kinds of layer that can be built and trained, by name."""
 
 from multimodal.model.layers.backbone_ends import HeadKind, TokenEmbeddingKind
-from multimodal.model.layers.encoder_ends import PatchEmbeddingKind, ProjectorKind
+from multimodal.model.layers.encoder_ends import LearnedPatchEmbeddingKind, PatchEmbeddingKind, ProjectorKind
 from multimodal.model.layers.generator_ends import GeneratorHeadKind, GeneratorProjectorKind
 from multimodal.model.layers.layer_kind import LayerKind
 from multimodal.model.layers.transformer import TransformerKind
+from multimodal.model.layers.windowed_transformer import WindowedTransformerKind
 from multimodal.model.parameter_sharding import ParameterSharding
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import Unit
 
 LAYER_KINDS: dict[str, LayerKind] = {
     "patch_embedding": PatchEmbeddingKind(),
+    "learned_patch_embedding": LearnedPatchEmbeddingKind(),
     "token_embedding": TokenEmbeddingKind(),
     "transformer": TransformerKind(),
+    "windowed_transformer": WindowedTransformerKind(),
     "projector": ProjectorKind(),
     "head": HeadKind(),
     "generator_projector": GeneratorProjectorKind(),

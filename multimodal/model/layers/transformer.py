@@ -15,9 +15,10 @@ from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.core_attention import MaskedAttention, PackedAttention
 from multimodal.attention.packed_lengths import MaskRule
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
+from multimodal.model.layer_scale import INITIAL_SCALE, ScaledAdd
 from multimodal.model.layers.layer_kind import LayerContext, LayerKind, LayerPart, StagePass
 from multimodal.model.layers.transformer_segments import SEGMENT_NAMES, transformer_segments
-from multimodal.model.norm import Norm
+from multimodal.model.norm import HeadNorm, Norm
 from multimodal.model.overlapped_linear import OverlappedColumnParallelLinear, OverlappedRowParallelLinear
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
@@ -52,7 +53,12 @@ class TransformerKind(LayerKind):
             attention_backend=options.attention_backend,
             is_shared=context.groups.cp.size() > 1,
             num_overlapped_parts=options.num_overlapped_parts,
+            has_head_norms=context.config.qk_layernorm,
         )
+        if context.unit.transformer.has_layer_scale:
+            add = ModuleSpec(module=ScaledAdd, params={"config": context.config})
+            spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add
+        self.adapt(spec)
         layer: Module = build_module(spec, config=context.config, layer_number=index, pg_collection=context.groups)
         return layer
 
@@ -65,11 +71,18 @@ class TransformerKind(LayerKind):
         """Return the parts of the five segments; the layer must be megatron-core's own, not Transformer Engine's."""
         return transformer_segments(layer)
 
+    def initial_vector(self, name: str) -> float:
+        """Layer scales start small."""
+        return INITIAL_SCALE if name.endswith("_bda.scale") else super().initial_vector(name)
+
+    def adapt(self, spec: ModuleSpec) -> None:
+        """Change the layer's spec, in kinds that differ in a module."""
+
     def num_blocks(self, unit: Unit, module: str) -> int:
         """A gated first MLP layer stacks [gate; up]."""
-        return 2 if module == "linear_fc1" and unit.transformer.activation == "swiglu" else 1
+        return 2 if module == "linear_fc1" and unit.transformer.is_gated else 1
 
-    def core_attention(self, layer: Module) -> Module:
+    def core_attention(self, layer: Module) -> Module | None:
         """Return megatron-core's `core_attention`."""
         attention: Module = layer.self_attention.core_attention  # type: ignore[union-attr, assignment]
         return attention
@@ -83,17 +96,20 @@ def transformer_layer_spec(
     attention_backend: str = AUTO,
     is_shared: bool = False,
     num_overlapped_parts: int = 1,
+    has_head_norms: bool = False,
 ) -> ModuleSpec:
     """Return the spec of one transformer layer.
 
     rule: the rule of attention; attention_backend: a name of `attention_backend.py`; is_shared: True if the tokens of a
     sequence are spread over ranks; num_overlapped_parts: into which tensor parallel collectives are cut, each beside the product
-    of another (local implementation only).
+    of another (local implementation only); has_head_norms: True if the channels of every query and key are normalised.
     Raises ConfigError when Transformer Engine or a backend is asked for but not installed, or cannot evaluate the mask.
     """
-    spec = _local_spec(num_overlapped_parts) if implementation == "local" else _transformer_engine_spec()
+    spec = _local_spec(num_overlapped_parts) if implementation == "local" else _transformer_engine_spec(has_head_norms)
     self_attention = spec.submodules.self_attention
     self_attention.params = {"attn_mask_type": AttnMaskType.causal if rule.is_causal else AttnMaskType.no_mask}
+    if has_head_norms and implementation == "local":
+        self_attention.submodules.q_layernorm = self_attention.submodules.k_layernorm = HeadNorm
     self_attention.submodules.core_attention = _core_attention(attention_backend, rule, recompute=recompute, is_shared=is_shared)
     return spec
 
@@ -132,7 +148,7 @@ def _linear_layers(num_overlapped_parts: int) -> tuple[ModuleSpec | type, Module
     return ModuleSpec(OverlappedColumnParallelLinear, params=params), ModuleSpec(OverlappedRowParallelLinear, params=params)
 
 
-def _transformer_engine_spec() -> ModuleSpec:
+def _transformer_engine_spec(has_head_norms: bool) -> ModuleSpec:
     try:
         import transformer_engine  # noqa: F401
     except ImportError as problem:
@@ -140,4 +156,4 @@ def _transformer_engine_spec() -> ModuleSpec:
             "--transformer-impl transformer_engine: Transformer Engine is not installed; install it, or use "
             "--transformer-impl local"
         ) from problem
-    return get_gpt_layer_with_transformer_engine_spec()
+    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=has_head_norms)

@@ -15,6 +15,7 @@ from megatron.runtime import platform
 from megatron.runtime.execution.activation_store import SavedTensors, storage_identity
 from megatron.runtime.profiler import build_layer, synthetic_input
 from multimodal.attention.token_shares import BlockShares, RankShare
+from multimodal.cost.layers.layer import LayerFlops
 from multimodal.cost.layers.registry import describe_layer
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.model.stage_input import PackedInput
@@ -35,7 +36,9 @@ GPT = {
     "activation": "gelu",
     "add_bias_linear": True,
 }
-SHAPES = {"llama": LLAMA, "gpt": GPT, "qwen": QWEN}
+QWEN3 = {**LLAMA, "qk_layernorm": True}
+CLIP = {**GPT, "activation": "quick_gelu", "has_rotary_positions": False, "has_layer_scale": True}
+SHAPES = {"clip": CLIP, "llama": LLAMA, "gpt": GPT, "qwen": QWEN, "qwen3": QWEN3}
 IMAGE = {"patch_size": 4, "in_channels": 1}
 VOCABULARY = 512
 
@@ -217,3 +220,55 @@ def test_parameters_are_counted_as_they_are_built(shape: str) -> None:
             assert describe_layer(graph, unit, kind, vocab_size=VOCABULARY).num_parameters == built, (unit.name, kind)
             total += built * unit.layers.count(kind)
         assert unit_parameters(graph, unit, vocab_size=VOCABULARY) == total
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("has_pre_norm", [False, True])
+def test_learned_positions_are_counted(has_pre_norm: bool, frozen: bool) -> None:
+    """Parameters exactly; what the first layer keeps for its backward, where it has one, within a tenth."""
+    image = {"patch_size": 4, "merge_size": 1, "image_size": 32, "class_token": "dropped", "has_pre_norm": has_pre_norm}
+    units = {
+        "vision": {"role": "encoder", **CLIP, "image": image, "projector_norm": "none"},
+        "llm": {"role": "backbone", **LLAMA},
+    }
+    graph = ModelGraph.from_dict({"units": units})
+    kind = graph.unit("vision").layers[0]
+    stage = build_layer(graph, "vision", kind, groups=groups(1), options=BuildOptions(), vocab_size=VOCABULARY)
+    layer = describe_layer(graph, graph.unit("vision"), kind, vocab_size=VOCABULARY)
+    assert layer.num_parameters == sum(parameter.numel() for parameter in stage.parameters())
+    stage.layers.requires_grad_(not frozen)
+    measured = saved_bytes(stage, *synthetic_input(stage, num_tokens=256, num_sequences=2))
+    need = BackwardNeed.NONE if frozen else BackwardNeed.FULL
+    predicted = layer_activation_bytes(
+        graph, "vision", kind, UnitLoad(256), need=need, vocab_size=VOCABULARY, bytes_per_element=4, implementation="local"
+    )
+    assert predicted == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+def test_windows_are_counted(recompute: Any, frozen: bool) -> None:
+    shape = {**LLAMA, "num_query_groups": 4, "add_bias_linear": True}
+    units = {"vision": {"role": "encoder", **shape, "image": {**IMAGE, "window_size": 16}}, "llm": {"role": "backbone", **LLAMA}}
+    graph = ModelGraph.from_dict({"units": units})
+    kind = graph.unit("vision").layers[1]
+    options = BuildOptions(recompute=recompute)
+    stage = build_layer(graph, "vision", kind, groups=groups(1), options=options, vocab_size=VOCABULARY)
+    layer = describe_layer(graph, graph.unit("vision"), kind, vocab_size=VOCABULARY)
+    assert layer.num_parameters == sum(parameter.numel() for parameter in stage.parameters())
+    assert layer.forward_flops(UnitLoad(256)) == LayerFlops(2.0 * 256 * layer.num_weights + 4 * 64 * 256 * 16)
+    stage.layers.requires_grad_(not frozen)
+    measured = saved_bytes(stage, *synthetic_input(stage, num_tokens=256, num_sequences=2))
+    need = BackwardNeed.INPUT_GRADIENT if frozen else BackwardNeed.FULL
+    predicted = layer_activation_bytes(
+        graph,
+        "vision",
+        kind,
+        UnitLoad(256),
+        need=need,
+        vocab_size=VOCABULARY,
+        bytes_per_element=4,
+        implementation="local",
+        recompute=recompute,
+    )
+    assert predicted == pytest.approx(measured, rel=0.1)

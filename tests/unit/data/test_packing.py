@@ -71,3 +71,18 @@ def test_microbatches_travel_between_processes(source: ManifestSource) -> None:
     batch = pack_language_microbatch([Atom(70)], source=source, index_of_sample=INDEX_OF_SAMPLE)
     copy = pickle.loads(pickle.dumps(batch))
     assert copy.item_spans == batch.item_spans and torch.equal(copy.token_ids, batch.token_ids)
+
+
+@pytest.mark.parametrize(("class_token", "rows"), [("dropped", (24, 29)), ("kept", (0, 25))])
+def test_every_image_may_have_a_class_token(class_token: str, rows: tuple[int, int], source: ManifestSource) -> None:
+    """Behind its patches where it is dropped later, so that outputs keep their places; else before them."""
+    atoms = [Atom(70, 0), Atom(70, 1)]
+    given = {"source": source, "index_of_sample": INDEX_OF_SAMPLE, "merge_size": 2, "with_pixels": True}
+    plain, batch = (pack_encoder_microbatch(atoms, **given, class_token=token) for token in (None, class_token))
+    is_class = (batch.positions == -1).all(dim=1)
+    assert batch.cu_seqlens.tolist() == [0, 25, 30]
+    assert tuple(is_class.nonzero()[:, 0].tolist()) == rows
+    assert batch.patches is not None and plain.patches is not None
+    assert not batch.patches[is_class].any()
+    assert torch.equal(batch.patches[~is_class], plain.patches)
+    assert torch.equal(batch.positions[~is_class], plain.positions)

@@ -1,0 +1,117 @@
+"""Which tensor lies where in which safetensors file, before any of them is written."""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from megatron.runtime.hugging_face.named_weights import NamedWeights
+from megatron.runtime.hugging_face.weight_files import DTYPES, SINGLE_NAME, SavedWeight
+
+MOST_BYTES = 5 * 10**9
+"""Of a file, where no other folder says how tensors are dealt out."""
+_LENGTH_BYTES = 8
+_ALIGNMENT = 8
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class PlacedWeight(NamedTuple):
+    """A tensor, and where its bytes begin."""
+
+    file: str
+    start: int
+    dtype: torch.dtype
+    row_size: int
+
+    def position(self, row: int, column: int) -> int:
+        """Return the byte at which an element begins."""
+        return self.start + (row * self.row_size + column) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """All files of a folder."""
+
+    headers: Mapping[str, bytes]
+    """What each file begins with."""
+    sizes: Mapping[str, int]
+    """Bytes of each file."""
+    weights: Mapping[str, PlacedWeight]
+    num_parameters: int
+
+    @property
+    def index(self) -> dict[str, object] | None:
+        """The content of the index file; None where there is one file with the name that needs none."""
+        if list(self.headers) == [SINGLE_NAME]:
+            return None
+        size = sum(self.sizes.values()) - sum(map(len, self.headers.values()))
+        metadata = {"total_parameters": self.num_parameters, "total_size": size}
+        return {"metadata": metadata, "weight_map": {key: place.file for key, place in sorted(self.weights.items())}}
+
+
+def like_files(names: NamedWeights, found: Mapping[str, SavedWeight], metadata: Mapping[str, Mapping[str, str]]) -> FileLayout:
+    """Return the layout of other files: every tensor in the file, of the type and the shape that it has there.
+
+    found: what the other files hold, which has all that `names` does. Of a vocabulary that has grown there are more rows.
+    """
+    grown = {
+        key: found[key]._replace(shape=(shape.num_rows, *found[key].shape[1:]))
+        for key, shape in names.shapes.items()
+        if found[key].num_rows(shape.row_size) != shape.num_rows
+    }
+    return _lay_out({**found, **grown}, metadata, names)
+
+
+def cut_into_files(names: NamedWeights, dtype: torch.dtype, *, is_vector: Iterable[str]) -> FileLayout:
+    """Return a layout of files of at most MOST_BYTES, in the order of names; is_vector: tensors with one dimension."""
+    vectors = set(is_vector)
+    shapes = {key: (shape.num_rows,) if key in vectors else tuple(shape) for key, shape in names.shapes.items()}
+    groups = list(_cut(shapes, dtype))
+    count = len(groups)
+    files = [SINGLE_NAME] if count == 1 else [f"model-{index + 1:05d}-of-{count:05d}.safetensors" for index in range(count)]
+    wanted = {key: SavedWeight(name, dtype, shapes[key]) for name, keys in zip(files, groups, strict=True) for key in keys}
+    return _lay_out(wanted, {name: {"format": "pt"} for name in files}, names)
+
+
+def _cut(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[list[str]]:
+    group: list[str] = []
+    size = 0
+    for key in sorted(shapes):
+        num_bytes = math.prod(shapes[key]) * dtype.itemsize
+        if group and size + num_bytes > MOST_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(key)
+        size += num_bytes
+    yield group
+
+
+def _lay_out(wanted: Mapping[str, SavedWeight], metadata: Mapping[str, Mapping[str, str]], names: NamedWeights) -> FileLayout:
+    headers: dict[str, bytes] = {}
+    sizes: dict[str, int] = {}
+    weights: dict[str, PlacedWeight] = {}
+    for name in sorted({weight.file for weight in wanted.values()}):
+        # The widest types first, as safetensors has them, so that all are aligned.
+        keys = sorted((key for key in wanted if wanted[key].file == name), key=lambda key: (-wanted[key].dtype.itemsize, key))
+        entries: dict[str, object] = {"__metadata__": dict(metadata[name])} if metadata.get(name) else {}
+        end = 0
+        starts = {}
+        for key in keys:
+            weight = wanted[key]
+            starts[key], end = end, end + math.prod(weight.shape) * weight.dtype.itemsize
+            entries[key] = {"dtype": _NAMES[weight.dtype], "shape": list(weight.shape), "data_offsets": [starts[key], end]}
+        headers[name] = _header(entries)
+        sizes[name] = len(headers[name]) + end
+        for key in keys:
+            row_size = names.shapes[key].row_size if key in names.shapes else math.prod(wanted[key].shape[1:])
+            weights[key] = PlacedWeight(name, len(headers[name]) + starts[key], wanted[key].dtype, row_size)
+    return FileLayout(headers, sizes, weights, sum(math.prod(weight.shape) for weight in wanted.values()))
+
+
+def _header(entries: Mapping[str, object]) -> bytes:
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text

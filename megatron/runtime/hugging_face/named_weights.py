@@ -1,0 +1,149 @@
+"""All parameters of the model under the names that a Hugging Face folder has for them, and what is expected to be there."""
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.runtime.checkpoint.checkpoint import on_all_ranks
+from megatron.runtime.hugging_face.weight_files import SavedWeight
+from megatron.runtime.state.held_tensors import HeldTensor, Piece
+from multimodal.hugging_face.architecture import Architecture
+from multimodal.hugging_face.weight_names import Rows, rows_of
+from multimodal.values.errors import CheckpointError
+from multimodal.values.model_graph import ModelGraph
+
+_MODEL = "model."
+"""What the names of weights start with, among held tensors."""
+
+
+class Shape(NamedTuple):
+    """A tensor as a matrix."""
+
+    num_rows: int
+    row_size: int
+
+
+@dataclass(frozen=True)
+class NamedWeights:
+    """The weights of a whole model, whatever the plan."""
+
+    rows: Mapping[str, tuple[Rows, ...]]
+    """What makes up each parameter, by its name here (`model.<unit>.<parameter>`)."""
+    shapes: Mapping[str, Shape]
+    """Of their tensors, by their name."""
+
+
+class Part(NamedTuple):
+    """What a rank holds of one of their tensors."""
+
+    key: str
+    rows: range
+    columns: range
+    piece: Piece
+    first_row: int
+    """The row of the piece where it begins."""
+    row_size: int
+    """The columns of the whole tensor as a matrix."""
+
+
+def name_weights(tensors: Iterable[HeldTensor], *, graph: ModelGraph, architecture: Architecture, what: str) -> NamedWeights:
+    """Name the parameters that all ranks hold together; collective.
+
+    Raises CheckpointError, on every rank, for a parameter that the family of models does not have.
+    """
+    held = {tensor.key: tensor.shape for tensor in tensors}
+    shapes = {key: shape for found in on_all_ranks(lambda: held, what=what) for key, shape in found.items()}
+    rows = {key: _rows(key, shape, graph=graph, architecture=architecture) for key, shape in sorted(shapes.items())}
+    sizes: dict[str, Shape] = {}
+    for key, parts in rows.items():
+        row_size = math.prod(shapes[key][1:])
+        for part in parts:
+            known = sizes.get(part.key, Shape(0, row_size))
+            sizes[part.key] = Shape(max(known.num_rows, part.start + part.num_rows), row_size)
+    return NamedWeights(rows, sizes)
+
+
+def _rows(key: str, shape: tuple[int, ...], *, graph: ModelGraph, architecture: Architecture) -> tuple[Rows, ...]:
+    unit_name, parameter = key.removeprefix(_MODEL).split(".", 1)
+    unit = graph.unit(unit_name)
+    rows = rows_of(architecture.names[unit.role], unit, parameter, num_rows=shape[0])
+    if not rows:
+        raise CheckpointError(
+            f"{architecture.name} has nothing for {key}; change the model to what the family has, or leave --load-hf and "
+            "--save-hf out"
+        )
+    return rows
+
+
+def as_in_files(names: NamedWeights, architecture: Architecture, *, found: Iterable[str]) -> NamedWeights:
+    """Return the same under the names that files have, with the copies of tied embeddings that they have; found: their names."""
+    known = set(found)
+    spelling = max(architecture.spellings, key=lambda each: sum(_spelled(key, each) in known for key in names.shapes))
+    rows = {key: tuple(part._replace(key=_spelled(part.key, spelling)) for part in parts) for key, parts in names.rows.items()}
+    shapes = {_spelled(key, spelling): shape for key, shape in names.shapes.items()}
+    for copy, original in ((_spelled(copy, spelling), _spelled(own, spelling)) for copy, own in architecture.tied_copies):
+        if copy in known and copy not in shapes and original in shapes:
+            shapes[copy] = shapes[original]
+            # Copies come first, so that reading ends with the original.
+            rows = {key: (*_renamed(parts, original, copy), *parts) for key, parts in rows.items()}
+    return NamedWeights(rows, shapes)
+
+
+def _renamed(parts: Iterable[Rows], key: str, new_key: str) -> Iterator[Rows]:
+    return (part._replace(key=new_key) for part in parts if part.key == key)
+
+
+def _spelled(key: str, spelling: tuple[tuple[str, str], ...]) -> str:
+    for ours, theirs in spelling:
+        if key.startswith(ours):
+            return theirs + key.removeprefix(ours)
+    return key
+
+
+def check_weights(
+    folder: Path,
+    names: NamedWeights,
+    *,
+    found: Mapping[str, SavedWeight],
+    unused: Collection[str],
+    grown_from: tuple[int, int],
+) -> None:
+    """Raise CheckpointError where a folder lacks a tensor, has another shape of it, or has one that nothing is made of.
+
+    unused: tensors that no parameter is made of; grown_from: the vocabulary of this run and of the
+    folder; tensors of as many rows as the former have as many as the latter there.
+    """
+    for key, shape in names.shapes.items():
+        weight = found.get(key)
+        if weight is None:
+            raise CheckpointError(
+                f"{folder}: {key} is missing, which a model of this config.json has; copy the whole folder, or correct its "
+                "config.json"
+            )
+        num_rows = grown_from[1] if shape.num_rows == grown_from[0] else shape.num_rows
+        if weight.num_rows(shape.row_size) != num_rows or math.prod(weight.shape) != num_rows * shape.row_size:
+            raise CheckpointError(
+                f"{folder / weight.file}: {key} has shape {list(weight.shape)}, but config.json gives it {num_rows} rows of "
+                f"{shape.row_size}; the two are not of one model: correct config.json, or take the weights that belong to it"
+            )
+    unknown = sorted(key for key in found if key not in names.shapes and key not in unused)
+    if unknown:
+        raise CheckpointError(
+            f"{folder / found[unknown[0]].file}: nothing of this model is made of {unknown[0]} (and {len(unknown) - 1} others), "
+            "so it is of another model than config.json says; correct that, or take other weights"
+        )
+
+
+def parts_of(tensor: HeldTensor, names: NamedWeights) -> Iterator[Part]:
+    """Cut what a rank holds of a parameter into parts of their tensors."""
+    for piece in tensor.pieces:
+        first = piece.offsets[0]
+        columns = range(piece.offsets[1], piece.offsets[1] + piece.values.shape[1]) if len(piece.offsets) > 1 else range(1)
+        for rows in names.rows[tensor.key]:
+            start = max(first, rows.target)
+            stop = min(first + piece.values.shape[0], rows.target + rows.num_rows)
+            if start < stop:
+                theirs = range(start - rows.target + rows.start, stop - rows.target + rows.start)
+                yield Part(rows.key, theirs, columns, piece, start - first, names.shapes[rows.key].row_size)

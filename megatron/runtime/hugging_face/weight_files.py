@@ -1,0 +1,144 @@
+"""The safetensors files of a Hugging Face folder: what is in them, and parts of it."""
+
+import json
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from multimodal.values.errors import CheckpointError, ModelError
+from multimodal.values.file_form import read_mapping
+
+if TYPE_CHECKING:
+    from safetensors import safe_open
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+)
+
+
+class SavedWeight(NamedTuple):
+    """One tensor of a folder."""
+
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def num_rows(self, row_size: int) -> int:
+        """Return the rows that it has as a matrix; dimensions of one in front of them do not count."""
+        first, size = (self.shape[0] if self.shape else 1), math.prod(self.shape)
+        return size // row_size if first == 1 and size % row_size == 0 else first
+
+
+class WeightFiles:
+    """All tensors of a folder, read in parts; closes its files at the end of a `with`."""
+
+    weights: Mapping[str, SavedWeight]
+    """By name, as the files have it."""
+    metadata: Mapping[str, Mapping[str, str]]
+    """What a file's header says beside tensors, by file."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read all headers; raises CheckpointError when a file is missing or damaged, or holds what cannot be trained."""
+        self._folder, self._files = folder, ExitStack()
+        self._open: dict[str, safe_open] = {}
+        weights: dict[str, SavedWeight] = {}
+        metadata: dict[str, Mapping[str, str]] = {}
+        for name, keys in _list_files(folder).items():
+            file = self._open_file(name)
+            metadata[name] = file.metadata() or {}
+            for key in file.keys():  # noqa: SIM118  # the file is no mapping
+                weights[key] = self._describe(file, name, key)
+            if missing := sorted(keys - set(file.keys())):
+                raise CheckpointError(
+                    f"{folder / name}: {missing[0]} is missing, which {INDEX_NAME} says is there; copy the folder again"
+                )
+        self.weights, self.metadata = weights, metadata
+
+    def __enter__(self) -> "WeightFiles":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
+        self._files.close()
+
+    def read(self, key: str, rows: range, columns: range, *, row_size: int) -> Tensor:
+        """Return [len(rows), len(columns)] of a tensor as a matrix; row_size: the columns that it has as one."""
+        part = self._open[self.weights[key].file].get_slice(key)
+        shape = self.weights[key].shape
+        if len(shape) == 1:
+            values: Tensor = part[rows.start : rows.stop]
+            return values[:, None]
+        if len(shape) == 2:
+            values = part[rows.start : rows.stop, columns.start : columns.stop]
+            return values
+        if shape[0] == 1:
+            values = part[:].reshape(-1, row_size)[rows.start : rows.stop]
+        else:
+            values = part[rows.start : rows.stop].reshape(len(rows), row_size)
+        return values[:, columns.start : columns.stop]
+
+    def read_whole(self, key: str) -> Tensor:
+        """Return a tensor."""
+        values: Tensor = self._open[self.weights[key].file].get_tensor(key)
+        return values
+
+    def _open_file(self, name: str) -> "safe_open":
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError as problem:
+            raise CheckpointError(
+                "--load-hf needs the package 'safetensors'; install it with: pip install 'braid[hf]'"
+            ) from problem
+        try:
+            self._open[name] = self._files.enter_context(safe_open(str(self._folder / name), framework="pt"))
+        except FileNotFoundError as problem:
+            raise CheckpointError(
+                f"{self._folder / name}: no such file, though {INDEX_NAME} names it; copy the whole folder"
+            ) from problem
+        except (SafetensorError, OSError) as problem:
+            raise CheckpointError(f"{self._folder / name}: cannot be read ({problem}); copy the file again") from problem
+        return self._open[name]
+
+    def _describe(self, file: Any, name: str, key: str) -> SavedWeight:
+        part = file.get_slice(key)
+        if part.get_dtype() not in DTYPES:
+            raise CheckpointError(
+                f"{self._folder / name}: {key} is of type {part.get_dtype()}, expected one of {', '.join(DTYPES)}; take the "
+                "model whose weights are not quantised"
+            )
+        return SavedWeight(name, DTYPES[part.get_dtype()], tuple(part.get_shape()))
+
+
+def _list_files(folder: Path) -> dict[str, set[str]]:
+    """List the files with weights, and the tensors that an index says each has."""
+    if (folder / SINGLE_NAME).is_file():
+        return {SINGLE_NAME: set()}
+    if not (folder / INDEX_NAME).is_file():
+        other = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".gguf", ".h5", ".msgpack"))
+        hint = f" ({other[0]} is of a form that is not read)" if other else ""
+        raise CheckpointError(
+            f"{folder}: neither {SINGLE_NAME} nor {INDEX_NAME} is there{hint}; give a folder with weights in safetensors files, "
+            "such as save_pretrained writes"
+        )
+    try:
+        index = read_mapping(folder / INDEX_NAME, error=CheckpointError)
+    except (json.JSONDecodeError, ModelError) as problem:
+        raise CheckpointError(f"{folder / INDEX_NAME}: {problem}") from problem
+    named = index.get("weight_map")
+    if not isinstance(named, dict) or not named:
+        raise CheckpointError(f"{folder / INDEX_NAME}: weight_map must say which file each tensor is in; copy the file again")
+    files: dict[str, set[str]] = {}
+    for key, name in named.items():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{folder / INDEX_NAME}: weight_map says that {key} is in {name!r}, expected a safetensors file beside it"
+            )
+        files.setdefault(name, set()).add(key)
+    return files

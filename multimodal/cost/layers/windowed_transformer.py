@@ -1,0 +1,43 @@
+"""A transformer layer whose tokens attend inside windows of their image."""
+
+from collections.abc import Sequence
+
+from multimodal.cost.cluster import Cluster
+from multimodal.cost.layers.collectives import LayerCollectives
+from multimodal.cost.layers.layer import ActivationBytes, ActivationCase, LayerFlops
+from multimodal.cost.layers.transformer import TransformerLayer
+from multimodal.cost.unit_load import UnitLoad
+from multimodal.values.model_graph import Role, Unit
+
+
+class WindowedTransformerLayer(TransformerLayer):
+    """Attention is linear in tokens: each sees those of its window."""
+
+    roles = (Role.ENCODER,)
+    attends = False
+
+    @classmethod
+    def fits(cls, unit: Unit) -> bool:
+        """True if the unit's images have windows."""
+        return unit.has_windows
+
+    def forward_flops(self, load: UnitLoad) -> LayerFlops:
+        """As if every window were full; counted with the products, since it is linear in tokens, too."""
+        assert self.unit.image is not None
+        attention = 4.0 * self._widths[0] * self.unit.image.window_patches**2
+        return LayerFlops(super().forward_flops(load).linear + attention * load.num_tokens)
+
+    def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
+        """Queries, keys and values in the order of windows are copies; the product that they came from is not kept."""
+        kept = super().saved_bytes(load, case)
+        shape = self.unit.transformer
+        is_repeated = shape.query_groups < shape.num_attention_heads
+        if case.recompute == "full" or case.implementation != "local" or (is_repeated and case.recompute is None):
+            return kept
+        query, key_value = self._widths
+        return kept._replace(split=kept.split - load.num_tokens * case.bytes_per_element * (query + key_value // 2))
+
+    def collectives(self, *, tensor_parallel_size: int, ranks: Sequence[int], cluster: Cluster) -> LayerCollectives:
+        """Context parallel ranks have whole images, so they exchange nothing."""
+        found = super().collectives(tensor_parallel_size=tensor_parallel_size, ranks=ranks, cluster=cluster)
+        return LayerCollectives(found.tensor)

@@ -1,0 +1,60 @@
+"""A family of Hugging Face's models: what its config.json says, as a model graph and back, and how its weights are called."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from multimodal.hugging_face.weight_names import UnitNames
+from multimodal.values.errors import ModelError
+from multimodal.values.model_graph import ModelGraph, Role
+
+Config = Mapping[str, Any]
+"""A config.json, or one of the configurations inside it."""
+
+
+class Key(NamedTuple):
+    """One number or word that a config.json and a unit both have."""
+
+    theirs: str
+    ours: str
+    default: Any = None
+    """What a config.json means that lacks the key; None: nothing is said here either."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One family of models."""
+
+    name: str
+    """As `architectures` in config.json says."""
+    model_type: str
+    to_graph: Callable[[Config], dict[str, Any]]
+    """From a config.json to the plain form of a model graph; raises ModelError for what cannot be computed here."""
+    to_config: Callable[[ModelGraph], dict[str, Any]] | None
+    """From a model graph of the right roles to a config.json; which graphs it describes shows on the way back. None for models
+    that are written like another folder only: some have weights that nothing is computed with, which are copied."""
+    names: Mapping[Role, UnitNames]
+    """By the role of the unit."""
+    is_unused: Callable[[str, ModelGraph], bool] = lambda key, graph: key.endswith("rotary_emb.inv_freq")
+    """True for tensors that no parameter here is made of, and which are copied: older versions saved some that follow from the
+    config.json."""
+    spellings: tuple[tuple[tuple[str, str], ...], ...] = ((),)
+    """Ways in which the names are spelled: each replaces beginnings of names by others, the first being (none)."""
+    tied_copies: tuple[tuple[str, str], ...] = (("lm_head.weight", "model.embed_tokens.weight"),)
+    """Tensors that some files have beside those that they are copies of, where word embeddings are tied."""
+
+
+def read_keys(keys: tuple[Key, ...], config: Config) -> dict[str, Any]:
+    """Return the fields of a unit that a config.json gives."""
+    found = {key.ours: key.default if config.get(key.theirs) is None else config[key.theirs] for key in keys}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def require(config: Config, allowed: Mapping[str, tuple[Any, ...]], *, where: str = "") -> None:
+    """Raise ModelError where a config.json has a value that is not computed here; a key that it lacks is right."""
+    for key, values in allowed.items():
+        if key in config and config[key] not in values:
+            raise ModelError(
+                f"{where}{key} is {config[key]!r}, and only {' or '.join(map(repr, values))} can be trained here; "
+                "take a model without it"
+            )

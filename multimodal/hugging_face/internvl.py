@@ -1,0 +1,133 @@
+"""InternVL3: an InternViT of 300 million parameters, four patches of which become one token, before a Qwen2, Qwen3 or Llama."""
+
+from typing import Any
+
+from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require
+from multimodal.hugging_face.llava import SPELLINGS
+from multimodal.hugging_face.text_models import decoder_names, read_text_unit
+from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight, grouped_qkv
+from multimodal.values.errors import ModelError
+from multimodal.values.model_graph import Role
+
+_DEFAULTS = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "intermediate_size": 4096,
+    "layer_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "num_channels": 3,
+    "image_size": [448, 448],
+    "patch_size": [14, 14],
+    "attention_bias": False,
+}
+_KEYS = (
+    Key("num_hidden_layers", "num_layers"),
+    Key("hidden_size", "hidden_size"),
+    Key("num_attention_heads", "num_attention_heads"),
+    Key("intermediate_size", "ffn_hidden_size"),
+    Key("layer_norm_eps", "layernorm_epsilon"),
+    Key("initializer_range", "init_method_std"),
+)
+_COMPUTED = {
+    "attention_bias": (True,),
+    "attention_dropout": (0, 0.0, None),
+    "hidden_dropout_prob": (0, 0.0, None),
+    "projection_dropout": (0, 0.0, None),
+    "hidden_act": ("gelu",),
+    "norm_type": ("layer_norm",),
+    "use_absolute_position_embeddings": (True,),
+    "use_mask_token": (False,),
+    "use_mean_pooling": (True,),
+    "use_qk_norm": (False,),
+}
+_COMPUTED_OUTSIDE = {
+    "downsample_ratio": (0.5,),
+    "projector_hidden_act": ("gelu",),
+    "vision_feature_layer": (-1,),
+    "vision_feature_select_strategy": ("default",),
+}
+_PIXELS = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "fit": "stretch"}
+"""What the published image processors have."""
+_PROJECTOR_EPSILON = 1e-5
+
+VISION = UnitNames(
+    first=(
+        Tensor("weight", "vision_tower.embeddings.patch_embeddings.projection.weight"),
+        Tensor("bias", "vision_tower.embeddings.patch_embeddings.projection.bias"),
+        Tensor("class_token", "vision_tower.embeddings.cls_token"),
+        Tensor("positions", "vision_tower.embeddings.position_embeddings"),
+    ),
+    body=(
+        Weight("input_layernorm", ("layernorm_before",)),
+        Weight("pre_mlp_layernorm", ("layernorm_after",)),
+        Weight("self_attention.linear_qkv", ("attention.q_proj", "attention.k_proj", "attention.v_proj"), grouped_qkv),
+        Weight("self_attention.linear_proj", ("attention.projection_layer",)),
+        Weight("mlp.linear_fc1", ("mlp.fc1",)),
+        Weight("mlp.linear_fc2", ("mlp.fc2",)),
+        Tensor("self_attn_bda.scale", "lambda_1"),
+        Tensor("mlp_bda.scale", "lambda_2"),
+    ),
+    last=(
+        Weight("norm", ("multi_modal_projector.layer_norm",)),
+        Weight("mlp.linear_fc1", ("multi_modal_projector.linear_1",)),
+        Weight("mlp.linear_fc2", ("multi_modal_projector.linear_2",)),
+    ),
+    prefix="vision_tower.encoder.layer.{}.",
+)
+
+
+def read_internvl(config: Config) -> dict[str, Any]:
+    """Return the plain form of the model graph; raises ModelError for what cannot be computed here."""
+    require(config, _COMPUTED_OUTSIDE)
+    text = {"model_type": "qwen2", **(config.get("text_config") or {})}
+    if config.get("tie_word_embeddings") is not None:
+        text["tie_word_embeddings"] = config["tie_word_embeddings"]
+    llm = read_text_unit(text, where="text_config: ")
+    return {"units": {"vision": _read_vision(config.get("vision_config") or {}, llm["hidden_size"]), "llm": llm}}
+
+
+def _read_vision(given: Config, text_size: int) -> dict[str, Any]:
+    vision = {**_DEFAULTS, **{key: value for key, value in given.items() if value is not None}}
+    require(vision, _COMPUTED, where="vision_config: ")
+    return {
+        "role": "encoder",
+        **read_keys(_KEYS, vision),
+        "normalization": "LayerNorm",
+        "activation": "gelu",
+        "add_bias_linear": True,
+        "has_rotary_positions": False,
+        "has_layer_scale": True,
+        "image": {
+            "image_size": _side(vision, "image_size"),
+            "patch_size": _side(vision, "patch_size"),
+            "merge_size": 2,
+            "in_channels": vision["num_channels"],
+            "class_token": "dropped",
+            **_PIXELS,
+        },
+        "projector_hidden_size": text_size,
+        "projector_norm": "merged",
+        "projector_norm_epsilon": _PROJECTOR_EPSILON,
+    }
+
+
+def _side(vision: Config, key: str) -> Any:
+    """Return a length that is given once, or for height and width."""
+    value = vision[key]
+    if not isinstance(value, list):
+        return value
+    if len(set(value)) != 1:
+        raise ModelError(f"vision_config: {key} is {value}, and only squares can be trained here; take a model with one size")
+    return value[0]
+
+
+INTERNVL = Architecture(
+    "InternVLForConditionalGeneration",
+    "internvl",
+    read_internvl,
+    None,
+    {Role.ENCODER: VISION, Role.BACKBONE: decoder_names("language_model.")},
+    spellings=SPELLINGS,
+    tied_copies=(("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),),
+)

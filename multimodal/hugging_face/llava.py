@@ -1,0 +1,168 @@
+"""LLaVA-1.5: a CLIP or SigLIP vision tower, a projector of two layers, and a Llama, Qwen2 or Qwen3."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require
+from multimodal.hugging_face.text_models import decoder_names, read_text_unit
+from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight, grouped_qkv
+from multimodal.values.errors import ModelError
+from multimodal.values.model_graph import ModelGraph, Role
+
+
+class Tower(NamedTuple):
+    """What tells one vision tower from another."""
+
+    defaults: Mapping[str, Any]
+    """What a vision_config means that lacks the key, as transformers has it."""
+    image: Mapping[str, Any]
+    """How its images are treated, and embedded."""
+    has_class_token: bool
+    has_last_norm: bool
+    """True if what transformers calls the output of the last layer has gone through a norm."""
+
+
+_SHAPE = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "num_channels": 3}
+TOWERS = {
+    "clip_vision_model": Tower(
+        {**_SHAPE, "image_size": 224, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
+        {
+            "fit": "crop",
+            "mean": [0.48145466, 0.4578275, 0.40821073],
+            "std": [0.26862954, 0.26130258, 0.27577711],
+            "has_patch_bias": False,
+            "has_pre_norm": True,
+        },
+        has_class_token=True,
+        has_last_norm=False,
+    ),
+    "siglip_vision_model": Tower(
+        {**_SHAPE, "image_size": 224, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
+        {"fit": "stretch"},
+        has_class_token=False,
+        has_last_norm=True,
+    ),
+}
+_ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+_KEYS = (
+    Key("num_hidden_layers", "num_layers"),
+    Key("hidden_size", "hidden_size"),
+    Key("num_attention_heads", "num_attention_heads"),
+    Key("intermediate_size", "ffn_hidden_size"),
+    Key("layer_norm_eps", "layernorm_epsilon"),
+    Key("initializer_range", "init_method_std"),
+)
+_IMAGE_KEYS = (Key("image_size", "image_size"), Key("patch_size", "patch_size"), Key("num_channels", "in_channels"))
+_COMPUTED = {"projector_hidden_act": ("gelu",), "multimodal_projector_bias": (True,)}
+
+TOWER = UnitNames(
+    first=(
+        Tensor("weight", "vision_tower.embeddings.patch_embedding.weight"),
+        Tensor("bias", "vision_tower.embeddings.patch_embedding.bias"),
+        Tensor("class_token", "vision_tower.embeddings.class_embedding"),
+        Tensor("positions", "vision_tower.embeddings.position_embedding.weight"),
+        Weight("norm", ("vision_tower.pre_layrnorm",)),
+    ),
+    body=(
+        Weight("input_layernorm", ("layer_norm1",)),
+        Weight("pre_mlp_layernorm", ("layer_norm2",)),
+        Weight("self_attention.linear_qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), grouped_qkv),
+        Weight("self_attention.linear_proj", ("self_attn.out_proj",)),
+        Weight("mlp.linear_fc1", ("mlp.fc1",)),
+        Weight("mlp.linear_fc2", ("mlp.fc2",)),
+    ),
+    last=(
+        Weight("mlp.linear_fc1", ("multi_modal_projector.linear_1",)),
+        Weight("mlp.linear_fc2", ("multi_modal_projector.linear_2",)),
+    ),
+    prefix="vision_tower.encoder.layers.{}.",
+)
+_INSIDE = (
+    ("language_model.model.", "model.language_model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+)
+SPELLINGS = (
+    (),
+    (("vision_tower.", "vision_tower.vision_model."),),
+    (*_INSIDE, ("vision_tower.", "model.vision_tower.")),
+    (*_INSIDE, ("vision_tower.", "model.vision_tower.vision_model.")),
+)
+"""As transformers 5 saves, as 4 did, and what both call them inside."""
+
+
+def read_llava(config: Config) -> dict[str, Any]:
+    """Return the plain form of the model graph; raises ModelError for what cannot be computed here."""
+    require(config, _COMPUTED)
+    text = {"model_type": "llama", **(config.get("text_config") or {})}
+    if config.get("tie_word_embeddings") is not None:
+        text["tie_word_embeddings"] = config["tie_word_embeddings"]
+    llm = read_text_unit(text, where="text_config: ")
+    return {"units": {"vision": _read_tower(config, llm["hidden_size"]), "llm": llm}}
+
+
+def _read_tower(config: Config, text_size: int) -> dict[str, Any]:
+    given = config.get("vision_config") or {}
+    tower = TOWERS.get(given.get("model_type", ""))
+    if tower is None:
+        raise ModelError(f"vision_config: model_type is {given.get('model_type')!r}, expected one of {', '.join(TOWERS)}")
+    vision = {**tower.defaults, **{key: value for key, value in given.items() if value is not None}}
+    require(vision, {"hidden_act": tuple(_ACTIVATIONS), "attention_dropout": (0, 0.0, None)}, where="vision_config: ")
+    num_layers = _num_layers_used(config, tower, vision["num_hidden_layers"])
+    return {
+        "role": "encoder",
+        **read_keys(_KEYS, vision),
+        "num_layers": num_layers,
+        "normalization": "LayerNorm",
+        "activation": _ACTIVATIONS[vision["hidden_act"]],
+        "add_bias_linear": True,
+        "has_rotary_positions": False,
+        "image": {"merge_size": 1, **read_keys(_IMAGE_KEYS, vision), **tower.image, "class_token": _class_token(config, tower)},
+        "projector_hidden_size": text_size,
+        "projector_norm": "none",
+    }
+
+
+def _num_layers_used(config: Config, tower: Tower, num_layers: int) -> int:
+    layer = config.get("vision_feature_layer", -2)
+    used = layer + num_layers + 1 if isinstance(layer, int) and layer < 0 else layer
+    most = num_layers - 1 if tower.has_last_norm else num_layers
+    if not isinstance(used, int) or not 1 <= used <= most:
+        raise ModelError(
+            f"vision_feature_layer is {layer!r}, and only the output of one of the first {most} of {num_layers} layers can "
+            "be taken here; take a model of that kind"
+        )
+    return used
+
+
+def _class_token(config: Config, tower: Tower) -> str | None:
+    strategy = config.get("vision_feature_select_strategy", "default")
+    allowed = ("default", "full") if tower.has_class_token else ("full",)
+    require({"vision_feature_select_strategy": strategy}, {"vision_feature_select_strategy": allowed})
+    if not tower.has_class_token:
+        return None
+    return "dropped" if strategy == "default" else "kept"
+
+
+_LAYER = re.compile(r"vision_tower\.(?:vision_model\.)?encoder\.layers\.(\d+)\.")
+_UNUSED = re.compile(r"vision_tower\.(?:vision_model\.)?(?:post_layernorm|head|embeddings\.position_ids)\b|rotary_emb\.inv_freq$")
+
+
+def is_unused(key: str, graph: ModelGraph) -> bool:
+    """True for layers behind the one whose output is taken, and for what follows the last one."""
+    layer = _LAYER.search(key)
+    num_layers = graph.encoders[0].transformer.num_layers
+    return int(layer[1]) >= num_layers if layer else _UNUSED.search(key) is not None
+
+
+LLAVA = Architecture(
+    "LlavaForConditionalGeneration",
+    "llava",
+    read_llava,
+    None,
+    {Role.ENCODER: TOWER, Role.BACKBONE: decoder_names("language_model.")},
+    is_unused=is_unused,
+    spellings=SPELLINGS,
+    tied_copies=(("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),),
+)

@@ -1,0 +1,123 @@
+"""Qwen2.5-VL: a vision encoder at native resolution with windows, a merger, and a Qwen2 whose positions have rows and columns."""
+
+from typing import Any
+
+from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require
+from multimodal.hugging_face.text_models import decoder_names, read_text_unit
+from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight, fused_qkv, stacked
+from multimodal.values.errors import ModelError
+from multimodal.values.model_graph import Role
+
+_TEXT_DEFAULTS = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+}
+_VISION_DEFAULTS = {
+    "depth": 32,
+    "hidden_size": 3584,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "initializer_range": 0.02,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 112,
+    "out_hidden_size": 3584,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+_VISION_KEYS = (
+    Key("depth", "num_layers"),
+    Key("hidden_size", "hidden_size"),
+    Key("num_heads", "num_attention_heads"),
+    Key("intermediate_size", "ffn_hidden_size"),
+    Key("initializer_range", "init_method_std"),
+)
+_IMAGE_KEYS = (
+    Key("patch_size", "patch_size"),
+    Key("spatial_merge_size", "merge_size"),
+    Key("temporal_patch_size", "num_frames"),
+    Key("window_size", "window_size"),
+    Key("fullatt_block_indexes", "full_attention_layers"),
+)
+_PIXELS = {
+    "mean": [0.48145466, 0.4578275, 0.40821073],
+    "std": [0.26862954, 0.26130258, 0.27577711],
+    "min_pixels": 3136,
+    "max_pixels": 12845056,
+}
+"""What the published image processors have."""
+_SECTIONS = (16, 24, 24)
+
+VISION = UnitNames(
+    first=(Tensor("weight", "visual.patch_embed.proj.weight"),),
+    body=(
+        Weight("input_layernorm", ("norm1",)),
+        Weight("pre_mlp_layernorm", ("norm2",)),
+        Weight("self_attention.linear_qkv", ("attn.qkv",), fused_qkv),
+        Weight("self_attention.linear_proj", ("attn.proj",)),
+        Weight("mlp.linear_fc1", ("mlp.gate_proj", "mlp.up_proj"), stacked),
+        Weight("mlp.linear_fc2", ("mlp.down_proj",)),
+    ),
+    last=(
+        Weight("norm", ("visual.merger.ln_q",)),
+        Weight("mlp.linear_fc1", ("visual.merger.mlp.0",)),
+        Weight("mlp.linear_fc2", ("visual.merger.mlp.2",)),
+    ),
+    prefix="visual.blocks.{}.",
+)
+SPELLINGS = ((), (("visual.", "model.visual."), ("model.", "model.language_model.")))
+"""As transformers saves, and what it calls them inside."""
+
+
+def read_qwen2_5_vl(config: Config) -> dict[str, Any]:
+    """Return the plain form of the model graph; raises ModelError for what cannot be computed here."""
+    llm = _read_text(config)
+    return {"units": {"vision": _read_vision(config.get("vision_config") or {}, llm["hidden_size"]), "llm": llm}}
+
+
+def _read_text(config: Config) -> dict[str, Any]:
+    """The LLM's configuration stands beside the encoder's, or, in earlier versions, around it."""
+    given = config.get("text_config") or config
+    text = {**_TEXT_DEFAULTS, **{key: value for key, value in given.items() if value is not None}, "model_type": "qwen2"}
+    if config.get("tie_word_embeddings") is not None:
+        text["tie_word_embeddings"] = config["tie_word_embeddings"]
+    rotary = {**(text.pop("rope_scaling", None) or {}), **(text.pop("rope_parameters", None) or {})}
+    kinds = {rotary.pop("rope_type", "default"), rotary.pop("type", "default")} - {"mrope"}
+    unit = read_text_unit({**text, "rope_parameters": {**rotary, "rope_type": max(kinds, default="default")}}, where="the LLM's ")
+    return {**unit, "rotary_sections": list(rotary.get("mrope_section", _SECTIONS))}
+
+
+def _read_vision(given: Config, text_size: int) -> dict[str, Any]:
+    vision = {**_VISION_DEFAULTS, **{key: value for key, value in given.items() if value is not None}}
+    require(vision, {"hidden_act": ("silu",)}, where="vision_config: ")
+    rotary = vision.get("rope_parameters") or {}
+    require(rotary, {"rope_type": ("axial", "default"), "rope_theta": (10000, 10000.0)}, where="vision_config: ")
+    if vision["out_hidden_size"] != text_size:
+        raise ModelError(
+            f"vision_config: out_hidden_size is {vision['out_hidden_size']}, but the LLM's hidden_size {text_size}; correct "
+            "one of them"
+        )
+    channels = vision.get("in_channels", vision.get("in_chans", 3))
+    return {
+        "role": "encoder",
+        **read_keys(_VISION_KEYS, vision),
+        "add_bias_linear": True,
+        "layernorm_epsilon": 1e-6,
+        "image": {**_PIXELS, **read_keys(_IMAGE_KEYS, vision), "in_channels": channels, "has_patch_bias": False},
+    }
+
+
+QWEN2_5_VL = Architecture(
+    "Qwen2_5_VLForConditionalGeneration",
+    "qwen2_5_vl",
+    read_qwen2_5_vl,
+    None,
+    {Role.ENCODER: VISION, Role.BACKBONE: decoder_names()},
+    spellings=SPELLINGS,
+)

@@ -1,0 +1,111 @@
+"""All families of Hugging Face's models that can be trained here, and which of them a folder or a model graph is of."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from multimodal.hugging_face.architecture import Architecture
+from multimodal.hugging_face.image_processor import read_processor, with_processor
+from multimodal.hugging_face.internvl import INTERNVL
+from multimodal.hugging_face.llava import LLAVA
+from multimodal.hugging_face.qwen2_5_vl import QWEN2_5_VL
+from multimodal.hugging_face.text_models import TEXT_FAMILIES, text_architecture
+from multimodal.values.errors import BraidError, ModelError
+from multimodal.values.file_form import read_mapping
+from multimodal.values.model_graph import ModelGraph, Unit
+
+CONFIG_NAME = "config.json"
+ARCHITECTURES: dict[str, Architecture] = {
+    architecture.name: architecture
+    for architecture in (*map(text_architecture, TEXT_FAMILIES.values()), LLAVA, QWEN2_5_VL, INTERNVL)
+}
+"""By the name that `architectures` in config.json has."""
+_FREE = frozenset({"name", "freeze_module", "freeze_projector", "vocab_size", "has_exact_vocabulary", "min_pixels", "max_pixels"})
+"""What a unit may have whatever the family."""
+
+
+def read_config(folder: str | Path) -> tuple[Architecture, dict[str, Any]]:
+    """Return the family and the config.json of a folder; raises ModelError for a family that is not known."""
+    path = Path(folder) / CONFIG_NAME
+    if not path.is_file():
+        raise ModelError(f"{folder}: there is no {CONFIG_NAME}; give the folder of a model of Hugging Face")
+    config = read_mapping(path, error=ModelError)
+    named = config.get("architectures")
+    name = named[0] if isinstance(named, list) and len(named) == 1 else named
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise ModelError(
+            f"{path}: architectures is {named!r}, which cannot be trained here; expected one of {', '.join(ARCHITECTURES)}"
+        )
+    if config.get("quantization_config") is not None:
+        raise ModelError(f"{path}: quantization_config: quantised weights cannot be trained; take the model that it was made of")
+    return ARCHITECTURES[name], config
+
+
+def read_graph(folder: str | Path) -> ModelGraph:
+    """Return the model graph of a Hugging Face folder; a ModelError names the file and the key."""
+    architecture, config = read_config(folder)
+    try:
+        return ModelGraph.from_dict(with_processor(architecture.to_graph(config), read_processor(folder)))
+    except BraidError as problem:
+        raise ModelError(f"{Path(folder) / CONFIG_NAME}: {problem}") from None
+
+
+def check_same_model(folder: str | Path, graph: ModelGraph) -> ModelGraph:
+    """Return the model graph of a folder; raises ModelError where that is another model than `graph`."""
+    described = read_graph(folder)
+    difference = _first_difference(graph, described)
+    if difference is not None:
+        raise ModelError(
+            f"{Path(folder) / CONFIG_NAME} is of another model: {difference}; take a model file that says the same, or leave "
+            "--model out to take what the folder says"
+        )
+    return described
+
+
+def architecture_of(graph: ModelGraph) -> Architecture:
+    """Return the family that describes a model graph; raises ModelError, with what would have to change, when none does."""
+    differences = []
+    for architecture in ARCHITECTURES.values():
+        if set(architecture.names) != {unit.role for unit in graph.units} or len(architecture.names) != len(graph.units):
+            continue
+        if architecture.to_config is None:
+            differences.append(f"{architecture.name} is written like another folder alone, which --load-hf or --like names")
+            continue
+        described = ModelGraph.from_dict(architecture.to_graph(architecture.to_config(graph)))
+        difference = _first_difference(graph, described)
+        if difference is None:
+            return architecture
+        differences.append(f"for {architecture.name} {difference}")
+    raise ModelError(
+        "the model is none that Hugging Face's transformers has: "
+        f"{'; '.join(differences) or 'no family has units of these roles'}; it can be saved with --save alone"
+    )
+
+
+def with_vocab_size(config: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Return a config.json with another vocabulary size, wherever it has one."""
+    inner = {"text_config": {**config["text_config"], "vocab_size": vocab_size}} if "text_config" in config else {}
+    own = {"vocab_size": vocab_size} if "vocab_size" in config or not inner else {}
+    return {**config, **inner, **own}
+
+
+def _first_difference(graph: ModelGraph, described: ModelGraph) -> str | None:
+    roles, expected = ([str(unit.role) for unit in each.units] for each in (graph, described))
+    if roles != expected:
+        return f"its units would have to be {', '.join(expected)}, found {', '.join(roles)}"
+    for unit, other in zip(graph.units, described.units, strict=True):
+        mine, theirs = _comparable(unit), _comparable(other)
+        for key, value in mine.items():
+            if theirs[key] != value:
+                return f"unit '{unit.name}' would need {key} {theirs[key]}, found {value}"
+    return None
+
+
+def _comparable(unit: Unit) -> dict[str, Any]:
+    """Return what a unit says, without what is free, and with what is implied spelled out."""
+    found: dict[str, Any] = {}
+    for key, value in asdict(unit).items():
+        found |= value if isinstance(value, dict) else {key: value}
+    found["num_query_groups"], found["kv_channels"] = unit.transformer.query_groups, unit.transformer.head_channels
+    found["add_qkv_bias"] |= found["add_bias_linear"]
+    return {key: value for key, value in found.items() if key not in _FREE}

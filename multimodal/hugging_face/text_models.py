@@ -1,0 +1,173 @@
+"""Llama, Qwen2 and Qwen3: RMSNorm, SwiGLU, rotary positions, grouped queries; what they differ in is one row each."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require
+from multimodal.hugging_face.weight_names import UnitNames, Weight, grouped_qkv, stacked, vocabulary
+from multimodal.values.errors import ModelError
+from multimodal.values.model_graph import ModelGraph, Role, Unit
+
+NORMS = (
+    Weight("input_layernorm", ("input_layernorm",)),
+    Weight("pre_mlp_layernorm", ("post_attention_layernorm",)),
+)
+DECODER_LAYER = (
+    *NORMS,
+    Weight("self_attention.linear_qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), grouped_qkv),
+    Weight("self_attention.q_layernorm", ("self_attn.q_norm",)),
+    Weight("self_attention.k_layernorm", ("self_attn.k_norm",)),
+    Weight("self_attention.linear_proj", ("self_attn.o_proj",)),
+    Weight("mlp.linear_fc1", ("mlp.gate_proj", "mlp.up_proj"), stacked),
+    Weight("mlp.linear_fc2", ("mlp.down_proj",)),
+)
+
+
+def decoder_names(prefix: str = "") -> UnitNames:
+    """Return the names of an LLM, all of which begin with `prefix`."""
+    return UnitNames(
+        first=(Weight("word_embeddings", (f"{prefix}model.embed_tokens",), vocabulary),),
+        body=DECODER_LAYER,
+        last=(Weight("norm", (f"{prefix}model.norm",)), Weight("output_layer", (f"{prefix}lm_head",), vocabulary)),
+        prefix=prefix + "model.layers.{}.",
+    )
+
+
+class TextFamily(NamedTuple):
+    """What tells one family of text models from another."""
+
+    name: str
+    model_type: str
+    defaults: Mapping[str, Any]
+    """What a config.json means that lacks the key, as transformers has it."""
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    may_have_biases: bool = False
+    """True if attention_bias and mlp_bias together give every matrix a bias."""
+
+
+TEXT_FAMILIES = {
+    family.model_type: family
+    for family in (
+        TextFamily("LlamaForCausalLM", "llama", {"vocab_size": 32000, "intermediate_size": 11008}, may_have_biases=True),
+        TextFamily("Qwen2ForCausalLM", "qwen2", {"vocab_size": 151936, "num_key_value_heads": 32}, add_qkv_bias=True),
+        TextFamily(
+            "Qwen3ForCausalLM", "qwen3", {"vocab_size": 151936, "num_key_value_heads": 32, "head_dim": 128}, qk_layernorm=True
+        ),
+    )
+}
+_DEFAULTS = {
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+}
+_KEYS = (
+    Key("num_hidden_layers", "num_layers"),
+    Key("hidden_size", "hidden_size"),
+    Key("num_attention_heads", "num_attention_heads"),
+    Key("intermediate_size", "ffn_hidden_size"),
+    Key("num_key_value_heads", "num_query_groups"),
+    Key("head_dim", "kv_channels"),
+    Key("rms_norm_eps", "layernorm_epsilon"),
+    Key("initializer_range", "init_method_std"),
+    Key("vocab_size", "vocab_size"),
+)
+_COMPUTED = {
+    "hidden_act": ("silu",),
+    "attention_dropout": (0, 0.0, None),
+    "use_sliding_window": (False, None),
+    "pretraining_tp": (1, None),
+}
+_ROTARY_TYPES = (None, "default", "llama3")
+_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def read_text_unit(config: Config, *, where: str = "") -> dict[str, Any]:
+    """Return the plain form of an LLM; raises ModelError for what cannot be computed here.
+
+    where: the place of the configuration in a config.json, for messages.
+    """
+    family = TEXT_FAMILIES.get(config.get("model_type", ""))
+    if family is None:
+        raise ModelError(f"{where}model_type is {config.get('model_type')!r}, expected one of {', '.join(TEXT_FAMILIES)}")
+    require(config, _COMPUTED, where=where)
+    given = {key: value for key, value in config.items() if value is not None}
+    fields = read_keys(_KEYS, {**_DEFAULTS, **family.defaults, **given})
+    return {
+        "role": "backbone",
+        **fields,
+        **_read_rotary(config, where=where),
+        "add_qkv_bias": family.add_qkv_bias,
+        "add_bias_linear": _has_biases(family, config, where=where),
+        "qk_layernorm": family.qk_layernorm,
+        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
+        "has_exact_vocabulary": True,
+    }
+
+
+def _has_biases(family: TextFamily, config: Config, *, where: str) -> bool:
+    """Return whether all matrices have a bias; raises ModelError where only some have, beside queries, keys and values."""
+    attention, mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+    if family.add_qkv_bias:  # the family has these and no others, whatever its config.json says
+        return False
+    if attention != mlp or (attention and not family.may_have_biases):
+        raise ModelError(
+            f"{where}attention_bias is {attention} and mlp_bias {mlp}; layers have all biases here or none, so take a model "
+            "without them"
+        )
+    return attention
+
+
+def _read_rotary(config: Config, *, where: str) -> dict[str, Any]:
+    """Return how positions turn, wherever a version of transformers put it; raises ModelError for what is not computed here."""
+    parameters = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kind = parameters.get("rope_type", parameters.get("type"))
+    if kind not in _ROTARY_TYPES:
+        raise ModelError(
+            f"{where}rope_parameters (or rope_scaling) are of type {kind!r}, which cannot be trained here; expected 'default' "
+            "or 'llama3': take a model whose rotary positions are not scaled otherwise"
+        )
+    if parameters.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
+        raise ModelError(f"{where}partial_rotary_factor is not 1, which cannot be trained here; take another model")
+    base = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    if kind != "llama3":
+        return {"rotary_base": base}
+    if missing := [key for key in _SCALING if parameters.get(key) is None]:
+        raise ModelError(f"{where}rope_parameters (or rope_scaling) are of type 'llama3' without {missing[0]}; add it")
+    return {"rotary_base": base, "rotary_scaling": [parameters[key] for key in _SCALING]}
+
+
+def write_text_unit(family: TextFamily, unit: Unit) -> dict[str, Any]:
+    """Return the configuration of an LLM, as a config.json has it."""
+    fields = {**asdict(unit.transformer), "vocab_size": unit.vocab_size}
+    fields["num_query_groups"], fields["kv_channels"] = unit.transformer.query_groups, unit.transformer.head_channels
+    config = {key.theirs: fields[key.ours] for key in _KEYS}
+    if unit.transformer.rotary_scaling:
+        values = dict(zip(_SCALING, unit.transformer.rotary_scaling, strict=True))
+        config |= {"rope_scaling": {**values, "rope_type": "llama3", _SCALING[3]: int(values[_SCALING[3]])}}
+    if unit.transformer.add_bias_linear:
+        config |= {"attention_bias": True, "mlp_bias": True}
+    return {
+        "architectures": [family.name],
+        "model_type": family.model_type,
+        **config,
+        "hidden_act": "silu",
+        "rope_theta": unit.transformer.rotary_base,
+        "tie_word_embeddings": unit.ties_embeddings,
+    }
+
+
+def text_architecture(family: TextFamily) -> Architecture:
+    """Return the architecture of a text model alone."""
+
+    def to_graph(config: Config) -> dict[str, Any]:
+        return {"units": {"llm": read_text_unit(config)}}
+
+    def to_config(graph: ModelGraph) -> dict[str, Any]:
+        return write_text_unit(family, graph.backbone)
+
+    return Architecture(family.name, family.model_type, to_graph, to_config, {Role.BACKBONE: decoder_names()})

@@ -1,0 +1,110 @@
+"""The rows of a Hugging Face checkpoint's tensors that make up each parameter of a unit.
+
+A parameter here is one or several of their tensors, stacked by rows and otherwise alike: that is all that merging queries, keys
+and values, or gate and up, comes to. So a table of names serves reading and writing, whole tensors and parts of them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from multimodal.values.model_graph import Unit
+
+
+class Rows(NamedTuple):
+    """Rows of one of their tensors, and their place in a parameter."""
+
+    key: str
+    start: int
+    """The first row in their tensor."""
+    target: int
+    """The first row in the parameter."""
+    num_rows: int
+
+
+Merge = Callable[[Unit, Sequence[str], int], Iterator[Rows]]
+"""From a unit, the names of their tensors and the parameter's number of rows to what makes up the parameter."""
+
+
+def same(unit: Unit, keys: Sequence[str], num_rows: int) -> Iterator[Rows]:
+    """One tensor, as it is."""
+    yield Rows(keys[0], 0, 0, num_rows)
+
+
+def stacked(unit: Unit, keys: Sequence[str], num_rows: int) -> Iterator[Rows]:
+    """Tensors of as many rows each, one below the other: [gate; up]."""
+    count = num_rows // len(keys)
+    for index, key in enumerate(keys):
+        yield Rows(key, 0, index * count, count)
+
+
+def vocabulary(unit: Unit, keys: Sequence[str], num_rows: int) -> Iterator[Rows]:
+    """One tensor without the rows that pad the vocabulary."""
+    yield Rows(keys[0], 0, 0, min(unit.vocab_size or num_rows, num_rows))
+
+
+def grouped_qkv(unit: Unit, keys: Sequence[str], num_rows: int) -> Iterator[Rows]:
+    """Queries, keys and values: here the queries of every group are followed by its key and its value."""
+    channels, num_groups = unit.transformer.head_channels, unit.transformer.query_groups
+    query = unit.transformer.num_attention_heads // num_groups * channels
+    for group in range(num_groups):
+        target = group * (query + 2 * channels)
+        yield Rows(keys[0], group * query, target, query)
+        yield Rows(keys[1], group * channels, target + query, channels)
+        yield Rows(keys[2], group * channels, target + query + channels, channels)
+
+
+def fused_qkv(unit: Unit, keys: Sequence[str], num_rows: int) -> Iterator[Rows]:
+    """The same in one tensor of theirs: all queries, then all keys, then all values."""
+    shape = unit.transformer
+    size = shape.num_attention_heads * shape.head_channels, shape.query_groups * shape.head_channels
+    starts = {"q": 0, "k": size[0], "v": size[0] + size[1]}
+    for rows in grouped_qkv(unit, tuple(starts), num_rows):
+        yield rows._replace(key=keys[0], start=rows.start + starts[rows.key])
+
+
+class Weight(NamedTuple):
+    """A module of ours and the modules of theirs that make it up; weight and bias go by the same names on both sides."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    merge: Merge = same
+
+
+class Tensor(NamedTuple):
+    """A parameter of ours that is no module's `weight` or `bias`, or has another name there."""
+
+    ours: str
+    theirs: str
+
+
+@dataclass(frozen=True)
+class UnitNames:
+    """The names of a unit's weights: of its first and its last layer in full, of the layers between after their prefix."""
+
+    first: tuple[Weight | Tensor, ...]
+    body: tuple[Weight | Tensor, ...]
+    last: tuple[Weight | Tensor, ...]
+    prefix: str
+    """Of the layers between, `{}` being their number from 0."""
+
+
+def rows_of(names: UnitNames, unit: Unit, parameter: str, *, num_rows: int) -> tuple[Rows, ...]:
+    """Return what makes up a parameter (`layers.<index>. ...`); none if they have no such tensor.
+
+    num_rows: of the whole parameter. What no rows fill is zero there, such as a bias that they do not have, or pads.
+    """
+    _, index_text, name = parameter.split(".", 2)
+    index = int(index_text)
+    is_last = index == len(unit.layers) - 1
+    table = names.first if index == 0 else names.last if is_last else names.body
+    prefix = "" if index == 0 or is_last else names.prefix.format(index - 1)
+    module, _, tensor = name.rpartition(".")
+    for entry in table:
+        if isinstance(entry, Tensor):
+            if entry.ours == name:
+                return (Rows(prefix + entry.theirs, 0, 0, num_rows),)
+        elif entry.ours == module:
+            keys = [f"{prefix}{theirs}.{tensor}" for theirs in entry.theirs]
+            return tuple(entry.merge(unit, keys, num_rows))
+    return ()

@@ -1,0 +1,20 @@
+"""Transformer layers whose tokens attend inside windows of their image."""
+
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch.nn import Module
+
+from multimodal.attention.core_attention import WindowedAttention
+from multimodal.model.layers.transformer import TransformerKind
+
+
+class WindowedTransformerKind(TransformerKind):
+    """The same layer; its core attention takes tokens window by window."""
+
+    def adapt(self, spec: ModuleSpec) -> None:
+        """Put the core attention inside one that orders tokens."""
+        attention = spec.submodules.self_attention.submodules
+        inner = attention.core_attention
+        attention.core_attention = ModuleSpec(module=WindowedAttention, params={"inner": inner})
+
+    def core_attention(self, layer: Module) -> None:
+        """Return None: its time is linear in tokens, as that of the products is."""

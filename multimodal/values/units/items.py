@@ -1,0 +1,99 @@
+"""The images or sounds that an encoder takes, or that a generator makes."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from multimodal.values.units.transformer import MOST_LAYERS, up_to
+
+
+@dataclass(frozen=True)
+class ImageInput:
+    """The cutting of an image into tokens: at native resolution (Qwen2-VL's rule: sizes rounded, area bounded) or one size."""
+
+    patch_size: int = field(default=14, metadata=up_to(2**10))
+    merge_size: int = field(default=2, metadata=up_to(2**6))
+    """merge_size x merge_size neighbouring patches leave an encoder's projector as one token; sizes are multiples of both."""
+    in_channels: int = field(default=3, metadata=up_to(2**10))
+    min_pixels: int = field(default=3136, metadata=up_to(2**31))
+    max_pixels: int = field(default=1003520, metadata=up_to(2**31))
+    image_size: int | None = field(default=None, metadata=up_to(2**14))
+    """Pixels of both sides that every image is given; None: native resolution, within the bounds above."""
+    fit: Literal["stretch", "crop"] = "stretch"
+    """Images of one size: both sides are scaled alone, or the shorter side, and the longer one is cut off on both ends."""
+    mean: tuple[float, ...] = field(default=(0.5,), metadata={"min_entries": 1})
+    """Subtracted from pixels from 0 to 1: one number, or one of each channel."""
+    std: tuple[float, ...] = field(default=(0.5,), metadata={"min_entries": 1, "above": 0})
+    """Pixels are divided by it then."""
+    class_token: Literal["dropped", "kept"] | None = None
+    """A token of its own for every image: behind its patches and left out of the output, or before them and part of it."""
+    has_patch_bias: bool = True
+    """Encoders: patches are embedded with a bias."""
+    has_pre_norm: bool = False
+    """Encoders that add learned positions: with a norm behind them (CLIP)."""
+    num_frames: int = field(default=1, metadata=up_to(2**10))
+    """Frames that a patch reaches over; an image is repeated in all of them."""
+    window_size: int | None = field(default=None, metadata=up_to(2**14))
+    """Encoders: pixels of both sides of the windows inside of which patches attend; None: to the whole image."""
+    full_attention_layers: tuple[int, ...] = field(default=(), metadata={"minimum": 0, "maximum": MOST_LAYERS - 1})
+    """Encoders with windows: transformer layers, counted from 0, in which patches attend to the whole image nevertheless."""
+
+    @property
+    def num_patch_values(self) -> int:
+        """Numbers of one patch."""
+        return self.in_channels * self.num_frames * self.patch_size**2
+
+    @property
+    def window_patches(self) -> int:
+        """Patches of both sides of a window, a multiple of merge_size."""
+        assert self.window_size is not None, "patches attend to the whole image"
+        return self.window_size // self.patch_size // self.merge_size * self.merge_size
+
+    @property
+    def grid_size(self) -> int:
+        """Patches of both sides of images of one size."""
+        assert self.image_size is not None, "images have sizes of their own"
+        return self.image_size // self.patch_size
+
+    @property
+    def num_positions(self) -> int:
+        """Learned positions of images of one size: those of patches, and before them that of the class token."""
+        return self.grid_size**2 + (self.class_token is not None)
+
+    def num_tokens(self, grid: tuple[int, int]) -> int:
+        """Tokens inside an encoder of an image with these (rows, columns) of patches."""
+        return grid[0] * grid[1] + (self.class_token is not None)
+
+    def num_output_tokens(self, grid: tuple[int, int]) -> int:
+        """Tokens that leave the encoder."""
+        return grid[0] * grid[1] // self.merge_size**2 + (self.class_token == "kept")
+
+
+@dataclass(frozen=True)
+class AudioInput:
+    """The conversion of sound into tokens (Whisper's rule: a spectrogram, two convolutions of width 3, the second halves)."""
+
+    num_mel_bins: int = field(default=128, metadata=up_to(2**16))
+    tokens_per_second: int = field(default=50, metadata=up_to(2**20))
+    """Tokens per second inside the encoder; the spectrogram has twice as many frames."""
+    merge_factor: int = field(default=2, metadata=up_to(2**10))
+    """Neighbouring tokens that the projector merges into one."""
+
+
+def problem_of_image(image: ImageInput) -> str:
+    """Say what contradicts itself in a description of images; empty when nothing does."""
+    if image.max_pixels < image.min_pixels:
+        return f"max_pixels {image.max_pixels} is below min_pixels {image.min_pixels}; raise max_pixels"
+    factor = image.patch_size * image.merge_size
+    if image.image_size is not None and image.image_size % factor:
+        return f"image_size {image.image_size} is no multiple of patch_size x merge_size = {factor}; change one of them"
+    for name, values in (("mean", image.mean), ("std", image.std)):
+        if len(values) not in (1, image.in_channels):
+            return f"{name} has {len(values)} numbers, expected 1 or one for each of in_channels {image.in_channels}; correct it"
+    if image.window_size is not None and (image.window_patches == 0 or image.class_token is not None):
+        return (
+            f"window_size {image.window_size} must be at least patch_size x merge_size = {factor}, and images have no "
+            "class_token; correct it, or leave it out"
+        )
+    if image.class_token == "kept" and image.merge_size > 1:
+        return "class_token kept is a token that nothing can be merged with; use merge_size 1, or class_token dropped"
+    return ""

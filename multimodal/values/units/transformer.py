@@ -1,0 +1,59 @@
+"""The shape of a unit's transformer layers."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+MOST_LAYERS = 10_000
+"""Transformer layers of a unit; every list of layers is bounded by it."""
+
+
+def up_to(maximum: int) -> dict[str, Any]:
+    """Return the metadata of a positive integer."""
+    return {"minimum": 1, "maximum": maximum}
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """The shape of a unit's transformer layers, under Megatron's names."""
+
+    num_layers: int = field(metadata=up_to(MOST_LAYERS))
+    hidden_size: int = field(metadata=up_to(2**20))
+    num_attention_heads: int = field(metadata=up_to(2**16))
+    ffn_hidden_size: int = field(metadata=up_to(2**24))
+    num_query_groups: int | None = field(default=None, metadata=up_to(2**16))
+    """Key and value heads (grouped-query attention); None: as many as query heads."""
+    kv_channels: int | None = field(default=None, metadata=up_to(2**16))
+    """Channels per head; None: hidden_size / num_attention_heads."""
+    normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
+    activation: Literal["swiglu", "gelu", "gelu_tanh", "quick_gelu"] = "swiglu"
+    """Of the MLP: SiLU with a gate; GELU; its approximation by tanh; x sigmoid(1.702 x)."""
+    add_bias_linear: bool = False
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    """Norms over the channels of each query and key head, before rotary positions (Qwen3)."""
+    layernorm_epsilon: float = field(default=1e-5, metadata={"above": 0, "maximum": 1})
+    has_layer_scale: bool = False
+    """Attention and MLP are scaled, channel by channel, before they are added to the residual stream."""
+    has_rotary_positions: bool = True
+    """False: layers are told no positions; the unit's first layer adds learned ones."""
+    rotary_base: float = field(default=10000.0, metadata={"above": 0, "maximum": 1e30})
+    rotary_scaling: tuple[float, ...] = field(default=(), metadata={"above": 0, "maximum": 1e30})
+    """Backbone only: Llama 3.1's rule for long contexts: factor, low_freq_factor, high_freq_factor, original context length."""
+    rotary_sections: tuple[int, ...] = field(default=(), metadata={"minimum": 1, "maximum": 2**16})
+    """Backbone only: channel pairs of a head that turn by time, row and column (M-RoPE); none: all by the token's place."""
+    init_method_std: float = field(default=0.02, metadata={"above": 0, "maximum": 1000})
+
+    @property
+    def is_gated(self) -> bool:
+        """True if the MLP has a gate."""
+        return self.activation == "swiglu"
+
+    @property
+    def head_channels(self) -> int:
+        """Channels of one attention head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Key and value heads."""
+        return self.num_query_groups or self.num_attention_heads

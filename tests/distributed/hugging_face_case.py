@@ -1,0 +1,79 @@
+"""A model of transformers under a plan here, and its gradients under the names that they have here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron.runtime.hugging_face.load_weights import load_hugging_face
+from megatron.runtime.hugging_face.named_weights import as_in_files, name_weights
+from megatron.runtime.hugging_face.save_weights import save_hugging_face
+from megatron.runtime.session import Session
+from megatron.runtime.state.held_tensors import model_tensors
+from multimodal.data.sample_source import SampleText
+from multimodal.hugging_face.registry import read_config
+from tests.distributed.gradient_case import GradientCase, RankGradients, build_session, plan_case, run_step
+from tests.distributed.random_source import RandomSource
+
+
+@dataclass(frozen=True)
+class PaddedSource(RandomSource):
+    """Draws token ids below `num_tokens`; `vocab_size` is padded."""
+
+    num_tokens: int = 0
+
+    def text(self, index: int) -> SampleText:
+        return RandomSource(self.graph, self.shapes, self.num_tokens, self.seed).text(index)
+
+
+@dataclass(frozen=True)
+class FromFolder:
+    """Runs a case from the weights of a folder, and writes them into another where one is named."""
+
+    folder: Path
+    target: Path | None = None
+
+    def load(self, session: Session) -> None:
+        load_hugging_face(self.folder, session=session)
+
+    def session(self, case: GradientCase) -> Session:
+        session = build_session(case)
+        self.load(session)
+        return session
+
+    def __call__(self, case: GradientCase) -> RankGradients:
+        session = self.session(case)
+        if self.target is not None:
+            save_hugging_face(self.target, session=session, like=self.folder)
+        return run_step(session, plan_case(case))
+
+
+def gradients_here(run: FromFolder, case: GradientCase, theirs: Mapping[str, np.ndarray]) -> Mapping[tuple[str, str], np.ndarray]:
+    """Gradients by unit and parameter, made of those that transformers' parameters have; on one rank."""
+    session = run.session(case)
+    tensors = model_tensors(session.state)
+    architecture, _ = read_config(run.folder)
+    names = name_weights(tensors, graph=case.graph, architecture=architecture, what="the reference")
+    names = as_in_files(names, architecture, found=theirs)
+    found = {}
+    for tensor in tensors:
+        values = np.zeros(tensor.shape)
+        flat = values.reshape(tensor.shape[0], -1)
+        for rows in names.rows[tensor.key]:
+            part = theirs[rows.key].reshape(-1, flat.shape[1])[rows.start : rows.start + rows.num_rows]
+            flat[rows.target : rows.target + rows.num_rows] = part
+        _, unit, parameter = tensor.key.split(".", 2)
+        found[unit, parameter] = values
+    return found
+
+
+def logits_here(run: FromFolder, case: GradientCase) -> list[np.ndarray]:
+    """Logits of the targets of every microbatch of a case on one rank, in order."""
+    session, logits = run.session(case), []
+    (stage,) = [stage for (unit, _), stage in session.stages.items() if unit == case.graph.backbone.name]
+    head: torch.nn.Module = stage.layers[str(len(stage.unit.layers) - 1)].output_layer  # type: ignore[union-attr, assignment]
+    head.register_forward_hook(lambda module, inputs, output: logits.append(output[0][:, 0].detach().numpy()))
+    run_step(session, plan_case(case))
+    return logits

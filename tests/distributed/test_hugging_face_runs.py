@@ -1,0 +1,277 @@
+"""Runs and tools that start from a folder of Hugging Face and end with one; what is wrong with a folder, on every rank."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
+
+from safetensors.torch import load_file, save_file
+
+from megatron.runtime.hugging_face.save_weights import save_hugging_face
+from multimodal.cost.layers.registry import read_model
+from multimodal.data.manifest import ManifestSource
+from multimodal.data.tokenizer import ByteTokenizer
+from multimodal.values.errors import BraidError
+from tests.distributed.gradient_case import GradientCase, build_session
+from tests.distributed.hugging_face_case import FromFolder
+from tests.distributed.launch import launch
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.small_run import NUM_RANKS, working_flags, write_working_files
+from tests.distributed.test_hugging_face_text import case_of
+from tests.distributed.wide_transformers import build_wide_model, double_precision, randomize_vectors
+from tools import convert
+
+SHAPE = {
+    "vocab_size": 263,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+}
+RATE, DECAY, BETAS = 0.01, 0.1, (0.9, 0.99)
+
+
+def small_qwen2(**changes: Any) -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(Qwen2Config(**SHAPE | changes))
+
+
+def write_manifest(folder: Path) -> Path:
+    folder.mkdir()
+    lines = [
+        {"id": str(index), "segments": [{"type": "text", "role": "document", "text": "a text " * (index + 1)}]}
+        for index in range(4)
+    ]
+    (folder / "manifest.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "manifest.jsonl"
+
+
+def step_in_torch(model: Any, manifest: Path, graph: Any) -> float:
+    """One AdamW step of transformers' model on all samples of a manifest; norms and biases do not decay, as in Megatron."""
+    source = ManifestSource(manifest, graph=graph, tokenizer=ByteTokenizer(), seq_length=64)
+    texts = [source.text(index) for index in range(len(source))]
+    divisor = sum(int(text.is_target.sum()) for text in texts)
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [parameter for parameter in parameters if parameter.dim() > 1], "weight_decay": DECAY},
+        {"params": [parameter for parameter in parameters if parameter.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=1e-8)
+    loss_sum = torch.zeros((), dtype=torch.float64)
+    with double_precision():
+        for text in texts:
+            rows = torch.from_numpy(text.is_target).nonzero()[:, 0]
+            logits = model(input_ids=torch.from_numpy(text.token_ids)[None]).logits[0, rows]
+            loss_sum = loss_sum + torch.nn.functional.cross_entropy(logits, torch.from_numpy(text.labels)[rows], reduction="sum")
+        (loss_sum / divisor).backward()
+    optimizer.step()
+    return float(loss_sum.detach()) / divisor
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_run_steps_as_transformers_with_adamw(is_tied: bool, tmp_path: Path) -> None:
+    folder, target, log = tmp_path / "model", tmp_path / "trained", tmp_path / "log.jsonl"
+    model = build_wide_model(lambda: small_qwen2(vocab_size=265, tie_word_embeddings=is_tied), folder, max_shard_size="9KB")
+    (folder / "tokenizer_config.json").write_text("{}")
+    manifest = write_manifest(tmp_path / "data")
+    expected_loss = step_in_torch(model, manifest, read_model(folder))
+    flags = {
+        "--load-hf": folder,
+        "--save-hf": target,
+        "--data-path": manifest,
+        "--llm-tp": 2,
+        "--llm-dp": 1,
+        "--global-batch-size": 4,
+        "--train-iters": 1,
+        "--lr": RATE,
+        "--weight-decay": DECAY,
+        "--adam-beta1": BETAS[0],
+        "--adam-beta2": BETAS[1],
+        "--clip-grad": 0,
+        "--dtype": "float64",
+        "--num-workers": 0,
+        "--split": "100",
+        "--seq-length": 64,
+        "--log-json": log,
+    }
+    done = launch([part for pair in flags.items() for part in pair], num_ranks=2)
+    assert done.exit_codes == (0, 0), done.output
+    assert json.loads(log.read_text().splitlines()[0])["loss"] == pytest.approx(expected_loss, rel=1e-12)
+    assert sorted(path.name for path in target.iterdir()) == sorted(path.name for path in folder.iterdir())
+    trained = {key: value for path in target.glob("*.safetensors") for key, value in load_file(path).items()}
+    for name, parameter in model.state_dict().items():
+        if name in trained:
+            assert (trained[name] - parameter).abs().max() < 1e-9, name
+    again = launch([part for pair in flags.items() for part in pair], num_ranks=2)
+    assert "is there already; give another folder, or remove it" in again.output
+    assert again.exit_codes != (0, 0)
+
+
+def test_a_run_trains_the_projector_of_llava(tmp_path: Path) -> None:
+    """Images of a manifest, towers frozen: the projector alone has changed in the folder that is written."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    folder, target = tmp_path / "model", tmp_path / "trained"
+    shape = {key: SHAPE[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")}
+    vision = CLIPVisionConfig(**shape, image_size=16, patch_size=4)
+    config = LlavaConfig(vision_config=vision, text_config=LlamaConfig(**shape, vocab_size=265), image_token_index=264)
+    LlavaForConditionalGeneration(config).save_pretrained(folder)
+    write_working_files(tmp_path)
+    flags = {**working_flags(tmp_path), "--load-hf": folder, "--save-hf": target, "--freeze": "vision"}
+    del flags["--model"]
+    done = launch([*(part for pair in flags.items() for part in pair), "llm"], num_ranks=NUM_RANKS)
+    assert done.exit_codes == (0, 0), done.output
+    before, after = load_file(folder / "model.safetensors"), load_file(target / "model.safetensors")
+    assert before.keys() == after.keys()
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert changed == {key for key in before if "projector" in key}
+
+
+def test_tools_convert_in_both_directions(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model = small_qwen2().bfloat16()
+    randomize_vectors(model)
+    first, checkpoints, second, third = (tmp_path / name for name in ("first", "checkpoints", "second", "third"))
+    model.save_pretrained(first, max_shard_size="9KB")
+    assert convert.main(["--load-hf", str(first), "--save", str(checkpoints)]) == 0
+    assert convert.main(["--load", str(checkpoints), "--save-hf", str(second)]) == 0
+    assert convert.main(["--load", str(checkpoints), "--save-hf", str(third), "--like", str(first)]) == 0
+    assert {path.name: path.read_bytes() for path in first.iterdir()} == {
+        path.name: path.read_bytes() for path in third.iterdir()
+    }
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.arange(40)[None]
+    found, expected = (AutoModelForCausalLM.from_pretrained(folder) for folder in (second, first))
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found(tokens).logits, expected(tokens).logits)
+
+
+def change_config(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+
+    return change
+
+
+def change_first_file(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def rewrite(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors")
+
+    return rewrite
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def name_a_missing_shard(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    shards = {"lm_head.weight": "model-00001-of-00002.safetensors", "model.norm.weight": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+
+
+WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "another architecture": (
+        change_config(architectures=["GPT2LMHeadModel"]),
+        r"architectures is \['GPT2LMHeadModel'\].*expected",
+    ),
+    "another shape": (change_config(num_attention_heads=2), "would need num_attention_heads 2, found 4"),
+    "a missing shard": (name_a_missing_shard, "model-00002-of-00002.safetensors: no such file, though"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor .* is there"),
+    "a file cut off": (truncate, "model.safetensors: cannot be read"),
+    "a missing tensor": (change_first_file(lambda weights: weights.pop("model.norm.weight")), "model.norm.weight is missing"),
+    "a tensor too many": (
+        change_first_file(lambda weights: weights.update(extra=torch.zeros(2))),
+        r"nothing of this model is made of extra",
+    ),
+    "rows that config.json has not": (
+        change_first_file(lambda weights: weights.update({"lm_head.weight": torch.zeros(9, 16)})),
+        r"lm_head.weight has shape \[9, 16\], but config.json gives it 263 rows of 16",
+    ),
+    "quantised weights": (
+        change_first_file(lambda weights: weights.update({"model.norm.weight": torch.zeros(16, dtype=torch.int8)})),
+        "model.norm.weight is of type I8",
+    ),
+    "scaled positions": (change_config(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "are of type 'yarn'"),
+}
+
+
+def messages_of_loading(case: GradientCase, folders: dict[str, Path]) -> dict[str, str]:
+    session, messages = build_session(case), {}
+    for name, folder in folders.items():
+        messages[name] = _message(lambda folder=folder: FromFolder(folder).load(session))
+    return messages
+
+
+def message_of_saving(case: GradientCase, folder: Path, target: Path) -> str:
+    session = FromFolder(folder).session(case)
+    return _message(lambda: save_hugging_face(target, session=session, like=folder))
+
+
+def _message(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except BraidError as problem:
+        return str(problem)
+    return ""
+
+
+def test_what_is_wrong_is_said_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    good = tmp_path / "good"
+    small_qwen2().save_pretrained(good)
+    folders = {}
+    for name, (spoil, _) in WRONG.items():
+        folders[name] = tmp_path / name.replace(" ", "-")
+        shutil.copytree(good, folders[name])
+        spoil(folders[name])
+    case = case_of(read_model(good), (2, 1, 1))
+    first, second = ranks.run(messages_of_loading, case, folders, world_size=2)
+    assert first == second
+    for name, (_, expected) in WRONG.items():
+        assert re.search(expected, first[name]), f"{name}: {first[name]}"
+        assert str(folders[name]) in first[name]
+
+
+def grow(case: GradientCase, folder: Path, target: Path) -> None:
+    save_hugging_face(target, session=FromFolder(folder).session(case), like=folder)
+
+
+def test_a_vocabulary_grows_by_new_rows(ranks: RankPool, tmp_path: Path) -> None:
+    """Tokens that the tokenizer has beyond the model's: their rows start at random, and are written with the others."""
+    good, target = tmp_path / "good", tmp_path / "grown"
+    small_qwen2().save_pretrained(good)
+    graph = read_model(good)
+    larger = replace(graph, units=(replace(graph.backbone, vocab_size=270),))
+    ranks.run(grow, case_of(larger, (2, 1, 1)), good, target, world_size=2)
+    before, after = load_file(good / "model.safetensors"), load_file(target / "model.safetensors")
+    assert json.loads((target / "config.json").read_text())["vocab_size"] == 270
+    for key in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert after[key].shape == (270, 16)
+        assert torch.equal(after[key][:263], before[key])
+        assert after[key][263:].abs().min() > 0
+
+
+def test_a_failed_export_leaves_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    """The folder that it is to be in is a file, which shows when rank 0 looks; every rank says so."""
+    good, target = tmp_path / "good", tmp_path / "out" / "model"
+    small_qwen2().save_pretrained(good)
+    target.parent.write_text("a file")
+    found = ranks.run(message_of_saving, case_of(read_model(good), (2, 1, 1)), good, target, world_size=2)
+    assert found[0] == found[1]
+    assert "out" in found[0]

@@ -1,0 +1,61 @@
+"""Tiny random models of transformers that compute in float64 throughout, and what one of them makes of a batch."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class KeepDouble(TorchFunctionMode):
+    """Norms, rotary positions and softmax ask for float32 in places; inside, they get float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        wide_args = tuple(_wide(value) for value in args)
+        return func(*wide_args, **{key: _wide(value) for key, value in (kwargs or {}).items()})
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+@contextmanager
+def double_precision() -> Iterator[None]:
+    """New tensors and all computations are float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with KeepDouble():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@torch.no_grad()
+def randomize_vectors(model: torch.nn.Module, *, seed: int = 0) -> None:
+    """Give biases and norms random values: as zeros and ones they would hide what adds or scales twice."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(torch.rand(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.4 - 0.2)
+
+
+def build_wide_model(build: Callable[[], Any], folder: Path, **options: Any) -> Any:
+    """Build a model in float64, save it and return it; options: of `save_pretrained`."""
+    torch.manual_seed(5)
+    with double_precision():
+        model = build()
+        randomize_vectors(model)
+    model.train().save_pretrained(folder, **options)
+    return model
+
+
+def gradients_by_key(model: torch.nn.Module) -> Mapping[str, np.ndarray]:
+    """Gradients under the names that files have."""
+    return {name: parameter.grad.numpy() for name, parameter in model.named_parameters() if parameter.grad is not None}

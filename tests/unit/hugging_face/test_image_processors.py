@@ -1,0 +1,37 @@
+"""Pixels of images of one size, against the image processors of transformers."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from multimodal.data.image_processing import image_grid, image_to_patches
+from multimodal.values.model_graph import ImageInput
+
+MEAN, STD = (0.48, 0.45, 0.4), (0.26, 0.27, 0.28)
+SIZES = [(40, 40), (100, 37), (37, 100), (31, 200), (24, 24)]
+
+
+def clip_processor() -> Any:
+    module = pytest.importorskip("transformers.models.clip", reason="transformers is not installed (pip install 'braid[hf]')")
+    kind = getattr(module, "CLIPImageProcessorPil", module.CLIPImageProcessor)
+    return kind(size={"shortest_edge": 24}, crop_size={"height": 24, "width": 24}, image_mean=list(MEAN), image_std=list(STD))
+
+
+def siglip_processor() -> Any:
+    module = pytest.importorskip("transformers.models.siglip", reason="transformers is not installed (pip install 'braid[hf]')")
+    kind = getattr(module, "SiglipImageProcessorPil", module.SiglipImageProcessor)
+    return kind(size={"height": 24, "width": 24}, image_mean=list(MEAN), image_std=list(STD), resample=3)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("fit", "build"), [("crop", clip_processor), ("stretch", siglip_processor)])
+def test_pixels_are_those_of_transformers(fit: Any, build: Any, size: tuple[int, int]) -> None:
+    image = Image.effect_noise(size, 80).convert("RGB")
+    described = ImageInput(patch_size=6, merge_size=1, image_size=24, fit=fit, mean=MEAN, std=STD)
+    found = image_to_patches(image, image_input=described)
+    assert found.grid == image_grid(width=size[0], height=size[1], image_input=described) == (4, 4)
+    (expected,) = build()(images=[image], return_tensors="np")["pixel_values"]
+    patches = expected.reshape(3, 4, 6, 4, 6).transpose(1, 3, 0, 2, 4).reshape(16, -1)
+    np.testing.assert_allclose(found.patches, patches, atol=1e-6)

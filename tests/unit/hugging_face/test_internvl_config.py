@@ -1,0 +1,52 @@
+"""config.json of InternVL3: as a model graph, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multimodal.cost.layers.registry import read_model
+from multimodal.values.errors import ModelError
+from multimodal.values.model_graph import ModelGraph
+
+VISION = {"model_type": "internvl_vision", "attention_bias": True, "image_size": [448, 448], "patch_size": [14, 14]}
+TEXT = {"model_type": "qwen2", "hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151674}
+INTERNVL: dict[str, Any] = {
+    "architectures": ["InternVLForConditionalGeneration"],
+    "model_type": "internvl",
+    "text_config": TEXT,
+    "vision_config": VISION,
+    "vision_feature_layer": -1,
+}
+
+
+def read(folder: Path, **config: Any) -> ModelGraph:
+    (folder / "config.json").write_text(json.dumps(INTERNVL | config))
+    return read_model(folder)
+
+
+def test_the_published_config_is_understood(tmp_path: Path) -> None:
+    graph = read(tmp_path)
+    vision = graph.unit("vision")
+    assert vision.image is not None
+    assert (vision.image.num_tokens((32, 32)), vision.image.num_output_tokens((32, 32))) == (1025, 256)
+    assert (vision.projector_norm, vision.projector_norm_epsilon, vision.projector_hidden_size) == ("merged", 1e-5, 896)
+    assert vision.transformer.has_layer_scale and not vision.transformer.has_rotary_positions
+    assert vision.keeps_items_whole
+    assert ModelGraph.from_dict(graph.to_dict()) == graph
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"downsample_ratio": 0.25}, "downsample_ratio is 0.25, and only 0.5"),
+        ({"vision_config": {**VISION, "norm_type": "rms_norm"}}, "vision_config: norm_type is 'rms_norm', and only 'layer_norm'"),
+        ({"vision_config": {**VISION, "attention_bias": False}}, "attention_bias is False, and only True"),
+        ({"vision_config": {**VISION, "image_size": [448, 224]}}, r"image_size is \[448, 224\], and only squares"),
+        ({"vision_feature_layer": -2}, "vision_feature_layer is -2, and only -1"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=rf"config.json: .*{message}"):
+        read(tmp_path, **config)

@@ -1,0 +1,110 @@
+"""config.json and image processor of LLaVA-1.5: as a model graph, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multimodal.cost.layers.registry import read_model
+from multimodal.hugging_face.llava import is_unused
+from multimodal.hugging_face.registry import architecture_of
+from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners.search.prediction import predict_run
+from multimodal.values.errors import ModelError
+from multimodal.values.model_graph import ModelGraph
+from tests.unit.plan.planners.planning_cases import request
+
+CLIP = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 1024,
+    "image_size": 336,
+    "intermediate_size": 4096,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+    "patch_size": 14,
+}
+LLAVA: dict[str, Any] = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "model_type": "llava",
+    "text_config": {"model_type": "llama", "rms_norm_eps": 1e-5, "vocab_size": 32064},
+    "vision_config": CLIP,
+}
+
+
+def read(folder: Path, processor: Any = None, **config: Any) -> ModelGraph:
+    (folder / "config.json").write_text(json.dumps(LLAVA | config))
+    if processor is not None:
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return read_model(folder)
+
+
+def test_the_published_config_is_understood(tmp_path: Path) -> None:
+    """llava-1.5-7b-hf says no more than this of its two parts."""
+    graph = read(tmp_path)
+    vision, llm = graph.unit("vision"), graph.backbone
+    assert vision.layers == ("learned_patch_embedding", *["transformer"] * 23, "projector")
+    assert vision.image is not None
+    assert (vision.image.class_token, vision.image.num_positions, vision.image.fit) == ("dropped", 577, "crop")
+    assert (vision.image.num_tokens((24, 24)), vision.image.num_output_tokens((24, 24))) == (577, 576)
+    assert (vision.transformer.activation, vision.transformer.has_rotary_positions) == ("quick_gelu", False)
+    assert (vision.projector_hidden_size, vision.projector_norm) == (4096, "none")
+    assert (llm.vocab_size, llm.transformer.num_layers, llm.transformer.layernorm_epsilon) == (32064, 32, 1e-5)
+    assert ModelGraph.from_dict(graph.to_dict()) == graph
+
+
+def test_siglip_keeps_every_patch(tmp_path: Path) -> None:
+    vision = {**CLIP, "model_type": "siglip_vision_model", "num_hidden_layers": 27}
+    unit = read(tmp_path, vision_config=vision, vision_feature_select_strategy="full").unit("vision")
+    assert unit.image is not None
+    assert (unit.image.class_token, unit.image.has_patch_bias, unit.image.has_pre_norm) == (None, True, False)
+    assert (unit.transformer.num_layers, unit.transformer.activation) == (26, "gelu_tanh")
+
+
+def test_it_can_be_planned(tmp_path: Path) -> None:
+    small = {**CLIP, "num_hidden_layers": 5, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+    text = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "intermediate_size": 128}
+    asked = request(read(tmp_path, vision_config=small, text_config=text))
+    assert predict_run(PLANNERS["braid"](asked), asked).iteration_seconds > 0
+
+
+def test_the_image_processor_is_obeyed(tmp_path: Path) -> None:
+    processor = {"image_mean": [0.1, 0.2, 0.3], "image_std": [1, 2, 3], "do_center_crop": False, "size": {"shortest_edge": 336}}
+    image = read(tmp_path, processor).unit("vision").image
+    assert image is not None
+    assert (image.mean, image.std, image.fit) == ((0.1, 0.2, 0.3), (1.0, 2.0, 3.0), "stretch")
+    with pytest.raises(ModelError, match=r"the image processor's do_pad is True, and only False or None"):
+        read(tmp_path, {**processor, "do_pad": True})
+    with pytest.raises(ModelError, match=r"size is \{'shortest_edge': 224\}, but the encoder takes 336 pixels"):
+        read(tmp_path, {**processor, "size": {"shortest_edge": 224}})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"vision_feature_layer": [-2, -5]}, r"vision_feature_layer is \[-2, -5\], and only the output of one of the first 24"),
+        ({"vision_feature_layer": -30}, "vision_feature_layer is -30"),
+        ({"vision_config": {"model_type": "vit"}}, "model_type is 'vit', expected one of clip_vision_model, siglip_vision_model"),
+        ({"vision_config": {**CLIP, "hidden_act": "relu"}}, "vision_config: hidden_act is 'relu', and only 'quick_gelu' or"),
+        ({"vision_config": {**CLIP, "image_size": 340}}, "image_size 340 is no multiple of patch_size x merge_size = 14"),
+        ({"multimodal_projector_bias": False}, "multimodal_projector_bias is False, and only True"),
+        ({"text_config": {"model_type": "mistral"}}, "text_config: model_type is 'mistral', expected one of llama, qwen2, qwen3"),
+        ({"vision_config": {**CLIP, "model_type": "siglip_vision_model"}}, "vision_feature_select_strategy is 'default'"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=rf"config.json: .*{message}"):
+        read(tmp_path, **config)
+
+
+def test_weights_that_nothing_is_computed_with_are_known(tmp_path: Path) -> None:
+    graph = read(tmp_path)
+    unused = ("encoder.layers.23.mlp.fc1.bias", "post_layernorm.weight", "head.probe", "embeddings.position_ids")
+    for prefix in ("vision_tower.", "vision_tower.vision_model."):
+        assert all(is_unused(prefix + name, graph) for name in unused)
+        assert not any(is_unused(prefix + name, graph) for name in ("encoder.layers.22.mlp.fc1.bias", "pre_layrnorm.weight"))
+
+
+def test_it_is_written_only_like_a_folder_that_has_them(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="LlavaForConditionalGeneration is written like another folder alone"):
+        architecture_of(read(tmp_path))

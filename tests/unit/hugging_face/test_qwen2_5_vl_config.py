@@ -1,0 +1,111 @@
+"""config.json and image processor of Qwen2.5-VL: as a model graph, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multimodal.cost.layers.registry import read_model
+from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners.search.prediction import predict_run
+from multimodal.values.errors import ModelError
+from multimodal.values.model_graph import ModelGraph
+from tests.unit.plan.planners.planning_cases import request
+
+PUBLISHED: dict[str, Any] = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "use_sliding_window": False,
+    "tie_word_embeddings": True,
+    "vision_config": {
+        "depth": 32,
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "in_chans": 3,
+        "out_hidden_size": 2048,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "temporal_patch_size": 2,
+    },
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vocab_size": 151936,
+}
+"""As Qwen2.5-VL-3B-Instruct has it, without what computes nothing."""
+
+
+def read(folder: Path, processor: Any = None, **config: Any) -> ModelGraph:
+    (folder / "config.json").write_text(json.dumps(PUBLISHED | config))
+    if processor is not None:
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return read_model(folder)
+
+
+def test_the_published_config_is_understood(tmp_path: Path) -> None:
+    graph = read(tmp_path)
+    vision, llm = graph.unit("vision"), graph.backbone
+    assert [index - 1 for index, kind in enumerate(vision.layers) if kind == "transformer"] == [7, 15, 23, 31]
+    assert vision.layers.count("windowed_transformer") == 28
+    assert vision.image is not None
+    assert (vision.image.window_patches, vision.image.num_patch_values, vision.image.has_patch_bias) == (8, 1176, False)
+    assert vision.transformer.add_bias_linear
+    assert llm.transformer.rotary_sections == (16, 24, 24)
+    assert (llm.transformer.add_qkv_bias, llm.ties_embeddings, llm.transformer.rotary_base) == (True, True, 1e6)
+    assert ModelGraph.from_dict(graph.to_dict()) == graph
+
+
+def test_newer_versions_nest_the_llm(tmp_path: Path) -> None:
+    text = {key: value for key, value in PUBLISHED.items() if key not in ("architectures", "vision_config", "rope_scaling")}
+    text |= {"model_type": "qwen2_5_vl_text", "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}}
+    text["rope_parameters"]["rope_theta"] = text.pop("rope_theta")
+    older = read(tmp_path)
+    nested = {key: PUBLISHED[key] for key in ("architectures", "model_type", "vision_config", "tie_word_embeddings")}
+    (tmp_path / "config.json").write_text(json.dumps({**nested, "text_config": text}))
+    assert read_model(tmp_path) == older
+
+
+def test_the_image_processor_is_obeyed(tmp_path: Path) -> None:
+    processor = {"image_mean": [0.1, 0.2, 0.3], "image_std": [1, 2, 3], "min_pixels": 784, "max_pixels": 50176}
+    processor |= {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+    image = read(tmp_path, processor).unit("vision").image
+    assert image is not None
+    assert (image.mean, image.min_pixels, image.max_pixels) == ((0.1, 0.2, 0.3), 784, 50176)
+    with pytest.raises(ModelError, match="the image processor's patch_size is 16, and only 14"):
+        read(tmp_path, {**processor, "patch_size": 16})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rope_scaling": {"type": "yarn", "mrope_section": [16, 24, 24]}}, "the LLM's rope_parameters .* are of type 'yarn'"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 20]}}, r"must belong to the backbone and add up to half"),
+        ({"use_sliding_window": True}, "the LLM's use_sliding_window is True"),
+        (
+            {"vision_config": {**PUBLISHED["vision_config"], "out_hidden_size": 64}},
+            "out_hidden_size is 64, but the LLM's hidden_size",
+        ),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=rf"config.json: .*{message}"):
+        read(tmp_path, **config)
+
+
+def test_it_can_be_planned(tmp_path: Path) -> None:
+    small = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "rope_scaling": {"mrope_section": [2, 3, 3]}}
+    vision = {"depth": 4, "hidden_size": 64, "num_heads": 4, "intermediate_size": 96, "out_hidden_size": 64}
+    asked = request(read(tmp_path, **small, num_hidden_layers=4, vision_config=PUBLISHED["vision_config"] | vision))
+    assert predict_run(PLANNERS["braid"](asked), asked).iteration_seconds > 0

@@ -1,0 +1,117 @@
+"""config.json of text models: as model graphs, back, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multimodal.cost.layers.registry import read_model
+from multimodal.hugging_face.registry import ARCHITECTURES, architecture_of, check_same_model, with_vocab_size
+from multimodal.hugging_face.weight_names import Rows, rows_of
+from multimodal.values.errors import ModelError
+from multimodal.values.model_graph import ModelGraph, Role
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
+
+
+def read(folder: Path, **config: Any) -> ModelGraph:
+    (folder / "config.json").write_text(json.dumps(LLAMA | config))
+    return read_model(folder)
+
+
+def test_what_a_config_lacks_is_what_transformers_takes(tmp_path: Path) -> None:
+    shape = read(tmp_path).backbone.transformer
+    assert (shape.num_layers, shape.ffn_hidden_size, shape.query_groups, shape.head_channels) == (32, 11008, 4, 16)
+    assert (shape.layernorm_epsilon, shape.rotary_base) == (1e-6, 10000.0)
+    qwen = read(tmp_path, architectures=["Qwen3ForCausalLM"], model_type="qwen3", num_attention_heads=32).backbone.transformer
+    assert (qwen.head_channels, qwen.qk_layernorm, qwen.add_qkv_bias) == (128, True, False)
+
+
+@pytest.mark.parametrize(
+    "positions", [{"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"rope_scaling": None}]
+)
+def test_every_version_says_where_positions_come_from(positions: dict[str, Any], tmp_path: Path) -> None:
+    expected = 10000.0 if "rope_scaling" in positions else 5e5
+    assert read(tmp_path, **positions).backbone.transformer.rotary_base == expected
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_a_graph_tells_its_family(name: str, tmp_path: Path) -> None:
+    family = ARCHITECTURES[name]
+    tied = {"tie_word_embeddings": True}
+    graph = read(tmp_path, architectures=[name], model_type=family.model_type, num_key_value_heads=2, **tied)
+    assert architecture_of(graph) is family
+    assert family.to_config is not None
+    config = family.to_config(graph)
+    again = ModelGraph.from_dict(family.to_graph(config))
+    assert replace(again.backbone.transformer, kv_channels=graph.backbone.transformer.kv_channels) == graph.backbone.transformer
+    assert again.backbone.ties_embeddings
+    assert with_vocab_size(config, 7)["vocab_size"] == 7
+
+
+def test_long_contexts_of_llama(tmp_path: Path) -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 8192
+    graph = read(tmp_path, rope_scaling=scaling, rope_theta=5e5)
+    assert graph.backbone.transformer.rotary_scaling == (8.0, 1.0, 4.0, 8192.0)
+    family = architecture_of(graph)
+    assert family.to_config is not None
+    assert family.to_config(graph)["rope_scaling"] == scaling
+    with pytest.raises(ModelError, match="'llama3' without high_freq_factor; add it"):
+        read(tmp_path, rope_scaling={**scaling, "high_freq_factor": None})
+
+
+def test_biases_everywhere_or_nowhere(tmp_path: Path) -> None:
+    graph = read(tmp_path, attention_bias=True, mlp_bias=True)
+    assert graph.backbone.transformer.add_bias_linear
+    assert architecture_of(graph).name == "LlamaForCausalLM"
+    with pytest.raises(ModelError, match=r"config.json: attention_bias is True and mlp_bias False; layers have all biases here"):
+        read(tmp_path, attention_bias=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"architectures": None}, "architectures is None, which cannot be trained here; expected one of LlamaForCausalLM"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and only 'silu' can be trained here"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "of type 'linear', which cannot be trained here"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2', expected one of llama"),
+        ({"quantization_config": {"bits": 4}}, "quantised weights cannot be trained"),
+        ({"hidden_size": "64"}, "unit 'llm', hidden_size: expected a positive integer"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not divisible by num_query_groups 3"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=rf"config.json: .*{message}"):
+        read(tmp_path, **config)
+
+
+def test_a_model_that_no_family_has_is_named_with_what_differs(tmp_path: Path) -> None:
+    graph = read(tmp_path)
+    shape = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 8, "normalization": "LayerNorm"}
+    other = ModelGraph.from_dict({"units": {"text": {"role": "backbone", **shape}}})
+    with pytest.raises(ModelError, match="for LlamaForCausalLM unit 'text' would need normalization RMSNorm, found LayerNorm"):
+        architecture_of(other)
+    with pytest.raises(ModelError, match=r"is of another model: unit 'text' would need num_layers 32, found 2"):
+        check_same_model(tmp_path, other)
+    check_same_model(tmp_path, graph)
+
+
+def test_rows_of_merged_weights(tmp_path: Path) -> None:
+    graph = read(tmp_path, num_key_value_heads=2, num_hidden_layers=1, intermediate_size=6, vocab_size=5)
+    unit, names = graph.backbone, ARCHITECTURES["LlamaForCausalLM"].names[Role.BACKBONE]
+    place = "model.layers.0.self_attn."
+    assert rows_of(names, unit, "layers.1.self_attention.linear_qkv.weight", num_rows=128) == (
+        Rows(place + "q_proj.weight", 0, 0, 32),
+        Rows(place + "k_proj.weight", 0, 32, 16),
+        Rows(place + "v_proj.weight", 0, 48, 16),
+        Rows(place + "q_proj.weight", 32, 64, 32),
+        Rows(place + "k_proj.weight", 16, 96, 16),
+        Rows(place + "v_proj.weight", 16, 112, 16),
+    )
+    gate, up = rows_of(names, unit, "layers.1.mlp.linear_fc1.weight", num_rows=12)
+    assert (gate.target, gate.num_rows, up.target, up.num_rows) == (0, 6, 6, 6)
+    assert rows_of(names, unit, "layers.0.word_embeddings.weight", num_rows=8) == (Rows("model.embed_tokens.weight", 0, 0, 5),)
+    assert rows_of(names, unit, "layers.1.mlp.router.weight", num_rows=8) == ()

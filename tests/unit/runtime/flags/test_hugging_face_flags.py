@@ -1,0 +1,82 @@
+"""What --load-hf gives a run beside weights, and what it excludes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.runtime.feed.data_sets import with_vocabulary
+from megatron.runtime.flags.arguments import parse_arguments
+from megatron.runtime.flags.configuration import RunConfig
+from multimodal.cost.layers.registry import read_model
+from multimodal.data.tokenizer import ByteTokenizer
+from multimodal.values.errors import ConfigError, ModelError
+
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 32,
+    "vocab_size": 260,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path / "model"
+
+
+def parse(line: str) -> RunConfig:
+    flags = f"{line} --data-path m.jsonl --lr 1e-3 --train-iters 2 --global-batch-size 2"
+    return parse_arguments(flags.split(), environ={})
+
+
+def test_the_folder_is_the_model(folder: Path) -> None:
+    config = parse(f"--load-hf {folder}")
+    assert config.model.model == config.checkpoint.load_hf == folder
+    assert config.data.tokenizer_type == "ByteTokenizer"
+    assert parse(f"--model {folder}").checkpoint.load_hf is None
+
+
+def test_its_tokenizer_is_taken_unless_another_is_asked_for(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+    taken = parse(f"--load-hf {folder}").data
+    assert (taken.tokenizer_type, taken.tokenizer_model) == ("HuggingFaceTokenizer", str(folder / "tokenizer.json"))
+    assert parse(f"--load-hf {folder} --tokenizer-type ByteTokenizer").data.tokenizer_model is None
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--load-hf missing", "--load-hf missing: no such folder; give a folder of Hugging Face that is on this machine"),
+        ("--load-hf {folder}/config.json", "--load-hf .*config.json: is a file; give a folder"),
+        ("--load-hf {folder} --pretrained-checkpoint runs", "--pretrained-checkpoint and --load-hf exclude each other"),
+        ("--load-hf {folder} --finetune --load runs", "--finetune and --load-hf exclude each other"),
+        ("--load-hf {folder} --load runs --save others", "--load-hf .* is for a run that starts from those weights and goes on"),
+        ("--model {folder}/..", "is a folder or a device; give the path of an existing .yaml or .json file"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(line: str, message: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(line.format(folder=folder))
+
+
+def test_a_config_that_is_not_known_is_an_error_of_the_model(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "architectures": ["GPT2LMHeadModel"]}))
+    with pytest.raises(ModelError, match="cannot be trained here; expected one of LlamaForCausalLM"):
+        parse(f"--load-hf {folder}")
+
+
+def test_a_vocabulary_grows_for_special_tokens_alone(folder: Path) -> None:
+    graph = read_model(folder)
+    assert with_vocabulary(graph, ByteTokenizer()).backbone.vocab_size == ByteTokenizer().vocab_size == 265
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 255}))
+    with pytest.raises(
+        ConfigError, match="the tokenizer has 256 tokens, but the vocabulary of unit 'llm' 255; give the model's own"
+    ):
+        with_vocabulary(read_model(folder), ByteTokenizer())
