@@ -25,7 +25,8 @@ class Filling {
           ended_at_(num_pieces_, -1),
           free_at_(num_lanes_, 0),
           expected_(num_pieces_, 0),
-          looked_up_(num_pieces_, 0) {
+          looked_up_(num_pieces_, 0),
+          num_kept_(lanes.limits.size, 0) {
         for (std::int64_t lane = 0; lane < num_lanes_; ++lane) {
             line_heads_.push_back(in_.line_starts[lane]);
             for (std::int64_t at = in_.line_starts[lane] + 1; at < in_.line_starts[lane + 1]; ++at)
@@ -39,9 +40,10 @@ class Filling {
 
     FilledLanes run() {
         while (static_cast<std::int64_t>(result_.order.size()) < num_pieces_) {
-            while (begin_filler(true) || begin_line()) {
+            while (begin_filler(true, true) || begin_line()) {
             }
-            if (!pass_time() && !begin_filler(false)) break;  // Nothing runs and nothing fits: the most urgent filler goes on.
+            // Nothing runs and nothing fits: the most urgent filler goes on, one whose holder is full only if there is no other.
+            if (!pass_time() && !begin_filler(false, true) && !begin_filler(false, false)) break;
         }
         return std::move(result_);
     }
@@ -113,11 +115,17 @@ class Filling {
         return tails_[piece] != tails_[other] ? tails_[piece] > tails_[other] : piece < other;
     }
 
-    bool begin_filler(bool must_fit) {
+    bool has_room(std::int64_t piece) const {
+        const std::int64_t holder = in_.holders[piece];
+        return holder < 0 || num_kept_[holder] < in_.limits[holder];
+    }
+
+    bool begin_filler(bool must_fit, bool needs_room) {
         std::int64_t chosen = -1;
         for (std::int64_t queue = 0; queue < num_queues_; ++queue) {
             const std::int64_t piece = queue_head(queue);
-            if (piece >= 0 && goes_before(piece, chosen) && is_ready(piece) && (!must_fit || fits(piece))) {
+            if (piece >= 0 && goes_before(piece, chosen) && is_ready(piece) && (!needs_room || has_room(piece)) &&
+                (!must_fit || fits(piece))) {
                 chosen = piece;
                 chosen_queue_ = queue;
             }
@@ -184,6 +192,8 @@ class Filling {
         const std::int64_t end = now_ + in_.durations[piece];
         ended_at_[piece] = end;
         result_.order.push_back(piece);
+        if (in_.holders[piece] >= 0) ++num_kept_[in_.holders[piece]];
+        if (in_.releases[piece] >= 0) --num_kept_[in_.releases[piece]];
         result_.end = std::max(result_.end, end);
         for (std::int64_t at = in_.lane_starts[piece]; at < in_.lane_starts[piece + 1]; ++at) free_at_[in_.lanes[at]] = end;
         moments_.push(end);
@@ -215,6 +225,7 @@ class Filling {
     Numbers ended_at_;  // Per piece that has started; -1: it has not.
     Numbers free_at_, line_heads_, queue_heads_;
     Numbers expected_, looked_up_, stack_;
+    Numbers num_kept_;  // Per holder.
     std::int64_t epoch_ = 1, now_ = 0, chosen_queue_ = 0;
     std::priority_queue<std::int64_t, Numbers, std::greater<std::int64_t>> moments_;
     FilledLanes result_;

@@ -18,6 +18,8 @@ struct LanesToFill {
     View<std::int64_t> delays;                // Per need: from the end of what is needed to its arrival.
     View<std::int64_t> line_starts, line;     // Per lane: the pieces that keep this order.
     View<std::int64_t> queue_starts, queues;  // Pieces that fill; a queue's keep this order.
+    View<std::int64_t> holders, releases;     // Per piece: the holder that keeps one more, and one less, from its start on; or -1.
+    View<std::int64_t> limits;                // Per holder: the most that it keeps at a time.
     std::int64_t tolerance;                   // Percent of a filling piece that may stick out of the idle time it is put in.
 };
 

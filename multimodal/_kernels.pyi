@@ -63,6 +63,9 @@ def fill_idle_lanes(
     line: NDArray[np.int64],
     queue_starts: NDArray[np.int64],
     queues: NDArray[np.int64],
+    holders: NDArray[np.int64],
+    releases: NDArray[np.int64],
+    limits: NDArray[np.int64],
     tolerance: int,
 ) -> tuple[NDArray[np.int64], int]: ...
 def list_schedule(

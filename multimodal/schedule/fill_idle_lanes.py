@@ -37,6 +37,11 @@ class LanesToFill:
     queue_starts: Integers
     queues: Integers
     """The pieces that fill; those of one queue keep its order."""
+    holders: Integers
+    releases: Integers
+    """Per piece that fills: the holder that keeps one more, and one less, from its start on; -1: none."""
+    limits: Integers
+    """Per holder: the most that it keeps at a time."""
 
     def fill(self, *, tolerance: int) -> FilledLanes:
         """Run all pieces, each lane's own in their order and the filling ones where they fit.
@@ -44,7 +49,8 @@ class LanesToFill:
         A piece starts when its needs have arrived and all its lanes are free. At every moment the ready piece with the longest
         tail goes first: the longest way from its start to the end of all, over needs and orders. A filler goes before the next
         piece of a lane's order if its tail is longer, or if it fits: all but `tolerance` percent of it is over by the time at
-        which that piece could start. Where nothing runs and nothing fits, the filler with the longest tail goes on.
+        which that piece could start; but not while its holder is full. Where nothing runs and nothing fits, the filler with the
+        longest tail goes on, and one whose holder is full only if there is no other.
         O(pieces x (lanes + queues)).
         """
         run = fill_idle_lanes_reference if kernels is None else kernels.fill_idle_lanes

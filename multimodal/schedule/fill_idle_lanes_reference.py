@@ -22,6 +22,9 @@ def fill_idle_lanes_reference(
     line: Integers,
     queue_starts: Integers,
     queues: Integers,
+    holders: Integers,
+    releases: Integers,
+    limits: Integers,
     tolerance: int,
 ) -> tuple[Integers, int]:
     """Return all pieces in the order in which they start, and when the last one ends."""
@@ -32,6 +35,9 @@ def fill_idle_lanes_reference(
         delays=_rows(need_starts, delays),
         line=_rows(line_starts, line),
         queues=_rows(queue_starts, queues),
+        holders=holders.tolist(),
+        releases=releases.tolist(),
+        limits=limits.tolist(),
         tolerance=tolerance,
     )
     run.run()
@@ -50,10 +56,15 @@ class _Run:
         delays: list[list[int]],
         line: list[list[int]],
         queues: list[list[int]],
+        holders: list[int],
+        releases: list[int],
+        limits: list[int],
         tolerance: int,
     ) -> None:
         self.durations, self.lanes, self.line, self.queues, self.tolerance = durations, lanes, line, queues, tolerance
         self.needs = [list(zip(*rows, strict=True)) for rows in zip(needs, delays, strict=True)]
+        self.holders, self.releases, self.limits = holders, releases, limits
+        self.num_kept = [0] * len(limits)
         num_pieces = len(durations)
         self.is_filler = [False] * num_pieces
         for piece in (piece for queue in queues for piece in queue):
@@ -79,9 +90,10 @@ class _Run:
 
     def run(self) -> None:
         while len(self.order) < len(self.durations):
-            while self._begin_filler(must_fit=True) or self._begin_line():
+            while self._begin_filler() or self._begin_line():
                 pass
-            if not self._pass_time() and not self._begin_filler(must_fit=False):
+            goes_on = self._pass_time() or self._begin_filler(must_fit=False)
+            if not goes_on and not self._begin_filler(must_fit=False, needs_room=False):
                 break
 
     def _measure_tails(self) -> list[int]:
@@ -111,11 +123,16 @@ class _Run:
     def _urgency(self, piece: int) -> tuple[int, int]:
         return -self.tails[piece], piece
 
-    def _begin_filler(self, *, must_fit: bool) -> bool:
+    def _has_room(self, piece: int) -> bool:
+        holder = self.holders[piece]
+        return holder < 0 or self.num_kept[holder] < self.limits[holder]
+
+    def _begin_filler(self, *, must_fit: bool = True, needs_room: bool = True) -> bool:
         positions = enumerate(zip(self.queues, self.queue_heads, strict=True))
         heads = {rows[head]: queue for queue, (rows, head) in positions if head < len(rows)}
         for piece in sorted(heads, key=self._urgency):
-            if self._is_ready(piece) and (not must_fit or self._fits(piece)):
+            has_room = not needs_room or self._has_room(piece)
+            if self._is_ready(piece) and has_room and (not must_fit or self._fits(piece)):
                 self.queue_heads[heads[piece]] += 1
                 self._begin(piece)
                 return True
@@ -164,6 +181,10 @@ class _Run:
     def _begin(self, piece: int) -> None:
         end = self.ended_at[piece] = self.now + self.durations[piece]
         self.order.append(piece)
+        if self.holders[piece] != _NONE:
+            self.num_kept[self.holders[piece]] += 1
+        if self.releases[piece] != _NONE:
+            self.num_kept[self.releases[piece]] -= 1
         self.end = max(self.end, end)
         for lane in self.lanes[piece]:
             self.free_at[lane] = end

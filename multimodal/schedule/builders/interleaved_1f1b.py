@@ -34,14 +34,7 @@ def build_interleaved_1f1b(step: StepGraph) -> Schedule:
     if orders := list(_chain_orders(step)):
         return list_schedule(step, Policy(orders=orders))
     interleaved = {unit: is_interleaved(plan.units[unit]) for unit in graph.unit_names}
-    depths = {
-        unit: _depth(plan.units[unit], int(step.assignment.placed[unit].counts.max()))
-        if interleaved[unit]
-        else plan.units[unit].num_virtual_stages
-        for unit in interleaved
-    }
-    buffered = {unit: depths[unit] + (_num_buffered(plan.units[unit]) if interleaved[unit] else 0) for unit in depths}
-    spans = microbatch_spans(step, depths=buffered)
+    depths, spans = _depths(step), interleaved_spans(step)
     limits = {(unit, replica, stage): depths[unit] - stage + span for (unit, replica, stage), span in spans.items()}
     groups: dict[StageKey, StageKey] = {}
     for unit in (unit for unit in interleaved if interleaved[unit]):
@@ -49,6 +42,21 @@ def build_interleaved_1f1b(step: StepGraph) -> Schedule:
     orders = [order for unit in interleaved if interleaved[unit] for order in _orders(unit, step)]
     policy = Policy(forward_limits=limits, forward_floors=forward_floors(step.plan, limits), group_of=groups, orders=orders)
     return list_schedule(step, policy)
+
+
+def interleaved_spans(step: StepGraph) -> dict[StageKey, int]:
+    """Return, for each stage, how many microbatches the units downstream of it keep in flight there (`microbatch_spans`)."""
+    plans = step.plan.units
+    buffered = {unit: depth + _num_buffered(plans[unit]) * is_interleaved(plans[unit]) for unit, depth in _depths(step).items()}
+    return microbatch_spans(step, depths=buffered)
+
+
+def _depths(step: StepGraph) -> dict[str, int]:
+    """Unit -> microbatches in flight in its first stage when it is alone."""
+    return {
+        name: _depth(unit, int(step.assignment.placed[name].counts.max())) if is_interleaved(unit) else unit.num_virtual_stages
+        for name, unit in step.plan.units.items()
+    }
 
 
 def is_interleaved(unit: UnitPlan) -> bool:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from multimodal.cost.step_costs import StepCosts
-from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, is_interleaved
+from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, interleaved_spans, is_interleaved
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
 from multimodal.schedule.compile_schedule import connected_lanes
 from multimodal.schedule.fill_idle_lanes import LanesToFill
@@ -16,8 +16,12 @@ from multimodal.values.step_work import KIND_NUMBERS, StepWork, step_work
 
 TOLERANCES = (0, 20, 40, 60, 80, 100)
 """Percent of an encoder's computation that may stick out of a bubble; the one with the shortest step is taken."""
+IN_FLIGHT_FACTOR = 2
+"""Microbatches that a stage of an encoder keeps at most, over those of 1F1B."""
 _NANOSECONDS = 1e9
-_REDUCTION = KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS]
+_FORWARD, _BACKWARD, _REDUCTION = (
+    KIND_NUMBERS[kind] for kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRADIENTS)
+)
 
 
 def build_optimus(step: StepGraph, costs: StepCosts) -> Schedule:
@@ -35,9 +39,10 @@ def build_optimus(step: StepGraph, costs: StepCosts) -> Schedule:
     clock = _Clock(work, costs)
     found: dict[bytes, Integers] = {}
     lanes: list[Integers] = [np.zeros(0, np.int64)] * len(step.plan.lanes)
+    limits = _limits(step)
     for pipeline in map(np.array, step.once(connected_lanes)):
         pieces = _pieces_of(work, pipeline)
-        to_fill = _lanes_to_fill(in_line, pieces, pipeline, clock)
+        to_fill = _lanes_to_fill(in_line, pieces, pipeline, clock, limits)
         alike = b"".join(array.tobytes() for array in vars(to_fill).values())
         if alike not in found:
             found[alike] = min((to_fill.fill(tolerance=each) for each in TOLERANCES), key=lambda filled: filled.end).order
@@ -70,7 +75,22 @@ def _pieces_of(work: StepWork, pipeline: Integers) -> Integers:
     return np.flatnonzero(in_pipeline & (work.kinds != _REDUCTION))
 
 
-def _lanes_to_fill(in_line: Schedule, pieces: Integers, pipeline: Integers, clock: _Clock) -> LanesToFill:
+def _limits(step: StepGraph) -> Integers:
+    """Return, for each of the numbered stages, how many microbatches an encoder may have in flight there; -1: any number."""
+    encoders = {unit.name for unit in step.graph.encoders}
+    spans = interleaved_spans(step)
+
+    def limit(unit: str, replica: int, stage: int) -> int:
+        if step.forward_only or unit not in encoders or not step.backward_need(unit, replica, stage).has_backward:
+            return -1
+        stages = step.plan.units[unit].replicas[replica]
+        behind = len(stages.stages) - stages.virtual_stages[stage].stage_index
+        return IN_FLIGHT_FACTOR * (behind + spans[unit, replica, stage])
+
+    return np.array([limit(*stage) for stage in step_work(step).stages], np.int64)
+
+
+def _lanes_to_fill(in_line: Schedule, pieces: Integers, pipeline: Integers, clock: _Clock, limits: Integers) -> LanesToFill:
     """Return a pipeline's part of a step, pieces and lanes numbered anew: encoders fill, all else keeps its order.
 
     Forwards and backwards of one encoder stage keep their order among themselves, the one in which they are needed.
@@ -88,6 +108,8 @@ def _lanes_to_fill(in_line: Schedule, pieces: Integers, pipeline: Integers, cloc
     filling = filling[np.sort(np.unique(filling, return_index=True)[1])]
     filling = filling[np.argsort(work.blocks[filling], kind="stable")]
     _, sizes = np.unique(work.blocks[filling], return_counts=True)
+    stages, stage_of_piece = np.unique(work.computed_stages[pieces], return_inverse=True)
+    is_limited, kinds = fills[pieces] & (limits[stages] >= 0)[stage_of_piece], work.kinds[pieces]
     return LanesToFill(
         durations=clock.durations[pieces],
         lane_starts=lane_starts,
@@ -99,4 +121,7 @@ def _lanes_to_fill(in_line: Schedule, pieces: Integers, pipeline: Integers, cloc
         line=local_piece[np.concatenate(line)],
         queue_starts=row_starts(sizes),
         queues=local_piece[filling],
+        holders=np.where(is_limited & (kinds == _FORWARD), stage_of_piece, -1),
+        releases=np.where(is_limited & (kinds == _BACKWARD), stage_of_piece, -1),
+        limits=limits[stages],
     )
