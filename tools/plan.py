@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -28,6 +29,7 @@ from multimodal.plan.planners.plan_file import write_plan_file
 from multimodal.plan.planners.plan_or_advise import plan_or_advise
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, Sharding
+from multimodal.plan.planners.search.filling_report import FillingReport, report_filling, with_filling
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun, plan_per_gpu
 from multimodal.plan.planners.search.prediction import SEED, Prediction
 from multimodal.schedule.builders import BUILDERS
@@ -156,8 +158,8 @@ def plan(name: str, request: PlanningRequest, flags: argparse.Namespace) -> Pred
     return plan_or_advise(PLANNERS[name], request, max_actions=max_actions, plan=planner)
 
 
-def report(planned: PredictedRun, *, graph: ModelGraph) -> dict[str, Any]:
-    """Return the JSON object of one plan."""
+def report(planned: PredictedRun, *, graph: ModelGraph, filling: FillingReport | None = None) -> dict[str, Any]:
+    """Return the JSON object of one plan; filling: of one whose schedule fills bubbles."""
     run, prediction = planned
     return {
         "planner": run.planner,
@@ -185,6 +187,7 @@ def report(planned: PredictedRun, *, graph: ModelGraph) -> dict[str, Any]:
         "max_communicators_per_rank": max_communicators_per_rank(graph, run.plan),
         "replica_share": prediction.replica_share,
         "notes": list(run.notes),
+        **(asdict(filling) if filling else {}),
     }
 
 
@@ -201,7 +204,7 @@ def unit_sizes(unit: UnitPlan) -> dict[str, int]:
     }
 
 
-def print_plan(planned: PredictedRun, request: PlanningRequest) -> None:
+def print_plan(planned: PredictedRun, request: PlanningRequest, *, cluster: Path) -> None:
     """Print one plan for a person."""
     console = Console(width=120, highlight=False)
     run, prediction = planned
@@ -213,7 +216,7 @@ def print_plan(planned: PredictedRun, request: PlanningRequest) -> None:
         f"peak memory {prediction.peak_memory_bytes / 1e9:.2f} GB of {request.cluster.memory_gb:g} GB"
     )
     if BUILDERS[run.schedule].can_train:
-        console.print(run.training_flags)
+        console.print(run.training_flags(cluster))
     units = Table("unit", "tp", "cp", "pp", "virtual", "dp", "GPUs", "transformer layers per stage", box=None)
     for name, unit in run.plan.units.items():
         sizes = unit_sizes(unit)
@@ -332,7 +335,7 @@ def run(argv: Sequence[str]) -> None:
     """Plan, compare, write and print as the flags ask; raises BraidError."""
     flags = build_parser().parse_args(argv)
     request = build_request(flags)
-    planned = plan(flags.planner, request, flags)
+    planned, filling = with_filling(plan(flags.planner, request, flags), request)
     compared = compare(flags, request, planned) if flags.compare else {flags.planner: planned}
     if flags.output is not None:
         write_plan_file(
@@ -340,20 +343,23 @@ def run(argv: Sequence[str]) -> None:
             planned.run,
             planned.prediction,
             made_for=made_for(flags),
+            cluster=flags.cluster,
             simulate_flags=simulate_flags(flags, request, planned.run),
         )
     if flags.picture is not None:
         draw_plans({name: other.prediction for name, other in compared.items() if isinstance(other, PredictedRun)}, flags.picture)
     if flags.json:
-        answer = report(planned, graph=request.graph)
+        answer = report(planned, graph=request.graph, filling=filling)
         if flags.compare:
             answer["compare"] = {
-                name: {"error": other} if isinstance(other, str) else report(other, graph=request.graph)
+                name: {"error": other}
+                if isinstance(other, str)
+                else report(other, graph=request.graph, filling=report_filling(other.run, request))
                 for name, other in compared.items()
             }
         print(json.dumps(answer))
         return
-    print_plan(planned, request)
+    print_plan(planned, request, cluster=flags.cluster)
     if flags.compare:
         print_comparison(compared)
 

@@ -137,6 +137,16 @@ class Plan:
         return {rank: index for index, ranks in enumerate(self.lanes) for rank in ranks}
 
     @cached_property
+    def is_whole_on_every_rank(self) -> bool:
+        """True if no rank ever waits for another's activations."""
+        lanes_of_units = [
+            [{self.lane_of_rank[rank] for rank in replica.ranks} for replica in unit.replicas] for unit in self.units.values()
+        ]
+        return all(len(lanes) == 1 for unit in lanes_of_units for lanes in unit) and all(
+            set().union(*unit) == set().union(*lanes_of_units[0]) for unit in lanes_of_units
+        )
+
+    @cached_property
     def stage_of_ranks(self) -> Mapping[tuple[str, tuple[int, ...]], tuple[int, int]]:
         """(unit, ranks) -> (replica, index among its physical stages) of the stage that has just these ranks."""
         return {

@@ -25,17 +25,6 @@ class _Choice(NamedTuple):
     plan_file: str
     """Empty where the plan was made from size flags."""
 
-    @property
-    def is_whole_on_every_rank(self) -> bool:
-        """True if no rank ever waits for another's activations."""
-        lanes_of_units = [
-            [{self.plan.lane_of_rank[rank] for rank in replica.ranks} for replica in unit.replicas]
-            for unit in self.plan.units.values()
-        ]
-        return all(len(lanes) == 1 for unit in lanes_of_units for lanes in unit) and all(
-            set().union(*unit) == set().union(*lanes_of_units[0]) for unit in lanes_of_units
-        )
-
 
 def check_schedule(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> None:
     """Check the schedule, its passes and the units' virtual stages against each other and the plan; raises ConfigError."""
@@ -98,7 +87,7 @@ def _check_units(choice: _Choice) -> Iterator[str]:
     ignored, leave_out = f"--schedule {choice.name} would be ignored:", f"leave it out, which is --schedule {row.otherwise}"
     if num_encoders < row.fewest_encoders:
         yield f"{ignored} it {row.role_of_encoders}, and the model has {num_encoders or 'none'}; {leave_out}"
-    if row.needs_messages and choice.is_whole_on_every_rank:
+    if row.needs_messages and choice.plan.is_whole_on_every_rank:
         yield f"{ignored} every rank holds the whole model, so no backward is late; {leave_out}"
 
 
@@ -116,7 +105,7 @@ def _why_useless(name: str, choice: _Choice) -> str:
         unit.data_parallel_size * unit.context_parallel_size == 1 for unit in choice.plan.units.values()
     ):
         return f"no two ranks hold the same weights; raise a unit's data parallel size (such as --{LLM}-data-parallel-size 2)"
-    if need is Need.MESSAGES and choice.is_whole_on_every_rank:
+    if need is Need.MESSAGES and choice.plan.is_whole_on_every_rank:
         return (
             "every rank holds the whole model and waits for no message; raise a unit's pipeline size (such as "
             f"--{LLM}-pipeline-model-parallel-size 2)"

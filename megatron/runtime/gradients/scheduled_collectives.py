@@ -108,6 +108,7 @@ def wrap_with_layer_buckets(
     first.pp = _FirstStage()
     wrapped = DistributedDataParallel(stage.config, config, stage, pg_collection=first)
     wrapped.ddp_config.overlap_grad_reduce = False
+    wrapped.ddp_config.bucket_size = None  # of this stage; an optimizer wants all its stages configured alike
     return wrapped
 
 

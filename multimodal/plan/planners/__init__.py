@@ -14,6 +14,7 @@ from multimodal.plan.planners.flops_ratio import plan_flops_ratio
 from multimodal.plan.planners.idle_units import place_idle_units, without_idle_units
 from multimodal.plan.planners.megatron import plan_megatron
 from multimodal.plan.planners.megatron_balanced import plan_megatron_balanced
+from multimodal.plan.planners.optimus import plan_optimus
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun, plan_to_fit
@@ -121,6 +122,12 @@ _ROWS = (
         plan_entrain,
         "one dp; a replica's GPUs in proportion to work, from a batch that is shown to be large enough",
         "Entrain, Alg. 2, 3",
+    ),
+    PlannerRow(
+        "optimus",
+        plan_optimus,
+        "encoders with sizes of their own on the LLM's ranks, computing in the bubbles of its pipeline",
+        "Optimus 4.1, Alg. 1",
     ),
     PlannerRow(
         "braid",

@@ -11,16 +11,22 @@ from multimodal.values.plan import Plan, Stage
 
 
 def write_plan_file(
-    path: str | Path, run: PlannedRun, prediction: Prediction, *, made_for: Mapping[str, str], simulate_flags: str = ""
+    path: str | Path,
+    run: PlannedRun,
+    prediction: Prediction,
+    *,
+    made_for: Mapping[str, str],
+    cluster: str | Path,
+    simulate_flags: str = "",
 ) -> None:
     """Write a commented YAML file that `Plan.from_file` reads.
 
-    made_for: the plan's purpose, as lines of name and value. simulate_flags: flags of tools/simulate.py that
-    reproduce the prediction.
+    made_for: the plan's purpose, as lines of name and value. cluster: the file of the machine. simulate_flags: flags of
+    tools/simulate.py that reproduce the prediction.
     """
     lines = [f"# A plan by the planner '{run.planner}'"]
     if BUILDERS[run.schedule].can_train:
-        lines += ["# Run it with", f"#   pretrain_mllm.py --plan {Path(path).name} {run.training_flags}"]
+        lines += ["# Run it with", f"#   pretrain_mllm.py --plan {Path(path).name} {run.training_flags(cluster)}"]
     if simulate_flags:
         lines.append(f"# Predict it again with\n#   tools/simulate.py --plan {Path(path).name} {simulate_flags}")
     lines += ["#", "# Made for:", *(f"#   {name}: {value}" for name, value in made_for.items())]

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from pathlib import Path
 
 from multimodal.cost.layers.layer import Implementation, Recompute
 from multimodal.plan.planners.planning_request import Sharding
+from multimodal.schedule.builders import BUILDERS
 from multimodal.values.plan import Plan
 
 
@@ -66,11 +68,19 @@ class PlannedRun:
             flags.append(f"--recompute-granularity {self.recompute}")
         return " ".join(flags)
 
-    @property
-    def training_flags(self) -> str:
-        """The flags of pretrain_mllm.py: predictions count on sequence parallelism wherever there is tensor parallelism."""
-        strategy = f" --data-parallel-sharding-strategy {self.sharding}" if self.sharding != "optim" else ""
-        return f"{self.flags}{strategy}" + (" --sequence-parallel" if self.has_tensor_parallelism else "")
+    def training_flags(self, cluster: str | Path) -> str:
+        """Return the flags of pretrain_mllm.py: predictions count on sequence parallelism wherever there is tensor parallelism.
+
+        cluster: the file of the machine; named where the schedule goes by durations, which the run takes from it as the plan did.
+        """
+        flags = [self.flags]
+        if self.sharding != "optim":
+            flags.append(f"--data-parallel-sharding-strategy {self.sharding}")
+        if self.has_tensor_parallelism:
+            flags.append("--sequence-parallel")
+        if BUILDERS[self.schedule].needs_costs:
+            flags.append(f"--cluster {cluster}")
+        return " ".join(flags)
 
     @property
     def simulation_flags(self) -> str:

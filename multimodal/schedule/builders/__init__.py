@@ -64,6 +64,8 @@ class ScheduleRow:
     """True if every backward is an input gradient and a weight gradient, which only `--transformer-impl local` can run."""
     in_flight: float = 1.0
     """Microbatches that a stage keeps at most, over those of 1F1B; infinite if it keeps more the more a step has."""
+    only_encoders_keep_more: bool = False
+    """True if all other stages keep as many as in 1F1B."""
     virtual_stages: VirtualStages = VirtualStages.NO_USE
     is_folded: bool = False
     """True if a stage's two layer ranges form a V; in all other schedules layer ranges are dealt in turn."""
@@ -116,6 +118,9 @@ DIP_ROUNDS = (2, 4, 8, 16)
 
 EAGER_FACTOR = 2.0
 """Microbatches in flight under eager 1F1B, over those of 1F1B."""
+
+LEAN_FACTOR = 2.0
+"""Microbatches in flight in encoders under `optimus-lean`, over those of 1F1B."""
 
 _DEALT = Layout(interleaves, "a unit whose stages hold several layer ranges each, dealt in turn")
 _V_SHAPED = Layout(
@@ -197,6 +202,19 @@ BUILDERS: dict[str, ScheduleRow] = {
         meaning="encoder work in the bubbles of the LLM's pipeline",
         source="Optimus, Algorithm 2",
         in_flight=math.inf,
+        only_encoders_keep_more=True,
+        virtual_stages=VirtualStages.OPTIONAL,
+        fewest_encoders=1,
+        role_of_encoders="arranges encoders",
+        needs_costs=True,
+        needs_messages=True,
+    ),
+    "optimus-lean": ScheduleRow(
+        build=partial(build_optimus, memory_factor=LEAN_FACTOR),
+        meaning="the same with fewer activations of encoders",
+        source="Optimus, Algorithm 2",
+        in_flight=LEAN_FACTOR,
+        only_encoders_keep_more=True,
         virtual_stages=VirtualStages.OPTIONAL,
         fewest_encoders=1,
         role_of_encoders="arranges encoders",

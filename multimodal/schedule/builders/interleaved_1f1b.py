@@ -46,8 +46,7 @@ def build_interleaved_1f1b(step: StepGraph) -> Schedule:
 
 def interleaved_spans(step: StepGraph) -> dict[StageKey, int]:
     """Return, for each stage, how many microbatches the units downstream of it keep in flight there (`microbatch_spans`)."""
-    plans = step.plan.units
-    buffered = {unit: depth + _num_buffered(plans[unit]) * is_interleaved(plans[unit]) for unit, depth in _depths(step).items()}
+    buffered = {unit: depth + _num_buffered(step.plan.units[unit]) for unit, depth in _depths(step).items()}
     return microbatch_spans(step, depths=buffered)
 
 
@@ -105,9 +104,9 @@ def _num_buffered(unit: UnitPlan) -> int:
     """Microbatches that a unit upstream has to be further ahead, as a group is not taken at an even pace.
 
     The first chunk takes a whole group in 1 / v of the time that the group needs, and gives its gradients back in as much; a unit
-    upstream that works evenly must have 1 - 1 / v of the group ready by then.
+    upstream that works evenly must have 1 - 1 / v of the group ready by then. 0 where nothing is interleaved.
     """
-    chunks = num_chunks(unit)
+    chunks = num_chunks(unit) if is_interleaved(unit) else 1
     return -(-len(unit.replicas[0].stages) * (chunks - 1) // chunks)
 
 

@@ -1,5 +1,7 @@
 """Optimus: encoder work in the bubbles of the LLM's pipeline (Feng et al., Optimus, Algorithm 2)."""
 
+import math
+
 import numpy as np
 
 from multimodal.cost.step_costs import StepCosts
@@ -16,15 +18,13 @@ from multimodal.values.step_work import KIND_NUMBERS, StepWork, step_work
 
 TOLERANCES = (0, 20, 40, 60, 80, 100)
 """Percent of an encoder's computation that may stick out of a bubble; the one with the shortest step is taken."""
-IN_FLIGHT_FACTOR = 2
-"""Microbatches that a stage of an encoder keeps at most, over those of 1F1B."""
 _NANOSECONDS = 1e9
 _FORWARD, _BACKWARD, _REDUCTION = (
     KIND_NUMBERS[kind] for kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRADIENTS)
 )
 
 
-def build_optimus(step: StepGraph, costs: StepCosts) -> Schedule:
+def build_optimus(step: StepGraph, costs: StepCosts, *, memory_factor: float = math.inf) -> Schedule:
     """Build a schedule in which encoders compute while the LLM's lanes would wait, in the compute dialect.
 
     The LLM and what follows it keep the order of 1F1B, interleaved if its stages hold several layer ranges. Forwards and
@@ -32,6 +32,9 @@ def build_optimus(step: StepGraph, costs: StepCosts) -> Schedule:
     an LLM microbatch would have to wait for them longer than others would for the LLM (`fill_idle_lanes`). So the number of
     forwards before the pipeline and of backwards after it, which Algorithm 2 finds by moving one microbatch after another into
     bubbles, follows from the clock.
+
+    memory_factor: microbatches that a stage of an encoder keeps at most, over those of 1F1B. More than that only where the LLM's
+    order would never go on otherwise.
     """
     work = step_work(step)
     interleaves = is_interleaved(step.plan.units[step.graph.backbone.name])
@@ -39,7 +42,7 @@ def build_optimus(step: StepGraph, costs: StepCosts) -> Schedule:
     clock = _Clock(work, costs)
     found: dict[bytes, Integers] = {}
     lanes: list[Integers] = [np.zeros(0, np.int64)] * len(step.plan.lanes)
-    limits = _limits(step)
+    limits = _limits(step, memory_factor)
     for pipeline in map(np.array, step.once(connected_lanes)):
         pieces = _pieces_of(work, pipeline)
         to_fill = _lanes_to_fill(in_line, pieces, pipeline, clock, limits)
@@ -75,19 +78,22 @@ def _pieces_of(work: StepWork, pipeline: Integers) -> Integers:
     return np.flatnonzero(in_pipeline & (work.kinds != _REDUCTION))
 
 
-def _limits(step: StepGraph) -> Integers:
+def _limits(step: StepGraph, memory_factor: float) -> Integers:
     """Return, for each of the numbered stages, how many microbatches an encoder may have in flight there; -1: any number."""
+    keys = step_work(step).stages
+    if step.forward_only or math.isinf(memory_factor):
+        return np.full(len(keys), -1)
     encoders = {unit.name for unit in step.graph.encoders}
     spans = interleaved_spans(step)
 
     def limit(unit: str, replica: int, stage: int) -> int:
-        if step.forward_only or unit not in encoders or not step.backward_need(unit, replica, stage).has_backward:
+        if unit not in encoders or not step.backward_need(unit, replica, stage).has_backward:
             return -1
-        stages = step.plan.units[unit].replicas[replica]
-        behind = len(stages.stages) - stages.virtual_stages[stage].stage_index
-        return IN_FLIGHT_FACTOR * (behind + spans[unit, replica, stage])
+        held = step.plan.units[unit].replicas[replica]
+        own = len(held.stages) - held.virtual_stages[stage].stage_index
+        return math.ceil(memory_factor * (own + spans[unit, replica, stage]))
 
-    return np.array([limit(*stage) for stage in step_work(step).stages], np.int64)
+    return np.array([limit(*key) for key in keys], np.int64)
 
 
 def _lanes_to_fill(in_line: Schedule, pieces: Integers, pipeline: Integers, clock: _Clock, limits: Integers) -> LanesToFill:

@@ -15,7 +15,7 @@ def plan_file(tmp_path):
     asked = request(TWO)
     run = plan_disttrain(asked)
     path = tmp_path / "plan.yaml"
-    write_plan_file(path, run, predict_run(run, asked), made_for={"model": "two"})
+    write_plan_file(path, run, predict_run(run, asked), made_for={"model": "two"}, cluster="C.yaml")
     assert read_plan(path, graph=TWO) == run.plan
     return path
 

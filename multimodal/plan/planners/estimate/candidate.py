@@ -9,7 +9,7 @@ from multimodal.plan.planners.estimate.unit_layout import Groups, UnitLayout, fi
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, plain_schedule
 from multimodal.schedule.builders import BUILDERS
-from multimodal.values.model_graph import ModelGraph
+from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
 
 
@@ -87,10 +87,13 @@ def samples_in_flight(
     graph, layouts, size = request.graph, candidate.layouts, candidate.micro_batch_size
     layout = layouts[unit]
     depth = layout.pipeline_parallel_size
-    chunks = layout.virtual_stages
-    own = depth - stage_index if chunks == 1 else (2 * (depth - stage_index - 1) + (chunks - 1) * depth + 1) / chunks
+    chunks, row = layout.virtual_stages, BUILDERS[schedule or candidate.schedule]
+    fills = row.only_encoders_keep_more and graph.unit(unit).role is Role.ENCODER
+    is_plain = fills or chunks == 1
+    own = depth - stage_index if is_plain else (2 * (depth - stage_index - 1) + (chunks - 1) * depth + 1) / chunks
     behind = _in_flight_downstream(graph, layouts, unit) / layout.data_parallel_size
-    in_flight = BUILDERS[schedule or candidate.schedule].in_flight * (own + behind)
+    factor = row.in_flight if fills or not row.only_encoders_keep_more else 1.0
+    in_flight = factor * (own + behind)
     return size * min(in_flight, num_unit_microbatches(request, candidate, unit))
 
 

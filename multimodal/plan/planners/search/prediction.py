@@ -20,9 +20,9 @@ from multimodal.cost.update_seconds import update_seconds
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.schedule.build_schedule import build_schedule
-from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.builders import BUILDERS, Builder
 from multimodal.schedule.compile_schedule import CompiledSchedule
-from multimodal.schedule.passes import passes_named
+from multimodal.schedule.passes import Pass, passes_named
 from multimodal.schedule.simulate import Simulation, simulate_schedule
 from multimodal.schedule.simulate_events import Floats, NodeKind
 from multimodal.values.action import Action
@@ -367,15 +367,37 @@ def assign(run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Seque
     return drop_idle_samples(assignment, graph=request.graph, lengths=lengths)
 
 
+class PreparedStep(NamedTuple):
+    """A step, ready to be ordered and simulated."""
+
+    step: StepGraph
+    costs: StepCosts
+    builder: Builder
+    """The run's schedule; one that goes by durations takes the cluster's, as the run does: it knows of no profile."""
+    passes: tuple[Pass, ...]
+
+
+def prepare_step(
+    run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Sequence[SampleLengths], *, is_checked: bool = False
+) -> PreparedStep:
+    """Place the samples as the run would; plan: the run's, or a share of its replicas.
+
+    is_checked: whether the assignment is validated. Raises AssignmentError, and ScheduleError as `step_for`.
+    """
+    row, step = BUILDERS[run.schedule], StepGraph(request.graph, plan, assign(run, request, plan, lengths))
+    if is_checked:
+        validate_assignment(step, lengths)
+    step = row.step_for(step)
+    costs = _step_costs(run, request, step, lengths)
+    known = costs if request.profile is None else _step_costs(run, replace(request, profile=None), step, lengths)
+    return PreparedStep(step, costs, row.with_costs(known), passes_named(",".join(run.passes)))
+
+
 def _simulate(
     run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Sequence[SampleLengths], *, is_checked: bool
 ) -> _Simulated:
-    step = StepGraph(request.graph, plan, assign(run, request, plan, lengths))
-    if is_checked:
-        validate_assignment(step, lengths)
-    step = BUILDERS[run.schedule].step_for(step)
-    passes, costs = passes_named(",".join(run.passes)), _step_costs(run, request, step, lengths)
-    schedule = build_schedule(BUILDERS[run.schedule].with_costs(costs), step, passes=passes, is_checked=is_checked, costs=costs)
+    step, costs, builder, passes = prepare_step(run, request, plan, lengths, is_checked=is_checked)
+    schedule = build_schedule(builder, step, passes=passes, is_checked=is_checked, costs=costs)
     found = simulate_schedule(schedule, costs)
     if run.recompute is None or not is_checked:
         return _Simulated(found, sum(found.busy_seconds) / found.num_lanes)

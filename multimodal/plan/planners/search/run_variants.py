@@ -46,12 +46,9 @@ def other_schedules(run: PlannedRun, request: PlanningRequest) -> Iterator[Plann
 
 
 def fitting_schedules(run: PlannedRun, request: PlanningRequest) -> list[tuple[str, ScheduleRow]]:
-    """List the schedules that are meant for a run's plan, those that keep least first.
-
-    None that needs costs: a run orders its work by `--cluster`, which a plan does not hold.
-    """
+    """List the schedules that are meant for a run's plan, those that keep least first."""
     has_several = has_virtual_stages(run)
-    trainable = ((name, row) for name, row in BUILDERS.items() if row.can_train and not row.needs_costs)
+    trainable = ((name, row) for name, row in BUILDERS.items() if row.can_train)
     rows = [entry for entry in trainable if entry[1].is_for(request.graph, has_virtual_stages=has_several)]
     return sorted(rows, key=lambda entry: (not entry[1].is_tried_first, entry[1].in_flight))
 
@@ -63,7 +60,8 @@ def formed(run: PlannedRun, form: Form, request: PlanningRequest) -> PlannedRun 
     of_run = replace(request, sharding=run.sharding)
     if row.is_folded:
         plan = fold_stages(plan)
-    if not of_run.allows(schedule) or (row.layout is not None and not row.layout.is_met(request.graph, plan)):
+    has_shape = row.layout is None or row.layout.is_met(request.graph, plan)
+    if not of_run.allows(schedule) or not has_shape or (row.needs_messages and plan.is_whole_on_every_rank):
         return None
     implementation = of_run.implementation(schedule)
     return replace(run, plan=plan, schedule=schedule, balance=balance, transformer_impl=implementation, tp_comm_overlap=False)

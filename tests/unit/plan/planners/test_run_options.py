@@ -76,7 +76,8 @@ def test_the_optimizer_is_shared_as_training_shares_it(dtype, size, zero_stage):
 
 def test_training_needs_sequence_parallelism_wherever_there_is_tensor_parallelism():
     asked = request(TEXT_ONLY)
-    flags = [Candidate({"llm": even_layout(LLM, tensor, 1, 1)}).to_run(asked, seconds=0.0).training_flags for tensor in (1, 2)]
+    runs = [Candidate({"llm": even_layout(LLM, tensor, 1, 1)}).to_run(asked, seconds=0.0) for tensor in (1, 2)]
+    flags = [run.training_flags("C.yaml") for run in runs]
     assert ["--sequence-parallel" in each for each in flags] == [False, True]
 
 
@@ -84,7 +85,7 @@ def test_sharded_weights_are_planned_and_said():
     asked = request(TEXT_ONLY, sharding="optim_grads_params")
     run = PLANNERS["megatron"](replace(asked, fixed_sizes={"llm": FixedSizes(data_parallel_size=4)}))
     assert (run.sharding, run.transformer_impl, run.passes) == ("optim_grads_params", "local", ())
-    assert "--data-parallel-sharding-strategy optim_grads_params" in run.training_flags
+    assert "--data-parallel-sharding-strategy optim_grads_params" in run.training_flags("C.yaml")
     assert "--zero-stage 3" in run.simulation_flags
     whole = PLANNERS["megatron"](request(TEXT_ONLY, fixed_sizes={"llm": FixedSizes(data_parallel_size=4)}))
     assert (

@@ -25,6 +25,7 @@ UNITS = {"vision": {"role": "encoder", **SHAPE}, **LLM}
 MORE_UNITS = {"vision": {"role": "encoder", **SHAPE}, "audio": {"role": "encoder", **SHAPE}, **LLM}
 BASE = "--data-path digits --lr 1e-3 --train-iters 10 --global-batch-size 8"
 SCHEDULE = "--schedule interleaved-1f1b"
+CLUSTER = ROOT / "examples" / "clusters" / "h100.yaml"
 
 Parse = Callable[..., RunConfig]
 
@@ -88,11 +89,11 @@ def test_units_dealt_to_one_grid_can_be_interleaved_without_virtual_stages_of_th
         parse(line.replace("--vision-pp 2", "--vision-pp 1"), world_size=2)
 
 
-@pytest.mark.parametrize("planner", ["encoders-colocated", "entrain", "megatron-balanced", "braid"])
+@pytest.mark.parametrize("planner", ["encoders-colocated", "entrain", "megatron-balanced", "optimus", "braid"])
 @pytest.mark.parametrize("units", [LLM, UNITS, MORE_UNITS], ids=["LLM", "one encoder", "two encoders"])
 def test_what_a_planner_prescribes_is_not_refused(tmp_path: Path, planner: str, units: dict[str, Any]) -> None:
     graph = ModelGraph.from_dict({"units": units})
-    cluster = Cluster.from_file(ROOT / "examples" / "clusters" / "h100.yaml")
+    cluster = Cluster.from_file(CLUSTER)
     lengths = uniform_lengths(graph, tokens=dict.fromkeys(units, 64), num_samples=1)
     request = PlanningRequest(
         graph, cluster, 6, 12, lengths, micro_batch_size=1, transformer_impl="local", time_budget_seconds=0.5
@@ -100,7 +101,7 @@ def test_what_a_planner_prescribes_is_not_refused(tmp_path: Path, planner: str, 
     run = PLANNERS[planner](request)
     (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": units}, sort_keys=False))
     run.plan.to_file(tmp_path / "plan.yaml")
-    flags = ["--model", str(tmp_path / "model.yaml"), "--plan", str(tmp_path / "plan.yaml"), *run.training_flags.split()]
+    flags = ["--model", str(tmp_path / "model.yaml"), "--plan", str(tmp_path / "plan.yaml"), *run.training_flags(CLUSTER).split()]
     config = parse_arguments([*BASE.split(), *flags], environ={"WORLD_SIZE": str(run.plan.num_ranks)})
     assert config.training.schedule == run.schedule
 

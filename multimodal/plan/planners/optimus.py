@@ -1,0 +1,297 @@
+"""Optimus: encoders on the LLM's ranks, with parallelism of their own, computing in the bubbles of its pipeline (Optimus 4.1)."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from multimodal.balance import UNBALANCED
+from multimodal.plan.planners.estimate.candidate import Candidate, build_run, fits, num_unit_microbatches
+from multimodal.plan.planners.estimate.layer_times import PlanningTimes, stage_times
+from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.step_estimate import exposed_reduction_seconds
+from multimodal.plan.planners.estimate.unit_layout import UnitLayout, deal_ranges, even_layout, partition_unit
+from multimodal.plan.planners.estimate.unit_options import infeasible
+from multimodal.plan.planners.megatron import largest_fitting
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
+from multimodal.plan.planners.search.plan_to_fit import PredictedRun
+from multimodal.plan.planners.search.prediction import predict_run
+from multimodal.plan.planners.search.trials import RANKING
+from multimodal.values.errors import BraidError, PlanError
+from multimodal.values.model_graph import ModelGraph, Role, Unit
+from multimodal.values.plan import Plan, Replica, UnitPlan
+
+SCHEDULES = ("optimus", "optimus-lean")
+"""The second keeps fewer activations, and is planned for where the first does not fit."""
+LLM_LAYERS_PER_RANGE = (1, 2, 3, 4, 6)
+"""Layers per range of the LLM's virtual stages that are tried, beside stages of one range; equal ranges wait least."""
+LAYERS_PER_RANGE = 4
+"""Layers that an encoder computes at one go, first for all its plans."""
+OTHER_LAYERS_PER_RANGE = (1, 2, 12)
+"""For the best plan: fewer fit into more bubbles, more send fewer messages."""
+NUM_LLM_PLANS = 4
+"""Plans of the LLM beside which encoders fit, whose best encoder plans are simulated."""
+MOST_LLM_PLANS = 64
+"""Plans of the LLM that are looked at, whether encoders fit beside them or not."""
+NUM_ENCODER_PLANS = 2
+"""Encoder plans that are simulated for each."""
+ALIKE = 2
+"""Plans of the LLM that differ in dp and in layer ranges only, of which no more are looked at."""
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """Layouts of the LLM and of generators, or of all units, and the estimated seconds of a step."""
+
+    candidate: Candidate
+    seconds: float
+    schedule: str = SCHEDULES[0]
+
+
+def plan_optimus(request: PlanningRequest) -> PlannedRun:
+    """Plan the LLM alone, then separate encoder plans over all of its ranks (Optimus 4.1), and let simulation decide.
+
+    An encoder's tp and pp divide the LLM's, so that m = (PP_llm / PP_enc) (TP_llm / TP_enc) encoder pipelines lie over each of
+    its pipelines. The plans of the LLM with the shortest steps by a closed form, in which encoders fill what bubbles there are,
+    are looked at in turn; all encoder plans that fit into the memory beside one are estimated (4.5), and the best ones simulated
+    with the schedule that fills the bubbles. Generators have the LLM's sizes and ranks.
+    Raises PlanError when nothing fits, or when fixed sizes do not divide the LLM's.
+    """
+    search = _Search(request)
+    found = search.simulate(search.promising())
+    if not found:
+        raise infeasible(request)
+    best = min(found, key=lambda each: each[0].key)
+    found += search.simulate(search.other_ranges(best[1]))
+    (run, prediction), _ = min(found, key=lambda each: each[0].key)
+    notes = (f"{search.num_looked_at} plans of the LLM looked at, {len(found)} with plans of the encoders simulated",)
+    return replace(run, objective_seconds=prediction.iteration_seconds, notes=notes)
+
+
+class _Search:
+    """The search for one request."""
+
+    def __init__(self, request: PlanningRequest) -> None:
+        self.request, self.graph = request, request.graph
+        self.times, self.memory = PlanningTimes(request), MemoryEstimate(request)
+        self.num_looked_at = 0
+        _check_sizes(request)
+
+    def promising(self) -> Iterator[_Scored]:
+        """Yield the best encoder plans of the most promising plans of the LLM beside which any fits."""
+        num_found = 0
+        kinds: dict[tuple[object, ...], int] = {}
+        for plan in sorted(self._llm_plans(), key=lambda each: (each.seconds, each.candidate.num_gpus)):
+            layout = plan.candidate.layouts[self.graph.backbone.name]
+            kind = layout.stage_size, layout.pipeline_parallel_size
+            if kinds.get(kind, 0) == ALIKE:
+                continue
+            self.num_looked_at += 1
+            best = self._encoder_plans(plan.candidate)[:NUM_ENCODER_PLANS]
+            if best:
+                kinds[kind] = kinds.get(kind, 0) + 1
+                num_found += 1
+                yield from best
+            if num_found == NUM_LLM_PLANS or self.num_looked_at == MOST_LLM_PLANS:
+                return
+
+    def _llm_plans(self) -> Iterator[_Scored]:
+        """Yield the layouts of the LLM, and of generators beside it, with a step that no encoder plan makes much shorter."""
+        request, backbone = self.request, self.graph.backbone
+        following = [unit for unit in self.graph.units if unit.role is not Role.ENCODER]
+        for size, pipeline in product(request.stage_sizes(backbone.name), request.pipeline_parallel_sizes(backbone.name)):
+            ranks = size.tensor * size.context * pipeline
+            for data in largest_fitting(
+                request.data_parallel_sizes(backbone.name), gpus_per_replica=ranks, num_gpus=request.num_gpus
+            ):
+                for virtual in self._virtual_stages(pipeline):
+                    layouts = {unit.name: self._cut(unit, size, data, pipeline, virtual) for unit in following}
+                    if all(layouts.values()):
+                        candidate = self._candidate({name: layout for name, layout in layouts.items() if layout is not None})
+                        yield _Scored(candidate, self._seconds(candidate, self._least_encoding(candidate.num_gpus)))
+
+    def _virtual_stages(self, pipeline: int) -> list[int]:
+        """Return the numbers of layer ranges per stage of the LLM to try; one where there is no pipeline."""
+        backbone = self.graph.backbone
+        if fixed := self.request.fixed(backbone.name).virtual_stages:
+            return [fixed] if pipeline > 1 or fixed == 1 else []
+        counts = {backbone.transformer.num_layers // (pipeline * layers) for layers in LLM_LAYERS_PER_RANGE}
+        return sorted({1, *(count for count in counts if count and pipeline > 1)})
+
+    def _cut(self, unit: Unit, size: StageSize, data: int, pipeline: int, virtual: int) -> UnitLayout | None:
+        """Cut the LLM's or a generator's layers by their times; None where there are too few, or other sizes are fixed."""
+        fixed = self.request.fixed(unit.name)
+        count = pipeline * (virtual if unit.role is Role.BACKBONE else 1)
+        given = (fixed.tensor_parallel_size, fixed.context_parallel_size, fixed.pipeline_parallel_size, fixed.data_parallel_size)
+        agrees = all(each in (None, own) for each, own in zip(given, (*size, pipeline, data), strict=True))
+        if not agrees or count > unit.transformer.num_layers:
+            return None
+        ranges = partition_unit(unit, self.times.of_unit(unit.name, size).total, num_stages=count)
+        return UnitLayout(size.tensor, data, deal_ranges(ranges, num_stages=pipeline), size.context)
+
+    def _candidate(self, layouts: Mapping[str, UnitLayout]) -> Candidate:
+        ordered = {name: layouts[name] for name in self.graph.unit_names if name in layouts}
+        return Candidate(ordered, self.request.default_micro_batch_size, (tuple(ordered),))
+
+    def _least_encoding(self, num_ranks: int) -> float:
+        """Return the seconds of each rank with all encoders spread over all of them, at the sizes that wait least."""
+        seconds = 0.0
+        for unit in self.graph.encoders:
+            sizes = self.request.tensor_parallel_sizes(unit.name)
+            seconds += min(size * sum(self.times.of_unit(unit.name, StageSize(size)).total) for size in sizes)
+        return seconds * self.request.num_microbatches / num_ranks
+
+    def _seconds(self, candidate: Candidate, encoding_seconds: float) -> float:
+        """Return the seconds of a step: the LLM's work, and its bubbles or what fills them, whichever is longer.
+
+        The first encoder forward and the last backward are in nobody's bubble: the first stage waits for the one, nothing follows
+        on the other.
+        """
+        encoders = {unit.name for unit in self.graph.encoders}
+        ends = slowest = bubbles = reducing = 0.0
+        for name, layout in candidate.layouts.items():
+            total = self.times.of_unit(name, layout.stage_size)
+            stages = stage_times(total, layout.stages)
+            reducing = max(reducing, exposed_reduction_seconds(self.request, name, layout, stage_seconds=max(stages)))
+            if name in encoders:
+                ends = max(ends, sum(stages))
+                continue
+            rounds = [stage_times(total, [(each,) for each in ranges]) for ranges in zip(*layout.stages, strict=True)]
+            slowest += sum(map(max, rounds))  # in a full pipeline the stages go from range to range together
+            bubbles += (sum(stages) - max(stages)) / layout.virtual_stages
+        llm = self.graph.backbone.name
+        count = num_unit_microbatches(self.request, candidate, llm)
+        if count < candidate.layouts[llm].pipeline_parallel_size:  # nothing to interleave
+            bubbles *= candidate.layouts[llm].virtual_stages
+        return count * slowest + max(bubbles + ends, encoding_seconds) + reducing
+
+    def _encoder_plans(self, llm: Candidate) -> list[_Scored]:
+        """Return all encoder plans that fit beside a plan of the LLM, the shortest step first."""
+        layouts = [list(self._encoder_layouts(llm.layouts[self.graph.backbone.name], unit)) for unit in self.graph.encoders]
+        names = [unit.name for unit in self.graph.encoders]
+        found = []
+        for combination in product(*layouts):
+            candidate = self._candidate({**llm.layouts, **dict(zip(names, combination, strict=True))})
+            schedule = next((name for name in SCHEDULES if fits(self.memory, candidate, schedule=name)), None)
+            if schedule:
+                found.append(_Scored(candidate, self._seconds(candidate, self._encoding_seconds(candidate)), schedule))
+        return sorted(found, key=lambda each: each.seconds)
+
+    def _encoder_layouts(self, llm: UnitLayout, unit: Unit) -> Iterator[UnitLayout]:
+        """Yield the layouts over all of the LLM's ranks whose tp and pp divide the LLM's, few stages first (4.5)."""
+        request, fixed = self.request, self.request.fixed(unit.name)
+        context = fixed.context_parallel_size or 1
+        for pipeline, tensor in product(request.pipeline_parallel_sizes(unit.name), request.tensor_parallel_sizes(unit.name)):
+            divides = llm.pipeline_parallel_size % pipeline == 0 and llm.ranks_per_stage % (tensor * context) == 0
+            data = llm.num_ranks // (tensor * context * pipeline)
+            if divides and fixed.data_parallel_size in (None, data):
+                virtual = fixed.virtual_stages or self._num_ranges(unit, llm, pipeline, LAYERS_PER_RANGE)
+                if virtual * pipeline <= unit.transformer.num_layers:
+                    yield even_layout(unit, tensor, data, pipeline, virtual, context=context)
+
+    @staticmethod
+    def _num_ranges(unit: Unit, llm: UnitLayout, pipeline: int, layers_per_range: int) -> int:
+        """Return the layer ranges of an encoder's stage: one where there is no pipeline whose bubbles they could fill."""
+        return max(1, unit.transformer.num_layers // (pipeline * layers_per_range)) if llm.pipeline_parallel_size > 1 else 1
+
+    def _encoding_seconds(self, candidate: Candidate) -> float:
+        """Return the encoders' seconds on the busiest ranks."""
+        seconds = 0.0
+        for unit in self.graph.encoders:
+            layout = candidate.layouts[unit.name]
+            busiest = max(stage_times(self.times.of_unit(unit.name, layout.stage_size), layout.stages))
+            seconds += busiest * num_unit_microbatches(self.request, candidate, unit.name)
+        return seconds
+
+    def other_ranges(self, best: _Scored) -> Iterator[_Scored]:
+        """Yield the plan with finer and coarser layer ranges of the encoders."""
+        llm = best.candidate.layouts[self.graph.backbone.name]
+        tried = [best.candidate]
+        for layers in OTHER_LAYERS_PER_RANGE:
+            layouts = dict(best.candidate.layouts)
+            for unit in self.graph.encoders:
+                old = layouts[unit.name]
+                stages = old.pipeline_parallel_size
+                if self.request.fixed(unit.name).virtual_stages is None:
+                    virtual = self._num_ranges(unit, llm, stages, layers)
+                    sizes = old.tensor_parallel_size, old.data_parallel_size
+                    layouts[unit.name] = even_layout(unit, *sizes, stages, virtual, context=old.context_parallel_size)
+            candidate = self._candidate(layouts)
+            if candidate not in tried:
+                tried.append(candidate)
+                yield replace(best, candidate=candidate)
+
+    def simulate(self, plans: Iterable[_Scored]) -> list[tuple[PredictedRun, _Scored]]:
+        """Return the runs of plans whose simulated memory fits."""
+        found = []
+        for each in plans:
+            run = self._run(each)
+            try:
+                prediction = predict_run(
+                    run,
+                    self.request,
+                    max_actions=int(self.request.max_actions * RANKING.share),
+                    filling=RANKING.filling,
+                    kept_replicas=1,
+                    is_checked=False,
+                )
+            except BraidError:
+                continue
+            if prediction.peak_memory_bytes <= self.request.planned_memory_bytes:
+                found.append((PredictedRun(run, prediction), each))
+        return found
+
+    def _run(self, scored: _Scored) -> PlannedRun:
+        request, candidate = self.request, scored.candidate
+        plan = keep_beside_llm(candidate.build_plan(self.graph), self.graph)
+        fills = self.graph.encoders and not plan.is_whole_on_every_rank
+        is_virtual = any(layout.virtual_stages > 1 for layout in candidate.layouts.values())
+        schedule = scored.schedule if fills else plain_schedule(has_virtual_stages=is_virtual)
+        run = build_run(request, plan, schedule=schedule, seconds=scored.seconds)
+        return replace(run, balance="whole-sample" if request.lengths_vary else UNBALANCED)
+
+
+def _check_sizes(request: PlanningRequest) -> None:
+    """Raise PlanError where the fixed sizes of an encoder cannot divide the LLM's."""
+    llm = request.fixed(request.graph.backbone.name)
+    for unit in request.graph.encoders:
+        own = request.fixed(unit.name)
+        for name, mine, whole in (
+            ("tensor", own.tensor_parallel_size, llm.tensor_parallel_size),
+            ("pipeline", own.pipeline_parallel_size, llm.pipeline_parallel_size),
+        ):
+            if mine and whole and whole % mine:
+                raise PlanError(
+                    f"unit '{unit.name}': {name} parallel size {mine} is fixed, but its pipelines lie inside the LLM's, so it "
+                    f"must divide the LLM's {whole}; fix one of {', '.join(map(str, _divisors(whole)))}, or take another planner"
+                )
+
+
+def _divisors(number: int) -> Sequence[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def keep_beside_llm(plan: Plan, graph: ModelGraph) -> Plan:
+    """Number encoder replicas so that microbatches that are dealt in turn stay on the ranks of the LLM replica that takes them.
+
+    Replica k of an encoder then lies inside replica k mod dp of the LLM. So pipelines of the LLM do not depend on each other.
+    A unit whose replicas do not lie so is left as it is.
+    """
+    llm = plan.units[graph.backbone.name]
+    llm_replica = {rank: index for index, replica in enumerate(llm.replicas) for rank in replica.ranks}
+    units = dict(plan.units)
+    for unit in graph.encoders:
+        inside: list[list[Replica]] = [[] for _ in llm.replicas]
+        for replica in units[unit.name].replicas:
+            owners = {llm_replica.get(rank, -1) for rank in replica.ranks}
+            if len(owners) > 1 or -1 in owners:
+                break
+            inside[owners.pop()].append(replica)
+        else:
+            if len(set(map(len, inside))) == 1:
+                units[unit.name] = _with_replicas(units[unit.name], [each for row in zip(*inside, strict=True) for each in row])
+    return Plan(units)
+
+
+def _with_replicas(unit: UnitPlan, replicas: Sequence[Replica]) -> UnitPlan:
+    return replace(unit, replicas=tuple(replicas))

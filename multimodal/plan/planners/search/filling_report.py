@@ -1,0 +1,75 @@
+"""What a planned run's schedule makes of the bubbles of the LLM's pipeline: for the plan file, the tables and `--json`."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.search.plan_to_fit import PredictedRun
+from multimodal.plan.planners.search.prediction import SEED, choose_share, keep_replicas, prepare_step
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.measure_filling import measure_filling
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.sample_lengths import draw_length_batches
+from multimodal.values.step_graph import StepGraph
+
+
+@dataclass(frozen=True)
+class FillingReport:
+    """One step of a schedule that fills bubbles."""
+
+    eff_coarse: float
+    eff_fine: float
+    """As `Filling` defines both."""
+    scheduler_seconds: float
+    """Seconds that ordering one whole step takes by the clock."""
+    partition: Mapping[str, tuple[int, ...]]
+    """Encoder -> microbatches of each of its pipelines that lie over the LLM's first replica."""
+
+    @property
+    def note(self) -> str:
+        """One line for a person."""
+        counts = "; ".join(f"{unit} {', '.join(map(str, each))}" for unit, each in self.partition.items())
+        return (
+            f"of the encoders' time, {self.eff_fine:.1%} is in bubbles ({self.eff_coarse:.1%} with all of it before and after "
+            f"the LLM's); a step is ordered in {self.scheduler_seconds:.2g} s; microbatches of the encoder pipelines over one of "
+            f"the LLM's: {counts}"
+        )
+
+
+def with_filling(planned: PredictedRun, request: PlanningRequest) -> tuple[PredictedRun, FillingReport | None]:
+    """Return a run with a note on what it fills, and the report; nothing where its schedule does not go by durations."""
+    report = report_filling(planned.run, request)
+    if report is None:
+        return planned, None
+    return planned._replace(run=replace(planned.run, notes=(*planned.run.notes, report.note))), report
+
+
+def report_filling(run: PlannedRun, request: PlanningRequest) -> FillingReport | None:
+    """Order a whole step, and measure the filling on a share of its replicas (`choose_share`), which are alike."""
+    if not BUILDERS[run.schedule].needs_costs:
+        return None
+    (batch,) = draw_length_batches(request.lengths, batch_size=request.global_batch_size, num_batches=1, seed=SEED)
+    whole = prepare_step(run, request, run.plan, batch)
+    started = time.perf_counter()
+    whole.builder(whole.step)
+    scheduler_seconds = time.perf_counter() - started
+    share = choose_share(run, request, max_actions=request.max_actions, kept_replicas=1)
+    part = prepare_step(run, request, keep_replicas(run.plan, share) or run.plan, batch[::share])
+    filling = measure_filling(part.builder, part.step, part.costs, passes=part.passes)
+    if filling is None:
+        return None
+    return FillingReport(filling.eff_coarse, filling.eff_fine, scheduler_seconds, partition_of(whole.step, request.graph))
+
+
+def partition_of(step: StepGraph, graph: ModelGraph) -> dict[str, tuple[int, ...]]:
+    """Return encoder -> microbatches of each of its replicas that lie inside the LLM's first replica."""
+    ranks = frozenset(step.plan.units[graph.backbone.name].replicas[0].ranks)
+    found = {}
+    for unit in graph.encoders:
+        inside = [index for index, replica in enumerate(step.plan.units[unit.name].replicas) if ranks.issuperset(replica.ranks)]
+        found[unit.name] = tuple(np.asarray(step.assignment.placed[unit.name].counts)[inside].tolist())
+    return found

@@ -1,0 +1,97 @@
+"""The share of encoder work that a schedule puts into bubbles of the LLM's pipeline (Optimus 5.3)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from multimodal.cost.step_costs import ComputeCost, StepCosts
+from multimodal.schedule.build_schedule import build_schedule
+from multimodal.schedule.builders import Builder
+from multimodal.schedule.list_schedule import place_reductions
+from multimodal.schedule.passes import Pass
+from multimodal.schedule.simulate import Simulation, simulate_schedule
+from multimodal.schedule.simulate_events import NodeKind
+from multimodal.values.action import Action, ActionKind
+from multimodal.values.schedule import Schedule
+from multimodal.values.step_graph import StepGraph
+from multimodal.values.step_work import KIND_NUMBERS, step_work
+
+
+class Filling(NamedTuple):
+    """Shares of the encoders' time that lie in bubbles: their seconds in all lanes, less what they add to the step there."""
+
+    eff_coarse: float
+    """With all encoder forwards before the LLM's work, and all encoder backwards after it."""
+    eff_fine: float
+    """As the schedule has it."""
+    alone: Simulation
+    """The step with encoders that take no time."""
+    filled: Simulation
+    """The step."""
+
+
+def measure_filling(builder: Builder, step: StepGraph, costs: StepCosts, *, passes: Sequence[Pass] = ()) -> Filling | None:
+    """Simulate a step without its encoders' time, with it around the LLM's, and as `builder` orders it.
+
+    None where encoders compute nothing. Raises ScheduleError as the builder does.
+    """
+    ordered = builder(step)
+    coarse = order_coarsely(ordered)
+    encoders = frozenset(unit.name for unit in step.graph.encoders)
+
+    def simulate(schedule: Schedule, costs: StepCosts) -> Simulation:
+        return simulate_schedule(build_schedule(lambda _: schedule, step, passes=passes, is_checked=False), costs)
+
+    alone = simulate(coarse, _WithoutEncoders(costs, encoders))
+    filled = simulate(ordered, costs)
+    encoding = _lane_seconds(filled, encoders)
+    if not encoding:
+        return None
+    share = partial(_share, alone=alone, encoding=encoding)
+    return Filling(share(simulate(coarse, costs)), share(filled), alone, filled)
+
+
+def order_coarsely(schedule: Schedule) -> Schedule:
+    """Return a schedule of the compute dialect with the encoders' forwards first in every lane, and their backwards last."""
+    work, pieces = schedule.work, schedule.pieces
+    encoders = {unit.name for unit in schedule.step.graph.encoders}
+    encodes = np.array([unit in encoders for unit, _, _ in work.stages], bool)[work.computed_stages[pieces]]
+    kinds = work.kinds[pieces]
+    phases = np.where(encodes, np.where(kinds == KIND_NUMBERS[ActionKind.FORWARD], 0, 2), 1)
+    kept = np.flatnonzero(kinds != KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS])
+    lanes = schedule.lane_of_slot[kept]
+    order = kept[np.lexsort((kept, phases[kept], lanes))]
+    rows = np.split(pieces[order], np.cumsum(np.bincount(lanes, minlength=schedule.num_lanes))[:-1])
+    return place_reductions(Schedule.of_numbers(schedule.step, rows))
+
+
+def _share(found: Simulation, *, alone: Simulation, encoding: float) -> float:
+    added = found.num_lanes * (found.iteration_seconds - alone.iteration_seconds)
+    return min(1.0, max(0.0, 1 - added / encoding))
+
+
+def _lane_seconds(found: Simulation, units: frozenset[str]) -> float:
+    """Return the seconds that computations of these units take in all lanes."""
+    compiled, arrays = found.compiled, found.compiled.arrays
+    work = step_work(compiled.schedule.step)
+    nodes = arrays.lane_nodes[arrays.kinds[arrays.lane_nodes] == NodeKind.COMPUTE]
+    is_own = np.array([unit in units for unit, _, _ in work.stages], bool)[work.computed_stages[compiled.pieces[nodes]]]
+    return float(arrays.seconds[nodes[is_own]].sum())
+
+
+@dataclass(frozen=True)
+class _WithoutEncoders:
+    """The costs of a step whose encoders take no time."""
+
+    costs: StepCosts
+    encoders: frozenset[str]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.costs, name)
+
+    def compute(self, action: Action) -> ComputeCost:
+        """Seconds of one computation."""
+        return ComputeCost(0.0) if action.unit in self.encoders else self.costs.compute(action)
