@@ -6,18 +6,21 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from multimodal.cost.step_costs import ComputeCost, StepCosts
+from multimodal.cost.step_costs import PieceCosts, StepCosts
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import Builder
 from multimodal.schedule.list_schedule import place_reductions
 from multimodal.schedule.passes import Pass
 from multimodal.schedule.simulate import Simulation, simulate_schedule
 from multimodal.schedule.simulate_events import NodeKind
-from multimodal.values.action import Action, ActionKind
+from multimodal.values.action import ActionKind, Resource
 from multimodal.values.schedule import Schedule
 from multimodal.values.step_graph import StepGraph
-from multimodal.values.step_work import KIND_NUMBERS, step_work
+from multimodal.values.step_work import KIND_NUMBERS, RESOURCE_NUMBERS, Integers, StepWork, step_work
+
+_COMPUTE = RESOURCE_NUMBERS[Resource.COMPUTE]
 
 
 class Filling(NamedTuple):
@@ -57,8 +60,7 @@ def measure_filling(builder: Builder, step: StepGraph, costs: StepCosts, *, pass
 def order_coarsely(schedule: Schedule) -> Schedule:
     """Return a schedule of the compute dialect with the encoders' forwards first in every lane, and their backwards last."""
     work, pieces = schedule.work, schedule.pieces
-    encoders = {unit.name for unit in schedule.step.graph.encoders}
-    encodes = np.array([unit in encoders for unit, _, _ in work.stages], bool)[work.computed_stages[pieces]]
+    encodes = of_units(work, pieces, frozenset(unit.name for unit in schedule.step.graph.encoders))
     kinds = work.kinds[pieces]
     phases = np.where(encodes, np.where(kinds == KIND_NUMBERS[ActionKind.FORWARD], 0, 2), 1)
     kept = np.flatnonzero(kinds != KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS])
@@ -78,8 +80,13 @@ def _lane_seconds(found: Simulation, units: frozenset[str]) -> float:
     compiled, arrays = found.compiled, found.compiled.arrays
     work = step_work(compiled.schedule.step)
     nodes = arrays.lane_nodes[arrays.kinds[arrays.lane_nodes] == NodeKind.COMPUTE]
-    is_own = np.array([unit in units for unit, _, _ in work.stages], bool)[work.computed_stages[compiled.pieces[nodes]]]
-    return float(arrays.seconds[nodes[is_own]].sum())
+    return float(arrays.seconds[nodes[of_units(work, compiled.pieces[nodes], units)]].sum())
+
+
+def of_units(work: StepWork, pieces: Integers, units: frozenset[str]) -> NDArray[np.bool_]:
+    """Return which of these computations are of the units."""
+    found: NDArray[np.bool_] = np.array([unit in units for unit, _, _ in work.stages], bool)[work.computed_stages[pieces]]
+    return found
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,13 @@ class _WithoutEncoders:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.costs, name)
 
-    def compute(self, action: Action) -> ComputeCost:
-        """Seconds of one computation."""
-        return ComputeCost(0.0) if action.unit in self.encoders else self.costs.compute(action)
+    def of_pieces(self, work: StepWork, pieces: Integers) -> PieceCosts:
+        """Costs of pieces of work."""
+        found = self.costs.of_pieces(work, pieces)
+        is_computed = pieces < work.num_computed
+        is_free = np.zeros(len(pieces), bool)
+        computed = pieces[is_computed]
+        is_free[is_computed] = of_units(work, computed, self.encoders) & (work.resources[computed] == _COMPUTE)
+        for seconds in (found.seconds, found.tensor_parallel_seconds):
+            seconds[is_free] = 0.0
+        return found

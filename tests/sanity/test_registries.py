@@ -13,7 +13,7 @@ REGISTRIES = {
     f"multimodal/{folder}/__init__.py" for folder in ("balance", "plan/planners", "schedule/builders", "schedule/passes")
 }
 CHOOSING = {
-    *(f"multimodal/plan/planners/{name}.py" for name in ("entrain", "encoders_colocated", "encoders_replicated")),
+    *(f"multimodal/plan/planners/{name}.py" for name in ("entrain", "encoders_colocated", "encoders_replicated", "optimus")),
     "multimodal/plan/planners/planning_request.py",
     "tools/draw_passes.py",
 }

@@ -23,6 +23,7 @@ from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
 from multimodal.data.sample_source import SampleSource
 from multimodal.kernels import kernels
+from multimodal.schedule.builders import BUILDERS
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 
@@ -127,7 +128,7 @@ def _cost_values(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from _flat("emulate", CostTable.from_file(config.training.emulate))
     if config.training.cluster is not None:
         yield from _flat("cluster", Cluster.from_file(config.training.cluster))
-    elif BALANCERS[config.training.balance].needs_costs:
+    elif BALANCERS[config.training.balance].needs_costs or BUILDERS[config.training.schedule].needs_costs:
         yield from _flat("cluster", assumed_cluster())
 
 

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from multimodal.balance import UNBALANCED
 from multimodal.plan.planners.estimate.candidate import Candidate, build_run, fits, num_unit_microbatches
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes, stage_times
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
@@ -16,6 +15,7 @@ from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
 from multimodal.plan.planners.search.prediction import predict_run
+from multimodal.plan.planners.search.run_variants import first_balances, placements
 from multimodal.plan.planners.search.trials import RANKING
 from multimodal.values.errors import BraidError, PlanError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
@@ -248,7 +248,7 @@ class _Search:
         is_virtual = any(layout.virtual_stages > 1 for layout in candidate.layouts.values())
         schedule = scored.schedule if fills else plain_schedule(has_virtual_stages=is_virtual)
         run = build_run(request, plan, schedule=schedule, seconds=scored.seconds)
-        return replace(run, balance="whole-sample" if request.lengths_vary else UNBALANCED)
+        return replace(run, balance=next(iter(first_balances(placements(run, request)[0], request)), run.balance))
 
 
 def _check_sizes(request: PlanningRequest) -> None:

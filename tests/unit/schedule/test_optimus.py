@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import multimodal.schedule.fill_idle_lanes as filling
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.measure_filling import measure_filling
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.schedule import Schedule
@@ -60,6 +61,41 @@ def test_the_order_follows_from_the_costs() -> None:
 def test_the_kernel_equals_its_reference_and_gives_valid_schedules(case: StepGraph, forward_only: bool, seed: int) -> None:
     step, costs = replace(case, forward_only=forward_only), RandomCosts(seed=seed)
     assert filling.kernels is not None
-    fast = optimus(step, costs)  # validates
-    with patch.object(filling, "kernels", None):
-        assert optimus(step, costs) == fast
+    for name in ("optimus", "optimus-lean"):
+        builder = BUILDERS[name].with_costs(costs)
+        fast = build_schedule(builder, step)  # validates
+        with patch.object(filling, "kernels", None):
+            assert build_schedule(builder, step) == fast
+
+
+def most_kept(schedule: Schedule, lane: int) -> int:
+    """The most microbatches of the encoder in a lane that are between their forward and their backward."""
+    kept, most = 0, 0
+    for action in (action for action in schedule.lanes[lane].actions if action.unit == "vision"):
+        kept += {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}.get(action.kind, 0)
+        most = max(most, kept)
+    return most
+
+
+def test_a_lean_schedule_keeps_at_most_twice_what_1f1b_keeps() -> None:
+    """The LLM has two microbatches in flight, one on each encoder's replica, which holds one more of its own."""
+    step, costs = encoder_copies(32), costs_with(0.25)
+    lean = build_schedule(BUILDERS["optimus-lean"].with_costs(costs), step)
+    for lane in (0, 1):
+        assert most_kept(build_schedule(BUILDERS["1f1b"], step), lane) <= 2
+        assert most_kept(lean, lane) <= 4 < most_kept(optimus(step, costs), lane)
+    vision, llm = step.graph.units
+    frozen = replace(step, graph=replace(step.graph, units=(replace(vision, freeze_module=True, freeze_projector=True), llm)))
+    assert build_schedule(BUILDERS["optimus-lean"].with_costs(costs), frozen) == optimus(frozen, costs), "it keeps nothing"
+
+
+def test_the_share_of_encoder_work_in_bubbles() -> None:
+    """Alone, the LLM takes 27 s; each lane encodes for 6 s, which lengthen the step by 4 s, or by all 6 around the LLM's work."""
+    step, costs = encoder_copies(8), costs_with(0.5)
+    found = measure_filling(BUILDERS["optimus"].with_costs(costs), step, costs)
+    assert found is not None
+    assert (found.alone.iteration_seconds, found.filled.iteration_seconds) == (27.0, 31.0)
+    assert found.eff_fine == pytest.approx(1 - 4 / 6)
+    assert found.eff_coarse < found.eff_fine
+    idle = GivenCosts(seconds=lambda action: 0.0 if action.unit == "vision" else 1.0)
+    assert measure_filling(BUILDERS["optimus"].with_costs(idle), step, idle) is None

@@ -1,0 +1,128 @@
+"""Encoders with sizes of their own on the LLM's ranks: which plans are found, and how they are written down."""
+
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from megatron.runtime.flags.arguments import parse_arguments
+from megatron.runtime.training.prediction import build_predictor
+from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners.optimus import SCHEDULES, keep_beside_llm
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import FixedSizes
+from multimodal.plan.planners.search.filling_report import with_filling
+from multimodal.plan.planners.search.plan_to_fit import PredictedRun
+from multimodal.plan.planners.search.prediction import predict_run
+from multimodal.plan.planners.search.run_variants import fitting_schedules, formed
+from multimodal.schedule.build_schedule import ScheduleCache
+from multimodal.schedule.builders import BUILDERS
+from multimodal.values.errors import PlanError
+from multimodal.values.plan import Plan, validate_plan
+from tests.sanity.repository import ROOT
+from tests.unit.plan.planners.planning_cases import TWO, TWO_ENCODERS, request, with_memory
+
+PIPELINE = FixedSizes(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2)
+
+
+def planned(graph=TWO, **changes) -> PlannedRun:
+    return PLANNERS["optimus"](request(graph, **changes))
+
+
+def num_inside(plan: Plan, unit: str) -> list[int]:
+    """The LLM replica around each replica of an encoder."""
+    owners = {rank: index for index, replica in enumerate(plan.units["llm"].replicas) for rank in replica.ranks}
+    found = [{owners[rank] for rank in replica.ranks} for replica in plan.units[unit].replicas]
+    assert all(len(each) == 1 for each in found)
+    return [each.pop() for each in found]
+
+
+@pytest.mark.parametrize("graph", [TWO, TWO_ENCODERS], ids=["one encoder", "two encoders"])
+def test_every_rank_holds_the_llm_and_encoders_whose_sizes_divide_its_own(graph):
+    run = planned(graph, fixed_sizes={"llm": PIPELINE})
+    plan, llm = run.plan, run.plan.units["llm"]
+    validate_plan(plan, graph=graph, world_size=8)
+    assert run.schedule in SCHEDULES
+    for unit in graph.encoders:
+        own = plan.units[unit.name]
+        assert set(own.ranks) == set(llm.ranks) == set(range(8))
+        assert 2 % own.tensor_parallel_size == 0 and 2 % len(own.replicas[0].stages) == 0
+        dealt = [index % 2 for index in range(own.data_parallel_size)]
+        assert num_inside(plan, unit.name) == dealt, "microbatches dealt in turn stay beside the LLM"
+
+
+def test_fixed_sizes_of_encoders_are_kept_each_encoder_by_itself():
+    fixed = {"llm": PIPELINE, "vision": FixedSizes(1, 2), "audio": FixedSizes(2, 1, virtual_stages=2)}
+    units = planned(TWO_ENCODERS, fixed_sizes=fixed).plan.units
+    sizes = {
+        name: (units[name].tensor_parallel_size, len(units[name].replicas[0].stages), units[name].data_parallel_size)
+        for name in ("vision", "audio")
+    }
+    assert sizes == {"vision": (1, 2, 4), "audio": (2, 1, 4)}
+    assert units["audio"].num_virtual_stages == 2
+
+
+@pytest.mark.parametrize(
+    ("vision", "message"),
+    [
+        (
+            FixedSizes(4),
+            "tensor parallel size 4 is fixed, but its pipelines lie inside the LLM's, so it must divide the LLM's 2",
+        ),
+        (FixedSizes(1, 3), "unit 'vision': pipeline parallel size 3 .* divide the LLM's 2; fix one of 1, 2, or take another"),
+    ],
+)
+def test_sizes_that_do_not_divide_the_llms_are_refused(vision, message):
+    with pytest.raises(PlanError, match=message):
+        planned(fixed_sizes={"llm": PIPELINE, "vision": vision})
+
+
+def test_where_no_rank_waits_for_another_there_is_nothing_to_fill():
+    alone = FixedSizes(1, 1)
+    run = planned(fixed_sizes={"llm": alone, "vision": alone}, num_gpus=2)
+    assert run.plan.is_whole_on_every_rank and run.schedule == "1f1b"
+    assert not BUILDERS["optimus"].is_for(replace(TWO, units=TWO.units[1:], edges=()), has_virtual_stages=False)
+    assert "optimus" in dict(fitting_schedules(run, request()))
+    assert formed(run, ("optimus", "none"), request()) is None
+
+
+def test_without_tensor_parallelism_the_lanes_bubbles_are_filled():
+    run = planned(fixed_sizes={"llm": FixedSizes(1, 4), "vision": FixedSizes(1)})
+    assert run.schedule in SCHEDULES and not run.has_tensor_parallelism
+
+
+def test_less_memory_keeps_less():
+    asked = request(fixed_sizes={"llm": PIPELINE}, micro_batch_size=1)
+    peak = predict_run(PLANNERS["optimus"](asked), asked).peak_memory_bytes
+    tight = with_memory(asked, 0.97 * peak / 1e9 / (1 - asked.memory_headroom))
+    _, prediction = PLANNERS["optimus"].plan_best(tight, max_actions=None)
+    assert prediction.peak_memory_bytes <= tight.memory_bytes < peak
+
+
+def test_a_plan_says_what_it_fills_and_a_run_of_its_flags_orders_work_alike(tmp_path):
+    asked = request(fixed_sizes={"llm": PIPELINE}, lengths=request().lengths[:1], transformer_impl="local")
+    run = PLANNERS["optimus"](asked)
+    found, report = with_filling(PredictedRun(run, predict_run(run, asked)), asked)
+    assert report is not None and found.run.notes[-1] == report.note
+    assert 0 <= report.eff_coarse <= 1 and 0 < report.eff_fine <= 1 and report.scheduler_seconds > 0
+    counts = report.partition["vision"]
+    assert sum(counts) == 12 and len(counts) == run.plan.units["vision"].data_parallel_size / 2
+    cluster = ROOT / "examples" / "clusters" / "h100.yaml"
+    assert f"--cluster {cluster}" in run.training_flags(cluster)
+    assert "--cluster" not in replace(run, schedule="1f1b").training_flags(cluster)
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump(TWO.to_dict(), sort_keys=False))
+    run.plan.to_file(tmp_path / "plan.yaml")
+    flags = f"--model {tmp_path}/model.yaml --plan {tmp_path}/plan.yaml --data-path digits --lr 1e-3 --train-iters 1 --bf16"
+    line = f"{flags} --global-batch-size 24 {run.training_flags(cluster)}".split()
+    config = parse_arguments(line, environ={"WORLD_SIZE": "8"})
+    schedules = ScheduleCache(TWO, run.plan, BUILDERS[config.training.schedule])
+    options = asked.run_options(recompute=run.recompute, transformer_impl="local", sharding=run.sharding)
+    assert build_predictor(config, schedules, vocab_size=4096).options == options
+
+
+def test_encoders_that_do_not_lie_inside_replicas_of_the_llm_stay_as_they_are():
+    crossing = planned(fixed_sizes={"llm": FixedSizes(1, 1, 4), "vision": FixedSizes(1)}, num_gpus=4).plan
+    units = {**crossing.units, "vision": replace(crossing.units["llm"], replicas=crossing.units["llm"].replicas[::-1])}
+    assert keep_beside_llm(Plan(units), TWO).units["vision"].replicas == crossing.units["llm"].replicas
+    whole = Plan({**units, "llm": replace(units["llm"], replicas=units["llm"].replicas[:2])})
+    assert keep_beside_llm(whole, TWO) == whole
