@@ -40,7 +40,7 @@ NUM_MICROBATCH_TOKENS = 4096
 def rows() -> Iterator[Row]:
     """Calibrate on Megatron-LM's step on 1,536 GPUs; predict the rest."""
     graph = read_model("vit-22b-gpt-175b")
-    megatron = _megatron(graph, data_parallel_size=24)
+    megatron = setup_of("megatron", graph, data_parallel_size=24)
     given = read_cluster("h100")
     cluster = megatron.calibrate(given, measured_seconds=MEGATRON_SECONDS)
     found = megatron.simulate(cluster)
@@ -50,9 +50,9 @@ def rows() -> Iterator[Row]:
         "Optimus", "Megatron-LM, step", single(MEGATRON_SECONDS), found.iteration_seconds, source, "s", calibrated_speed=speed
     )
     yield Row("Optimus", "Megatron-LM, MFU, Megatron's formula", single(MEGATRON_MFU), found.mfu * RECOMPUTED, source, "share")
-    balanced = _balanced(graph, data_parallel_size=24).simulate(cluster)
+    balanced = setup_of("megatron-balanced", graph, data_parallel_size=24).simulate(cluster)
     yield Row("Optimus", "Megatron-LM balanced, step", single(BALANCED_SECONDS), balanced.iteration_seconds, source, "s")
-    large = replace(_megatron(graph, data_parallel_size=48), recompute=None).simulate(cluster)
+    large = replace(setup_of("megatron", graph, data_parallel_size=48), recompute=None).simulate(cluster)
     source = "Table 1, more than 3,000 GPUs"
     yield Row("Optimus", "step, 3,072 GPUs", single(TABLE_1_SECONDS), large.iteration_seconds, source, "s")
     for kind, share in TABLE_1.items():
@@ -61,17 +61,13 @@ def rows() -> Iterator[Row]:
     yield from _kernels(graph, cluster)
 
 
-def _megatron(graph: ModelGraph, *, data_parallel_size: int) -> Setup:
-    return _setup("megatron", graph, data_parallel_size, encoder_stages=1, llm=FixedSizes(8, 7, data_parallel_size))
-
-
-def _balanced(graph: ModelGraph, *, data_parallel_size: int) -> Setup:
-    return _setup("megatron-balanced", graph, data_parallel_size, None, FixedSizes(8, 8, data_parallel_size, 12))
-
-
-def _setup(planner: str, graph: ModelGraph, data_parallel_size: int, encoder_stages: int | None, llm: FixedSizes) -> Setup:
-    sizes = {"vision": FixedSizes(8, encoder_stages, data_parallel_size), "llm": llm}
-    return Setup(planner, graph, _samples(), 64 * data_parallel_size, BATCH_SIZE, sizes, micro_batch_size=2, recompute="full")
+def setup_of(planner: str, graph: ModelGraph, *, data_parallel_size: int) -> Setup:
+    """Return the evaluation's set-up for Megatron-LM, balanced or not, or for `optimus` over the balanced LLM's sizes."""
+    stages, ranges = (7, None) if planner == "megatron" else (8, 12)
+    encoder = FixedSizes(8, 1 if planner == "megatron" else None, data_parallel_size)
+    sizes = {"llm": FixedSizes(8, stages, data_parallel_size, ranges)} | ({"vision": encoder} if planner != "optimus" else {})
+    batch = 64 * data_parallel_size, BATCH_SIZE
+    return Setup(planner, graph, _samples(), *batch, sizes, micro_batch_size=2, recompute="full")
 
 
 def _samples() -> tuple[SampleLengths, ...]:
