@@ -43,8 +43,8 @@ def test_calibration_meets_the_measured_step_with_the_plan_that_was_made() -> No
 
 def test_the_stated_stages_fill_the_stated_gpus() -> None:
     graph = read_model("vit-22b-gpt-175b")
-    for setup in (optimus._megatron(graph, data_parallel_size=24), optimus._balanced(graph, data_parallel_size=24)):
-        run = setup.plan(read_cluster("h100"))
+    for planner in ("megatron", "megatron-balanced"):
+        run = optimus.setup_of(planner, graph, data_parallel_size=24).plan(read_cluster("h100"))
         assert run.num_gpus == 1536
         assert len(run.plan.lanes) == 24 * 8
     assert all(encoder + llm <= 12 for pair in cornstarch.STAGES.values() for encoder, llm in pair)
