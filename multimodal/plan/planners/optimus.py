@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from multimodal.plan.planners.estimate.candidate import Candidate, build_run, fits, num_unit_microbatches
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes, stage_times
@@ -14,7 +15,7 @@ from multimodal.plan.planners.megatron import largest_fitting
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
-from multimodal.plan.planners.search.prediction import predict_run
+from multimodal.plan.planners.search.prediction import nominal_seconds, predict_run
 from multimodal.plan.planners.search.run_variants import first_balances, placements
 from multimodal.plan.planners.search.trials import RANKING
 from multimodal.values.errors import BraidError, PlanError
@@ -65,7 +66,7 @@ def plan_optimus(request: PlanningRequest) -> PlannedRun:
     found += search.simulate(search.other_ranges(best[1]))
     (run, prediction), _ = min(found, key=lambda each: each[0].key)
     notes = (f"{search.num_looked_at} plans of the LLM looked at, {len(found)} with plans of the encoders simulated",)
-    return replace(run, objective_seconds=prediction.iteration_seconds, notes=notes)
+    return replace(run, objective_seconds=prediction.iteration_seconds, nominal_seconds=search.nominal_seconds, notes=notes)
 
 
 class _Search:
@@ -74,7 +75,7 @@ class _Search:
     def __init__(self, request: PlanningRequest) -> None:
         self.request, self.graph = request, request.graph
         self.times, self.memory = PlanningTimes(request), MemoryEstimate(request)
-        self.num_looked_at = 0
+        self.num_looked_at, self.nominal_seconds = 0, 0.0
         _check_sizes(request)
 
     def promising(self) -> Iterator[_Scored]:
@@ -224,17 +225,16 @@ class _Search:
     def simulate(self, plans: Iterable[_Scored]) -> list[tuple[PredictedRun, _Scored]]:
         """Return the runs of plans whose simulated memory fits."""
         found = []
+        size: dict[str, Any] = {
+            "max_actions": int(self.request.max_actions * RANKING.share),
+            "filling": RANKING.filling,
+            "kept_replicas": 1,
+        }
         for each in plans:
             run = self._run(each)
+            self.nominal_seconds += nominal_seconds(run, self.request, **size, num_batches=1)
             try:
-                prediction = predict_run(
-                    run,
-                    self.request,
-                    max_actions=int(self.request.max_actions * RANKING.share),
-                    filling=RANKING.filling,
-                    kept_replicas=1,
-                    is_checked=False,
-                )
+                prediction = predict_run(run, self.request, **size, is_checked=False)
             except BraidError:
                 continue
             if prediction.peak_memory_bytes <= self.request.planned_memory_bytes:

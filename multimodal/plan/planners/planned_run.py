@@ -36,6 +36,8 @@ class PlannedRun:
     objective_seconds: float = field(default=0.0, compare=False)
     """Seconds of a step by the planner's own formula."""
     planning_seconds: float = field(default=0.0, compare=False)
+    nominal_seconds: float = field(default=0.0, compare=False)
+    """Nominal seconds of the simulations by which the planner chose it, for searches that ask planners to count."""
     notes: tuple[str, ...] = field(default=(), compare=False)
     """Lines about the search for a person to read."""
 

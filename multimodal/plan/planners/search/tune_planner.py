@@ -103,6 +103,7 @@ def _runs_of_size(planner: Planner, trials: Trials, size: int, below: float) -> 
         return [], problem.least_seconds
     except BraidError:
         return [], float("inf")
+    trials.budget.spent_seconds += planned.run.nominal_seconds
     trials.keep(planned, QUICK)
     runs = [planned, *filter(None, (trials.try_run(run, QUICK) for run in _balanced(planned.run, trials.request)))]
     return runs, min(each.prediction.iteration_seconds for each in runs)
