@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <numeric>
 #include <queue>
 #include <utility>
 
@@ -26,7 +27,8 @@ class Filling {
           free_at_(num_lanes_, 0),
           expected_(num_pieces_, 0),
           looked_up_(num_pieces_, 0),
-          num_kept_(lanes.limits.size, 0) {
+          num_kept_(lanes.limits.size, 0),
+          queues_of_lane_(num_lanes_) {
         for (std::int64_t lane = 0; lane < num_lanes_; ++lane) {
             line_heads_.push_back(in_.line_starts[lane]);
             for (std::int64_t at = in_.line_starts[lane] + 1; at < in_.line_starts[lane + 1]; ++at)
@@ -34,6 +36,11 @@ class Filling {
         }
         for (std::int64_t queue = 0; queue < num_queues_; ++queue) queue_heads_.push_back(in_.queue_starts[queue]);
         for (std::int64_t at = 0; at < in_.queues.size; ++at) is_filler_[in_.queues[at]] = 1;
+        for (std::int64_t queue = 0; queue < num_queues_; ++queue)
+            if (queue_head(queue) >= 0 && in_.goes_inside[queue_head(queue)])
+                queues_of_lane_[in_.lanes[in_.lane_starts[queue_head(queue)]]].push_back(queue);
+        result_.carriers.assign(num_pieces_, -1);
+        result_.waits.assign(num_pieces_, -1);
         link_users();
         measure_tails();
     }
@@ -144,9 +151,62 @@ class Filling {
         }
         if (chosen < 0) return false;
         for (std::int64_t at = in_.lane_starts[chosen]; at < in_.lane_starts[chosen + 1]; ++at) ++line_heads_[in_.lanes[at]];
-        begin(chosen);
+        begin(chosen, fill_waits(chosen));
         return true;
     }
+
+    // Puts ready fillers into the waits of a piece that is about to begin, the most urgent first, as far as they are long; returns
+    // by how much the piece gets longer.
+    std::int64_t fill_waits(std::int64_t carrier) {
+        const std::int64_t first_wait = in_.wait_starts[carrier], num_waits = in_.wait_starts[carrier + 1] - first_wait;
+        inside_.clear();
+        excess_.assign(num_waits, 0);
+        for (std::int64_t at = in_.lane_starts[carrier]; at < in_.lane_starts[carrier + 1]; ++at) {
+            const std::int64_t lane = in_.lanes[at];
+            for (std::int64_t wait = 0; wait < num_waits; ++wait) {
+                std::int64_t left = in_.waits[first_wait + wait];
+                for (std::int64_t queue = next_inside(lane, carrier, left); queue >= 0; queue = next_inside(lane, carrier, left)) {
+                    const std::int64_t piece = queue_head(queue);
+                    ++queue_heads_[queue];
+                    left -= in_.durations[piece];
+                    result_.carriers[piece] = carrier;
+                    result_.waits[piece] = wait;
+                    keep_and_release(piece);
+                    inside_.push_back(piece);
+                }
+                excess_[wait] = std::max(excess_[wait], -left);
+            }
+        }
+        const std::int64_t added = std::accumulate(excess_.begin(), excess_.end(), std::int64_t{0});
+        for (const std::int64_t piece : inside_) end_at(piece, now_ + in_.durations[carrier] + added);
+        return added;
+    }
+
+    // The queue of a lane whose head is the most urgent one that can run in the rest of a carrier's wait; -1: none.
+    std::int64_t next_inside(std::int64_t lane, std::int64_t carrier, std::int64_t left) const {
+        std::int64_t chosen = -1, chosen_queue = -1;
+        for (const std::int64_t queue : queues_of_lane_[lane]) {
+            const std::int64_t piece = queue_head(queue);
+            if (piece < 0 || !goes_before(piece, chosen) || left <= 0 || !has_room(piece)) continue;
+            if ((100 - in_.tolerance) * in_.durations[piece] > 100 * left) continue;
+            if (!in_.goes_inside[piece] || !can_go_inside(piece, carrier)) continue;
+            chosen = piece;
+            chosen_queue = queue;
+        }
+        return chosen_queue;
+    }
+
+    // All that it needs is there, or runs before it inside the same piece in the same lane.
+    bool can_go_inside(std::int64_t piece, std::int64_t carrier) const {
+        for (std::int64_t at = in_.need_starts[piece]; at < in_.need_starts[piece + 1]; ++at) {
+            const std::int64_t need = in_.needs[at];
+            const bool is_before = result_.carriers[need] == carrier && lane_of(need) == lane_of(piece);
+            if (!is_before && (ended_at_[need] < 0 || ended_at_[need] + in_.delays[at] > now_)) return false;
+        }
+        return true;
+    }
+
+    std::int64_t lane_of(std::int64_t piece) const { return in_.lanes[in_.lane_starts[piece]]; }
 
     bool fits(std::int64_t piece) {
         for (std::int64_t at = in_.lane_starts[piece]; at < in_.lane_starts[piece + 1]; ++at) {
@@ -188,14 +248,22 @@ class Filling {
         return expected_[piece];
     }
 
-    void begin(std::int64_t piece) {
-        const std::int64_t end = now_ + in_.durations[piece];
-        ended_at_[piece] = end;
-        result_.order.push_back(piece);
+    void begin(std::int64_t piece, std::int64_t added = 0) {
+        const std::int64_t end = now_ + in_.durations[piece] + added;
+        for (std::int64_t at = in_.lane_starts[piece]; at < in_.lane_starts[piece + 1]; ++at) free_at_[in_.lanes[at]] = end;
+        keep_and_release(piece);
+        end_at(piece, end);
+    }
+
+    void keep_and_release(std::int64_t piece) {
         if (in_.holders[piece] >= 0) ++num_kept_[in_.holders[piece]];
         if (in_.releases[piece] >= 0) --num_kept_[in_.releases[piece]];
+    }
+
+    void end_at(std::int64_t piece, std::int64_t end) {
+        ended_at_[piece] = end;
+        result_.order.push_back(piece);
         result_.end = std::max(result_.end, end);
-        for (std::int64_t at = in_.lane_starts[piece]; at < in_.lane_starts[piece + 1]; ++at) free_at_[in_.lanes[at]] = end;
         moments_.push(end);
         for (std::int64_t at = user_starts_[piece]; at < user_starts_[piece + 1]; ++at) {
             const auto [user, delay] = users_[at];
@@ -226,6 +294,8 @@ class Filling {
     Numbers free_at_, line_heads_, queue_heads_;
     Numbers expected_, looked_up_, stack_;
     Numbers num_kept_;  // Per holder.
+    Numbers inside_, excess_;  // Of the carrier that is being filled.
+    std::vector<Numbers> queues_of_lane_;  // Those whose pieces may run inside others.
     std::int64_t epoch_ = 1, now_ = 0, chosen_queue_ = 0;
     std::priority_queue<std::int64_t, Numbers, std::greater<std::int64_t>> moments_;
     FilledLanes result_;

@@ -20,11 +20,14 @@ struct LanesToFill {
     View<std::int64_t> queue_starts, queues;  // Pieces that fill; a queue's keep this order.
     View<std::int64_t> holders, releases;     // Per piece: the holder that keeps one more, and one less, from its start on; or -1.
     View<std::int64_t> limits;                // Per holder: the most that it keeps at a time.
+    View<std::int64_t> wait_starts, waits;    // Per piece: times in which it only waits, one after another.
+    View<std::uint8_t> goes_inside;           // Per piece: it may run in another one's waits.
     std::int64_t tolerance;                   // Percent of a filling piece that may stick out of the idle time it is put in.
 };
 
 struct FilledLanes {
-    std::vector<std::int64_t> order;  // All pieces, by their start.
+    std::vector<std::int64_t> order;  // All pieces, by their start; those inside a piece right before it.
+    std::vector<std::int64_t> carriers, waits;  // Per piece: the piece and its wait in which it runs, or -1.
     std::int64_t end = 0;             // When the last one ends.
 };
 

@@ -66,8 +66,11 @@ def fill_idle_lanes(
     holders: NDArray[np.int64],
     releases: NDArray[np.int64],
     limits: NDArray[np.int64],
+    wait_starts: NDArray[np.int64],
+    waits: NDArray[np.int64],
+    goes_inside: NDArray[np.uint8],
     tolerance: int,
-) -> tuple[NDArray[np.int64], int]: ...
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]: ...
 def list_schedule(
     *,
     lane_starts: NDArray[np.int64],

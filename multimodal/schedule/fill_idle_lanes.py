@@ -5,14 +5,18 @@ from typing import NamedTuple
 
 from multimodal.kernels import kernels
 from multimodal.schedule.fill_idle_lanes_reference import fill_idle_lanes_reference
-from multimodal.values.step_work import Integers
+from multimodal.values.step_work import Bytes, Integers
 
 
 class FilledLanes(NamedTuple):
     """The result of `fill_idle_lanes`."""
 
     order: Integers
-    """[num_pieces] all pieces, by their start."""
+    """[num_pieces] all pieces, by their start; those inside a piece right before it."""
+    carriers: Integers
+    """[num_pieces] the piece inside of which each runs; -1: none."""
+    waits: Integers
+    """[num_pieces] the wait of that piece."""
     end: int
     """The moment at which the last one ends."""
 
@@ -42,6 +46,11 @@ class LanesToFill:
     """Per piece that fills: the holder that keeps one more, and one less, from its start on; -1: none."""
     limits: Integers
     """Per holder: the most that it keeps at a time."""
+    wait_starts: Integers
+    waits: Integers
+    """Per piece that keeps its order: times in which it only waits, one after another."""
+    goes_inside: Bytes
+    """[num_pieces] 1 for pieces of one lane that may run in such times. All pieces of a queue that has any are of one lane."""
 
     def fill(self, *, tolerance: int) -> FilledLanes:
         """Run all pieces, each lane's own in their order and the filling ones where they fit.
@@ -51,6 +60,10 @@ class LanesToFill:
         piece of a lane's order if its tail is longer, or if it fits: all but `tolerance` percent of it is over by the time at
         which that piece could start; but not while its holder is full. Where nothing runs and nothing fits, the filler with the
         longest tail goes on, and one whose holder is full only if there is no other.
+
+        When a piece that keeps its order begins, ready fillers of its lanes go into its waits as far as these are long, with the
+        same tolerance; the piece gets longer by what sticks out. What they need is there, or runs before them inside the same
+        piece; what they give is there when that piece ends.
         O(pieces x (lanes + queues)).
         """
         run = fill_idle_lanes_reference if kernels is None else kernels.fill_idle_lanes

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from multimodal.values.step_work import Integers
+from multimodal.values.step_work import Bytes, Integers
 
 _NONE = -1
 
@@ -25,9 +25,12 @@ def fill_idle_lanes_reference(
     holders: Integers,
     releases: Integers,
     limits: Integers,
+    wait_starts: Integers,
+    waits: Integers,
+    goes_inside: Bytes,
     tolerance: int,
-) -> tuple[Integers, int]:
-    """Return all pieces in the order in which they start, and when the last one ends."""
+) -> tuple[Integers, Integers, Integers, int]:
+    """Return all pieces by their start, the piece and the wait in which each runs, and when the last one ends."""
     run = _Run(
         durations=durations.tolist(),
         lanes=_rows(lane_starts, lanes),
@@ -38,10 +41,12 @@ def fill_idle_lanes_reference(
         holders=holders.tolist(),
         releases=releases.tolist(),
         limits=limits.tolist(),
+        waits=_rows(wait_starts, waits),
+        goes_inside=goes_inside.tolist(),
         tolerance=tolerance,
     )
     run.run()
-    return np.array(run.order, np.int64), run.end
+    return np.array(run.order, np.int64), np.array(run.carriers, np.int64), np.array(run.inside_waits, np.int64), run.end
 
 
 class _Run:
@@ -59,6 +64,8 @@ class _Run:
         holders: list[int],
         releases: list[int],
         limits: list[int],
+        waits: list[list[int]],
+        goes_inside: list[int],
         tolerance: int,
     ) -> None:
         self.durations, self.lanes, self.line, self.queues, self.tolerance = durations, lanes, line, queues, tolerance
@@ -66,6 +73,8 @@ class _Run:
         self.holders, self.releases, self.limits = holders, releases, limits
         self.num_kept = [0] * len(limits)
         num_pieces = len(durations)
+        self.waits, self.goes_inside = waits, goes_inside
+        self.carriers, self.inside_waits = [_NONE] * num_pieces, [_NONE] * num_pieces
         self.is_filler = [False] * num_pieces
         for piece in (piece for queue in queues for piece in queue):
             self.is_filler[piece] = True
@@ -144,9 +153,54 @@ class _Run:
             if self._is_ready(piece) and all(self._line_head(lane) == piece for lane in self.lanes[piece]):
                 for lane in self.lanes[piece]:
                     self.line_heads[lane] += 1
-                self._begin(piece)
+                self._begin(piece, self._fill_waits(piece))
                 return True
         return False
+
+    def _fill_waits(self, carrier: int) -> int:
+        """Put ready fillers into the waits of a piece that is about to begin, the most urgent first, as far as they are long.
+
+        Returns by how much the piece gets longer.
+        """
+        inside: list[int] = []
+        excess = [0] * len(self.waits[carrier])
+        for lane in self.lanes[carrier]:
+            for wait, left in enumerate(self.waits[carrier]):
+                while (queue := self._next_inside(lane, carrier, left)) != _NONE:
+                    piece = self.queues[queue][self.queue_heads[queue]]
+                    self.queue_heads[queue] += 1
+                    left -= self.durations[piece]
+                    self.carriers[piece], self.inside_waits[piece] = carrier, wait
+                    self._keep_and_release(piece)
+                    inside.append(piece)
+                excess[wait] = max(excess[wait], -left)
+        for piece in inside:
+            self._end_at(piece, self.now + self.durations[carrier] + sum(excess))
+        return sum(excess)
+
+    def _next_inside(self, lane: int, carrier: int, left: int) -> int:
+        """Return the queue of a lane whose head is the most urgent one that can run in the rest of a carrier's wait."""
+        positions = enumerate(zip(self.queues, self.queue_heads, strict=True))
+        heads = {rows[head]: queue for queue, (rows, head) in positions if head < len(rows)}
+        fitting = [
+            piece
+            for piece in heads
+            if self.goes_inside[piece]
+            and self.lanes[piece] == [lane]
+            and left > 0
+            and (100 - self.tolerance) * self.durations[piece] <= 100 * left
+            and self._has_room(piece)
+            and self._can_go_inside(piece, carrier)
+        ]
+        return heads[min(fitting, key=self._urgency)] if fitting else _NONE
+
+    def _can_go_inside(self, piece: int, carrier: int) -> bool:
+        """Return True if all that it needs is there, or runs before it inside the same piece in the same lane."""
+        return all(
+            (self.carriers[need] == carrier and self.lanes[need] == self.lanes[piece])
+            or (self.ended_at[need] != _NONE and self.ended_at[need] + delay <= self.now)
+            for need, delay in self.needs[piece]
+        )
 
     def _fits(self, piece: int) -> bool:
         for lane in self.lanes[piece]:
@@ -178,16 +232,23 @@ class _Run:
                 self.expected[stack.pop()] = start
         return self.expected[piece]
 
-    def _begin(self, piece: int) -> None:
-        end = self.ended_at[piece] = self.now + self.durations[piece]
-        self.order.append(piece)
+    def _begin(self, piece: int, added: int = 0) -> None:
+        end = self.now + self.durations[piece] + added
+        for lane in self.lanes[piece]:
+            self.free_at[lane] = end
+        self._keep_and_release(piece)
+        self._end_at(piece, end)
+
+    def _keep_and_release(self, piece: int) -> None:
         if self.holders[piece] != _NONE:
             self.num_kept[self.holders[piece]] += 1
         if self.releases[piece] != _NONE:
             self.num_kept[self.releases[piece]] -= 1
+
+    def _end_at(self, piece: int, end: int) -> None:
+        self.ended_at[piece] = end
+        self.order.append(piece)
         self.end = max(self.end, end)
-        for lane in self.lanes[piece]:
-            self.free_at[lane] = end
         heapq.heappush(self.moments, end)
         for user, delay in self.users[piece]:
             self.num_missing[user] -= 1

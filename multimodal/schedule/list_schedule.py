@@ -9,11 +9,12 @@ from numpy.typing import NDArray
 
 from multimodal.kernels import kernels
 from multimodal.schedule.execute_lanes import execute_lanes
+from multimodal.schedule.inside_slots import InsideSlots
 from multimodal.schedule.list_schedule_reference import list_schedule_reference
 from multimodal.schedule.unit_cost import unit_costs
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.arrays.rows import group_rows, order_by, row_numbers, row_starts
-from multimodal.values.schedule import Schedule
+from multimodal.values.schedule import NO_WAIT, Schedule, SlotMode
 from multimodal.values.step_graph import Cuts, StageKey, StageSplit, StepGraph
 from multimodal.values.step_work import KIND_NUMBERS, Bytes, Integers, StepWork, step_work
 
@@ -120,7 +121,11 @@ def _early_slots(schedule: Schedule, lanes: Integers, reductions: Integers) -> I
     """Return the slots behind which reductions may stand: the stage's last in the lane, but none before an earlier reduction."""
     work = schedule.work
     last = np.full(work.num_stage_lanes, -1)
-    last[work.stage_lanes(work.computed_stages[schedule.pieces], schedule.lane_of_slot)] = np.arange(len(schedule.pieces))
+    ends_in = np.arange(len(schedule.pieces))
+    if schedule.has_inside:
+        inside = InsideSlots.of(schedule)
+        ends_in[inside.slots] = inside.carrier_slots
+    last[work.stage_lanes(work.computed_stages[schedule.pieces], schedule.lane_of_slot)] = ends_in
     own = last[work.stage_lanes(work.computed_stages[reductions], lanes)]
     behind: Integers = np.maximum.accumulate(np.where(own < 0, schedule.lane_starts[lanes + 1] - 1, own))
     return behind
@@ -129,7 +134,8 @@ def _early_slots(schedule: Schedule, lanes: Integers, reductions: Integers) -> I
 def _with_reductions(schedule: Schedule, lanes: Integers, reductions: Integers, *, behind: Integers) -> Schedule:
     pieces = np.insert(schedule.pieces, behind + 1, reductions)
     starts = schedule.lane_starts + row_starts(np.bincount(lanes, minlength=schedule.num_lanes))
-    return Schedule.in_line(schedule.step, starts, pieces)
+    modes, waits = np.insert(schedule.modes, behind + 1, SlotMode.IN_LINE), np.insert(schedule.waits, behind + 1, NO_WAIT)
+    return Schedule(schedule.step, starts, pieces, modes, waits)
 
 
 def _list_pieces(step: StepGraph, policy: Policy) -> tuple[Integers, dict[str, NDArray[Any]]]:

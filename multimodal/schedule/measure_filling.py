@@ -14,7 +14,6 @@ from multimodal.schedule.builders import Builder
 from multimodal.schedule.list_schedule import place_reductions
 from multimodal.schedule.passes import Pass
 from multimodal.schedule.simulate import Simulation, simulate_schedule
-from multimodal.schedule.simulate_events import NodeKind
 from multimodal.values.action import ActionKind, Resource
 from multimodal.values.schedule import Schedule
 from multimodal.values.step_graph import StepGraph
@@ -77,10 +76,10 @@ def _share(found: Simulation, *, alone: Simulation, encoding: float) -> float:
 
 def _lane_seconds(found: Simulation, units: frozenset[str]) -> float:
     """Return the seconds that computations of these units take in all lanes."""
-    compiled, arrays = found.compiled, found.compiled.arrays
-    work = step_work(compiled.schedule.step)
-    nodes = arrays.lane_nodes[arrays.kinds[arrays.lane_nodes] == NodeKind.COMPUTE]
-    return float(arrays.seconds[nodes[of_units(work, compiled.pieces[nodes], units)]].sum())
+    compiled = found.compiled
+    work, pieces = step_work(compiled.schedule.step), compiled.computed.pieces
+    seconds = compiled.computed_seconds * np.diff(work.lanes_of(pieces)[0])
+    return float(seconds[of_units(work, pieces, units)].sum())
 
 
 def of_units(work: StepWork, pieces: Integers, units: frozenset[str]) -> NDArray[np.bool_]:

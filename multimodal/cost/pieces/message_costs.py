@@ -45,10 +45,11 @@ class MessageCosts:
         hidden = self.loads.step.graph.unit(unit).transformer.hidden_size
         rows, parts, kept = work.pieces.numbers_in_unit[sources], work.pieces.parts[sources], self.loads.kept(unit)
         num_tokens = np.asarray(kept.whole.num_tokens + kept.cut.num_tokens)[rows]
-        if (parts >= 0).any():
+        is_subset = (parts >= 0) & ~work.pieces.is_range[sources]
+        if is_subset.any():
             subsets = self.loads.routes_from(unit).subset_starts[rows] + parts
             of_subsets = np.append(self.loads.of_subsets(unit).num_tokens, 0)
-            num_tokens = np.where(parts >= 0, of_subsets[np.where(parts >= 0, subsets, -1)], num_tokens)
+            num_tokens = np.where(is_subset, of_subsets[np.where(is_subset, subsets, -1)], num_tokens)
         return num_tokens * hidden
 
     def _between(self, source: str, target: str, sources: Integers, targets: Integers) -> Integers:

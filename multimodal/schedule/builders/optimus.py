@@ -8,16 +8,20 @@ from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, interleaved_spans, is_interleaved
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
 from multimodal.schedule.compile_schedule import connected_lanes
-from multimodal.schedule.fill_idle_lanes import LanesToFill
+from multimodal.schedule.encoder_ranges import Parts, PlacedParts, can_be_cut, cut_finely, join_parts
+from multimodal.schedule.fill_idle_lanes import FilledLanes, LanesToFill
 from multimodal.schedule.list_schedule import place_reductions
 from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import Integers, row_starts, take_rows
+from multimodal.values.parts.cuts import UNCUT
 from multimodal.values.schedule import Schedule
 from multimodal.values.step_graph import StepGraph
-from multimodal.values.step_work import KIND_NUMBERS, StepWork, step_work
+from multimodal.values.step_work import KIND_NUMBERS, step_work
 
 TOLERANCES = (0, 20, 40, 60, 80, 100)
 """Percent of an encoder's computation that may stick out of a bubble; the one with the shortest step is taken."""
+FINE_TOLERANCES = (0, 25, 50, 75)
+"""The same for single segments, in waits as well; what sticks out there makes the LLM's computation longer."""
 _NANOSECONDS = 1e9
 _FORWARD, _BACKWARD, _REDUCTION = (
     KIND_NUMBERS[kind] for kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRADIENTS)
@@ -36,46 +40,150 @@ def build_optimus(step: StepGraph, costs: StepCosts, *, memory_factor: float = m
     memory_factor: microbatches that a stage of an encoder keeps at most, over those of 1F1B. More than that only where the LLM's
     order would never go on otherwise.
     """
-    work = step_work(step)
     interleaves = is_interleaved(step.plan.units[step.graph.backbone.name])
     in_line = (build_interleaved_1f1b if interleaves else build_one_f_one_b)(step)
-    clock = _Clock(work, costs)
-    found: dict[bytes, Integers] = {}
-    lanes: list[Integers] = [np.zeros(0, np.int64)] * len(step.plan.lanes)
     limits = _limits(step, memory_factor)
+    ways = [_Filling(in_line, step, costs, limits)]
+    inside = can_be_cut(step)
+    if inside and step.cuts == UNCUT and ways[0].has_waits:
+        ways.append(_Filling(in_line, cut_finely(step, inside), costs, limits, inside))
+    nothing = np.zeros(0, np.int64)
+    lanes = [PlacedParts(*[nothing] * 5)] * len(step.plan.lanes)
     for pipeline in map(np.array, step.once(connected_lanes)):
-        pieces = _pieces_of(work, pipeline)
-        to_fill = _lanes_to_fill(in_line, pieces, pipeline, clock, limits)
-        alike = b"".join(array.tobytes() for array in vars(to_fill).values())
-        if alike not in found:
-            found[alike] = min((to_fill.fill(tolerance=each) for each in TOLERANCES), key=lambda filled: filled.end).order
-        in_order = found[alike]
-        starts, of_piece = take_rows(to_fill.lane_starts, to_fill.lanes, in_order)
-        ordered = np.repeat(pieces[in_order], np.diff(starts))
-        for index, lane in enumerate(pipeline.tolist()):
-            lanes[lane] = ordered[of_piece == index]
-    return place_reductions(Schedule.of_numbers(step, lanes))
+        _, best = min(((way.end(pipeline), index) for index, way in enumerate(ways)))
+        for lane, placed in zip(pipeline.tolist(), ways[best].place(pipeline), strict=True):
+            lanes[lane] = placed
+    return place_reductions(join_parts(step, lanes))
 
 
-class _Clock:
-    """Durations of a step's computations and delays of its messages, in nanoseconds."""
+class _Filling:
+    """One way to fill the pipelines of a step, whose encoders are whole or cut into ranges of segments."""
 
-    def __init__(self, work: StepWork, costs: StepCosts) -> None:
+    def __init__(
+        self, in_line: Schedule, cut: StepGraph, costs: StepCosts, limits: Integers, inside: frozenset[str] = frozenset()
+    ) -> None:
+        """in_line: of the uncut step; limits: as `_limits` returns them; inside: encoders that may run inside the LLM's work."""
+        self.in_line, self.limits, self.cut = in_line, limits, cut
+        self.work, uncut = step_work(cut), in_line.work
+        self.parts = Parts.of(uncut, self.work)
+        self.piece_of_part = np.zeros(self.work.num_computed, np.int64)
+        """[num_computed] the piece of the uncut step."""
+        whole = np.flatnonzero(self.parts.first >= 0)
+        self.piece_of_part[self.parts.expand(whole)] = np.repeat(whole, self.parts.counts[whole])
+        self.tolerances = FINE_TOLERANCES if inside else TOLERANCES
+        self.goes_inside = np.array([unit in inside for unit, _, _ in self.work.stages], np.uint8)[self.work.computed_stages]
+        encoders = [unit.name for unit in self.work.graph.encoders]
+        self.fills = np.array([unit in encoders for unit, _, _ in uncut.stages], bool)[uncut.computed_stages]
+        """Per piece of the uncut step."""
+        self._time(costs)
+        self.known: dict[bytes, FilledLanes] = {}
+
+    def _time(self, costs: StepCosts) -> None:
+        """Ask for durations of computations, delays of messages and waits of what keeps its order, in nanoseconds."""
+        work = self.work
         computed, sends = np.flatnonzero(work.kinds != _REDUCTION), work.num_computed + 2 * np.arange(work.num_messages)
         found = costs.of_pieces(work, np.concatenate((computed, sends)))
-        nanoseconds = np.round((found.seconds + found.latency_seconds) * _NANOSECONDS).astype(np.int64)
+        seconds = found.seconds + found.latency_seconds
+        nanoseconds = np.round(seconds * _NANOSECONDS).astype(np.int64)
         self.durations = np.zeros(work.num_computed, np.int64)
-        """[num_computed]."""
         self.durations[computed] = nanoseconds[: len(computed)]
         self.delays = np.append(nanoseconds[len(computed) :], 0)[work.message_of_need]
         """[num_needs] none where nothing is sent."""
+        keeping = computed[~self.fills[self.piece_of_part[computed]]]
+        starts, waits = costs.waits(work, keeping)
+        counts = np.zeros(work.num_computed, np.int64)
+        counts[keeping] = np.diff(starts)
+        self.wait_starts, self.waits = row_starts(counts), np.floor(waits * _NANOSECONDS).astype(np.int64)
 
+    @property
+    def has_waits(self) -> bool:
+        """True if computations that keep their order have waits that can be filled."""
+        return bool(len(self.waits))
 
-def _pieces_of(work: StepWork, pipeline: Integers) -> Integers:
-    """Return the computations of a pipeline's lanes, ascending."""
-    starts, lanes = work.lane_rows
-    in_pipeline = np.isin(lanes[starts[:-1]], pipeline)[work.computed_stages]
-    return np.flatnonzero(in_pipeline & (work.kinds != _REDUCTION))
+    def end(self, pipeline: Integers) -> int:
+        """Return when a pipeline ends."""
+        return self._filled(pipeline)[2].end
+
+    def _filled(self, pipeline: Integers) -> tuple[Integers, LanesToFill, FilledLanes]:
+        """Return a pipeline's pieces and what fills them; pipelines that are alike are filled once."""
+        pieces = self._pieces_of(pipeline)
+        to_fill = self._lanes_to_fill(pieces, pipeline)
+        alike = b"".join(array.tobytes() for array in vars(to_fill).values())
+        if alike not in self.known:
+            self.known[alike] = min((to_fill.fill(tolerance=each) for each in self.tolerances), key=lambda filled: filled.end)
+        return pieces, to_fill, self.known[alike]
+
+    def place(self, pipeline: Integers) -> list[PlacedParts]:
+        """Return the work of a pipeline's lanes."""
+        pieces, to_fill, filled = self._filled(pipeline)
+        starts, of_piece = take_rows(to_fill.lane_starts, to_fill.lanes, filled.order)
+        ordered = np.repeat(filled.order, np.diff(starts))
+        whole = self.piece_of_part[pieces]
+        carriers = np.where(filled.carriers < 0, -1, whole[filled.carriers])
+        columns = PlacedParts(whole, pieces - self.parts.first[whole], self._boundaries(pieces), carriers, filled.waits)
+        return [PlacedParts(*(column[ordered[of_piece == index]] for column in columns)) for index in range(len(pipeline))]
+
+    def _boundaries(self, pieces: Integers) -> Integers:
+        """Return the segment at which each part begins, of a backward's part the one at which it ends."""
+        first, end = (bounds[pieces] for bounds in self.work.pieces.segment_bounds)
+        found: Integers = np.where(self.work.kinds[pieces] == _FORWARD, first, end)
+        return found
+
+    def _pieces_of(self, pipeline: Integers) -> Integers:
+        """Return the computations of a pipeline's lanes, ascending."""
+        starts, lanes = self.work.lane_rows
+        in_pipeline = np.isin(lanes[starts[:-1]], pipeline)[self.work.computed_stages]
+        return np.flatnonzero(in_pipeline & (self.work.kinds != _REDUCTION))
+
+    def _lanes_to_fill(self, pieces: Integers, pipeline: Integers) -> LanesToFill:
+        """Return a pipeline's part of a step, pieces and lanes numbered anew: encoders fill, all else keeps its order.
+
+        Forwards and backwards of one encoder stage keep their order among themselves, the one in which they are needed.
+        """
+        work, uncut = self.work, self.in_line.work
+        local_piece, local_lane = np.full(work.num_computed, -1), np.full(self.in_line.num_lanes, -1)
+        local_piece[pieces], local_lane[pipeline] = np.arange(len(pieces)), np.arange(len(pipeline))
+        lane_starts, lanes = work.lanes_of(pieces)
+        need_starts, needs = take_rows(work.need_starts, np.arange(len(work.needs)), pieces)
+        rows = [self.in_line.lane_pieces(lane) for lane in pipeline.tolist()]
+        rows = [row[self.parts.first[row] >= 0] for row in rows]
+        line = [self.parts.first[row[~self.fills[row]]] for row in rows]
+        filling = np.concatenate([row[self.fills[row]] for row in rows])
+        filling = filling[np.sort(np.unique(filling, return_index=True)[1])]
+        filling = filling[np.argsort(uncut.blocks[filling], kind="stable")]
+        blocks, of_block = np.unique(uncut.blocks[filling], return_inverse=True)
+        sizes = np.bincount(of_block.ravel(), self.parts.counts[filling], len(blocks)).astype(np.int64)
+        wait_starts, waits = take_rows(self.wait_starts, self.waits, pieces)
+        holders, releases, limits = self._holders(pieces)
+        return LanesToFill(
+            durations=self.durations[pieces],
+            lane_starts=lane_starts,
+            lanes=local_lane[lanes],
+            need_starts=need_starts,
+            needs=local_piece[work.needs[needs]],
+            delays=self.delays[needs],
+            line_starts=row_starts(list(map(len, line))),
+            line=local_piece[np.concatenate(line)],
+            queue_starts=row_starts(sizes),
+            queues=local_piece[self.parts.expand(filling)],
+            holders=holders,
+            releases=releases,
+            limits=limits,
+            wait_starts=wait_starts,
+            waits=waits,
+            goes_inside=self.goes_inside[pieces],
+        )
+
+    def _holders(self, pieces: Integers) -> tuple[Integers, Integers, Integers]:
+        """Return, of each piece, the stage that keeps one microbatch more and one less from its start on; and stages' limits."""
+        whole, kinds = self.piece_of_part[pieces], self.work.kinds[pieces]
+        stages, stage_of_piece = np.unique(self.work.computed_stages[pieces], return_inverse=True)
+        limits = self.limits[stages]
+        is_limited = self.fills[whole] & (limits >= 0)[stage_of_piece]
+        parts = pieces - self.parts.first[whole]
+        begins = is_limited & (kinds == _FORWARD) & (parts == 0)
+        ends = is_limited & (kinds == _BACKWARD) & (parts == self.parts.counts[whole] - 1)
+        return np.where(begins, stage_of_piece, -1), np.where(ends, stage_of_piece, -1), limits
 
 
 def _limits(step: StepGraph, memory_factor: float) -> Integers:
@@ -94,40 +202,3 @@ def _limits(step: StepGraph, memory_factor: float) -> Integers:
         return math.ceil(memory_factor * (own + spans[unit, replica, stage]))
 
     return np.array([limit(*key) for key in keys], np.int64)
-
-
-def _lanes_to_fill(in_line: Schedule, pieces: Integers, pipeline: Integers, clock: _Clock, limits: Integers) -> LanesToFill:
-    """Return a pipeline's part of a step, pieces and lanes numbered anew: encoders fill, all else keeps its order.
-
-    Forwards and backwards of one encoder stage keep their order among themselves, the one in which they are needed.
-    """
-    work = in_line.work
-    encoders = [unit.name for unit in work.graph.encoders]
-    fills = np.array([unit in encoders for unit, _, _ in work.stages], bool)[work.computed_stages]
-    local_piece, local_lane = np.full(work.num_computed, -1), np.full(in_line.num_lanes, -1)
-    local_piece[pieces], local_lane[pipeline] = np.arange(len(pieces)), np.arange(len(pipeline))
-    lane_starts, lanes = work.lanes_of(pieces)
-    need_starts, needs = take_rows(work.need_starts, np.arange(len(work.needs)), pieces)
-    rows = [in_line.lane_pieces(lane) for lane in pipeline.tolist()]
-    line = [row[~fills[row] & (local_piece[row] >= 0)] for row in rows]
-    filling = np.concatenate([row[fills[row] & (local_piece[row] >= 0)] for row in rows])
-    filling = filling[np.sort(np.unique(filling, return_index=True)[1])]
-    filling = filling[np.argsort(work.blocks[filling], kind="stable")]
-    _, sizes = np.unique(work.blocks[filling], return_counts=True)
-    stages, stage_of_piece = np.unique(work.computed_stages[pieces], return_inverse=True)
-    is_limited, kinds = fills[pieces] & (limits[stages] >= 0)[stage_of_piece], work.kinds[pieces]
-    return LanesToFill(
-        durations=clock.durations[pieces],
-        lane_starts=lane_starts,
-        lanes=local_lane[lanes],
-        need_starts=need_starts,
-        needs=local_piece[work.needs[needs]],
-        delays=clock.delays[needs],
-        line_starts=row_starts(list(map(len, line))),
-        line=local_piece[np.concatenate(line)],
-        queue_starts=row_starts(sizes),
-        queues=local_piece[filling],
-        holders=np.where(is_limited & (kinds == _FORWARD), stage_of_piece, -1),
-        releases=np.where(is_limited & (kinds == _BACKWARD), stage_of_piece, -1),
-        limits=limits[stages],
-    )

@@ -1,20 +1,23 @@
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import multimodal.schedule.fill_idle_lanes as filling
+from multimodal.cost.layers.registry import count_segments
+from multimodal.cost.step_costs import ComputeCost
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.measure_filling import measure_filling
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.values.action import Action, ActionKind
-from multimodal.values.schedule import Schedule
+from multimodal.values.action import Action, ActionKind, SegmentRange
+from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.step_graph import StepGraph
 from tests.unit.schedule.schedule_cases import build_case, build_graph, cases, deal
-from tests.unit.schedule.uniform_costs import GivenCosts, RandomCosts
+from tests.unit.schedule.uniform_costs import GivenCosts, RandomCosts, UniformCosts
 
 
 def encoder_copies(num_microbatches: int) -> StepGraph:
@@ -56,10 +59,22 @@ def test_the_order_follows_from_the_costs() -> None:
     assert optimus(step, costs_with(0.5)) != optimus(step, costs_with(2.0))
 
 
+@dataclass(frozen=True)
+class WaitingCosts(RandomCosts):
+    """Only the LLM waits, and only where several ranks work on it."""
+
+    has_waits: bool = True
+
+    def compute(self, action: Action) -> ComputeCost:
+        found = super().compute(action)
+        return found if action.unit == "llm" and self.has_waits else found._replace(waits=())
+
+
 @settings(max_examples=150)
 @given(case=cases(), forward_only=st.booleans(), seed=st.integers(0, 2**20))
 def test_the_kernel_equals_its_reference_and_gives_valid_schedules(case: StepGraph, forward_only: bool, seed: int) -> None:
-    step, costs = replace(case, forward_only=forward_only), RandomCosts(seed=seed)
+    step = replace(case, forward_only=forward_only)
+    costs = WaitingCosts(seed=seed, num_waits=2, has_waits=step.plan.units["llm"].tensor_parallel_size > 1)
     assert filling.kernels is not None
     for name in ("optimus", "optimus-lean"):
         builder = BUILDERS[name].with_costs(costs)
@@ -99,3 +114,35 @@ def test_the_share_of_encoder_work_in_bubbles() -> None:
     assert found.eff_coarse < found.eff_fine
     idle = GivenCosts(seconds=lambda action: 0.0 if action.unit == "vision" else 1.0)
     assert measure_filling(BUILDERS["optimus"].with_costs(idle), step, idle) is None
+
+
+@dataclass(frozen=True)
+class SegmentCosts(UniformCosts):
+    """An encoder's forward takes one second, its segments alike, the LLM's four, half of it waits; backwards twice as long."""
+
+    num_segments: int = 1
+
+    def compute(self, action: Action) -> ComputeCost:
+        seconds = 1.0 if action.kind is ActionKind.FORWARD else 2.0
+        if action.unit == "llm":
+            return ComputeCost(4 * seconds, 2 * seconds, (seconds / 2,) * 4)
+        covers = action.covers
+        share = (covers.end - covers.first) / self.num_segments if isinstance(covers, SegmentRange) else 1.0
+        return ComputeCost(share * seconds)
+
+
+def test_segments_of_encoders_run_inside_the_waits_of_the_llm() -> None:
+    """Two ranks share the LLM's only stage; each has an encoder. Only the first forwards and the last backwards are alone."""
+    sizes = {"vision": (2, 1, 1), "llm": (1, 1, 2)}
+    step = build_case(build_graph("vision"), sizes, {"vision": deal(8, 2), "llm": deal(8, 1)}, colocated=True)
+    num_segments = count_segments(step.graph.unit("vision"), step.plan.virtual_stage("vision", 0, 0).layers)
+    costs = SegmentCosts(num_segments=num_segments)
+    schedule = optimus(step, costs)
+    inside = [slot for lane in schedule.lanes for slot in lane.slots if slot.mode is SlotMode.INSIDE]
+    assert len(inside) > 8 and all(slot.action.unit == "vision" for slot in inside)
+    found = measure_filling(BUILDERS["optimus"].with_costs(costs), step, costs)
+    assert found is not None and found.alone.iteration_seconds == 8 * 12
+    assert found.filled.iteration_seconds <= 8 * 12 + 1 + 2 + 1e-6
+    assert found.eff_fine > 0.7 > found.eff_coarse == 0.0
+    with patch.object(SegmentCosts, "waits", lambda self, work, pieces: (np.zeros(len(pieces) + 1, np.int64), np.zeros(0))):
+        assert not optimus(step, costs).has_inside

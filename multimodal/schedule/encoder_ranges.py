@@ -1,0 +1,144 @@
+"""Encoder work cut into ranges of segments: finely, to be placed piece by piece, and then joined where pieces stayed together."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from multimodal.cost.layers.registry import count_segments
+from multimodal.schedule.inside_slots import NO_CARRIER
+from multimodal.values.action import ActionKind, Place
+from multimodal.values.arrays.rows import Integers, row_starts
+from multimodal.values.parts.cuts import SegmentCut
+from multimodal.values.schedule import Schedule, SlotMode
+from multimodal.values.step_graph import StepGraph
+from multimodal.values.step_work import KIND_NUMBERS, StepWork, step_work
+
+MOST_PIECES = 100_000
+"""Pieces of a finely cut step; where there would be more, ranges of several segments are placed."""
+
+
+class Parts(NamedTuple):
+    """Where the forwards and backwards of an uncut step are among the pieces of the step that is cut."""
+
+    first: Integers
+    """Per piece of the uncut step its first piece in the cut one; -1: collectives."""
+    counts: Integers
+    """Per piece of the uncut step the pieces that it is cut into, which follow each other in the order in which they run."""
+
+    @classmethod
+    def of(cls, uncut: StepWork, work: StepWork) -> "Parts":
+        """Find them."""
+        first, counts = np.full(uncut.num_computed, -1), np.zeros(uncut.num_computed, np.int64)
+        for name, old in uncut.pieces.units.items():
+            new, has_backward = work.pieces.units[name], old.width > 0
+            first[old.forward], counts[old.forward] = new.forward, new.num_forwards
+            first[old.backward[has_backward]] = new.backward[has_backward]
+            counts[old.backward[has_backward]] = new.num_backwards[has_backward]
+        return cls(first, counts)
+
+    def expand(self, pieces: Integers) -> Integers:
+        """Return all pieces that these are cut into, in their order."""
+        counts = self.counts[pieces]
+        return np.repeat(self.first[pieces] - row_starts(counts)[:-1], counts) + np.arange(int(counts.sum()))
+
+
+def can_be_cut(step: StepGraph) -> frozenset[str]:
+    """Return the encoders whose stages have one rank each: no segment waits for another rank, so all may run inside others."""
+    plans = step.plan.units
+    names = (unit.name for unit in step.graph.encoders)
+    return frozenset(name for name in names if plans[name].tensor_parallel_size * plans[name].context_parallel_size == 1)
+
+
+def cut_finely(step: StepGraph, units: frozenset[str]) -> StepGraph:
+    """Return the step with every forward and backward of these units in single segments, or in ranges of equally many."""
+    places = list(_places(step, units))
+    num_pieces = sum(2 * num_segments for _, num_segments in places)
+    stride = -(-num_pieces // MOST_PIECES)
+    cuts: dict[tuple[int, bool], SegmentCut] = {}
+    segments: dict[Place, SegmentCut] = {}
+    for place, num_segments in places:
+        has_backward = step.backward_need(*place[:3]).has_backward
+        boundaries = tuple(range(stride, num_segments, stride))
+        cut = cuts.setdefault(
+            (num_segments, has_backward), SegmentCut(num_segments, boundaries, boundaries if has_backward else ())
+        )
+        if boundaries:
+            segments[place] = cut
+    return step.with_cuts(replace(step.cuts, segments=segments))
+
+
+def _places(step: StepGraph, units: frozenset[str]) -> Iterator[tuple[Place, int]]:
+    """Yield the places of units, with the number of segments of their stages."""
+    for name in sorted(units):
+        for replica, each in enumerate(step.plan.units[name].replicas):
+            for stage in each.virtual_stages:
+                num_segments = count_segments(step.graph.unit(name), stage.layers)
+                for microbatch in range(step.num_microbatches(name, replica)):
+                    yield Place(name, replica, stage.index, microbatch), num_segments
+
+
+class PlacedParts(NamedTuple):
+    """One lane's work in its order; columns."""
+
+    pieces: Integers
+    """Of the uncut step."""
+    parts: Integers
+    """The number of the part that runs, of those that the piece was cut into."""
+    boundaries: Integers
+    """The segment at which the part begins, in the order of a forward: of a backward's part, where it ends."""
+    carriers: Integers
+    """The piece of the uncut step inside of which it runs; -1: none."""
+    waits: Integers
+    """The wait of that piece."""
+
+
+def join_parts(step: StepGraph, lanes: Sequence[PlacedParts]) -> Schedule:
+    """Build the schedule of such lanes: parts of one piece that stand together, in line or in one wait, are one range."""
+    work = step_work(step)
+    joined = [_join(lane) for lane in lanes]
+    boundaries: dict[int, set[int]] = defaultdict(set)
+    for lane in joined:
+        is_later = lane.parts > 0
+        for piece, boundary in zip(lane.pieces[is_later].tolist(), lane.boundaries[is_later].tolist(), strict=True):
+            boundaries[piece].add(boundary)
+    cut = step.with_cuts(replace(step.cuts, segments=_segment_cuts(work, boundaries))) if boundaries else step
+    first = Parts.of(work, step_work(cut)).first
+    rows, modes = [], []
+    for lane in joined:
+        rows.append(first[lane.pieces] + _numbers_in_piece(lane))
+        modes.append(np.where(lane.carriers == NO_CARRIER, SlotMode.IN_LINE, SlotMode.INSIDE).astype(np.uint8))
+    return Schedule.of_numbers(cut, rows, modes, [lane.waits for lane in joined])
+
+
+def _join(lane: PlacedParts) -> PlacedParts:
+    """Leave out parts that continue the one before them."""
+    keys = np.stack((lane.pieces, lane.carriers, lane.waits))
+    is_first = np.ones(len(lane.pieces), bool)
+    is_first[1:] = (keys[:, 1:] != keys[:, :-1]).any(axis=0)
+    return PlacedParts(*(column[is_first] for column in lane))
+
+
+def _numbers_in_piece(lane: PlacedParts) -> Integers:
+    """Return for each entry how many of the same piece stand before it."""
+    order = np.argsort(lane.pieces, kind="stable")
+    ordered = lane.pieces[order]
+    numbers = np.empty(len(order), np.int64)
+    numbers[order] = np.arange(len(order)) - np.searchsorted(ordered, ordered)
+    return numbers
+
+
+def _segment_cuts(work: StepWork, boundaries: dict[int, set[int]]) -> dict[Place, SegmentCut]:
+    found: dict[Place, dict[bool, tuple[int, ...]]] = defaultdict(dict)
+    for piece, at in boundaries.items():
+        unit, replica, stage = work.stages[work.computed_stages[piece]]
+        place = Place(unit, replica, stage, int(work.microbatches[piece]))
+        found[place][bool(work.kinds[piece] == KIND_NUMBERS[ActionKind.FORWARD])] = tuple(sorted(at))
+    cuts = {}
+    for place, halves in found.items():
+        layers = work.plan.virtual_stage(*place[:3]).layers
+        num_segments = count_segments(work.graph.unit(place.unit), layers)
+        cuts[place] = SegmentCut(num_segments, halves.get(True, ()), halves.get(False, ()))
+    return cuts
