@@ -22,6 +22,7 @@ from multimodal.attention.packed_lengths import ItemSpan
 from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster
+from multimodal.cost.run_options import RunOptions
 from multimodal.data.packing import pack_encoder_microbatch
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.layers.registry import sharding_of
@@ -155,7 +156,14 @@ def plan_case(case: GradientCase, assignment: Assignment | None = None, *, forwa
         share = exchange.decode(source, source_index=source_index)
         assert share.lengths == lengths
         source = exchange.exchange(share, schedules.step(assignment))
-    predictor = StepPredictor(schedules, case.cluster, case.source.vocab_size) if case.cluster is not None else None
+    options = RunOptions(
+        recompute=case.recompute,
+        zero_stage=3 if case.shards_weights else 0,
+        sequence_parallel=case.sequence_parallel,
+        transformer_impl="local",
+        num_overlapped_parts=case.num_overlapped_parts,
+    )
+    predictor = StepPredictor(schedules, case.cluster, case.source.vocab_size, options) if case.cluster is not None else None
     return plan_step(
         source,
         lengths=lengths,

@@ -14,6 +14,7 @@ from multimodal.values.assignment import Assignment
 from multimodal.values.errors import AssignmentError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from multimodal.values.schedule import SlotMode
 from tests.distributed.gradient_case import GradientCase, plan_case
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.random_source import RandomSource, SampleShape
@@ -22,7 +23,7 @@ from tests.distributed.test_every_builder import UNITS
 
 LINKS = NodeLink(1.0, 60.0), Network(1.0, 100.0, 1)
 SLOW, FAST = Cluster(4, 1e-6, 8.0, *LINKS), Cluster(4, 100.0, 8.0, *LINKS)
-"""Computations take far longer than messages, and far less long."""
+"""Computations take far longer than messages, and far less long, so that encoders run inside the LLM's waits."""
 
 
 def build_case(cluster: Cluster | None, **units: object) -> GradientCase:
@@ -58,6 +59,19 @@ def test_orders_by_durations_train_as_one_process_does(ranks: RankPool, cluster:
 
 def order_of(case: GradientCase) -> str:
     return schedule_to_text(plan_case(case).schedule)
+
+
+def count_inside(case: GradientCase) -> tuple[int, int]:
+    """The slots inside computations, and the places that are cut into ranges of segments."""
+    schedule = plan_case(case).schedule
+    return int((schedule.modes == SlotMode.INSIDE).sum()), len(schedule.step.cuts.segments)
+
+
+def test_segments_run_inside_waits_where_these_are_long(ranks: RankPool) -> None:
+    """So the test above holds such schedules against one process, too."""
+    assert ranks.run(count_inside, build_case(SLOW), world_size=4)[0] == (0, 0)
+    num_inside, num_cut = ranks.run(count_inside, build_case(FAST), world_size=4)[0]
+    assert num_inside > 4 and num_cut > 0
 
 
 def agree(case: GradientCase, others: Cluster) -> str:
