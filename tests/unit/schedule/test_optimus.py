@@ -70,7 +70,7 @@ class WaitingCosts(RandomCosts):
         return found if action.unit == "llm" and self.has_waits else found._replace(waits=())
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(case=cases(), forward_only=st.booleans(), seed=st.integers(0, 2**20))
 def test_the_kernel_equals_its_reference_and_gives_valid_schedules(case: StepGraph, forward_only: bool, seed: int) -> None:
     step = replace(case, forward_only=forward_only)

@@ -1,7 +1,7 @@
 """What a planned run's schedule makes of the bubbles of the LLM's pipeline: for the plan file, the tables and `--json`."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -45,7 +45,22 @@ def with_filling(planned: PredictedRun, request: PlanningRequest) -> tuple[Predi
     report = report_filling(planned.run, request)
     if report is None:
         return planned, None
-    return planned._replace(run=replace(planned.run, notes=(*planned.run.notes, report.note))), report
+    notes = (*planned.run.notes, report.note, *_unfilled(planned.run, request))
+    return planned._replace(run=replace(planned.run, notes=notes)), report
+
+
+def _unfilled(run: PlannedRun, request: PlanningRequest) -> Iterator[str]:
+    """Say what of the LLM's waits for tensor parallel collectives cannot be filled."""
+    if run.plan.units[request.graph.backbone.name].tensor_parallel_size == 1:
+        return
+    if run.transformer_impl != "local" or run.tp_comm_overlap:
+        hides = "overlapped collectives" if run.tp_comm_overlap else "Transformer Engine's layers"
+        yield f"waits for tensor parallel collectives are not filled: {hides} do not tell of them; --transformer-impl local does"
+        return
+    others = [unit.name for unit in request.graph.encoders if run.plan.units[unit.name].tensor_parallel_size > 1]
+    if others:
+        names = ", ".join(others)
+        yield f"waits for tensor parallel collectives are not filled by {names}: only encoders with tp 1 run inside them"
 
 
 def report_filling(run: PlannedRun, request: PlanningRequest) -> FillingReport | None:
