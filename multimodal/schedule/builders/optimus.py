@@ -1,6 +1,7 @@
 """Optimus: encoder work in the bubbles of the LLM's pipeline (Feng et al., Optimus, Algorithm 2)."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,11 @@ TOLERANCES = (0, 20, 40, 60, 80, 100)
 """Percent of an encoder's computation that may stick out of a bubble; the one with the shortest step is taken."""
 FINE_TOLERANCES = (0, 25, 50, 75)
 """The same for single segments, in waits as well; what sticks out there makes the LLM's computation longer."""
+MOST_WORK = 300_000_000
+"""Pieces times queues of a pipeline up to which it is filled: about a second. The more there are, the fewer tolerances are tried;
+beyond, where routes tie many pipelines together, its encoders run as in 1F1B."""
+MOST_CUT = 20_000
+"""Pieces of a step up to which its encoders are cut into ranges of segments: asking what all ranges take is slow."""
 _NANOSECONDS = 1e9
 _FORWARD, _BACKWARD, _REDUCTION = (
     KIND_NUMBERS[kind] for kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRADIENTS)
@@ -45,14 +51,16 @@ def build_optimus(step: StepGraph, costs: StepCosts, *, memory_factor: float = m
     limits = _limits(step, memory_factor)
     ways = [_Filling(in_line, step, costs, limits)]
     inside = can_be_cut(step)
-    if inside and step.cuts == UNCUT and ways[0].has_waits:
+    if inside and step.cuts == UNCUT and ways[0].has_waits and in_line.work.num_computed <= MOST_CUT:
         ways.append(_Filling(in_line, cut_finely(step, inside), costs, limits, inside))
     nothing = np.zeros(0, np.int64)
     lanes = [PlacedParts(*[nothing] * 5)] * len(step.plan.lanes)
     for pipeline in map(np.array, step.once(connected_lanes)):
-        _, best = min(((way.end(pipeline), index) for index, way in enumerate(ways)))
-        for lane, placed in zip(pipeline.tolist(), ways[best].place(pipeline), strict=True):
-            lanes[lane] = placed
+        found = [filled for way in ways if (filled := way.fill(pipeline)) is not None]
+        best = min(found, key=lambda filled: filled.lanes.end, default=None)
+        placed = ways[0].in_order(pipeline) if best is None else best.place()
+        for lane, parts in zip(pipeline.tolist(), placed, strict=True):
+            lanes[lane] = parts
     return place_reductions(join_parts(step, lanes))
 
 
@@ -100,28 +108,34 @@ class _Filling:
         """True if computations that keep their order have waits that can be filled."""
         return bool(len(self.waits))
 
-    def end(self, pipeline: Integers) -> int:
-        """Return when a pipeline ends."""
-        return self._filled(pipeline)[2].end
+    def in_order(self, pipeline: Integers) -> list[PlacedParts]:
+        """Return the work of a pipeline's lanes as 1F1B orders it."""
+        rows = (self.in_line.lane_pieces(lane) for lane in pipeline.tolist())
+        kept = (row[self.parts.first[row] >= 0] for row in rows)
+        return [PlacedParts(row, np.zeros_like(row), *[np.full(len(row), -1)] * 3) for row in kept]
 
-    def _filled(self, pipeline: Integers) -> tuple[Integers, LanesToFill, FilledLanes]:
-        """Return a pipeline's pieces and what fills them; pipelines that are alike are filled once."""
+    def fill(self, pipeline: Integers) -> "_FilledPipeline | None":
+        """Fill a pipeline, or none that is too large; pipelines that are alike are filled once."""
         pieces = self._pieces_of(pipeline)
         to_fill = self._lanes_to_fill(pieces, pipeline)
+        size = len(pieces) * (len(to_fill.queue_starts) - 1)
+        if size > MOST_WORK:
+            return None
         alike = b"".join(array.tobytes() for array in vars(to_fill).values())
         if alike not in self.known:
-            self.known[alike] = min((to_fill.fill(tolerance=each) for each in self.tolerances), key=lambda filled: filled.end)
-        return pieces, to_fill, self.known[alike]
+            tolerances = self.tolerances[: max(1, MOST_WORK // max(1, size))]
+            self.known[alike] = min((to_fill.fill(tolerance=each) for each in tolerances), key=lambda filled: filled.end)
+        return _FilledPipeline(self, len(pipeline), pieces, to_fill, self.known[alike])
 
-    def place(self, pipeline: Integers) -> list[PlacedParts]:
+    def place(self, filled: "_FilledPipeline") -> list[PlacedParts]:
         """Return the work of a pipeline's lanes."""
-        pieces, to_fill, filled = self._filled(pipeline)
-        starts, of_piece = take_rows(to_fill.lane_starts, to_fill.lanes, filled.order)
-        ordered = np.repeat(filled.order, np.diff(starts))
+        pieces, to_fill, lanes = filled.pieces, filled.to_fill, filled.lanes
+        starts, of_piece = take_rows(to_fill.lane_starts, to_fill.lanes, lanes.order)
+        ordered = np.repeat(lanes.order, np.diff(starts))
         whole = self.piece_of_part[pieces]
-        carriers = np.where(filled.carriers < 0, -1, whole[filled.carriers])
-        columns = PlacedParts(whole, pieces - self.parts.first[whole], self._boundaries(pieces), carriers, filled.waits)
-        return [PlacedParts(*(column[ordered[of_piece == index]] for column in columns)) for index in range(len(pipeline))]
+        carriers = np.where(lanes.carriers < 0, -1, whole[lanes.carriers])
+        columns = PlacedParts(whole, pieces - self.parts.first[whole], self._boundaries(pieces), carriers, lanes.waits)
+        return [PlacedParts(*(column[ordered[of_piece == index]] for column in columns)) for index in range(filled.num_lanes)]
 
     def _boundaries(self, pieces: Integers) -> Integers:
         """Return the segment at which each part begins, of a backward's part the one at which it ends."""
@@ -184,6 +198,21 @@ class _Filling:
         begins = is_limited & (kinds == _FORWARD) & (parts == 0)
         ends = is_limited & (kinds == _BACKWARD) & (parts == self.parts.counts[whole] - 1)
         return np.where(begins, stage_of_piece, -1), np.where(ends, stage_of_piece, -1), limits
+
+
+class _FilledPipeline(NamedTuple):
+    """A pipeline, filled in one way."""
+
+    way: _Filling
+    num_lanes: int
+    pieces: Integers
+    """Ascending."""
+    to_fill: LanesToFill
+    lanes: FilledLanes
+
+    def place(self) -> list[PlacedParts]:
+        """Return the work of its lanes."""
+        return self.way.place(self)
 
 
 def _limits(step: StepGraph, memory_factor: float) -> Integers:
