@@ -22,8 +22,8 @@ from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_every_builder import UNITS
 
 LINKS = NodeLink(1.0, 60.0), Network(1.0, 100.0, 1)
-SLOW, FAST = Cluster(4, 1e-6, 8.0, *LINKS), Cluster(4, 100.0, 8.0, *LINKS)
-"""Computations take far longer than messages, and far less long, so that encoders run inside the LLM's waits."""
+SLOW, EVEN, FAST = (Cluster(4, tflops, 8.0, *LINKS) for tflops in (1e-6, 1e-4, 100.0))
+"""Computations take far longer than messages, about as long, so that encoders run inside the LLM's waits, and far less long."""
 
 
 def build_case(cluster: Cluster | None, **units: object) -> GradientCase:
@@ -52,7 +52,7 @@ def build_case(cluster: Cluster | None, **units: object) -> GradientCase:
 
 
 @pytest.mark.parametrize("freezing", [{}, {"freeze_module": True}])
-@pytest.mark.parametrize("cluster", [SLOW, FAST])
+@pytest.mark.parametrize("cluster", [SLOW, EVEN, FAST])
 def test_orders_by_durations_train_as_one_process_does(ranks: RankPool, cluster: Cluster, freezing: dict[str, bool]) -> None:
     assert_matches(build_case(cluster, **freezing), ranks)
 
@@ -69,10 +69,10 @@ def count_inside(case: GradientCase) -> tuple[int, int]:
 
 def test_segments_run_inside_waits_where_these_are_long(ranks: RankPool) -> None:
     """So the test above holds such schedules against one process, too."""
-    (slow, cut_if_slow), (fast, cut_if_fast) = (
-        ranks.run(count_inside, build_case(each), world_size=4)[0] for each in (SLOW, FAST)
+    (slow, cut_if_slow), (even, cut_if_even) = (
+        ranks.run(count_inside, build_case(each), world_size=4)[0] for each in (SLOW, EVEN)
     )
-    assert slow == 0 < fast and cut_if_slow > 0 < cut_if_fast, "ranges fill the lanes' bubbles as well"
+    assert slow == 0 < even and cut_if_slow > 0 < cut_if_even, "ranges fill the lanes' bubbles as well"
 
 
 def agree(case: GradientCase, others: Cluster) -> str:
