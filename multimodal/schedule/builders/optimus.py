@@ -51,8 +51,9 @@ def build_optimus(step: StepGraph, costs: StepCosts, *, memory_factor: float = m
     limits = _limits(step, memory_factor)
     ways = [_Filling(in_line, step, costs, limits)]
     inside = can_be_cut(step)
-    if inside and step.cuts == UNCUT and ways[0].has_waits and in_line.work.num_computed <= MOST_CUT:
-        ways.append(_Filling(in_line, cut_finely(step, inside), costs, limits, inside))
+    if inside and step.cuts == UNCUT and in_line.work.num_computed <= MOST_CUT:
+        fine = _Filling(in_line, cut_finely(step, inside), costs, limits, inside)
+        ways += [fine] if fine.has_waits else []
     nothing = np.zeros(0, np.int64)
     lanes = [PlacedParts(*[nothing] * 5)] * len(step.plan.lanes)
     for pipeline in map(np.array, step.once(connected_lanes)):
@@ -97,7 +98,7 @@ class _Filling:
         self.durations[computed] = nanoseconds[: len(computed)]
         self.delays = np.append(nanoseconds[len(computed) :], 0)[work.message_of_need]
         """[num_needs] none where nothing is sent."""
-        keeping = computed[~self.fills[self.piece_of_part[computed]]]
+        keeping = computed[~self.fills[self.piece_of_part[computed]]] if self.goes_inside.any() else computed[:0]
         starts, waits = costs.waits(work, keeping)
         counts = np.zeros(work.num_computed, np.int64)
         counts[keeping] = np.diff(starts)
