@@ -26,6 +26,7 @@ from megatron.runtime.step.step import Step
 from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.cost.cluster import peak_tflops
 from multimodal.cost.seconds.layer_curves import PackedSize
+from multimodal.cost.step_costs import ComputeCost
 from multimodal.model.initialization import initialize_parameters
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.layers.registry import kind_of
@@ -262,7 +263,7 @@ def time_runtime(graph: ModelGraph, *, num_repetitions: int) -> tuple[float, flo
     All units run on this one rank, with the real executor, broker and gradient buffers, and with stages that compute nothing.
     Messages between ranks are the cluster's to say. torch.distributed must be up with one rank; any backend will do.
     """
-    session = emulated_session(graph, plan_colocated(graph, sizes={}, world_size=1), seconds=lambda action: 0.0)
+    session = emulated_session(graph, plan_colocated(graph, sizes={}, world_size=1), cost=lambda action: ComputeCost(0.0))
     steps = {count: _small_step(session, count) for count in (_FEW, _MANY)}
     seconds = {count: median(_run(session, step) for _ in range(num_repetitions)) for count, step in steps.items()}
     num_more = 2 * len(graph.units) * (_MANY - _FEW)

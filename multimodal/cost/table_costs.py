@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from multimodal.cost.cost_table import CostTable, StageSeconds
 from multimodal.cost.step_costs import ActionCosts, ComputeCost, TransferCost
-from multimodal.values.action import Action, ActionKind, Place
+from multimodal.values.action import Action, ActionKind, Place, SegmentRange, action_to_text
+from multimodal.values.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,11 @@ class TableCosts(ActionCosts):
 
     def compute(self, action: Action) -> ComputeCost:
         """Seconds of one computation."""
+        if isinstance(action.covers, SegmentRange):
+            raise ConfigError(
+                f"costs of {action_to_text(action)}: a cost table lists seconds of whole stages, not of segments; "
+                "describe a cluster instead, or use a --schedule that runs whole stages"
+            )
         stage, microbatch = self._stage(action.place), action.microbatch
         if action.kind is ActionKind.FORWARD:
             return ComputeCost(stage.forward[microbatch])

@@ -16,6 +16,11 @@ class TensorParallelWaits:
         self.count = 0
         """Waits that the computation has come to."""
 
+    @property
+    def are_filled(self) -> bool:
+        """True while something may run in the waits of a computation."""
+        return self._fill is not None
+
     @contextmanager
     def filled_by(self, fill: Callable[[int], None]) -> Iterator[None]:
         """Call `fill` with the number of each wait that is come to inside, while its collective is under way."""

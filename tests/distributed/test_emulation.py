@@ -1,21 +1,33 @@
 """Emulated runs: the real executor with timed waits gives a whole timeline of the schedule it was given."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from megatron.runtime.emulation.emulated_run import EmulatedRun, emulate_on_rank
 from multimodal.cost.cost_table import CostTable
+from multimodal.cost.run_options import RunOptions
+from multimodal.cost.step_costs import ComputeCost
 from multimodal.cost.table_costs import TableCosts
 from multimodal.cost.table_model import build_table_step
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.inside_slots import InsideSlots
 from multimodal.schedule.passes import passes_named
-from multimodal.values.action import ACTION_TABLE, Action, Resource
+from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.schedule.simulate import simulate_schedule
+from multimodal.schedule.text import schedule_from_text
+from multimodal.schedule.validate import validate_schedule
+from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
+from multimodal.values.assignment import Assignment, Atom
+from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.step_graph import StepGraph
 from multimodal.values.timeline import Timeline
 from tests.distributed.rank_pool import RankPool
+from tests.unit.schedule.schedule_cases import SHAPE, build_unit_plan
+from tests.unit.schedule.uniform_costs import UniformCosts
 
 TABLE = {
     "num_microbatches": 4,
@@ -64,6 +76,44 @@ def test_context_parallel_ranks_are_emulated_together(ranks: RankPool) -> None:
     ((timeline,), *_) = ranks.run(_emulate, run, world_size=spread.num_ranks)
     expected = {action for lane in lowered.lanes for action in lane.actions if _is_computation(action)}
     assert {event.action for event in timeline.events if _is_computation(event.action)} == expected
+
+
+INSIDE = """\
+lane 0: F vision/0/0/0; {F vision/0/0/1{0:3} @0; F vision/0/0/1{3:9} @2} F llm/0/0/0; F vision/0/0/1{9:12}; F llm/0/0/1; \
+B llm/0/0/0; {B vision/0/0/0{5:12} @1; B vision/0/0/0{0:5} @1} B llm/0/0/1; B vision/0/0/1; RG llm/0/0; RG vision/0/0
+lane 1: F vision/1/0/0; {F vision/1/0/1 @1} F llm/0/0/0; F llm/0/0/1; \
+B llm/0/0/0; {B vision/1/0/0 @0} B llm/0/0/1; B vision/1/0/1; RG llm/0/0; RG vision/1/0
+"""
+"""Encoder replicas of one rank each beside an LLM over both; the two images of each of two samples."""
+
+
+class InsideCosts(UniformCosts):
+    def compute(self, action: Action) -> ComputeCost:
+        if action.unit == "llm":
+            return ComputeCost(0.02, 0.006, (0.002, 0.002, 0.002))
+        return ComputeCost(0.004 if action.covers is None else 0.002)
+
+
+def test_work_inside_a_computation_runs_in_its_waits(ranks: RankPool) -> None:
+    shape = replace(SHAPE, num_layers=2)
+    graph = ModelGraph((Unit("vision", Role.ENCODER, shape), Unit("llm", Role.BACKBONE, shape)), (("vision", "llm"),))
+    plans = {"vision": build_unit_plan(graph, "vision", dp=2, pp=1), "llm": build_unit_plan(graph, "llm", dp=1, pp=1, tp=2)}
+    encoded = tuple(tuple((Atom(sample, replica),) for sample in range(2)) for replica in range(2))
+    step = StepGraph(graph, Plan(plans), Assignment({"vision": encoded, "llm": (((Atom(0),), (Atom(1),)),)}))
+    schedule = insert_communication(schedule_from_text(INSIDE, step))
+    validate_schedule(schedule, options=RunOptions(transformer_impl="local", sequence_parallel=False))
+    run = EmulatedRun(schedule, InsideCosts(), num_iterations=1)
+    ((timeline,), *_) = ranks.run(_emulate, run, world_size=2)
+    events = {(event.lane, event.action): event for event in timeline.events}
+    expected = {(event.lane, event.action) for event in simulate_schedule(schedule, run.costs).timeline.events}
+    assert {key for key in events if _is_computation(key[1])} == {key for key in expected if _is_computation(key[1])}
+    inside = InsideSlots.of(schedule)
+    for piece, carrier, lane in zip(inside.pieces.tolist(), inside.carriers.tolist(), inside.lanes.tolist(), strict=True):
+        own, whole = (events[lane, schedule.work.action(each)] for each in (piece, carrier))
+        assert whole.start_seconds < own.start_seconds < own.end_seconds < whole.end_seconds
+        assert own.end_seconds - own.start_seconds >= run.costs.compute(own.action).seconds
+    longer = events[0, Action(ActionKind.FORWARD, "llm", 0, 0, 0)]
+    assert longer.end_seconds - longer.start_seconds >= 0.02 + 0.002, "what fills a wait of one rank is longer than it"
 
 
 def _spread(unit: UnitPlan, size: int) -> UnitPlan:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,18 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from megatron.runtime import platform
-from megatron.runtime.emulation.emulated_stage import EmulatedStage, Seconds, with_emulated_inputs
+from megatron.runtime.emulation.emulated_stage import Cost, EmulatedStage, with_emulated_inputs
 from megatron.runtime.execution.step_clock import gather_timeline
 from megatron.runtime.session import Session, SessionOptions
 from megatron.runtime.step.step import Step
-from multimodal.cost.step_costs import StepCosts
+from multimodal.cost.step_costs import ComputeCost, StepCosts
 from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.values.action import ACTION_TABLE, Action, Resource
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from multimodal.values.schedule import Schedule
+from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.timeline import Timeline
 
 TIMEOUT = timedelta(minutes=5)
@@ -94,16 +95,41 @@ def _serve_rank(
 def emulate_on_rank(run: EmulatedRun, *, rank: int) -> tuple[Timeline, ...]:
     """This rank's part, where torch.distributed is up; collective. The timelines on rank 0, nothing elsewhere."""
     graph, plan = run.schedule.step.graph, run.schedule.step.plan
-    session = emulated_session(graph, plan, seconds=lambda action: run.costs.compute(action).seconds)
+    session = emulated_session(graph, plan, cost=cache(_Costs(run, rank=rank).compute))
     step = emulated_step(run.schedule, num_tokens=run.num_tokens, rank=rank)
     timelines = [_run_step(session, step) for _ in range(run.num_iterations + 1)]
     return tuple(timeline for timeline in timelines[1:] if timeline is not None)
 
 
-def emulated_session(graph: ModelGraph, plan: Plan, *, seconds: Seconds) -> Session:
+class _Costs:
+    """The costs of a lane's computations as the simulator takes them: in a wait, or with waits that are filled."""
+
+    def __init__(self, run: EmulatedRun, *, rank: int) -> None:
+        lane = run.schedule.lane(run.schedule.step.plan.lane_of_rank[rank])
+        self._costs = run.costs
+        self._inside = {lane.actions[position] for position in lane.inside}
+        self._num_waits: dict[Action, int] = {}
+        """By carrier, the waits that are filled, and those before them."""
+        waiting = 0
+        for slot in lane.slots:
+            if slot.mode is SlotMode.INSIDE:
+                waiting = max(waiting, slot.wait + 1)
+            elif waiting and slot.mode is SlotMode.IN_LINE and ACTION_TABLE[slot.action.kind].resource is Resource.COMPUTE:
+                self._num_waits[slot.action], waiting = waiting, 0
+
+    def compute(self, action: Action) -> ComputeCost:
+        """Return the cost of a computation; a collective at the end of one inside another runs beside that."""
+        cost = self._costs.compute(action)
+        if action in self._inside:
+            return ComputeCost(cost.seconds - cost.tensor_parallel_seconds)
+        missing = self._num_waits.get(action, 0) - len(cost.waits)
+        return cost._replace(waits=(*cost.waits, *(0.0,) * max(0, missing)))
+
+
+def emulated_session(graph: ModelGraph, plan: Plan, *, cost: Cost) -> Session:
     """A session whose stages wait instead of computing; nothing is updated."""
     build = BuildOptions(Precision(torch.float32))
-    options = SessionOptions(graph, build, _VOCAB_SIZE, timeout=TIMEOUT, build_stage=partial(EmulatedStage, seconds=seconds))
+    options = SessionOptions(graph, build, _VOCAB_SIZE, timeout=TIMEOUT, build_stage=partial(EmulatedStage, cost=cost))
     return Session(options, plan=plan)
 
 

@@ -1,8 +1,10 @@
 """A stage whose computations are timed waits, and its microbatches of the right sizes: all around it is the real runtime."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,16 +13,23 @@ from torch.nn import Module, Parameter
 
 from megatron.runtime.step.step import Step
 from megatron.runtime.step.token_placement import WHOLE
-from multimodal.model.layers.layer_kind import HeadOutput
+from multimodal.attention.packed_lengths import PackedLengths
+from multimodal.cost.layers.registry import count_segments
+from multimodal.cost.step_costs import ComputeCost
+from multimodal.model.layers.layer_kind import HeadOutput, LayerPart, StagePass, State
 from multimodal.model.layers.registry import kind_of
 from multimodal.model.stage_input import PackedInput
+from multimodal.model.stage_segments import StageSegments
 from multimodal.model.unit_stage import UnitStage
 from multimodal.model.weight_gradient_queue import active_queue
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.assignment import MicrobatchPlace
+from multimodal.values.step_graph import SegmentCut
 
-Seconds = Callable[[Action], float]
-"""Returns the seconds that a computation takes."""
+Cost = Callable[[Action], ComputeCost]
+"""Returns what a computation takes."""
+Spend = Callable[[ActionKind], None]
+"""Takes as long as the computation of this kind of one piece of work."""
 
 
 @dataclass(frozen=True)
@@ -34,23 +43,28 @@ class EmulatedInput(PackedInput):
     """True if anything leaves it; else it gives only a loss."""
     fraction: float = 1.0
     """Its part of the microbatch's tokens, where that runs in sample subsets."""
+    cuts: Mapping[int, SegmentCut] = field(default_factory=dict)
+    """Virtual stage -> how the microbatch is cut into ranges of segments there."""
 
 
 class EmulatedStage(UnitStage):
     """Takes and gives tensors of the right shapes, waits as long as the real stage would compute, and trains one number a layer.
 
-    seconds: duration of an action; stage_index: which virtual stage this is; stage: what UnitStage takes.
+    A computation inside of which others run computes in equal intervals, and between them waits for nothing real: there it lets
+    them run, and waits for what is left of its own wait.
+
+    cost: what an action takes; stage_index: which virtual stage this is; stage: what UnitStage takes.
     """
 
     def __init__(
         self,
         *,
-        seconds: Seconds,
+        cost: Cost,
         stage_index: int,
         **stage: Any,
     ) -> None:
         super().__init__(**stage)
-        self._seconds, self._stage_index = seconds, stage_index
+        self._cost, self._stage_index = cost, stage_index
 
     @property
     def shared_embedding_weight(self) -> Tensor | None:
@@ -59,24 +73,83 @@ class EmulatedStage(UnitStage):
 
     def forward(self, hidden: Tensor | None, batch: PackedInput, item_embeddings: Tensor | None = None) -> Tensor | HeadOutput:
         """Wait; the same shapes in and out as a real stage."""
+        place = self._place(batch)
+
+        def spend(kind: ActionKind) -> None:
+            self._spend(Action(kind, *place), fraction=batch.fraction)  # type: ignore[attr-defined]
+
+        return self._finish(_TimedWait.apply(self._weight, hidden, item_embeddings, spend, self._output_shape(batch)), batch)  # type: ignore[no-untyped-call]
+
+    def prepare(self, batch: PackedInput, item_embeddings: Tensor | None) -> StagePass:
+        """Return what the segments read: sizes alone."""
+        return StagePass(batch, item_embeddings, torch.zeros(0), PackedLengths(lengths=batch.lengths), None)
+
+    def segments(self) -> StageSegments:
+        """Return as many segments as the real stage has, without collectives."""
+        count = count_segments(self.unit, self.layer_range)
+        parts = tuple(LayerPart(partial(self._run_segment, number, is_last=number == count - 1)) for number in range(count))
+        starts = tuple(range(count + 1))
+        return StageSegments(parts, (self.layer_range.start,) * count, starts, starts)
+
+    def _run_segment(self, number: int, state: State, given: StagePass, *, is_last: bool) -> State:
+        """Wait for a whole range in the forward of its last segment, and in the backward of its first."""
+        place = self._place(given.batch)
+        cut = given.batch.cuts[self._stage_index]  # type: ignore[attr-defined]
+        ends = {covers.end - 1 if covers else -1: covers for covers in cut.forwards}
+        begins = {covers.first if covers else 0: covers for covers in cut.backwards}
+        ending = number in ends or (is_last and not cut.forward)
+        if not (number == 0 or is_last or ending or number in begins):
+            return state
+
+        def spend(kind: ActionKind) -> None:
+            covered = ends.get(number) if kind is ActionKind.FORWARD else begins.get(number)
+            if ending if kind is ActionKind.FORWARD else number in begins:
+                self._spend(Action(kind, *place, covers=covered))
+
+        hidden, embeddings = (state[0] if state else None), (given.item_embeddings if number == 0 else None)
+        shape = self._output_shape(given.batch) if is_last else (self.num_rows(given.batch.num_tokens), 1, 1)
+        weight = self._weight if number == 0 else None
+        output: Tensor = _TimedWait.apply(weight, hidden, embeddings, spend, shape)  # type: ignore[no-untyped-call]
+        finished = self._finish(output, given.batch) if is_last else output
+        return (finished,) if isinstance(finished, Tensor) else finished  # type: ignore[return-value]
+
+    @property
+    def _weight(self) -> Tensor:
+        return next(iter(self.parameters()))
+
+    def _place(self, batch: PackedInput) -> Place:
         assert isinstance(batch, EmulatedInput) and batch.place is not None
-        weight = next(iter(self.parameters()))
-        rows = self.num_rows(batch.num_tokens)
-        if self.is_last:
-            rows = batch.num_output_rows if batch.hands_on else 1
+        return Place(batch.place.unit, batch.place.replica, self._stage_index, batch.place.microbatch)
+
+    def _output_shape(self, batch: PackedInput) -> tuple[int, ...]:
+        assert isinstance(batch, EmulatedInput)
+        width = kind_of(self.unit, self.layer_range.stop - 1).output_size(self.context)
+        if not self.is_last:
+            return self.num_rows(batch.num_tokens), 1, width
+        return (batch.num_output_rows if batch.hands_on else 1), width
+
+    def _finish(self, output: Tensor, batch: PackedInput) -> Tensor | HeadOutput:
+        assert isinstance(batch, EmulatedInput)
         last = kind_of(self.unit, self.layer_range.stop - 1)
-        width = last.output_size(self.context)
-        shape = (rows, width) if self.is_last else (rows, 1, width)
-        place = Place(batch.place.unit, batch.place.replica, self._stage_index, batch.place.microbatch)
+        if not last.gives_loss:
+            return output
+        is_correct = None if self.training or not last.picks_tokens else torch.zeros(0, dtype=torch.bool)
+        return HeadOutput(output.sum(), is_correct, conditions=output if batch.hands_on else None)
 
-        def seconds(kind: ActionKind) -> float:
-            return batch.fraction * self._seconds(Action(kind, *place))
-
-        output: Tensor = _TimedWait.apply(weight, hidden, item_embeddings, seconds, shape)  # type: ignore[no-untyped-call]
-        if last.gives_loss:
-            is_correct = None if self.training or not last.picks_tokens else torch.zeros(0, dtype=torch.bool)
-            return HeadOutput(output.sum(), is_correct, conditions=output if batch.hands_on else None)
-        return output
+    def _spend(self, action: Action, *, fraction: float = 1.0) -> None:
+        """Take as long as a computation does; what runs inside it runs in its waits."""
+        cost = self._cost(action)
+        if not self.waits.are_filled:
+            wait(fraction * cost.seconds)
+            return
+        interval = (cost.seconds - sum(cost.waits)) / (len(cost.waits) + 1)
+        now = time.perf_counter()
+        for seconds in cost.waits:
+            now = _wait_until(now + fraction * interval)
+            self.waits.reach()
+            now = max(now + fraction * seconds, time.perf_counter())
+            _wait_until(now)
+        _wait_until(now + fraction * interval)
 
     def _build_layer(self, index: int) -> Module:
         return _Number(self.options.precision.params_dtype)
@@ -96,32 +169,34 @@ class _TimedWait(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
-        weight: Tensor,
+        weight: Tensor | None,
         hidden: Tensor | None,
         embeddings: Tensor | None,
-        seconds: Callable[[ActionKind], float],
+        spend: Spend,
         shape: tuple[int, ...],
     ) -> Tensor:
-        wait(seconds(ActionKind.FORWARD))
-        ctx.inputs, ctx.seconds, ctx.weight, ctx.queue = (hidden, embeddings), seconds, weight, active_queue()
-        return weight.new_zeros(shape)
+        spend(ActionKind.FORWARD)
+        ctx.inputs, ctx.spend, ctx.weight, ctx.queue = (hidden, embeddings), spend, weight, active_queue()
+        like = weight if weight is not None else hidden
+        assert like is not None
+        return like.new_zeros(shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         inputs = (None if tensor is None else torch.zeros_like(tensor) for tensor in ctx.inputs)
         if ctx.queue is not None:
-            wait(ctx.seconds(ActionKind.INPUT_GRADIENT))
-            ctx.queue.put(_PendingWait(ctx.weight, ctx.seconds(ActionKind.WEIGHT_GRADIENT)))
+            ctx.spend(ActionKind.INPUT_GRADIENT)
+            ctx.queue.put(_PendingWait(ctx.weight, ctx.spend))
             return (None, *inputs, None, None)
-        wait(ctx.seconds(ActionKind.BACKWARD))
-        return (torch.zeros_like(ctx.weight), *inputs, None, None)
+        ctx.spend(ActionKind.BACKWARD)
+        return (None if ctx.weight is None else torch.zeros_like(ctx.weight), *inputs, None, None)
 
 
 class _PendingWait(NamedTuple):
     """A weight gradient that is only as long as one."""
 
     weight: Tensor
-    seconds: float
+    spend: Spend
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -130,7 +205,7 @@ class _PendingWait(NamedTuple):
 
     def compute(self) -> None:
         """Wait, and give the weight a gradient."""
-        wait(self.seconds)
+        self.spend(ActionKind.WEIGHT_GRADIENT)
         torch.autograd.backward((self.weight,), (torch.zeros_like(self.weight),))
 
 
@@ -140,8 +215,17 @@ def wait(seconds: float) -> None:
         time.sleep(seconds)
 
 
+def _wait_until(moment: float) -> float:
+    """Sleep up to a moment of the clock, so that what sleeps take too long does not add up; returns it."""
+    wait(moment - time.perf_counter())
+    return moment
+
+
 def with_emulated_inputs(step: Step, *, rank: int) -> Step:
     """The same step with inputs that hold sizes alone, for the microbatches that pass through this rank."""
+    cuts: dict[MicrobatchPlace, dict[int, SegmentCut]] = defaultdict(dict)
+    for where, cut in step.cuts.segments.items():
+        cuts[MicrobatchPlace(where.unit, where.replica, where.microbatch)][where.stage] = cut
     inputs: dict[MicrobatchPlace, PackedInput] = {}
     subset_inputs: dict[MicrobatchPlace, tuple[PackedInput, ...]] = {}
     for unit, unit_plan in step.plan.units.items():
@@ -155,7 +239,7 @@ def with_emulated_inputs(step: Step, *, rank: int) -> Step:
                     parts = range(len(step.subsets(place)))
                     subset_inputs[place] = tuple(_input(step, place, part, rank=context_rank) for part in parts)
                 else:
-                    inputs[place] = _input(step, place, WHOLE, rank=context_rank)
+                    inputs[place] = replace(_input(step, place, WHOLE, rank=context_rank), cuts=cuts.get(place, {}))
     return step.changed(inputs=inputs, target_samples=dict.fromkeys(inputs, ()), subset_inputs=subset_inputs)
 
 

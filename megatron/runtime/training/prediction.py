@@ -126,10 +126,6 @@ class EmulationTable:
         """Return the costs of any step."""
         return self.costs
 
-    def seconds(self, action: Action) -> float:
-        """Return the seconds to wait in place of a computation."""
-        return self.costs.compute(action).seconds
-
     def simulated_seconds(self, step: Step) -> float:
         """Return how long a step takes in simulation."""
         return simulate_schedule(step.schedule, self.costs).iteration_seconds

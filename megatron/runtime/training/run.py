@@ -150,7 +150,7 @@ def _session_options(
         passes=passes,
         reduces_by_layer=any(row.reduces_by_layer for row in passes),
         shards_weights=config.parallelism.shards_weights,
-        build_stage=partial(EmulatedStage, seconds=emulation.seconds) if emulation else None,
+        build_stage=partial(EmulatedStage, cost=emulation.costs.compute) if emulation else None,
     )
 
 
