@@ -30,7 +30,7 @@ SAVE_INTERVAL="${SAVE_INTERVAL:-100}"                                     # <> s
 MINUTES_TO_SAVE="${MINUTES_TO_SAVE:-10}"                                  # <> before the job's end: a step, a checkpoint, and to spare
 
 mkdir -p "$RUN"
-MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)"
+MASTER_ADDR="${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)}"
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 
 limits=()

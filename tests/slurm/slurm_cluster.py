@@ -1,0 +1,133 @@
+"""A Slurm cluster of two nodes on this machine, for as long as a test runs: real munged, slurmctld and slurmds, in one folder."""
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
+NODES = ("node1", "node2")
+
+CONFIGURATION = """
+ClusterName=braid
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CryptoType=crypto/munge
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+SwitchType=switch/none
+ReturnToService=2
+SchedulerParameters=bf_interval=2,sched_min_interval=2
+KillWait=60
+GresTypes=gpu
+NodeName=node[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs={cpus} Gres=gpu:2 State=UNKNOWN
+PartitionName=main Nodes=node[1-2] Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing_programs() -> list[str]:
+    """Return what is not installed; root is needed, too."""
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    return missing if os.geteuid() == 0 else [*missing, "root"]
+
+
+class SlurmCluster:
+    """Sends jobs to the cluster."""
+
+    def __init__(self, folder: Path) -> None:
+        self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+
+    def call(self, *command: object, **environment: str) -> str:
+        """Run a program of Slurm's and return what it says."""
+        given = {**self.environment, **environment}
+        return subprocess.run(list(map(str, command)), env=given, check=True, capture_output=True, text=True, timeout=60).stdout
+
+    def state(self, job: str) -> str:
+        """Return the state of a job, such as RUNNING."""
+        return next(word for word in self.call("scontrol", "show", "job", job).split() if word.startswith("JobState="))[9:]
+
+    def wait(self, job: str, *, until: str, seconds: float = 300.0) -> None:
+        """Wait until a job is in a state; raises AssertionError when it takes too long."""
+        end = time.monotonic() + seconds
+        while (state := self.state(job)) != until:
+            assert time.monotonic() < end, f"job {job} is {state}, not {until}, after {seconds:.0f} s"
+            time.sleep(1)
+
+
+@contextmanager
+def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
+    """Start the daemons; stop them in the end."""
+    _write_configuration(folder)
+    cluster, running = SlurmCluster(folder), []
+    munge = f"--key-file={folder}/munge.key --socket={folder}/munge.socket --pid-file={folder}/munged.pid"
+    daemons = [
+        f"munged --foreground --force {munge} --seed-file={folder}/seed --log-file={folder}/munged.log",
+        "slurmctld -D",
+        *(f"slurmd -D -N {node}" for node in NODES),
+    ]
+    try:
+        for command in daemons:
+            log = (folder / "daemons.log").open("ab")
+            running.append(subprocess.Popen(command.split(), env=cluster.environment, stdout=log, stderr=log))
+            time.sleep(1)
+        _wait_until_idle(cluster)
+        yield cluster
+    finally:
+        for daemon in reversed(running):
+            daemon.terminate()
+        for daemon in running:
+            daemon.wait(timeout=60)
+
+
+def _write_configuration(folder: Path) -> None:
+    for name in ("state", *(f"spool-{node}" for node in NODES)):
+        (folder / name).mkdir()
+    folder.chmod(0o755)
+    (folder / "munge.key").write_bytes(os.urandom(1024))
+    (folder / "munge.key").chmod(0o400)
+    for index in range(2):  # looked at, never opened: the runs are on CPUs
+        os.mknod(folder / f"gpu{index}", 0o020666, os.makedev(1, 3))
+    (folder / "gres.conf").write_text(f"NodeName=node[1-2] Name=gpu File={folder}/gpu[0-1]\n")
+    ports = _free_ports()
+    values = {"host": socket.gethostname().split(".")[0], "folder": folder, "cpus": os.cpu_count()}
+    values |= {"port": ports, "first": ports + 1, "last": ports + 2}
+    (folder / "slurm.conf").write_text(CONFIGURATION.format(**values))
+
+
+def _free_ports() -> int:
+    """Return the first of three ports that nobody listens on."""
+    for first in range(16817, 32000, 3):
+        with socket.socket() as one, socket.socket() as two, socket.socket() as three:
+            try:
+                for offset, each in enumerate((one, two, three)):
+                    each.bind(("127.0.0.1", first + offset))
+            except OSError:
+                continue
+            return first
+    raise OSError("no three ports in a row are free")
+
+
+def _wait_until_idle(cluster: SlurmCluster) -> None:
+    end = time.monotonic() + 30
+    while (states := cluster.call("sinfo", "--noheader", "--format=%t").split()) != ["idle"]:
+        assert time.monotonic() < end, f"nodes are {states}: see the logs beside slurm.conf"
+        time.sleep(0.5)
