@@ -61,7 +61,7 @@ def save_error(case: TrainingCase, folder: Path, failure: str) -> str:
     target = {
         "disk full on rank 1": (PieceWriter, "write_data", 1),
         "disk full on rank 0": (PieceWriter, "finish", 0),
-        "rename fails": (checkpoint_folder, "_sync", 0),
+        "rename fails": (checkpoint_folder, "sync_folder", 0),
         "planning fails": (PieceWriter, "prepare_local_plan", 1),
     }
     owner, name, rank = target[failure]
