@@ -19,7 +19,7 @@ from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.text import schedule_from_text
 from multimodal.schedule.validate import validate_schedule
-from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
+from multimodal.values.action import ACTION_TABLE, Action, Resource
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
@@ -112,8 +112,6 @@ def test_work_inside_a_computation_runs_in_its_waits(ranks: RankPool) -> None:
         own, whole = (events[lane, schedule.work.action(each)] for each in (piece, carrier))
         assert whole.start_seconds < own.start_seconds < own.end_seconds < whole.end_seconds
         assert own.end_seconds - own.start_seconds >= run.costs.compute(own.action).seconds
-    longer = events[0, Action(ActionKind.FORWARD, "llm", 0, 0, 0)]
-    assert longer.end_seconds - longer.start_seconds >= 0.02 + 0.002, "what fills a wait of one rank is longer than it"
 
 
 def _spread(unit: UnitPlan, size: int) -> UnitPlan:
