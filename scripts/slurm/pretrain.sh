@@ -33,9 +33,13 @@ mkdir -p "$RUN"
 MASTER_ADDR="${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)}"
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 
+end="${SLURM_JOB_END_TIME:-}" # Slurm before 23.02 does not say when the job will end; then its queue does, or knows of no end.
+if [[ -z "$end" ]] && listed="$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %e 2>/dev/null)" && [[ "$listed" == *T*:* ]]; then
+    end="$(date --date "$listed" +%s)"
+fi
 limits=()
-if [[ -n "${SLURM_JOB_END_TIME:-}" ]]; then
-    minutes=$(((SLURM_JOB_END_TIME - $(date +%s)) / 60 - MINUTES_TO_SAVE))
+if [[ -n "$end" ]]; then
+    minutes=$(((end - $(date +%s)) / 60 - MINUTES_TO_SAVE))
     limits=(--exit-duration-in-mins "$((minutes > 1 ? minutes : 1))")
 fi
 
