@@ -69,7 +69,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a check."""
+    """The result of a check."""
 
     group: str
     name: str

@@ -21,6 +21,17 @@ class Key(NamedTuple):
     """What a config.json means that lacks the key; None: nothing is said here either."""
 
 
+VIT_KEYS = (
+    Key("num_hidden_layers", "num_layers"),
+    Key("hidden_size", "hidden_size"),
+    Key("num_attention_heads", "num_attention_heads"),
+    Key("intermediate_size", "ffn_hidden_size"),
+    Key("layer_norm_eps", "layernorm_epsilon"),
+    Key("initializer_range", "init_method_std"),
+)
+"""The shape of a ViT with learned positions, in its vision_config and here."""
+
+
 @dataclass(frozen=True)
 class Architecture:
     """One family of models."""

@@ -1,4 +1,4 @@
-"""What the image processor of a Hugging Face folder does to pixels."""
+"""The image processor of a Hugging Face folder: size, mean and standard deviation of pixels."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require
+from multimodal.hugging_face.architecture import VIT_KEYS, Architecture, Config, read_keys, require
 from multimodal.hugging_face.llava import SPELLINGS
 from multimodal.hugging_face.text_models import decoder_names, read_text_unit
 from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight, grouped_qkv
@@ -21,14 +21,6 @@ _DEFAULTS = {
     "patch_size": [14, 14],
     "attention_bias": False,
 }
-_KEYS = (
-    Key("num_hidden_layers", "num_layers"),
-    Key("hidden_size", "hidden_size"),
-    Key("num_attention_heads", "num_attention_heads"),
-    Key("intermediate_size", "ffn_hidden_size"),
-    Key("layer_norm_eps", "layernorm_epsilon"),
-    Key("initializer_range", "init_method_std"),
-)
 _COMPUTED = {
     "attention_bias": (True,),
     "attention_dropout": (0, 0.0, None),
@@ -92,7 +84,7 @@ def _read_vision(given: Config, text_size: int) -> dict[str, Any]:
     require(vision, _COMPUTED, where="vision_config: ")
     return {
         "role": "encoder",
-        **read_keys(_KEYS, vision),
+        **read_keys(VIT_KEYS, vision),
         "normalization": "LayerNorm",
         "activation": "gelu",
         "add_bias_linear": True,

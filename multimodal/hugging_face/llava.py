@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require
+from multimodal.hugging_face.architecture import VIT_KEYS, Architecture, Config, Key, read_keys, require
 from multimodal.hugging_face.text_models import decoder_names, read_text_unit
 from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight, grouped_qkv
 from multimodal.values.errors import ModelError
@@ -45,14 +45,6 @@ TOWERS = {
     ),
 }
 _ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-_KEYS = (
-    Key("num_hidden_layers", "num_layers"),
-    Key("hidden_size", "hidden_size"),
-    Key("num_attention_heads", "num_attention_heads"),
-    Key("intermediate_size", "ffn_hidden_size"),
-    Key("layer_norm_eps", "layernorm_epsilon"),
-    Key("initializer_range", "init_method_std"),
-)
 _IMAGE_KEYS = (Key("image_size", "image_size"), Key("patch_size", "patch_size"), Key("num_channels", "in_channels"))
 _COMPUTED = {"projector_hidden_act": ("gelu",), "multimodal_projector_bias": (True,)}
 
@@ -112,7 +104,7 @@ def _read_tower(config: Config, text_size: int) -> dict[str, Any]:
     num_layers = _num_layers_used(config, tower, vision["num_hidden_layers"])
     return {
         "role": "encoder",
-        **read_keys(_KEYS, vision),
+        **read_keys(VIT_KEYS, vision),
         "num_layers": num_layers,
         "normalization": "LayerNorm",
         "activation": _ACTIVATIONS[vision["hidden_act"]],

@@ -1,1 +1,1 @@
-"""What a unit is made of: its transformer layers, and the images or sounds that it takes."""
+"""The parts of a unit: its transformer layers, and the images or sounds that it takes."""

@@ -1,1 +1,1 @@
-"""What is known of a plan in closed form: layouts, seconds, bytes and bounds, by which planners prune before they simulate."""
+"""Properties of a plan in closed form: layouts, seconds, bytes and bounds, by which planners prune before they simulate."""

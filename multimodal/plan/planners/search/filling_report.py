@@ -1,4 +1,4 @@
-"""What a planned run's schedule makes of the bubbles of the LLM's pipeline: for the plan file, the tables and `--json`."""
+"""How far a planned run's schedule fills the bubbles of the LLM's pipeline: for the plan file, the tables and `--json`."""
 
 import time
 from collections.abc import Iterator, Mapping
