@@ -12,4 +12,5 @@ fi
 
 step "ruff check" ruff check
 step "mypy" mypy
-python -m pytest "$@"
+# Two at a time: while ranks of one test wait for each other, the other computes.
+python -m pytest --numprocesses 2 --dist worksteal "$@"
