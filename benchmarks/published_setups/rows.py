@@ -22,6 +22,13 @@ class Row:
     then says nothing."""
     is_bound: bool = False
     """Whether the figure is an "up to": a simulated one inside it agrees."""
+    contradiction: str = ""
+    """Which of the paper's own figures or facts contradicts this one, which is then shown and not counted."""
+
+    @property
+    def is_compared(self) -> bool:
+        """True if the figure counts: not calibrated on, no "up to", consistent with the rest of its paper."""
+        return not (self.is_calibrated or self.is_bound or self.contradiction)
 
     @property
     def is_calibrated(self) -> bool:
@@ -47,6 +54,7 @@ class Row:
             "calibrated_speed": self.calibrated_speed,
             "is_bound": self.is_bound,
             "source": self.source,
+            "contradiction": self.contradiction,
         }
 
 
