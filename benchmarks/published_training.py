@@ -4,7 +4,7 @@ Every paper's set-up is planned and simulated as the paper describes it; what it
 `benchmarks/published_setups`, one for each paper. The cluster's computing speed is set once per paper on the row marked
 "calibrated" (Entrain and OrchMLLM publish nothing that could be, and use the cluster files as they are). The error is the
 distance to the published figure, or to the nearer end of a published range; an "up to" is not counted, only its largest case, nor
-is a figure that others of the same paper contradict (its error stands in brackets, and why below the table).
+is a figure that others of its paper contradict or whose data is not at hand (its error stands in brackets, the reason below).
 See docs/published.md for what disagrees, and why.
 
 Run `python benchmarks/published_training.py [--json] [--only PAPER] [--lengths DIR]`; about 40 s of one core in all. Entrain and
@@ -50,9 +50,9 @@ def print_table(rows: Sequence[Row]) -> None:
         error = "inside" if row.is_bound and not row.error else f"{row.error:+.1%}"
         if row.calibrated_speed is not None:
             error = f"calibrated: {row.calibrated_speed:.2f} x"
-        if row.contradiction:
+        if row.not_counted:
             error = f"({error})"
-        style = "dim" if row.is_calibrated or row.contradiction else "red" if abs(row.error) > AIM else "green"
+        style = "dim" if row.is_calibrated or row.not_counted else "red" if abs(row.error) > AIM else "green"
         table.add_row(row.paper, row.what, _published(row), _number(row.simulated, row.unit), error, row.source, style=style)
     Console(width=150, highlight=False).print(table)
 
@@ -87,8 +87,8 @@ def main(argv: Sequence[str]) -> int:
     print_table(rows)
     print(f"{num_within} of {len(compared)} compared figures within {AIM:.0%}")
     for row in rows:
-        if row.contradiction:
-            print(f"not counted: {row.paper}, {row.what}: {row.contradiction}")
+        if row.not_counted:
+            print(f"not counted: {row.paper}, {row.what}: {row.not_counted}")
     for name in left_out:
         print(f"{name}: left out, since {given.lengths} lacks lengths files; give another folder with --lengths")
     return 0

@@ -1,8 +1,9 @@
 """Entrain: Qwen2.5-VL's encoder with Llama 1B and 3B on 64 A40, TP 2, DP 4, microbatch 4, batch 512; against DistTrain and DIP.
 
 No absolute figure is published, so `a40.yaml` is used as it is. The paper's four data sets are not public as lengths; four real
-ones stand for them. Entrain runs eager 1F1B with split backwards (4.5.3), DistTrain 1F1B, both with the stages that
-their planners choose, and DIP its own schedule with both units on all ranks.
+ones stand for them. Entrain and DistTrain run 1F1B, as in the evaluation (4.5.3 describes eager 1F1B), with the stages that
+their planners choose, and DIP its own schedule with both units on all ranks. The evaluation had 16 GPUs and ran the replicas in
+turn; here all run at once.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,10 +39,10 @@ ENCODER_STAGES: Mapping[tuple[str, str], int] = {
     ("1b", "coco_caption_val2017"): 5,
     ("3b", "coco_llava_descriptions"): 3,
     ("3b", "chartqa_augmented"): 4,
-    ("3b", "coco_caption_val2017"): 3,
+    ("3b", "coco_caption_val2017"): 4,
 }
-"""Table C.1, Entrain on LLaVA-150k, ChartQA and CocoQA: (model, data) -> the encoder's stages of eight. The fourth data set's
-column is not at hand."""
+"""Table C.1, Entrain on LLaVA-150k, ChartQA and CocoQA: (model, data) -> the encoder's stages of eight. The lengths of the fourth
+data set, SynthChartNet (5 and 4 stages), are not at hand."""
 
 
 def rows(folder: Path) -> Iterator[Row]:
@@ -53,7 +54,7 @@ def rows(folder: Path) -> Iterator[Row]:
     for model in ("1b", "3b"):
         for name in IMAGES:
             setup = _setup(model, name, folder)
-            run = setup.plan(cluster)
+            run = replace(setup.plan(cluster), schedule="1f1b", passes=setup.passes)
             if published := ENCODER_STAGES.get((model, name)):
                 found = len(run.plan.units["vision"].replicas[0].stages)
                 what = f"{model.upper()}, {name}, encoder's stages of eight"
@@ -72,7 +73,8 @@ def rows(folder: Path) -> Iterator[Row]:
     limits = (1, LARGEST_PROFILING_BATCH)
     yield Row("Entrain", "largest of the minimum profiling batches", limits, max(batches), "C.5", "samples")
     what = "deviation of microbatch times, largest reduction"
-    yield Row("Entrain", what, single(DEVIATION_RATIO), max(deviations), "abstract")
+    elsewhere = "it is the encoder's on SynthChartNet, from 208.07 to 19.60 ms, whose lengths are not at hand"
+    yield Row("Entrain", what, single(DEVIATION_RATIO), max(deviations), "abstract", not_counted=elsewhere)
     work = sample_work(_setup("1b", "coco_llava_descriptions", folder).request(cluster))
     ratio = float(work["vision"].mean() / work["llm"].mean())
     yield Row("Entrain", "1B, coco_llava_descriptions, encoder's work over the LLM's", single(WORK_RATIO), ratio, "Figure 4.5")

@@ -31,7 +31,11 @@ MEGATRON_SECONDS, BALANCED_SECONDS, OPTIMUS_SECONDS = 10.65, 10.43, 9.80
 BALANCED_MFU, OPTIMUS_MFU = 0.323, 0.344
 STRONG_SCALING = {32: (1.17 + 0.296 * 24, 1.31 + 0.285 * 24), 48: (1.17 + 0.296 * 16, 1.31 + 0.285 * 16)}
 """Data parallel size -> seconds of Megatron-LM and of Megatron-LM balanced, as the published steps grow with microbatches."""
-NOT_PLAIN = "1.17 s beside 0.296 s for each microbatch is less than even 1F1B over 8 stages needs (2.07 s); its layout is not published"
+LARGE_OPTIMUS_SECONDS = (5.906 / 1.213, 5.87 / 1.205)
+"""On 3,072 GPUs: 21.3 and 20.5 % faster than the two (abstract), which are the same 4.87 s."""
+NOT_PLAIN = (
+    "1.17 s beside 0.296 s for each microbatch is less than even 1F1B over 8 stages needs (2.07 s); its layout is not published"
+)
 TABLE_1 = {
     "dp_all_gather": 0.033,
     "dp_reduce_scatter": 0.089,
@@ -76,6 +80,8 @@ def rows() -> Iterator[Row]:
         source = f"strong scaling, {64 * size:,} GPUs"
         yield Row("Optimus", f"Megatron-LM balanced, step, DP {size}", single(even), step, source, "s")
         yield _megatron_row(graph, cluster, size, megatron)
+    large = setup_of("optimus", graph, data_parallel_size=48).simulate(cluster).iteration_seconds
+    yield Row("Optimus", "Optimus, step, DP 48", LARGE_OPTIMUS_SECONDS, large, "strong scaling, 3,072 GPUs", "s")
     yield from _table_1(graph, cluster)
     yield from _kernels(graph, cluster)
 
@@ -83,7 +89,7 @@ def rows() -> Iterator[Row]:
 def _megatron_row(graph: ModelGraph, cluster: Cluster, data_parallel_size: int, published: float) -> Row:
     step = setup_of("megatron", graph, data_parallel_size=data_parallel_size).simulate(cluster).iteration_seconds
     what, source = f"Megatron-LM, step, DP {data_parallel_size}", f"strong scaling, {64 * data_parallel_size:,} GPUs"
-    return Row("Optimus", what, single(published), step, source, "s", contradiction=NOT_PLAIN)
+    return Row("Optimus", what, single(published), step, source, "s", not_counted=NOT_PLAIN)
 
 
 def _table_1(graph: ModelGraph, cluster: Cluster) -> Iterator[Row]:

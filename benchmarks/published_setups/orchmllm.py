@@ -1,9 +1,9 @@
 """OrchMLLM: MLLM-10B, 18B and 84B under ZeRO-3 on H100; mini-batches of 80, 60 and 30 samples balanced, of 65, 40 and 15 not.
 
 What the paper states: sizes, image sizes, mini-batches (balanced, a larger one fits the memory), a ZeRO-3 group of 256 GPUs
-(2,560 in all; the groups are alike, and one is computed), and its data: LLaVA-1.5's instructions, Librispeech, AIR-Bench. Here one
-half of the samples are LLaVA's descriptions of images and the other Librispeech's transcribed speech, drawn with equal probability,
-so that a sample has images or audio, as its "modality composition incoherence" describes. `h100.yaml` is used as it is.
+(2,560 in all; the groups are alike, and one is computed), and its data: LLaVA-1.5's instructions, Librispeech, AIR-Bench. Here
+samples are LLaVA's descriptions of images or Librispeech's transcribed speech, drawn with equal probability, so that a sample has
+images or audio, as its "modality composition incoherence" describes. `h100.yaml` is used as it is.
 
 Under ZeRO-3 all ranks meet in every layer's gathering, so each unit's forward and each unit's backward takes as long as the
 busiest rank computes; the gathering itself is taken to be hidden, as the paper's is. Audio is padded to the longest clip of its

@@ -22,13 +22,13 @@ class Row:
     then says nothing."""
     is_bound: bool = False
     """Whether the figure is an "up to": a simulated one inside it agrees."""
-    contradiction: str = ""
-    """Which of the paper's own figures or facts contradicts this one, which is then shown and not counted."""
+    not_counted: str = ""
+    """Why the figure is shown and not counted: others of its paper contradict it, or its data is not at hand."""
 
     @property
     def is_compared(self) -> bool:
-        """True if the figure counts: not calibrated on, no "up to", consistent with the rest of its paper."""
-        return not (self.is_calibrated or self.is_bound or self.contradiction)
+        """True if the figure counts: not calibrated on, no "up to", not left out for a reason."""
+        return not (self.is_calibrated or self.is_bound or self.not_counted)
 
     @property
     def is_calibrated(self) -> bool:
@@ -54,7 +54,7 @@ class Row:
             "calibrated_speed": self.calibrated_speed,
             "is_bound": self.is_bound,
             "source": self.source,
-            "contradiction": self.contradiction,
+            "not_counted": self.not_counted,
         }
 
 
