@@ -30,9 +30,7 @@ def test_a_single_figure_has_no_width() -> None:
     assert row.to_dict()["published"] == [10.0, 10.0]
 
 
-@pytest.mark.parametrize(
-    "facts", [{"calibrated_speed": 0.5}, {"is_bound": True}, {"not_counted": "its text has another figure"}]
-)
+@pytest.mark.parametrize("facts", [{"calibrated_speed": 0.5}, {"is_bound": True}, {"not_counted": "its text has another figure"}])
 def test_what_says_nothing_is_not_compared(facts: dict[str, Any]) -> None:
     assert Row("paper", "step", single(10.0), 9.0, "table").is_compared
     assert not Row("paper", "step", single(10.0), 9.0, "table", **facts).is_compared
