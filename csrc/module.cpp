@@ -19,6 +19,7 @@
 #include "group_rows.h"
 #include "list_schedule.h"
 #include "longest_first_partition.h"
+#include "map_stages.h"
 #include "post_balance.h"
 #include "rearrange_nodes.h"
 #include "reorder_microbatches.h"
@@ -227,6 +228,25 @@ py::tuple cut_evenly(const Array<std::int64_t>& amounts, const Array<std::int64_
     return py::make_tuple(to_array(runs), to_array(num_runs));
 }
 
+py::tuple map_stages(const Array<std::int64_t>& forward, const Array<std::int64_t>& backward,
+                     const Array<std::int64_t>& capacities, const Array<std::int64_t>& sizes,
+                     const Array<std::int64_t>& num_gpus, const Array<std::int64_t>& num_microbatches) {
+    const braid::StageTables tables{view(forward), view(backward), view(capacities), view(sizes), forward.shape(1)};
+    std::vector<braid::StageMapping> mappings;
+    {
+        py::gil_scoped_release release;
+        mappings = braid::map_stages(tables, view(num_gpus), view(num_microbatches));
+    }
+    std::vector<std::int64_t> ticks;
+    std::vector<std::vector<std::int64_t>> ends, gpus;
+    for (auto& mapping : mappings) {
+        ticks.push_back(mapping.ticks);
+        ends.push_back(std::move(mapping.ends));
+        gpus.push_back(std::move(mapping.sizes));
+    }
+    return py::make_tuple(to_array(ticks), to_rows(ends), to_rows(gpus));
+}
+
 py::tuple group_rows(const Array<std::int64_t>& owners, const Array<std::int64_t>& values, std::int64_t num_rows) {
     for (py::ssize_t index = 0; index < owners.size(); ++index)
         if (owners.data()[index] < 0 || owners.data()[index] >= num_rows) throw py::index_error("an owner is no row");
@@ -290,6 +310,8 @@ PYBIND11_MODULE(_kernels, module) {
     module.def("post_balance", &post_balance, py::arg("lengths"), py::arg("additive"), py::arg("padded"), py::kw_only(),
                py::arg("num_bins"), py::arg("max_items_per_bin"), py::arg("refinement_steps"));
     module.def("cut_evenly", &cut_evenly, py::arg("amounts"), py::arg("starts"), py::arg("counts"));
+    module.def("map_stages", &map_stages, py::arg("forward"), py::arg("backward"), py::arg("capacities"), py::arg("sizes"),
+               py::kw_only(), py::arg("num_gpus"), py::arg("num_microbatches"));
     module.def("group_rows", &group_rows, py::arg("owners"), py::arg("values"), py::arg("num_rows"));
     module.def("simulate_events", &simulate_events, py::arg("lane_starts"), py::arg("lane_nodes"), py::arg("lane_fillers"),
                py::arg("kinds"), py::arg("need_starts"), py::arg("needs"), py::arg("receiver_starts"), py::arg("receivers"),

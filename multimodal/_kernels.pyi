@@ -19,6 +19,17 @@ def group_rows(
 def cut_evenly(
     amounts: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
+def map_stages(
+    forward: NDArray[np.int64],
+    backward: NDArray[np.int64],
+    capacities: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    *,
+    num_gpus: NDArray[np.int64],
+    num_microbatches: NDArray[np.int64],
+) -> tuple[
+    NDArray[np.int64], tuple[NDArray[np.int64], NDArray[np.int64]], tuple[NDArray[np.int64], NDArray[np.int64]]
+]: ...
 def simulate_events(
     lane_starts: NDArray[np.int64],
     lane_nodes: NDArray[np.int64],

@@ -15,6 +15,7 @@ _NAMES = (
     "group_rows",
     "list_mask_blocks",
     "list_schedule",
+    "map_stages",
     "partition_longest_first",
     "post_balance",
     "rearrange_nodes",

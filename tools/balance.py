@@ -26,7 +26,7 @@ from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.sample_lengths import draw_length_batches
-from tools.command_line import Parser, count, counts_by_unit, run_tool, seed, values_by_unit
+from tools.command_line import Parser, at_least_zero, count, counts_by_unit, run_tool, values_by_unit
 
 TOKEN_BYTES = 4
 """Bytes of a token id, before the LLM takes it."""
@@ -43,7 +43,7 @@ def build_parser() -> Parser:
     data.add_argument("--lengths", type=Path, required=True, metavar="L.csv.gz", help="Lengths of real samples.")
     data.add_argument("--global-batch-size", type=count, required=True, metavar="N", help="Samples in a batch.")
     data.add_argument("--num-batches", type=count, default=8, metavar="N", help="Batches to balance (8).")
-    data.add_argument("--seed", type=seed, default=0, metavar="S", help="Of the order in which samples are drawn (0).")
+    data.add_argument("--seed", type=at_least_zero, default=0, metavar="S", help="Of the order in which samples are drawn (0).")
     layout = parser.add_argument_group("the layout")
     layout.add_argument("--units", type=_names, metavar="A,B", help="Encoders and the LLM, which is the last one.")
     layout.add_argument("--model", type=Path, metavar="M.yaml", help="A model in place of --units: its FLOPs are the costs.")

@@ -37,8 +37,8 @@ def counts_by_unit(text: str) -> dict[str, int]:
     return {name: count(number) for name, number in values_by_unit(text, kind="NUMBER").items()}
 
 
-def seed(text: str) -> int:
-    """Read the seed of a random generator."""
+def at_least_zero(text: str) -> int:
+    """Read an integer of at least 0, such as the seed of a random generator."""
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"expected an integer of at least 0, found '{text}'")
     return int(text)

@@ -6,6 +6,7 @@ python tools/plan.py --model M.yaml --cluster C.yaml --num-gpus N --global-batch
 import argparse
 import json
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -24,7 +25,7 @@ from multimodal.cost.layers.registry import read_model
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.communicators import max_communicators_per_rank
-from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners import PLANNERS, TEMPLATE_PLANNERS
 from multimodal.plan.planners.plan_file import write_plan_file
 from multimodal.plan.planners.plan_or_advise import plan_or_advise
 from multimodal.plan.planners.planned_run import PlannedRun
@@ -32,11 +33,12 @@ from multimodal.plan.planners.planning_request import FixedSizes, PlanningReques
 from multimodal.plan.planners.search.filling_report import FillingReport, report_filling, with_filling
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun, plan_per_gpu
 from multimodal.plan.planners.search.prediction import SEED, Prediction
+from multimodal.plan.planners.templates.describe import describe_templates, report_templates
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import BraidError, ConfigError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import UnitPlan
-from tools.command_line import Parser, count, counts_by_unit, format_seconds, run_tool
+from tools.command_line import Parser, at_least_zero, count, counts_by_unit, format_seconds, run_tool
 
 DEFAULT_VOCAB_SIZE = 50304
 SIZE_NAMES = {
@@ -46,6 +48,7 @@ SIZE_NAMES = {
     "dp": "data_parallel_size",
     "v": "virtual_stages",
 }
+DEFAULT_FAULT_TOLERANCE = 1
 COLORS = ("#4878a8", "#b0b0b0", "#8c8c8c", "#e8a33d", "#d96b4c", "#c9c15a", "#8f6fae")
 """The color of computing, then those of the kinds of idle time."""
 
@@ -53,6 +56,26 @@ COLORS = ("#4878a8", "#b0b0b0", "#8c8c8c", "#e8a33d", "#d96b4c", "#c9c15a", "#8f
 def build_parser() -> Parser:
     """Return the parser of all flags."""
     parser = Parser(prog="plan.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    add_request_flags(parser)
+    how = parser.add_argument_group("the planner")
+    how.add_argument("--planner", choices=(*PLANNERS, *TEMPLATE_PLANNERS), default="braid", help="Finds the plan (braid).")
+    how.add_argument("--compare", type=_names, default=(), metavar="P1,P2,...", help="Show these planners' plans beside it.")
+    how.add_argument(
+        "--fault-tolerance", type=at_least_zero, metavar="F", help="Nodes that may be lost at once, for templates (1)."
+    )
+    how.add_argument("--prefer", choices=("time", "per-gpu"), default="time", help="Shortest step, or most tokens/s per GPU.")
+    how.add_argument(
+        "--simulate-all", action="store_true", help="Predict from whole steps of all replicas, however long that takes."
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--output", type=Path, metavar="plan.yaml", help="Write the plan, for pretrain_mllm.py --plan.")
+    output.add_argument("--json", action="store_true", help="Print one JSON object instead of tables.")
+    output.add_argument("--picture", type=Path, metavar="OUT.png", help="Draw the compared plans' step times.")
+    return parser
+
+
+def add_request_flags(parser: Parser) -> None:
+    """Add the flags that `build_request` reads."""
     what = parser.add_argument_group("the model and the machine")
     what.add_argument("--model", type=Path, required=True, metavar="M.yaml", help="Units and shapes; see examples/models.")
     what.add_argument("--freeze", nargs="+", default=[], metavar="UNIT", help="Units whose module is not trained.")
@@ -69,10 +92,8 @@ def build_parser() -> Parser:
     data.add_argument("--lengths", type=Path, metavar="L.csv.gz", help="Lengths of real samples, drawn at random.")
     data.add_argument("--uniform-lengths", type=counts_by_unit, metavar="UNIT=TOKENS,...", help="One length for all samples.")
     data.add_argument("--num-iterations", type=count, default=2, metavar="N", help="Global batches that predictions average (2).")
-    how = parser.add_argument_group("the planner")
-    how.add_argument("--planner", choices=PLANNERS, default="braid", help="Finds the plan (braid).")
-    how.add_argument("--compare", type=_names, default=(), metavar="P1,P2,...", help="Show these planners' plans beside it.")
-    how.add_argument(
+    sizes = parser.add_argument_group("sizes and memory")
+    sizes.add_argument(
         "--fix",
         type=_fixed,
         nargs="+",
@@ -80,33 +101,25 @@ def build_parser() -> Parser:
         metavar="UNIT:tp=2,pp=4",
         help="Sizes that a unit must have: tp, cp, pp, dp, v.",
     )
-    how.add_argument("--prefer", choices=("time", "per-gpu"), default="time", help="Shortest step, or most tokens/s per GPU.")
-    how.add_argument("--recompute-granularity", choices=("selective", "full"), help="Recompute this (only where nothing fits).")
-    how.add_argument(
+    sizes.add_argument("--recompute-granularity", choices=("selective", "full"), help="Recompute this (only where nothing fits).")
+    sizes.add_argument(
         "--transformer-impl", choices=get_args(Implementation), help="Whose layers run (the fused ones where they can)."
     )
-    how.add_argument(
+    sizes.add_argument(
         "--data-parallel-sharding-strategy", choices=get_args(Sharding), help="What replicas share (optim; braid searches)."
     )
-    how.add_argument("--memory-headroom", type=float, default=0.1, metavar="SHARE", help="Of a GPU's memory, kept free (0.1).")
-    how.add_argument(
+    sizes.add_argument("--memory-headroom", type=float, default=0.1, metavar="SHARE", help="Of a GPU's memory, kept free (0.1).")
+    sizes.add_argument(
         "--time-budget", type=float, default=30.0, metavar="SECONDS", help="Nominal, for planners that simulate (30)."
     )
-    how.add_argument(
-        "--simulate-all", action="store_true", help="Predict from whole steps of all replicas, however long that takes."
-    )
-    output = parser.add_argument_group("output")
-    output.add_argument("--output", type=Path, metavar="plan.yaml", help="Write the plan, for pretrain_mllm.py --plan.")
-    output.add_argument("--json", action="store_true", help="Print one JSON object instead of tables.")
-    output.add_argument("--picture", type=Path, metavar="OUT.png", help="Draw the compared plans' step times.")
-    return parser
 
 
 def _names(text: str) -> tuple[str, ...]:
     names = tuple(name for name in text.split(",") if name)
-    if unknown := [name for name in names if name not in PLANNERS and name != "all"]:
-        raise argparse.ArgumentTypeError(f"there is no planner '{unknown[0]}'; choose from {', '.join(PLANNERS)}, or all")
-    return tuple(PLANNERS) if "all" in names else names
+    known = (*PLANNERS, *TEMPLATE_PLANNERS)
+    if unknown := [name for name in names if name not in known and name != "all"]:
+        raise argparse.ArgumentTypeError(f"there is no planner '{unknown[0]}'; choose from {', '.join(known)}, or all")
+    return known if "all" in names else names
 
 
 def _fixed(text: str) -> tuple[str, FixedSizes]:
@@ -297,6 +310,9 @@ def compare(flags: argparse.Namespace, request: PlanningRequest, main_plan: Pred
     """Let all compared planners plan; those that cannot give their error's text."""
     compared: dict[str, PredictedRun | str] = {}
     for name in dict.fromkeys((*flags.compare, flags.planner)):
+        if name in TEMPLATE_PLANNERS:
+            compared[name] = TEMPLATE_PLANNERS[name].why_not_compared
+            continue
         try:
             compared[name] = main_plan if name == flags.planner else plan(name, request, flags)
         except BraidError as problem:
@@ -335,6 +351,11 @@ def run(argv: Sequence[str]) -> None:
     """Plan, compare, write and print as the flags ask; raises BraidError."""
     flags = build_parser().parse_args(argv)
     request = build_request(flags)
+    if flags.planner in TEMPLATE_PLANNERS:
+        run_templates(flags, request)
+        return
+    if flags.fault_tolerance is not None:
+        raise ConfigError(f"--fault-tolerance is for --planner {', '.join(TEMPLATE_PLANNERS)}; leave it out, or choose that")
     planned, filling = with_filling(plan(flags.planner, request, flags), request)
     compared = compare(flags, request, planned) if flags.compare else {flags.planner: planned}
     if flags.output is not None:
@@ -362,6 +383,27 @@ def run(argv: Sequence[str]) -> None:
     print_plan(planned, request, cluster=flags.cluster)
     if flags.compare:
         print_comparison(compared)
+
+
+def run_templates(flags: argparse.Namespace, request: PlanningRequest) -> None:
+    """Plan templates, write and print them as the flags ask; raises BraidError."""
+    if flags.compare or flags.picture or flags.prefer != "time" or flags.simulate_all:
+        raise ConfigError(
+            f"--planner {flags.planner} plans templates, not one plan; leave --compare, --picture, --prefer, --simulate-all out"
+        )
+    started = time.perf_counter()
+    fault_tolerance = DEFAULT_FAULT_TOLERANCE if flags.fault_tolerance is None else flags.fault_tolerance
+    templates = TEMPLATE_PLANNERS[flags.planner](request, fault_tolerance=fault_tolerance)
+    seconds = time.perf_counter() - started
+    if flags.output is not None:
+        templates.to_file(flags.output)
+    if flags.json:
+        print(json.dumps({"planner": flags.planner, **report_templates(templates), "planning_seconds": seconds}))
+        return
+    console = Console(width=120, highlight=False)
+    console.print(f"{flags.planner}: planned in {format_seconds(seconds)}")
+    for line in describe_templates(templates):
+        console.print(line, markup=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

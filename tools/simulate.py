@@ -47,7 +47,7 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, read_plan
 from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
 from multimodal.values.step_graph import StepGraph, validate_assignment
-from tools.command_line import Parser, count, counts_by_unit, format_ranks, format_seconds, run_tool, seed
+from tools.command_line import Parser, at_least_zero, count, counts_by_unit, format_ranks, format_seconds, run_tool
 
 DEFAULT_MICROBATCHES = 8
 """Per replica of the LLM, where no global batch size is given."""
@@ -92,7 +92,7 @@ def build_parser() -> Parser:
     data = parser.add_argument_group("the data")
     data.add_argument("--lengths", type=Path, metavar="L.csv.gz", help="Lengths of real samples.")
     data.add_argument("--uniform-lengths", type=counts_by_unit, metavar="UNIT=TOKENS,...", help="One length for all samples.")
-    data.add_argument("--seed", type=seed, metavar="S", help="Shuffle the samples (they come in the file's order).")
+    data.add_argument("--seed", type=at_least_zero, metavar="S", help="Shuffle the samples (they come in the file's order).")
     data.add_argument("--num-iterations", type=count, metavar="N", help="Consecutive global batches to simulate (1).")
     data.add_argument("--global-batch-size", type=count, metavar="N", help="Samples per step (8 microbatches per LLM replica).")
     data.add_argument("--micro-batch-size", type=count, metavar="N", help="Samples per LLM microbatch (1).")

@@ -19,6 +19,8 @@ from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun, plan_to_fit
 from multimodal.plan.planners.search.tune_planner import plan_tuned
+from multimodal.plan.planners.templates.plan_templates import plan_templates
+from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.values.errors import PlanError
 
 
@@ -62,6 +64,34 @@ class PlannerRow:
         except PlanError as problem:
             raise type(problem)(f"planner '{self.name}': {problem}") from None
         return replace(run, planner=self.name, planning_seconds=time.perf_counter() - started)
+
+
+class TemplatePlanner(Protocol):
+    """A function that plans templates."""
+
+    def __call__(self, request: PlanningRequest, *, fault_tolerance: int) -> TemplateSet:
+        """Plan; raises PlanError, saying what would work, when nothing does."""
+
+
+@dataclass(frozen=True)
+class TemplatePlannerRow:
+    """One planner of templates for every number of nodes, whose replicas differ, in place of one plan."""
+
+    name: str
+    plan: TemplatePlanner
+    meaning: str
+    """Its effect, in one line."""
+    source: str
+    """The paper that it comes from."""
+    why_not_compared: str
+    """Why the simulator cannot judge it beside the plans of the others."""
+
+    def __call__(self, request: PlanningRequest, *, fault_tolerance: int) -> TemplateSet:
+        """Plan; raises PlanError, which names the planner."""
+        try:
+            return self.plan(request, fault_tolerance=fault_tolerance)
+        except PlanError as problem:
+            raise type(problem)(f"planner '{self.name}': {problem}") from None
 
 
 def _plan_braid(request: PlanningRequest) -> PlannedRun:
@@ -139,3 +169,17 @@ _ROWS = (
 
 PLANNERS: dict[str, PlannerRow] = {row.name: row for row in _ROWS}
 """Every planner by its name for `--planner`. Rows can be added at any time."""
+
+_TEMPLATE_ROWS = (
+    TemplatePlannerRow(
+        "oobleck",
+        plan_templates,
+        "templates of a whole replica for every number of nodes, of which any number of nodes can be made up",
+        "Oobleck 2.4",
+        "it plans templates, whose replicas differ, and not one plan that could be simulated; "
+        "see its own seconds with --planner oobleck",
+    ),
+)
+
+TEMPLATE_PLANNERS: dict[str, TemplatePlannerRow] = {row.name: row for row in _TEMPLATE_ROWS}
+"""Every planner of templates by its name for `--planner`."""

@@ -1,8 +1,10 @@
 import json
+from itertools import pairwise
 
 import pytest
 import yaml
 
+from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import read_plan
 from tests.sanity.repository import ROOT
@@ -138,3 +140,33 @@ def test_wrong_input_ends_with_one_line(flags, capsys, more, message):
     assert main([*flags, *more]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_templates_are_planned_written_and_described(flags, tmp_path, capsys):
+    data = ["--uniform-lengths", "vision=64,llm=128", "--num-gpus", "12", "--planner", "oobleck", "--fault-tolerance", "1"]
+    output = tmp_path / "templates.yaml"
+    answer = json.loads(plan(capsys, *flags, *data, "--output", str(output), "--json"))
+    found = TemplateSet.from_file(output)
+    assert [each["nodes"] for each in answer["templates"]] == [1, 2] and answer["planning_seconds"] > 0
+    for each in answer["templates"]:
+        assert each["stages"][0][0] == 0 and each["stages"][-1][1] == 11 and each["iteration_seconds"] > 0
+        assert all(stage[0] == before[1] + 1 for before, stage in pairwise(each["stages"]))
+        assert sum(gpus for _, _, gpus in each["stages"]) == 4 * each["nodes"]
+    assert sum(each["nodes"] for each in answer["instances"]) == 3 and len(answer["instances"]) == len(found.instances) >= 2
+    assert answer["iteration_seconds"] == max(each["seconds"] for each in answer["instances"])
+    text = plan(capsys, *flags, *data)
+    assert "templates of 1 to 2 nodes of 4 GPUs" in text and "runs on 2 nodes and more" in text
+
+
+def test_templates_are_left_out_of_comparisons_and_flags_for_one_plan_refused(flags, capsys):
+    data = ["--uniform-lengths", "vision=64,llm=128", "--planner", "megatron", "--compare", "megatron,oobleck", "--json"]
+    answer = json.loads(plan(capsys, *flags, *data))
+    assert "not one plan" in answer["compare"]["oobleck"]["error"]
+    for more, problem in (
+        (["--planner", "oobleck", "--compare", "megatron"], "leave --compare"),
+        (["--planner", "megatron", "--fault-tolerance", "1"], "--fault-tolerance is for --planner oobleck"),
+        (["--planner", "oobleck", "--fault-tolerance", "-1"], "expected an integer of at least 0, found '-1'"),
+        (["--planner", "oobleck", "--num-gpus", "6"], "use 4 or 8"),
+    ):
+        assert main([*flags, "--uniform-lengths", "vision=64,llm=128", *more]) == 2
+        assert problem in capsys.readouterr().err

@@ -1,0 +1,156 @@
+"""The layers of all units as one chain, and the seconds and bytes of every stage that it may be cut into."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multimodal.plan.planners.estimate.layer_times import PlanningTimes
+from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.unit_layout import Range, unit_pieces
+from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
+from multimodal.plan.planners.templates.map_stages import StageTables
+from multimodal.values.errors import PlanError
+
+Floats = NDArray[np.float64]
+TICKS = 2**36
+"""Ticks of the whole chain on the size on which it is slowest: sums of millions of microbatches stay exact."""
+
+
+class ChainPiece(NamedTuple):
+    """The smallest range of a unit's layers: one transformer layer, the unit's first and last layers with their neighbours."""
+
+    unit: str
+    layers: Range
+    first_layer: int
+    """Of the chain, in which the layers of all units are numbered on."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The layers of all units, in the graph's order. A stage may hold the last layers of one unit and the first of the next."""
+
+    request: PlanningRequest
+    """With a microbatch size; `recompute` as the run will have it."""
+
+    @cached_property
+    def pieces(self) -> tuple[ChainPiece, ...]:
+        """All pieces."""
+        pieces, before = [], 0
+        for unit in self.request.graph.units:
+            pieces += [ChainPiece(unit.name, (first, end), before + first) for first, end in unit_pieces(unit)]
+            before += len(unit.layers)
+        return tuple(pieces)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """GPUs that a stage of some unit may have."""
+        return tuple(sorted(set().union(*(self.request.tensor_parallel_sizes(name) for name in self.request.graph.unit_names))))
+
+    @cached_property
+    def num_layers(self) -> int:
+        """Layers of all units, embeddings, projectors and heads included."""
+        return sum(len(unit.layers) for unit in self.request.graph.units)
+
+    def layers(self, first: int, end: int) -> Range:
+        """Return the layers of the chain that pieces [first, end) hold: the first one, and the one after the last."""
+        return self.pieces[first].first_layer, self.pieces[end].first_layer if end < len(self.pieces) else self.num_layers
+
+    @cached_property
+    def forward(self) -> Floats:
+        """[num_sizes, num_pieces]: seconds of one microbatch; NaN where a piece's unit cannot have the size."""
+        return self._seconds(0)
+
+    @cached_property
+    def backward(self) -> Floats:
+        """Seconds likewise."""
+        return self._seconds(1)
+
+    def _seconds(self, which: int) -> Floats:
+        times = PlanningTimes(self.request)
+        found = np.full((len(self.sizes), len(self.pieces)), np.nan)
+        for row, size in enumerate(self.sizes):
+            for column, (unit, (first, end), _) in enumerate(self.pieces):
+                if size in self.request.tensor_parallel_sizes(unit):
+                    found[row, column] = sum(times.of_unit(unit, StageSize(size))[which][first:end])
+        return found
+
+    @cached_property
+    def seconds_per_tick(self) -> float:
+        """Seconds of a tick of the tables."""
+        longest = float(np.nansum(self.forward + self.backward, axis=1).max())
+        return (longest or 1.0) / TICKS
+
+    @cached_property
+    def tables(self) -> StageTables:
+        """What every possible stage takes."""
+        forward, backward = (
+            np.rint(_of_ranges(np.nan_to_num(each)) / self.seconds_per_tick).astype(np.int64)
+            for each in (self.forward, self.backward)
+        )
+        return StageTables(forward, backward, self._capacities(), np.array(self.sizes, np.int64))
+
+    def _capacities(self) -> NDArray[np.int64]:
+        """Return the microbatches in flight that every stage's memory holds, up to the number of pieces.
+
+        Optimizer state is shared by nobody: with as few replicas as fault tolerance allows, all must have all of it. Samples are
+        taken to be heavy together, as `MemoryEstimate` says.
+        """
+        request, memory = self.request, MemoryEstimate(self.request)
+        shape = len(self.sizes), len(self.pieces)
+        static, kept, working = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        units = np.array([piece.unit for piece in self.pieces])
+        for row, size in enumerate(self.sizes):
+            for column, (unit, (first, end), _) in enumerate(self.pieces):
+                layers = [memory.layer(unit, kind) for kind in request.graph.unit(unit).layers[first:end]]
+                static[row, column] = sum(layer.static_bytes(1) for layer in layers) / size
+                kept[row, column] = sum(layer.activation_bytes(size, 1) for layer in layers) / size
+            for unit in request.graph.unit_names:
+                working[row, units == unit] = memory.working_bytes(unit, StageSize(size))
+        fixed = _of_ranges(static) + _of_ranges(working, np.maximum)
+        fixed[_of_ranges(np.isnan(self.forward).astype(np.float64)) > 0] = np.inf
+        per_sample = {unit: _of_ranges(np.where(units == unit, kept, 0.0)) for unit in request.graph.unit_names}
+        found = np.zeros(fixed.shape, np.int64)
+        for in_flight in range(1, len(self.pieces) + 1):
+            samples = in_flight * request.default_micro_batch_size
+            activations = sum(each * float(memory.heavy_samples(unit, samples)) for unit, each in per_sample.items())
+            fits = fixed + activations <= request.planned_memory_bytes
+            if not fits.any():
+                break
+            found += fits
+        return found
+
+
+def list_chain(request: PlanningRequest) -> Chain:
+    """Return the chain of a request; raises PlanError where sizes are fixed that templates do not have."""
+    if request.sharding == "optim_grads_params":
+        raise PlanError(
+            "replicas of templates do not share weights; leave --data-parallel-sharding-strategy out, or set it to optim"
+        )
+    for name in request.graph.unit_names:
+        fixed = request.fixed(name)
+        for what, size in (
+            ("cp", fixed.context_parallel_size),
+            ("pp", fixed.pipeline_parallel_size),
+            ("dp", fixed.data_parallel_size),
+            ("v", fixed.virtual_stages),
+        ):
+            if size not in (None, 1) or (what in ("pp", "dp") and size is not None):
+                raise PlanError(
+                    f"unit '{name}': {what} {size} is fixed, but templates have as many stages and replicas as their nodes "
+                    "ask for, and neither context parallelism nor virtual stages; fix tp only"
+                )
+    return Chain(request)
+
+
+def _of_ranges(values: Floats, combine: np.ufunc = np.add) -> Floats:
+    """Return sums (or maxima) over all ranges [first, end) of the last axis: [..., num_pieces, num_pieces + 1].
+
+    Each range is added up by itself from its first entry on, so that ranges of equal entries have equal sums.
+    """
+    count = values.shape[-1]
+    rows = np.where(np.arange(count) >= np.arange(count)[:, None], values[..., None, :], 0.0)
+    totals = combine.accumulate(rows, axis=-1)
+    return np.concatenate((np.zeros((*totals.shape[:-1], 1)), totals), axis=-1)

@@ -1,0 +1,74 @@
+"""A set of templates for a person, and for other programs."""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from multimodal.plan.planners.templates.pipeline_times import pipeline_times
+from multimodal.plan.planners.templates.template_set import PipelineTemplate, TemplateSet
+
+
+def step_seconds(templates: TemplateSet) -> float:
+    """Return the seconds of a step of the instances at the start: of the slowest one."""
+    times = pipeline_times(templates.templates)
+    return max(times[each.nodes].seconds(each.num_microbatches) for each in templates.instances)
+
+
+def report_templates(templates: TemplateSet) -> dict[str, Any]:
+    """Return the JSON object of a set."""
+    times = pipeline_times(templates.templates)
+    return {
+        "num_nodes": templates.num_nodes,
+        "gpus_per_node": templates.gpus_per_node,
+        "fault_tolerance": templates.fault_tolerance,
+        "fewest_nodes": templates.fewest_nodes,
+        "micro_batch_size": templates.micro_batch_size,
+        "num_microbatches": templates.num_microbatches,
+        "recompute_granularity": templates.recompute_granularity,
+        "units": {unit.name: unit.num_layers for unit in templates.chain},
+        "iteration_seconds": step_seconds(templates),
+        "templates": [
+            {
+                "nodes": template.nodes,
+                "stages": [[stage.first_layer, stage.last_layer, stage.gpus] for stage in template.stages],
+                "iteration_seconds": template.iteration_seconds,
+                "num_microbatches": template.num_microbatches,
+            }
+            for template in templates.templates
+        ],
+        "instances": [
+            {
+                "nodes": each.nodes,
+                "num_microbatches": each.num_microbatches,
+                "seconds": times[each.nodes].seconds(each.num_microbatches),
+            }
+            for each in templates.instances
+        ],
+    }
+
+
+def describe_templates(templates: TemplateSet) -> Iterator[str]:
+    """Yield the lines that say what a set is."""
+    used = Counter((each.nodes, each.num_microbatches) for each in templates.instances)
+    first = ", ".join(f"{count} of {nodes} nodes with {share} microbatches each" for (nodes, share), count in used.items())
+    recomputing = f", recomputing {templates.recompute_granularity}" if templates.recompute_granularity else ""
+    yield (
+        f"templates of {templates.least_nodes} to {templates.most_nodes} nodes of {templates.gpus_per_node} GPUs; fault "
+        f"tolerance {templates.fault_tolerance}: runs on {templates.fewest_nodes} nodes and more"
+    )
+    yield (
+        f"{templates.num_nodes} nodes at first: {first} of {templates.micro_batch_size} samples{recomputing}; "
+        f"a step takes {step_seconds(templates):.4g} s"
+    )
+    for template in templates.templates:
+        yield (
+            f"{template.nodes} nodes: {template.iteration_seconds:.4g} s for {template.num_microbatches} microbatches; "
+            f"stages (layers x GPUs) {_stages(template)}"
+        )
+
+
+def _stages(template: PipelineTemplate) -> str:
+    shapes = (f"{len(stage.layers)}x{stage.gpus}" for stage in template.stages)
+    runs = ((shape, len(list(run))) for shape, run in groupby(shapes))
+    return " ".join(shape if count == 1 else f"{shape} ({count} times)" for shape, count in runs)

@@ -1,0 +1,240 @@
+"""Plans a set of pipeline templates (Oobleck 2.4): their numbers of nodes, the stages of each, and which are used at first."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from multimodal.cost.step_memory import GRADIENT_BYTES
+from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.megatron import micro_batch_sizes
+from multimodal.plan.planners.planning_request import MICRO_BATCH_SIZES, PlanningRequest
+from multimodal.plan.planners.search.layout_search import efficient_first
+from multimodal.plan.planners.templates.chain import Chain, list_chain
+from multimodal.plan.planners.templates.instantiate import Demand, Instantiation, instantiate
+from multimodal.plan.planners.templates.map_stages import StageMapping, StageTables, map_stages
+from multimodal.plan.planners.templates.pipeline_times import PipelineTimes, pipeline_times
+from multimodal.plan.planners.templates.template_set import ChainUnit, PipelineTemplate, TemplateSet, TemplateStage
+from multimodal.values.errors import NothingFitsError, PlanError
+
+MOST_NODES = 4096
+"""Nodes up to which a sufficient number is searched."""
+
+
+def plan_templates(request: PlanningRequest, *, fault_tolerance: int) -> TemplateSet:
+    """Plan templates of n_0, n_0 + 1, ... nodes, and the replicas that use all nodes at first with the shortest step.
+
+    n_0 is the fewest nodes that hold a whole replica with all of its optimizer state, and the largest template has what f other
+    replicas of n_0 nodes leave, or as many nodes as there are layers for. Every number of nodes from (f + 1) n_0 on is then a sum
+    of at least f + 1 of these. Each template is the best mapping of the chain of layers to the GPUs of its nodes for its share of
+    the batch (`map_stages`). Where the request leaves the microbatch size open, it is halved from the one that makes layers
+    efficient as long as n_0 sinks or steps get shorter; whole layers are recomputed where nothing fits otherwise.
+    Raises PlanError, saying what would work, where the nodes or their memory cannot give the fault tolerance.
+    """
+    num_nodes = _count_nodes(request, fault_tolerance)
+    sizes = list(micro_batch_sizes(request, MICRO_BATCH_SIZES))
+    first = sizes.index(efficient_first(request, sizes)[0])
+    best: tuple[tuple[int, float], TemplateSet] | None = None
+    problem: PlanError | None = None
+    for size in sizes[first::-1]:
+        try:
+            found, seconds = _plan_size(request.changed(micro_batch_size=size), num_nodes, fault_tolerance)
+        except PlanError as failure:
+            problem = failure
+            continue
+        if best is not None and best[0] <= (found.least_nodes, seconds):
+            break
+        best = (found.least_nodes, seconds), found
+    if best is None:
+        assert problem is not None
+        raise problem
+    return best[1]
+
+
+def _count_nodes(request: PlanningRequest, fault_tolerance: int) -> int:
+    per_node, gpus = request.cluster.gpus_per_node, request.num_gpus
+    num_nodes, rest = divmod(gpus, per_node)
+    if rest:
+        fewer = f"{num_nodes * per_node} or " if num_nodes else ""
+        raise PlanError(
+            f"templates use whole nodes, but {gpus} GPUs are no multiple of the {per_node} of a node; use {fewer}"
+            f"{(num_nodes + 1) * per_node}"
+        )
+    if fault_tolerance < 0:
+        raise PlanError(f"fault tolerance must be at least 0, found {fault_tolerance}")
+    if fault_tolerance >= num_nodes:
+        raise PlanError(
+            f"fault tolerance {fault_tolerance} asks for {fault_tolerance + 1} replicas on nodes of their own, but there are "
+            f"{num_nodes} nodes ({gpus} GPUs); use a fault tolerance of at most {num_nodes - 1}, or at least "
+            f"{(fault_tolerance + 1) * per_node} GPUs"
+        )
+    return num_nodes
+
+
+def _plan_size(request: PlanningRequest, num_nodes: int, fault_tolerance: int) -> tuple[TemplateSet, float]:
+    """Plan with a given microbatch size; return the set and the seconds of its first step."""
+    problem: PlanError | None = None
+    for recompute in (request.recompute,) if request.recompute else (None, "full"):
+        chain = list_chain(request.changed(recompute=recompute))
+        templates = _map_templates(chain, num_nodes, fault_tolerance)
+        if templates:
+            _check_coverage(templates, num_nodes, fault_tolerance)
+            start = instantiate(
+                pipeline_times(templates), Demand(num_nodes, request.num_microbatches, least_replicas=fault_tolerance + 1)
+            )
+            return _build(chain, templates, start, num_nodes, fault_tolerance), start.step_seconds
+        problem = problem or _too_few_nodes(chain, num_nodes, fault_tolerance)
+    assert problem is not None
+    raise problem
+
+
+def _check_coverage(templates: Sequence[PipelineTemplate], num_nodes: int, fault_tolerance: int) -> None:
+    """Raise where templates end too early, for lack of layers, to make up all numbers of nodes from (f + 1) n_0 on."""
+    least, most = templates[0].nodes, templates[-1].nodes
+    for nodes in range((fault_tolerance + 1) * least, num_nodes + 1):
+        if not any(count * least <= nodes <= count * most for count in range(fault_tolerance + 1, nodes // least + 1)):
+            raise PlanError(
+                f"{nodes} nodes cannot all be used: replicas need {least} nodes at least, and the model has layers for at most "
+                f"{most}; use fewer GPUs, or a higher fault tolerance"
+            )
+
+
+def _map_templates(chain: Chain, num_nodes: int, fault_tolerance: int) -> tuple[PipelineTemplate, ...]:
+    """Return the templates of n_0 nodes and more; none where there are too few nodes for f + 1 of the smallest."""
+    counts = list(range(1, num_nodes - fault_tolerance + 1))
+    found = _map_nodes(chain, counts, num_nodes)
+    least = next((nodes for nodes, template in zip(counts, found, strict=True) if template), None)
+    if least is None or (fault_tolerance + 1) * least > num_nodes:
+        return ()
+    templates = []
+    for template in found[least - 1 : num_nodes - fault_tolerance * least]:
+        if template is None:
+            break
+        templates.append(template)
+    return tuple(templates)
+
+
+def _map_nodes(chain: Chain, counts: Sequence[int], num_nodes: int) -> list[PipelineTemplate | None]:
+    """Return the best template of each number of nodes; None where none fits."""
+    per_node = chain.request.cluster.gpus_per_node
+    shares = [-(-chain.request.num_microbatches * nodes // num_nodes) for nodes in counts]
+    best: list[PipelineTemplate | None] = [None] * len(counts)
+    for sizes in size_chains(chain.sizes):
+        rows = [chain.sizes.index(size) for size in sizes]
+        tables = StageTables(*(table[rows] for table in chain.tables))
+        mapped = map_stages(tables, num_gpus=[per_node * nodes for nodes in counts], num_microbatches=shares)
+        for index, mapping in enumerate(mapped):
+            if mapping is not None:
+                template = _template(chain, mapping, counts[index], shares[index])
+                known = best[index]
+                if known is None or template.iteration_seconds < known.iteration_seconds:
+                    best[index] = template
+    return best
+
+
+def size_chains(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the longest runs of sizes of which each divides the next: such stages fill nodes in any order.
+
+    1, 2, 4, 8 are one run; 1, 2, 3, 6 are two.
+    """
+
+    def extend(run: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        later = [size for size in sizes if size > run[-1] and size % run[-1] == 0]
+        nearest = [size for size in later if not any(size > other and size % other == 0 for other in later)]
+        for size in nearest:
+            yield from extend((*run, size))
+        if not nearest:
+            yield run
+
+    firsts = [size for size in sizes if not any(size > other and size % other == 0 for other in sizes)]
+    return [run for first in firsts for run in extend((first,))]
+
+
+def _template(chain: Chain, mapping: StageMapping, nodes: int, num_microbatches: int) -> PipelineTemplate:
+    stages, first = [], 0
+    nodes_of_stages = place_stages(mapping.gpus, chain.request.cluster.gpus_per_node)
+    for end, gpus, node in zip(mapping.ends, mapping.gpus, nodes_of_stages, strict=True):
+        row = chain.sizes.index(gpus)
+        layers = chain.layers(first, end)
+        forward, backward = (float(each[row, first:end].sum()) for each in (chain.forward, chain.backward))
+        stages.append(TemplateStage(layers[0], layers[1] - 1, gpus, node, forward, backward))
+        first = end
+    template = PipelineTemplate(nodes, num_microbatches, 0.0, tuple(stages))
+    return replace(template, iteration_seconds=PipelineTimes.of_template(template).seconds(num_microbatches))
+
+
+def place_stages(gpus: Sequence[int], gpus_per_node: int) -> tuple[int, ...]:
+    """Return the node of each stage: large stages first, in pipeline order, each on the first node with room.
+
+    Sizes that divide each other and the node fill all nodes so, and neighbours of one size share nodes.
+    """
+    free: list[int] = []
+    placed: dict[int, int] = {}
+    for stage in sorted(range(len(gpus)), key=lambda stage: -gpus[stage]):
+        node = next((node for node, room in enumerate(free) if room >= gpus[stage]), len(free))
+        if node == len(free):
+            free.append(gpus_per_node)
+        free[node] -= gpus[stage]
+        placed[stage] = node
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(placed[stage] for stage in range(len(gpus))))}
+    return tuple(numbers[placed[stage]] for stage in range(len(gpus)))
+
+
+def _build(
+    chain: Chain, templates: tuple[PipelineTemplate, ...], start: Instantiation, num_nodes: int, fault_tolerance: int
+) -> TemplateSet:
+    request = chain.request
+    return TemplateSet(
+        num_nodes,
+        request.cluster.gpus_per_node,
+        fault_tolerance,
+        request.default_micro_batch_size,
+        request.num_microbatches,
+        request.recompute,
+        tuple(ChainUnit(unit.name, len(unit.layers)) for unit in request.graph.units),
+        layer_bytes(request),
+        start.instances,
+        templates,
+    )
+
+
+def layer_bytes(request: PlanningRequest) -> tuple[int, ...]:
+    """Return the bytes of weights and optimizer state of every layer of the chain, all tensor parallel ranks together."""
+    memory = MemoryEstimate(request)
+    found = []
+    for unit in request.graph.units:
+        for kind in unit.layers:
+            layer = memory.layer(unit.name, kind)
+            gradients = layer.num_weights * max(GRADIENT_BYTES, layer.bytes_per_element) if layer.is_trained else 0
+            found.append(round(layer.static_bytes(1) - gradients))
+    return tuple(found)
+
+
+def _too_few_nodes(chain: Chain, num_nodes: int, fault_tolerance: int) -> PlanError:
+    """Return the error of nodes that cannot hold f + 1 replicas, with what would work."""
+    least = _fewest_nodes(chain, num_nodes)
+    memory = chain.request.memory_text
+    if least is None:
+        return NothingFitsError(
+            f"no number of nodes up to {MOST_NODES} holds a whole replica in {memory}, at microbatch size "
+            f"{chain.request.default_micro_batch_size}; use GPUs with more memory, freeze units, or make microbatches smaller"
+        )
+    wanted, per_node = (fault_tolerance + 1) * least, chain.request.cluster.gpus_per_node
+    lower = num_nodes // least - 1
+    instead = f", or a fault tolerance of at most {lower}" if lower >= 0 else ""
+    return NothingFitsError(
+        f"one replica needs {least} nodes in {memory}, so fault tolerance {fault_tolerance} needs {fault_tolerance + 1} x "
+        f"{least} = {wanted} nodes, but there are {num_nodes}; use {wanted * per_node} GPUs{instead}"
+    )
+
+
+def _fewest_nodes(chain: Chain, num_nodes: int) -> int | None:
+    """Return the fewest nodes that hold a replica, of any number: doubled until one does, the gap halved."""
+    too_few, enough = 0, 1
+    while _map_nodes(chain, [enough], max(num_nodes, enough))[0] is None:
+        too_few, enough = enough, 2 * enough
+        if enough > min(MOST_NODES, 2 * len(chain.pieces)):
+            return None
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        holds = _map_nodes(chain, [middle], max(num_nodes, middle))[0] is not None
+        too_few, enough = (too_few, middle) if holds else (middle, enough)
+    return enough

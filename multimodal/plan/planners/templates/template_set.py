@@ -1,0 +1,163 @@
+"""Pipeline templates: whole model replicas for every number of nodes, of which any number of nodes can be made up."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from multimodal.values.errors import PlanError
+from multimodal.values.file_form import read_file, write_mapping
+from multimodal.values.plan import MOST_RANKS
+from multimodal.values.typed_reader import Plain
+from multimodal.values.units.transformer import MOST_LAYERS
+
+_COUNT = {"minimum": 1, "maximum": MOST_RANKS}
+_LAYER = {"minimum": 0, "maximum": 2 * MOST_LAYERS}
+_AT_LEAST_ZERO = {"minimum": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateStage:
+    """A run of layers of the chain of all units' layers, on GPUs of one node. GPUs share it by tensor parallelism."""
+
+    first_layer: int = field(metadata=_LAYER)
+    last_layer: int = field(metadata=_LAYER)
+    """The last layer that it holds."""
+    gpus: int = field(metadata=_COUNT)
+    node: int = field(metadata=_AT_LEAST_ZERO)
+    """Of the template's nodes, counted from 0."""
+    forward_seconds: float = field(metadata=_AT_LEAST_ZERO)
+    """Of one microbatch."""
+    backward_seconds: float = field(metadata=_AT_LEAST_ZERO)
+
+    @property
+    def layers(self) -> range:
+        """Its layers."""
+        return range(self.first_layer, self.last_layer + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineTemplate:
+    """One replica of the whole model on a number of nodes, all of whose GPUs it uses."""
+
+    nodes: int = field(metadata=_COUNT)
+    num_microbatches: int = field(metadata=_COUNT)
+    """Microbatches of a step that it was planned for: its share of the batch by nodes."""
+    iteration_seconds: float = field(metadata=_AT_LEAST_ZERO)
+    """Of a step of so many microbatches."""
+    stages: tuple[TemplateStage, ...] = field(metadata={"min_entries": 1})
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One replica that a template is used for."""
+
+    nodes: int = field(metadata=_COUNT)
+    """Of its template."""
+    num_microbatches: int = field(metadata=_COUNT)
+    """Its share of the global batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainUnit:
+    """The layers of one unit in the chain, in which the units follow each other."""
+
+    name: str
+    num_layers: int = field(metadata=_COUNT)
+    """Embedding, projector and head included."""
+
+
+@dataclass(frozen=True)
+class TemplateSet:
+    """Templates of consecutive numbers of nodes, and how all nodes are used at first."""
+
+    num_nodes: int = field(metadata=_COUNT)
+    """At the start."""
+    gpus_per_node: int = field(metadata=_COUNT)
+    fault_tolerance: int = field(metadata=_AT_LEAST_ZERO)
+    """Nodes that may be lost at once: there is always one replica more."""
+    micro_batch_size: int = field(metadata=_COUNT)
+    num_microbatches: int = field(metadata=_COUNT)
+    """Of the global batch."""
+    recompute_granularity: str | None
+    chain: tuple[ChainUnit, ...] = field(metadata={"min_entries": 1})
+    layer_bytes: tuple[int, ...] = field(metadata={"min_entries": 1, "minimum": 0})
+    """Bytes of weights and optimizer state of each layer of the chain: those that a node copies."""
+    instances: tuple[Instance, ...] = field(metadata={"min_entries": 1})
+    templates: tuple[PipelineTemplate, ...] = field(metadata={"min_entries": 1})
+
+    def __post_init__(self) -> None:
+        sizes = [template.nodes for template in self.templates]
+        if sizes != list(range(sizes[0], sizes[0] + len(sizes))):
+            raise PlanError(f"templates must be of consecutive numbers of nodes, found {sizes}; plan the set anew")
+        num_layers = sum(unit.num_layers for unit in self.chain)
+        if len(self.layer_bytes) != num_layers:
+            raise PlanError(f"layer_bytes has {len(self.layer_bytes)} entries for {num_layers} layers; plan the set anew")
+        for index, template in enumerate(self.templates):
+            self._check(template, index, num_layers)
+        if unknown := [each.nodes for each in self.instances if each.nodes not in sizes]:
+            raise PlanError(f"an instance has {unknown[0]} nodes, but templates have {sizes[0]} to {sizes[-1]}; correct it")
+        if len(self.instances) <= self.fault_tolerance or sum(each.nodes for each in self.instances) != self.num_nodes:
+            raise PlanError(
+                f"the instances must be at least {self.fault_tolerance + 1} (fault tolerance {self.fault_tolerance}) and have "
+                f"{self.num_nodes} nodes together, found {[each.nodes for each in self.instances]}; plan the set anew"
+            )
+
+    def _check(self, template: PipelineTemplate, index: int, num_layers: int) -> None:
+        where, place = f"template of {template.nodes} nodes", ("templates", index)
+        bounds = [0, *(stage.last_layer + 1 for stage in template.stages)]
+        if bounds[-1] != num_layers or any(
+            stage.first_layer != first or stage.last_layer < first for stage, first in zip(template.stages, bounds, strict=False)
+        ):
+            raise PlanError(f"{where}: its stages must hold layers 0 to {num_layers - 1} once each, in order", place=place)
+        used = [sum(stage.gpus for stage in template.stages if stage.node == node) for node in range(template.nodes)]
+        if any(each != self.gpus_per_node for each in used) or any(each.node >= template.nodes for each in template.stages):
+            raise PlanError(f"{where}: its stages must use the {self.gpus_per_node} GPUs of each node, found {used}", place=place)
+
+    @property
+    def least_nodes(self) -> int:
+        """Nodes of the smallest template: n_0."""
+        return self.templates[0].nodes
+
+    @property
+    def most_nodes(self) -> int:
+        """Nodes of the largest template."""
+        return self.templates[-1].nodes
+
+    @property
+    def fewest_nodes(self) -> int:
+        """Nodes below which there are too few for all replicas that fault tolerance asks for: (f + 1) n_0."""
+        return (self.fault_tolerance + 1) * self.least_nodes
+
+    def template(self, nodes: int) -> PipelineTemplate:
+        """Return the template of a number of nodes."""
+        return self.templates[nodes - self.least_nodes]
+
+    @cached_property
+    def layers_of_node(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
+        """(nodes of a template, one of them) -> the layers that it holds."""
+        held: dict[tuple[int, int], list[int]] = {}
+        for template in self.templates:
+            for stage in template.stages:
+                held.setdefault((template.nodes, stage.node), []).extend(stage.layers)
+        return {place: tuple(layers) for place, layers in held.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain form, read back by `from_dict`."""
+        plain = asdict(self)
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> "TemplateSet":
+        """Build from the plain form; raises PlanError naming the offending place."""
+        return Plain(value, "templates", PlanError).build(cls)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "TemplateSet":
+        """Read a YAML or JSON file of templates; a PlanError names the line."""
+        return read_file(path, cls.from_dict, error=PlanError)
+
+    def to_file(self, path: str | Path) -> None:
+        """Write a YAML or JSON file of templates."""
+        write_mapping(path, self.to_dict(), has_short_lists=True)
