@@ -1,0 +1,150 @@
+"""How a run goes on when nodes are lost or return: new replicas of the same templates, and the layers copied for them."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from multimodal.plan.planners.templates.change_least import change_least
+from multimodal.plan.planners.templates.copy_layers import LayerCopy, copy_seconds, deal_copies
+from multimodal.plan.planners.templates.instantiate import Demand, Instantiation, instantiate, share_batch
+from multimodal.plan.planners.templates.pipeline_times import PipelineTimes, pipeline_times
+from multimodal.plan.planners.templates.template_set import TemplateSet
+from multimodal.values.arrays.rows import Integers
+from multimodal.values.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """One replica: a template on nodes of the cluster."""
+
+    nodes: tuple[int, ...]
+    """The node for each of the template's; their number names the template."""
+    num_microbatches: int
+    """Its share of the global batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reconfiguration:
+    """What a run does next."""
+
+    how: str
+    """`keep`, `reinstantiate`, `borrow` or `merge`: the furthest step that some pipeline took; `replan`: all nodes anew."""
+    pipelines: tuple[Pipeline, ...]
+    step_seconds: float
+    """From now on."""
+    copies: tuple[LayerCopy, ...]
+    """Each layer that a node lacks, once, from a node that has it; they run side by side."""
+    copy_seconds: float
+    missing_layers: tuple[int, ...] = ()
+    """Layers that no node has any more: the run must go back to its newest checkpoint."""
+
+
+@dataclass(frozen=True)
+class Reconfigurer:
+    """Decides how to go on; every rank decides alike."""
+
+    templates: TemplateSet
+    bytes_per_second: float
+    """That a node sends, and at the same time receives."""
+    horizon_seconds: float = 600.0
+    """Time until the next change that is counted on: what a copy costs must be won in it."""
+
+    @cached_property
+    def times(self) -> Mapping[int, PipelineTimes]:
+        """Nodes -> the pipeline of their template."""
+        return pipeline_times(self.templates.templates)
+
+    def start(self) -> tuple[Pipeline, ...]:
+        """Return the instances of the set on nodes 0, 1, ..."""
+        pipelines, first = [], 0
+        for each in self.templates.instances:
+            pipelines.append(Pipeline(tuple(range(first, first + each.nodes)), each.num_microbatches))
+            first += each.nodes
+        return tuple(pipelines)
+
+    def fresh(self, nodes: Sequence[int]) -> tuple[tuple[Pipeline, ...], float]:
+        """Return replicas with the shortest step on these nodes, and its seconds; what they held does not count."""
+        chosen = self._fastest(len(nodes))
+        placed = self._place("replan", chosen, nodes, {})
+        return placed.pipelines, chosen.step_seconds
+
+    def step_seconds(self, pipelines: Sequence[Pipeline]) -> float:
+        """Return the seconds of a step: of the slowest pipeline."""
+        return max((self.times[len(each.nodes)].seconds(each.num_microbatches) for each in pipelines), default=0.0)
+
+    def _fastest(self, num_nodes: int) -> Instantiation:
+        templates = self.templates
+        demand = Demand(num_nodes, templates.num_microbatches, least_replicas=templates.fault_tolerance + 1)
+        return instantiate(self.times, demand)
+
+    def reconfigure(
+        self, pipelines: Sequence[Pipeline], *, lost: Collection[int] = (), joined: Collection[int] = ()
+    ) -> Reconfiguration:
+        """Return how all nodes that are left, and those that joined, go on.
+
+        Two sets of sizes are looked at: the shortest step that the nodes can have at all, and the one that changes least (a
+        pipeline that lost nodes takes a smaller template, borrows a node from a larger pipeline, or merges with another one;
+        Oobleck 2.5.1). The one that loses least time until the horizon, copies and longer steps together, is taken. Nodes are put
+        where they lack fewest bytes. Raises PlanError where fewer nodes are left than f + 1 replicas need.
+        """
+        nodes = self._nodes_left(pipelines, lost, joined)
+        held = self._held_layers(pipelines)
+        fastest = self._fastest(len(nodes))
+        choices = [("replan", fastest)]
+        left = [sum(node not in lost for node in each.nodes) for each in pipelines]
+        kept = change_least(self.templates, left, len(joined))
+        if kept is not None and len(kept[1]) <= self.templates.num_microbatches:
+            choices.insert(0, (kept[0], share_batch(self.times, kept[1], num_microbatches=self.templates.num_microbatches)))
+        found = [self._place(how, choice, nodes, held) for how, choice in choices]
+        return min(found, key=lambda each: self._lost_seconds(each, fastest.step_seconds))
+
+    def _lost_seconds(self, choice: Reconfiguration, least_step_seconds: float) -> float:
+        return choice.copy_seconds + self.horizon_seconds * (1 - least_step_seconds / choice.step_seconds)
+
+    def _nodes_left(self, pipelines: Sequence[Pipeline], lost: Collection[int], joined: Collection[int]) -> list[int]:
+        before = {node for each in pipelines for node in each.nodes}
+        if strange := sorted(set(lost) - before) or sorted(set(joined) & (before - set(lost))):
+            raise PlanError(f"node {strange[0]} is lost and was not there, or joins and is there already; correct the nodes")
+        nodes = sorted((before - set(lost)) | set(joined))
+        templates = self.templates
+        if len(nodes) < templates.fewest_nodes:
+            raise PlanError(
+                f"{len(nodes)} nodes are left, but {templates.fault_tolerance + 1} replicas of {templates.least_nodes} nodes "
+                f"need {templates.fewest_nodes}; wait for nodes to return, or plan anew with a lower fault tolerance"
+            )
+        return nodes
+
+    def _held_layers(self, pipelines: Sequence[Pipeline]) -> dict[int, tuple[int, ...]]:
+        """Return node -> the layers that it holds."""
+        layers = self.templates.layers_of_node
+        return {node: layers[len(each.nodes), index] for each in pipelines for index, node in enumerate(each.nodes)}
+
+    def _place(
+        self, how: str, choice: Instantiation, nodes: Sequence[int], held: Mapping[int, tuple[int, ...]]
+    ) -> Reconfiguration:
+        """Put nodes where they lack fewest bytes in all, and deal the copies."""
+        places = [(each.nodes, index) for each in choice.instances for index in range(each.nodes)]
+        wanted = [self.templates.layers_of_node[place] for place in places]
+        weights = np.array(self.templates.layer_bytes, np.float64)
+        needs = _marks(wanted, len(weights))
+        lacks = 1 - _marks([held.get(node, ()) for node in nodes], len(weights))
+        _, chosen = linear_sum_assignment((needs * weights) @ lacks.T)
+        node_of_place = iter([nodes[index] for index in chosen.tolist()])
+        pipelines = tuple(
+            Pipeline(tuple(next(node_of_place) for _ in range(each.nodes)), each.num_microbatches) for each in choice.instances
+        )
+        left = {node: held[node] for node in nodes if node in held}
+        copies, missing = deal_copies(self._held_layers(pipelines), left, self.templates.layer_bytes)
+        seconds = copy_seconds(copies, bytes_per_second=self.bytes_per_second)
+        is_kept = not copies and how == "reinstantiate"
+        return Reconfiguration("keep" if is_kept else how, pipelines, choice.step_seconds, copies, seconds, missing)
+
+
+def _marks(rows: Sequence[Sequence[int]], num_layers: int) -> Integers:
+    marks = np.zeros((len(rows), num_layers), np.int64)
+    for row, layers in enumerate(rows):
+        marks[row, list(layers)] = 1
+    return marks

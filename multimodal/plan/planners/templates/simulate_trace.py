@@ -1,0 +1,156 @@
+"""Simulates a run while nodes come and go: with templates, and with restarts from checkpoints."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from multimodal.plan.planners.templates.node_trace import NodeChange
+from multimodal.plan.planners.templates.reconfigure import Pipeline, Reconfiguration, Reconfigurer
+
+
+class Span(NamedTuple):
+    """A time in which nothing changes."""
+
+    start: float
+    end: float
+    num_nodes: int
+    step_seconds: float | None
+    """None: no steps are run."""
+    state: str
+    """What is done: `train`, `recover`, `restart`, or `wait` for nodes."""
+
+    @property
+    def num_steps(self) -> float:
+        """Steps that it has time for."""
+        return 0.0 if self.step_seconds is None else (self.end - self.start) / self.step_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """Seconds in which a run stands still."""
+
+    recovery: float = 3.0
+    """To notice a loss, agree, and form new groups, beside copying layers."""
+    restart: float = 120.0
+    """To stop all processes, start them anew and load a checkpoint."""
+    checkpoint_interval: float = 600.0
+    """Between two checkpoints, which take no time."""
+
+
+class Simulated(NamedTuple):
+    """A simulated run."""
+
+    spans: tuple[Span, ...]
+    num_steps: float
+    """Steps that were finished and not lost again."""
+    changes: tuple[Reconfiguration, ...] = ()
+
+
+@dataclass
+class _Clock:
+    """A run up to now: spans, and the steps that a failure does not take back."""
+
+    spans: list[Span] = field(default_factory=list)
+    kept: float = 0.0
+    since_checkpoint: float = 0.0
+    last_checkpoint: float = 0.0
+
+    def run(self, until: float, num_nodes: int, step_seconds: float | None, state: str) -> None:
+        """Go on until then."""
+        start = self.spans[-1].end if self.spans else 0.0
+        if until > start:
+            self.spans.append(Span(start, until, num_nodes, step_seconds, state))
+
+    def train(
+        self, until: float, num_nodes: int, step_seconds: float, *, loses_last: bool, interval: float | None = None
+    ) -> None:
+        """Run steps; loses_last: the step that is running then is lost, else it is finished first.
+
+        interval: seconds between checkpoints, of which the newest is known afterwards; None: no step is lost but the last one.
+        """
+        start = self.spans[-1].end if self.spans else 0.0
+        count = max(0.0, until - start) / step_seconds
+        whole = float(int(count * (1 + 1e-12)))
+        if not loses_last and count > whole:
+            whole += 1
+            until = start + whole * step_seconds
+        self.run(until, num_nodes, step_seconds, "train")
+        if interval is None:
+            self.kept += whole
+            return
+        newest = until // interval * interval
+        if newest > max(start, self.last_checkpoint):
+            before = min(whole, float(int((newest - start) / step_seconds)))
+            self.kept += self.since_checkpoint + before
+            self.since_checkpoint, self.last_checkpoint = whole - before, newest
+        else:
+            self.since_checkpoint += whole
+
+
+def simulate_templates(
+    reconfigurer: Reconfigurer, changes: Sequence[NodeChange], *, until: float, pauses: Pauses, seed: int = 0
+) -> Simulated:
+    """Simulate a run that goes on with templates; a loss costs the running step, a join waits for its end.
+
+    Lost nodes are drawn at random. With fewer nodes than f + 1 replicas need, the run saves and waits, and then restarts.
+    """
+    draw, clock = random.Random(seed), _Clock()
+    pipelines: tuple[Pipeline, ...] | None = reconfigurer.start()
+    step_seconds = reconfigurer.step_seconds(pipelines or ())
+    nodes, next_node = set(range(reconfigurer.templates.num_nodes)), reconfigurer.templates.num_nodes
+    found: list[Reconfiguration] = []
+    for seconds, change, end in _with_ends(changes, until):
+        if pipelines is not None:
+            clock.train(seconds, len(nodes), step_seconds, loses_last=change < 0)
+        else:
+            clock.run(seconds, len(nodes), None, "wait")
+        lost = set(draw.sample(sorted(nodes), -change)) if change < 0 else set()
+        joined = set(range(next_node, next_node + max(0, change)))
+        nodes, next_node = (nodes - lost) | joined, next_node + len(joined)
+        now = clock.spans[-1].end if clock.spans else 0.0
+        if len(nodes) < reconfigurer.templates.fewest_nodes:
+            pipelines = None
+        elif pipelines is None:
+            pipelines, step_seconds = reconfigurer.fresh(sorted(nodes))
+            clock.run(min(end, now + pauses.restart), len(nodes), None, "restart")
+        elif change:
+            chosen = reconfigurer.reconfigure(pipelines, lost=lost, joined=joined)
+            found.append(chosen)
+            pipelines, step_seconds = chosen.pipelines, chosen.step_seconds
+            pause = pauses.restart if chosen.missing_layers else pauses.recovery + chosen.copy_seconds
+            clock.run(min(end, now + pause), len(nodes), None, "restart" if chosen.missing_layers else "recover")
+    return Simulated(tuple(clock.spans), clock.kept, tuple(found))
+
+
+def simulate_restarts(
+    step_seconds: Callable[[int], float | None], changes: Sequence[NodeChange], *, num_nodes: int, until: float, pauses: Pauses
+) -> Simulated:
+    """Simulate a run that restarts from its newest checkpoint at every change.
+
+    step_seconds: number of nodes -> the seconds of a step on so many; None: too few.
+    """
+    clock, nodes = _Clock(), num_nodes
+    for seconds, change, end in _with_ends(changes, until):
+        now_seconds = step_seconds(nodes)
+        if now_seconds is None:
+            clock.run(seconds, nodes, None, "wait")
+        else:
+            clock.train(seconds, nodes, now_seconds, loses_last=True, interval=pauses.checkpoint_interval)
+        if change:
+            nodes += change
+            clock.since_checkpoint = 0.0
+            now = clock.spans[-1].end if clock.spans else 0.0
+            clock.last_checkpoint = max(now, clock.last_checkpoint)
+            if step_seconds(nodes) is not None:
+                clock.run(min(end, now + pauses.restart), nodes, None, "restart")
+    return Simulated(tuple(clock.spans), clock.kept + clock.since_checkpoint)
+
+
+def _with_ends(changes: Sequence[NodeChange], until: float) -> Iterator[tuple[float, int, float]]:
+    """Yield the time of each change, the change, and the time of the next one; last the end, without a change."""
+    inside = [each for each in changes if each.seconds < until]
+    ends = [each.seconds for each in inside[1:]] + [until]
+    for each, end in zip(inside, ends, strict=False):
+        yield each.seconds, each.change, end
+    yield until, 0, until
