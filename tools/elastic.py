@@ -1,0 +1,257 @@
+"""Simulates a run with pipeline templates while nodes come and go, beside restarts from checkpoints; see docs/elasticity.md.
+
+python tools/elastic.py --model M.yaml --cluster C.yaml --num-gpus N --global-batch-size B --lengths L.csv.gz --trace trace.csv
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.templates.describe import describe_templates, step_seconds
+from multimodal.plan.planners.templates.instantiate import share_batch
+from multimodal.plan.planners.templates.node_trace import NodeChange, read_trace
+from multimodal.plan.planners.templates.pipeline_times import pipeline_times
+from multimodal.plan.planners.templates.plan_templates import plan_templates
+from multimodal.plan.planners.templates.reconfigure import Reconfigurer
+from multimodal.plan.planners.templates.simulate_trace import Pauses, Simulated, Span, simulate_restarts, simulate_templates
+from multimodal.plan.planners.templates.template_set import TemplateSet
+from multimodal.values.errors import ConfigError, PlanError
+from tools.command_line import Parser, at_least_zero, format_seconds, run_tool
+from tools.plan import DEFAULT_FAULT_TOLERANCE, add_request_flags, build_request
+
+COLORS = {"ideal": "#b0b0b0", "fresh plan": "#e8a33d", "templates": "#4878a8", "restarts": "#d96b4c"}
+
+
+def build_parser() -> Parser:
+    """Return the parser of all flags."""
+    parser = Parser(prog="elastic.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    add_request_flags(parser)
+    run = parser.add_argument_group("the run")
+    run.add_argument("--trace", type=Path, required=True, metavar="T.csv", help="Lines `seconds,nodes`, such as 3600,-2.")
+    run.add_argument("--until", type=float, metavar="SECONDS", help="End of the run (the last change and a tenth more).")
+    run.add_argument(
+        "--fault-tolerance",
+        type=at_least_zero,
+        default=DEFAULT_FAULT_TOLERANCE,
+        metavar="F",
+        help=f"Nodes that may be lost at once ({DEFAULT_FAULT_TOLERANCE}).",
+    )
+    run.add_argument("--recovery-seconds", type=float, default=Pauses().recovery, help="Of noticing, agreeing, regrouping (3).")
+    run.add_argument("--restart-seconds", type=float, default=Pauses().restart, help="Of a restart from a checkpoint (120).")
+    run.add_argument(
+        "--checkpoint-seconds", type=float, default=Pauses().checkpoint_interval, help="Between two checkpoints (600)."
+    )
+    run.add_argument("--seed", type=at_least_zero, default=0, help="Of the draw of the nodes that are lost (0).")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="Print one JSON object instead of tables.")
+    output.add_argument("--picture", type=Path, metavar="OUT.png", help="Draw throughput over time.")
+    return parser
+
+
+@dataclass(frozen=True)
+class FreshPlans:
+    """The best plans for other numbers of nodes, each planned anew when asked for."""
+
+    request: PlanningRequest
+    templates: TemplateSet
+
+    @cached_property
+    def _known(self) -> dict[int, tuple[float | None, float | None]]:
+        return {}
+
+    def step_seconds(self, num_nodes: int) -> float | None:
+        """Return the seconds of the best plan without fault tolerance; None where nothing fits."""
+        return self._plan(num_nodes)[0]
+
+    def alike_seconds(self, num_nodes: int) -> float | None:
+        """Return those of the best plan of replicas that are all alike, on as many of the nodes as they need."""
+        return self._plan(num_nodes)[1]
+
+    def _plan(self, num_nodes: int) -> tuple[float | None, float | None]:
+        if num_nodes not in self._known:
+            self._known[num_nodes] = self._compute(num_nodes)
+        return self._known[num_nodes]
+
+    def _compute(self, num_nodes: int) -> tuple[float | None, float | None]:
+        if not num_nodes:
+            return None, None
+        size = self.templates.micro_batch_size
+        asked = self.request.changed(num_gpus=num_nodes * self.templates.gpus_per_node, micro_batch_size=size)
+        try:
+            planned = plan_templates(asked, fault_tolerance=0)
+        except PlanError:
+            return None, None
+        times = pipeline_times(planned.templates)
+        alike = (
+            share_batch(times, [size] * (num_nodes // size), num_microbatches=planned.num_microbatches).step_seconds
+            for size in times
+            if num_nodes // size <= planned.num_microbatches
+        )
+        return step_seconds(planned), min(alike, default=None)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two simulated runs on one trace, and the best plans that there could be."""
+
+    templates: TemplateSet
+    runs: Mapping[str, Simulated]
+    fresh: FreshPlans
+    until: float
+
+    def samples_per_second(self, run: Simulated) -> float:
+        """Return the mean throughput of a run."""
+        return run.num_steps * self.samples_per_step / self.until
+
+    @property
+    def samples_per_step(self) -> int:
+        """The global batch."""
+        return self.fresh.request.global_batch_size
+
+    def throughput(self, span: Span, name: str) -> float:
+        """Return samples per second in a span of a run: its own, or what some best plan would give."""
+        seconds = span.step_seconds
+        if name == "ideal":
+            best = self.fresh.step_seconds(self.templates.num_nodes)
+            return self.samples_per_step * span.num_nodes / self.templates.num_nodes / best if best else 0.0
+        if name == "fresh plan":
+            seconds = self.fresh.step_seconds(span.num_nodes)
+        return self.samples_per_step / seconds if seconds else 0.0
+
+    @property
+    def shares_of_fresh(self) -> list[tuple[float, Span]]:
+        """The templates' throughput over that of the best fresh plan, at every moment at which steps are run."""
+        spans = [span for span in self.runs["templates"].spans if span.step_seconds]
+        return [(self.throughput(span, "templates") / self.throughput(span, "fresh plan"), span) for span in spans]
+
+    def mean(self, name: str) -> float:
+        """Return the mean of `throughput` over all spans of the run with templates."""
+        spans = self.runs["templates"].spans
+        total = sum(self.throughput(span, name) * (span.end - span.start) for span in spans)
+        return total / (spans[-1].end - spans[0].start)
+
+
+def simulate(flags: argparse.Namespace) -> Comparison:
+    """Plan and simulate; raises BraidError."""
+    pauses = Pauses(flags.recovery_seconds, flags.restart_seconds, flags.checkpoint_seconds)
+    if min(pauses.recovery, pauses.restart) < 0 or pauses.checkpoint_interval <= 0:
+        raise ConfigError("--recovery-seconds and --restart-seconds must be at least 0, and --checkpoint-seconds above 0")
+    request = build_request(flags)
+    templates = plan_templates(request, fault_tolerance=flags.fault_tolerance)
+    changes = read_trace(flags.trace, num_nodes=templates.num_nodes)
+    until = flags.until or max(1.1 * changes[-1].seconds if changes else 0.0, 3600.0)
+    if until <= 0:
+        raise ConfigError(f"--until must be above 0, found {until:g}")
+    network = request.cluster.inter_node
+    reconfigurer = Reconfigurer(
+        templates,
+        network.bandwidth_gbytes_per_second * 1e9 * network.nics_per_node,
+        horizon_seconds=mean_seconds_between(changes, until),
+    )
+    fresh = FreshPlans(request, templates)
+    runs = {
+        "templates": simulate_templates(reconfigurer, changes, until=until, pauses=pauses, seed=flags.seed),
+        "restarts": simulate_restarts(fresh.alike_seconds, changes, num_nodes=templates.num_nodes, until=until, pauses=pauses),
+    }
+    return Comparison(templates, runs, fresh, until)
+
+
+def mean_seconds_between(changes: Sequence[NodeChange], until: float) -> float:
+    """Return how long a run goes on between two changes on average."""
+    return until / (1 + len(changes))
+
+
+def report(compared: Comparison) -> dict[str, Any]:
+    """Return the JSON object."""
+    shares = compared.shares_of_fresh
+    return {
+        "num_nodes": compared.templates.num_nodes,
+        "least_nodes": compared.templates.fewest_nodes,
+        "seconds": compared.until,
+        "samples_per_second": {name: compared.samples_per_second(run) for name, run in compared.runs.items()}
+        | {name: compared.mean(name) for name in ("fresh plan", "ideal")},
+        "least_share_of_fresh_plan": min((share for share, _ in shares), default=None),
+        "changes": [
+            {"how": each.how, "nodes": [len(one.nodes) for one in each.pipelines], "copies": len(each.copies)}
+            | {"copy_seconds": each.copy_seconds, "step_seconds": each.step_seconds, "missing_layers": list(each.missing_layers)}
+            for each in compared.runs["templates"].changes
+        ],
+        "spans": {name: [span._asdict() for span in run.spans] for name, run in compared.runs.items()},
+    }
+
+
+def print_comparison(compared: Comparison) -> None:
+    """Print for a person: throughput over time, and the means."""
+    console = Console(width=120, highlight=False)
+    for line in list(describe_templates(compared.templates))[:2]:
+        console.print(line, markup=False)
+    table = Table("from", "to", "nodes", "state", "step", "samples/s", "of fresh plan", "of ideal", box=None)
+    for span in compared.runs["templates"].spans:
+        own, fresh, ideal = (compared.throughput(span, name) for name in ("templates", "fresh plan", "ideal"))
+        of_best = (f"{own / best:.3f}" if best else "-" for best in (fresh, ideal))
+        step = format_seconds(span.step_seconds) if span.step_seconds else "-"
+        table.add_row(f"{span.start:.1f}", f"{span.end:.1f}", str(span.num_nodes), span.state, step, f"{own:.4g}", *of_best)
+    console.print(table)
+    means = Table("samples per second, mean", "", "of ideal", box=None)
+    ideal = compared.mean("ideal")
+    found = {name: compared.samples_per_second(run) for name, run in compared.runs.items()}
+    for name, each in {"ideal": ideal, "fresh plan": compared.mean("fresh plan"), **found}.items():
+        means.add_row(name, f"{each:.4g}", f"{each / ideal:.3f}" if ideal else "-")
+    console.print(means)
+    if shares := compared.shares_of_fresh:
+        least, span = min(shares, key=lambda each: each[0])
+        console.print(f"while steps are run, at least {least:.3f} of the best fresh plan's throughput ({span.num_nodes} nodes)")
+
+
+def draw(compared: Comparison, path: str | Path) -> None:
+    """Write a PNG of throughput over time; needs matplotlib (the extra `plots`)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 4.2), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for name, color in COLORS.items():
+        run = compared.runs.get(name, compared.runs["templates"])
+        edges = [*(span.start / 3600 for span in run.spans), run.spans[-1].end / 3600]
+        heights = [compared.throughput(span, name) for span in run.spans]
+        axes.stairs(heights, edges, color=color, baseline=None, linewidth=1.6 if name == "templates" else 1.0, label=name)
+    axes.set_xlabel("hours")
+    axes.set_ylabel("samples per second")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path)
+
+
+def run(argv: Sequence[str]) -> None:
+    """Simulate, draw and print as the flags ask; raises BraidError."""
+    flags = build_parser().parse_args(argv)
+    compared = simulate(flags)
+    if flags.picture is not None:
+        draw(compared, flags.picture)
+    if flags.json:
+        print(json.dumps(report(compared)))
+        return
+    print_comparison(compared)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code: 2, with one line on stderr, for wrong input."""
+    return run_tool("elastic.py", run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
