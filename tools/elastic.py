@@ -67,38 +67,37 @@ class FreshPlans:
     templates: TemplateSet
 
     @cached_property
-    def _known(self) -> dict[int, tuple[float | None, float | None]]:
+    def _known(self) -> dict[tuple[int, int], TemplateSet | None]:
         return {}
 
-    def step_seconds(self, num_nodes: int) -> float | None:
-        """Return the seconds of the best plan without fault tolerance; None where nothing fits."""
-        return self._plan(num_nodes)[0]
+    def step_seconds(self, num_nodes: int, *, fault_tolerance: int = 0) -> float | None:
+        """Return the seconds of the best plan; None where nothing fits."""
+        planned = self._plan(num_nodes, fault_tolerance)
+        return step_seconds(planned) if planned else None
 
     def alike_seconds(self, num_nodes: int) -> float | None:
         """Return those of the best plan of replicas that are all alike, on as many of the nodes as they need."""
-        return self._plan(num_nodes)[1]
-
-    def _plan(self, num_nodes: int) -> tuple[float | None, float | None]:
-        if num_nodes not in self._known:
-            self._known[num_nodes] = self._compute(num_nodes)
-        return self._known[num_nodes]
-
-    def _compute(self, num_nodes: int) -> tuple[float | None, float | None]:
-        if not num_nodes:
-            return None, None
-        size = self.templates.micro_batch_size
-        asked = self.request.changed(num_gpus=num_nodes * self.templates.gpus_per_node, micro_batch_size=size)
-        try:
-            planned = plan_templates(asked, fault_tolerance=0)
-        except PlanError:
-            return None, None
+        planned = self._plan(num_nodes, 0)
+        if planned is None:
+            return None
         times = pipeline_times(planned.templates)
         alike = (
             share_batch(times, [size] * (num_nodes // size), num_microbatches=planned.num_microbatches).step_seconds
             for size in times
             if num_nodes // size <= planned.num_microbatches
         )
-        return step_seconds(planned), min(alike, default=None)
+        return min(alike, default=None)
+
+    def _plan(self, num_nodes: int, fault_tolerance: int) -> TemplateSet | None:
+        key = num_nodes, fault_tolerance
+        if key not in self._known:
+            gpus, size = num_nodes * self.templates.gpus_per_node, self.templates.micro_batch_size
+            try:
+                asked = self.request.changed(num_gpus=gpus, micro_batch_size=size)
+                self._known[key] = plan_templates(asked, fault_tolerance=fault_tolerance)
+            except PlanError:
+                self._known[key] = None
+        return self._known[key]
 
 
 @dataclass(frozen=True)
@@ -126,14 +125,17 @@ class Comparison:
             best = self.fresh.step_seconds(self.templates.num_nodes)
             return self.samples_per_step * span.num_nodes / self.templates.num_nodes / best if best else 0.0
         if name == "fresh plan":
-            seconds = self.fresh.step_seconds(span.num_nodes)
+            seconds = self.fresh.step_seconds(span.num_nodes, fault_tolerance=self.templates.fault_tolerance)
         return self.samples_per_step / seconds if seconds else 0.0
 
-    @property
-    def shares_of_fresh(self) -> list[tuple[float, Span]]:
-        """The templates' throughput over that of the best fresh plan, at every moment at which steps are run."""
+    def least_share(self, *, fault_tolerance: int) -> float | None:
+        """Return the least throughput with templates over that of the best plan made anew, at any moment at which steps are run.
+
+        fault_tolerance: of the plan made anew; 0: it may be a single replica.
+        """
         spans = [span for span in self.runs["templates"].spans if span.step_seconds]
-        return [(self.throughput(span, "templates") / self.throughput(span, "fresh plan"), span) for span in spans]
+        fresh = ((self.fresh.step_seconds(span.num_nodes, fault_tolerance=fault_tolerance), span.step_seconds) for span in spans)
+        return min((best / own for best, own in fresh if best and own), default=None)
 
     def mean(self, name: str) -> float:
         """Return the mean of `throughput` over all spans of the run with templates."""
@@ -174,14 +176,15 @@ def mean_seconds_between(changes: Sequence[NodeChange], until: float) -> float:
 
 def report(compared: Comparison) -> dict[str, Any]:
     """Return the JSON object."""
-    shares = compared.shares_of_fresh
+    kept = compared.templates.fault_tolerance
     return {
         "num_nodes": compared.templates.num_nodes,
         "least_nodes": compared.templates.fewest_nodes,
         "seconds": compared.until,
         "samples_per_second": {name: compared.samples_per_second(run) for name, run in compared.runs.items()}
         | {name: compared.mean(name) for name in ("fresh plan", "ideal")},
-        "least_share_of_fresh_plan": min((share for share, _ in shares), default=None),
+        "least_share_of_fresh_plan": compared.least_share(fault_tolerance=kept),
+        "least_share_of_fresh_plan_without_fault_tolerance": compared.least_share(fault_tolerance=0),
         "changes": [
             {"how": each.how, "nodes": [len(one.nodes) for one in each.pipelines], "copies": len(each.copies)}
             | {"copy_seconds": each.copy_seconds, "step_seconds": each.step_seconds, "missing_layers": list(each.missing_layers)}
@@ -209,9 +212,10 @@ def print_comparison(compared: Comparison) -> None:
     for name, each in {"ideal": ideal, "fresh plan": compared.mean("fresh plan"), **found}.items():
         means.add_row(name, f"{each:.4g}", f"{each / ideal:.3f}" if ideal else "-")
     console.print(means)
-    if shares := compared.shares_of_fresh:
-        least, span = min(shares, key=lambda each: each[0])
-        console.print(f"while steps are run, at least {least:.3f} of the best fresh plan's throughput ({span.num_nodes} nodes)")
+    kept = compared.templates.fault_tolerance
+    for name, tolerance in ((f"fault tolerance {kept}", kept), ("no fault tolerance", 0)):
+        if (least := compared.least_share(fault_tolerance=tolerance)) is not None:
+            console.print(f"while steps are run, at least {least:.4f} of the throughput of the best fresh plan with {name}")
 
 
 def draw(compared: Comparison, path: str | Path) -> None:
