@@ -219,24 +219,30 @@ def print_comparison(compared: Comparison) -> None:
 
 
 def draw(compared: Comparison, path: str | Path) -> None:
-    """Write a PNG of throughput over time; needs matplotlib (the extra `plots`)."""
+    """Write a PNG of throughput over time, one panel for each run; needs matplotlib (the extra `plots`).
+
+    Dotted: the mean of what was not lost again.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.0, 4.2), dpi=110, layout="constrained")
+    figure = Figure(figsize=(9.0, 5.0), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for name, color in COLORS.items():
-        run = compared.runs.get(name, compared.runs["templates"])
+    panels = figure.subplots(len(compared.runs), sharex=True, sharey=True)
+    for axes, (name, run) in zip(panels, compared.runs.items(), strict=True):
         edges = [*(span.start / 3600 for span in run.spans), run.spans[-1].end / 3600]
-        heights = [compared.throughput(span, name) for span in run.spans]
-        axes.stairs(heights, edges, color=color, baseline=None, linewidth=1.6 if name == "templates" else 1.0, label=name)
-    axes.set_xlabel("hours")
-    axes.set_ylabel("samples per second")
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+        for line in ("ideal", "fresh plan", name):
+            heights = [compared.throughput(span, line) for span in run.spans]
+            width, color = (1.6, COLORS[name]) if line == name else (1.0, COLORS[line])
+            axes.stairs(heights, edges, fill=line == name, alpha=0.35 if line == name else 1.0, color=color, linewidth=width)
+            axes.plot([], [], color=color, label=line)
+        axes.axhline(compared.samples_per_second(run), color=COLORS[name], linestyle=":")
+        axes.set_ylabel("samples per second")
+        axes.set_ylim(bottom=0)
+        axes.legend(fontsize=8, ncols=3, loc="lower right")
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    panels[-1].set_xlabel("hours")
     figure.savefig(path)
 
 
