@@ -27,9 +27,7 @@ def map_stages(
     *,
     num_gpus: NDArray[np.int64],
     num_microbatches: NDArray[np.int64],
-) -> tuple[
-    NDArray[np.int64], tuple[NDArray[np.int64], NDArray[np.int64]], tuple[NDArray[np.int64], NDArray[np.int64]]
-]: ...
+) -> tuple[NDArray[np.int64], tuple[NDArray[np.int64], NDArray[np.int64]], tuple[NDArray[np.int64], NDArray[np.int64]]]: ...
 def simulate_events(
     lane_starts: NDArray[np.int64],
     lane_nodes: NDArray[np.int64],

@@ -17,6 +17,8 @@ from multimodal.values.errors import NothingFitsError, PlanError
 
 MOST_NODES = 4096
 """Nodes up to which a sufficient number is searched."""
+MOST_MICROBATCHES = 2**20
+"""Microbatches of a step that a template is planned for at most: with more, filling and draining no longer matter."""
 
 
 def plan_templates(request: PlanningRequest, *, fault_tolerance: int) -> TemplateSet:
@@ -115,7 +117,7 @@ def _map_templates(chain: Chain, num_nodes: int, fault_tolerance: int) -> tuple[
 def _map_nodes(chain: Chain, counts: Sequence[int], num_nodes: int) -> list[PipelineTemplate | None]:
     """Return the best template of each number of nodes; None where none fits."""
     per_node = chain.request.cluster.gpus_per_node
-    shares = [-(-chain.request.num_microbatches * nodes // num_nodes) for nodes in counts]
+    shares = [min(MOST_MICROBATCHES, -(-chain.request.num_microbatches * nodes // num_nodes)) for nodes in counts]
     best: list[PipelineTemplate | None] = [None] * len(counts)
     for sizes in size_chains(chain.sizes):
         rows = [chain.sizes.index(size) for size in sizes]

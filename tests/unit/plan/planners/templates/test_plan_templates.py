@@ -138,6 +138,12 @@ def test_stages_fill_nodes_in_any_order():
     assert size_chains((2, 3)) == [(2,), (3,)]
 
 
+def test_any_number_of_microbatches_is_planned_for():
+    found = plan_templates(request(num_gpus=8, micro_batch_size=1, global_batch_size=10**12), fault_tolerance=1)
+    assert sum(each.num_microbatches for each in found.instances) == 10**12
+    assert found.templates[0].iteration_seconds > 0
+
+
 def test_first_instances_are_as_fast_as_the_file_says():
     found = plan_templates(request(num_gpus=12, micro_batch_size=1), fault_tolerance=1)
     times = pipeline_times(found.templates)
