@@ -201,6 +201,6 @@ def _setup(planner: str, graph: ModelGraph, stages: tuple[int | None, int | None
 
 
 def _sample(graph: ModelGraph) -> SampleLengths:
-    num_outputs = -(-VISION_TOKENS // graph.unit("vision").merge_factor)
+    num_outputs = VISION_TOKENS // graph.unit("vision").merge_factor
     num_text = LLM_TOKENS - num_outputs
     return SampleLengths(0, (ItemLengths("vision", VISION_TOKENS, num_outputs),), num_text, num_text)

@@ -63,11 +63,11 @@ def synthetic_input(stage: UnitStage, *, num_tokens: int, num_sequences: int = 1
     num_tokens *= kind.num_tokens_per_output(unit)
     length = num_tokens // num_sequences
     positions = torch.arange(length).repeat(num_sequences)
-    if not unit.is_causal:
+    if unit.audio is not None:
+        positions = torch.stack((positions, torch.full_like(positions, 2), torch.zeros_like(positions)), dim=1)
+    elif not unit.is_causal:
         positions = torch.stack((positions // 16, positions % 16), dim=1)
-    whole = PackedInput((length,) * num_sequences, positions)
-    if unit.image is not None and unit.has_windows:
-        whole = whole.with_windows(unit.image.window_patches)
+    whole = PackedInput((length,) * num_sequences, positions).with_windows_of(unit)
     parts, item_embeddings = kind.random_input(stage.context, num_tokens=num_tokens, num_sequences=num_sequences)
     hidden = None
     if kind.takes_hidden:

@@ -19,11 +19,11 @@ class Windows(NamedTuple):
 
 
 def order_by_window(positions: Tensor, lengths: Sequence[int], *, size: int) -> tuple[Tensor, tuple[int, ...]]:
-    """Cut images into windows of size x size patches, those at the right and the lower border being smaller.
+    """Cut images into windows of size x size patches, or clips into chunks; those at the ends may be smaller.
 
     Returns the tokens in the order of windows, [num_tokens], and the tokens of each window.
 
-    positions: [num_tokens, 2], rows and columns, on the CPU; lengths: tokens of each image, one after another.
+    positions: [num_tokens, 2], rows and columns, or [num_tokens, 1], on the CPU; lengths: tokens of each item, one after another.
     """
     image = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
     window = torch.cat((image[:, None], positions // size), dim=1)

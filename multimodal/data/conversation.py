@@ -1,8 +1,9 @@
 """From the ordered segments of a sample to its tokens: role markers, image placeholders and training targets.
 
 A sample reads `begin`, then its turns. A turn is a run of text segments of one role: the role's marker, the texts, and for
-assistant and document turns `end`. An image is `vision_start`, one placeholder per output token, `vision_end`; inside a turn
-if the text on either side belongs to it (or no text follows), else between turns.
+assistant and document turns `end`. An image is `vision_start`, one placeholder per output token, `vision_end`, and a clip of
+sound likewise `audio_start`, placeholders, `audio_end`; inside a turn if the text on either side belongs to it (or no text
+follows), else between turns.
 
     begin [image] user "how many?" assistant "three" end
                                               ^^^^^  ^^^   targets
@@ -41,9 +42,10 @@ class TextSegment:
 
 @dataclass(frozen=True, slots=True)
 class ItemSegment:
-    """An image that becomes this many tokens of the LLM."""
+    """An image, or a clip of sound, that becomes this many tokens of the LLM."""
 
     num_output_tokens: int
+    is_sound: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +167,9 @@ def _token_runs(segments: Sequence[Segment], *, tokenizer: Tokenizer) -> Iterato
                 yield _TokenRun([special.end], turn == trained_role)
             turn = None
         if isinstance(segment, ItemSegment):
-            placeholders = [special.image] * segment.num_output_tokens
-            yield _TokenRun(
-                [special.vision_start, *placeholders, special.vision_end], num_output_tokens=segment.num_output_tokens
-            )
+            count, tokens = segment.num_output_tokens, (special.vision_start, special.image, special.vision_end)
+            start, placeholder, end = (special.audio_start, special.audio, special.audio_end) if segment.is_sound else tokens
+            yield _TokenRun([start, *[placeholder] * count, end], num_output_tokens=count)
             continue
         num_seen += 1
         if turn is None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from multimodal.data.audio.audio_files import SAMPLING_RATE
 from multimodal.data.image_processing import image_grid
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
@@ -73,7 +74,7 @@ def uniform_lengths(graph: ModelGraph, *, tokens: Mapping[str, int], num_samples
     for unit in graph.units:
         if unit.name in tokens and unit.role is not Role.BACKBONE:
             is_encoder = unit.role is Role.ENCODER
-            num_outputs = -(-tokens[unit.name] // unit.merge_factor) if is_encoder else 0
+            num_outputs = max(1, tokens[unit.name] // unit.merge_factor) if is_encoder else 0
             items.append(ItemLengths(unit.name, tokens[unit.name], num_outputs))
     num_text_tokens = tokens[backbone] - sum(item.num_output_tokens for item in items)
     if num_text_tokens < 1:
@@ -156,8 +157,9 @@ def _audio(row: Mapping[str, Any], encoder: Unit | None) -> Iterable[ItemLengths
     seconds = _number(row, "audio_seconds")
     if encoder is None or not seconds:
         return
-    num_tokens = math.ceil(seconds * (encoder.audio.tokens_per_second if encoder.audio else AUDIO_TOKENS_PER_SECOND))
-    yield ItemLengths(encoder.name, num_tokens, math.ceil(num_tokens / encoder.merge_factor))
+    rate = encoder.audio.tokens_per_second if encoder.audio else AUDIO_TOKENS_PER_SECOND
+    num_tokens = -(-round(seconds * SAMPLING_RATE) * rate // SAMPLING_RATE)
+    yield ItemLengths(encoder.name, num_tokens, max(1, num_tokens // encoder.merge_factor))
 
 
 def _number(row: Mapping[str, Any], name: str) -> float:

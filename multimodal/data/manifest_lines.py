@@ -2,7 +2,8 @@
 
 A segment is `{"type": "text", "role": user | assistant | document, "text": ...}`, `{"type": "image", "path": ..., "width":
 ..., "height": ...}` (the size may be left out) or `{"type": "audio", "path": ...}`. An image with `"role": "assistant"` is an
-answer, which a generator learns to make. Other keys are ignored.
+answer, which a generator learns to make. `"unit"` says which unit an image or a clip is for, where several might take it. Other
+keys are ignored.
 """
 
 import json
@@ -29,6 +30,8 @@ class ImageSegment:
     """(width, height)."""
     is_answer: bool = False
     """True if the assistant answers with it."""
+    unit: str | None = None
+    """The unit that it is for; None: the one that takes images, or makes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,8 @@ class AudioSegment:
     """An audio file."""
 
     path: str
+    unit: str | None = None
+    """The unit that it is for; None: the one that takes sound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +106,9 @@ def _parse_segment(segment: Any, *, where: str) -> TextSegment | ImageSegment | 
         return TextSegment(role, _required(segment, "text", (str,), where=where))
     if kind == "image":
         path, size = _parse_path(segment, where=where), _parse_size(segment, where=where)
-        return ImageSegment(path, size, is_answer=_is_answer(segment, where=where))
+        return ImageSegment(path, size, is_answer=_is_answer(segment, where=where), unit=_parse_unit(segment, where=where))
     if kind == "audio":
-        return AudioSegment(_parse_path(segment, where=where))
+        return AudioSegment(_parse_path(segment, where=where), _parse_unit(segment, where=where))
     raise DataError(f"{where}: unknown segment type {kind!r}; use one of {', '.join(SEGMENT_TYPES)}")
 
 
@@ -112,6 +117,10 @@ def _parse_path(segment: dict[str, Any], *, where: str) -> str:
     if not path or "\0" in path or any("\ud800" <= letter <= "\udfff" for letter in path):
         raise DataError(f"{where}: no file can be called {path!r}; correct 'path' or remove the segment")
     return path
+
+
+def _parse_unit(segment: dict[str, Any], *, where: str) -> str | None:
+    return None if segment.get("unit") is None else _required(segment, "unit", (str,), where=where)
 
 
 def _is_answer(segment: dict[str, Any], *, where: str) -> bool:

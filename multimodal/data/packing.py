@@ -8,9 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from multimodal.data.audio.audio_processing import audio_positions
 from multimodal.data.image_processing import patch_positions
 from multimodal.data.sample_source import SampleSource
 from multimodal.values.assignment import Atom
+from multimodal.values.model_graph import AudioInput, ItemInput
 
 CLASS_POSITION = -1
 """Row and column of a class token, which has no place in its image."""
@@ -23,7 +25,8 @@ class EncoderMicrobatch:
     patches: torch.Tensor | None
     """[num_tokens, patch_dim], float32, merge-window order; None where only positions were asked for."""
     positions: torch.Tensor
-    """[num_tokens, 2], int64: (row, column) of each patch in its image; CLASS_POSITION twice for a class token."""
+    """[num_tokens, 2], int64: (row, column) of each patch in its image; CLASS_POSITION twice for a class token. Of sound
+    [num_tokens, 3], as `audio_positions` says."""
     cu_seqlens: torch.Tensor
     """[num_items + 1], int32: the start of each item among the patches, and the total."""
 
@@ -52,18 +55,17 @@ def pack_encoder_microbatch(
     *,
     source: SampleSource,
     index_of_sample: Mapping[int, int],
-    merge_size: int,
+    item_input: ItemInput,
     with_pixels: bool,
-    class_token: str | None = None,
 ) -> EncoderMicrobatch:
     """Pack items for an encoder, decoding them only `with_pixels` (first stages need them, later ones positions alone).
 
-    atoms: at least one; index_of_sample: sample id -> index in `source`; class_token: as ImageInput has it.
+    atoms: at least one; index_of_sample: sample id -> index in `source`; item_input: what the encoder takes.
     Raises DataError when an item cannot be decoded.
     """
     indices = [(index_of_sample[atom.sample_id], atom.item_index) for atom in atoms]
-    grids = [source.item_grid(*index) for index in indices]
-    positions = [_with_class(patch_positions(grid, merge_size=merge_size), class_token, CLASS_POSITION) for grid in grids]
+    positions = [_positions(source.item_grid(*index), item_input) for index in indices]
+    class_token = None if isinstance(item_input, AudioInput) else item_input.class_token
     patches = [_with_class(source.item(*index).patches, class_token, 0) for index in indices] if with_pixels else None
     starts = _starts([len(of_item) for of_item in positions])
     return EncoderMicrobatch(
@@ -109,6 +111,13 @@ def pack_language_microbatch(
     )
 
 
+def _positions(grid: tuple[int, int], item_input: ItemInput) -> npt.NDArray[np.int64]:
+    """Return the places of all tokens of an item."""
+    if isinstance(item_input, AudioInput):
+        return audio_positions(grid, audio=item_input)
+    return _with_class(patch_positions(grid, merge_size=item_input.merge_size), item_input.class_token, CLASS_POSITION)
+
+
 def _with_class(rows: npt.NDArray[Any], class_token: str | None, value: int) -> npt.NDArray[Any]:
     """Add the row of an item's class token, behind its patches where it is dropped later, so that outputs keep their places."""
     if class_token is None:
@@ -120,13 +129,13 @@ def _with_class(rows: npt.NDArray[Any], class_token: str | None, value: int) -> 
 def _spatial_positions(source: SampleSource, index: int, *, merge_sizes: Mapping[str, int]) -> npt.NDArray[np.int64]:
     """Return [num_tokens, 3] of a sample, by Qwen2-VL's rule (M-RoPE).
 
-    Text goes on by one in all three. The tokens of an image share a time, and have rows and columns from there; text behind it
-    goes on after its longer side.
+    Text and sound go on by one in all three. The tokens of an image share a time, and have rows and columns from there; text
+    behind it goes on after its longer side.
     """
     text, units = source.text(index), [item.unit for item in source.lengths(index).items]
     parts, done, position = [], 0, 0
     for item, start, length in sorted(text.item_starts, key=lambda entry: entry[1]):
-        if length == 0:  # made by a generator
+        if length == 0 or units[item] not in merge_sizes:  # made by a generator; sound, which has a time alone
             continue
         merge_size = merge_sizes[units[item]]
         rows, columns = (side // merge_size for side in source.item_grid(index, item))

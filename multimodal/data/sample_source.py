@@ -1,4 +1,4 @@
-"""The interface of every data set: lengths without decoding, the text of a sample, the pixels of one of its items."""
+"""The interface of every data set: lengths without decoding, the text of a sample, the pixels or sound of one of its items."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -33,13 +33,14 @@ class SampleText:
 
 @dataclass(frozen=True, slots=True)
 class ItemPixels:
-    """One image, cut into patches: the input of an encoder, or the image that a generator is to make."""
+    """One image, cut into patches, or one clip of sound: the input of an encoder, or the image that a generator is to make."""
 
     patches: npt.NDArray[np.float32]
     """[num_patches, in_channels * num_frames * patch_size * patch_size], in merge-window order: the merge_size x merge_size
-    patches of one output token are adjacent (Qwen2-VL's order)."""
+    patches of one output token are adjacent (Qwen2-VL's order). Of a clip:
+    [num_tokens, FRAMES_PER_TOKEN * num_mel_bins], in time."""
     grid: tuple[int, int]
-    """(rows, columns) of patches."""
+    """(rows, columns) of patches; of a clip (frames, 1)."""
 
 
 class SampleSource(Protocol):
@@ -62,5 +63,5 @@ class SampleSource(Protocol):
         ...
 
     def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
-        """(rows, columns) of patches of one item, from metadata only (stages past the first need positions, not pixels)."""
+        """Return `ItemPixels.grid` of one item, from metadata only (stages past the first need positions, not pixels)."""
         ...

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from multimodal.data.audio.audio_processing import SILENCE
 from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
-from multimodal.values.model_graph import ModelGraph
+from multimodal.values.model_graph import AudioInput, ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
 
 
@@ -81,24 +82,25 @@ class InterleavedSource(SourceView):
 
 
 class BlankImages(SourceView):
-    """The texts and lengths of a source with zeros (mid-grey) for pixels, to see whether a model looks at the images."""
+    """The texts and lengths of a source with zeros (mid-grey) for pixels and with silence, to see whether a model uses them."""
 
     def __init__(self, source: SampleSource, *, graph: ModelGraph) -> None:
-        """`graph` says how many values a patch of each encoder has."""
+        """`graph` says how many values a token of each encoder's items has."""
         self._source = source
-        self._patch_dims = {unit.name: unit.image.num_patch_values for unit in graph.encoders if unit.image}
+        self._inputs = {unit.name: unit.item_input for unit in graph.encoders if unit.item_input}
 
     def __len__(self) -> int:
         """Count the samples."""
         return len(self._source)
 
     def item(self, index: int, item_index: int) -> ItemPixels:
-        """Zeros of the item's shape, without decoding it; an image that a generator is to make stays as it is."""
-        item = self._source.lengths(index).items[item_index]
-        if item.unit not in self._patch_dims:
+        """An empty item of the same shape, without decoding it; an image that a generator is to make stays as it is."""
+        found = self._inputs.get(self._source.lengths(index).items[item_index].unit)
+        if found is None:
             return self._source.item(index, item_index)
-        patches = np.zeros((item.num_tokens, self._patch_dims[item.unit]), dtype=np.float32)
-        return ItemPixels(patches, self._source.item_grid(index, item_index))
+        grid, is_sound = self._source.item_grid(index, item_index), isinstance(found, AudioInput)
+        shape = found.num_tokens(grid) if is_sound else grid[0] * grid[1], found.num_patch_values
+        return ItemPixels(np.full(shape, SILENCE if is_sound else 0, dtype=np.float32), grid)
 
     def _at(self, index: int) -> tuple[SampleSource, int]:
         return self._source, index

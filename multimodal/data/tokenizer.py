@@ -1,7 +1,7 @@
 """Text to token ids and back, with the special tokens that a conversation with images needs."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,6 +25,10 @@ class SpecialTokens:
     vision_end: int
     image: int
     """The placeholder: one for each output token of an image."""
+    audio_start: int
+    audio_end: int
+    audio: int
+    """The three of sound: those of images in vocabularies that have none of their own."""
 
 
 class Tokenizer(Protocol):
@@ -54,12 +58,12 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """One token per UTF-8 byte (ids 0 to 255), then the special tokens."""
 
-    special = SpecialTokens(*range(256, 256 + len(fields(SpecialTokens))))
+    special = SpecialTokens(*range(256, 265), *range(262, 265))
 
     @property
     def vocab_size(self) -> int:
         """256 bytes and the special tokens."""
-        return 256 + len(fields(SpecialTokens))
+        return max(astuple(self.special)) + 1
 
     @property
     def num_own_tokens(self) -> int:
@@ -84,11 +88,17 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "user": ("<|user|>",),
     "assistant": ("<|assistant|>",),
     "document": ("<|document|>",),
-    "vision_start": ("<|vision_start|>",),
-    "vision_end": ("<|vision_end|>",),
-    "image": ("<|image_pad|>", "<image>"),
+    "vision_start": ("<|vision_start|>", "<|vision_bos|>"),
+    "vision_end": ("<|vision_end|>", "<|vision_eos|>"),
+    "image": ("<|image_pad|>", "<|IMAGE|>", "<image>"),
 }
 """Spellings under which known vocabularies hold a special token, the first being the one that is added to others."""
+_AUDIO_SPELLINGS = {
+    "audio_start": ("vision_start", ("<|audio_bos|>",)),
+    "audio_end": ("vision_end", ("<|audio_eos|>",)),
+    "audio": ("image", ("<|AUDIO|>", "<|audio_pad|>")),
+}
+"""Of the tokens around sound, and which of those of images are taken where a vocabulary has none of these."""
 
 
 class HuggingFaceTokenizer:
@@ -105,7 +115,9 @@ class HuggingFaceTokenizer:
             name: next((spelling for spelling in spellings if spelling in vocabulary), spellings[0])
             for name, spellings in _SPELLINGS.items()
         }
-        self._tokenizer.add_special_tokens(list(chosen.values()))
+        for name, (of_images, spellings) in _AUDIO_SPELLINGS.items():
+            chosen[name] = next((spelling for spelling in spellings if spelling in vocabulary), chosen[of_images])
+        self._tokenizer.add_special_tokens(list(dict.fromkeys(chosen.values())))
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.special = SpecialTokens(**{name: vocabulary[spelling] for name, spelling in chosen.items()})
         self._vocab_size = max(vocabulary.values()) + 1

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from multimodal.hugging_face.weight_names import UnitNames
 from multimodal.values.errors import ModelError
-from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.model_graph import ModelGraph
 
 Config = Mapping[str, Any]
 """A config.json, or one of the configurations inside it."""
@@ -44,8 +44,8 @@ class Architecture:
     to_config: Callable[[ModelGraph], dict[str, Any]] | None
     """From a model graph of the right roles to a config.json; which graphs it describes shows on the way back. None for models
     that are written like another folder only: some have weights that nothing is computed with, which are copied."""
-    names: Mapping[Role, UnitNames]
-    """By the role of the unit."""
+    names: tuple[UnitNames, ...]
+    """Of every unit, in the order of the model graph."""
     is_unused: Callable[[str, ModelGraph], bool] = lambda key, graph: key.endswith("rotary_emb.inv_freq")
     """True for tensors that no parameter here is made of, and which are copied: older versions saved some that follow from the
     config.json."""

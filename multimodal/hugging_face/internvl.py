@@ -7,7 +7,6 @@ from multimodal.hugging_face.llava import SPELLINGS
 from multimodal.hugging_face.text_models import decoder_names, read_text_unit
 from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight, grouped_qkv
 from multimodal.values.errors import ModelError
-from multimodal.values.model_graph import Role
 
 _DEFAULTS = {
     "hidden_size": 1024,
@@ -119,7 +118,7 @@ INTERNVL = Architecture(
     "internvl",
     read_internvl,
     None,
-    {Role.ENCODER: VISION, Role.BACKBONE: decoder_names("language_model.")},
+    (VISION, decoder_names("language_model.")),
     spellings=SPELLINGS,
     tied_copies=(("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),),
 )

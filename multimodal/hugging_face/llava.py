@@ -8,7 +8,7 @@ from multimodal.hugging_face.architecture import VIT_KEYS, Architecture, Config,
 from multimodal.hugging_face.text_models import decoder_names, read_text_unit
 from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight, grouped_qkv
 from multimodal.values.errors import ModelError
-from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.model_graph import ModelGraph
 
 
 class Tower(NamedTuple):
@@ -153,7 +153,7 @@ LLAVA = Architecture(
     "llava",
     read_llava,
     None,
-    {Role.ENCODER: TOWER, Role.BACKBONE: decoder_names("language_model.")},
+    (TOWER, decoder_names("language_model.")),
     is_unused=is_unused,
     spellings=SPELLINGS,
     tied_copies=(("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),),

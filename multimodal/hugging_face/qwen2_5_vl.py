@@ -6,7 +6,6 @@ from multimodal.hugging_face.architecture import Architecture, Config, Key, read
 from multimodal.hugging_face.text_models import decoder_names, read_text_unit
 from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight, fused_qkv, stacked
 from multimodal.values.errors import ModelError
-from multimodal.values.model_graph import Role
 
 _TEXT_DEFAULTS = {
     "vocab_size": 152064,
@@ -54,37 +53,45 @@ _PIXELS = {
 """What the published image processors have."""
 _SECTIONS = (16, 24, 24)
 
-VISION = UnitNames(
-    first=(Tensor("weight", "visual.patch_embed.proj.weight"),),
-    body=(
-        Weight("input_layernorm", ("norm1",)),
-        Weight("pre_mlp_layernorm", ("norm2",)),
-        Weight("self_attention.linear_qkv", ("attn.qkv",), fused_qkv),
-        Weight("self_attention.linear_proj", ("attn.proj",)),
-        Weight("mlp.linear_fc1", ("mlp.gate_proj", "mlp.up_proj"), stacked),
-        Weight("mlp.linear_fc2", ("mlp.down_proj",)),
-    ),
-    last=(
-        Weight("norm", ("visual.merger.ln_q",)),
-        Weight("mlp.linear_fc1", ("visual.merger.mlp.0",)),
-        Weight("mlp.linear_fc2", ("visual.merger.mlp.2",)),
-    ),
-    prefix="visual.blocks.{}.",
-)
+
+def vision_names(qkv: Weight) -> UnitNames:
+    """Return the names of the encoder; qkv: of queries, keys and values."""
+    return UnitNames(
+        first=(Tensor("weight", "visual.patch_embed.proj.weight"),),
+        body=(
+            Weight("input_layernorm", ("norm1",)),
+            Weight("pre_mlp_layernorm", ("norm2",)),
+            qkv,
+            Weight("self_attention.linear_proj", ("attn.proj",)),
+            Weight("mlp.linear_fc1", ("mlp.gate_proj", "mlp.up_proj"), stacked),
+            Weight("mlp.linear_fc2", ("mlp.down_proj",)),
+        ),
+        last=(
+            Weight("norm", ("visual.merger.ln_q",)),
+            Weight("mlp.linear_fc1", ("visual.merger.mlp.0",)),
+            Weight("mlp.linear_fc2", ("visual.merger.mlp.2",)),
+        ),
+        prefix="visual.blocks.{}.",
+    )
+
+
 SPELLINGS = ((), (("visual.", "model.visual."), ("model.", "model.language_model.")))
 """As transformers saves, and what it calls them inside."""
 
 
 def read_qwen2_5_vl(config: Config) -> dict[str, Any]:
     """Return the plain form of the model graph; raises ModelError for what cannot be computed here."""
-    llm = _read_text(config)
-    return {"units": {"vision": _read_vision(config.get("vision_config") or {}, llm["hidden_size"]), "llm": llm}}
+    llm = read_placed_text(config, defaults=_TEXT_DEFAULTS)
+    return {"units": {"vision": read_native_vision(config.get("vision_config") or {}, llm["hidden_size"]), "llm": llm}}
 
 
-def _read_text(config: Config) -> dict[str, Any]:
-    """The LLM's configuration stands beside the encoder's, or, in earlier versions, around it."""
+def read_placed_text(config: Config, *, defaults: Config) -> dict[str, Any]:
+    """Return an LLM whose tokens have a time, rows and columns.
+
+    Its configuration stands beside the encoder's, or, in earlier versions, around it. defaults: what a key that it lacks means.
+    """
     given = config.get("text_config") or config
-    text = {**_TEXT_DEFAULTS, **{key: value for key, value in given.items() if value is not None}, "model_type": "qwen2"}
+    text = {**defaults, **{key: value for key, value in given.items() if value is not None}, "model_type": "qwen2"}
     if config.get("tie_word_embeddings") is not None:
         text["tie_word_embeddings"] = config["tie_word_embeddings"]
     rotary = {**(text.pop("rope_scaling", None) or {}), **(text.pop("rope_parameters", None) or {})}
@@ -93,7 +100,8 @@ def _read_text(config: Config) -> dict[str, Any]:
     return {**unit, "rotary_sections": list(rotary.get("mrope_section", _SECTIONS))}
 
 
-def _read_vision(given: Config, text_size: int) -> dict[str, Any]:
+def read_native_vision(given: Config, text_size: int) -> dict[str, Any]:
+    """Return the encoder; text_size: the hidden size of the LLM."""
     vision = {**_VISION_DEFAULTS, **{key: value for key, value in given.items() if value is not None}}
     require(vision, {"hidden_act": ("silu",)}, where="vision_config: ")
     rotary = vision.get("rope_parameters") or {}
@@ -118,6 +126,6 @@ QWEN2_5_VL = Architecture(
     "qwen2_5_vl",
     read_qwen2_5_vl,
     None,
-    {Role.ENCODER: VISION, Role.BACKBONE: decoder_names()},
+    (vision_names(Weight("self_attention.linear_qkv", ("attn.qkv",), fused_qkv)), decoder_names()),
     spellings=SPELLINGS,
 )

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from multimodal.hugging_face.architecture import Architecture
-from multimodal.hugging_face.image_processor import read_processor, with_processor
 from multimodal.hugging_face.internvl import INTERNVL
 from multimodal.hugging_face.llava import LLAVA
+from multimodal.hugging_face.processors import read_processors, with_processors
+from multimodal.hugging_face.qwen2_5_omni import QWEN2_5_OMNI
 from multimodal.hugging_face.qwen2_5_vl import QWEN2_5_VL
+from multimodal.hugging_face.qwen2_audio import QWEN2_AUDIO
 from multimodal.hugging_face.text_models import TEXT_FAMILIES, text_architecture
 from multimodal.values.errors import BraidError, ModelError
 from multimodal.values.file_form import read_mapping
@@ -17,7 +19,14 @@ from multimodal.values.model_graph import ModelGraph, Unit
 CONFIG_NAME = "config.json"
 ARCHITECTURES: dict[str, Architecture] = {
     architecture.name: architecture
-    for architecture in (*map(text_architecture, TEXT_FAMILIES.values()), LLAVA, QWEN2_5_VL, INTERNVL)
+    for architecture in (
+        *map(text_architecture, TEXT_FAMILIES.values()),
+        LLAVA,
+        QWEN2_5_VL,
+        INTERNVL,
+        QWEN2_AUDIO,
+        *QWEN2_5_OMNI,
+    )
 }
 """By the name that `architectures` in config.json has."""
 _FREE = frozenset({"name", "freeze_module", "freeze_projector", "vocab_size", "has_exact_vocabulary", "min_pixels", "max_pixels"})
@@ -45,7 +54,7 @@ def read_graph(folder: str | Path) -> ModelGraph:
     """Return the model graph of a Hugging Face folder; a ModelError names the file and the key."""
     architecture, config = read_config(folder)
     try:
-        return ModelGraph.from_dict(with_processor(architecture.to_graph(config), read_processor(folder)))
+        return ModelGraph.from_dict(with_processors(architecture.to_graph(config), read_processors(folder)))
     except BraidError as problem:
         raise ModelError(f"{Path(folder) / CONFIG_NAME}: {problem}") from None
 
@@ -66,7 +75,7 @@ def architecture_of(graph: ModelGraph) -> Architecture:
     """Return the family that describes a model graph; raises ModelError, with what would have to change, when none does."""
     differences = []
     for architecture in ARCHITECTURES.values():
-        if set(architecture.names) != {unit.role for unit in graph.units} or len(architecture.names) != len(graph.units):
+        if len(architecture.names) != len(graph.units):
             continue
         if architecture.to_config is None:
             differences.append(f"{architecture.name} is written like another folder alone, which --load-hf or --like names")
@@ -78,12 +87,14 @@ def architecture_of(graph: ModelGraph) -> Architecture:
         differences.append(f"for {architecture.name} {difference}")
     raise ModelError(
         "the model is none that Hugging Face's transformers has: "
-        f"{'; '.join(differences) or 'no family has units of these roles'}; it can be saved with --save alone"
+        f"{'; '.join(differences) or 'no family has as many units'}; it can be saved with --save alone"
     )
 
 
 def with_vocab_size(config: dict[str, Any], vocab_size: int) -> dict[str, Any]:
     """Return a config.json with another vocabulary size, wherever it has one."""
+    if "thinker_config" in config:
+        return {**config, "thinker_config": with_vocab_size(config["thinker_config"], vocab_size)}
     inner = {"text_config": {**config["text_config"], "vocab_size": vocab_size}} if "text_config" in config else {}
     own = {"vocab_size": vocab_size} if "vocab_size" in config or not inner else {}
     return {**config, **inner, **own}

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require
 from multimodal.hugging_face.weight_names import UnitNames, Weight, grouped_qkv, stacked, vocabulary
 from multimodal.values.errors import ModelError
-from multimodal.values.model_graph import ModelGraph, Role, Unit
+from multimodal.values.model_graph import ModelGraph, Unit
 
 NORMS = (
     Weight("input_layernorm", ("input_layernorm",)),
@@ -170,4 +170,4 @@ def text_architecture(family: TextFamily) -> Architecture:
     def to_config(graph: ModelGraph) -> dict[str, Any]:
         return write_text_unit(family, graph.backbone)
 
-    return Architecture(family.name, family.model_type, to_graph, to_config, {Role.BACKBONE: decoder_names()})
+    return Architecture(family.name, family.model_type, to_graph, to_config, (decoder_names(),))

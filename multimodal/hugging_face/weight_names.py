@@ -54,6 +54,11 @@ def grouped_qkv(unit: Unit, keys: Sequence[str], num_rows: int) -> Iterator[Rows
         yield Rows(keys[2], group * channels, target + query + channels, channels)
 
 
+def grouped_qkv_without_key_bias(unit: Unit, keys: Sequence[str], num_rows: int) -> Iterator[Rows]:
+    """The same where keys have no bias, which would change nothing where positions do not turn them: here it is zero."""
+    return (rows for rows in grouped_qkv(unit, keys, num_rows) if rows.key != keys[1] or not rows.key.endswith(".bias"))
+
+
 def fused_qkv(unit: Unit, keys: Sequence[str], num_rows: int) -> Iterator[Rows]:
     """The same in one tensor of theirs: all queries, then all keys, then all values."""
     shape = unit.transformer

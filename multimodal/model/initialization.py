@@ -29,7 +29,9 @@ def initialize_parameters(stage: UnitStage, *, seed: int) -> None:
             continue
         std = kind.initial_std(stage.unit, name)
         whole = full_shape(parameter.shape, sharding, tensor_parallel_size=size)
-        values = _draw(whole, std=std, name=f"{stage.unit.name}.{name}", seed=seed, device=parameter.device)
+        values = kind.initial_matrix(name.split(".", 2)[2], whole)
+        if values is None:
+            values = _draw(whole, std=std, name=f"{stage.unit.name}.{name}", seed=seed, device=parameter.device)
         parameter.copy_(take_shard(values, sharding, rank=rank, tensor_parallel_size=size))
 
 

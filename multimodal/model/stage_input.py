@@ -9,6 +9,7 @@ from torch import Tensor
 from multimodal.attention.packed_lengths import ItemSpan
 from multimodal.attention.token_shares import RankShare, WholeItemShares
 from multimodal.attention.windows import order_by_window
+from multimodal.values.model_graph import Unit
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class PackedInput:
     lengths: tuple[int, ...]
     """Tokens of each packed sequence."""
     positions: Tensor
-    """[num_tokens] (text), [num_tokens, 2] (rows and columns of patches) or [num_tokens, 3] (time, row and column in an LLM)."""
+    """[num_tokens] (text), [num_tokens, 2] (rows and columns of patches) or [num_tokens, 3] (time, row and column in an LLM; what
+    `audio_positions` says of tokens of sound)."""
     patches: Tensor | None = None
     """[num_tokens, patch_channels]: the input of an encoder's first stage, or the target of a generator's last stage."""
     token_ids: Tensor | None = None
@@ -51,9 +53,16 @@ class PackedInput:
         """Number of tokens that this rank holds."""
         return sum(self.lengths) if self.share is None else self.share.num_tokens
 
-    def with_windows(self, size: int) -> "PackedInput":
-        """Return the same input with windows of size x size patches."""
-        order, lengths = order_by_window(self.positions, self.own_lengths, size=size)
+    def with_windows_of(self, unit: Unit) -> "PackedInput":
+        """Return the same input with the windows of an encoder's images, or the chunks of its clips; itself without these."""
+        if not unit.has_windows:
+            return self
+        if unit.audio is not None:
+            places, size = self.positions[:, :1], unit.audio.chunk_tokens or 0
+        else:
+            assert unit.image is not None
+            places, size = self.positions, unit.image.window_patches
+        order, lengths = order_by_window(places, self.own_lengths, size=size)
         return replace(self, window_order=order, window_lengths=lengths)
 
     @property

@@ -64,10 +64,10 @@ class UnitStage(MegatronModule):
         if unit.ties_embeddings and self.is_last and not self.is_first:
             # The last stage keeps a copy of the first stage's word embeddings; gradients.py keeps the two alike.
             self.layers["0"] = self._build_layer(0)
-        for index in layers:
-            self.layers[str(index)].requires_grad_(unit.is_trainable(index))
+        for index in map(int, self.layers):
+            for name, parameter in self.layers[str(index)].named_parameters():
+                parameter.requires_grad_(unit.is_trainable(index) and name not in kind_of(unit, index).fixed)
         if "0" in self.layers:
-            self.layers["0"].requires_grad_(unit.is_trainable(0))
             self._mark_shared_embedding()
         for module in self.layers.modules():
             if hasattr(module, "waits"):
@@ -187,7 +187,7 @@ class UnitStage(MegatronModule):
         return ((LayerPart(whole),),)
 
     def frequencies(self, batch: PackedInput) -> Tensor | None:
-        """Return the rotary angles of this rank's rows; None where positions are learned."""
+        """Return the rotary angles of this rank's rows; None where the first layer adds positions."""
         if not self.unit.transformer.has_rotary_positions:
             return None
         frequencies = rotary_frequencies(

@@ -11,10 +11,10 @@ from typing import Any, Literal, NoReturn
 from multimodal.values.errors import ModelError
 from multimodal.values.file_form import read_file
 from multimodal.values.typed_reader import Plain, check_fields
-from multimodal.values.units.items import AudioInput, ImageInput, problem_of_image
+from multimodal.values.units.items import AudioInput, ImageInput, ItemInput, problem_of_image
 from multimodal.values.units.transformer import Transformer, up_to
 
-__all__ = ["AudioInput", "ImageInput", "ModelGraph", "Role", "Transformer", "Unit"]
+__all__ = ["AudioInput", "ImageInput", "ItemInput", "ModelGraph", "Role", "Transformer", "Unit"]
 
 
 class Role(StrEnum):
@@ -46,9 +46,11 @@ class Unit:
     image: ImageInput | None = None
     """The images that an encoder takes, or that a generator makes."""
     audio: AudioInput | None = None
-    """Encoders only, in place of an image. Planned and simulated; not trained yet."""
+    """The sound that an encoder takes, in place of images."""
     projector_hidden_size: int | None = field(default=None, metadata=up_to(2**24))
     """Encoders only; None: hidden_size x merge_factor."""
+    has_linear_projector: bool = False
+    """Encoders only: a projector is one product, instead of two with a GELU between them."""
     projector_norm: Literal["patches", "merged", "none"] = "patches"
     """Encoders only: the norm before the projector's first product: of every patch, or of those that are merged together."""
     projector_norm_epsilon: float | None = field(default=None, metadata={"above": 0, "maximum": 1})
@@ -77,23 +79,28 @@ class Unit:
             first = "learned_patch_embedding"
         body = ["transformer"] * self.transformer.num_layers
         if self.has_windows:
-            assert self.image is not None
-            full = self.image.full_attention_layers
+            full = self.image.full_attention_layers if self.image is not None else ()
             body = ["transformer" if index in full else "windowed_transformer" for index in range(len(body))]
         return self.layer_kinds or (first, *body, last)
 
     @property
+    def item_input(self) -> ItemInput | None:
+        """What an encoder takes, or a generator makes; None where that is not described."""
+        return self.audio or self.image
+
+    @property
     def has_windows(self) -> bool:
-        """True if patches of an encoder's images attend inside windows."""
-        return self.role is Role.ENCODER and self.image is not None and self.image.window_size is not None
+        """True if tokens of an encoder's items attend inside windows, or chunks."""
+        return self.role is Role.ENCODER and self.item_input is not None and self.item_input.tokens_per_window is not None
 
     @property
     def keeps_items_whole(self) -> bool:
-        """True if context parallel ranks do not cut an encoder's images.
+        """True if context parallel ranks do not cut an encoder's items.
 
-        Windows are made, and patches beside a class token merged, where an image is whole.
+        Windows are made where an item is whole, and so are tokens merged beside a class token, or in a clip that leaves some.
         """
-        return self.has_windows or (self.image is not None and self.image.class_token is not None and self.image.merge_size > 1)
+        merges = self.merge_factor > 1
+        return self.has_windows or (merges and (self.audio is not None or bool(self.image and self.image.class_token)))
 
     @property
     def is_causal(self) -> bool:
@@ -113,9 +120,13 @@ class Unit:
     @property
     def merge_factor(self) -> int:
         """Neighbouring tokens that leave an encoder's projector as one."""
-        if self.audio is not None:
-            return self.audio.merge_factor
-        return self.image.merge_size**2 if self.image is not None else 1
+        return self.item_input.merge_factor if self.item_input is not None else 1
+
+    @property
+    def merged_size(self) -> int:
+        """Width of what an encoder's projector multiplies: tokens side by side, or one."""
+        is_averaged = self.audio is not None and self.audio.merge == "averaged"
+        return self.transformer.hidden_size * (1 if is_averaged else self.merge_factor)
 
     def is_trainable(self, layer_index: int) -> bool:
         """True if this layer's parameters are trained."""
@@ -219,7 +230,10 @@ def _unit_from_plain(name: str, entry: Plain) -> Unit:
     if not is_encoder:
         also = ("image", "freeze_projector") if unit.role is Role.BACKBONE else ()
         _refuse_values(
-            entry, unit, ("projector_hidden_size", "projector_norm", "projector_norm_epsilon", "audio", *also), owner="encoders"
+            entry,
+            unit,
+            ("has_linear_projector", "projector_hidden_size", "projector_norm", "projector_norm_epsilon", "audio", *also),
+            owner="encoders",
         )
     return replace(unit, image=ImageInput()) if is_encoder and unit.audio is None and unit.image is None else unit
 
@@ -306,6 +320,8 @@ def _check_unit(unit: Unit) -> None:
         fail("rotary_scaling", f"expected 4 numbers, and of the backbone only, found {len(shape.rotary_scaling)}; correct them")
     if shape.rotary_scaling and shape.rotary_scaling[1] >= shape.rotary_scaling[2]:
         fail("rotary_scaling", "its low_freq_factor must be below its high_freq_factor; correct them")
+    if unit.has_linear_projector and unit.projector_hidden_size is not None:
+        fail("projector_hidden_size", "a linear projector has no inner width; remove one of the two")
     rotary_axes = 4 if unit.role is Role.ENCODER or unit.image is not None else 2
     if shape.has_rotary_positions and shape.head_channels % rotary_axes:
         fail(

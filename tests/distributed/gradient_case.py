@@ -305,14 +305,13 @@ def _sample_losses(case: GradientCase, stages: Mapping[str, UnitStage], index: i
 
 def _image_input(case: GradientCase, index: int, item: int) -> PackedInput:
     lengths = case.source.lengths(index).items[item]
-    image = case.graph.unit(lengths.unit).image
-    assert image is not None
+    unit = case.graph.unit(lengths.unit)
+    assert unit.item_input is not None
     packed = pack_encoder_microbatch(
         [Atom(index, item)],
         source=case.source,
         index_of_sample={index: index},
-        merge_size=image.merge_size,
+        item_input=unit.item_input,
         with_pixels=True,
-        class_token=image.class_token,
     )
-    return PackedInput((lengths.num_tokens,), packed.positions, patches=packed.patches)
+    return PackedInput((lengths.num_tokens,), packed.positions, patches=packed.patches).with_windows_of(unit)

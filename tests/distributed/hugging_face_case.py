@@ -17,15 +17,24 @@ from multimodal.hugging_face.registry import read_config
 from tests.distributed.gradient_case import GradientCase, RankGradients, build_session, plan_case, run_step
 from tests.distributed.random_source import RandomSource
 
+Marks = tuple[tuple[str, int, int], ...]
+"""Unit, and the tokens that stand before and behind its items."""
+
 
 @dataclass(frozen=True)
 class PaddedSource(RandomSource):
     """Draws token ids below `num_tokens`; `vocab_size` is padded."""
 
     num_tokens: int = 0
+    marks: Marks = ()
 
     def text(self, index: int) -> SampleText:
-        return RandomSource(self.graph, self.shapes, self.num_tokens, self.seed).text(index)
+        text = RandomSource(self.graph, self.shapes, self.num_tokens, self.seed, self.num_between).text(index)
+        for item, start, length in text.item_starts:
+            for unit, before, behind in self.marks:
+                if self.shapes[index].items[item][0] == unit:
+                    text.token_ids[start - 1], text.token_ids[start + length] = before, behind
+        return text
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,8 @@ def gradients_here(run: FromFolder, case: GradientCase, theirs: Mapping[str, np.
     names = as_in_files(names, architecture, found=theirs)
     found = {}
     for tensor in tensors:
+        if not all(rows.key in theirs for rows in names.rows[tensor.key]):  # never trained
+            continue
         values = np.zeros(tensor.shape)
         flat = values.reshape(tensor.shape[0], -1)
         for rows in names.rows[tensor.key]:

@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
+from multimodal.data.audio.audio_processing import frames_to_patches
 from multimodal.data.sample_source import ItemPixels, SampleText
-from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.model_graph import AudioInput, ItemInput, ModelGraph, Role
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 
 
@@ -13,7 +15,7 @@ from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 class SampleShape:
     """What a random sample looks like: its items as (unit, merged rows, merged columns), its text and target tokens.
 
-    What a generator makes has no tokens in the LLM.
+    A clip of sound is (unit, frames, 1). What a generator makes has no tokens in the LLM.
     """
 
     items: tuple[tuple[str, int, int], ...]
@@ -29,6 +31,8 @@ class RandomSource:
     shapes: tuple[SampleShape, ...]
     vocab_size: int
     seed: int = 0
+    num_between: int = 1
+    """Text tokens between two items, where there are as many."""
 
     def __len__(self) -> int:
         return len(self.shapes)
@@ -40,15 +44,14 @@ class RandomSource:
         for item, (unit, *_) in enumerate(shape.items):
             grid = self.item_grid(index, item)
             is_input = self.graph.unit(unit).role is Role.ENCODER
-            image = self.graph.unit(unit).image
-            assert image is not None
-            num_outputs = image.num_output_tokens(grid) if is_input else 0
-            items.append(ItemLengths(unit, image.num_tokens(grid), num_outputs))
+            found = self._input(unit)
+            num_outputs = found.num_output_tokens(grid) if is_input else 0
+            items.append(ItemLengths(unit, found.num_tokens(grid), num_outputs))
             # A generator is given the hidden state of the token before.
             starts.append(cursor if is_input else cursor - 1)
             cursor += num_outputs
-            if rest > 1 and item < len(shape.items) - 1:  # some text between items
-                cursor, rest = cursor + 1, rest - 1
+            if rest > self.num_between and item < len(shape.items) - 1:
+                cursor, rest = cursor + self.num_between, rest - self.num_between
         return SampleLengths(index, tuple(items), shape.num_text_tokens, shape.num_target_tokens, tuple(starts))
 
     def text(self, index: int) -> SampleText:
@@ -65,15 +68,27 @@ class RandomSource:
         return SampleText(tokens[0], tokens[1], is_target, tuple(starts))
 
     def item(self, index: int, item_index: int) -> ItemPixels:
-        grid = self.item_grid(index, item_index)
-        image = self.graph.unit(self.shapes[index].items[item_index][0]).image
-        assert image is not None
-        generator = np.random.default_rng((self.seed, index, item_index))
-        size = (grid[0] * grid[1], image.num_patch_values)
-        return ItemPixels(generator.standard_normal(size).astype(np.float32), grid)
+        grid, found = self.item_grid(index, item_index), self._input(self.shapes[index].items[item_index][0])
+        if isinstance(found, AudioInput):
+            return frames_to_patches(self.frames(index, item_index), grid, audio=found)
+        size = (grid[0] * grid[1], found.num_patch_values)
+        return ItemPixels(self._numbers(index, item_index, size), grid)
+
+    def frames(self, index: int, item_index: int) -> npt.NDArray[np.float32]:
+        """[max_frames, num_mel_bins]: a clip's spectrogram, and what follows it."""
+        found = self._input(self.shapes[index].items[item_index][0])
+        assert isinstance(found, AudioInput)
+        return self._numbers(index, item_index, (2 * found.max_tokens, found.num_mel_bins))
 
     def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
         unit, rows, columns = self.shapes[index].items[item_index]
-        image = self.graph.unit(unit).image
-        assert image is not None
-        return rows * image.merge_size, columns * image.merge_size
+        found = self._input(unit)
+        return (rows, columns) if isinstance(found, AudioInput) else (rows * found.merge_size, columns * found.merge_size)
+
+    def _input(self, unit: str) -> ItemInput:
+        found = self.graph.unit(unit).item_input
+        assert found is not None
+        return found
+
+    def _numbers(self, index: int, item_index: int, size: tuple[int, int]) -> npt.NDArray[np.float32]:
+        return np.random.default_rng((self.seed, index, item_index)).standard_normal(size).astype(np.float32)

@@ -19,8 +19,9 @@ from megatron.runtime import platform
 from megatron.runtime.hugging_face.save_weights import save_hugging_face
 from multimodal.cost.layers.registry import read_model
 from tests.distributed.hugging_face_case import FromFolder
+from tests.distributed.hugging_face_comparison import case_of
 from tests.distributed.test_hugging_face_runs import small_qwen2
-from tests.distributed.test_hugging_face_text import case_of
+from tests.distributed.test_hugging_face_text import SAMPLES
 
 NUM_MOMENTS = 6
 
@@ -58,7 +59,7 @@ def write_without_end(rank: int, store: Path, source: Path, target: Path, has_sa
     torch.set_num_threads(1)
     platform.install()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=10))
-    session = FromFolder(source).session(case_of(read_model(source), (2, 1, 1)))
+    session = FromFolder(source).session(case_of(read_model(source), SAMPLES, {"llm": (2, 1, 1)}))
     number = 0
     while True:
         number += 1

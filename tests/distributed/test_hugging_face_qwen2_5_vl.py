@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -12,28 +11,20 @@ pytest.importorskip("transformers", reason="transformers is not installed (pip i
 
 from multimodal.attention.windows import order_by_window
 from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
-from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.in_order import balance_in_order
-from multimodal.cost.layers.registry import read_model
 from multimodal.data.image_processing import patch_positions
-from multimodal.values.model_graph import ModelGraph
-from tests.distributed.gradient_case import GradientCase, RankGradients
-from tests.distributed.gradient_comparison import assert_matches
-from tests.distributed.hugging_face_case import FromFolder, PaddedSource, gradients_here, logits_here
+from tests.distributed.hugging_face_case import PaddedSource
+from tests.distributed.hugging_face_comparison import VOCABULARY, Plans, compare_logits
 from tests.distributed.random_source import SampleShape
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.training_case import build_plan
-from tests.distributed.wide_transformers import build_wide_model, double_precision, gradients_by_key
 
-IMAGE_TOKEN, VOCABULARY = 60, 61
+IMAGE_TOKEN = 60
 SAMPLES = (
     SampleShape((("vision", 3, 5), ("vision", 1, 1)), 9, 4),
     SampleShape((), 5, 5),
     SampleShape((("vision", 2, 2),), 7, 3),
     SampleShape((("vision", 4, 3), ("vision", 1, 5), ("vision", 2, 4)), 8, 2),
 )
-PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "alone": ({"vision": (1, 1, 1), "llm": (1, 1, 1), "colocated": True}, {}),
+PLANS: Plans = {
     "vision dp 2, llm tp 2 and pp 2": ({"vision": (1, 1, 2), "llm": (2, 2, 1)}, {"sequence_parallel": True}),
     "vision tp 2 and pp 2, llm zb-h1": (
         {"vision": (2, 2, 1), "llm": (1, 2, 1)},
@@ -75,57 +66,29 @@ def qwen2_5_vl(**changes: Any) -> Any:
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(vision_config=vision, text_config=text, **ids, **changes))
 
 
-def case_of(graph: ModelGraph, sizes: Mapping[str, Any], **options: Any) -> GradientCase:
-    plan = build_plan(graph, **sizes)
-    source = PaddedSource(graph, SAMPLES, 64, num_tokens=58)
-    lengths = [source.lengths(index) for index in range(len(source))]
-    assignment = balance_in_order(lengths, graph=graph, plan=plan, options=BalanceOptions(micro_batch_size=1))
-    return GradientCase(graph, plan, assignment, source, **options)
-
-
-def run_transformers(model: Any, source: PaddedSource) -> tuple[list[np.ndarray], float]:
-    """Logits of the targets, sample by sample, and the loss; gradients are left in the model."""
-    divisor = sum(shape.num_target_tokens for shape in SAMPLES)
-    logits, loss_sum = [], 0.0
-    with double_precision():
-        for index, shape in enumerate(SAMPLES):
-            text = source.text(index)
-            tokens, kinds = torch.from_numpy(text.token_ids.copy()), torch.zeros(len(text.token_ids), dtype=torch.int64)
-            for _, start, length in text.item_starts:
-                tokens[start : start + length], kinds[start : start + length] = IMAGE_TOKEN, 1
-            given = {"input_ids": tokens[None], "mm_token_type_ids": kinds[None]}
-            if shape.items:
-                items = range(len(shape.items))
-                patches = [torch.from_numpy(source.item(index, item).patches).double() for item in items]
-                grids = [(1, *source.item_grid(index, item)) for item in items]
-                given |= {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
-            rows = torch.from_numpy(text.is_target).nonzero()[:, 0]
-            found = model(**given).logits[0, rows]
-            loss = torch.nn.functional.cross_entropy(found, torch.from_numpy(text.labels)[rows], reduction="sum")
-            (loss / divisor).backward()
-            logits.append(found.detach().numpy())
-            loss_sum += float(loss.detach())
-    return logits, loss_sum
+def images_of(source: PaddedSource, index: int, token_ids: torch.Tensor) -> Mapping[str, Any]:
+    kinds = torch.zeros_like(token_ids)
+    for _, start, length in source.text(index).item_starts:
+        token_ids[start : start + length], kinds[start : start + length] = IMAGE_TOKEN, 1
+    items = range(len(source.shapes[index].items))
+    if not items:
+        return {"mm_token_type_ids": kinds[None]}
+    patches = [torch.from_numpy(source.item(index, item).patches).double() for item in items]
+    grids = [(1, *source.item_grid(index, item)) for item in items]
+    return {
+        "mm_token_type_ids": kinds[None],
+        "pixel_values": torch.cat(patches),
+        "image_grid_thw": torch.tensor(grids),
+    }
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_logits_and_gradients_equal_transformers(is_tied: bool, ranks: RankPool, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    model = build_wide_model(lambda: qwen2_5_vl(tie_word_embeddings=is_tied), folder, max_shard_size="10KB")
-    graph = read_model(folder)
-    alone, run = case_of(graph, PLANS["alone"][0]), FromFolder(folder)
-    assert isinstance(alone.source, PaddedSource)
-    logits, loss_sum = run_transformers(model, alone.source)
-    (found,) = ranks.run(logits_here, run, alone, world_size=1)
-    for mine, theirs in zip(found, logits, strict=True):
-        assert np.abs(mine[:, :VOCABULARY] - theirs).max() < 1e-12
-    (gradients,) = ranks.run(gradients_here, run, alone, gradients_by_key(model), world_size=1)
-    expected = RankGradients({"llm": loss_sum}, gradients, {})
-    for name, (sizes, options) in list(PLANS.items())[: 2 if is_tied else None]:
-        target = tmp_path / name
-        assert_matches(case_of(graph, sizes, **options), ranks, run=FromFolder(folder, target), expected=expected)
-        for path in folder.glob("*.safetensors"):
-            assert (target / path.name).read_bytes() == path.read_bytes(), f"{path.name} under {name}"
+    def make() -> Any:
+        return qwen2_5_vl(tie_word_embeddings=is_tied)
+
+    comparison = compare_logits(make, tmp_path / "model", ranks, shapes=SAMPLES, inputs=images_of)
+    comparison.assert_under_plans(dict(list(PLANS.items())[: 1 if is_tied else None]), ranks)
 
 
 @pytest.mark.parametrize("grid", [(6, 10), (2, 2), (8, 8), (4, 22)])

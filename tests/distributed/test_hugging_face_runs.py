@@ -22,10 +22,11 @@ from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.errors import BraidError
 from tests.distributed.gradient_case import GradientCase, build_session
 from tests.distributed.hugging_face_case import FromFolder
+from tests.distributed.hugging_face_comparison import case_of
 from tests.distributed.launch import launch
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.small_run import NUM_RANKS, working_flags, write_working_files
-from tests.distributed.test_hugging_face_text import case_of
+from tests.distributed.test_hugging_face_text import SAMPLES
 from tests.distributed.wide_transformers import build_wide_model, double_precision, randomize_vectors
 from tools import convert
 
@@ -240,7 +241,7 @@ def test_what_is_wrong_is_said_on_every_rank(ranks: RankPool, tmp_path: Path) ->
         folders[name] = tmp_path / name.replace(" ", "-")
         shutil.copytree(good, folders[name])
         spoil(folders[name])
-    case = case_of(read_model(good), (2, 1, 1))
+    case = case_of(read_model(good), SAMPLES, {"llm": (2, 1, 1)})
     first, second = ranks.run(messages_of_loading, case, folders, world_size=2)
     assert first == second
     for name, (_, expected) in WRONG.items():
@@ -258,7 +259,7 @@ def test_a_vocabulary_grows_by_new_rows(ranks: RankPool, tmp_path: Path) -> None
     small_qwen2().save_pretrained(good)
     graph = read_model(good)
     larger = replace(graph, units=(replace(graph.backbone, vocab_size=270),))
-    ranks.run(grow, case_of(larger, (2, 1, 1)), good, target, world_size=2)
+    ranks.run(grow, case_of(larger, SAMPLES, {"llm": (2, 1, 1)}), good, target, world_size=2)
     before, after = load_file(good / "model.safetensors"), load_file(target / "model.safetensors")
     assert json.loads((target / "config.json").read_text())["vocab_size"] == 270
     for key in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -272,6 +273,6 @@ def test_a_failed_export_leaves_nothing(ranks: RankPool, tmp_path: Path) -> None
     good, target = tmp_path / "good", tmp_path / "out" / "model"
     small_qwen2().save_pretrained(good)
     target.parent.write_text("a file")
-    found = ranks.run(message_of_saving, case_of(read_model(good), (2, 1, 1)), good, target, world_size=2)
+    found = ranks.run(message_of_saving, case_of(read_model(good), SAMPLES, {"llm": (2, 1, 1)}), good, target, world_size=2)
     assert found[0] == found[1]
     assert "out" in found[0]

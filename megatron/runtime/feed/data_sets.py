@@ -84,21 +84,20 @@ def padded_vocab_size(tokenizer: Tokenizer, config: RunConfig, *, graph: ModelGr
 
 def _digits(config: RunConfig, graph: ModelGraph, tokenizer: Tokenizer) -> DataSets:
     encoders = [unit for unit in graph.encoders if unit.image is not None]
-    if len(encoders) != 1:
-        raise ConfigError(
-            f"--data-path digits needs a model with one image encoder, found {len(encoders)}; use examples/digits/model.yaml"
-        )
-    if encoders[0].image is not None and (encoders[0].image.image_size is not None or encoders[0].image.num_frames > 1):
-        raise ConfigError(
-            f"--data-path digits draws pictures of many sizes and one frame, but the images of unit '{encoders[0].name}' have "
-            "one size (image_size) or several frames (num_frames); use a manifest"
-        )
+    if not encoders:
+        raise ConfigError("--data-path digits needs a model with an image encoder, found none; use examples/digits/model.yaml")
+    for unit in encoders:
+        if unit.image is not None and (unit.image.image_size is not None or unit.image.num_frames > 1):
+            raise ConfigError(
+                f"--data-path digits draws pictures of many sizes and one frame, but the images of unit '{unit.name}' have "
+                "one size (image_size) or several frames (num_frames); use a manifest"
+            )
     if len(graph.generators) > 1:
         raise ConfigError(
             f"--data-path digits has work for one generator, found {len(graph.generators)}; use "
             "examples/digits_generator/model.yaml"
         )
-    kinds: list[tuple[Callable[..., SampleSource], Unit]] = [(DigitsSource, encoders[0])]
+    kinds: list[tuple[Callable[..., SampleSource], Unit]] = [(DigitsSource, unit) for unit in encoders]
     kinds += [(DigitsToDrawSource, unit) for unit in graph.generators]
 
     def build(num_samples: int, split: str) -> SampleSource:

@@ -45,8 +45,8 @@ def load_inputs(
     def own(packed: PackedInput, place: MicrobatchPlace, part: int = WHOLE) -> PackedInput:
         context_rank = step.plan.units[place.unit].context_parallel_rank(rank)
         share = placement.own_share(place, part=part, rank=context_rank) if placement else None
-        found, unit = packed if share is None else share_input(packed, share), step.graph.unit(place.unit)
-        return found.with_windows(unit.image.window_patches) if unit.image is not None and unit.has_windows else found
+        found = packed if share is None else share_input(packed, share)
+        return found.with_windows_of(step.graph.unit(place.unit))
 
     inputs: dict[MicrobatchPlace, PackedInput] = {}
     subset_inputs: dict[MicrobatchPlace, tuple[PackedInput, ...]] = {}
@@ -98,14 +98,9 @@ def _encoder_input(
     *,
     with_pixels: bool,
 ) -> PackedInput:
-    assert unit.image is not None
+    assert unit.item_input is not None
     packed = pack_encoder_microbatch(
-        atoms,
-        source=source,
-        index_of_sample=source_index,
-        merge_size=unit.image.merge_size,
-        with_pixels=with_pixels,
-        class_token=unit.image.class_token,
+        atoms, source=source, index_of_sample=source_index, item_input=unit.item_input, with_pixels=with_pixels
     )
     return PackedInput(lengths=_lengths(packed.cu_seqlens), positions=packed.positions, patches=packed.patches)
 

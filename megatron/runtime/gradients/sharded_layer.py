@@ -33,7 +33,7 @@ class WeightPiece(NamedTuple):
     weight: Tensor
     """[len(elements)], a view of the layer's share."""
     gradient: Tensor | None
-    """[len(elements)], a view of the layer's share of the gradient, float32 or wider; None where the layer is frozen."""
+    """[len(elements)], a view of the layer's share of the gradient, float32 or wider; None where the parameter is frozen."""
 
 
 class ShardedLayer:
@@ -77,7 +77,8 @@ class ShardedLayer:
             first, last = max(start, self._range.start), min(start + parameter.numel(), self._range.stop)
             if first < last:
                 here = slice(first - self._range.start, last - self._range.start)
-                gradient = None if self.gradient_share is None else self.gradient_share[here]
+                is_trained = self.gradient_share is not None and parameter.requires_grad
+                gradient = self.gradient_share[here] if is_trained else None  # type: ignore[index]
                 found.append(WeightPiece(parameter, range(first - start, last - start), self.share[here], gradient))
         return tuple(found)
 

@@ -68,7 +68,7 @@ def name_weights(tensors: Iterable[HeldTensor], *, graph: ModelGraph, architectu
 def _rows(key: str, shape: tuple[int, ...], *, graph: ModelGraph, architecture: Architecture) -> tuple[Rows, ...]:
     unit_name, parameter = key.removeprefix(_MODEL).split(".", 1)
     unit = graph.unit(unit_name)
-    rows = rows_of(architecture.names[unit.role], unit, parameter, num_rows=shape[0])
+    rows = rows_of(architecture.names[graph.units.index(unit)], unit, parameter, num_rows=shape[0])
     if not rows:
         raise CheckpointError(
             f"{architecture.name} has nothing for {key}; change the model to what the family has, or leave --load-hf and "

@@ -65,7 +65,7 @@ class StepDecision:
         for item in (item for sample in self.lengths.values() for item in sample.items if item.unit in num_tokens):
             num_tokens[item.unit] += item.num_tokens
         return {
-            unit.name: num_tokens[unit.name] * (unit.image.num_patch_values if unit.image else 1)
+            unit.name: num_tokens[unit.name] * (unit.item_input.num_patch_values if unit.item_input else 1)
             for unit in self.graph.generators
         }
 

@@ -69,7 +69,10 @@ class LearnedPatchEmbeddingLayer(PatchEmbeddingLayer):
 
 
 class AudioEmbeddingLayer(PatchEmbeddingLayer):
-    """Turns a spectrogram into hidden states. Planned and simulated; multimodal/model does not build it yet."""
+    """Turns a spectrogram into hidden states, and adds positions."""
+
+    num_products = 2
+    is_deep = True
 
     @classmethod
     def fits(cls, unit: Unit) -> bool:
@@ -84,18 +87,29 @@ class AudioEmbeddingLayer(PatchEmbeddingLayer):
 
     @property
     def num_vector_entries(self) -> int:
-        """The bias of each convolution."""
-        return 2 * self.unit.transformer.hidden_size
+        """The bias of each convolution, and learned positions."""
+        num_positions = self.unit.audio.num_positions if self.unit.audio is not None else 0
+        return (2 + num_positions) * self.unit.transformer.hidden_size
 
     @property
     def can_be_built(self) -> bool:
-        """False."""
-        return False
+        """True if sound is described that has Whisper's rate, and nothing but this layer adds positions."""
+        audio = self.unit.audio
+        return audio is not None and audio.tokens_per_second == 50 and not self.unit.transformer.has_rotary_positions
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
-        """The first convolution sees two frames per token."""
-        weights = self.num_weights + 3 * self.unit.transformer.hidden_size * self._num_mel_bins
+        """The first convolution is computed at the three places that the second needs for a token."""
+        weights = self.num_weights + 2 * 3 * self.unit.transformer.hidden_size * self._num_mel_bins
         return LayerFlops(2.0 * load.num_tokens * weights)
+
+    def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
+        """Both products' inputs, and those of both GELUs."""
+        if not case.need.trains_weights:
+            return ActivationBytes()
+        hidden, mel = self.unit.transformer.hidden_size, self._num_mel_bins
+        # What the first convolution sees and gives, that with zeros outside for the second, and what the second gives.
+        values = 9 * mel + 3 * hidden + 3 * hidden + hidden
+        return ActivationBytes(replicated=1.0 * case.bytes_per_element * load.num_tokens * values)
 
     @property
     def _num_mel_bins(self) -> int:
@@ -104,7 +118,7 @@ class AudioEmbeddingLayer(PatchEmbeddingLayer):
 
 
 class ProjectorLayer(Layer):
-    """Two products with a GELU between them (Qwen2-VL's patch merger)."""
+    """Two products with a GELU between them (Qwen2-VL's patch merger), or one that every tensor parallel rank computes."""
 
     segments = (Segment("all", forward=(Exchange.GATHER, Exchange.SUM), backward=(Exchange.SUM,)),)
     position = "last"
@@ -114,38 +128,39 @@ class ProjectorLayer(Layer):
 
     @property
     def num_weights(self) -> int:
-        """Both matrices; 0 where no items are described."""
-        if self.unit.image is None and self.unit.audio is None:
+        """Of all matrices; 0 where no items are described."""
+        if self.unit.item_input is None:
             return 0
-        merged = self.unit.transformer.hidden_size * self.unit.merge_factor
-        return self._inner_size * (merged + self._output_size)
+        merged = self.unit.merged_size
+        return merged * self._output_size if self.unit.has_linear_projector else self._inner_size * (merged + self._output_size)
 
     @property
     def num_vector_entries(self) -> int:
-        """The norm and both biases."""
-        return self._norm_entries + self._inner_size + self._output_size
+        """The norm and the biases."""
+        return self._norm_entries + self._output_size + (0 if self.unit.has_linear_projector else self._inner_size)
 
     @property
     def can_be_built(self) -> bool:
         """True if items are described, by which tokens are merged."""
-        return self.unit.image is not None or self.unit.audio is not None
+        return self.unit.item_input is not None
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
         """Norm and both products; tokens are gathered before the first, so nothing but the inner width is divided."""
         size, trains, hidden = case.bytes_per_element, case.need.trains_weights, self.unit.transformer.hidden_size
-        inner = self._inner_size * (2 if trains else 1)
+        inner = 0 if self.unit.has_linear_projector else self._inner_size * (2 if trains else 1)
         norm = self.exit_norm_bytes(case) if self._norm_entries else 0.0
         whole = load.num_tokens * (norm + (size * hidden if trains else 0.0))
         return ActivationBytes(0.0, 1.0 * size * load.num_outputs * inner, whole)
 
     @property
     def _norm_entries(self) -> int:
-        width = {"patches": 1, "merged": self.unit.merge_factor, "none": 0}[self.unit.projector_norm]
+        hidden = self.unit.transformer.hidden_size
+        width = {"patches": 1, "merged": self.unit.merged_size // hidden, "none": 0}[self.unit.projector_norm]
         return width * self.norm_vector_entries()
 
     @property
     def _inner_size(self) -> int:
-        return self.unit.projector_hidden_size or self.unit.transformer.hidden_size * self.unit.merge_factor
+        return self.unit.projector_hidden_size or self.unit.merged_size
 
     @property
     def _output_size(self) -> int:

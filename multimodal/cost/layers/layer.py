@@ -166,10 +166,8 @@ class Layer(ABC):
     @property
     def input_values(self) -> int:
         """Numbers that a token of a unit's first layer is made from, or that a generator makes of one."""
-        unit = self.unit
-        if unit.image is not None:
-            return unit.image.num_patch_values
-        return 2 * unit.audio.num_mel_bins if unit.audio is not None else unit.transformer.hidden_size
+        found = self.unit.item_input
+        return found.num_patch_values if found is not None else self.unit.transformer.hidden_size
 
     def norm_vector_entries(self) -> int:
         """Parameters of one norm over hidden states."""

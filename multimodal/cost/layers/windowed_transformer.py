@@ -1,4 +1,4 @@
-"""A transformer layer whose tokens attend inside windows of their image."""
+"""A transformer layer whose tokens attend inside windows of their image, or chunks of their clip."""
 
 from collections.abc import Sequence
 
@@ -18,13 +18,13 @@ class WindowedTransformerLayer(TransformerLayer):
 
     @classmethod
     def fits(cls, unit: Unit) -> bool:
-        """True if the unit's images have windows."""
+        """True if the unit's items have windows."""
         return unit.has_windows
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
         """As if every window were full; counted with the products, since it is linear in tokens, too."""
-        assert self.unit.image is not None
-        attention = 4.0 * self._widths[0] * self.unit.image.window_patches**2
+        assert self.unit.item_input is not None
+        attention = 4.0 * self._widths[0] * (self.unit.item_input.tokens_per_window or 0)
         return LayerFlops(super().forward_flops(load).linear + attention * load.num_tokens)
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:

@@ -1,4 +1,4 @@
-"""The first and the last layer of an encoder: flat pixel patches to hidden states, and these to the rows that the LLM takes."""
+"""The ends of encoders: flat pixel patches to hidden states, and hidden states to the rows that the LLM takes."""
 
 import dataclasses
 from typing import Any
@@ -18,7 +18,7 @@ from multimodal.model.norm import Norm
 from multimodal.model.tensor_parallel_waits import TensorParallelWaits
 from multimodal.model.transformer_config import Precision
 from multimodal.values.errors import ModelError
-from multimodal.values.model_graph import ImageInput, Unit
+from multimodal.values.model_graph import AudioInput, ImageInput, Unit
 
 
 class PatchEmbedding(torch.nn.Module):
@@ -113,63 +113,82 @@ class LearnedPatchEmbeddingKind(LayerKind):
         return {"patches": context.random(num_tokens, context.patch_channels), "positions": places}, None
 
 
-class Projector(torch.nn.Module):
-    """Norm, concatenation of merge_size^2 neighbouring patches, two-layer GELU MLP (Qwen2-VL's patch merger).
+class Linear(torch.nn.Module):
+    """One product with a bias, alike on all tensor parallel ranks."""
 
-    The norm may be left out.
+    def __init__(self, input_size: int, output_size: int, config: TransformerConfig) -> None:
+        super().__init__()
+        device, dtype = torch.cuda.current_device(), config.params_dtype
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, device=device, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.empty(output_size, device=device, dtype=dtype))
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """rows: [num_rows, 1, input_size]. Returns the product, and the bias that is still to be added to it."""
+        return deferrable_linear(rows, self.weight, None), self.bias
+
+
+class Projector(torch.nn.Module):
+    """Norm, merging of neighbouring tokens, and two products with a GELU between them (Qwen2-VL's patch merger) or one.
+
+    The norm may come behind the merging, or be left out.
     """
 
     waits: TensorParallelWaits | None = None
 
-    def __init__(
-        self,
-        *,
-        config: TransformerConfig,
-        groups: ProcessGroupCollection,
-        merge_factor: int,
-        projector_hidden_size: int | None,
-        output_size: int,
-        norm: str,
-        norm_epsilon: float,
-        drops_class_tokens: bool,
-    ) -> None:
+    def __init__(self, *, unit: Unit, config: TransformerConfig, groups: ProcessGroupCollection, output_size: int) -> None:
         super().__init__()
-        merged_size = config.hidden_size * merge_factor
         plain = dataclasses.replace(
             config,
             hidden_size=output_size,
-            ffn_hidden_size=projector_hidden_size or merged_size,
+            ffn_hidden_size=unit.projector_hidden_size or unit.merged_size,
             sequence_parallel=False,
             gated_linear_unit=False,
             activation_func=torch.nn.functional.gelu,
             add_bias_linear=True,
         )
-        self.merged_size = merged_size
+        self.merge_factor, self.merged_size = unit.merge_factor, unit.merged_size
         self.is_sequence_sharded = config.sequence_parallel
         self.group = groups.tp
-        self.drops_class_tokens = drops_class_tokens
+        self.drops_tokens = _drops_tokens(unit)
         whole = dataclasses.replace(config, sequence_parallel=False)
-        self.normalises_merged = norm == "merged"
-        size = merged_size if self.normalises_merged else config.hidden_size
-        self.norm = None if norm == "none" else Norm(whole, size, eps=norm_epsilon)
-        self.mlp = MLP(plain, MLP_SUBMODULES, input_size=merged_size, ffn_hidden_size=plain.ffn_hidden_size, tp_group=groups.tp)
+        self.normalises_merged = unit.projector_norm == "merged"
+        size = unit.merged_size if self.normalises_merged else config.hidden_size
+        epsilon = unit.projector_norm_epsilon or config.layernorm_epsilon
+        self.norm = None if unit.projector_norm == "none" else Norm(whole, size, eps=epsilon)
+        if unit.has_linear_projector:
+            self.linear = Linear(unit.merged_size, output_size, config)
+        else:
+            inner = plain.ffn_hidden_size
+            self.mlp = MLP(plain, MLP_SUBMODULES, input_size=unit.merged_size, ffn_hidden_size=inner, tp_group=groups.tp)
 
     def forward(self, hidden: Tensor, places: Tensor) -> Tensor:
-        """hidden: [num_tokens (padded and / tp under sequence parallelism), 1, hidden_size]; places: [num_tokens, 2].
+        """hidden: [num_tokens (padded and / tp under sequence parallelism), 1, hidden_size]; places: [num_tokens, axes].
 
-        Returns [num_patches / merge_size^2, output_size], the same on every tensor parallel rank.
+        Returns [num_merged_tokens, output_size], the same on every tensor parallel rank.
         """
         if self.is_sequence_sharded:
             hidden = gather_rows(hidden, RankLink(self.group, True, self.waits))
         hidden = hidden[: len(places)]
-        if self.drops_class_tokens:
-            hidden = hidden[places[:, 0] >= 0]
+        if self.drops_tokens:
+            hidden = hidden[places[:, -1] >= 0]
         if self.normalises_merged:
-            hidden = hidden.reshape(-1, 1, self.merged_size)
-        merged = (hidden if self.norm is None else self.norm(hidden)).reshape(-1, 1, self.merged_size)
-        output, bias = self.mlp(merged)
+            hidden = self._merge(hidden)
+        hidden = hidden if self.norm is None else self.norm(hidden)
+        merged = hidden if self.normalises_merged else self._merge(hidden)
+        output, bias = self.linear(merged) if hasattr(self, "linear") else self.mlp(merged)
         result: Tensor = (output + bias)[:, 0]
         return result
+
+    def _merge(self, hidden: Tensor) -> Tensor:
+        """Return [num_merged_tokens, 1, merged_size] of neighbours, side by side or averaged."""
+        merged = hidden.reshape(-1, 1, self.merge_factor * hidden.shape[-1])
+        return merged if merged.shape[-1] == self.merged_size else merged.unflatten(-1, (self.merge_factor, -1)).mean(dim=-2)
+
+
+def _drops_tokens(unit: Unit) -> bool:
+    """Return whether some tokens are no part of the output: their last place is below 0."""
+    item = unit.item_input
+    return isinstance(item, AudioInput) or (isinstance(item, ImageInput) and item.class_token == "dropped")
 
 
 class ProjectorKind(LayerKind):
@@ -180,16 +199,8 @@ class ProjectorKind(LayerKind):
 
     def build(self, context: LayerContext, index: int) -> Projector:
         """Build it for the LLM downstream."""
-        return Projector(
-            config=context.config,
-            groups=context.groups,
-            merge_factor=context.unit.merge_factor,
-            projector_hidden_size=context.unit.projector_hidden_size,
-            output_size=self.output_size(context),
-            norm=context.unit.projector_norm,
-            norm_epsilon=context.unit.projector_norm_epsilon or context.config.layernorm_epsilon,
-            drops_class_tokens=context.unit.image is not None and context.unit.image.class_token == "dropped",
-        )
+        size = self.output_size(context)
+        return Projector(unit=context.unit, config=context.config, groups=context.groups, output_size=size)
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
         """Merge and map; returns [num_merged_tokens, output_size]."""

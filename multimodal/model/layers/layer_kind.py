@@ -36,9 +36,9 @@ class LayerContext:
 
     @property
     def patch_channels(self) -> int:
-        """Values of one patch of the unit's images."""
-        assert self.unit.image is not None, f"unit '{self.unit.name}' has no image"
-        return self.unit.image.num_patch_values
+        """Values that a token of the unit's items is made of."""
+        assert self.unit.item_input is not None, f"unit '{self.unit.name}' has no image and no audio"
+        return self.unit.item_input.num_patch_values
 
     @property
     def condition_size(self) -> int:
@@ -116,6 +116,8 @@ class LayerKind(ABC):
     """Modules whose weights are split by inputs."""
     residual_ends: ClassVar[tuple[str, ...]] = ()
     """Modules that end a residual branch; their weights start smaller."""
+    fixed: ClassVar[tuple[str, ...]] = ()
+    """Parameters that are never trained."""
     num_segments: ClassVar[int] = 1
     """Segments that can run on their own, of which `segments` gives the parts; 1: the layer runs whole."""
     recomputes: ClassVar[bool] = False
@@ -164,6 +166,10 @@ class LayerKind(ABC):
     def initial_vector(self, name: str) -> float:
         """Return the value of all entries of a vector at the start: 1 for norms, 0 for biases."""
         return 1.0 if name.endswith(("norm.weight", "layer_norm_weight")) else 0.0
+
+    def initial_matrix(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        """Return the whole of a matrix that is not drawn at random; None: it is."""
+        return None
 
     def output_size(self, context: LayerContext) -> int:
         """Return the width of the layer's output."""

@@ -1,5 +1,6 @@
 """All kinds of layer that can be built and trained, by name."""
 
+from multimodal.model.layers.audio_embedding import AudioEmbeddingKind
 from multimodal.model.layers.backbone_ends import HeadKind, TokenEmbeddingKind
 from multimodal.model.layers.encoder_ends import LearnedPatchEmbeddingKind, PatchEmbeddingKind, ProjectorKind
 from multimodal.model.layers.generator_ends import GeneratorHeadKind, GeneratorProjectorKind
@@ -13,6 +14,7 @@ from multimodal.values.model_graph import Unit
 LAYER_KINDS: dict[str, LayerKind] = {
     "patch_embedding": PatchEmbeddingKind(),
     "learned_patch_embedding": LearnedPatchEmbeddingKind(),
+    "audio_embedding": AudioEmbeddingKind(),
     "token_embedding": TokenEmbeddingKind(),
     "transformer": TransformerKind(),
     "windowed_transformer": WindowedTransformerKind(),

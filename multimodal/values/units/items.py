@@ -1,4 +1,4 @@
-"""The images or sounds that an encoder takes, or that a generator makes."""
+"""The images or clips of sound that an encoder takes, or that a generator makes."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -67,16 +67,67 @@ class ImageInput:
         """Tokens that leave the encoder."""
         return grid[0] * grid[1] // self.merge_size**2 + (self.class_token == "kept")
 
+    @property
+    def merge_factor(self) -> int:
+        """Neighbouring tokens that leave an encoder's projector as one."""
+        return self.merge_size**2
+
+    @property
+    def tokens_per_window(self) -> int | None:
+        """Tokens of a full window; None: tokens attend to the whole image."""
+        return None if self.window_size is None else self.window_patches**2
+
+
+FRAMES_PER_TOKEN = 5
+"""Frames of a spectrogram that a token is made of by two convolutions of width 3, the second of which makes one of two."""
+
 
 @dataclass(frozen=True)
 class AudioInput:
-    """The conversion of sound into tokens (Whisper's rule: a spectrogram, two convolutions of width 3, the second halves)."""
+    """The conversion of sound into tokens (Whisper's rule: a spectrogram, two convolutions of width 3, the second halves).
+
+    The grid of a clip is (frames of its spectrogram, 1).
+    """
 
     num_mel_bins: int = field(default=128, metadata=up_to(2**16))
     tokens_per_second: int = field(default=50, metadata=up_to(2**20))
     """Tokens per second inside the encoder; the spectrogram has twice as many frames."""
     merge_factor: int = field(default=2, metadata=up_to(2**10))
-    """Neighbouring tokens that the projector merges into one."""
+    """Neighbouring tokens that the projector merges into one; what is left at the end of a clip is no part of the output."""
+    merge: Literal["joined", "averaged"] = "joined"
+    """Merged tokens are laid side by side, or averaged (Qwen2-Audio)."""
+    max_tokens: int = field(default=1500, metadata=up_to(2**24))
+    """Tokens of the longest clip; so many positions are learned, unless clips are cut into chunks."""
+    chunk_tokens: int | None = field(default=None, metadata=up_to(2**24))
+    """Clips are cut into chunks of so many tokens (Qwen2.5-Omni): convolutions and attention do not look beyond, and positions,
+    which are sines and cosines, begin anew; None: tokens attend to the whole clip."""
+
+    @property
+    def num_patch_values(self) -> int:
+        """Numbers that a token is made of."""
+        return FRAMES_PER_TOKEN * self.num_mel_bins
+
+    @property
+    def tokens_per_window(self) -> int | None:
+        """Tokens of a full chunk; None: tokens attend to the whole clip."""
+        return self.chunk_tokens
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that are learned."""
+        return 0 if self.chunk_tokens is not None else self.max_tokens
+
+    def num_tokens(self, grid: tuple[int, int]) -> int:
+        """Tokens inside an encoder of a clip of that many frames."""
+        return (grid[0] - 1) // 2 + 1
+
+    def num_output_tokens(self, grid: tuple[int, int]) -> int:
+        """Tokens that leave the encoder."""
+        return self.num_tokens(grid) // self.merge_factor
+
+
+ItemInput = ImageInput | AudioInput
+"""What an encoder takes, or a generator makes."""
 
 
 def problem_of_image(image: ImageInput) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from scipy.io import wavfile
 
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.tokenizer import ByteTokenizer
@@ -32,8 +33,24 @@ def text_graph() -> ModelGraph:
 
 @pytest.fixture
 def two_encoder_graph() -> ModelGraph:
-    """Two encoders that take images."""
-    return ModelGraph.from_dict({"units": {"vision": _ENCODER, "sketch": _ENCODER, "llm": _BACKBONE}})
+    """Two encoders that take images, and one that takes sound."""
+    ear = {"role": "encoder", **_SHAPE, "has_rotary_positions": False, "audio": {"num_mel_bins": 4, "max_tokens": 50}}
+    return ModelGraph.from_dict({"units": {"vision": _ENCODER, "sketch": _ENCODER, "ear": ear, "llm": _BACKBONE}})
+
+
+@pytest.fixture
+def write_audio(tmp_path: Path) -> Callable[..., str]:
+    """Write a WAV file of noise into the manifest's folder and return its name."""
+
+    def write(name: str, num_samples: int, *, rate: int = 16000, dtype: Any = np.int16, channels: int = 1) -> str:
+        noise = np.random.default_rng(0).uniform(-0.5, 0.5, (num_samples, channels))
+        scale = 1.0 if np.dtype(dtype).kind == "f" else np.iinfo(dtype).max
+        shift = 128 if dtype == np.uint8 else 0
+        values = (noise * (127 if shift else scale) + shift).astype(dtype)
+        wavfile.write(tmp_path / name, rate, values[:, 0] if channels == 1 else values)
+        return name
+
+    return write
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ def test_rows_become_items_and_text(tmp_path):
     path = tmp_path / "lengths.csv.gz"
     with gzip.open(path, "wt") as file:
         file.write(HEADER + "x,56x56;84x56,10,20,5,0.5,red\ny,,0,0,,0,\n")
-    items = (ItemLengths("vision", 16, 4), ItemLengths("vision", 24, 6), ItemLengths("audio", 25, 7))
+    items = (ItemLengths("vision", 16, 4), ItemLengths("vision", 24, 6), ItemLengths("audio", 25, 6))
     assert read_length_table(path, graph=GRAPH) == (SampleLengths(0, items, 20, 10), SampleLengths(1, (), 1, 1))
 
 
@@ -114,4 +114,4 @@ def test_an_encoder_says_how_long_audio_is(tmp_path):
     graph = ModelGraph.from_dict({"units": {"ear": ear, "llm": {"role": "backbone", **SHAPE}}})
     (sample,) = read_length_table(path, graph=graph)
     assert sample.items == (ItemLengths("ear", 60, 15),)
-    assert uniform_lengths(graph, tokens={"ear": 10, "llm": 8}, num_samples=1)[0].items == (ItemLengths("ear", 10, 3),)
+    assert uniform_lengths(graph, tokens={"ear": 10, "llm": 8}, num_samples=1)[0].items == (ItemLengths("ear", 10, 2),)

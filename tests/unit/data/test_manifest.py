@@ -216,12 +216,28 @@ def test_a_file_that_changed_since_is_named(
         source.item(0, 0)
 
 
-def test_models_that_cannot_take_image_files(
-    open_manifest: Callable[..., ManifestSource], two_encoder_graph: ModelGraph, graph: ModelGraph
+def test_items_name_their_unit(
+    open_manifest: Callable[..., ManifestSource],
+    write_image: Callable[..., str],
+    write_audio: Callable[..., str],
+    two_encoder_graph: ModelGraph,
 ) -> None:
-    """Two candidates, or channels that no file has."""
-    with pytest.raises(ModelError, match="units vision, sketch all take images"):
-        open_manifest([[ANSWER]], graph=two_encoder_graph)
+    """Where several might take them; those for a unit that the model lacks are left out."""
+    write_image("a.png", (8, 8))
+    clip = {"type": "audio", "path": write_audio("a.wav", 1601)}
+    mine, yours = {**image("a.png"), "unit": "vision"}, {**image("a.png"), "unit": "sketch"}
+    source = open_manifest([[yours, clip, mine, DOCUMENT], [{**clip, "unit": "nose"}, DOCUMENT]], graph=two_encoder_graph)
+    assert source.skipped == {"with audio for 'nose', which no unit of the model takes": 1}
+    lengths = source.lengths(0)
+    assert lengths.items == (ItemLengths("sketch", 4, 1), ItemLengths("ear", 6, 3), ItemLengths("vision", 4, 1))
+    assert [source.item_grid(0, item) for item in range(3)] == [(2, 2), (11, 1), (2, 2)]
+    assert source.item(0, 1).patches.shape == (6, 5 * 4)
+    message = r'line 1 .*: a.png might be for any of the units vision, sketch; say for which: "unit": "vision"'
+    with pytest.raises(DataError, match=message):
+        open_manifest([[image("a.png"), DOCUMENT]], graph=two_encoder_graph)
+
+
+def test_models_that_cannot_take_image_files(open_manifest: Callable[..., ManifestSource], graph: ModelGraph) -> None:
     changed = graph.to_dict()
     changed["units"]["vision"]["image"]["in_channels"] = 4
     with pytest.raises(ModelError, match="unit 'vision': in_channels is 4"):

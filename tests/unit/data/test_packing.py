@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ import torch
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
 from multimodal.values.assignment import Atom
+from multimodal.values.model_graph import ImageInput
 
+IMAGE = ImageInput(patch_size=4)
 INDEX_OF_SAMPLE = {70: 0, 71: 1, 72: 2}
 
 
@@ -28,7 +31,7 @@ def source(open_manifest: Callable[..., ManifestSource], write_image: Callable[.
 def test_encoder_microbatch_holds_the_items_in_order(source: ManifestSource) -> None:
     """Patches, positions and bounds of each atom are those of the item itself."""
     atoms = [Atom(72, 0), Atom(70, 1), Atom(70, 0)]
-    batch = pack_encoder_microbatch(atoms, source=source, index_of_sample=INDEX_OF_SAMPLE, merge_size=2, with_pixels=True)
+    batch = pack_encoder_microbatch(atoms, source=source, index_of_sample=INDEX_OF_SAMPLE, item_input=IMAGE, with_pixels=True)
     assert batch.cu_seqlens.tolist() == [0, 32, 36, 60] and batch.cu_seqlens.dtype == torch.int32
     assert batch.positions.dtype == torch.int64 and batch.positions.shape == (60, 2)
     assert batch.positions[32:36].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
@@ -41,9 +44,9 @@ def test_encoder_microbatch_holds_the_items_in_order(source: ManifestSource) -> 
 def test_later_stages_decode_nothing(source: ManifestSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without pixels the files are not touched, and all else is the same."""
     atoms = [Atom(70, 0), Atom(72, 0)]
-    full = pack_encoder_microbatch(atoms, source=source, index_of_sample=INDEX_OF_SAMPLE, merge_size=2, with_pixels=True)
+    full = pack_encoder_microbatch(atoms, source=source, index_of_sample=INDEX_OF_SAMPLE, item_input=IMAGE, with_pixels=True)
     monkeypatch.delattr(ManifestSource, "item")
-    light = pack_encoder_microbatch(atoms, source=source, index_of_sample=INDEX_OF_SAMPLE, merge_size=2, with_pixels=False)
+    light = pack_encoder_microbatch(atoms, source=source, index_of_sample=INDEX_OF_SAMPLE, item_input=IMAGE, with_pixels=False)
     assert light.patches is None
     assert torch.equal(light.positions, full.positions) and torch.equal(light.cu_seqlens, full.cu_seqlens)
 
@@ -77,8 +80,9 @@ def test_microbatches_travel_between_processes(source: ManifestSource) -> None:
 def test_every_image_may_have_a_class_token(class_token: str, rows: tuple[int, int], source: ManifestSource) -> None:
     """Behind its patches where it is dropped later, so that outputs keep their places; else before them."""
     atoms = [Atom(70, 0), Atom(70, 1)]
-    given = {"source": source, "index_of_sample": INDEX_OF_SAMPLE, "merge_size": 2, "with_pixels": True}
-    plain, batch = (pack_encoder_microbatch(atoms, **given, class_token=token) for token in (None, class_token))
+    given = {"source": source, "index_of_sample": INDEX_OF_SAMPLE, "with_pixels": True}
+    inputs = IMAGE, replace(IMAGE, class_token=class_token)
+    plain, batch = (pack_encoder_microbatch(atoms, **given, item_input=each) for each in inputs)
     is_class = (batch.positions == -1).all(dim=1)
     assert batch.cu_seqlens.tolist() == [0, 25, 30]
     assert tuple(is_class.nonzero()[:, 0].tolist()) == rows

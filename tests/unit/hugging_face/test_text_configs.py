@@ -11,7 +11,7 @@ from multimodal.cost.layers.registry import read_model
 from multimodal.hugging_face.registry import ARCHITECTURES, architecture_of, check_same_model, with_vocab_size
 from multimodal.hugging_face.weight_names import Rows, rows_of
 from multimodal.values.errors import ModelError
-from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.model_graph import ModelGraph
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
 
@@ -101,7 +101,7 @@ def test_a_model_that_no_family_has_is_named_with_what_differs(tmp_path: Path) -
 
 def test_rows_of_merged_weights(tmp_path: Path) -> None:
     graph = read(tmp_path, num_key_value_heads=2, num_hidden_layers=1, intermediate_size=6, vocab_size=5)
-    unit, names = graph.backbone, ARCHITECTURES["LlamaForCausalLM"].names[Role.BACKBONE]
+    unit, names = graph.backbone, ARCHITECTURES["LlamaForCausalLM"].names[0]
     place = "model.layers.0.self_attn."
     assert rows_of(names, unit, "layers.1.self_attention.linear_qkv.weight", num_rows=128) == (
         Rows(place + "q_proj.weight", 0, 0, 32),

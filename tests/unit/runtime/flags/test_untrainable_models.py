@@ -21,9 +21,19 @@ def parse(units: dict[str, Any], folder: Path) -> None:
     parse_arguments([*flags, "--global-batch-size", "8"], environ={"WORLD_SIZE": "2"})
 
 
-def test_audio_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="unit 'audio' takes audio, which can be planned and simulated but not trained yet"):
-        parse(UNITS, tmp_path)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"audio": {}}, "unit 'audio' takes audio, to which its first layer adds positions; set has_rotary_positions: false"),
+        (
+            {"audio": {"tokens_per_second": 25}, "has_rotary_positions": False},
+            "'audio': tokens_per_second 25 .* not trained; set",
+        ),
+    ],
+)
+def test_other_audio_than_whispers_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        parse({**UNITS, "audio": {**UNITS["audio"], **changes}}, tmp_path)
 
 
 class CountedLayer(TransformerLayer):

@@ -1,10 +1,11 @@
-"""The image processor of a Hugging Face folder: size, mean and standard deviation of pixels."""
+"""The image processor and the feature extractor of a Hugging Face folder: how pixels and sound are treated."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from multimodal.hugging_face.architecture import require
+from multimodal.hugging_face.whisper import with_features
 from multimodal.values.errors import ModelError
 from multimodal.values.file_form import read_mapping
 
@@ -23,26 +24,37 @@ _PATCHES = {"patch_size": "patch_size", "merge_size": "merge_size", "temporal_pa
 """What processor and encoder must agree in, where images keep their size: its name there -> here."""
 
 
-def read_processor(folder: str | Path) -> Mapping[str, Any] | None:
-    """Return what a folder says of its image processor; None where it says nothing."""
-    for name in _NAMES:
-        if (path := Path(folder) / name).is_file():
-            found = read_mapping(path, error=ModelError)
-            inner = found.get("image_processor", found)
-            if isinstance(inner, dict) and "image_mean" in inner:
-                return inner
-    return None
+class Processors(NamedTuple):
+    """What a folder says; None where it says nothing."""
+
+    image: Mapping[str, Any] | None = None
+    audio: Mapping[str, Any] | None = None
 
 
-def with_processor(plain: dict[str, Any], processor: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the plain form of a model graph in which images are treated as a processor does.
+def read_processors(folder: str | Path) -> Processors:
+    """Return what a folder says of its image processor and its feature extractor, in one file or in two."""
+    files = [read_mapping(path, error=ModelError) for name in _NAMES if (path := Path(folder) / name).is_file()]
+    return Processors(_find(files, "image_processor", "image_mean"), _find(files, "feature_extractor", "feature_size"))
 
-    Raises ModelError for a processor that does something else, such as padding.
+
+def _find(files: list[dict[str, Any]], name: str, key: str) -> Mapping[str, Any] | None:
+    """Return the first description with a key, which stands by itself or under a name."""
+    inner = (found.get(name, found) for found in files)
+    return next((each for each in inner if isinstance(each, dict) and key in each), None)
+
+
+def with_processors(plain: dict[str, Any], processors: Processors) -> dict[str, Any]:
+    """Return the plain form of a model graph in which images and sound are treated as processors do.
+
+    Raises ModelError for processors that do something else, such as padding images.
     """
-    if processor is None:
-        return plain
-    units = {name: _with_images(unit, processor) if unit.get("image") else unit for name, unit in plain["units"].items()}
-    return {**plain, "units": units}
+
+    def treated(unit: dict[str, Any]) -> dict[str, Any]:
+        if unit.get("image") and processors.image is not None:
+            return _with_images(unit, processors.image)
+        return with_features(unit, processors.audio) if unit.get("audio") and processors.audio is not None else unit
+
+    return {**plain, "units": {name: treated(unit) for name, unit in plain["units"].items()}}
 
 
 def _with_images(unit: Mapping[str, Any], processor: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Sound: from WAV files to the frames of which encoders make tokens."""

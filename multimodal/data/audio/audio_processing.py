@@ -1,0 +1,126 @@
+"""Turns sound into the frames that each token of an audio encoder is made of, by Whisper's rule, without padding.
+
+A clip of n samples at 16 kHz has ceil(n / 160) frames: logarithms of the energy in bands of the mel scale, every 10 ms. Two
+convolutions make a token of two frames; it depends on five. Those before a clip are zero; behind it comes silence, of which the
+last token sees one or two frames, as it does where clips are padded to 30 s. At the ends of chunks everything is zero.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import scipy.fft
+
+from multimodal.data.sample_source import ItemPixels
+from multimodal.values.errors import DataError
+from multimodal.values.model_graph import AudioInput
+from multimodal.values.units.items import FRAMES_PER_TOKEN
+
+HOP = 160
+"""Samples from one frame to the next."""
+_WINDOW = 400
+"""Samples of a frame."""
+_FRAMES_BEFORE = 2
+"""Frames of a token before its own two."""
+SILENCE = -1.5
+"""All bands of a frame of a clip that has no sound."""
+NOT_IN_OUTPUT = -1
+"""In place of a token's place in the output, where it is left over by merging."""
+_Frames = npt.NDArray[np.float32]
+
+
+def audio_grid(num_samples: int, *, audio: AudioInput) -> tuple[int, int]:
+    """Return (frames, 1) of a clip of so many samples at 16 kHz.
+
+    Raises DataError for a clip of which no token would be left, or of more tokens than the encoder takes.
+    """
+    grid = -(-num_samples // HOP), 1
+    if audio.num_output_tokens(grid) < 1:
+        raise DataError(
+            f"a clip of {num_samples} samples at 16 kHz gives {audio.num_tokens(grid)} tokens, fewer than the "
+            f"{audio.merge_factor} that are merged into one; make it longer"
+        )
+    if audio.num_tokens(grid) > audio.max_tokens:
+        raise DataError(
+            f"a clip of {num_samples / 16000:.2f} s gives {audio.num_tokens(grid)} tokens, but the encoder takes "
+            f"{audio.max_tokens} (max_tokens); cut it into several"
+        )
+    return grid
+
+
+def audio_to_patches(samples: npt.NDArray[np.float32], *, audio: AudioInput) -> ItemPixels:
+    """Return what every token of a clip is made of; samples: [num_samples] at 16 kHz, from -1 to 1."""
+    grid = audio_grid(len(samples), audio=audio)
+    most = 2 * audio.max_tokens
+    num_shown = min(grid[0] + _FRAMES_BEFORE, most)
+    frames = log_mel(samples, num_frames=num_shown, most_samples=most * HOP, num_mel_bins=audio.num_mel_bins)
+    return frames_to_patches(frames, grid, audio=audio)
+
+
+def frames_to_patches(frames: _Frames, grid: tuple[int, int], *, audio: AudioInput) -> ItemPixels:
+    """Return the same of a spectrogram; frames: [at least grid[0], num_mel_bins], with what follows the clip."""
+    num_frames = grid[0]
+    if audio.chunk_tokens is None:
+        return ItemPixels(_frames_of_tokens(frames, audio.num_tokens(grid)), grid)
+    size = 2 * audio.chunk_tokens
+    chunks = [frames[start : min(start + size, num_frames)] for start in range(0, num_frames, size)]
+    return ItemPixels(np.concatenate([_frames_of_tokens(chunk, audio.num_tokens((len(chunk), 1))) for chunk in chunks]), grid)
+
+
+def audio_positions(grid: tuple[int, int], *, audio: AudioInput) -> npt.NDArray[np.int64]:
+    """Return [num_tokens, 3]: of every token of a clip its place, its frames, and its place in the output, or NOT_IN_OUTPUT.
+
+    A token has two frames, and one where a chunk ends behind it.
+    """
+    num_frames, num_tokens = grid[0], audio.num_tokens(grid)
+    places = np.arange(num_tokens)
+    num_own = np.full(num_tokens, 2)
+    if audio.chunk_tokens is not None and num_frames % 2:
+        num_own[-1] = 1
+    outputs = places // audio.merge_factor
+    outputs[outputs >= audio.num_output_tokens(grid)] = NOT_IN_OUTPUT
+    return np.stack((places, num_own, outputs), axis=1).astype(np.int64)
+
+
+def log_mel(samples: npt.NDArray[np.float32], *, num_frames: int, most_samples: int, num_mel_bins: int) -> _Frames:
+    """Return [num_frames, num_mel_bins] of a clip that is followed by silence, as Whisper's feature extractor does.
+
+    most_samples: of the longest clip, behind which there is no silence: a frame that reaches beyond it sees it mirrored.
+    """
+    num_needed = min((num_frames - 1) * HOP + _WINDOW // 2 + 1, most_samples)
+    padded = np.pad(samples, (0, max(0, num_needed - len(samples))))
+    padded = np.pad(padded, _WINDOW // 2, mode="reflect")
+    windows = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW)[::HOP][:num_frames]
+    hann = (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(_WINDOW) / _WINDOW)).astype(np.float32)
+    energies = np.abs(scipy.fft.rfft(windows * hann, axis=1)) ** 2
+    logarithms = np.log10(np.maximum(energies @ _mel_filters(num_mel_bins), 1e-10))
+    frames: _Frames = ((np.maximum(logarithms, logarithms.max() - 8) + 4) / 4).astype(np.float32)
+    return frames
+
+
+def _frames_of_tokens(frames: _Frames, num_tokens: int) -> _Frames:
+    """Return [num_tokens, 5 * num_mel_bins]; frames that are not given are zero."""
+    missing = 2 * num_tokens + 1 - len(frames)
+    padded = np.pad(frames, ((_FRAMES_BEFORE, max(0, missing)), (0, 0)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, FRAMES_PER_TOKEN, axis=0)[::2][:num_tokens]
+    return np.ascontiguousarray(windows.transpose(0, 2, 1)).reshape(num_tokens, -1)
+
+
+@lru_cache(maxsize=4)
+def _mel_filters(num_mel_bins: int) -> _Frames:
+    """[201, num_mel_bins]: triangles of equal area over frequencies up to 8 kHz, on Slaney's mel scale."""
+    corners = _mel_to_hertz(np.linspace(0, _hertz_to_mel(8000.0), num_mel_bins + 2))
+    slopes = corners[None, :] - np.linspace(0, 8000, _WINDOW // 2 + 1)[:, None]
+    widths = np.diff(corners)
+    triangles = np.maximum(0, np.minimum(-slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]))
+    filters: _Frames = (triangles * 2 / (corners[2:] - corners[:-2])).astype(np.float32)
+    return filters
+
+
+def _hertz_to_mel(hertz: float) -> float:
+    """Linear below 1000 Hz, which are 15 mel, and logarithmic above."""
+    return 15 + np.log(hertz / 1000) * 27 / np.log(6.4) if hertz >= 1000 else 3 * hertz / 200
+
+
+def _mel_to_hertz(mel: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    return np.where(mel >= 15, 1000 * np.exp(np.log(6.4) / 27 * (np.maximum(mel, 15) - 15)), 200 * mel / 3)

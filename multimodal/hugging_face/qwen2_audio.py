@@ -1,0 +1,39 @@
+"""Qwen2-Audio: Whisper's encoder, an average of two tokens, one product, and a Qwen2."""
+
+from typing import Any
+
+from multimodal.hugging_face.architecture import Architecture, Config
+from multimodal.hugging_face.text_models import decoder_names, read_text_unit
+from multimodal.hugging_face.whisper import audio_names, read_audio_unit
+
+_SPELLINGS = (
+    (),
+    (
+        ("language_model.model.", "model.language_model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("multi_modal_projector.", "model.multi_modal_projector."),
+        ("audio_tower.", "model.audio_tower."),
+    ),
+)
+"""As transformers saves, and what it calls them inside."""
+
+
+def read_qwen2_audio(config: Config) -> dict[str, Any]:
+    """Return the plain form of the model graph; raises ModelError for what cannot be computed here."""
+    text = {"model_type": "qwen2", **(config.get("text_config") or {})}
+    llm = read_text_unit(text, where="text_config: ")
+    return {"units": {"audio": read_audio_unit(config.get("audio_config") or {}), "llm": llm}}
+
+
+QWEN2_AUDIO = Architecture(
+    "Qwen2AudioForConditionalGeneration",
+    "qwen2_audio",
+    read_qwen2_audio,
+    None,
+    (
+        audio_names("audio_tower.", last_norm="audio_tower.layer_norm", product="multi_modal_projector.linear"),
+        decoder_names("language_model."),
+    ),
+    spellings=_SPELLINGS,
+    tied_copies=(("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),),
+)

@@ -1,0 +1,106 @@
+"""Whisper's encoder, as Qwen2-Audio and Qwen2.5-Omni have it: two convolutions, a ViT's layers, and an average of tokens."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from multimodal.hugging_face.architecture import Config, Key, read_keys, require
+from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight, grouped_qkv_without_key_bias
+from multimodal.values.errors import ModelError
+
+_DEFAULTS = {
+    "num_mel_bins": 128,
+    "encoder_layers": 32,
+    "encoder_attention_heads": 20,
+    "encoder_ffn_dim": 5120,
+    "d_model": 1280,
+    "max_source_positions": 1500,
+    "initializer_range": 0.02,
+    "activation_function": "gelu",
+}
+_KEYS = (
+    Key("encoder_layers", "num_layers"),
+    Key("d_model", "hidden_size"),
+    Key("encoder_attention_heads", "num_attention_heads"),
+    Key("encoder_ffn_dim", "ffn_hidden_size"),
+    Key("initializer_range", "init_method_std"),
+)
+_COMPUTED: Mapping[str, tuple[Any, ...]] = {
+    "activation_function": ("gelu",),
+    "scale_embedding": (False,),
+    **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop"), (0, 0.0, None)),
+}
+FEATURES: Mapping[str, tuple[Any, ...]] = {
+    "sampling_rate": (16000,),
+    "hop_length": (160,),
+    "n_fft": (400,),
+    "dither": (0, 0.0, None),
+    "do_normalize": (False, None),
+}
+"""What a feature extractor computes here."""
+
+
+def audio_names(prefix: str, *, last_norm: str, product: str) -> UnitNames:
+    """Return the names of an encoder, all of which begin with `prefix`; last_norm, product: what else they are called."""
+    return UnitNames(
+        first=(
+            Weight("conv1", (f"{prefix}conv1",)),
+            Weight("conv2", (f"{prefix}conv2",)),
+            Tensor("positions", f"{prefix}embed_positions.weight"),
+        ),
+        body=(
+            Weight("input_layernorm", ("self_attn_layer_norm",)),
+            Weight("pre_mlp_layernorm", ("final_layer_norm",)),
+            Weight(
+                "self_attention.linear_qkv",
+                ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+                grouped_qkv_without_key_bias,
+            ),
+            Weight("self_attention.linear_proj", ("self_attn.out_proj",)),
+            Weight("mlp.linear_fc1", ("fc1",)),
+            Weight("mlp.linear_fc2", ("fc2",)),
+        ),
+        last=(Weight("norm", (last_norm,)), Weight("linear", (product,))),
+        prefix=prefix + "layers.{}.",
+    )
+
+
+def read_audio_unit(given: Config, *, audio: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the plain form of an encoder whose tokens are averaged by two; raises ModelError for what cannot be computed here.
+
+    audio: what else is said of the sound.
+    """
+    config = {**_DEFAULTS, **{key: value for key, value in given.items() if value is not None}}
+    require(config, _COMPUTED, where="audio_config: ")
+    return {
+        "role": "encoder",
+        **read_keys(_KEYS, config),
+        "normalization": "LayerNorm",
+        "activation": "gelu",
+        "add_bias_linear": True,
+        "has_rotary_positions": False,
+        "layernorm_epsilon": 1e-5,
+        "has_linear_projector": True,
+        "projector_norm": "merged",
+        "audio": {
+            "num_mel_bins": config["num_mel_bins"],
+            "merge_factor": 2,
+            "merge": "averaged",
+            "max_tokens": config["max_source_positions"],
+            **(audio or {}),
+        },
+    }
+
+
+def with_features(unit: dict[str, Any], features: Config) -> dict[str, Any]:
+    """Return an encoder whose sound is treated as a feature extractor does.
+
+    Raises ModelError for one that does something else.
+    """
+    audio = unit["audio"]
+    require(features, {**FEATURES, "feature_size": (audio["num_mel_bins"],)}, where="the feature extractor's ")
+    seconds = features.get("chunk_length")
+    if audio.get("chunk_tokens") is None or seconds is None:
+        return unit
+    if not isinstance(seconds, int) or seconds < 1:
+        raise ModelError(f"the feature extractor's chunk_length is {seconds!r}, expected seconds; correct it")
+    return {**unit, "audio": {**audio, "max_tokens": 50 * seconds}}

@@ -1,0 +1,111 @@
+"""Holds a tiny model of transformers against Braid: logits and gradients in one process and under plans, and what is written."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.in_order import balance_in_order
+from multimodal.cost.layers.registry import read_model
+from multimodal.values.model_graph import ModelGraph
+from tests.distributed.gradient_case import GradientCase, RankGradients
+from tests.distributed.gradient_comparison import assert_matches
+from tests.distributed.hugging_face_case import FromFolder, Marks, PaddedSource, gradients_here, logits_here
+from tests.distributed.random_source import SampleShape
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.training_case import build_plan
+from tests.distributed.wide_transformers import build_wide_model, double_precision, gradients_by_key
+
+VOCABULARY, MULTIPLE = 61, 64
+NUM_TEXT_TOKENS = 54
+"""Ids that are drawn; those from here on stand for items."""
+Plans = Mapping[str, tuple[dict[str, Any], dict[str, Any]]]
+"""Name -> sizes of `build_plan`, options of a GradientCase."""
+Inputs = Callable[[PaddedSource, int, torch.Tensor], Mapping[str, Any]]
+"""From a source, a sample and its token ids, to change in place, to what else a model of transformers is called with."""
+
+
+def only_text(source: PaddedSource, index: int, token_ids: torch.Tensor) -> Mapping[str, Any]:
+    """Of models that take nothing but text."""
+    return {}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A model of transformers in a folder, and what it makes of some samples."""
+
+    folder: Path
+    graph: ModelGraph
+    shapes: tuple[SampleShape, ...]
+    marks: Marks
+    expected: RankGradients
+
+    def case(self, sizes: Mapping[str, Any], *, graph: ModelGraph | None = None, **options: Any) -> GradientCase:
+        return case_of(graph or self.graph, self.shapes, sizes, marks=self.marks, **options)
+
+    def assert_under_plans(self, plans: Plans, ranks: RankPool) -> None:
+        """The same loss and gradients, and files that are the same byte for byte."""
+        for name, (sizes, options) in plans.items():
+            target = self.folder.parent / name
+            assert_matches(self.case(sizes, **options), ranks, run=FromFolder(self.folder, target), expected=self.expected)
+            for path in self.folder.glob("*.safetensors"):
+                assert (target / path.name).read_bytes() == path.read_bytes(), f"{path.name} under {name}"
+
+
+def compare_logits(
+    make: Callable[[], Any],
+    folder: Path,
+    ranks: RankPool,
+    *,
+    shapes: tuple[SampleShape, ...],
+    inputs: Inputs = only_text,
+    marks: Marks = (),
+) -> Comparison:
+    """Build a model and hold the logits of all target tokens against Braid's in one process, within 1e-12."""
+    model = build_wide_model(make, folder, max_shard_size="10KB")
+    graph = read_model(folder)
+    sizes: dict[str, Any] = {unit.name: (1, 1, 1) for unit in graph.units}
+    sizes["colocated"] = len(graph.units) > 1
+    alone, run = case_of(graph, shapes, sizes, marks=marks), FromFolder(folder)
+    assert isinstance(alone.source, PaddedSource)
+    logits, loss_sum = _run_transformers(model, alone.source, inputs)
+    (found,) = ranks.run(logits_here, run, alone, world_size=1)
+    for mine, theirs in zip(found, logits, strict=True):
+        assert np.abs(mine[:, :VOCABULARY] - theirs).max() < 1e-12
+    (gradients,) = ranks.run(gradients_here, run, alone, gradients_by_key(model), world_size=1)
+    comparison = Comparison(folder, graph, shapes, marks, RankGradients({"llm": loss_sum}, gradients, {}))
+    comparison.assert_under_plans({"alone": (sizes, {})}, ranks)
+    return comparison
+
+
+def case_of(
+    graph: ModelGraph, shapes: tuple[SampleShape, ...], sizes: Mapping[str, Any], *, marks: Marks = (), **options: Any
+) -> GradientCase:
+    plan, vocab_size = build_plan(graph, **sizes), graph.backbone.vocab_size or 0
+    padded = -(-vocab_size // MULTIPLE) * MULTIPLE
+    source = PaddedSource(graph, shapes, padded, num_between=2 if marks else 1, num_tokens=NUM_TEXT_TOKENS, marks=marks)
+    lengths = [source.lengths(index) for index in range(len(source))]
+    assignment = balance_in_order(lengths, graph=graph, plan=plan, options=BalanceOptions(micro_batch_size=1))
+    return GradientCase(graph, plan, assignment, source, **options)
+
+
+def _run_transformers(model: Any, source: PaddedSource, inputs: Inputs) -> tuple[list[np.ndarray], float]:
+    """Logits of the targets, sample by sample, and the loss; gradients are left in the model."""
+    divisor = sum(shape.num_target_tokens for shape in source.shapes)
+    logits, loss_sum = [], 0.0
+    with double_precision():
+        for index in range(len(source)):
+            text = source.text(index)
+            token_ids = torch.from_numpy(text.token_ids.copy())
+            given = inputs(source, index, token_ids)
+            rows = torch.from_numpy(text.is_target).nonzero()[:, 0]
+            found = model(input_ids=token_ids[None], **given).logits[0, rows]
+            loss = torch.nn.functional.cross_entropy(found, torch.from_numpy(text.labels)[rows], reduction="sum")
+            (loss / divisor).backward()
+            logits.append(found.detach().numpy())
+            loss_sum += float(loss.detach())
+    return logits, loss_sum
