@@ -11,6 +11,7 @@ import torch
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.in_order import balance_in_order
 from multimodal.cost.layers.registry import read_model
+from multimodal.data.sample_source import SampleSource
 from multimodal.values.model_graph import ModelGraph
 from tests.distributed.gradient_case import GradientCase, RankGradients
 from tests.distributed.gradient_comparison import assert_matches
@@ -25,11 +26,11 @@ NUM_TEXT_TOKENS = 54
 """Ids that are drawn; those from here on stand for items."""
 Plans = Mapping[str, tuple[dict[str, Any], dict[str, Any]]]
 """Name -> sizes of `build_plan`, options of a GradientCase."""
-Inputs = Callable[[PaddedSource, int, torch.Tensor], Mapping[str, Any]]
+Inputs = Callable[[Any, int, torch.Tensor], Mapping[str, Any]]
 """From a source, a sample and its token ids, to change in place, to what else a model of transformers is called with."""
 
 
-def only_text(source: PaddedSource, index: int, token_ids: torch.Tensor) -> Mapping[str, Any]:
+def only_text(source: SampleSource, index: int, token_ids: torch.Tensor) -> Mapping[str, Any]:
     """Of models that take nothing but text."""
     return {}
 
@@ -93,9 +94,26 @@ def case_of(
     return GradientCase(graph, plan, assignment, source, **options)
 
 
-def _run_transformers(model: Any, source: PaddedSource, inputs: Inputs) -> tuple[list[np.ndarray], float]:
+def step_in_torch(
+    model: Any, source: SampleSource, *, inputs: Inputs = only_text, rate: float, decay: float, betas: tuple[float, float]
+) -> float:
+    """One AdamW step of transformers' model on all samples of a source; norms and biases do not decay, as in Megatron.
+
+    Returns the loss.
+    """
+    _, loss_sum = _run_transformers(model, source, inputs)
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    groups = [
+        {"params": [parameter for parameter in parameters if parameter.dim() > 1], "weight_decay": decay},
+        {"params": [parameter for parameter in parameters if parameter.dim() == 1], "weight_decay": 0.0},
+    ]
+    torch.optim.AdamW(groups, lr=rate, betas=betas, eps=1e-8).step()
+    return loss_sum / sum(int(source.text(index).is_target.sum()) for index in range(len(source)))
+
+
+def _run_transformers(model: Any, source: Any, inputs: Inputs) -> tuple[list[np.ndarray], float]:
     """Logits of the targets, sample by sample, and the loss; gradients are left in the model."""
-    divisor = sum(shape.num_target_tokens for shape in source.shapes)
+    divisor = sum(int(source.text(index).is_target.sum()) for index in range(len(source)))
     logits, loss_sum = [], 0.0
     with double_precision():
         for index in range(len(source)):

@@ -66,7 +66,7 @@ def qwen2_audio() -> Any:
     )
 
 
-def omni_thinker() -> Any:
+def omni_thinker(*, vocab_size: int = VOCABULARY, **changes: Any) -> Any:
     from transformers import Qwen2_5OmniThinkerConfig, Qwen2_5OmniThinkerForConditionalGeneration
 
     vision = {
@@ -86,8 +86,8 @@ def omni_thinker() -> Any:
     config = Qwen2_5OmniThinkerConfig(
         vision_config=vision,
         audio_config={**EAR, "n_window": 3, "output_dim": 24},
-        text_config={**TEXT, "rope_parameters": rotary},
-        **ids,
+        text_config={**TEXT, "vocab_size": vocab_size, "rope_parameters": rotary},
+        **ids | changes,
     )
     return Qwen2_5OmniThinkerForConditionalGeneration(config)
 

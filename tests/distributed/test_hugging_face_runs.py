@@ -22,12 +22,12 @@ from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.errors import BraidError
 from tests.distributed.gradient_case import GradientCase, build_session
 from tests.distributed.hugging_face_case import FromFolder
-from tests.distributed.hugging_face_comparison import case_of
+from tests.distributed.hugging_face_comparison import case_of, step_in_torch
 from tests.distributed.launch import launch
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.small_run import NUM_RANKS, working_flags, write_working_files
 from tests.distributed.test_hugging_face_text import SAMPLES
-from tests.distributed.wide_transformers import build_wide_model, double_precision, randomize_vectors
+from tests.distributed.wide_transformers import build_wide_model, randomize_vectors
 from tools import convert
 
 SHAPE = {
@@ -58,35 +58,14 @@ def write_manifest(folder: Path) -> Path:
     return folder / "manifest.jsonl"
 
 
-def step_in_torch(model: Any, manifest: Path, graph: Any) -> float:
-    """One AdamW step of transformers' model on all samples of a manifest; norms and biases do not decay, as in Megatron."""
-    source = ManifestSource(manifest, graph=graph, tokenizer=ByteTokenizer(), seq_length=64)
-    texts = [source.text(index) for index in range(len(source))]
-    divisor = sum(int(text.is_target.sum()) for text in texts)
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [parameter for parameter in parameters if parameter.dim() > 1], "weight_decay": DECAY},
-        {"params": [parameter for parameter in parameters if parameter.dim() == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=1e-8)
-    loss_sum = torch.zeros((), dtype=torch.float64)
-    with double_precision():
-        for text in texts:
-            rows = torch.from_numpy(text.is_target).nonzero()[:, 0]
-            logits = model(input_ids=torch.from_numpy(text.token_ids)[None]).logits[0, rows]
-            loss_sum = loss_sum + torch.nn.functional.cross_entropy(logits, torch.from_numpy(text.labels)[rows], reduction="sum")
-        (loss_sum / divisor).backward()
-    optimizer.step()
-    return float(loss_sum.detach()) / divisor
-
-
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_a_run_steps_as_transformers_with_adamw(is_tied: bool, tmp_path: Path) -> None:
     folder, target, log = tmp_path / "model", tmp_path / "trained", tmp_path / "log.jsonl"
     model = build_wide_model(lambda: small_qwen2(vocab_size=265, tie_word_embeddings=is_tied), folder, max_shard_size="9KB")
     (folder / "tokenizer_config.json").write_text("{}")
     manifest = write_manifest(tmp_path / "data")
-    expected_loss = step_in_torch(model, manifest, read_model(folder))
+    source = ManifestSource(manifest, graph=read_model(folder), tokenizer=ByteTokenizer(), seq_length=64)
+    expected_loss = step_in_torch(model, source, rate=RATE, decay=DECAY, betas=BETAS)
     flags = {
         "--load-hf": folder,
         "--save-hf": target,
