@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.assignment import Assignment, Atom, Microbatch
 from multimodal.values.errors import ScheduleError
-from multimodal.values.model_graph import ImageInput, ModelGraph, Role, Transformer, Unit
+from multimodal.values.model_graph import AudioInput, ImageInput, ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.step_graph import StepGraph
 from tests.distributed.gradient_case import GradientCase
@@ -27,6 +28,8 @@ from tests.distributed.schedule_rewrites import CutMicrobatches, FillWithWeightG
 
 MAX_RANKS = 8
 VOCAB_SIZE = 12
+MAX_AUDIO_TOKENS = 6
+PROJECTORS: list[dict[str, Any]] = [{}, {"projector_hidden_size": 6}, {"has_linear_projector": True, "projector_norm": "merged"}]
 
 
 @st.composite
@@ -34,7 +37,7 @@ def gradient_cases(draw: st.DrawFn) -> GradientCase:
     """Anything that the runtime must get right."""
     graph = draw(graphs())
     plan = draw(plans(graph))
-    source = RandomSource(graph, draw(samples([unit.name for unit in (*graph.encoders, *graph.generators)])), VOCAB_SIZE)
+    source = RandomSource(graph, draw(samples((*graph.encoders, *graph.generators))), VOCAB_SIZE)
     assignment = draw(assignments(graph, plan, source))
     step = StepGraph(graph, plan, assignment)
     return GradientCase(
@@ -72,7 +75,7 @@ def inside_cases(draw: st.DrawFn) -> GradientCase:
     """Encoders on the LLM's ranks, with sizes of their own, that run inside its waits for tensor parallel collectives."""
     graph = draw(graphs(encoders=[("vision",), ("vision", "audio")], generators=[()]))
     plan = draw(plans_on_shared_ranks(graph))
-    source = RandomSource(graph, draw(samples([unit.name for unit in graph.encoders])), VOCAB_SIZE)
+    source = RandomSource(graph, draw(samples(graph.encoders)), VOCAB_SIZE)
     assignment = draw(assignments(graph, plan, source))
     step = StepGraph(graph, plan, assignment)
     sequence_parallel, recompute = draw(st.booleans()), draw(st.sampled_from([None, "selective", "full"]))
@@ -123,9 +126,12 @@ def graphs(
         Unit(
             name,
             Role.ENCODER,
-            draw(transformers(channels=(4, 8))),
-            ImageInput(patch_size=2, in_channels=1, merge_size=draw(st.sampled_from([1, 2]))),
-            projector_hidden_size=draw(st.sampled_from([None, 6])),
+            draw(transformers(channels=(4, 8), has_rotary_positions=name != "audio")),
+            ImageInput(patch_size=2, in_channels=1, merge_size=draw(st.sampled_from([1, 2]))) if name != "audio" else None,
+            draw(sounds()) if name == "audio" else None,
+            **draw(
+                st.sampled_from([{}, {"projector_hidden_size": 6}, {"has_linear_projector": True, "projector_norm": "merged"}])
+            ),
             freeze_module=frozen[name],
             freeze_projector=frozen_projectors[name],
         )
@@ -154,7 +160,19 @@ def graphs(
 
 
 @st.composite
-def transformers(draw: st.DrawFn, *, channels: Sequence[int]) -> Transformer:
+def sounds(draw: st.DrawFn) -> AudioInput:
+    """Whole clips with learned positions, or chunks."""
+    return AudioInput(
+        num_mel_bins=3,
+        merge_factor=draw(st.sampled_from([1, 2])),
+        merge=draw(st.sampled_from(["joined", "averaged"])),
+        max_tokens=MAX_AUDIO_TOKENS,
+        chunk_tokens=draw(st.sampled_from([None, 2, 3])),
+    )
+
+
+@st.composite
+def transformers(draw: st.DrawFn, *, channels: Sequence[int], has_rotary_positions: bool = True) -> Transformer:
     """Any small shape that tensor parallel size 2 divides."""
     num_heads = draw(st.sampled_from([2, 4]))
     head_channels = draw(st.sampled_from(channels))
@@ -169,6 +187,7 @@ def transformers(draw: st.DrawFn, *, channels: Sequence[int]) -> Transformer:
         activation=draw(st.sampled_from(["swiglu", "gelu"])),
         add_bias_linear=draw(st.booleans()),
         add_qkv_bias=draw(st.booleans()),
+        has_rotary_positions=has_rotary_positions,
         init_method_std=0.3,
     )
 
@@ -237,13 +256,16 @@ def layer_ranges(draw: st.DrawFn, num_layers: int, num_stages: int) -> list[tupl
 
 
 @st.composite
-def samples(draw: st.DrawFn, units: Sequence[str]) -> tuple[SampleShape, ...]:
+def samples(draw: st.DrawFn, units: Sequence[Unit]) -> tuple[SampleShape, ...]:
     """One to seven samples with up to three items; some without items, some without target tokens, but not all."""
     found = []
     for _ in range(draw(st.integers(1, 7))):
+        takers = [draw(st.sampled_from(units)) for _ in range(draw(st.integers(0, 3)) if units else 0)]
         items = [
-            (draw(st.sampled_from(units)), draw(st.integers(1, 2)), draw(st.integers(1, 3)))
-            for _ in range(draw(st.integers(0, 3)) if units else 0)
+            (unit.name, draw(st.integers(3, 2 * MAX_AUDIO_TOKENS)), 1)
+            if unit.audio is not None
+            else (unit.name, draw(st.integers(1, 2)), draw(st.integers(1, 3)))
+            for unit in takers
         ]
         found.append(SampleShape(tuple(items), draw(st.integers(2, 6)), draw(st.integers(0, 2))))
     if not any(sample.num_target_tokens for sample in found):

@@ -57,12 +57,13 @@ OMNI_PLANS: Plans = {
 }
 
 
-def qwen2_audio() -> Any:
+def qwen2_audio(*, vocab_size: int = VOCABULARY, audio_token_index: int = AUDIO_TOKEN) -> Any:
     from transformers import Qwen2AudioConfig, Qwen2AudioEncoderConfig, Qwen2AudioForConditionalGeneration, Qwen2Config
 
     audio = Qwen2AudioEncoderConfig(**EAR, max_source_positions=MAX_TOKENS)
+    text = Qwen2Config(**TEXT | {"vocab_size": vocab_size})
     return Qwen2AudioForConditionalGeneration(
-        Qwen2AudioConfig(audio_config=audio, text_config=Qwen2Config(**TEXT), audio_token_index=AUDIO_TOKEN)
+        Qwen2AudioConfig(audio_config=audio, text_config=text, audio_token_index=audio_token_index)
     )
 
 
