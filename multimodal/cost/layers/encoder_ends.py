@@ -148,9 +148,10 @@ class ProjectorLayer(Layer):
         """Norm and both products; tokens are gathered before the first, so nothing but the inner width is divided."""
         size, trains, hidden = case.bytes_per_element, case.need.trains_weights, self.unit.transformer.hidden_size
         inner = 0 if self.unit.has_linear_projector else self._inner_size * (2 if trains else 1)
-        norm = self.exit_norm_bytes(case) if self._norm_entries else 0.0
-        whole = load.num_tokens * (norm + (size * hidden if trains else 0.0))
-        return ActivationBytes(0.0, 1.0 * size * load.num_outputs * inner, whole)
+        num_merged = load.num_outputs * self.unit.merged_size / hidden
+        num_normalised = num_merged if self.unit.projector_norm == "merged" else load.num_tokens
+        norm = num_normalised * self.exit_norm_bytes(case) if self._norm_entries else 0.0
+        return ActivationBytes(0.0, 1.0 * size * load.num_outputs * inner, norm + (num_merged * size * hidden if trains else 0.0))
 
     @property
     def _norm_entries(self) -> int:

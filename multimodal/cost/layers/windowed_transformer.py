@@ -34,6 +34,8 @@ class WindowedTransformerLayer(TransformerLayer):
         is_repeated = shape.query_groups < shape.num_attention_heads
         if case.recompute == "full" or case.implementation != "local" or (is_repeated and case.recompute is None):
             return kept
+        if not shape.has_rotary_positions:  # without windows they would be views of that product
+            return kept
         query, key_value = self._widths
         return kept._replace(split=kept.split - load.num_tokens * case.bytes_per_element * (query + key_value // 2))
 

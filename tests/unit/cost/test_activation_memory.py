@@ -272,3 +272,35 @@ def test_windows_are_counted(recompute: Any, frozen: bool) -> None:
         recompute=recompute,
     )
     assert predicted == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("kind", "counted"), [("audio_embedding", 256), ("windowed_transformer", 256), ("projector", 128)])
+@pytest.mark.parametrize(
+    "audio", [{"merge": "averaged", "chunk_tokens": 16}, {"merge": "averaged", "max_tokens": 500}], ids=["chunks", "whole clips"]
+)
+def test_sound_is_counted(audio: dict[str, Any], kind: str, counted: int, frozen: bool) -> None:
+    """Parameters exactly; what layers keep within a tenth."""
+    shape = {**GPT, "has_rotary_positions": False, "has_linear_projector": True, "projector_norm": "merged"}
+    ear = {"role": "encoder", **shape, "audio": {"num_mel_bins": 8, **audio}}
+    graph = ModelGraph.from_dict({"units": {"ear": ear, "llm": {"role": "backbone", **LLAMA}}})
+    if kind not in graph.unit("ear").layers:
+        kind = "transformer"
+    stage = build_layer(graph, "ear", kind, groups=groups(1), options=BuildOptions(), vocab_size=VOCABULARY)
+    layer = describe_layer(graph, graph.unit("ear"), kind, vocab_size=VOCABULARY)
+    assert layer.can_be_built
+    assert layer.num_parameters == sum(parameter.numel() for parameter in stage.parameters())
+    stage.layers.requires_grad_(not frozen)
+    measured = saved_bytes(stage, *synthetic_input(stage, num_tokens=counted, num_sequences=2))
+    without = BackwardNeed.NONE if kind == "audio_embedding" else BackwardNeed.INPUT_GRADIENT
+    predicted = layer_activation_bytes(
+        graph,
+        "ear",
+        kind,
+        load_of(graph, "ear", kind, counted),
+        need=without if frozen else BackwardNeed.FULL,
+        vocab_size=VOCABULARY,
+        bytes_per_element=4,
+        implementation="local",
+    )
+    assert predicted == pytest.approx(measured, rel=0.1)
