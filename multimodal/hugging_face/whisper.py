@@ -59,7 +59,11 @@ def audio_names(prefix: str, *, last_norm: str, product: str) -> UnitNames:
             Weight("mlp.linear_fc1", ("fc1",)),
             Weight("mlp.linear_fc2", ("fc2",)),
         ),
-        last=(Weight("norm", (last_norm,)), Weight("linear", (product,))),
+        last=(
+            Weight("norm", (last_norm,)),
+            Tensor("weight", f"{product}.weight"),
+            Tensor("bias", f"{product}.bias"),
+        ),
         prefix=prefix + "layers.{}.",
     )
 

@@ -77,6 +77,8 @@ class Unit:
             first = "audio_embedding"
         if self.role is Role.ENCODER and self.image is not None and self.image.image_size is not None:
             first = "learned_patch_embedding"
+        if self.has_linear_projector:
+            last = "linear_projector"
         body = ["transformer"] * self.transformer.num_layers
         if self.has_windows:
             full = self.image.full_attention_layers if self.image is not None else ()

@@ -118,7 +118,7 @@ class AudioEmbeddingLayer(PatchEmbeddingLayer):
 
 
 class ProjectorLayer(Layer):
-    """Two products with a GELU between them (Qwen2-VL's patch merger), or one that every tensor parallel rank computes."""
+    """Two products with a GELU between them (Qwen2-VL's patch merger)."""
 
     segments = (Segment("all", forward=(Exchange.GATHER, Exchange.SUM), backward=(Exchange.SUM,)),)
     position = "last"
@@ -126,18 +126,20 @@ class ProjectorLayer(Layer):
     num_products = 2
     is_at_exit = True
 
+    @classmethod
+    def fits(cls, unit: Unit) -> bool:
+        """True if the unit's projector has two products."""
+        return not unit.has_linear_projector
+
     @property
     def num_weights(self) -> int:
-        """Of all matrices; 0 where no items are described."""
-        if self.unit.item_input is None:
-            return 0
-        merged = self.unit.merged_size
-        return merged * self._output_size if self.unit.has_linear_projector else self._inner_size * (merged + self._output_size)
+        """Both matrices; 0 where no items are described."""
+        return self._inner_size * (self.unit.merged_size + self._output_size) if self.unit.item_input is not None else 0
 
     @property
     def num_vector_entries(self) -> int:
-        """The norm and the biases."""
-        return self._norm_entries + self._output_size + (0 if self.unit.has_linear_projector else self._inner_size)
+        """The norm and both biases."""
+        return self._norm_entries + self._inner_size + self._output_size
 
     @property
     def can_be_built(self) -> bool:
@@ -147,7 +149,7 @@ class ProjectorLayer(Layer):
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
         """Norm and both products; tokens are gathered before the first, so nothing but the inner width is divided."""
         size, trains, hidden = case.bytes_per_element, case.need.trains_weights, self.unit.transformer.hidden_size
-        inner = 0 if self.unit.has_linear_projector else self._inner_size * (2 if trains else 1)
+        inner = self._inner_size * (2 if trains else 1)
         num_merged = load.num_outputs * self.unit.merged_size / hidden
         num_normalised = num_merged if self.unit.projector_norm == "merged" else load.num_tokens
         norm = num_normalised * self.exit_norm_bytes(case) if self._norm_entries else 0.0
@@ -166,3 +168,29 @@ class ProjectorLayer(Layer):
     @property
     def _output_size(self) -> int:
         return self.graph.unit(self.graph.downstream(self.unit.name)[0]).transformer.hidden_size
+
+
+class LinearProjectorLayer(ProjectorLayer):
+    """One product, whole on every tensor parallel rank."""
+
+    segments = (Segment("all", forward=(Exchange.GATHER,)),)
+    num_products = 1
+
+    @classmethod
+    def fits(cls, unit: Unit) -> bool:
+        """True if the unit's projector has one product."""
+        return unit.has_linear_projector
+
+    @property
+    def num_weights(self) -> int:
+        """The matrix; 0 where no items are described."""
+        return self.unit.merged_size * self._output_size if self.unit.item_input is not None else 0
+
+    @property
+    def num_vector_entries(self) -> int:
+        """The norm and the bias."""
+        return self._norm_entries + self._output_size
+
+    def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
+        """Norm and the product's input."""
+        return super().saved_bytes(load, case)._replace(split=0.0)

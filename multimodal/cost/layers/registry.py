@@ -8,6 +8,7 @@ from multimodal.cost.layers.backbone_ends import HeadLayer, TokenEmbeddingLayer
 from multimodal.cost.layers.encoder_ends import (
     AudioEmbeddingLayer,
     LearnedPatchEmbeddingLayer,
+    LinearProjectorLayer,
     PatchEmbeddingLayer,
     ProjectorLayer,
 )
@@ -28,6 +29,7 @@ LAYER_KINDS: dict[str, type[Layer]] = {
     "transformer": TransformerLayer,
     "windowed_transformer": WindowedTransformerLayer,
     "projector": ProjectorLayer,
+    "linear_projector": LinearProjectorLayer,
     "head": HeadLayer,
     "generator_projector": GeneratorProjectorLayer,
     "generator_head": GeneratorHeadLayer,

@@ -113,58 +113,27 @@ class LearnedPatchEmbeddingKind(LayerKind):
         return {"patches": context.random(num_tokens, context.patch_channels), "positions": places}, None
 
 
-class Linear(torch.nn.Module):
-    """One product with a bias, alike on all tensor parallel ranks."""
-
-    def __init__(self, input_size: int, output_size: int, config: TransformerConfig) -> None:
-        super().__init__()
-        device, dtype = torch.cuda.current_device(), config.params_dtype
-        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, device=device, dtype=dtype))
-        self.bias = torch.nn.Parameter(torch.empty(output_size, device=device, dtype=dtype))
-
-    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """rows: [num_rows, 1, input_size]. Returns the product, and the bias that is still to be added to it."""
-        return deferrable_linear(rows, self.weight, None), self.bias
-
-
-class Projector(torch.nn.Module):
-    """Norm, merging of neighbouring tokens, and two products with a GELU between them (Qwen2-VL's patch merger) or one.
-
-    The norm may come behind the merging, or be left out.
-    """
+class MergedTokens(torch.nn.Module):
+    """Norm and merging of neighbouring tokens, side by side or averaged; the norm may come behind the merging, or be left out."""
 
     waits: TensorParallelWaits | None = None
 
-    def __init__(self, *, unit: Unit, config: TransformerConfig, groups: ProcessGroupCollection, output_size: int) -> None:
+    def __init__(self, unit: Unit, *, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
         super().__init__()
-        plain = dataclasses.replace(
-            config,
-            hidden_size=output_size,
-            ffn_hidden_size=unit.projector_hidden_size or unit.merged_size,
-            sequence_parallel=False,
-            gated_linear_unit=False,
-            activation_func=torch.nn.functional.gelu,
-            add_bias_linear=True,
-        )
         self.merge_factor, self.merged_size = unit.merge_factor, unit.merged_size
         self.is_sequence_sharded = config.sequence_parallel
         self.group = groups.tp
         self.drops_tokens = _drops_tokens(unit)
-        whole = dataclasses.replace(config, sequence_parallel=False)
         self.normalises_merged = unit.projector_norm == "merged"
         size = unit.merged_size if self.normalises_merged else config.hidden_size
+        whole = dataclasses.replace(config, sequence_parallel=False)
         epsilon = unit.projector_norm_epsilon or config.layernorm_epsilon
         self.norm = None if unit.projector_norm == "none" else Norm(whole, size, eps=epsilon)
-        if unit.has_linear_projector:
-            self.linear = Linear(unit.merged_size, output_size, config)
-        else:
-            inner = plain.ffn_hidden_size
-            self.mlp = MLP(plain, MLP_SUBMODULES, input_size=unit.merged_size, ffn_hidden_size=inner, tp_group=groups.tp)
 
-    def forward(self, hidden: Tensor, places: Tensor) -> Tensor:
+    def merge(self, hidden: Tensor, places: Tensor) -> Tensor:
         """hidden: [num_tokens (padded and / tp under sequence parallelism), 1, hidden_size]; places: [num_tokens, axes].
 
-        Returns [num_merged_tokens, output_size], the same on every tensor parallel rank.
+        Returns [num_merged_tokens, 1, merged_size], the same on every tensor parallel rank.
         """
         if self.is_sequence_sharded:
             hidden = gather_rows(hidden, RankLink(self.group, True, self.waits))
@@ -172,17 +141,51 @@ class Projector(torch.nn.Module):
         if self.drops_tokens:
             hidden = hidden[places[:, -1] >= 0]
         if self.normalises_merged:
-            hidden = self._merge(hidden)
+            hidden = self._join(hidden)
         hidden = hidden if self.norm is None else self.norm(hidden)
-        merged = hidden if self.normalises_merged else self._merge(hidden)
-        output, bias = self.linear(merged) if hasattr(self, "linear") else self.mlp(merged)
+        return hidden if self.normalises_merged else self._join(hidden)
+
+    def _join(self, hidden: Tensor) -> Tensor:
+        joined = hidden.reshape(-1, 1, self.merge_factor * hidden.shape[-1])
+        return joined if joined.shape[-1] == self.merged_size else joined.unflatten(-1, (self.merge_factor, -1)).mean(dim=-2)
+
+
+class Projector(MergedTokens):
+    """Two products with a GELU between them (Qwen2-VL's patch merger)."""
+
+    def __init__(self, unit: Unit, *, config: TransformerConfig, groups: ProcessGroupCollection, output_size: int) -> None:
+        super().__init__(unit, config=config, groups=groups)
+        inner_size = unit.projector_hidden_size or unit.merged_size
+        plain = dataclasses.replace(
+            config,
+            hidden_size=output_size,
+            ffn_hidden_size=inner_size,
+            sequence_parallel=False,
+            gated_linear_unit=False,
+            activation_func=torch.nn.functional.gelu,
+            add_bias_linear=True,
+        )
+        self.mlp = MLP(plain, MLP_SUBMODULES, input_size=unit.merged_size, ffn_hidden_size=inner_size, tp_group=groups.tp)
+
+    def forward(self, hidden: Tensor, places: Tensor) -> Tensor:
+        """Return [num_merged_tokens, output_size], the same on every tensor parallel rank; arguments as those of `merge`."""
+        output, bias = self.mlp(self.merge(hidden, places))
         result: Tensor = (output + bias)[:, 0]
         return result
 
-    def _merge(self, hidden: Tensor) -> Tensor:
-        """Return [num_merged_tokens, 1, merged_size] of neighbours, side by side or averaged."""
-        merged = hidden.reshape(-1, 1, self.merge_factor * hidden.shape[-1])
-        return merged if merged.shape[-1] == self.merged_size else merged.unflatten(-1, (self.merge_factor, -1)).mean(dim=-2)
+
+class LinearProjector(MergedTokens):
+    """One product with a bias, alike on all tensor parallel ranks."""
+
+    def __init__(self, unit: Unit, *, config: TransformerConfig, groups: ProcessGroupCollection, output_size: int) -> None:
+        super().__init__(unit, config=config, groups=groups)
+        device, dtype = torch.cuda.current_device(), config.params_dtype
+        self.weight = torch.nn.Parameter(torch.empty(output_size, unit.merged_size, device=device, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.empty(output_size, device=device, dtype=dtype))
+
+    def forward(self, hidden: Tensor, places: Tensor) -> Tensor:
+        """Return [num_merged_tokens, output_size], the same on every tensor parallel rank; arguments as those of `merge`."""
+        return deferrable_linear(self.merge(hidden, places), self.weight, self.bias)[:, 0]
 
 
 def _drops_tokens(unit: Unit) -> bool:
@@ -197,10 +200,10 @@ class ProjectorKind(LayerKind):
     column_parallel = ("linear_fc1",)
     row_parallel = ("linear_fc2",)
 
-    def build(self, context: LayerContext, index: int) -> Projector:
+    def build(self, context: LayerContext, index: int) -> Module:
         """Build it for the LLM downstream."""
         size = self.output_size(context)
-        return Projector(unit=context.unit, config=context.config, groups=context.groups, output_size=size)
+        return Projector(context.unit, config=context.config, groups=context.groups, output_size=size)
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
         """Merge and map; returns [num_merged_tokens, output_size]."""
@@ -220,3 +223,12 @@ class ProjectorKind(LayerKind):
     def num_tokens_per_output(self, unit: Unit) -> int:
         """Return the neighbouring tokens that are merged."""
         return unit.merge_factor
+
+
+class LinearProjectorKind(ProjectorKind):
+    """The same with one product."""
+
+    def build(self, context: LayerContext, index: int) -> Module:
+        """Build it for the LLM downstream."""
+        size = self.output_size(context)
+        return LinearProjector(context.unit, config=context.config, groups=context.groups, output_size=size)

@@ -2,7 +2,7 @@
 
 from multimodal.model.layers.audio_embedding import AudioEmbeddingKind
 from multimodal.model.layers.backbone_ends import HeadKind, TokenEmbeddingKind
-from multimodal.model.layers.encoder_ends import LearnedPatchEmbeddingKind, PatchEmbeddingKind, ProjectorKind
+from multimodal.model.layers.encoder_ends import LearnedPatchEmbeddingKind, LinearProjectorKind, PatchEmbeddingKind, ProjectorKind
 from multimodal.model.layers.generator_ends import GeneratorHeadKind, GeneratorProjectorKind
 from multimodal.model.layers.layer_kind import LayerKind
 from multimodal.model.layers.transformer import TransformerKind
@@ -19,6 +19,7 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "transformer": TransformerKind(),
     "windowed_transformer": WindowedTransformerKind(),
     "projector": ProjectorKind(),
+    "linear_projector": LinearProjectorKind(),
     "head": HeadKind(),
     "generator_projector": GeneratorProjectorKind(),
     "generator_head": GeneratorHeadKind(),

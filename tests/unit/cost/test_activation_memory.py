@@ -84,7 +84,7 @@ def saved_bytes(stage: UnitStage, *inputs: Any) -> int:
 
 
 def load_of(graph: ModelGraph, unit: str, kind: str, counted: int) -> UnitLoad:
-    return UnitLoad(counted * (graph.unit(unit).merge_factor if kind == "projector" else 1), 0, counted)
+    return UnitLoad(counted * (graph.unit(unit).merge_factor if kind.endswith("projector") else 1), 0, counted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -275,7 +275,9 @@ def test_windows_are_counted(recompute: Any, frozen: bool) -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize(("kind", "counted"), [("audio_embedding", 256), ("windowed_transformer", 256), ("projector", 128)])
+@pytest.mark.parametrize(
+    ("kind", "counted"), [("audio_embedding", 256), ("windowed_transformer", 256), ("linear_projector", 128)]
+)
 @pytest.mark.parametrize(
     "audio", [{"merge": "averaged", "chunk_tokens": 16}, {"merge": "averaged", "max_tokens": 500}], ids=["chunks", "whole clips"]
 )

@@ -35,3 +35,12 @@ def test_what_is_to_be_made_is_not_blanked(
     blank = BlankImages(source, graph=painter_graph)
     assert not blank.item(0, 0).patches.any()
     np.testing.assert_array_equal(blank.item(0, 1).patches, source.item(0, 1).patches)
+
+
+def test_sound_is_silent(
+    open_manifest: Callable[..., ManifestSource], write_audio: Callable[..., str], two_encoder_graph: ModelGraph
+) -> None:
+    clip = {"type": "audio", "path": write_audio("a.wav", 1601)}
+    source = open_manifest([[clip, {"type": "text", "role": "assistant", "text": "yes"}]], graph=two_encoder_graph)
+    silent, seen = BlankImages(source, graph=two_encoder_graph).item(0, 0), source.item(0, 0)
+    assert silent.grid == seen.grid and silent.patches.shape == seen.patches.shape and set(silent.patches.flatten()) == {-1.5}
