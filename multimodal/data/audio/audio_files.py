@@ -1,8 +1,12 @@
-"""Opens WAV files that others made, as one channel at 16 kHz; every fault is a DataError."""
+"""Opens sound files that others made, as one channel at 16 kHz; every fault is a DataError.
+
+WAV files need scipy alone; FLAC, OGG and MP3 the package soundfile.
+"""
 
 import math
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +20,17 @@ SAMPLING_RATE = 16000
 _MAX_RATE = 2**20
 
 
+class _Sound(NamedTuple):
+    rate: int
+    num_samples: int
+    read: Callable[[], npt.NDArray[Any]]
+    """Returns [num_samples] or [num_samples, num_channels]."""
+
+
 def read_audio_length(path: str, *, where: str) -> int:
     """Return the samples of a file at 16 kHz, from its header; raises DataError naming the file and `where` it is asked for."""
-    rate, samples = _open(path, where=where)
-    return -(-len(samples) * SAMPLING_RATE // rate)
+    sound = _open(path, where=where)
+    return -(-sound.num_samples * SAMPLING_RATE // sound.rate)
 
 
 def read_audio(path: str, *, num_samples: int, where: str) -> npt.NDArray[np.float32]:
@@ -28,13 +39,16 @@ def read_audio(path: str, *, num_samples: int, where: str) -> npt.NDArray[np.flo
     num_samples: at 16 kHz, as the lengths were computed from. Raises DataError when the file is missing, damaged or of another
     length.
     """
-    rate, samples = _open(path, where=where)
-    mono = _to_unit_range(np.asarray(samples), path, where=where)
+    sound = _open(path, where=where)
+    try:
+        mono = _to_unit_range(np.asarray(sound.read()), path, where=where)
+    except (OSError, ValueError, RuntimeError) as problem:
+        raise _unreadable(path, where=where, problem=problem) from problem
     if mono.ndim > 1:
         mono = mono.mean(axis=1)
-    if rate != SAMPLING_RATE:
-        divisor = math.gcd(rate, SAMPLING_RATE)
-        mono = resample_poly(mono, SAMPLING_RATE // divisor, rate // divisor).astype(np.float32)
+    if sound.rate != SAMPLING_RATE:
+        divisor = math.gcd(sound.rate, SAMPLING_RATE)
+        mono = resample_poly(mono, SAMPLING_RATE // divisor, sound.rate // divisor).astype(np.float32)
     if len(mono) != num_samples:
         raise DataError(
             f"{where}: {path} has {len(mono)} samples at 16 kHz, but had {num_samples} when the data was indexed; restore "
@@ -45,28 +59,51 @@ def read_audio(path: str, *, num_samples: int, where: str) -> npt.NDArray[np.flo
     return mono
 
 
-def _open(path: str, *, where: str) -> tuple[int, npt.NDArray[Any]]:
-    """Return the rate and the samples, which are not read from the disk before they are used, where that is possible."""
+def _open(path: str, *, where: str) -> _Sound:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", wavfile.WavFileWarning)  # a file that ends too early
-            warnings.filterwarnings("ignore", "Chunk .non-data. not understood", wavfile.WavFileWarning)
-            try:
-                rate, samples = wavfile.read(path, mmap=True)
-            except ValueError:  # 24-bit samples, among others, cannot be mapped
-                rate, samples = wavfile.read(path)
-    except Exception as problem:  # damaged files raise errors of every kind
-        reason = " ".join(str(problem).split()) or type(problem).__name__
+        with open(path, "rb") as file:
+            is_wav = file.read(4) in (b"RIFF", b"RIFX", b"RF64")
+        sound = _open_wav(path) if is_wav else _open_other(path)
+    except ImportError as problem:
         raise DataError(
-            f"{where}: {path} cannot be read as a WAV file ({reason}); convert it (ffmpeg -i FILE -ar 16000 FILE.wav), or remove "
-            "that line"
+            f"{where}: {path} is no WAV file, and to read FLAC, OGG or MP3 the package soundfile is missing; install it "
+            "(pip install 'braid[audio]'), convert the file (ffmpeg -i FILE FILE.wav), or remove that line"
         ) from problem
-    if not 0 < rate <= _MAX_RATE or not len(samples):
+    except Exception as problem:  # damaged files raise errors of every kind
+        raise _unreadable(path, where=where, problem=problem) from problem
+    if not 0 < sound.rate <= _MAX_RATE or sound.num_samples < 1:
         raise DataError(
-            f"{where}: {path} has {len(samples)} samples at a rate of {rate}, expected at least one, at 1 to {_MAX_RATE} a "
-            "second; replace the file or remove that line"
+            f"{where}: {path} has {sound.num_samples} samples at a rate of {sound.rate}, expected at least one, at 1 to "
+            f"{_MAX_RATE} a second; replace the file or remove that line"
         )
-    return int(rate), samples
+    return sound
+
+
+def _open_wav(path: str) -> _Sound:
+    """Samples are not read from the disk before they are asked for, where that is possible."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", wavfile.WavFileWarning)  # a file that ends too early
+        warnings.filterwarnings("ignore", "Chunk .non-data. not understood", wavfile.WavFileWarning)
+        try:
+            rate, samples = wavfile.read(path, mmap=True)
+        except ValueError:  # 24-bit samples, among others, cannot be mapped
+            rate, samples = wavfile.read(path)
+    return _Sound(int(rate), len(samples), lambda: samples)
+
+
+def _open_other(path: str) -> _Sound:
+    import soundfile
+
+    header = soundfile.info(path)
+    return _Sound(header.samplerate, header.frames, lambda: soundfile.read(path, dtype="float32")[0])
+
+
+def _unreadable(path: str, *, where: str, problem: Exception) -> DataError:
+    reason = " ".join(str(problem).split()) or type(problem).__name__
+    return DataError(
+        f"{where}: {path} cannot be decoded as sound ({reason}); convert it (ffmpeg -i FILE -ar 16000 FILE.wav), or "
+        "remove that line"
+    )
 
 
 def _to_unit_range(samples: npt.NDArray[Any], path: str, *, where: str) -> npt.NDArray[np.float32]:

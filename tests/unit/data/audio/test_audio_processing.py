@@ -1,5 +1,7 @@
 """Frames of sound and their number, against the feature extractor and the length formulas of transformers."""
 
+import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from multimodal.data.length_table import read_length_table
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import AudioInput, ModelGraph
 
+CORPUS = Path(__file__).resolve().parents[5] / "shared" / "data" / "corpus"
 WHISPER = AudioInput(num_mel_bins=80)
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "ffn_hidden_size": 8}
 
@@ -107,12 +110,46 @@ def test_lengths_are_read_from_headers(write_audio: Callable[..., str], tmp_path
     assert isinstance(wavfile.read(path, mmap=True)[1], np.memmap)
 
 
-@pytest.mark.parametrize("content", [b"", b"RIFF", b"not a wave file at all", None])
-def test_other_files_are_refused(content: bytes | None, write_audio: Callable[..., str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"RIFF", b"RIFFnot a wave file at all", None])
+def test_damaged_files_are_refused(content: bytes | None, write_audio: Callable[..., str], tmp_path: Path) -> None:
     path = tmp_path / write_audio("a.wav", 100)
     path.write_bytes(path.read_bytes()[:100] if content is None else content)
-    with pytest.raises(DataError, match=r"line 3: .*a.wav cannot be read as a WAV file .* convert it"):
+    with pytest.raises(DataError, match=r"line 3: .*a.wav cannot be decoded as sound .* convert it"):
         read_audio_length(str(path), where="line 3")
+
+
+def test_other_forms_need_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.flac").write_bytes(b"fLaC")
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    with pytest.raises(DataError, match=r"line 3: .*a.flac is no WAV file, .* the package soundfile is missing; install it"):
+        read_audio_length(str(tmp_path / "a.flac"), where="line 3")
+
+
+@pytest.mark.parametrize("form", ["FLAC", "OGG"])
+def test_other_forms_are_read(form: str, tmp_path: Path) -> None:
+    soundfile = pytest.importorskip("soundfile", reason="the optional package 'soundfile' is not installed")
+    path, samples = str(tmp_path / f"a.{form.lower()}"), noise(4001)
+    soundfile.write(path, samples, 8000, format=form)
+    assert read_audio_length(path, where="here") == 8002
+    found = read_audio(path, num_samples=8002, where="here")
+    assert np.corrcoef(found[::2], samples)[0, 1] > 0.9
+    Path(path).write_bytes(Path(path).read_bytes()[:300])
+    with pytest.raises(DataError, match="cannot be decoded as sound|has .* samples"):
+        read_audio(path, num_samples=8002, where="here")
+
+
+@pytest.mark.skipif(not CORPUS.is_dir(), reason="the corpus is not beside this checkout (../shared/data/corpus)")
+def test_recordings_of_the_real_corpus() -> None:
+    """As long as the manifest says, and with sound in them."""
+    lines = (json.loads(line) for line in (CORPUS / "manifest.jsonl").read_text().splitlines())
+    clips = [segment for line in lines for segment in line["segments"] if segment["type"] == "audio"]
+    clips = [clip for clip in clips if clip["path"].endswith("wav")]
+    assert len(clips) == 300
+    for clip in clips[::10]:
+        path = str(CORPUS / clip["path"])
+        length = read_audio_length(path, where="here")
+        assert length == pytest.approx(clip["seconds"] * 16000, abs=16)
+        assert audio_to_patches(read_audio(path, num_samples=length, where="here"), audio=WHISPER).patches.std() > 0.1
 
 
 def test_a_file_that_changed_is_refused(write_audio: Callable[..., str], tmp_path: Path) -> None:
