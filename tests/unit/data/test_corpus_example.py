@@ -4,10 +4,18 @@ from pathlib import Path
 
 import yaml
 
+from multimodal.cost.layers.registry import describe_layer
 from multimodal.data.tokenizer import build_tokenizer
 from multimodal.values.model_graph import ModelGraph
 
 FOLDER = Path(__file__).resolve().parents[3] / "examples" / "corpus"
+
+
+def test_a_model_of_the_same_units_takes_sound_too() -> None:
+    plain, graph = (ModelGraph.from_file(FOLDER / name) for name in ("model.yaml", "model_with_sound.yaml"))
+    assert graph.unit_names == ("vision", "audio", "llm")
+    assert (graph.unit("vision"), graph.backbone) == (plain.unit("vision"), plain.backbone)
+    assert all(describe_layer(graph, unit, kind, vocab_size=384).can_be_built for unit in graph.units for kind in unit.layers)
 
 
 def test_model_and_flags_fit_together() -> None:
