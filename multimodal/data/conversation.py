@@ -8,7 +8,8 @@ follows), else between turns.
     begin [image] user "how many?" assistant "three" end
                                               ^^^^^  ^^^   targets
 
-Targets are the texts of assistant turns and their `end`. A sample that has only document text trains on all of it.
+Targets are the texts of assistant turns and their `end`. A sample that has only document text trains on all of it. A system's
+turn reads like a document's.
 
 An image that a generator is to make is part of an assistant turn, as `vision_start vision_end` without placeholders. The first
 of the two is a target (the LLM decides that an image follows), and its hidden state is what the generator is given.
@@ -27,8 +28,8 @@ from multimodal.data.sample_source import SampleText
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 
-ROLES = ("user", "assistant", "document")
-_ROLES_WITH_END = ("assistant", "document")
+ROLES = ("user", "assistant", "document", "system")
+_ROLES_WITH_END = ("assistant", "document", "system")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +158,12 @@ def _token_runs(segments: Sequence[Segment], *, tokenizer: Tokenizer) -> Iterato
     special = tokenizer.special
     roles = [_role(segment) for segment in segments if not isinstance(segment, ItemSegment)]
     trained_role = "document" if set(roles) == {"document"} else "assistant"
-    markers = {"user": special.user, "assistant": special.assistant, "document": special.document}
+    markers = {
+        "user": special.user,
+        "assistant": special.assistant,
+        "document": special.document,
+        "system": special.document,
+    }
     turn: str | None = None
     num_seen = 0
     for segment in segments:

@@ -2,11 +2,13 @@
 
 import os
 import warnings
+from io import BytesIO
 from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
 
 from multimodal.data.image_processing import image_to_patches
+from multimodal.data.index.index_cache import FOLDER_NAME
 from multimodal.data.sample_source import PILLOW_MAX_PIXELS, ItemPixels
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ImageInput
@@ -54,13 +56,16 @@ class ManifestPaths:
         return os.path.join(self._real_folders[folder], name)
 
 
-def read_image_size(path: str, *, where: str) -> tuple[int, int]:
-    """Return (width, height) from the file's header; raises DataError naming the file and `where` it is asked for."""
+def read_image_size(path: str, *, content: bytes | None = None, where: str) -> tuple[int, int]:
+    """Return (width, height) from the file's header; raises DataError naming the file and `where` it is asked for.
+
+    content: the image itself where it is no file, but only called `path`.
+    """
     try:
-        with Image.open(path, formats=FORMATS) as image:
+        with Image.open(path if content is None else BytesIO(content), formats=FORMATS) as image:
             return image.size
     except Exception as problem:  # the decoders of damaged files raise errors of every kind
-        raise _unreadable(path, where=where, problem=problem) from problem
+        raise _unreadable(path, is_file=content is None, where=where, problem=problem) from problem
 
 
 def check_image_size(path: str, *, size: tuple[int, int], max_pixels: int, where: str) -> None:
@@ -73,24 +78,27 @@ def check_image_size(path: str, *, size: tuple[int, int], max_pixels: int, where
         )
 
 
-def read_image(path: str, *, size: tuple[int, int], image_input: ImageInput, where: str) -> ItemPixels:
+def read_image(
+    path: str, *, size: tuple[int, int], image_input: ImageInput, where: str, content: bytes | None = None
+) -> ItemPixels:
     """Decode an image file into patches; of an animation or a file with several pages the first.
 
-    `size` is the (width, height) that the lengths were computed from, `where` names the sample and its line in errors.
+    `size` is the (width, height) that the lengths were computed from, `where` names the sample and its line in errors, `content`
+    is the image itself where it is no file, but only called `path`.
     Raises DataError when the file is missing, damaged, none of FORMATS, of another size (before it is decoded), or has pixels of
     unknown range.
     """
     try:
-        with Image.open(path, formats=FORMATS) as image:
+        with Image.open(path if content is None else BytesIO(content), formats=FORMATS) as image:
             actual_size = image.size
             if actual_size == size:
                 image.load()
     except Exception as problem:  # as above
-        raise _unreadable(path, where=where, problem=problem) from problem
+        raise _unreadable(path, is_file=content is None, where=where, problem=problem) from problem
     if actual_size != size:
         raise DataError(
             f"{where}: {path} is {actual_size[0]}x{actual_size[1]} pixels but the manifest says {size[0]}x{size[1]}; "
-            "correct width and height there, or replace the file"
+            f"correct width and height there, replace the file, or remove {FOLDER_NAME} if the file is right"
         )
     if image.mode in ("I", "F"):
         raise DataError(
@@ -101,8 +109,8 @@ def read_image(path: str, *, size: tuple[int, int], image_input: ImageInput, whe
     return image_to_patches(image, image_input=image_input)
 
 
-def _unreadable(path: str, *, where: str, problem: Exception) -> DataError:
-    if not os.path.isfile(path):
+def _unreadable(path: str, *, is_file: bool, where: str, problem: Exception) -> DataError:
+    if is_file and not os.path.isfile(path):
         return DataError(f"{where}: {path} does not exist; restore the file or remove that line")
     if isinstance(problem, Image.DecompressionBombError):
         return DataError(

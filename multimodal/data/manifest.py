@@ -1,12 +1,12 @@
-"""Samples from a `manifest.jsonl`: texts, image files and sound files, indexed once, files decoded on demand."""
+"""Samples from a `manifest.jsonl` or data in another form: texts, images and sound, indexed once, files decoded on demand."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from multimodal.data.audio.audio_files import read_audio, read_audio_length
 from multimodal.data.audio.audio_processing import audio_grid, audio_to_patches
+from multimodal.data.chat.chat_format import ChatFormat
 from multimodal.data.conversation import (
     Conversation,
     GeneratedSegment,
@@ -18,9 +18,12 @@ from multimodal.data.conversation import (
     build_sample_text,
     find_item_behind_text,
 )
+from multimodal.data.forms.sample_files import open_sample_files
+from multimodal.data.forms.segments import EMBEDDED, AudioSegment, ImageSegment, SegmentedSample
 from multimodal.data.image_files import ManifestPaths, check_image_size, read_image, read_image_size
 from multimodal.data.image_processing import image_grid
-from multimodal.data.manifest_lines import AudioSegment, ImageSegment, ManifestLine, read_manifest_lines
+from multimodal.data.index.index_cache import IndexCache
+from multimodal.data.index.sample_index import IndexedItem, IndexedSample, SampleIndex, build_index
 from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, ItemPixels, SampleText
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.errors import DataError, ModelError
@@ -28,27 +31,8 @@ from multimodal.values.model_graph import AudioInput, ItemInput, ModelGraph, Rol
 from multimodal.values.sample_lengths import SampleLengths
 
 
-@dataclass(frozen=True, slots=True)
-class _IndexedItem:
-    unit: Unit
-    """The encoder that takes it, or the generator that is to make it."""
-    path: str
-    size: tuple[int, int]
-    """(width, height) in pixels; of sound (samples at 16 kHz, 1)."""
-    grid: tuple[int, int]
-    """(rows, columns) of patches; of sound (frames, 1)."""
-
-
-@dataclass(frozen=True, slots=True)
-class _IndexedSample:
-    where: str
-    conversation: Conversation
-    items: tuple[_IndexedItem, ...]
-    """Those that fit into seq_length."""
-
-
 class ManifestSource:
-    """A `SampleSource` over a manifest; the whole text is tokenised when it is built, so that lengths are exact.
+    """A `SampleSource` over data on disk; the whole text is tokenised when its index is built, so that lengths are exact.
 
     Samples that the model cannot use are left out and counted in `skipped`; every fault of the manifest is a DataError.
     """
@@ -68,8 +52,10 @@ class ManifestSource:
         needs_items_first: bool = False,
         allows_outside_paths: bool = False,
         max_image_pixels: int = DEFAULT_MAX_PIXELS,
+        chat: ChatFormat | None = None,
+        cache: IndexCache | None = None,
     ) -> None:
-        """Index `path`, a manifest or the folder that holds a `manifest.jsonl`; O(bytes of the manifest).
+        """Index `path`, data of one of the forms that `open_sample_files` knows; O(bytes of it), unless `cache` has the index.
 
         graph: its encoders take images and sound, but its generator, if it has one, makes images that are the assistant's;
         samples with something that no unit takes are left out.
@@ -77,31 +63,27 @@ class ManifestSource:
         needs_items_first: images must come before the text of their sample, as --attention-mask prefix wants it.
         allows_outside_paths: image files may lie outside the manifest's folder (`ManifestPaths`).
         max_image_pixels: the largest image (width x height of its file) that is decoded.
+        chat: writes conversations by a model's template; None: in turns of Braid's own.
+        cache: keeps indices; None: the index is built, and not kept.
 
         Raises DataError for a manifest that is missing, malformed or without a usable sample, for image files that are missing,
         too large or in a place where they may not be, and for images behind text where that is not allowed; ModelError for units
         that cannot take or make image files.
         """
-        path = Path(path)
-        self._manifest = path / "manifest.jsonl" if path.is_dir() else path
+        self._files = open_sample_files(path)
         self._graph = graph
         _check_channels(graph)
         self._tokenizer = tokenizer
+        self._chat = chat
         self._seq_length = seq_length
         self._needs_items_first = needs_items_first
-        self._paths = ManifestPaths(self._manifest.parent, allows_outside=allows_outside_paths)
+        self._paths = ManifestPaths(self._files.folder, allows_outside=allows_outside_paths)
         self._max_image_pixels = max_image_pixels
-        self._samples: list[_IndexedSample] = []
-        skipped: Counter[str] = Counter()
-        for line in read_manifest_lines(self._manifest):
-            sample_or_reason = self._index(line)
-            if isinstance(sample_or_reason, str):
-                skipped[sample_or_reason] += 1
-            else:
-                self._samples.append(sample_or_reason)
-        self.skipped = dict(skipped)
-        self.num_cut = sum(sample.conversation.is_cut for sample in self._samples)
-        self._check_not_empty()
+        options = (seq_length, needs_items_first, allows_outside_paths, max_image_pixels)
+        facts = self._facts(options)
+        self._samples = cache.get(self._files.folder, depends_on=facts, build=self._build) if cache else self._build()
+        self.skipped = self._samples.skipped
+        self.num_cut = self._samples.num_cut
 
     def __len__(self) -> int:
         """Count the usable samples."""
@@ -109,43 +91,76 @@ class ManifestSource:
 
     def lengths(self, index: int) -> SampleLengths:
         """Lengths of one sample; `sample_id` is its index."""
-        items = self._samples[index].items
-        units, sizes = [item.unit.name for item in items], [_input_of(item.unit).num_tokens(item.grid) for item in items]
-        return build_sample_lengths(self._samples[index].conversation, sample_id=index, units=units, sizes=sizes)
+        items = [self._samples.item(index, item_index) for item_index in range(self._samples.num_items(index))]
+        return build_sample_lengths(
+            self._samples.conversation(index),
+            sample_id=index,
+            units=[item.unit for item in items],
+            sizes=[_input_of(self._graph.unit(item.unit)).num_tokens(item.grid) for item in items],
+        )
 
     def text(self, index: int) -> SampleText:
         """Tokens, labels and item positions of one sample."""
-        return build_sample_text(self._samples[index].conversation, pad_id=self._tokenizer.special.pad)
+        return build_sample_text(self._samples.conversation(index), pad_id=self._tokenizer.special.pad)
 
     def item(self, index: int, item_index: int) -> ItemPixels:
         """Decode one item; raises DataError when its file is damaged or not of the size that was indexed."""
-        item, where = self._samples[index].items[item_index], self._samples[index].where
-        found = _input_of(item.unit)
+        item, where = self._samples.item(index, item_index), self._samples.where(index)
+        found = _input_of(self._graph.unit(item.unit))
         if isinstance(found, AudioInput):
             return audio_to_patches(read_audio(item.path, num_samples=item.size[0], where=where), audio=found)
-        return read_image(item.path, size=item.size, image_input=found, where=where)
+        name, content = self._opened(item.path)
+        return read_image(name, content=content, size=item.size, image_input=found, where=where)
 
     def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
         """(rows, columns) of patches of one image, (frames, 1) of a clip."""
-        return self._samples[index].items[item_index].grid
+        return self._samples.item(index, item_index).grid
 
-    def _index(self, line: ManifestLine) -> _IndexedSample | str:
+    def _facts(self, options: tuple[object, ...]) -> list[str]:
+        """Spell everything that the index depends on, beside the tokenizer."""
+        units = [repr((unit.name, unit.role, unit.image, unit.audio)) for unit in self._graph.units]
+        return [str(self._files.path.absolute()), self._files.digest, *units, repr(options)]
+
+    def _build(self) -> SampleIndex:
+        skipped: Counter[str] = Counter()
+        index = build_index(self._usable(skipped), skipped=skipped)
+        self._check_not_empty(index)
+        return index
+
+    def _usable(self, skipped: Counter[str]) -> Iterator[IndexedSample]:
+        for sample in self._files.samples():
+            sample_or_reason = self._index(sample)
+            if isinstance(sample_or_reason, str):
+                skipped[sample_or_reason] += 1
+            else:
+                yield sample_or_reason
+
+    def _index(self, sample: SegmentedSample) -> IndexedSample | str:
         """Return the sample, or the reason for which it is left out."""
         found: list[tuple[ImageSegment | AudioSegment, Unit]] = []
-        for segment in line.segments:
+        for segment in sample.segments:
             if not isinstance(segment, TextSegment):
-                unit = self._unit_of(segment, where=line.where)
+                unit = self._unit_of(segment, where=sample.where)
                 if unit is None:
                     return _reason_of(segment)
                 found.append((segment, unit))
-        items = [self._index_item(segment, unit, where=line.where) for segment, unit in found]
-        segments = _with_items(line.segments, items)
-        conversation = build_conversation(segments, tokenizer=self._tokenizer, seq_length=self._seq_length)
+        items = [self._index_item(segment, unit, where=sample.where) for segment, unit in found]
+        units = [unit for _, unit in found]
+        conversation = self._tokenise(_with_items(sample.segments, items, units), where=sample.where)
         if not conversation.num_target_tokens:
             return f"without a target token among the first {self._seq_length} (seq_length)"
         if self._needs_items_first:
-            _check_items_first(conversation, items, where=line.where)
-        return _IndexedSample(line.where, conversation, tuple(items[: len(conversation.item_starts)]))
+            _check_items_first(conversation, items, where=sample.where)
+        return IndexedSample(sample.where, conversation, tuple(items[: len(conversation.item_starts)]))
+
+    def _tokenise(self, segments: Sequence[Segment], *, where: str) -> Conversation:
+        if self._chat is not None:
+            return self._chat.build(segments, seq_length=self._seq_length, where=where)
+        return build_conversation(segments, tokenizer=self._tokenizer, seq_length=self._seq_length)
+
+    def _opened(self, path: str) -> tuple[str, bytes | None]:
+        """Return what messages call an image, and its bytes where it is no file."""
+        return ("its image", self._files.embedded(path)) if path.startswith(EMBEDDED) else (path, None)
 
     def _unit_of(self, segment: ImageSegment | AudioSegment, *, where: str) -> Unit | None:
         """Return the unit that takes or makes an item; raises DataError where the item does not say which of several."""
@@ -164,41 +179,50 @@ class ManifestSource:
             )
         return fitting[0] if fitting else None
 
-    def _index_item(self, segment: ImageSegment | AudioSegment, unit: Unit, *, where: str) -> _IndexedItem:
-        path, found = self._paths.resolve(segment.path, where=where), _input_of(unit)
+    def _index_item(self, segment: ImageSegment | AudioSegment, unit: Unit, *, where: str) -> IndexedItem:
+        found = _input_of(unit)
+        path = segment.path if segment.path.startswith(EMBEDDED) else self._paths.resolve(segment.path, where=where)
+        name = path
         if isinstance(segment, ImageSegment):
-            size = segment.size or read_image_size(path, where=where)
-            check_image_size(path, size=size, max_pixels=self._max_image_pixels, where=where)
+            name, content = self._opened(path)
+            size = segment.size or read_image_size(name, content=content, where=where)
+            check_image_size(name, size=size, max_pixels=self._max_image_pixels, where=where)
+        elif path.startswith(EMBEDDED):
+            raise DataError(f"{where}: sound inside a data set cannot be read; save it as files, and name these")
         else:
             size = read_audio_length(path, where=where), 1
         try:
             if isinstance(found, AudioInput):
-                return _IndexedItem(unit, path, size, audio_grid(size[0], audio=found))
-            return _IndexedItem(unit, path, size, image_grid(width=size[0], height=size[1], image_input=found))
+                return IndexedItem(unit.name, path, size, audio_grid(size[0], audio=found))
+            return IndexedItem(unit.name, path, size, image_grid(width=size[0], height=size[1], image_input=found))
         except DataError as problem:
-            raise DataError(f"{where}: {path}: {problem}, or remove that line") from problem
+            raise DataError(f"{where}: {name}: {problem}, or remove that line") from problem
 
-    def _check_not_empty(self) -> None:
-        if self._samples:
+    def _check_not_empty(self, index: SampleIndex) -> None:
+        if len(index):
             return
-        if not self.skipped:
-            raise DataError(f"{self._manifest}: the manifest is empty; expected one JSON object a line")
-        reasons = "; ".join(f"{count} {'sample' if count == 1 else 'samples'} {reason}" for reason, count in self.skipped.items())
+        if not index.skipped:
+            raise DataError(f"{self._files.path}: the manifest is empty; expected one JSON object a line")
+        reasons = "; ".join(
+            f"{count} {'sample' if count == 1 else 'samples'} {reason}" for reason, count in index.skipped.items()
+        )
         raise DataError(
-            f"{self._manifest}: no usable sample ({reasons}); use other data, another --model or a larger --seq-length"
+            f"{self._files.path}: no usable sample ({reasons}); use other data, another --model or a larger --seq-length"
         )
 
 
-def _with_items(segments: Sequence[TextSegment | ImageSegment | AudioSegment], items: Sequence[_IndexedItem]) -> list[Segment]:
-    """Return the segments of a sample with what its items become in the LLM."""
-    remaining = iter(items)
-    return [segment if isinstance(segment, TextSegment) else _item_segment(next(remaining)) for segment in segments]
+def _with_items(
+    segments: Sequence[TextSegment | ImageSegment | AudioSegment], items: Sequence[IndexedItem], units: Sequence[Unit]
+) -> list[Segment]:
+    """Return the segments of a sample with what its items become in the LLM; units: of the items."""
+    remaining = zip(items, units, strict=True)
+    return [segment if isinstance(segment, TextSegment) else _item_segment(*next(remaining)) for segment in segments]
 
 
-def _item_segment(item: _IndexedItem) -> Segment:
-    if item.unit.role is Role.GENERATOR:
+def _item_segment(item: IndexedItem, unit: Unit) -> Segment:
+    if unit.role is Role.GENERATOR:
         return GeneratedSegment()
-    return ItemSegment(_input_of(item.unit).num_output_tokens(item.grid), is_sound=item.unit.audio is not None)
+    return ItemSegment(_input_of(unit).num_output_tokens(item.grid), is_sound=unit.audio is not None)
 
 
 def _reason_of(segment: ImageSegment | AudioSegment) -> str:
@@ -207,7 +231,7 @@ def _reason_of(segment: ImageSegment | AudioSegment) -> str:
     return f"with {kind}{f' for {segment.unit!r}' if segment.unit else ''}, which no unit of the model takes"
 
 
-def _check_items_first(conversation: Conversation, items: Sequence[_IndexedItem], *, where: str) -> None:
+def _check_items_first(conversation: Conversation, items: Sequence[IndexedItem], *, where: str) -> None:
     item_index = find_item_behind_text(conversation)
     if item_index is not None:
         raise DataError(

@@ -79,6 +79,8 @@ class ByteTokenizer:
         return bytes(token for token in token_ids if token < 256).decode(errors="replace")
 
 
+MISSING = -1
+"""The id of a special token that a vocabulary lacks, where none is added."""
 _MAX_VOCABULARY = 2**24
 """Fifty times the largest vocabulary that models have."""
 _SPELLINGS: dict[str, tuple[str, ...]] = {
@@ -104,8 +106,11 @@ _AUDIO_SPELLINGS = {
 class HuggingFaceTokenizer:
     """A local tokenizer.json, read by the `tokenizers` package; special tokens it lacks are added behind its vocabulary."""
 
-    def __init__(self, path: str | Path) -> None:
-        """Load `path`, a tokenizer.json or the folder that holds one; raises ConfigError when that is impossible."""
+    def __init__(self, path: str | Path, *, adds_tokens: bool = True) -> None:
+        """Load `path`, a tokenizer.json or the folder that holds one; raises ConfigError when that is impossible.
+
+        adds_tokens: False where a chat template writes the special tokens: none is added, and those that lack are MISSING.
+        """
         self._file, self._tokenizer = _load(Path(path))
         self._tokenizer.no_truncation()  # the file may ask for both; lengths are the data set's business
         self._tokenizer.no_padding()
@@ -117,9 +122,11 @@ class HuggingFaceTokenizer:
         }
         for name, (of_images, spellings) in _AUDIO_SPELLINGS.items():
             chosen[name] = next((spelling for spelling in spellings if spelling in vocabulary), chosen[of_images])
-        self._tokenizer.add_special_tokens(list(dict.fromkeys(chosen.values())))
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.special = SpecialTokens(**{name: vocabulary[spelling] for name, spelling in chosen.items()})
+        if adds_tokens:
+            self._tokenizer.add_special_tokens(list(dict.fromkeys(chosen.values())))
+            vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        found = {name: vocabulary.get(spelling, MISSING) for name, spelling in chosen.items()}
+        self.special = SpecialTokens(**{**found, "pad": max(found["pad"], 0)})
         self._vocab_size = max(vocabulary.values()) + 1
         if self._vocab_size > _MAX_VOCABULARY:
             largest = max(vocabulary, key=lambda token: vocabulary[token])
@@ -142,13 +149,43 @@ class HuggingFaceTokenizer:
         """Return the ids of a text, without the begin and end tokens that the file's post-processor may add."""
         self._tokenizer.encode_special_tokens = True  # "<|user|>" inside a text is text; set here, since pickling forgets it
         text = text.encode(errors="replace").decode()  # half a character, which JSON can hold, becomes '?'
+        return list(self._guard(text, adds_special_tokens=False).ids)
+
+    def _guard(self, text: str, *, adds_special_tokens: bool) -> "tokenizers.Encoding":
         try:
-            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+            return self._tokenizer.encode(text, add_special_tokens=adds_special_tokens)
         except Exception as problem:  # the package raises bare Exception
             raise ConfigError(
                 f"{self._file}: cannot tokenise {text[:40]!r} ({problem}); give it a token for what it does not know, or take "
                 "another file"
             ) from problem
+
+    @property
+    def special_spellings(self) -> dict[str, int]:
+        """The special tokens of the file, and their ids."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
+
+    def id_of(self, token: str) -> int:
+        """The id of a token; MISSING where the vocabulary lacks it."""
+        found = self._tokenizer.token_to_id(token)
+        return MISSING if found is None else int(found)
+
+    def spelling_of(self, token_id: int) -> str:
+        """The token of an id; raises ConfigError where the vocabulary lacks it."""
+        found = self._tokenizer.id_to_token(token_id)
+        if found is None:
+            raise ConfigError(f"{self._file}: there is no token {token_id}; give the model's own tokenizer")
+        return str(found)
+
+    def encode_rendered(self, text: str, *, adds_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of a text in which special tokens are spelled out, and where in the text each (starts, ends).
+
+        adds_special_tokens: as the file's post-processor adds them at the beginning and the end.
+        """
+        self._tokenizer.encode_special_tokens = False
+        encoded = self._guard(text, adds_special_tokens=adds_special_tokens)
+        return list(encoded.ids), list(encoded.offsets)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Return the text of ids; special tokens are left out."""
@@ -156,7 +193,7 @@ class HuggingFaceTokenizer:
 
 
 def build_tokenizer(tokenizer_type: str, tokenizer_model: str | Path | None = None) -> Tokenizer:
-    """Build the tokenizer that `--tokenizer-type` and `--tokenizer-model` name.
+    """Build the tokenizer that `--tokenizer-type` and `--tokenizer-model` name, with all special tokens.
 
     Raises ConfigError for an unknown type, a file that is missing or unreadable, and a file that would be ignored.
     """

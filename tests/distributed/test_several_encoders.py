@@ -67,8 +67,8 @@ def items_of(source: ManifestSource, index: int, token_ids: torch.Tensor) -> Map
     given: dict[str, Any] = {"attention_mask": torch.ones_like(token_ids)[None]}
     frames, grids, patches = [], [], []
     for item, start, length in source.text(index).item_starts:
-        found = source._samples[index].items[item]
-        if found.unit.audio is None:
+        found = source._samples.item(index, item)
+        if source._graph.unit(found.unit).audio is None:
             grids.append((1, *found.grid))
             patches.append(torch.from_numpy(source.item(index, item).patches).double())
             continue

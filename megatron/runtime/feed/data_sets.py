@@ -4,20 +4,26 @@ A resumed run must go on with the same data, in the same order.
 """
 
 import hashlib
+import importlib.metadata
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.runtime.flags.configuration import RunConfig
+from multimodal.data.chat.chat_format import ChatFormat
+from multimodal.data.chat.chat_template import ChatTemplate, find_chat_template
 from multimodal.data.digits import DigitsSource
 from multimodal.data.digits_to_draw import DigitsToDrawSource
+from multimodal.data.forms.sample_files import open_sample_files
+from multimodal.data.index.index_cache import IndexCache
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.sample_source import SampleSource
 from multimodal.data.source_views import InterleavedSource, SourceSubset
 from multimodal.data.splits import split_indices
-from multimodal.data.tokenizer import Tokenizer, build_tokenizer
+from multimodal.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from multimodal.values.errors import CheckpointError, ConfigError
 from multimodal.values.model_graph import ModelGraph, Unit
 
@@ -34,20 +40,26 @@ class DataSets:
     tokenizer: Tokenizer
 
 
-def build_data_sets(config: RunConfig, graph: ModelGraph) -> DataSets:
-    """Open `--data-path`; raises DataError or ConfigError when it cannot be used."""
-    tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
+def build_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractContextManager[None] | None = None) -> DataSets:
+    """Open `--data-path`; raises DataError or ConfigError when it cannot be used.
+
+    in_turn: lets one rank of a node index the data, and then the others, who find its index; None: nobody waits.
+    """
     if config.data.data_path == DIGITS:
-        return _digits(config, graph, tokenizer)
-    source = ManifestSource(
-        config.data.data_path,
-        graph=graph,
-        tokenizer=tokenizer,
-        seq_length=config.data.seq_length,
-        needs_items_first=config.model.attention_mask == "prefix",
-        allows_outside_paths=config.data.allow_outside_paths,
-        max_image_pixels=config.data.max_image_pixels,
-    )
+        return _digits(config, graph, build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model))
+    tokenizer, chat = _tokenizer(config)
+    with in_turn or nullcontext():
+        source = ManifestSource(
+            config.data.data_path,
+            graph=graph,
+            tokenizer=tokenizer,
+            seq_length=config.data.seq_length,
+            needs_items_first=config.model.attention_mask == "prefix",
+            allows_outside_paths=config.data.allow_outside_paths,
+            max_image_pixels=config.data.max_image_pixels,
+            chat=chat,
+            cache=IndexCache(" ".join(map(str, (*tokenizer_digests(config).values(), *_versions())))),
+        )
     for reason, count in source.skipped.items():
         logger.info("%s: left out %d samples %s", config.data.data_path, count, reason)
     if source.num_cut:
@@ -56,6 +68,40 @@ def build_data_sets(config: RunConfig, graph: ModelGraph) -> DataSets:
         )
     parts = split_indices(len(source), split=config.data.split, seed=config.training.seed)
     return DataSets(SourceSubset(source, parts.train), SourceSubset(source, parts.valid), tokenizer)
+
+
+def _tokenizer(config: RunConfig) -> tuple[Tokenizer, ChatFormat | None]:
+    """Return the tokenizer, and the chat format where the tokenizer's folder, or --chat-template, has a template."""
+    model = config.data.tokenizer_model
+    if config.data.tokenizer_type == "ByteTokenizer" or model is None or (template := _template(config)) is None:
+        return build_tokenizer(config.data.tokenizer_type, model), None
+    tokenizer = HuggingFaceTokenizer(model, adds_tokens=False)
+    folder = Path(model) if Path(model).is_dir() else Path(model).parent
+    return tokenizer, ChatFormat(template, tokenizer=tokenizer, folder=folder)
+
+
+def _versions() -> list[str]:
+    """The versions of what makes tokens of texts."""
+    found = []
+    for package in ("braid", "tokenizers", "transformers"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{package} {importlib.metadata.version(package)}")
+    return found
+
+
+def _template(config: RunConfig) -> ChatTemplate | None:
+    model = config.data.tokenizer_model
+    return find_chat_template(model, chosen=config.data.chat_template) if model is not None else None
+
+
+def tokenizer_digests(config: RunConfig) -> dict[str, str | None]:
+    """What tells how texts are written: the contents of files, wherever these lie."""
+    model, template = config.data.tokenizer_model, _template(config)
+    rendered = repr((template.text, sorted(template.tokens.items()))) if template else None
+    return {
+        "tokenizer_digest": file_digest(Path(model), inside="tokenizer.json") if model else None,
+        "chat_template_digest": hashlib.blake2b(rendered.encode(), digest_size=16).hexdigest() if rendered else None,
+    }
 
 
 def with_vocabulary(graph: ModelGraph, tokenizer: Tokenizer) -> ModelGraph:
@@ -142,6 +188,7 @@ _COMPARED = (
     _Compared("seq_length", "--seq-length"),
     _Compared("tokenizer_type", "--tokenizer-type"),
     _Compared("tokenizer_digest", "--tokenizer-model", shown="tokenizer_model"),
+    _Compared("chat_template_digest", "--chat-template", shown="chat_template"),
     _Compared("attention_mask", "--attention-mask"),
     _Compared("num_train_samples", "--data-path", unit="training samples"),
 )
@@ -154,18 +201,18 @@ def describe_data(config: RunConfig, data: DataSets) -> RunData:
     Files count by their content, so that they may move.
     """
     is_digits = config.data.data_path == DIGITS
-    manifest, model = Path(config.data.data_path), config.data.tokenizer_model
     return {
         "seed": config.training.seed,
         "global_batch_size": config.training.global_batch_size,
         "data_path": config.data.data_path,
-        "data_digest": DIGITS if is_digits else file_digest(manifest, inside="manifest.jsonl"),
+        "data_digest": DIGITS if is_digits else open_sample_files(config.data.data_path).digest,
         "digits_samples": config.data.digits_samples if is_digits else None,
         "split": None if is_digits else config.data.split,
         "seq_length": config.data.seq_length,
         "tokenizer_type": config.data.tokenizer_type,
-        "tokenizer_model": model,
-        "tokenizer_digest": file_digest(Path(model), inside="tokenizer.json") if model else None,
+        "tokenizer_model": config.data.tokenizer_model,
+        "chat_template": config.data.chat_template,
+        **tokenizer_digests(config),
         "attention_mask": config.model.attention_mask,
         "num_train_samples": len(data.train),
     }

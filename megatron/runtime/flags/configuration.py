@@ -183,12 +183,15 @@ class OptimizerSettings:
 class DataConfig:
     """The training data."""
 
-    data_path: str = field(metadata={**INPUT_PATH, "metavar": "MANIFEST.jsonl|digits"})
-    """A manifest with one sample per line, or the word digits: handwritten digits that are composed on the fly."""
+    data_path: str = field(metadata={**INPUT_PATH, "metavar": "DATA|digits"})
+    """A manifest, chats in JSON (messages or LLaVA's conversations) or a data set of Hugging Face on disk; or the word digits:
+    handwritten digits that are composed on the fly."""
     tokenizer_type: Literal["ByteTokenizer", "HuggingFaceTokenizer"] = "ByteTokenizer"
     """Tokenizer of texts."""
     tokenizer_model: str | None = field(default=None, metadata={**INPUT_PATH, "metavar": "PATH"})
     """HuggingFaceTokenizer: its tokenizer.json, or the folder that holds it."""
+    chat_template: str | None = field(default=None, metadata={**INPUT_PATH, "metavar": "FILE|none"})
+    """Template (Jinja) that writes conversations; none: turns of Braid's own. By default the one in the tokenizer's folder."""
     seq_length: int = field(default=4096, metadata=A_COUNT)
     """Most LLM tokens (text and images) that one sample may have."""
     lengths_from: Literal["index", "decode"] = "index"

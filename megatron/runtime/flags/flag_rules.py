@@ -73,6 +73,18 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         "a ByteTokenizer needs no file; add --tokenizer-type HuggingFaceTokenizer or leave it out",
     ),
     IgnoredFlag(
+        "chat_template",
+        ("tokenizer_type",),
+        lambda c: c.data.chat_template is not None and c.data.tokenizer_type == "ByteTokenizer",
+        "bytes have no special tokens that a template could write; add --tokenizer-type HuggingFaceTokenizer or leave it out",
+    ),
+    IgnoredFlag(
+        "chat_template",
+        ("data_path",),
+        lambda c: c.data.chat_template is not None and c.data.data_path == "digits",
+        "digits are asked about in turns of Braid's own; leave it out",
+    ),
+    IgnoredFlag(
         "balance_granularity",
         ("balance",),
         lambda c: not BALANCERS[c.training.balance].places_items,

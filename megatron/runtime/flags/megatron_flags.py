@@ -167,7 +167,7 @@ NOT_AVAILABLE: Mapping[str, str] = MappingProxyType(
         ),
         "samples are read from a manifest; see docs/data.md": (
             "data-cache-path no-mmap-bin-files dataloader-* num-dataset-builder-threads object-storage-cache-path fim-* sft "
-            "sft-tokenizer-prompt-format sample-rate mask-prob short-seq-prob no-data-sharding chat-template "
+            "sft-tokenizer-prompt-format sample-rate mask-prob short-seq-prob no-data-sharding "
             "per-dataset-sequences-path phase-transition-iterations logits-*"
         ),
         "tokenizers are bytes or a tokenizer.json; see --tokenizer-type": (

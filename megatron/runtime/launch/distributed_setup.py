@@ -7,10 +7,12 @@ on a thread learns of failures elsewhere, so that no rank outlives the others, w
 
 import hashlib
 import json
+import math
 import os
+import platform
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Event, Thread
@@ -112,6 +114,7 @@ def _wait_for_end(meeting: Meeting, deadline: float, *, rank: int) -> None:
 
 def _wait(meeting: Meeting, key: str, deadline: float, *, missing: Callable[[], str]) -> None:
     """Look until it is there, or another rank has failed."""
+    pause_seconds = 0.01
     while not meeting.store.check([key]):
         if meeting.failure(meeting.store) is not None:
             raise RanksLostError("another rank failed while the ranks met")
@@ -119,7 +122,8 @@ def _wait(meeting: Meeting, key: str, deadline: float, *, missing: Callable[[], 
             raise RanksLostError(
                 f"{missing()} (--distributed-timeout-minutes); see whether all were started, and how the log of each ends"
             )
-        time.sleep(POLL_SECONDS)
+        time.sleep(pause_seconds)
+        pause_seconds = min(POLL_SECONDS, 2 * pause_seconds)
 
 
 _POLL_SECONDS = 0.5
@@ -200,6 +204,23 @@ class World:
     def agree(self, values: StartValues) -> None:
         """Compare this rank's start values with all others'; raises ConfigError for a rank that differs."""
         agree_on_start(self.meeting, values, timeout_seconds=self.timeout.total_seconds())
+
+    @contextmanager
+    def in_turn(self, name: str) -> Iterator[None]:
+        """Let rank 0 do something first, then the first rank of every other node, and then all others.
+
+        Raises RanksLostError when those before it fail.
+        """
+        node, before = f"{name}/{platform.node()}", "" if self.rank == 0 else f"{name}/0"
+        if self.local_rank != 0:
+            before = node
+        if before:
+            _wait(self.meeting, before, math.inf, missing=str)
+        yield
+        if self.local_rank == 0:
+            self.meeting.store.set(node, "done")
+        if self.rank == 0:
+            self.meeting.store.set(f"{name}/0", "done")
 
     def connect(self, *, backend: str | None) -> None:
         """Initialise torch.distributed; collective, so every rank must have agreed."""

@@ -76,7 +76,7 @@ def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests)
     if config.checkpoint.save_hf and world.rank == 0:
         check_hugging_face_target(config.checkpoint.save_hf, graph=graph, like=config.checkpoint.load_hf)
     plan = build_plan(config, graph, world.size)
-    data = build_data_sets(config, graph)
+    data = build_data_sets(config, graph, in_turn=world.in_turn("index"))
     graph = with_vocabulary(graph, data.tokenizer)
     vocab_size = padded_vocab_size(data.tokenizer, config, graph=graph)
     check_vocabulary(vocab_size, graph=graph, plan=plan)

@@ -9,10 +9,9 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
-from megatron.runtime.feed.data_sets import DIGITS, DataSets, file_digest
+from megatron.runtime.feed.data_sets import DIGITS, DataSets, tokenizer_digests
 from megatron.runtime.flags.configuration import GROUPS, RunConfig
 from megatron.runtime.flags.field_flags import field_flags
 from megatron.runtime.flags.unit_flags import SIZE_SPELLINGS
@@ -21,6 +20,7 @@ from megatron.runtime.training.prediction import assumed_cluster
 from multimodal.balance import BALANCERS, UNBALANCED
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
+from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.sample_source import SampleSource
 from multimodal.kernels import kernels
 from multimodal.schedule.builders import BUILDERS
@@ -29,7 +29,7 @@ from multimodal.values.plan import Plan
 
 MAY_DIFFER = frozenset({"log_interval", "log_json", "tensorboard_dir", "peak_tflops", "progress_bar"})
 """Fields that change nothing in what ranks do together: only rank 0 reports, and devices may be unlike."""
-BY_CONTENT = frozenset({"model", "plan", "data_path", "tokenizer_model", "emulate", "cluster"})
+BY_CONTENT = frozenset({"model", "plan", "data_path", "tokenizer_model", "chat_template", "emulate", "cluster"})
 """Input files, which may lie elsewhere on every node: their contents are compared instead."""
 _PACKAGES = ("braid", "megatron-core", "torch", "numpy")
 _MOST_DIGESTED_LENGTHS = 100_000
@@ -99,20 +99,21 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
 def _tokenizer_values(config: RunConfig, data: DataSets, vocab_size: int) -> Mapping[str, str]:
     values = {"the vocabulary": str(data.tokenizer.vocab_size), "the padded vocabulary": str(vocab_size)}
     if config.data.tokenizer_model is not None:
-        values["the digest of its file"] = file_digest(Path(config.data.tokenizer_model), inside="tokenizer.json")
+        digests = tokenizer_digests(config)
+        values["the digest of its file"] = str(digests["tokenizer_digest"])
+        values["the digest of its chat template"] = str(digests["chat_template_digest"])
     return values
 
 
 def _data_values(config: RunConfig, data: DataSets) -> Mapping[str, str]:
     """Handwritten digits need no values: flags and seed say everything about them."""
-    path = Path(config.data.data_path)
     if config.data.data_path == DIGITS:
         return {"--data-path": DIGITS}
     values = {"--data-path": "a manifest"}
     for name, source in (("training", data.train), ("validation", data.valid)):
         values[f"the number of {name} samples"] = str(len(source))
         values[f"the digest of the lengths of {name} samples"] = _digest_of_lengths(source)
-    return {**values, "the digest of the manifest": file_digest(path, inside="manifest.jsonl")}
+    return {**values, "the digest of the manifest": open_sample_files(config.data.data_path).digest}
 
 
 def _digest_of_lengths(source: SampleSource) -> str:

@@ -42,6 +42,11 @@ IGNORED = [
     ("--lr-wsd-decay-style linear", "--lr-wsd-decay-style would be ignored"),
     ("--lr-warmup-init 1e-4", "--lr-warmup-init would be ignored: there is no warm-up"),
     ("--tokenizer-model t.json", "--tokenizer-model would be ignored: a ByteTokenizer needs no file"),
+    ("--chat-template none --data-path m.jsonl", "--chat-template would be ignored: bytes have no special tokens"),
+    (
+        "--chat-template t.jinja --tokenizer-type HuggingFaceTokenizer --tokenizer-model t.json",
+        "--chat-template would be ignored: digits are asked about in turns of Braid's own",
+    ),
     ("--balance-granularity sample", "--balance-granularity would be ignored: only --balance orchmllm and auto"),
     ("--cluster c.yaml --balance orchmllm", "--cluster would be ignored: only --balance auto and --schedule optimus"),
     ("--num-workers 1 --lengths-from decode", "--num-workers would be ignored: --lengths-from decode loads in a thread"),

@@ -1,0 +1,1 @@
+"""Conversations in the words of a model's own chat template."""

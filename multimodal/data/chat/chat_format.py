@@ -1,0 +1,259 @@
+"""A conversation as a model's chat template and tokenizer write it: tokens, targets, and the places of its images.
+
+Text that spells a special token stays text. Every placeholder that the template writes for an image becomes as many as the
+image has output tokens; templates write them in the order of a message's images.
+"""
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from multimodal.data.chat.chat_template import ChatTemplate, Span
+from multimodal.data.conversation import Conversation, GeneratedSegment, ItemSegment, Segment, TextSegment
+from multimodal.data.tokenizer import MISSING, HuggingFaceTokenizer
+from multimodal.values.errors import ConfigError, DataError
+
+_HIDDEN = "\U0010fffd"
+"""A letter of private use, which stands around the number of a special token that a text spells."""
+_HIDDEN_TOKEN = re.compile(f"{_HIDDEN}(\\d+){_HIDDEN}")
+_IMAGE_KEYS = ("image_token_id", "image_token_index")
+_WRAPPED = {"internvl": ("<img>", "</img>")}
+"""By model_type: tokens that the processor, and not the template, sets around an image."""
+_PROCESSORS = ("processor_config.json", "preprocessor_config.json")
+
+
+@dataclass(frozen=True)
+class _Placeholder:
+    """How an image is written."""
+
+    token_id: int
+    spelling: str
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+class ChatFormat:
+    """Builds conversations by a template."""
+
+    def __init__(self, template: ChatTemplate, *, tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
+        """folder: the model's, whose config.json says how images are written, if there is one.
+
+        Raises ConfigError for a template that cannot be rendered, or does not show what the assistant says.
+        """
+        template.check()
+        self._template, self._tokenizer = template, tokenizer
+        self._image = _find_placeholder(folder, tokenizer)
+        self._has_processor = any((folder / name).is_file() for name in _PROCESSORS)
+
+    def build(self, segments: Sequence[Segment], *, seq_length: int, where: str) -> Conversation:
+        """Tokenise segments, at most `seq_length` tokens of them, as `build_conversation` cuts them.
+
+        Raises DataError, which names `where`, for what a template cannot render.
+        """
+        if any(isinstance(segment, GeneratedSegment) for segment in segments):
+            raise DataError(f"{where}: a chat template has no images that the assistant answers with; use --chat-template none")
+        roles = {segment.role for segment in segments if isinstance(segment, TextSegment)}
+        if "document" in roles and roles != {"document"}:
+            raise DataError(f"{where}: document texts beside turns, which no chat template has; use --chat-template none")
+        try:
+            text, spans = self._document(segments) if "document" in roles else self._turns(segments)
+        except (ConfigError, DataError) as problem:
+            raise DataError(f"{where}: {problem}") from problem
+        items = [segment.num_output_tokens for segment in segments if isinstance(segment, ItemSegment)]
+        token_ids, trained = self._encode(text, spans, is_document="document" in roles)
+        return self._expand(token_ids, trained, items, seq_length=seq_length, where=where)
+
+    def _turns(self, segments: Sequence[Segment]) -> tuple[str, list[Span]]:
+        messages = [
+            {"role": role, "content": parts if self._template.takes_parts else self._joined(parts)}
+            for role, parts in _messages(segments, hide=self._hide)
+        ]
+        return self._template.render(messages)
+
+    def _joined(self, parts: Sequence[dict[str, Any]]) -> str:
+        """Return the content of a message as one text, for templates that know no parts; images at its ends have own lines."""
+        is_text = [part["type"] == "text" for part in parts]
+        content = ""
+        for index, part in enumerate(parts):
+            if is_text[index]:
+                content += part["text"]
+            elif not any(is_text[:index]):
+                content += f"{self._image_spelling()}\n"
+            else:
+                content += f"{'' if any(is_text[index:]) else chr(10)}{self._image_spelling()}"
+        return content
+
+    def _document(self, segments: Sequence[Segment]) -> tuple[str, list[Span]]:
+        text, spans = "", []
+        for segment in segments:
+            if isinstance(segment, TextSegment):
+                spans.append((len(text), len(text) + len(hidden := self._hide(segment.text))))
+                text += hidden
+            else:
+                text += self._image_spelling()
+        end = self._template.tokens.get("eos_token", "")
+        return text + end, [*spans, (len(text), len(text) + len(end))]
+
+    def _image_spelling(self) -> str:
+        if self._image is None:
+            raise DataError(
+                "an image, but neither config.json (image_token_id) nor the tokenizer knows a placeholder for images; take the "
+                "folder of a model that sees, or --chat-template none"
+            )
+        return self._image.spelling
+
+    @cached_property
+    def _special(self) -> list[tuple[str, int]]:
+        return sorted(self._tokenizer.special_spellings.items(), key=lambda pair: -len(pair[0]))
+
+    @cached_property
+    def _spelled(self) -> re.Pattern[str] | None:
+        spellings = "|".join(re.escape(spelling) for spelling, _ in self._special)
+        return re.compile(spellings) if spellings else None
+
+    def _hide(self, text: str) -> str:
+        """Replace special tokens that a text spells by their numbers between hidden letters."""
+        text = text.encode(errors="replace").decode()
+        if self._spelled is None:
+            return text
+        numbers = {spelling: index for index, (spelling, _) in enumerate(self._special)}
+        return self._spelled.sub(lambda match: f"{_HIDDEN}{numbers[match[0]]}{_HIDDEN}", text)
+
+    def _encode(self, text: str, spans: list[Span], *, is_document: bool) -> tuple[list[int], npt.NDArray[np.bool_]]:
+        text, spans, literal = self._shown(text, spans)
+        begin = self._template.tokens.get("bos_token")
+        adds = (is_document or self._has_processor) and not (begin and text.startswith(begin))
+        token_ids, offsets = self._tokenizer.encode_rendered(text, adds_special_tokens=adds)
+        trained = _trained(offsets, spans)
+        return self._with_literal(token_ids, trained, offsets, literal) if literal else (token_ids, trained)
+
+    def _shown(self, text: str, spans: list[Span]) -> tuple[str, list[Span], dict[int, str]]:
+        """Spell hidden tokens again; returns text, spans, and the start of each such spelling."""
+        matches = list(_HIDDEN_TOKEN.finditer(text))
+        if not matches:
+            return text, spans, {}
+        spelled = [self._special[int(match[1])][0] for match in matches]
+        growth = [0, *accumulate(len(new) - len(match[0]) for new, match in zip(spelled, matches, strict=True))]
+        ends = [match.end() for match in matches]
+
+        def moved(place: int) -> int:
+            return place + growth[bisect_right(ends, place)]
+
+        literal = {moved(match.start()): new for match, new in zip(matches, spelled, strict=True)}
+        replacements = iter(spelled)
+        shown = _HIDDEN_TOKEN.sub(lambda match: next(replacements), text)
+        return shown, [(moved(start), moved(end)) for start, end in spans], literal
+
+    def _with_literal(
+        self, token_ids: list[int], trained: npt.NDArray[np.bool_], offsets: list[Span], literal: dict[int, str]
+    ) -> tuple[list[int], npt.NDArray[np.bool_]]:
+        """Replace special tokens that a text spells by the tokens of their letters."""
+        special = set(self._tokenizer.special_spellings.values())
+        ids: list[int] = []
+        flags: list[bool] = []
+        for token_id, is_trained, (start, end) in zip(token_ids, trained.tolist(), offsets, strict=True):
+            spelling = next((text for place, text in literal.items() if start <= place < end), None)
+            letters = self._tokenizer.encode(spelling) if spelling is not None and token_id in special else [token_id]
+            ids += letters
+            flags += [is_trained] * len(letters)
+        return ids, np.array(flags, dtype=np.bool_)
+
+    def _expand(
+        self, token_ids: list[int], trained: npt.NDArray[np.bool_], items: list[int], *, seq_length: int, where: str
+    ) -> Conversation:
+        places = [index for index, token_id in enumerate(token_ids) if self._image and token_id == self._image.token_id]
+        if len(places) != len(items):
+            raise DataError(
+                f"{where}: {self._template.source} writes {len(places)} placeholders for {len(items)} images; take the template "
+                "of a model that sees, or --chat-template none"
+            )
+        ids: list[int] = []
+        flags: list[bool] = []
+        starts: list[tuple[int, int, int]] = []
+        done, is_cut = 0, False
+        for place, num_tokens in zip(places, items, strict=True):
+            assert self._image is not None
+            ids += token_ids[done:place]
+            flags += trained[done:place].tolist()
+            run = [*self._image.before, *[self._image.token_id] * num_tokens, *self._image.after]
+            is_cut = len(ids) + len(run) > seq_length
+            if is_cut:
+                break
+            starts.append((len(starts), len(ids) + len(self._image.before), num_tokens))
+            ids += run
+            flags += [False] * len(run)
+            done = place + 1
+        if not is_cut:
+            ids += token_ids[done:]
+            flags += trained[done:].tolist()
+            is_cut = len(ids) > seq_length
+        return Conversation(
+            np.array(ids[:seq_length], dtype=np.int32), np.array(flags[:seq_length], dtype=np.bool_), tuple(starts), is_cut
+        )
+
+
+def _trained(offsets: list[Span], spans: list[Span]) -> npt.NDArray[np.bool_]:
+    """[num_tokens]: True from the first to the last token that lies in a span, if only in part."""
+    trained = np.zeros(len(offsets), dtype=np.bool_)
+    starts, ends = (np.array([offset[side] for offset in offsets], dtype=np.int64) for side in (0, 1))
+    for start, end in spans:
+        inside = np.flatnonzero((ends > start) & (starts < end))
+        if len(inside):
+            trained[inside[0] : inside[-1] + 1] = True
+    return trained
+
+
+def _messages(segments: Sequence[Segment], *, hide: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield (role, parts) of every turn: an image belongs to the turn that it is in or before, but not to an answer behind it."""
+    turns: list[tuple[str, list[dict[str, Any]]]] = []
+    waiting: list[dict[str, Any]] = []
+    for segment in segments:
+        if not isinstance(segment, TextSegment):
+            waiting.append({"type": "image"})
+            continue
+        part = {"type": "text", "text": hide(segment.text)}
+        last = turns[-1][0] if turns else None
+        if last == segment.role:
+            turns[-1][1].extend([*waiting, part])
+        elif waiting and segment.role != "user" and last == "user":
+            turns[-1][1].extend(waiting)
+            turns.append((segment.role, [part]))
+        elif waiting and segment.role != "user":
+            turns += [("user", waiting), (segment.role, [part])]
+        else:
+            turns.append((segment.role, [*waiting, part]))
+        waiting = []
+    if waiting:
+        if not turns or turns[-1][0] != "user":
+            turns.append(("user", []))
+        turns[-1][1].extend(waiting)
+    yield from turns
+
+
+def _find_placeholder(folder: Path, tokenizer: HuggingFaceTokenizer) -> _Placeholder | None:
+    config: Any = {}
+    if (folder / "config.json").is_file():
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except ValueError as problem:
+            raise ConfigError(f"{folder / 'config.json'}: is no JSON ({problem}); copy the model's folder again") from problem
+    token_id = next((config[key] for key in _IMAGE_KEYS if isinstance(config.get(key), int)), tokenizer.special.image)
+    if token_id == MISSING:
+        return None
+    spelling = tokenizer.spelling_of(token_id)
+    wrap = [tokenizer.id_of(token) for token in _WRAPPED.get(config.get("model_type"), ())]
+    if MISSING in wrap:
+        raise ConfigError(f"{folder}: the tokenizer lacks {' or '.join(_WRAPPED[config['model_type']])}; give the model's own")
+    start, end = tokenizer.special.vision_start, tokenizer.special.vision_end
+    if not wrap and MISSING not in (start, end) and tokenizer.special.image == token_id:
+        spelling = f"{tokenizer.spelling_of(start)}{spelling}{tokenizer.spelling_of(end)}"
+    return _Placeholder(token_id, spelling, tuple(wrap[:1]), tuple(wrap[1:]))

@@ -1,0 +1,180 @@
+"""A model's chat template: where its folder keeps it, its rendering by transformers, and what in it the assistant says.
+
+The assistant's spans are those that the template marks ({% generation %}). Where it marks none, they lie between what it renders
+of the messages before an answer, with the prompt for one, and of the messages up to it; both must begin the whole.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from multimodal.values.errors import ConfigError, DataError
+
+NO_TEMPLATE = "none"
+Message = Mapping[str, Any]
+Span = tuple[int, int]
+_TEMPLATE_NAMES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+_CONFIG_NAMES = ("special_tokens_map.json", "tokenizer_config.json")
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
+"""Some templates write today's date, which would make the same sample another one every day; theirs where they are told none."""
+_TOKEN_AT_END = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])$")
+_PROBE = "is it a list?"
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template and the spelled special tokens that it is given."""
+
+    text: str
+    source: str
+    """The file that it is from, for messages."""
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    """`bos_token`, `eos_token` and others -> spelling."""
+
+    @property
+    def marks_spans(self) -> bool:
+        """True if the template says itself what the assistant says."""
+        return _GENERATION.search(self.text) is not None
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """True if a message's content is a list of parts; else it is one text."""
+        try:
+            rendered, _ = self._render([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}])
+        except ConfigError:
+            return False
+        return _PROBE in rendered and "'type'" not in rendered and '"type"' not in rendered
+
+    def check(self) -> None:
+        """Raise ConfigError where one question and answer cannot be rendered, or not be told apart."""
+        content = [[{"type": "text", "text": text}] if self.takes_parts else text for text in ("question", "answer")]
+        messages = [{"role": role, "content": part} for role, part in zip(("user", "assistant"), content, strict=True)]
+        try:
+            text, spans = self.render(messages)
+        except DataError as problem:
+            raise ConfigError(str(problem)) from None
+        if not any("answer" in text[start:end] and "question" not in text[start:end] for start, end in spans):
+            raise ConfigError(self._no_spans("the answer to one question is not found"))
+
+    def render(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+        """Return the text of a conversation, and the (start, end) of what the assistant says in it.
+
+        Raises ConfigError where the template fails, DataError where spans cannot be told.
+        """
+        text, spans = self._render(messages)
+        return text, spans if self.marks_spans else self._spans_between_prefixes(text, messages)
+
+    def _spans_between_prefixes(self, text: str, messages: Sequence[Message]) -> list[Span]:
+        spans = []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before, _ = self._render(messages[:index], with_prompt=True)
+            upto = text if index + 1 == len(messages) else self._render(messages[: index + 1])[0]
+            if not (text.startswith(before) and text.startswith(upto) and len(before) < len(upto)):
+                raise DataError(self._no_spans(f"what it renders of the first {index + 1} messages does not begin the whole"))
+            end = len(upto)
+            spans.append((len(before), end - self._space_behind_token(upto[len(before) :])))
+        return spans
+
+    def _space_behind_token(self, answer: str) -> int:
+        """Count the space that follows the token that ends a turn: no model is asked for it."""
+        stripped = answer.rstrip()
+        ends_turn = _TOKEN_AT_END.search(stripped) or stripped.endswith(self.tokens.get("eos_token") or "\0")
+        return len(answer) - len(stripped) if ends_turn else 0
+
+    def _no_spans(self, reason: str) -> str:
+        has = "a {% generation %} that does not hold it" if self.marks_spans else "no {% generation %}"
+        return (
+            f"{self.source}: what the assistant says cannot be told in the chat template, which has {has}, and {reason}; set "
+            "that mark around what the assistant says, give another --chat-template FILE, or none"
+        )
+
+    def _render(self, messages: Sequence[Message], *, with_prompt: bool = False) -> tuple[str, list[Span]]:
+        try:
+            from transformers.utils.chat_template_utils import render_jinja_template
+        except ImportError as problem:
+            raise ConfigError(
+                f"{self.source}: a chat template needs the package 'transformers'; install it with: pip install braid[hf], or "
+                f"use --chat-template {NO_TEMPLATE}"
+            ) from problem
+        template = _FIXED_DATE + self.text if "strftime_now" in self.text else self.text
+        try:
+            rendered, spans = render_jinja_template(
+                [list(messages)],
+                chat_template=template,
+                return_assistant_tokens_mask=self.marks_spans,
+                add_generation_prompt=with_prompt,
+                **self.tokens,
+            )
+        except Exception as problem:  # of Jinja, and whatever the expressions of a template raise
+            raise ConfigError(
+                f"{self.source}: the chat template fails ({type(problem).__name__}: {problem}); correct it, or give another "
+                "--chat-template FILE"
+            ) from problem
+        return rendered[0], [(start, end) for start, end in spans[0]] if self.marks_spans else []
+
+
+def find_chat_template(tokenizer: str | Path, *, chosen: str | None) -> ChatTemplate | None:
+    """Return the template that lies beside a tokenizer, or the `chosen` file; None where there is none, or none is wanted.
+
+    tokenizer: its file or folder. Raises ConfigError for a file that is missing or cannot be read.
+    """
+    if chosen == NO_TEMPLATE:
+        return None
+    folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
+    tokens = _special_tokens(folder)
+    if chosen is not None:
+        if (text := _read_template(Path(chosen))) is None:
+            raise ConfigError(f"--chat-template {chosen}: holds no chat template; give a .jinja file, or {NO_TEMPLATE}")
+        return ChatTemplate(text, chosen, tokens)
+    for name in _TEMPLATE_NAMES:
+        if (folder / name).is_file() and (text := _read_template(folder / name)) is not None:
+            return ChatTemplate(text, str(folder / name), tokens)
+    return None
+
+
+def _read_template(path: Path) -> str | None:
+    """Return the template of a file: all of it, or a JSON object's `chat_template`, or the one named default among several."""
+    if not path.is_file():
+        raise ConfigError(f"--chat-template {path}: no such file; give a .jinja file, or {NO_TEMPLATE}")
+    if path.suffix != ".json":
+        return _read_text(path)
+    found = _read_object(path).get("chat_template")
+    if isinstance(found, list):
+        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    tokens = {}
+    for name in _CONFIG_NAMES:
+        if (folder / name).is_file():
+            for key, value in _read_object(folder / name).items():
+                spelling = value.get("content") if isinstance(value, dict) else value
+                if key.endswith("_token") and isinstance(spelling, str):
+                    tokens[key] = spelling
+    return tokens
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(_read_text(path))
+    except ValueError as problem:
+        raise ConfigError(f"{path}: is no JSON ({problem}); copy the model's folder again") from problem
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: expected a JSON object, found {type(found).__name__}; copy the model's folder again")
+    return found
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"{path}: cannot be read ({problem}); copy the model's folder again") from problem

@@ -1,0 +1,86 @@
+"""JSON on disk: objects one a line, or in one list; either way one after another, with the line where each begins."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from multimodal.values.errors import DataError
+
+_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")
+"""The first bytes of gzip, zstd, bzip2 and xz files."""
+_DECODER = json.JSONDecoder()
+_SPACE = " \t\r\n"
+
+
+def read_json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number, object); blank lines are passed over.
+
+    Raises DataError naming the line for what is no JSON, for other values than objects, and for a file that cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            start = file.read(64)
+        values = _list_values(path) if start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[" else _line_values(path)
+        for number, value in values:
+            if not isinstance(value, dict):
+                raise DataError(
+                    f"{path}, line {number}: expected a JSON object, found {type(value).__name__}; write "
+                    '{"id": ..., "segments": [...]}, or an object with "messages" or "conversations"'
+                )
+            yield number, value
+    except OSError as problem:
+        raise DataError(f"{path}: cannot be read ({problem.strerror}); make it readable or give other data") from problem
+
+
+def _line_values(path: Path) -> Iterator[tuple[int, Any]]:
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if number == 1 and raw.startswith(_COMPRESSED):
+                raise DataError(f"{path}, line 1: the manifest is compressed, expected JSON; unpack it first")
+            if raw.strip():
+                yield number, _parse_line(raw, where=f"{path}, line {number}")
+
+
+def _parse_line(raw: bytes, *, where: str) -> Any:
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as problem:  # of JSON, of UTF-8, of what is nested too deeply
+        raise DataError(
+            f"{where}: not a complete JSON object ({problem}); the line is cut off or damaged: restore it or remove it"
+        ) from problem
+
+
+def _list_values(path: Path) -> Iterator[tuple[int, Any]]:
+    """Decode the entries of a list one by one, so that no more than the text and one of them is in memory."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as problem:
+        raise DataError(f"{path}: is no UTF-8 ({problem}); save it as UTF-8") from problem
+    place, number, seen = _behind_space(text, text.index("[") + 1), 1, 0
+    if text[place : place + 1] == "]":
+        return
+    while True:
+        number, seen = number + text.count("\n", seen, place), place
+        where = f"{path}, line {number}"
+        try:
+            value, place = _DECODER.raw_decode(text, place)
+        except (ValueError, RecursionError) as problem:
+            raise DataError(
+                f"{where}: not a complete JSON value ({problem}); the list is cut off or damaged: restore it"
+            ) from None
+        yield number, value
+        place = _behind_space(text, place)
+        if text[place : place + 1] == "]":
+            return
+        if text[place : place + 1] != ",":
+            raise DataError(
+                f"{where}: behind this entry of the list neither ',' nor ']' follows; the list is cut off: restore it"
+            )
+        place = _behind_space(text, place + 1)
+
+
+def _behind_space(text: str, place: int) -> int:
+    while place < len(text) and text[place] in _SPACE:
+        place += 1
+    return place

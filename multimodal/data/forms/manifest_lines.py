@@ -1,0 +1,87 @@
+"""The manifest format: one JSON object a line, `{"id": ..., "segments": [...]}`, checked as it is read.
+
+A segment is `{"type": "text", "role": user | assistant | document | system, "text": ...}`, `{"type": "image", "path": ...,
+"width": ..., "height": ...}` (the size may be left out) or `{"type": "audio", "path": ...}`. An image with `"role": "assistant"`
+is an answer, which a generator learns to make. `"unit"` says which unit an image or a clip is for, where several might take it.
+Other keys are ignored.
+"""
+
+from typing import Any
+
+from multimodal.data.conversation import ROLES, TextSegment
+from multimodal.data.forms.segments import (
+    AudioSegment,
+    ImageSegment,
+    Segment,
+    SegmentedSample,
+    check_path,
+    required,
+    shown,
+)
+from multimodal.values.errors import DataError
+
+SEGMENT_TYPES = ("text", "image", "audio")
+
+
+def parse_manifest_entry(entry: dict[str, Any], *, number: int, where: str, line_of_id: dict[str | int, int]) -> SegmentedSample:
+    """Return the sample of a line; line_of_id: the line of every id before it, which is added to.
+
+    Raises DataError naming the line for anything but the format above, and for two samples of the same id.
+    """
+    sample_id = required(entry, "id", (str, int), where=where)
+    if line_of_id.setdefault(sample_id, number) != number:
+        raise DataError(
+            f"{where}: the id {shown(sample_id)} is already that of line {line_of_id[sample_id]}; give every sample an id "
+            "of its own, or remove what is there twice"
+        )
+    where = f"{where} (sample {shown(sample_id)})"
+    segments = required(entry, "segments", (list,), where=where)
+    if not segments:
+        raise DataError(f"{where}: 'segments' is empty; give the sample a segment or remove the line")
+    parsed = tuple(_parse_segment(segment, where=f"{where}, segment {index}") for index, segment in enumerate(segments))
+    return SegmentedSample(where, parsed)
+
+
+def _parse_segment(segment: Any, *, where: str) -> Segment:
+    if not isinstance(segment, dict):
+        raise DataError(f"{where}: expected a JSON object with a 'type', found {type(segment).__name__}; correct it")
+    kind = required(segment, "type", (str,), where=where)
+    if kind == "text":
+        role = required(segment, "role", (str,), where=where)
+        if role not in ROLES:
+            raise DataError(f"{where}: unknown role {role!r}; use one of {', '.join(ROLES)}")
+        return TextSegment(role, required(segment, "text", (str,), where=where))
+    if kind == "image":
+        path, size = _parse_path(segment, where=where), _parse_size(segment, where=where)
+        return ImageSegment(path, size, is_answer=_is_answer(segment, where=where), unit=_parse_unit(segment, where=where))
+    if kind == "audio":
+        return AudioSegment(_parse_path(segment, where=where), _parse_unit(segment, where=where))
+    raise DataError(f"{where}: unknown segment type {kind!r}; use one of {', '.join(SEGMENT_TYPES)}")
+
+
+def _parse_path(segment: dict[str, Any], *, where: str) -> str:
+    return check_path(required(segment, "path", (str,), where=where), where=where)
+
+
+def _parse_unit(segment: dict[str, Any], *, where: str) -> str | None:
+    return None if segment.get("unit") is None else required(segment, "unit", (str,), where=where)
+
+
+def _is_answer(segment: dict[str, Any], *, where: str) -> bool:
+    role = segment.get("role")
+    if role is not None and role not in ROLES:
+        raise DataError(f"{where}: unknown role {role!r}; use one of {', '.join(ROLES)}, or leave it out")
+    return bool(role == "assistant")
+
+
+def _parse_size(segment: dict[str, Any], *, where: str) -> tuple[int, int] | None:
+    size = segment.get("width"), segment.get("height")
+    if size == (None, None):
+        return None
+    width, height = size
+    if not all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in size):
+        raise DataError(
+            f"{where}: width and height must be positive whole numbers, found {shown(width)} and {shown(height)}; "
+            "correct or remove both"
+        )
+    return width, height  # type: ignore[return-value]

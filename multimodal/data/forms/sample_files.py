@@ -1,0 +1,149 @@
+"""What lies at --data-path, told apart by what is there: a manifest, chats in JSON, or a data set of Hugging Face."""
+
+import hashlib
+from collections.abc import Iterator
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from multimodal.data.forms.chat_rows import parse_chat_entry
+from multimodal.data.forms.json_files import read_json_objects
+from multimodal.data.forms.manifest_lines import parse_manifest_entry
+from multimodal.data.forms.segments import SegmentedSample, shown_keys
+from multimodal.data.forms.table_files import TableFiles, find_table_files
+from multimodal.values.errors import DataError
+
+MANIFEST_NAME = "manifest.jsonl"
+_FORMS = (
+    "a manifest.jsonl, JSON lines with 'messages', JSON with LLaVA's 'conversations', or a folder that save_to_disk of Hugging "
+    "Face's datasets wrote, or its .parquet files"
+)
+_ARCHIVES = ((0, b"PK\x03\x04", "a zip archive"), (257, b"ustar", "a tar archive"), (0, b"\x89HDF", "an HDF5 file"))
+
+
+class SampleFiles(Protocol):
+    """The samples at a data path, in order."""
+
+    path: Path
+    """The file or folder that messages name."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder that paths of images are relative to."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Differs where the data differs, wherever it lies."""
+        ...
+
+    def samples(self) -> Iterator[SegmentedSample]:
+        """Read and check all samples; raises DataError."""
+        ...
+
+    def embedded(self, address: str) -> bytes:
+        """The bytes of an image whose path begins with EMBEDDED; raises DataError."""
+        ...
+
+
+class JsonFile:
+    """A manifest, or chats, in one file of JSON."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def folder(self) -> Path:
+        """The file's."""
+        return self.path.parent
+
+    @cached_property
+    def digest(self) -> str:
+        """That of the whole content."""
+        status = self.path.stat()
+        return _content_digest(self.path, status.st_size, status.st_mtime_ns)
+
+    def samples(self) -> Iterator[SegmentedSample]:
+        """Read and check all samples."""
+        line_of_id: dict[str | int, int] = {}
+        for number, entry in read_json_objects(self.path):
+            yield parse_entry(entry, number=number, where=f"{self.path}, line {number}", line_of_id=line_of_id)
+
+    def embedded(self, address: str) -> bytes:
+        """JSON embeds no images."""
+        raise AssertionError(address)
+
+
+class Table:
+    """A data set of Hugging Face on disk."""
+
+    def __init__(self, path: Path, files: TableFiles) -> None:
+        self.path, self._files = path, files
+
+    @property
+    def folder(self) -> Path:
+        """The data set's folder."""
+        return self.path if self.path.is_dir() else self.path.parent
+
+    @cached_property
+    def digest(self) -> str:
+        """That of the beginnings and ends of all files: their whole may be terabytes."""
+        return self._files.digest()
+
+    def samples(self) -> Iterator[SegmentedSample]:
+        """Read and check all samples."""
+        line_of_id: dict[str | int, int] = {}
+        for number, row in enumerate(self._files.rows()):
+            yield parse_entry(row, number=number, where=f"{self.path}, row {number}", line_of_id=line_of_id)
+
+    def embedded(self, address: str) -> bytes:
+        """Read one image's bytes."""
+        return self._files.embedded(address)
+
+
+@lru_cache(maxsize=4)
+def _content_digest(path: Path, size: int, mtime_ns: int) -> str:
+    """Digest a file once, as long as it does not change."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def parse_entry(entry: dict[str, Any], *, number: int, where: str, line_of_id: dict[str | int, int]) -> SegmentedSample:
+    """Return the sample of one object, of whichever form it is; raises DataError."""
+    if entry.get("messages") is not None or entry.get("conversations") is not None:
+        return parse_chat_entry(entry, where=where)
+    if "segments" in entry or "id" in entry:
+        return parse_manifest_entry(entry, number=number, where=where, line_of_id=line_of_id)
+    raise DataError(
+        f"{where}: the key 'id' is missing; found {shown_keys(entry)}; expected 'id' and 'segments' (a manifest), 'messages' "
+        "(chats) or 'conversations' (LLaVA); see docs/data.md"
+    )
+
+
+def open_sample_files(path: str | Path) -> SampleFiles:
+    """Find out what lies at a path; raises DataError for what is missing or of another form."""
+    path = Path(path)
+    if path.is_dir() and (path / MANIFEST_NAME).is_file():
+        return JsonFile(path / MANIFEST_NAME)
+    if (tables := find_table_files(path)) is not None:
+        return Table(path, tables)
+    if path.is_dir():
+        inside = sorted(found.name for found in path.iterdir() if not found.name.startswith("."))
+        raise DataError(
+            f"{path / MANIFEST_NAME}: no such manifest; give --data-path {_FORMS}. In the folder there is "
+            f"{', '.join(inside[:5]) or 'nothing'}{' and more' if len(inside) > 5 else ''}"
+        )
+    if not path.is_file():
+        raise DataError(f"{path}: no such manifest; give --data-path {_FORMS}")
+    if (found := _archive_kind(path)) is not None:
+        raise DataError(f"{path}: is {found}; unpack it, and give --data-path {_FORMS}")
+    return JsonFile(path)
+
+
+def _archive_kind(path: Path) -> str | None:
+    try:
+        with path.open("rb") as file:
+            start = file.read(512)
+    except OSError as problem:
+        raise DataError(f"{path}: cannot be read ({problem.strerror}); make it readable or give other data") from problem
+    return next((kind for place, magic, kind in _ARCHIVES if start[place:].startswith(magic)), None)

@@ -1,0 +1,75 @@
+"""What every form of data is read as: samples of ordered segments, and the checks that all forms share."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from multimodal.data.conversation import TextSegment
+from multimodal.values.errors import DataError
+
+EMBEDDED = "\0"
+"""Begins the path of an image that is no file, but stands in the data itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSegment:
+    """An image file and its size in pixels, if the data gives it."""
+
+    path: str
+    """The path in the data's spelling, relative to the folder of the data; or EMBEDDED and the place in the data."""
+    size: tuple[int, int] | None = None
+    """(width, height)."""
+    is_answer: bool = False
+    """True if the assistant answers with it."""
+    unit: str | None = None
+    """The unit that it is for; None: the one that takes images, or makes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class AudioSegment:
+    """An audio file."""
+
+    path: str
+    unit: str | None = None
+    """The unit that it is for; None: the one that takes sound."""
+
+
+Segment = TextSegment | ImageSegment | AudioSegment
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentedSample:
+    """One sample as the data describes it."""
+
+    where: str
+    """File, line number and sample, for messages."""
+    segments: tuple[Segment, ...]
+
+
+def check_path(path: str, *, where: str) -> str:
+    """Return a path that a file can have; raises DataError for any other."""
+    if not path or "\0" in path or any("\ud800" <= letter <= "\udfff" for letter in path):
+        raise DataError(f"{where}: no file can be called {path!r}; correct 'path' or remove the segment")
+    return path
+
+
+def required(entry: dict[str, Any], key: str, kinds: tuple[type, ...], *, where: str) -> Any:
+    """Return the value of a key; raises DataError where it is missing or of another kind."""
+    if key not in entry:
+        raise DataError(f"{where}: the key '{key}' is missing; found {shown_keys(entry)}; add it, or remove the line")
+    if not isinstance(entry[key], kinds) or isinstance(entry[key], bool):
+        expected = " or ".join({"str": "text", "int": "a number", "list": "a list"}[kind.__name__] for kind in kinds)
+        raise DataError(f"{where}: '{key}' must be {expected}, found {type(entry[key]).__name__}; correct it")
+    return entry[key]
+
+
+def shown_keys(entry: dict[str, Any]) -> str:
+    """Spell the keys of an object for a message."""
+    return ", ".join(map(shown, entry)) or "no keys"
+
+
+def shown(value: Any) -> str:
+    """Spell a value of any length for a message."""
+    if isinstance(value, int) and abs(value) >= 10**30:  # Python refuses to spell some of them
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."

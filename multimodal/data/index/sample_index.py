@@ -1,0 +1,179 @@
+"""An index of samples: their tokens and the sizes of their items as arrays, in memory or in files that ranks share.
+
+Written once by one process, under a hidden name that is renamed when all is there, and then mapped into memory by all of a node.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from multimodal.data.conversation import Conversation
+
+_SUMMARY = "index.json"
+FORMAT = 1
+"""Changes with what is written."""
+_ARRAYS = (
+    *("token_ids", "is_trained", "token_starts", "is_cut", "items", "item_starts"),
+    *("places", "place_starts", "paths", "path_starts"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedItem:
+    """One item of a sample, which fits into seq_length."""
+
+    unit: str
+    """The encoder that takes it, or the generator that is to make it."""
+    path: str
+    size: tuple[int, int]
+    """(width, height) in pixels of its file; of sound (samples at 16 kHz, 1)."""
+    grid: tuple[int, int]
+    """(rows, columns) of patches; of sound (frames, 1)."""
+
+
+class IndexedSample(NamedTuple):
+    """A tokenised sample."""
+
+    where: str
+    """File, line and sample, for messages."""
+    conversation: Conversation
+    items: tuple[IndexedItem, ...]
+
+
+class SampleIndex:
+    """Samples by number; O(1) each, and nothing of them is copied before it is asked for."""
+
+    def __init__(self, arrays: Mapping[str, npt.NDArray[Any]], summary: Mapping[str, Any]) -> None:
+        """As `build_index` and `read_index` make them."""
+        self._arrays, self._summary = arrays, summary
+
+    def __len__(self) -> int:
+        """Count the samples."""
+        return len(self._arrays["is_cut"])
+
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        """Reason for which samples were left out -> their number."""
+        found: Mapping[str, int] = self._summary["skipped"]
+        return found
+
+    @property
+    def num_cut(self) -> int:
+        """Samples that lost their end."""
+        return int(self._arrays["is_cut"].sum())
+
+    def conversation(self, index: int) -> Conversation:
+        """The tokens of a sample."""
+        arrays, tokens = self._arrays, self._slice("token_starts", index)
+        items = arrays["items"][self._slice("item_starts", index)]
+        starts = tuple((number, start, outputs) for number, (start, outputs) in enumerate(items[:, 1:3].tolist()))
+        is_cut = bool(arrays["is_cut"][index])
+        return Conversation(arrays["token_ids"][tokens], arrays["is_trained"][tokens], starts, is_cut)
+
+    def num_items(self, index: int) -> int:
+        """Count the items of a sample."""
+        first, last = self._arrays["item_starts"][index : index + 2]
+        return int(last - first)
+
+    def item(self, index: int, item_index: int) -> IndexedItem:
+        """One item of a sample; raises IndexError beyond the last."""
+        if not 0 <= item_index < self.num_items(index):
+            raise IndexError(f"item {item_index} of sample {index}, which has {self.num_items(index)}")
+        number = int(self._arrays["item_starts"][index]) + item_index
+        unit, _, _, width, height, rows, columns = self._arrays["items"][number].tolist()
+        return IndexedItem(self._summary["units"][unit], self._text("paths", number), (width, height), (rows, columns))
+
+    def where(self, index: int) -> str:
+        """Where a sample is from, for messages."""
+        return self._text("places", index)
+
+    def write(self, folder: Path) -> None:
+        """Write the index into a new folder, which appears complete; raises OSError."""
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        hidden = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder.parent))
+        try:
+            for name, array in self._arrays.items():
+                np.save(hidden / f"{name}.npy", array)
+            (hidden / _SUMMARY).write_text(json.dumps(self._summary))
+            hidden.chmod(0o755)
+            try:
+                os.rename(hidden, folder)
+            except OSError:
+                if read_index(folder) is None:  # else another run has written the same meanwhile
+                    shutil.rmtree(folder)
+                    os.rename(hidden, folder)
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
+
+    def _slice(self, name: str, index: int) -> slice:
+        first, last = self._arrays[name][index : index + 2].tolist()
+        return slice(first, last)
+
+    def _text(self, name: str, index: int) -> str:
+        return bytes(self._arrays[name][self._slice(f"{name[:-1]}_starts", index)]).decode(errors="surrogatepass")
+
+
+def build_index(samples: Iterable[IndexedSample], *, skipped: Mapping[str, int]) -> SampleIndex:
+    """Gather samples; skipped: is read when the last has come."""
+    conversations: list[Conversation] = []
+    places, paths = [], []
+    items: list[tuple[int, ...]] = []
+    units: dict[str, int] = {}
+    for place, conversation, of_sample in samples:
+        conversations.append(conversation)
+        places.append(place)
+        for item, (_, start, outputs) in zip(of_sample, conversation.item_starts, strict=True):
+            items.append((units.setdefault(item.unit, len(units)), start, outputs, *item.size, *item.grid))
+            paths.append(item.path)
+    arrays = {
+        "token_ids": _joined([conversation.token_ids for conversation in conversations], np.int32),
+        "is_trained": _joined([conversation.is_trained for conversation in conversations], np.bool_),
+        "token_starts": _starts([len(conversation.token_ids) for conversation in conversations]),
+        "is_cut": np.array([conversation.is_cut for conversation in conversations], dtype=np.bool_),
+        "items": np.array(items, dtype=np.int64).reshape(-1, 7),
+        "item_starts": _starts([len(conversation.item_starts) for conversation in conversations]),
+    }
+    for name, texts in (("places", places), ("paths", paths)):
+        encoded = [text.encode(errors="surrogatepass") for text in texts]
+        arrays[name] = np.frombuffer(b"".join(encoded), dtype=np.uint8)
+        arrays[f"{name[:-1]}_starts"] = _starts([len(text) for text in encoded])
+    return SampleIndex(arrays, {"format": FORMAT, "units": list(units), "skipped": dict(skipped)})
+
+
+def read_index(folder: Path) -> SampleIndex | None:
+    """Map a written index into memory; None where there is none, or a damaged one."""
+    try:
+        summary = json.loads((folder / _SUMMARY).read_bytes())
+        if summary["format"] != FORMAT:
+            return None
+        arrays = {name: _mapped(folder / f"{name}.npy") for name in _ARRAYS}
+        index = SampleIndex(arrays, summary)
+        is_whole = len(arrays["token_ids"]) == arrays["token_starts"][-1] and len(arrays["paths"]) == arrays["path_starts"][-1]
+        return index if is_whole and len(arrays["token_starts"]) == len(index) + 1 else None
+    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError):
+        return None
+
+
+def _mapped(path: Path) -> npt.NDArray[Any]:
+    """An empty file cannot be mapped; arrays that can be are no more than views of the file."""
+    try:
+        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+    except ValueError:
+        found: npt.NDArray[Any] = np.load(path, allow_pickle=False)
+        return found
+
+
+def _joined(parts: list[npt.NDArray[Any]], dtype: Any) -> npt.NDArray[Any]:
+    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype=dtype)
+
+
+def _starts(lengths: list[int]) -> npt.NDArray[np.int64]:
+    return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))

@@ -1,0 +1,120 @@
+"""Indices on disk: as in memory, found again, and never one that does not fit."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multimodal.data.index.index_cache import FOLDER_NAME, IndexCache
+from multimodal.data.index.sample_index import build_index, read_index
+from multimodal.data.manifest import ManifestSource
+from multimodal.data.tokenizer import ByteTokenizer
+from multimodal.values.model_graph import ModelGraph
+
+TEXT = {"type": "text", "role": "assistant", "text": "cats\ud800é"}
+IMAGE = {"type": "image", "path": "a.png"}
+CACHE = IndexCache("bytes")
+
+
+class CountingTokenizer(ByteTokenizer):
+    """Counts the texts that it is given."""
+
+    def __init__(self) -> None:
+        self.num_texts = 0
+
+    def encode(self, text: str) -> list[int]:
+        self.num_texts += 1
+        return super().encode(text)
+
+
+@pytest.fixture
+def open_cached(write_manifest: Callable[..., Path], write_image: Callable[..., str], graph: ModelGraph, tmp_path: Path) -> Any:
+    """Index two samples with a cache; returns the source and the number of texts that were tokenised."""
+    write_image("a.png", (24, 16))
+    write_manifest([[IMAGE, TEXT, IMAGE], [TEXT], [{"type": "audio", "path": "a.wav"}, TEXT]])
+
+    def build(cache: IndexCache | None = CACHE, **options: Any) -> tuple[ManifestSource, int]:
+        tokenizer = CountingTokenizer()
+        options = {"graph": graph, "seq_length": 99, **options}
+        return ManifestSource(tmp_path, tokenizer=tokenizer, cache=cache, **options), tokenizer.num_texts
+
+    return build
+
+
+def test_an_index_is_found_again_and_says_the_same(open_cached: Any, tmp_path: Path) -> None:
+    fresh, num_texts = open_cached(None)
+    assert num_texts == 2 and not (tmp_path / FOLDER_NAME).exists()
+    assert open_cached()[1] == 2
+    (written,) = (tmp_path / FOLDER_NAME).iterdir()
+    found, num_texts = open_cached()
+    assert num_texts == 0
+    assert (found.skipped, found.num_cut, len(found)) == (fresh.skipped, fresh.num_cut, len(fresh))
+    for index in range(len(fresh)):
+        assert found.lengths(index) == fresh.lengths(index)
+        assert found.text(index).item_starts == fresh.text(index).item_starts
+        for name in ("token_ids", "labels", "is_target"):
+            np.testing.assert_array_equal(getattr(found.text(index), name), getattr(fresh.text(index), name))
+    np.testing.assert_array_equal(found.item(0, 1).patches, fresh.item(0, 1).patches)
+    with pytest.raises(IndexError, match="item 2 of sample 0, which has 2"):
+        found.item(0, 2)
+    assert written.stat().st_mode & 0o777 == 0o755
+
+
+def test_everything_that_matters_makes_another_index(
+    open_cached: Any, tmp_path: Path, text_graph: ModelGraph, painter_graph: ModelGraph
+) -> None:
+    open_cached()
+    for cache, options in (
+        (IndexCache("other tokenizer"), {}),
+        (CACHE, {"seq_length": 98}),
+        (CACHE, {"graph": text_graph}),
+        (CACHE, {"graph": painter_graph}),
+        (CACHE, {"max_image_pixels": 24 * 16}),
+        (CACHE, {"allows_outside_paths": True}),
+    ):
+        assert open_cached(cache, **options)[1] > 0 and open_cached(cache, **options)[1] == 0
+    manifest = tmp_path / "manifest.jsonl"
+    before = manifest.stat()
+    manifest.write_text(manifest.read_text().replace("cats", "dogs"))
+    os.utime(manifest, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    source, num_texts = open_cached()
+    assert num_texts == 2 and b"dogs" in bytes(source.text(1).token_ids.astype(np.uint8))
+
+
+def test_damaged_indices_are_built_again(open_cached: Any, tmp_path: Path) -> None:
+    open_cached()
+    (written,) = (tmp_path / FOLDER_NAME).iterdir()
+    for name, content in (("token_ids.npy", b""), ("index.json", b"{}"), ("paths.npy", b"\x93NUMPY"), ("items.npy", None)):
+        if content is None:
+            (written / name).unlink()
+        else:
+            (written / name).write_bytes(content)
+        assert read_index(written) is None
+        assert open_cached()[1] == 2 and open_cached()[1] == 0
+
+
+def test_a_folder_of_others_leaves_the_index_in_the_users_cache(
+    open_cached: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / FOLDER_NAME).write_text("no folder can be made here")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert open_cached()[1] == 2 and open_cached()[1] == 0
+    assert len(list((tmp_path / "cache" / "braid" / "index").iterdir())) == 1
+    (tmp_path / "elsewhere").write_text("here neither")
+    nowhere = IndexCache("bytes", fallback=tmp_path / "elsewhere")
+    assert open_cached(nowhere)[1] == 2 and open_cached(nowhere)[1] == 2
+
+
+def test_a_kept_index_is_not_overwritten(tmp_path: Path) -> None:
+    """Two runs may write the same at once: the first stays, and nothing hidden is left."""
+    index = build_index([], skipped={"why": 1})
+    index.write(tmp_path / "index" / "a")
+    build_index([], skipped={}).write(tmp_path / "index" / "a")
+    assert [path.name for path in (tmp_path / "index").iterdir()] == ["a"]
+    assert json.loads((tmp_path / "index" / "a" / "index.json").read_text())["skipped"] == {"why": 1}
+    found = read_index(tmp_path / "index" / "a")
+    assert found is not None and len(found) == 0
