@@ -167,16 +167,9 @@ class HuggingFaceTokenizer:
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
     def id_of(self, token: str) -> int:
-        """The id of a token; MISSING where the vocabulary lacks it."""
+        """Return the id of a token; MISSING where the vocabulary lacks it."""
         found = self._tokenizer.token_to_id(token)
         return MISSING if found is None else int(found)
-
-    def spelling_of(self, token_id: int) -> str:
-        """The token of an id; raises ConfigError where the vocabulary lacks it."""
-        found = self._tokenizer.id_to_token(token_id)
-        if found is None:
-            raise ConfigError(f"{self._file}: there is no token {token_id}; give the model's own tokenizer")
-        return str(found)
 
     def encode_rendered(self, text: str, *, adds_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids of a text in which special tokens are spelled out, and where in the text each (starts, ends).

@@ -173,8 +173,8 @@ class ChatFormat:
         places = [index for index, token_id in enumerate(token_ids) if self._image and token_id == self._image.token_id]
         if len(places) != len(items):
             raise DataError(
-                f"{where}: {self._template.source} writes {len(places)} placeholders for {len(items)} images; take the template "
-                "of a model that sees, or --chat-template none"
+                f"{where}: {self._template.source} writes {len(places)} placeholders for {len(items)} images; take the tokenizer "
+                "and the template of a model that sees, or --chat-template none"
             )
         ids: list[int] = []
         flags: list[bool] = []
@@ -249,11 +249,17 @@ def _find_placeholder(folder: Path, tokenizer: HuggingFaceTokenizer) -> _Placeho
     token_id = next((config[key] for key in _IMAGE_KEYS if isinstance(config.get(key), int)), tokenizer.special.image)
     if token_id == MISSING:
         return None
-    spelling = tokenizer.spelling_of(token_id)
+    spellings = {number: spelling for spelling, number in tokenizer.special_spellings.items()}
+    if token_id not in spellings:
+        raise ConfigError(
+            f"{folder / 'config.json'}: the placeholder of images is token {token_id}, which is none of the tokenizer's special "
+            "tokens; give the model's own: --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR"
+        )
+    spelling = spellings[token_id]
     wrap = [tokenizer.id_of(token) for token in _WRAPPED.get(config.get("model_type"), ())]
     if MISSING in wrap:
         raise ConfigError(f"{folder}: the tokenizer lacks {' or '.join(_WRAPPED[config['model_type']])}; give the model's own")
     start, end = tokenizer.special.vision_start, tokenizer.special.vision_end
     if not wrap and MISSING not in (start, end) and tokenizer.special.image == token_id:
-        spelling = f"{tokenizer.spelling_of(start)}{spelling}{tokenizer.spelling_of(end)}"
+        spelling = f"{spellings.get(start, '')}{spelling}{spellings.get(end, '')}"
     return _Placeholder(token_id, spelling, tuple(wrap[:1]), tuple(wrap[1:]))

@@ -27,6 +27,18 @@ def test_only_the_pixels_differ(
     assert np.abs(seen.patches).max() > 0 and not unseen.patches.any()
 
 
+def test_a_class_token_has_no_pixels(
+    open_manifest: Callable[..., ManifestSource], write_image: Callable[..., str], graph: ModelGraph
+) -> None:
+    described = graph.to_dict()
+    described["units"]["vision"]["image"] |= {"image_size": 16, "class_token": "dropped"}
+    changed = ModelGraph.from_dict(described)
+    segments = [{"type": "image", "path": write_image("a.png", (24, 16))}, {"type": "text", "role": "assistant", "text": "yes"}]
+    source = open_manifest([segments], graph=changed)
+    assert source.lengths(0).items[0].num_tokens == 17
+    assert BlankImages(source, graph=changed).item(0, 0).patches.shape == source.item(0, 0).patches.shape == (16, 48)
+
+
 def test_what_is_to_be_made_is_not_blanked(
     open_manifest: Callable[..., ManifestSource], write_image: Callable[..., str], painter_graph: ModelGraph
 ) -> None:

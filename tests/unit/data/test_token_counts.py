@@ -1,0 +1,95 @@
+"""Token counts from the headers of images, against those that transformers' own processors give, for 1,000 random sizes."""
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image, ImageFile
+
+from multimodal.data.image_processing import image_grid
+from multimodal.data.manifest import ManifestSource
+from multimodal.data.tokenizer import ByteTokenizer
+from multimodal.values.model_graph import ImageInput, ModelGraph
+
+SIZES = [(random.Random(seed).randint(1, 4000), random.Random(-seed - 1).randint(30, 3000)) for seed in range(1000)]
+"""(width, height), 20 of them thinner than Qwen2-VL's rule allows."""
+
+
+def qwen2_5_vl(image: ImageInput) -> Callable[[int, int], int]:
+    from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    size = {"shortest_edge": image.min_pixels, "longest_edge": image.max_pixels}
+    processor = Qwen2VLImageProcessorPil(size=size, patch_size=14, merge_size=2, temporal_patch_size=2)
+    return count(Qwen2_5_VLProcessor, image_processor=processor)
+
+
+def llava(strategy: str) -> Callable[[ImageInput], Callable[[int, int], int]]:
+    def build(image: ImageInput) -> Callable[[int, int], int]:
+        from transformers.models.llava.processing_llava import LlavaProcessor
+
+        processor = SimpleNamespace(crop_size={"height": image.image_size, "width": image.image_size})
+        options = {"patch_size": image.patch_size, "vision_feature_select_strategy": strategy, "num_additional_image_tokens": 1}
+        return count(LlavaProcessor, image_processor=processor, **options)
+
+    return build
+
+
+def internvl(image: ImageInput) -> Callable[[int, int], int]:
+    """Whole images; two of the tokens that the processor counts stand around an image."""
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+    from transformers.models.internvl.processing_internvl import InternVLProcessor
+
+    processor = GotOcr2ImageProcessorPil(size={"height": image.image_size, "width": image.image_size}, crop_to_patches=False)
+    counted = count(InternVLProcessor, image_processor=processor, image_seq_length=256)
+    return lambda height, width: counted(height, width) - 2
+
+
+def count(processor: Any, **attributes: Any) -> Callable[[int, int], int]:
+    """The processor's own count, without the tokenizer that building one needs."""
+    itself = SimpleNamespace(_merge_kwargs=lambda **given: {"images_kwargs": {}}, **attributes)
+    return lambda height, width: int(
+        processor._get_num_multimodal_tokens(itself, image_sizes=[(height, width)])["num_image_tokens"][0]
+    )
+
+
+FAMILIES: Mapping[str, tuple[ImageInput, Callable[[ImageInput], Callable[[int, int], int]]]] = {
+    "Qwen2.5-VL": (ImageInput(num_frames=2, max_pixels=12845056), qwen2_5_vl),
+    "Qwen2.5-VL, narrow bounds": (ImageInput(num_frames=2, min_pixels=200704, max_pixels=401408), qwen2_5_vl),
+    "LLaVA": (ImageInput(image_size=336, merge_size=1, class_token="dropped", fit="crop"), llava("default")),
+    "LLaVA with its class token": (ImageInput(image_size=336, merge_size=1, class_token="kept", fit="crop"), llava("full")),
+    "InternVL": (ImageInput(image_size=448, class_token="dropped"), internvl),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_counts_are_those_of_transformers(family: str) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
+    image, build = FAMILIES[family]
+    counted, num_compared = build(image), 0
+    for width, height in SIZES:
+        if image.image_size is None and max(width, height) > 200 * min(width, height):
+            continue
+        expected = counted(height, width)
+        assert image.num_output_tokens(image_grid(width=width, height=height, image_input=image)) == expected, (width, height)
+        num_compared += 1
+    assert num_compared > 970
+
+
+def test_no_image_is_decoded_for_its_length(tmp_path: Path, graph: ModelGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files hold no pixels at all behind their headers."""
+    entries = []
+    for index, (width, height) in enumerate([(300, 200), (17, 90), (2000, 1000)]):
+        path = tmp_path / f"{index}.png"
+        Image.new("RGB", (width, height)).save(path)
+        path.write_bytes(path.read_bytes()[:60])
+        conversation = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "a"}]
+        entries.append({"image": path.name, "conversations": conversation})
+    (tmp_path / "data.json").write_text(json.dumps(entries))
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("an image was decoded"))
+    source = ManifestSource(tmp_path / "data.json", graph=graph, tokenizer=ByteTokenizer(), seq_length=999)
+    assert [source.lengths(index).items[0].num_tokens for index in range(3)] == [48, 36, 40]
