@@ -83,7 +83,7 @@ def take_another_tokenizer(data: Path, model: Path) -> None:
 WRONG: dict[Callable[[Path, Path], None], str] = {
     cut_off: "conversations.json, line ",
     damage_an_image: ".png cannot be decoded as an image",
-    take_another_tokenizer: "config.json: the placeholder of images is token 258, which is none of the tokenizer's",
+    take_another_tokenizer: "config.json: the placeholder (image) is token 258, which is none of the tokenizer's",
 }
 
 

@@ -1,14 +1,12 @@
-"""A conversation as a model's chat template and tokenizer write it: tokens, targets, and the places of its images.
+"""A conversation as a model's chat template and tokenizer write it: tokens, targets, and the places of its images and clips.
 
-Text that spells a special token stays text. Every placeholder that the template writes for an image becomes as many as the
-image has output tokens; templates write them in the order of a message's images.
+Text that spells a special token stays text. Every placeholder that the template writes for an image, or a clip of sound,
+becomes as many as that has output tokens; templates write them in the order of a message's items.
 """
 
-import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -18,40 +16,28 @@ import numpy as np
 import numpy.typing as npt
 
 from multimodal.data.chat.chat_template import ChatTemplate, Span
+from multimodal.data.chat.placeholders import find_placeholders
 from multimodal.data.conversation import Conversation, GeneratedSegment, ItemSegment, Segment, TextSegment
-from multimodal.data.tokenizer import MISSING, HuggingFaceTokenizer
+from multimodal.data.tokenizer import HuggingFaceTokenizer
 from multimodal.values.errors import ConfigError, DataError
 
 _HIDDEN = "\U0010fffd"
 """A letter of private use, which stands around the number of a special token that a text spells."""
 _HIDDEN_TOKEN = re.compile(f"{_HIDDEN}(\\d+){_HIDDEN}")
-_IMAGE_KEYS = ("image_token_id", "image_token_index")
-_WRAPPED = {"internvl": ("<img>", "</img>")}
-"""By model_type: tokens that the processor, and not the template, sets around an image."""
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
-
-
-@dataclass(frozen=True)
-class _Placeholder:
-    """How an image is written."""
-
-    token_id: int
-    spelling: str
-    before: tuple[int, ...]
-    after: tuple[int, ...]
 
 
 class ChatFormat:
     """Builds conversations by a template."""
 
     def __init__(self, template: ChatTemplate, *, tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
-        """folder: the model's, whose config.json says how images are written, if there is one.
+        """folder: the model's, whose config.json says how images and sound are written, if there is one.
 
         Raises ConfigError for a template that cannot be rendered, or does not show what the assistant says.
         """
         template.check()
         self._template, self._tokenizer = template, tokenizer
-        self._image = _find_placeholder(folder, tokenizer)
+        self._placeholders = find_placeholders(folder, tokenizer)
         self._has_processor = any((folder / name).is_file() for name in _PROCESSORS)
 
     def build(self, segments: Sequence[Segment], *, seq_length: int, where: str) -> Conversation:
@@ -68,7 +54,7 @@ class ChatFormat:
             text, spans = self._document(segments) if "document" in roles else self._turns(segments)
         except (ConfigError, DataError) as problem:
             raise DataError(f"{where}: {problem}") from problem
-        items = [segment.num_output_tokens for segment in segments if isinstance(segment, ItemSegment)]
+        items = [(_kind(segment), segment.num_output_tokens) for segment in segments if isinstance(segment, ItemSegment)]
         token_ids, trained = self._encode(text, spans, is_document="document" in roles)
         return self._expand(token_ids, trained, items, seq_length=seq_length, where=where)
 
@@ -87,9 +73,9 @@ class ChatFormat:
             if is_text[index]:
                 content += part["text"]
             elif not any(is_text[:index]):
-                content += f"{self._image_spelling()}\n"
+                content += f"{self._spelling(part['type'])}\n"
             else:
-                content += f"{'' if any(is_text[index:]) else chr(10)}{self._image_spelling()}"
+                content += f"{'' if any(is_text[index:]) else chr(10)}{self._spelling(part['type'])}"
         return content
 
     def _document(self, segments: Sequence[Segment]) -> tuple[str, list[Span]]:
@@ -98,18 +84,18 @@ class ChatFormat:
             if isinstance(segment, TextSegment):
                 spans.append((len(text), len(text) + len(hidden := self._hide(segment.text))))
                 text += hidden
-            else:
-                text += self._image_spelling()
+            elif isinstance(segment, ItemSegment):
+                text += self._spelling(_kind(segment))
         end = self._template.tokens.get("eos_token", "")
         return text + end, [*spans, (len(text), len(text) + len(end))]
 
-    def _image_spelling(self) -> str:
-        if self._image is None:
+    def _spelling(self, kind: str) -> str:
+        if kind not in self._placeholders:
             raise DataError(
-                "an image, but neither config.json (image_token_id) nor the tokenizer knows a placeholder for images; take the "
-                "folder of a model that sees, or --chat-template none"
+                f"an item ({kind}) for which neither config.json ({kind}_token_id) nor the tokenizer knows a placeholder; "
+                "take the folder of a model that takes such items, or --chat-template none"
             )
-        return self._image.spelling
+        return self._placeholders[kind].spelling
 
     @cached_property
     def _special(self) -> list[tuple[str, int]]:
@@ -168,27 +154,34 @@ class ChatFormat:
         return ids, np.array(flags, dtype=np.bool_)
 
     def _expand(
-        self, token_ids: list[int], trained: npt.NDArray[np.bool_], items: list[int], *, seq_length: int, where: str
+        self,
+        token_ids: list[int],
+        trained: npt.NDArray[np.bool_],
+        items: list[tuple[str, int]],
+        *,
+        seq_length: int,
+        where: str,
     ) -> Conversation:
-        places = [index for index, token_id in enumerate(token_ids) if self._image and token_id == self._image.token_id]
-        if len(places) != len(items):
+        kinds = {placeholder.token_id: kind for kind, placeholder in self._placeholders.items()}
+        places = [(index, kinds[token_id]) for index, token_id in enumerate(token_ids) if token_id in kinds]
+        if [kind for _, kind in places] != [kind for kind, _ in items]:
             raise DataError(
-                f"{where}: {self._template.source} writes {len(places)} placeholders for {len(items)} images; take the tokenizer "
-                "and the template of a model that sees, or --chat-template none"
+                f"{where}: {self._template.source} writes {len(places)} placeholders for {len(items)} items, or in another order; take "
+                "the tokenizer and the template of a model that takes such items, or --chat-template none"
             )
         ids: list[int] = []
         flags: list[bool] = []
         starts: list[tuple[int, int, int]] = []
         done, is_cut = 0, False
-        for place, num_tokens in zip(places, items, strict=True):
-            assert self._image is not None
+        for (place, kind), (_, num_tokens) in zip(places, items, strict=True):
+            placeholder = self._placeholders[kind]
             ids += token_ids[done:place]
             flags += trained[done:place].tolist()
-            run = [*self._image.before, *[self._image.token_id] * num_tokens, *self._image.after]
+            run = [*placeholder.before, *[placeholder.token_id] * num_tokens, *placeholder.after]
             is_cut = len(ids) + len(run) > seq_length
             if is_cut:
                 break
-            starts.append((len(starts), len(ids) + len(self._image.before), num_tokens))
+            starts.append((len(starts), len(ids) + len(placeholder.before), num_tokens))
             ids += run
             flags += [False] * len(run)
             done = place + 1
@@ -199,6 +192,10 @@ class ChatFormat:
         return Conversation(
             np.array(ids[:seq_length], dtype=np.int32), np.array(flags[:seq_length], dtype=np.bool_), tuple(starts), is_cut
         )
+
+
+def _kind(segment: ItemSegment) -> str:
+    return "audio" if segment.is_sound else "image"
 
 
 def _trained(offsets: list[Span], spans: list[Span]) -> npt.NDArray[np.bool_]:
@@ -213,12 +210,12 @@ def _trained(offsets: list[Span], spans: list[Span]) -> npt.NDArray[np.bool_]:
 
 
 def _messages(segments: Sequence[Segment], *, hide: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield (role, parts) of every turn: an image belongs to the turn that it is in or before, but not to an answer behind it."""
+    """Yield (role, parts) of every turn: an item belongs to the turn that it is in or before, but not to an answer behind it."""
     turns: list[tuple[str, list[dict[str, Any]]]] = []
     waiting: list[dict[str, Any]] = []
     for segment in segments:
         if not isinstance(segment, TextSegment):
-            waiting.append({"type": "image"})
+            waiting.append({"type": _kind(segment) if isinstance(segment, ItemSegment) else "image"})
             continue
         part = {"type": "text", "text": hide(segment.text)}
         last = turns[-1][0] if turns else None
@@ -237,29 +234,3 @@ def _messages(segments: Sequence[Segment], *, hide: Any) -> Iterator[tuple[str, 
             turns.append(("user", []))
         turns[-1][1].extend(waiting)
     yield from turns
-
-
-def _find_placeholder(folder: Path, tokenizer: HuggingFaceTokenizer) -> _Placeholder | None:
-    config: Any = {}
-    if (folder / "config.json").is_file():
-        try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        except ValueError as problem:
-            raise ConfigError(f"{folder / 'config.json'}: is no JSON ({problem}); copy the model's folder again") from problem
-    token_id = next((config[key] for key in _IMAGE_KEYS if isinstance(config.get(key), int)), tokenizer.special.image)
-    if token_id == MISSING:
-        return None
-    spellings = {number: spelling for spelling, number in tokenizer.special_spellings.items()}
-    if token_id not in spellings:
-        raise ConfigError(
-            f"{folder / 'config.json'}: the placeholder of images is token {token_id}, which is none of the tokenizer's special "
-            "tokens; give the model's own: --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR"
-        )
-    spelling = spellings[token_id]
-    wrap = [tokenizer.id_of(token) for token in _WRAPPED.get(config.get("model_type"), ())]
-    if MISSING in wrap:
-        raise ConfigError(f"{folder}: the tokenizer lacks {' or '.join(_WRAPPED[config['model_type']])}; give the model's own")
-    start, end = tokenizer.special.vision_start, tokenizer.special.vision_end
-    if not wrap and MISSING not in (start, end) and tokenizer.special.image == token_id:
-        spelling = f"{spellings.get(start, '')}{spelling}{spellings.get(end, '')}"
-    return _Placeholder(token_id, spelling, tuple(wrap[:1]), tuple(wrap[1:]))

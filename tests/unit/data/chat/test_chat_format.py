@@ -146,6 +146,32 @@ def test_a_text_that_spells_a_special_token_stays_text(open_model: Callable[...,
     assert trained == [*plain, model.theirs.eos_token_id]
 
 
+AUDIO = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% for content in message['content'] %}"
+    "{% if content['type'] == 'audio' %}Audio: <s><img></s>\n{% elif content['type'] == 'image' %}<image>{% else %}"
+    "{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_sound_has_placeholders_of_its_own(open_model: Callable[..., Model]) -> None:
+    """As Qwen2-Audio's template has them; images and clips in one sample stay apart."""
+    model = open_model(AUDIO, image_token_index=267, audio_token_index=270)
+    found = model.build([ItemSegment(2, is_sound=True), ItemSegment(3), QUESTION, ANSWER])
+    assert [length for _, _, length in found.item_starts] == [2, 3]
+    assert [found.token_ids[start : start + length].tolist() for _, start, length in found.item_starts] == [[270] * 2, [267] * 3]
+    swapped = AUDIO.replace("message['content']", "(message['content'] | sort(attribute='type', reverse=True))")
+    with pytest.raises(DataError, match="writes 2 placeholders for 2 items, or in another order"):
+        open_model(swapped, image_token_index=267, audio_token_index=270).build(
+            [ItemSegment(2, is_sound=True), ItemSegment(3), QUESTION, ANSWER]
+        )
+
+
+def test_a_placeholder_that_the_tokenizer_lacks_is_refused(open_model: Callable[..., Model]) -> None:
+    with pytest.raises(ConfigError, match=r"config.json: the placeholder \(audio\) is token 999, which is none"):
+        open_model(AUDIO, audio_token_id=999)
+
+
 def test_documents_are_trained_as_they_stand(open_model: Callable[..., Model]) -> None:
     model = open_model(CHATML, image_token_id=266)
     conversation = model.build([TextSegment("document", "the "), ItemSegment(2), TextSegment("document", "and")])
@@ -207,7 +233,7 @@ def test_a_wrong_sample_is_named_with_its_line(open_model: Callable[..., Model])
         "{% for message in messages %}{{ message.role }}{% for part in message.content if part.text %}"
         "{% generation %}{{ part.text }}{% endgeneration %}{% endfor %}{% endfor %}"
     )
-    with pytest.raises(DataError, match=r"line 3: .*jinja writes 0 placeholders for 1 images"):
+    with pytest.raises(DataError, match=r"line 3: .*jinja writes 0 placeholders for 1 items"):
         open_model(blind, image_token_id=266).build([ItemSegment(1), QUESTION, ANSWER])
 
 

@@ -1,0 +1,66 @@
+"""How a model's folder writes an image and a clip of sound: the token that stands for its outputs, and those around it."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from multimodal.data.tokenizer import MISSING, HuggingFaceTokenizer
+from multimodal.values.errors import ConfigError
+
+_CONFIG_KEYS = {"image": ("image_token_id", "image_token_index"), "audio": ("audio_token_id", "audio_token_index")}
+_WRAPPED = {"internvl": ("<img>", "</img>")}
+"""By model_type: tokens that the processor, and not the template, sets around an image."""
+
+
+@dataclass(frozen=True)
+class Placeholder:
+    """How an image, or a clip of sound, is written."""
+
+    token_id: int
+    spelling: str
+    """The token as text, with those around it in documents."""
+    before: tuple[int, ...]
+    """Tokens that the processor, and not the template, sets before it."""
+    after: tuple[int, ...]
+
+
+def find_placeholders(folder: Path, tokenizer: HuggingFaceTokenizer) -> dict[str, Placeholder]:
+    """Return the placeholders by kind, image and audio; raises ConfigError where the tokenizer lacks what config.json says."""
+    config: Any = {}
+    if (folder / "config.json").is_file():
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except ValueError as problem:
+            raise ConfigError(f"{folder / 'config.json'}: is no JSON ({problem}); copy the model's folder again") from problem
+    config = {**config, **config.get("thinker_config", {})}
+    wrap = [tokenizer.id_of(token) for token in _WRAPPED.get(config.get("model_type"), ())]
+    if MISSING in wrap:
+        raise ConfigError(f"{folder}: the tokenizer lacks {' or '.join(_WRAPPED[config['model_type']])}; give the model's own")
+    special = tokenizer.special
+    found: dict[str, Placeholder] = {}
+    for kind, (start, own, end) in {
+        "image": (special.vision_start, special.image, special.vision_end),
+        "audio": (special.audio_start, special.audio, special.audio_end),
+    }.items():
+        token_id = next((config[key] for key in _CONFIG_KEYS[kind] if isinstance(config.get(key), int)), own)
+        if token_id == MISSING or any(token_id == other.token_id for other in found.values()):
+            continue
+        around = (MISSING, MISSING) if wrap or token_id != own else (start, end)
+        spelling = _spelled_placeholder(kind, token_id, around=around, folder=folder, tokenizer=tokenizer)
+        found[kind] = Placeholder(token_id, spelling, tuple(wrap[:1]), tuple(wrap[1:]))
+    return found
+
+
+def _spelled_placeholder(
+    kind: str, token_id: int, *, around: tuple[int, int], folder: Path, tokenizer: HuggingFaceTokenizer
+) -> str:
+    """Return a placeholder as text, between the tokens that stand around it in documents, if there are any."""
+    spellings = {number: spelling for spelling, number in tokenizer.special_spellings.items()}
+    if token_id not in spellings:
+        raise ConfigError(
+            f"{folder / 'config.json'}: the placeholder ({kind}) is token {token_id}, which is none of the tokenizer's special "
+            "tokens; give the model's own: --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR"
+        )
+    start, end = (spellings.get(number, "") for number in around)
+    return f"{start}{spellings[token_id]}{end}" if start and end else spellings[token_id]
