@@ -46,7 +46,10 @@ class ItemSegment:
     """An image, or a clip of sound, that becomes this many tokens of the LLM."""
 
     num_output_tokens: int
+    """Of all tiles."""
     is_sound: bool = False
+    num_tiles: int = 1
+    """Items that follow each other, with equal shares of these tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,7 @@ class _TokenRun:
     token_ids: list[int]
     is_trained: bool = False
     num_output_tokens: int = 0
+    num_tiles: int = 1
     is_generated: bool = False
 
     @property
@@ -110,7 +114,7 @@ def build_conversation(segments: Sequence[Segment], *, tokenizer: Tokenizer, seq
         is_cut = len(run.token_ids) > room
         if run.is_item and not is_cut:
             start = len(token_ids) + (0 if run.is_generated else 1)
-            item_starts.append((len(item_starts), start, run.num_output_tokens))
+            item_starts += tile_starts(len(item_starts), start, run.num_output_tokens, run.num_tiles)
         if not (run.is_item and is_cut):
             token_ids += run.token_ids[:room]
             trained += run.trained[:room]
@@ -119,13 +123,19 @@ def build_conversation(segments: Sequence[Segment], *, tokenizer: Tokenizer, seq
     return Conversation(np.array(token_ids, dtype=np.int32), np.array(trained, dtype=np.bool_), tuple(item_starts), is_cut)
 
 
+def tile_starts(first: int, start: int, num_output_tokens: int, num_tiles: int) -> list[tuple[int, int, int]]:
+    """Return (item_index, start, num_output_tokens) of the tiles of one image, of which `first` is the first."""
+    share = num_output_tokens // num_tiles
+    return [(first + tile, start + tile * share, share) for tile in range(num_tiles)]
+
+
 def find_item_behind_text(conversation: Conversation) -> int | None:
     """Return the index of the first item before which there are other tokens than `begin` and items, if there is one."""
     start = 2
     for item_index, item_start, num_output_tokens in conversation.item_starts:
-        if num_output_tokens and item_start != start:
+        if num_output_tokens and item_start not in (start, start - 2):  # tiles of one image follow each other
             return item_index
-        start += num_output_tokens + 2 if num_output_tokens else 0
+        start = item_start + num_output_tokens + 2 if num_output_tokens else start
     return None
 
 
@@ -175,7 +185,7 @@ def _token_runs(segments: Sequence[Segment], *, tokenizer: Tokenizer) -> Iterato
         if isinstance(segment, ItemSegment):
             count, tokens = segment.num_output_tokens, (special.vision_start, special.image, special.vision_end)
             start, placeholder, end = (special.audio_start, special.audio, special.audio_end) if segment.is_sound else tokens
-            yield _TokenRun([start, *[placeholder] * count, end], num_output_tokens=count)
+            yield _TokenRun([start, *[placeholder] * count, end], num_output_tokens=count, num_tiles=segment.num_tiles)
             continue
         num_seen += 1
         if turn is None:

@@ -79,12 +79,12 @@ def check_image_size(path: str, *, size: tuple[int, int], max_pixels: int, where
 
 
 def read_image(
-    path: str, *, size: tuple[int, int], image_input: ImageInput, where: str, content: bytes | None = None
+    path: str, *, size: tuple[int, int], image_input: ImageInput, where: str, content: bytes | None = None, tile: int = 0
 ) -> ItemPixels:
     """Decode an image file into patches; of an animation or a file with several pages the first.
 
     `size` is the (width, height) that the lengths were computed from, `where` names the sample and its line in errors, `content`
-    is the image itself where it is no file, but only called `path`.
+    is the image itself where it is no file, but only called `path`, `tile` says which of its tiles is meant.
     Raises DataError when the file is missing, damaged, none of FORMATS, of another size (before it is decoded), or has pixels of
     unknown range.
     """
@@ -106,7 +106,7 @@ def read_image(
         )
     if image.mode not in _MODES:
         raise DataError(f"{where}: {path} has pixels of mode {image.mode}, expected grey, RGB or CMYK; convert it to RGB")
-    return image_to_patches(image, image_input=image_input)
+    return image_to_patches(image, image_input=image_input, tile=tile)
 
 
 def _unreadable(path: str, *, is_file: bool, where: str, problem: Exception) -> DataError:

@@ -6,6 +6,7 @@ on white; an animation contributes its first frame; an EXIF orientation is not a
 """
 
 import math
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -69,16 +70,43 @@ def image_grid(*, width: int, height: int, image_input: ImageInput) -> tuple[int
     return new_height // image_input.patch_size, new_width // image_input.patch_size
 
 
-def image_to_patches(image: Image.Image, *, image_input: ImageInput) -> ItemPixels:
+@lru_cache(maxsize=2**16)
+def tile_grid(*, width: int, height: int, image_input: ImageInput) -> tuple[int, int]:
+    """Return the (columns, rows) of tiles that an image is cut into: those whose shape is most like its own (InternVL's rule).
+
+    Of equal ones that with the fewest tiles, unless the image has more than half of the pixels of a later one. O(max_tiles^2).
+    """
+    most, size = image_input.max_tiles, image_input.image_size
+    if most == 1 or size is None:
+        return 1, 1
+    grids = [(columns, rows) for columns in range(1, most + 1) for rows in range(1, most // columns + 1)]
+    best, best_difference = (1, 1), math.inf
+    for columns, rows in sorted(grids, key=math.prod):
+        difference = abs(width / height - columns / rows)
+        if difference < best_difference or (difference == best_difference and width * height > size**2 * columns * rows / 2):
+            best, best_difference = (columns, rows), difference
+    return best
+
+
+def num_tiles(*, width: int, height: int, image_input: ImageInput) -> int:
+    """Count the items that an image of this size becomes: its tiles, and the whole behind them where there are several."""
+    count = math.prod(tile_grid(width=width, height=height, image_input=image_input))
+    return count + 1 if count > 1 else 1
+
+
+def image_to_patches(image: Image.Image, *, image_input: ImageInput, tile: int = 0) -> ItemPixels:
     """Resize, normalise and cut one decoded image, as RGB if in_channels is 3 and grey if it is 1.
 
-    Raises DataError when its size breaks `smart_resize`'s rule.
+    tile: which of the items that the image becomes (`num_tiles`). Raises DataError when its size breaks `smart_resize`'s rule.
     """
+    tiles = tile_grid(width=image.width, height=image.height, image_input=image_input)
     rows, columns = grid = image_grid(width=image.width, height=image.height, image_input=image_input)
     size = (columns * image_input.patch_size, rows * image_input.patch_size)
     image = _convert(image, in_channels=image_input.in_channels)
     if image_input.image_size is not None and image_input.fit == "crop":
         image = _crop_to_square(image, size=image_input.image_size)
+    if tile < math.prod(tiles):
+        image = _cut_tile(image, tiles=tiles, tile=tile, size=size)
     if image.size != size:
         image = image.resize(size, Image.Resampling.BICUBIC)
     pixels = np.asarray(image, dtype=np.float32).reshape(size[1], size[0], image_input.in_channels)
@@ -89,6 +117,15 @@ def image_to_patches(image: Image.Image, *, image_input: ImageInput) -> ItemPixe
         channels = patches.reshape(len(patches), image_input.in_channels, 1, -1)
         patches = np.repeat(channels, image_input.num_frames, axis=2).reshape(len(patches), -1)
     return ItemPixels(patches, grid)
+
+
+def _cut_tile(image: Image.Image, *, tiles: tuple[int, int], tile: int, size: tuple[int, int]) -> Image.Image:
+    """Scale an image to all of its tiles, and return one, row by row."""
+    if tiles == (1, 1):
+        return image
+    scaled = image.resize((tiles[0] * size[0], tiles[1] * size[1]), Image.Resampling.BICUBIC)
+    left, top = tile % tiles[0] * size[0], tile // tiles[0] * size[1]
+    return scaled.crop((left, top, left + size[0], top + size[1]))
 
 
 def _crop_to_square(image: Image.Image, *, size: int) -> Image.Image:

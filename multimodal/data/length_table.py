@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from multimodal.data.audio.audio_files import SAMPLING_RATE
-from multimodal.data.image_processing import image_grid
+from multimodal.data.image_processing import image_grid, num_tiles
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
@@ -150,7 +150,8 @@ def _images(row: Mapping[str, Any], encoder: Unit | None) -> Iterable[ItemLength
         if not separator or not all(side.isascii() and side.isdigit() and len(side) <= _MAX_DIGITS for side in (width, height)):
             raise ValueError(f"image_sizes has '{size[:50]}', expected WxH in pixels")
         grid = image_grid(width=int(width), height=int(height), image_input=encoder.image)
-        yield ItemLengths(encoder.name, encoder.image.num_tokens(grid), encoder.image.num_output_tokens(grid))
+        tile = ItemLengths(encoder.name, encoder.image.num_tokens(grid), encoder.image.num_output_tokens(grid))
+        yield from [tile] * num_tiles(width=int(width), height=int(height), image_input=encoder.image)
 
 
 def _audio(row: Mapping[str, Any], encoder: Unit | None) -> Iterable[ItemLengths]:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from multimodal.data.audio.audio_files import read_audio, read_audio_length
@@ -21,7 +22,7 @@ from multimodal.data.conversation import (
 from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.forms.segments import EMBEDDED, AudioSegment, ImageSegment, SegmentedSample
 from multimodal.data.image_files import ManifestPaths, check_image_size, read_image, read_image_size
-from multimodal.data.image_processing import image_grid
+from multimodal.data.image_processing import image_grid, num_tiles
 from multimodal.data.index.index_cache import IndexCache
 from multimodal.data.index.sample_index import IndexedItem, IndexedSample, SampleIndex, build_index
 from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, ItemPixels, SampleText
@@ -110,7 +111,7 @@ class ManifestSource:
         if isinstance(found, AudioInput):
             return audio_to_patches(read_audio(item.path, num_samples=item.size[0], where=where), audio=found)
         name, content = self._opened(item.path)
-        return read_image(name, content=content, size=item.size, image_input=found, where=where)
+        return read_image(name, content=content, size=item.size, image_input=found, where=where, tile=item.tile)
 
     def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
         """(rows, columns) of patches of one image, (frames, 1) of a clip."""
@@ -144,9 +145,9 @@ class ManifestSource:
                 if unit is None:
                     return _reason_of(segment)
                 found.append((segment, unit))
-        items = [self._index_item(segment, unit, where=sample.where) for segment, unit in found]
-        units = [unit for _, unit in found]
-        conversation = self._tokenise(_with_items(sample.segments, items, units), where=sample.where)
+        tiles = [self._index_item(segment, unit, where=sample.where) for segment, unit in found]
+        segments = _with_items(sample.segments, tiles, [unit for _, unit in found])
+        conversation, items = self._tokenise(segments, where=sample.where), [*chain.from_iterable(tiles)]
         if not conversation.num_target_tokens:
             return f"without a target token among the first {self._seq_length} (seq_length)"
         if self._needs_items_first:
@@ -179,7 +180,8 @@ class ManifestSource:
             )
         return fitting[0] if fitting else None
 
-    def _index_item(self, segment: ImageSegment | AudioSegment, unit: Unit, *, where: str) -> IndexedItem:
+    def _index_item(self, segment: ImageSegment | AudioSegment, unit: Unit, *, where: str) -> list[IndexedItem]:
+        """Return an item, or the tiles of an image."""
         found = _input_of(unit)
         path = segment.path if segment.path.startswith(EMBEDDED) else self._paths.resolve(segment.path, where=where)
         name = path
@@ -193,8 +195,10 @@ class ManifestSource:
             size = read_audio_length(path, where=where), 1
         try:
             if isinstance(found, AudioInput):
-                return IndexedItem(unit.name, path, size, audio_grid(size[0], audio=found))
-            return IndexedItem(unit.name, path, size, image_grid(width=size[0], height=size[1], image_input=found))
+                return [IndexedItem(unit.name, path, size, audio_grid(size[0], audio=found))]
+            grid = image_grid(width=size[0], height=size[1], image_input=found)
+            count = num_tiles(width=size[0], height=size[1], image_input=found)
+            return [IndexedItem(unit.name, path, size, grid, tile) for tile in range(count)]
         except DataError as problem:
             raise DataError(f"{where}: {name}: {problem}, or remove that line") from problem
 
@@ -212,17 +216,18 @@ class ManifestSource:
 
 
 def _with_items(
-    segments: Sequence[TextSegment | ImageSegment | AudioSegment], items: Sequence[IndexedItem], units: Sequence[Unit]
+    segments: Sequence[TextSegment | ImageSegment | AudioSegment], tiles: Sequence[Sequence[IndexedItem]], units: Sequence[Unit]
 ) -> list[Segment]:
-    """Return the segments of a sample with what its items become in the LLM; units: of the items."""
-    remaining = zip(items, units, strict=True)
+    """Return the segments of a sample with what its items become in the LLM; tiles: of each; units: those that take them."""
+    remaining = zip(tiles, units, strict=True)
     return [segment if isinstance(segment, TextSegment) else _item_segment(*next(remaining)) for segment in segments]
 
 
-def _item_segment(item: IndexedItem, unit: Unit) -> Segment:
+def _item_segment(tiles: Sequence[IndexedItem], unit: Unit) -> Segment:
     if unit.role is Role.GENERATOR:
         return GeneratedSegment()
-    return ItemSegment(_input_of(unit).num_output_tokens(item.grid), is_sound=unit.audio is not None)
+    num_output_tokens = sum(_input_of(unit).num_output_tokens(tile.grid) for tile in tiles)
+    return ItemSegment(num_output_tokens, is_sound=unit.audio is not None, num_tiles=len(tiles))
 
 
 def _reason_of(segment: ImageSegment | AudioSegment) -> str:

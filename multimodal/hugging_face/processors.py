@@ -20,6 +20,8 @@ _COMPUTED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+_MAX_TILES = 12
+"""What an image processor that cuts images means where it does not say."""
 _PATCHES = {"patch_size": "patch_size", "merge_size": "merge_size", "temporal_patch_size": "num_frames"}
 """What processor and encoder must agree in, where images keep their size: its name there -> here."""
 
@@ -69,6 +71,9 @@ def _with_images(unit: Mapping[str, Any], processor: Mapping[str, Any]) -> dict[
                 f"the image processor's size is {size}, but the encoder takes {image['image_size']} pixels; correct one of them"
             )
         values["fit"] = "crop" if processor.get("do_center_crop") else "stretch"
+        if processor.get("crop_to_patches"):
+            require(processor, {"min_patches": (1, None)}, where="the image processor's ")
+            values["max_tiles"] = processor.get("max_patches") or _MAX_TILES
     else:
         require(processor, {key: (image[ours],) for key, ours in _PATCHES.items()}, where="the image processor's ")
         bounds = processor.get("min_pixels", sides.get("shortest_edge")), processor.get("max_pixels", sides.get("longest_edge"))

@@ -29,7 +29,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     )
 }
 """By the name that `architectures` in config.json has."""
-_FREE = frozenset({"name", "freeze_module", "freeze_projector", "vocab_size", "has_exact_vocabulary", "min_pixels", "max_pixels"})
+_FREE = frozenset(
+    ("name", "freeze_module", "freeze_projector", "vocab_size", "has_exact_vocabulary", "min_pixels", "max_pixels", "max_tiles")
+)
 """What a unit may have whatever the family."""
 
 

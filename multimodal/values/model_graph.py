@@ -333,5 +333,7 @@ def _check_unit(unit: Unit) -> None:
         )
     if unit.role is Role.GENERATOR and unit.image is not None and unit.image.class_token is not None:
         fail("image", "class_token belongs to encoders; remove it here")
+    if unit.role is Role.GENERATOR and unit.image is not None and unit.image.max_tiles > 1:
+        fail("image", "max_tiles belongs to encoders; remove it here")
     if unit.image is not None and (problem := problem_of_image(unit.image)):
         fail("image", problem)

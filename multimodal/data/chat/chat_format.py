@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from multimodal.data.chat.chat_template import ChatTemplate, Span
 from multimodal.data.chat.placeholders import find_placeholders
-from multimodal.data.conversation import Conversation, GeneratedSegment, ItemSegment, Segment, TextSegment
+from multimodal.data.conversation import Conversation, GeneratedSegment, ItemSegment, Segment, TextSegment, tile_starts
 from multimodal.data.tokenizer import HuggingFaceTokenizer
 from multimodal.values.errors import ConfigError, DataError
 
@@ -54,7 +54,7 @@ class ChatFormat:
             text, spans = self._document(segments) if "document" in roles else self._turns(segments)
         except (ConfigError, DataError) as problem:
             raise DataError(f"{where}: {problem}") from problem
-        items = [(_kind(segment), segment.num_output_tokens) for segment in segments if isinstance(segment, ItemSegment)]
+        items = [segment for segment in segments if isinstance(segment, ItemSegment)]
         token_ids, trained = self._encode(text, spans, is_document="document" in roles)
         return self._expand(token_ids, trained, items, seq_length=seq_length, where=where)
 
@@ -157,31 +157,31 @@ class ChatFormat:
         self,
         token_ids: list[int],
         trained: npt.NDArray[np.bool_],
-        items: list[tuple[str, int]],
+        items: list[ItemSegment],
         *,
         seq_length: int,
         where: str,
     ) -> Conversation:
         kinds = {placeholder.token_id: kind for kind, placeholder in self._placeholders.items()}
         places = [(index, kinds[token_id]) for index, token_id in enumerate(token_ids) if token_id in kinds]
-        if [kind for _, kind in places] != [kind for kind, _ in items]:
+        if [kind for _, kind in places] != [_kind(item) for item in items]:
             raise DataError(
-                f"{where}: {self._template.source} writes {len(places)} placeholders for {len(items)} items, or in another order; take "
-                "the tokenizer and the template of a model that takes such items, or --chat-template none"
+                f"{where}: {self._template.source} writes {len(places)} placeholders for {len(items)} items, or in another "
+                "order; take the tokenizer and the template of a model that takes such items, or --chat-template none"
             )
         ids: list[int] = []
         flags: list[bool] = []
         starts: list[tuple[int, int, int]] = []
         done, is_cut = 0, False
-        for (place, kind), (_, num_tokens) in zip(places, items, strict=True):
+        for (place, kind), item in zip(places, items, strict=True):
             placeholder = self._placeholders[kind]
             ids += token_ids[done:place]
             flags += trained[done:place].tolist()
-            run = [*placeholder.before, *[placeholder.token_id] * num_tokens, *placeholder.after]
+            run = [*placeholder.before, *[placeholder.token_id] * item.num_output_tokens, *placeholder.after]
             is_cut = len(ids) + len(run) > seq_length
             if is_cut:
                 break
-            starts.append((len(starts), len(ids) + len(placeholder.before), num_tokens))
+            starts += tile_starts(len(starts), len(ids) + len(placeholder.before), item.num_output_tokens, item.num_tiles)
             ids += run
             flags += [False] * len(run)
             done = place + 1

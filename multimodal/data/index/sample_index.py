@@ -37,6 +37,8 @@ class IndexedItem:
     """(width, height) in pixels of its file; of sound (samples at 16 kHz, 1)."""
     grid: tuple[int, int]
     """(rows, columns) of patches; of sound (frames, 1)."""
+    tile: int = 0
+    """Which of the tiles of its image it is."""
 
 
 class IndexedSample(NamedTuple):
@@ -88,8 +90,8 @@ class SampleIndex:
         if not 0 <= item_index < self.num_items(index):
             raise IndexError(f"item {item_index} of sample {index}, which has {self.num_items(index)}")
         number = int(self._arrays["item_starts"][index]) + item_index
-        unit, _, _, width, height, rows, columns = self._arrays["items"][number].tolist()
-        return IndexedItem(self._summary["units"][unit], self._text("paths", number), (width, height), (rows, columns))
+        unit, _, _, width, height, rows, columns, tile = self._arrays["items"][number].tolist()
+        return IndexedItem(self._summary["units"][unit], self._text("paths", number), (width, height), (rows, columns), tile)
 
     def where(self, index: int) -> str:
         """Where a sample is from, for messages."""
@@ -131,14 +133,14 @@ def build_index(samples: Iterable[IndexedSample], *, skipped: Mapping[str, int])
         conversations.append(conversation)
         places.append(place)
         for item, (_, start, outputs) in zip(of_sample, conversation.item_starts, strict=True):
-            items.append((units.setdefault(item.unit, len(units)), start, outputs, *item.size, *item.grid))
+            items.append((units.setdefault(item.unit, len(units)), start, outputs, *item.size, *item.grid, item.tile))
             paths.append(item.path)
     arrays = {
         "token_ids": _joined([conversation.token_ids for conversation in conversations], np.int32),
         "is_trained": _joined([conversation.is_trained for conversation in conversations], np.bool_),
         "token_starts": _starts([len(conversation.token_ids) for conversation in conversations]),
         "is_cut": np.array([conversation.is_cut for conversation in conversations], dtype=np.bool_),
-        "items": np.array(items, dtype=np.int64).reshape(-1, 7),
+        "items": np.array(items, dtype=np.int64).reshape(-1, 8),
         "item_starts": _starts([len(conversation.item_starts) for conversation in conversations]),
     }
     for name, texts in (("places", places), ("paths", paths)):

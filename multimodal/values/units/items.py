@@ -20,6 +20,9 @@ class ImageInput:
     """Pixels of both sides that every image is given; None: native resolution, within the bounds above."""
     fit: Literal["stretch", "crop"] = "stretch"
     """Images of one size: both sides are scaled alone, or the shorter side, and the longer one is cut off on both ends."""
+    max_tiles: int = field(default=1, metadata=up_to(2**10))
+    """Images of one size: most squares of that size that a larger image is cut into, each an item of its own (InternVL's rule);
+    one that is cut comes once more as a whole."""
     mean: tuple[float, ...] = field(default=(0.5,), metadata={"min_entries": 1})
     """Subtracted from pixels from 0 to 1: one number, or one of each channel."""
     std: tuple[float, ...] = field(default=(0.5,), metadata={"min_entries": 1, "above": 0})
@@ -137,6 +140,8 @@ def problem_of_image(image: ImageInput) -> str:
     factor = image.patch_size * image.merge_size
     if image.image_size is not None and image.image_size % factor:
         return f"image_size {image.image_size} is no multiple of patch_size x merge_size = {factor}; change one of them"
+    if image.max_tiles > 1 and (image.image_size is None or image.fit != "stretch"):
+        return f"max_tiles {image.max_tiles} is for images of one size (image_size) with fit stretch; set these, or leave it out"
     for name, values in (("mean", image.mean), ("std", image.std)):
         if len(values) not in (1, image.in_channels):
             return f"{name} has {len(values)} numbers, expected 1 or one for each of in_channels {image.in_channels}; correct it"

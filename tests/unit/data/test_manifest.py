@@ -53,6 +53,22 @@ def test_lengths_text_and_pixels_agree(
         np.testing.assert_array_equal(found.patches, expected.patches)
 
 
+def test_tiles_of_an_image_are_items_that_follow_each_other(
+    open_manifest: Callable[..., ManifestSource], write_image: Callable[..., str], graph: ModelGraph
+) -> None:
+    described = graph.to_dict()
+    described["units"]["vision"]["image"] |= {"image_size": 16, "max_tiles": 3}
+    tiled = ModelGraph.from_dict(described)
+    line = [image(write_image("a.png", (40, 20))), image(write_image("b.png", (20, 20))), ANSWER]
+    source = open_manifest([line], graph=tiled, needs_items_first=True)
+    assert source.lengths(0).items == (ItemLengths("vision", 16, 4),) * 4
+    assert source.text(0).item_starts == ((0, 2, 4), (1, 6, 4), (2, 10, 4), (3, 16, 4))
+    left, right, whole, other = (source.item(0, item).patches for item in range(4))
+    assert left.shape == right.shape == whole.shape == other.shape and not np.array_equal(left, right)
+    with pytest.raises(DataError, match="b.png stands behind text"):
+        open_manifest([[line[0], QUESTION, line[1], ANSWER]], graph=tiled, needs_items_first=True)
+
+
 def test_images_beyond_the_cut_are_dropped(open_manifest: Callable[..., ManifestSource], write_image: Callable[..., str]) -> None:
     """Lengths speak of what is left only."""
     write_image("a.png", (8, 8))

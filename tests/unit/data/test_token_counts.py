@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image, ImageFile
 
-from multimodal.data.image_processing import image_grid
+from multimodal.data.image_processing import image_grid, num_tiles
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.model_graph import ImageInput, ModelGraph
@@ -40,11 +40,15 @@ def llava(strategy: str) -> Callable[[ImageInput], Callable[[int, int], int]]:
 
 
 def internvl(image: ImageInput) -> Callable[[int, int], int]:
-    """Whole images; two of the tokens that the processor counts stand around an image."""
+    """Two of the tokens that the processor counts stand around an image."""
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
     from transformers.models.internvl.processing_internvl import InternVLProcessor
 
-    processor = GotOcr2ImageProcessorPil(size={"height": image.image_size, "width": image.image_size}, crop_to_patches=False)
+    processor = GotOcr2ImageProcessorPil(
+        size={"height": image.image_size, "width": image.image_size},
+        crop_to_patches=image.max_tiles > 1,
+        max_patches=image.max_tiles,
+    )
     counted = count(InternVLProcessor, image_processor=processor, image_seq_length=256)
     return lambda height, width: counted(height, width) - 2
 
@@ -63,6 +67,8 @@ FAMILIES: Mapping[str, tuple[ImageInput, Callable[[ImageInput], Callable[[int, i
     "LLaVA": (ImageInput(image_size=336, merge_size=1, class_token="dropped", fit="crop"), llava("default")),
     "LLaVA with its class token": (ImageInput(image_size=336, merge_size=1, class_token="kept", fit="crop"), llava("full")),
     "InternVL": (ImageInput(image_size=448, class_token="dropped"), internvl),
+    "InternVL with tiles": (ImageInput(image_size=448, class_token="dropped", max_tiles=12), internvl),
+    "InternVL with few tiles": (ImageInput(image_size=448, class_token="dropped", max_tiles=3), internvl),
 }
 
 
@@ -75,7 +81,8 @@ def test_counts_are_those_of_transformers(family: str) -> None:
         if image.image_size is None and max(width, height) > 200 * min(width, height):
             continue
         expected = counted(height, width)
-        assert image.num_output_tokens(image_grid(width=width, height=height, image_input=image)) == expected, (width, height)
+        count = image.num_output_tokens(image_grid(width=width, height=height, image_input=image))
+        assert count * num_tiles(width=width, height=height, image_input=image) == expected, (width, height)
         num_compared += 1
     assert num_compared > 970
 

@@ -37,6 +37,20 @@ def test_the_published_config_is_understood(tmp_path: Path) -> None:
     assert ModelGraph.from_dict(graph.to_dict()) == graph
 
 
+def test_the_image_processor_says_whether_images_are_cut(tmp_path: Path) -> None:
+    processor = {"image_mean": [0.4, 0.4, 0.4], "image_std": [0.2, 0.2, 0.2], "size": {"height": 448, "width": 448}}
+    found = []
+    for changes in ({}, {"crop_to_patches": True}, {"crop_to_patches": True, "min_patches": 1, "max_patches": 6}):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor | changes))
+        image = read(tmp_path).unit("vision").image
+        assert image is not None
+        found.append(image.max_tiles)
+    assert found == [1, 12, 6]
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor | {"crop_to_patches": True, "min_patches": 2}))
+    with pytest.raises(ModelError, match="the image processor's min_patches is 2"):
+        read(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

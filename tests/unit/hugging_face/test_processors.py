@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from multimodal.data.image_processing import image_grid, image_to_patches
+from multimodal.data.image_processing import image_grid, image_to_patches, num_tiles
 from multimodal.values.model_graph import ImageInput
 
 MEAN, STD = (0.48, 0.45, 0.4), (0.26, 0.27, 0.28)
@@ -35,3 +35,19 @@ def test_pixels_are_those_of_transformers(fit: Any, build: Any, size: tuple[int,
     (expected,) = build()(images=[image], return_tensors="np")["pixel_values"]
     patches = expected.reshape(3, 4, 6, 4, 6).transpose(1, 3, 0, 2, 4).reshape(16, -1)
     np.testing.assert_allclose(found.patches, patches, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_tiles_are_those_of_transformers(size: tuple[int, int]) -> None:
+    module = pytest.importorskip("transformers.models.got_ocr2", reason="transformers is not installed (pip install 'braid[hf]')")
+    kind = getattr(module, "GotOcr2ImageProcessorPil", module.GotOcr2ImageProcessor)
+    side = {"height": 24, "width": 24}
+    processor = kind(size=side, crop_to_patches=True, max_patches=5, image_mean=list(MEAN), image_std=list(STD))
+    image = Image.effect_noise(size, 80).convert("RGB")
+    described = ImageInput(patch_size=6, merge_size=1, image_size=24, max_tiles=5, mean=MEAN, std=STD)
+    expected = processor(images=[image], return_tensors="np")["pixel_values"]
+    assert len(expected) == num_tiles(width=size[0], height=size[1], image_input=described)
+    for tile, pixels in enumerate(expected):
+        found = image_to_patches(image, image_input=described, tile=tile)
+        patches = pixels.reshape(3, 4, 6, 4, 6).transpose(1, 3, 0, 2, 4).reshape(16, -1)
+        np.testing.assert_allclose(found.patches, patches, atol=1e-6)
