@@ -18,6 +18,6 @@ train() {
 }
 
 train --config examples/llava/projector.yaml --load-hf "$model" --save "$run/projector"
-train --config examples/llava/all.yaml --model "$model" --tokenizer-model "$model" --load "$run/projector" --save "$run/all"
-python tools/convert.py --load "$run/all" --save-hf "$run/trained" --like "$model"
+train --config examples/llava/all.yaml --model "$model" --tokenizer-model "$model" --load "$run/projector" --save "$run/all" \
+    --save-hf "$run/trained"
 echo "transformers loads the model from $run/trained"

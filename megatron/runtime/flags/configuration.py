@@ -246,7 +246,7 @@ class CheckpointConfig:
     gives the model, unless --model does."""
     save_hf: Path | None = field(default=None, metadata={"metavar": "DIR"})
     """New folder that gets the model after the last step as Hugging Face's transformers load it, with names, types, files and
-    tokenizer of --load-hf if given."""
+    tokenizer of --load-hf if given, or of a folder that --model names where the family needs one."""
 
     @property
     def steps_between_saves(self) -> int | None:

@@ -44,6 +44,16 @@ class _Export(NamedTuple):
     like: Path | None
 
 
+def find_folder_to_follow(model: Path, *, load_hf: Path | None) -> Path | None:
+    """Return the folder that a model is written like: that of --load-hf, else the one that --model names, if it must be one.
+
+    Families that can be written alone are, unless --load-hf says otherwise. Raises ModelError for a folder of an unknown family.
+    """
+    if load_hf is not None or not model.is_dir():
+        return load_hf
+    return model if read_config(model)[0].to_config is None else None
+
+
 def check_hugging_face_target(folder: Path, *, graph: ModelGraph, like: Path | None) -> None:
     """Raise CheckpointError or ModelError for what would only show after training: no place, or no such family of models."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

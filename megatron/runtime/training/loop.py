@@ -13,7 +13,7 @@ from megatron.runtime.feed.agreement import agree_to_stop, check_agreement
 from megatron.runtime.feed.data_sets import DIGITS
 from megatron.runtime.feed.step_planner import StepPlanner, load_steps, load_steps_in_thread
 from megatron.runtime.flags.configuration import RunConfig
-from megatron.runtime.hugging_face.save_weights import save_hugging_face
+from megatron.runtime.hugging_face.save_weights import find_folder_to_follow, save_hugging_face
 from megatron.runtime.launch.stop_requests import StopReason
 from megatron.runtime.report.reporting import ConsoleReporter, EvaluationReport, Reporter, SilentReporter
 from megatron.runtime.step.step import Step
@@ -89,7 +89,8 @@ def _train(run: Run, reporter: Reporter) -> RunSummary:
         if run.config.evaluation.eval_iters and progress.evaluated_step != last_step:
             progress.evaluation = _evaluate(run, reporter, last_step)
         if run.config.checkpoint.save_hf and progress.step == run.config.training.train_iters:
-            save_hugging_face(run.config.checkpoint.save_hf, session=run.session, like=run.config.checkpoint.load_hf)
+            like = find_folder_to_follow(run.config.model.model, load_hf=run.config.checkpoint.load_hf)
+            save_hugging_face(run.config.checkpoint.save_hf, session=run.session, like=like)
             reporter.say(f"the model is in {run.config.checkpoint.save_hf}, as Hugging Face's transformers load it")
     except _StoppedError as stopped:
         progress.stop = stopped.reason

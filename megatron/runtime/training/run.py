@@ -16,7 +16,7 @@ from megatron.runtime.feed.sample_exchange import SampleExchange
 from megatron.runtime.flags.arguments import build_plan, freeze_units
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
-from megatron.runtime.hugging_face.save_weights import check_hugging_face_target
+from megatron.runtime.hugging_face.save_weights import check_hugging_face_target, find_folder_to_follow
 from megatron.runtime.launch.distributed_setup import World
 from megatron.runtime.launch.failure import Ending
 from megatron.runtime.launch.stop_requests import StopRequests
@@ -74,7 +74,8 @@ def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests)
     graph = freeze_units(read_model(config.model.model), modules=config.model.freeze, projectors=config.model.freeze_projector)
     _check_units(graph)
     if config.checkpoint.save_hf and world.rank == 0:
-        check_hugging_face_target(config.checkpoint.save_hf, graph=graph, like=config.checkpoint.load_hf)
+        like = find_folder_to_follow(config.model.model, load_hf=config.checkpoint.load_hf)
+        check_hugging_face_target(config.checkpoint.save_hf, graph=graph, like=like)
     plan = build_plan(config, graph, world.size)
     data = build_data_sets(config, graph, in_turn=world.in_turn("index"))
     graph = with_vocabulary(graph, data.tokenizer)
