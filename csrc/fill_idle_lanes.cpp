@@ -28,7 +28,10 @@ class Filling {
           expected_(num_pieces_, 0),
           looked_up_(num_pieces_, 0),
           num_kept_(lanes.limits.size, 0),
-          queues_of_lane_(num_lanes_) {
+          queues_of_lane_(num_lanes_),
+          carrier_of_lane_(num_lanes_, -1),
+          left_(num_lanes_, 0),
+          started_(num_lanes_, 0) {
         for (std::int64_t lane = 0; lane < num_lanes_; ++lane) {
             line_heads_.push_back(in_.line_starts[lane]);
             for (std::int64_t at = in_.line_starts[lane] + 1; at < in_.line_starts[lane + 1]; ++at)
@@ -37,7 +40,7 @@ class Filling {
         for (std::int64_t queue = 0; queue < num_queues_; ++queue) queue_heads_.push_back(in_.queue_starts[queue]);
         for (std::int64_t at = 0; at < in_.queues.size; ++at) is_filler_[in_.queues[at]] = 1;
         for (std::int64_t queue = 0; queue < num_queues_; ++queue)
-            if (queue_head(queue) >= 0 && in_.goes_inside[queue_head(queue)])
+            if (queue_head(queue) >= 0 && any_goes_inside(queue))
                 queues_of_lane_[in_.lanes[in_.lane_starts[queue_head(queue)]]].push_back(queue);
         result_.carriers.assign(num_pieces_, -1);
         result_.waits.assign(num_pieces_, -1);
@@ -156,57 +159,93 @@ class Filling {
     }
 
     // Puts ready fillers into the waits of a piece that is about to begin, the most urgent first, as far as they are long; returns
-    // by how much the piece gets longer.
+    // by how much the piece gets longer. Their collectives start behind the wait, and make what is computed there longer only
+    // where they take more time than that.
     std::int64_t fill_waits(std::int64_t carrier) {
         const std::int64_t first_wait = in_.wait_starts[carrier], num_waits = in_.wait_starts[carrier + 1] - first_wait;
         inside_.clear();
-        excess_.assign(num_waits, 0);
-        for (std::int64_t at = in_.lane_starts[carrier]; at < in_.lane_starts[carrier + 1]; ++at) {
-            const std::int64_t lane = in_.lanes[at];
-            for (std::int64_t wait = 0; wait < num_waits; ++wait) {
-                std::int64_t left = in_.waits[first_wait + wait];
-                for (std::int64_t queue = next_inside(lane, carrier, left); queue >= 0; queue = next_inside(lane, carrier, left)) {
-                    const std::int64_t piece = queue_head(queue);
-                    ++queue_heads_[queue];
-                    left -= in_.durations[piece];
-                    result_.carriers[piece] = carrier;
-                    result_.waits[piece] = wait;
-                    keep_and_release(piece);
-                    inside_.push_back(piece);
-                }
-                excess_[wait] = std::max(excess_[wait], -left);
+        if (num_waits == 0) return 0;
+        std::int64_t interval = in_.durations[carrier], added = 0;
+        for (std::int64_t wait = 0; wait < num_waits; ++wait) interval -= in_.waits[first_wait + wait];
+        interval = std::max<std::int64_t>(0, interval) / (num_waits + 1);
+        const std::int64_t first_lane = in_.lane_starts[carrier], last_lane = in_.lane_starts[carrier + 1];
+        for (std::int64_t at = first_lane; at < last_lane; ++at) carrier_of_lane_[in_.lanes[at]] = carrier;
+        for (std::int64_t wait = 0; wait < num_waits; ++wait) {
+            for (std::int64_t at = first_lane; at < last_lane; ++at) {
+                left_[in_.lanes[at]] = in_.waits[first_wait + wait];
+                started_[in_.lanes[at]] = 0;
             }
+            for (std::int64_t queue = next_inside(carrier, wait); queue >= 0; queue = next_inside(carrier, wait)) {
+                const std::int64_t piece = queue_head(queue);
+                ++queue_heads_[queue];
+                for (std::int64_t at = in_.lane_starts[piece]; at < in_.lane_starts[piece + 1]; ++at) {
+                    left_[in_.lanes[at]] -= in_.durations[piece] - in_.behind[piece];
+                    started_[in_.lanes[at]] += in_.behind[piece];
+                }
+                result_.carriers[piece] = carrier;
+                result_.waits[piece] = wait;
+                keep_and_release(piece);
+                inside_.push_back(piece);
+            }
+            std::int64_t excess = 0, late = 0;
+            for (std::int64_t at = first_lane; at < last_lane; ++at) {
+                excess = std::max(excess, -left_[in_.lanes[at]]);
+                late = std::max(late, started_[in_.lanes[at]] - interval);
+            }
+            added += excess + late;
         }
-        const std::int64_t added = std::accumulate(excess_.begin(), excess_.end(), std::int64_t{0});
         for (const std::int64_t piece : inside_) end_at(piece, now_ + in_.durations[carrier] + added);
         return added;
     }
 
-    // The queue of a lane whose head is the most urgent one that can run in the rest of a carrier's wait; -1: none.
-    std::int64_t next_inside(std::int64_t lane, std::int64_t carrier, std::int64_t left) const {
+    // The queue whose head is the most urgent one that can run in the rest of a carrier's wait, in its lanes; -1: none.
+    std::int64_t next_inside(std::int64_t carrier, std::int64_t wait) const {
         std::int64_t chosen = -1, chosen_queue = -1;
-        for (const std::int64_t queue : queues_of_lane_[lane]) {
-            const std::int64_t piece = queue_head(queue);
-            if (piece < 0 || !goes_before(piece, chosen) || left <= 0 || !has_room(piece)) continue;
-            if ((100 - in_.tolerance) * in_.durations[piece] > 100 * left) continue;
-            if (!in_.goes_inside[piece] || !can_go_inside(piece, carrier)) continue;
-            chosen = piece;
-            chosen_queue = queue;
+        for (std::int64_t at = in_.lane_starts[carrier]; at < in_.lane_starts[carrier + 1]; ++at) {
+            for (const std::int64_t queue : queues_of_lane_[in_.lanes[at]]) {
+                const std::int64_t piece = queue_head(queue);
+                if (piece < 0 || !in_.goes_inside[piece] || !goes_before(piece, chosen) || !has_room(piece)) continue;
+                if (!is_short_enough(piece, carrier) || !can_go_inside(piece, carrier, wait)) continue;
+                chosen = piece;
+                chosen_queue = queue;
+            }
         }
         return chosen_queue;
     }
 
-    // All that it needs is there, or runs before it inside the same piece in the same lane.
-    bool can_go_inside(std::int64_t piece, std::int64_t carrier) const {
+    bool is_short_enough(std::int64_t piece, std::int64_t carrier) const {
+        const std::int64_t duration = in_.durations[piece] - in_.behind[piece];
+        for (std::int64_t at = in_.lane_starts[piece]; at < in_.lane_starts[piece + 1]; ++at) {
+            const std::int64_t lane = in_.lanes[at];
+            if (carrier_of_lane_[lane] != carrier || left_[lane] <= 0) return false;
+            if ((100 - in_.tolerance) * duration > 100 * left_[lane]) return false;
+        }
+        return true;
+    }
+
+    // All that it needs is there, or runs before it inside the same piece in the same lanes, in an earlier wait if a collective
+    // lies between.
+    bool can_go_inside(std::int64_t piece, std::int64_t carrier, std::int64_t wait) const {
         for (std::int64_t at = in_.need_starts[piece]; at < in_.need_starts[piece + 1]; ++at) {
             const std::int64_t need = in_.needs[at];
-            const bool is_before = result_.carriers[need] == carrier && lane_of(need) == lane_of(piece);
+            const bool is_before = result_.carriers[need] == carrier && has_lanes_of(need, piece) &&
+                                   (in_.goes_inside[need] < 2 || result_.waits[need] < wait);
             if (!is_before && (ended_at_[need] < 0 || ended_at_[need] + in_.delays[at] > now_)) return false;
         }
         return true;
     }
 
-    std::int64_t lane_of(std::int64_t piece) const { return in_.lanes[in_.lane_starts[piece]]; }
+    bool has_lanes_of(std::int64_t piece, std::int64_t other) const {
+        const auto* lanes = &in_.lanes[0];
+        return std::equal(lanes + in_.lane_starts[piece], lanes + in_.lane_starts[piece + 1], lanes + in_.lane_starts[other],
+                          lanes + in_.lane_starts[other + 1]);
+    }
+
+    bool any_goes_inside(std::int64_t queue) const {
+        for (std::int64_t at = in_.queue_starts[queue]; at < in_.queue_starts[queue + 1]; ++at)
+            if (in_.goes_inside[in_.queues[at]]) return true;
+        return false;
+    }
 
     bool fits(std::int64_t piece) {
         for (std::int64_t at = in_.lane_starts[piece]; at < in_.lane_starts[piece + 1]; ++at) {
@@ -294,8 +333,10 @@ class Filling {
     Numbers free_at_, line_heads_, queue_heads_;
     Numbers expected_, looked_up_, stack_;
     Numbers num_kept_;  // Per holder.
-    Numbers inside_, excess_;  // Of the carrier that is being filled.
-    std::vector<Numbers> queues_of_lane_;  // Those whose pieces may run inside others.
+    Numbers inside_;  // Of the carrier that is being filled.
+    std::vector<Numbers> queues_of_lane_;  // Those whose pieces may run inside others, by their first lane.
+    Numbers carrier_of_lane_;  // The last one that was filled.
+    Numbers left_, started_;  // Per lane: of the wait that is being filled, and of collectives that start behind it.
     std::int64_t epoch_ = 1, now_ = 0, chosen_queue_ = 0;
     std::priority_queue<std::int64_t, Numbers, std::greater<std::int64_t>> moments_;
     FilledLanes result_;

@@ -21,7 +21,8 @@ struct LanesToFill {
     View<std::int64_t> holders, releases;     // Per piece: the holder that keeps one more, and one less, from its start on; or -1.
     View<std::int64_t> limits;                // Per holder: the most that it keeps at a time.
     View<std::int64_t> wait_starts, waits;    // Per piece: times in which it only waits, one after another.
-    View<std::uint8_t> goes_inside;           // Per piece: it may run in another one's waits.
+    View<std::uint8_t> goes_inside;           // Per piece: it may run in another one's waits; 2: it ends with a collective.
+    View<std::int64_t> behind;                // Per piece: the part of its duration that is this collective.
     std::int64_t tolerance;                   // Percent of a filling piece that may stick out of the idle time it is put in.
 };
 

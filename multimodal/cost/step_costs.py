@@ -1,13 +1,16 @@
 """The costs of a step that the simulator asks for: the interface between cost models and the simulator."""
 
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.values.action import Action, Place, Resource
 from multimodal.values.step_work import RESOURCE_NUMBERS, Integers, StepWork, row_starts
+
+if TYPE_CHECKING:
+    from multimodal.cost.run_options import RunOptions
 
 Floats = NDArray[np.float64]
 
@@ -64,6 +67,10 @@ class StepCosts(Protocol):
     def peak_flops_per_second(self) -> float:
         """Peak FLOP/s of all ranks of the plan together; 0 where unknown."""
 
+    @property
+    def options(self) -> "RunOptions | None":
+        """Options of the run, which decide what collectives its layers have; None where they are not known."""
+
     def compute(self, action: Action) -> ComputeCost:
         """Cost of one forward, backward, input gradient or weight gradient."""
 
@@ -82,6 +89,11 @@ class StepCosts(Protocol):
 
 class ActionCosts(StepCosts, Protocol):
     """A base for costs that are known action by action: says them of one, and gives those of all."""
+
+    @property
+    def options(self) -> "RunOptions | None":
+        """None."""
+        return None
 
     def transfer(self, send: Action) -> TransferCost:
         """Cost of the message that a send starts."""

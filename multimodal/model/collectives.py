@@ -65,9 +65,10 @@ class RankLink(NamedTuple):
 
     def complete(self, arriving: Arriving) -> Tensor:
         """Wait for a collective; what fills the wait runs before."""
-        if arriving.works and self.waits is not None:
-            self.waits.reach()
-        return arriving.wait()
+        if not arriving.works or self.waits is None:
+            return arriving.wait()
+        with self.waits.filled():
+            return arriving.wait()
 
 
 def gather_rows(share: Tensor, link: RankLink) -> Tensor:

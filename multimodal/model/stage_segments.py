@@ -1,4 +1,4 @@
-"""The segments of a stage: its layers' parts in one line, and where each segment begins in it, forward and backward."""
+"""The segments of a stage: its layers' parts in one line, and where each segment begins in it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,46 +10,37 @@ from multimodal.model.layers.layer_kind import Exchange, LayerPart
 class StageSegments:
     """A stage's layers taken apart.
 
-    A forward that ends with a segment stops right behind its collective, which is then under way; what is light behind it runs
-    with the next segment. A backward does the same from the other side, so its bounds differ from a forward's.
+    A forward that ends with a segment stops right behind its collective, which is then under way; parts behind that (a residual
+    sum) run with the next segment. A backward stops at the same places, so that its collectives are under way there, too.
     """
 
     parts: tuple[LayerPart, ...]
     layers: tuple[int, ...]
     """[num_parts] the layer of each part, by its index in the unit."""
-    forward_starts: tuple[int, ...]
-    """[num_segments + 1] the first part that a forward of each segment runs; at last, the number of parts."""
-    backward_starts: tuple[int, ...]
-    """[num_segments + 1] the first part, which comes last, whose backward that of each segment runs."""
+    starts: tuple[int, ...]
+    """[num_segments + 1] the first part of each segment; at last, the number of parts."""
 
     @property
     def num_segments(self) -> int:
         """Number of segments."""
-        return len(self.forward_starts) - 1
+        return len(self.starts) - 1
 
 
 def join_segments(layers: Iterable[tuple[int, tuple[tuple[LayerPart, ...], ...]]]) -> StageSegments:
     """Return the segments of a stage, of its layers' indices and the parts of each of their segments."""
     parts: list[LayerPart] = []
     layer_of_part: list[int] = []
-    starts: list[int] = []
+    starts, num_behind = [], 0
     for index, segments in layers:
         for segment in segments:
-            starts.append(len(parts))
+            starts.append(len(parts) - num_behind)
+            num_behind = _num_behind_collective(segment)
             parts += segment
             layer_of_part += [index] * len(segment)
-    forward = [_after_exchange(parts, start) if start else 0 for start in starts]
-    backward = [_past_light(parts, start) if start else 0 for start in starts]
-    return StageSegments(tuple(parts), tuple(layer_of_part), (*forward, len(parts)), (*backward, len(parts)))
+    return StageSegments(tuple(parts), tuple(layer_of_part), (*starts, len(parts)))
 
 
-def _after_exchange(parts: Sequence[LayerPart], start: int) -> int:
-    while start and parts[start - 1].is_light and parts[start - 1].exchange is Exchange.NONE:
-        start -= 1
-    return start
-
-
-def _past_light(parts: Sequence[LayerPart], start: int) -> int:
-    while parts[start].is_light:
-        start += 1
-    return start
+def _num_behind_collective(segment: Sequence[LayerPart]) -> int:
+    """Return how many of a segment's parts come after its last collective; 0 where it has none."""
+    ends = [index + 1 for index, part in enumerate(segment) if part.exchange is not Exchange.NONE]
+    return len(segment) - ends[-1] if ends else 0

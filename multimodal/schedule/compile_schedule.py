@@ -113,7 +113,7 @@ class CompiledSchedule:
         nodes = self.arrays.lane_nodes[np.searchsorted(self.slots, inside.carrier_slots[first])]
         pieces, of_slot = np.unique(inside.pieces, return_inverse=True)
         found = costs.of_pieces(self.schedule.work, pieces)
-        durations = found.seconds - found.tensor_parallel_seconds  # its own collective runs beside its carrier's computing
+        durations = found.seconds - found.tensor_parallel_seconds
         for values in (found.seconds, durations):
             _check_durations(values, pieces, self.schedule.work)
         times = time_carriers(
@@ -122,6 +122,7 @@ class CompiledSchedule:
             seconds=self.arrays.seconds[nodes],
             waits=costs.waits(self.schedule.work, carriers),
             durations=durations[of_slot.ravel()],
+            behind=found.tensor_parallel_seconds[of_slot.ravel()],
         )
         seconds, tensor_parallel = self.arrays.seconds.copy(), self.tensor_parallel_seconds.copy()
         seconds[nodes] += times.added

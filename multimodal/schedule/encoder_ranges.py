@@ -1,7 +1,7 @@
 """Encoder work cut into ranges of segments: finely, to be placed piece by piece, and then joined where pieces stayed together."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,8 +16,7 @@ from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.step_graph import StepGraph
 from multimodal.values.step_work import KIND_NUMBERS, StepWork, step_work
 
-MOST_PIECES = 100_000
-"""Pieces of a finely cut step; where there would be more, ranges of several segments are placed."""
+_FORWARD = KIND_NUMBERS[ActionKind.FORWARD]
 
 
 class Parts(NamedTuple):
@@ -45,35 +44,30 @@ class Parts(NamedTuple):
         return np.repeat(self.first[pieces] - row_starts(counts)[:-1], counts) + np.arange(int(counts.sum()))
 
 
-def can_be_cut(step: StepGraph) -> frozenset[str]:
-    """Return the encoders whose stages have one rank each: no segment waits for another rank, so all may run inside others."""
-    plans = step.plan.units
-    names = (unit.name for unit in step.graph.encoders)
-    return frozenset(name for name in names if plans[name].tensor_parallel_size * plans[name].context_parallel_size == 1)
-
-
-def cut_finely(step: StepGraph, units: frozenset[str]) -> StepGraph:
-    """Return the step with every forward and backward of these units in single segments, or in ranges of equally many."""
-    places = list(_places(step, units))
-    num_pieces = sum(2 * num_segments for _, num_segments in places)
-    stride = -(-num_pieces // MOST_PIECES)
+def cut_finely(step: StepGraph, units: Collection[str], *, lanes: Collection[int]) -> StepGraph:
+    """Return the step with every forward and backward of these units in these lanes in single segments."""
     cuts: dict[tuple[int, bool], SegmentCut] = {}
     segments: dict[Place, SegmentCut] = {}
-    for place, num_segments in places:
+    for place, num_segments in _places(step, units, lanes):
         has_backward = step.backward_need(*place[:3]).has_backward
-        boundaries = tuple(range(stride, num_segments, stride))
-        cut = cuts.setdefault(
-            (num_segments, has_backward), SegmentCut(num_segments, boundaries, boundaries if has_backward else ())
-        )
-        if boundaries:
+        bounds = tuple(range(1, num_segments))
+        cut = cuts.setdefault((num_segments, has_backward), SegmentCut(num_segments, bounds, bounds if has_backward else ()))
+        if bounds:
             segments[place] = cut
     return step.with_cuts(replace(step.cuts, segments=segments))
 
 
-def _places(step: StepGraph, units: frozenset[str]) -> Iterator[tuple[Place, int]]:
-    """Yield the places of units, with the number of segments of their stages."""
+def count_fine_pieces(step: StepGraph, units: Collection[str], *, lanes: Collection[int]) -> int:
+    """Return how many pieces `cut_finely` makes of the computations of these units in these lanes."""
+    return sum(2 * num_segments for _, num_segments in _places(step, units, lanes))
+
+
+def _places(step: StepGraph, units: Collection[str], lanes: Collection[int]) -> Iterator[tuple[Place, int]]:
+    """Yield the places of units in some lanes, with the number of segments of their stages."""
     for name in sorted(units):
         for replica, each in enumerate(step.plan.units[name].replicas):
+            if step.lanes_of(name, replica, 0)[0] not in lanes:
+                continue
             for stage in each.virtual_stages:
                 num_segments = count_segments(step.graph.unit(name), stage.layers)
                 for microbatch in range(step.num_microbatches(name, replica)):
@@ -99,12 +93,9 @@ def join_parts(step: StepGraph, lanes: Sequence[PlacedParts]) -> Schedule:
     """Build the schedule of such lanes: parts of one piece that stand together, in line or in one wait, are one range."""
     work = step_work(step)
     joined = [_join(lane) for lane in lanes]
-    boundaries: dict[int, set[int]] = defaultdict(set)
-    for lane in joined:
-        is_later = lane.parts > 0
-        for piece, boundary in zip(lane.pieces[is_later].tolist(), lane.boundaries[is_later].tolist(), strict=True):
-            boundaries[piece].add(boundary)
-    cut = step.with_cuts(replace(step.cuts, segments=_segment_cuts(work, boundaries))) if boundaries else step
+    pieces, parts, boundaries = (np.concatenate(columns) for columns in list(zip(*joined, strict=True))[:3])
+    cuts = _segment_cuts(work, pieces[parts > 0], boundaries[parts > 0])
+    cut = step.with_cuts(replace(step.cuts, segments=cuts)) if cuts else step
     first = Parts.of(work, step_work(cut)).first
     rows, modes = [], []
     for lane in joined:
@@ -130,15 +121,21 @@ def _numbers_in_piece(lane: PlacedParts) -> Integers:
     return numbers
 
 
-def _segment_cuts(work: StepWork, boundaries: dict[int, set[int]]) -> dict[Place, SegmentCut]:
+def _segment_cuts(work: StepWork, pieces: Integers, boundaries: Integers) -> dict[Place, SegmentCut]:
+    """Return how places are cut, of the boundaries of their forwards and backwards; these may be there more than once."""
+    size = int(boundaries.max(initial=0)) + 1
+    keys = np.unique(pieces * size + boundaries)
+    pieces, starts = np.unique(keys // size, return_index=True)
+    halves = [tuple(row.tolist()) for row in np.split(keys % size, starts[1:])] if len(pieces) else []
     found: dict[Place, dict[bool, tuple[int, ...]]] = defaultdict(dict)
-    for piece, at in boundaries.items():
-        unit, replica, stage = work.stages[work.computed_stages[piece]]
-        place = Place(unit, replica, stage, int(work.microbatches[piece]))
-        found[place][bool(work.kinds[piece] == KIND_NUMBERS[ActionKind.FORWARD])] = tuple(sorted(at))
-    cuts = {}
-    for place, halves in found.items():
-        layers = work.plan.virtual_stage(*place[:3]).layers
-        num_segments = count_segments(work.graph.unit(place.unit), layers)
-        cuts[place] = SegmentCut(num_segments, halves.get(True, ()), halves.get(False, ()))
+    for piece, is_forward, at in zip(pieces.tolist(), (work.kinds[pieces] == _FORWARD).tolist(), halves, strict=True):
+        found[work.action(piece).place][is_forward] = at
+    cuts, counts = dict[Place, SegmentCut](), dict[tuple[str, int, int], int]()
+    known: dict[tuple[int, tuple[int, ...], tuple[int, ...]], SegmentCut] = {}
+    for place, each in found.items():
+        stage = place[:3]
+        if stage not in counts:
+            counts[stage] = count_segments(work.graph.unit(place.unit), work.plan.virtual_stage(*stage).layers)
+        shape = counts[stage], each.get(True, ()), each.get(False, ())
+        cuts[place] = known[shape] if shape in known else known.setdefault(shape, SegmentCut(*shape))
     return cuts

@@ -100,7 +100,12 @@ def _join(arrays: dict[str, NDArray[Any]], inside: InsideSlots) -> dict[str, NDA
     carriers, durations = np.unique(inside.carriers), arrays["durations"].copy()
     no_waits = np.zeros(len(carriers) + 1, np.int64), np.zeros(0)
     durations[carriers] += time_carriers(
-        inside, carriers=carriers, seconds=durations[carriers], waits=no_waits, durations=durations[inside.pieces]
+        inside,
+        carriers=carriers,
+        seconds=durations[carriers],
+        waits=no_waits,
+        durations=durations[inside.pieces],
+        behind=np.zeros(len(inside.pieces)),
     ).added
     counts = np.bincount(inside.schedule.lane_of_slot[in_line], minlength=inside.schedule.num_lanes)
     return {

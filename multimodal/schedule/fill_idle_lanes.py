@@ -50,7 +50,10 @@ class LanesToFill:
     waits: Integers
     """Per piece that keeps its order: times in which it only waits, one after another."""
     goes_inside: Bytes
-    """[num_pieces] 1 for pieces of one lane that may run in such times. All pieces of a queue that has any are of one lane."""
+    """[num_pieces] 1 for pieces that may run in such times of a piece in all their lanes; 2 for those that end with a collective,
+    which starts when that time is over: what needs them may run in a later one. All pieces of a queue have the same lanes."""
+    behind: Integers
+    """[num_pieces] the part of their durations that is this collective."""
 
     def fill(self, *, tolerance: int) -> FilledLanes:
         """Run all pieces, each lane's own in their order and the filling ones where they fit.
@@ -62,8 +65,9 @@ class LanesToFill:
         longest tail goes on, and one whose holder is full only if there is no other.
 
         When a piece that keeps its order begins, ready fillers of its lanes go into its waits as far as these are long, with the
-        same tolerance; the piece gets longer by what sticks out. What they need is there, or runs before them inside the same
-        piece; what they give is there when that piece ends.
+        same tolerance; the piece gets longer by what sticks out, and by what collectives behind a wait take beyond the interval
+        that is computed there. What they need is there, or runs before them inside the same piece; what they give is there when
+        that piece ends.
         O(pieces x (lanes + queues)).
         """
         run = fill_idle_lanes_reference if kernels is None else kernels.fill_idle_lanes

@@ -28,6 +28,7 @@ def fill_idle_lanes_reference(
     wait_starts: Integers,
     waits: Integers,
     goes_inside: Bytes,
+    behind: Integers,
     tolerance: int,
 ) -> tuple[Integers, Integers, Integers, int]:
     """Return all pieces by their start, the piece and the wait in which each runs, and when the last one ends."""
@@ -43,6 +44,7 @@ def fill_idle_lanes_reference(
         limits=limits.tolist(),
         waits=_rows(wait_starts, waits),
         goes_inside=goes_inside.tolist(),
+        behind=behind.tolist(),
         tolerance=tolerance,
     )
     run.run()
@@ -66,6 +68,7 @@ class _Run:
         limits: list[int],
         waits: list[list[int]],
         goes_inside: list[int],
+        behind: list[int],
         tolerance: int,
     ) -> None:
         self.durations, self.lanes, self.line, self.queues, self.tolerance = durations, lanes, line, queues, tolerance
@@ -73,7 +76,8 @@ class _Run:
         self.holders, self.releases, self.limits = holders, releases, limits
         self.num_kept = [0] * len(limits)
         num_pieces = len(durations)
-        self.waits, self.goes_inside = waits, goes_inside
+        self.waits, self.goes_inside, self.behind = waits, goes_inside, behind
+        self.inside_durations = [duration - each for duration, each in zip(durations, behind, strict=True)]
         self.carriers, self.inside_waits = [_NONE] * num_pieces, [_NONE] * num_pieces
         self.is_filler = [False] * num_pieces
         for piece in (piece for queue in queues for piece in queue):
@@ -163,41 +167,52 @@ class _Run:
         Returns by how much the piece gets longer.
         """
         inside: list[int] = []
-        excess = [0] * len(self.waits[carrier])
-        for lane in self.lanes[carrier]:
-            for wait, left in enumerate(self.waits[carrier]):
-                while (queue := self._next_inside(lane, carrier, left)) != _NONE:
-                    piece = self.queues[queue][self.queue_heads[queue]]
-                    self.queue_heads[queue] += 1
-                    left -= self.durations[piece]
-                    self.carriers[piece], self.inside_waits[piece] = carrier, wait
-                    self._keep_and_release(piece)
-                    inside.append(piece)
-                excess[wait] = max(excess[wait], -left)
+        waits, added = self.waits[carrier], 0
+        interval = max(0, self.durations[carrier] - sum(waits)) // (len(waits) + 1)
+        for wait, seconds in enumerate(waits):
+            left, started = dict.fromkeys(self.lanes[carrier], seconds), dict.fromkeys(self.lanes[carrier], 0)
+            while (queue := self._next_inside(carrier, wait, left)) != _NONE:
+                piece = self.queues[queue][self.queue_heads[queue]]
+                self.queue_heads[queue] += 1
+                for lane in self.lanes[piece]:
+                    left[lane] -= self.inside_durations[piece]
+                    started[lane] += self.behind[piece]
+                self.carriers[piece], self.inside_waits[piece] = carrier, wait
+                self._keep_and_release(piece)
+                inside.append(piece)
+            added += max(0, -min(left.values())) + max(0, max(started.values()) - interval)
         for piece in inside:
-            self._end_at(piece, self.now + self.durations[carrier] + sum(excess))
-        return sum(excess)
+            self._end_at(piece, self.now + self.durations[carrier] + added)
+        return added
 
-    def _next_inside(self, lane: int, carrier: int, left: int) -> int:
-        """Return the queue of a lane whose head is the most urgent one that can run in the rest of a carrier's wait."""
+    def _next_inside(self, carrier: int, wait: int, left: dict[int, int]) -> int:
+        """Return the queue whose head is the most urgent one that can run in the rest of a carrier's wait, in its lanes."""
         positions = enumerate(zip(self.queues, self.queue_heads, strict=True))
         heads = {rows[head]: queue for queue, (rows, head) in positions if head < len(rows)}
         fitting = [
             piece
             for piece in heads
             if self.goes_inside[piece]
-            and self.lanes[piece] == [lane]
-            and left > 0
-            and (100 - self.tolerance) * self.durations[piece] <= 100 * left
+            and all(self._is_short_enough(piece, left.get(lane, 0)) for lane in self.lanes[piece])
             and self._has_room(piece)
-            and self._can_go_inside(piece, carrier)
+            and self._can_go_inside(piece, carrier, wait)
         ]
         return heads[min(fitting, key=self._urgency)] if fitting else _NONE
 
-    def _can_go_inside(self, piece: int, carrier: int) -> bool:
-        """Return True if all that it needs is there, or runs before it inside the same piece in the same lane."""
+    def _is_short_enough(self, piece: int, left: int) -> bool:
+        return left > 0 and (100 - self.tolerance) * self.inside_durations[piece] <= 100 * left
+
+    def _can_go_inside(self, piece: int, carrier: int, wait: int) -> bool:
+        """Return True if all that it needs is there, or runs before it inside the same piece in the same lanes.
+
+        In an earlier wait, if a collective lies between.
+        """
         return all(
-            (self.carriers[need] == carrier and self.lanes[need] == self.lanes[piece])
+            (
+                self.carriers[need] == carrier
+                and self.lanes[need] == self.lanes[piece]
+                and (self.goes_inside[need] < 2 or self.inside_waits[need] < wait)
+            )
             or (self.ended_at[need] != _NONE and self.ended_at[need] + delay <= self.now)
             for need, delay in self.needs[piece]
         )

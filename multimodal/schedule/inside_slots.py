@@ -2,7 +2,8 @@
 
 A carrier is a sequence of intervals in which it computes, all of one length, and of waits between them; with what runs inside, it
 is one computation to all others: it begins when everything is there that it or any work inside needs, and what that gives is
-there when the carrier ends. So neither the order of lanes nor the simulator knows of more than computations.
+there when the carrier ends. So neither the order of lanes nor the simulator knows of more than computations. Collectives of the
+work in a wait start when the wait is over, and run beside the next interval, which is as long as they are if that is longer.
 """
 
 from dataclasses import dataclass
@@ -84,7 +85,9 @@ class CarrierTimes:
     carriers: Integers
     """[num_carriers] pieces of work."""
     added: Floats
-    """[num_carriers] seconds that the work inside takes beyond the waits that it fills."""
+    """[num_carriers] seconds that the work inside takes beyond the waits that it fills, its collectives beyond the intervals."""
+    late: Floats
+    """[num_carriers] of these, those of collectives."""
     offsets: Floats
     """[num inside slots] seconds from the carrier's start to that of the work inside."""
     durations: Floats
@@ -92,12 +95,19 @@ class CarrierTimes:
 
 
 def time_carriers(
-    inside: InsideSlots, *, carriers: Integers, seconds: Floats, waits: tuple[Integers, Floats], durations: Floats
+    inside: InsideSlots,
+    *,
+    carriers: Integers,
+    seconds: Floats,
+    waits: tuple[Integers, Floats],
+    durations: Floats,
+    behind: Floats,
 ) -> CarrierTimes:
     """Return how carriers run: they compute in equal intervals, and every wait is as long as itself or what fills it in any lane.
 
     carriers: pieces, ascending, each once; seconds: of each one alone, waits included; waits: seconds of its waits, as rows; one
-    of which nothing is said takes no time; durations: seconds of the work inside, slot by slot. O(slots log slots + waits).
+    of which nothing is said takes no time; durations, behind: seconds of the work inside, slot by slot, and of the collective
+    behind it. O(slots log slots + waits).
     """
     owners = np.searchsorted(carriers, inside.carriers)
     num_used = np.zeros(len(carriers), np.int64)
@@ -107,12 +117,16 @@ def time_carriers(
     alone[np.arange(len(waits[1])) + np.repeat(starts[:-1] - waits[0][:-1], np.diff(waits[0]))] = waits[1]
     filled = starts[owners] + inside.waits
     keys, groups = np.unique(filled * inside.schedule.num_lanes + inside.lanes, return_inverse=True)
-    lengths, groups = alone.copy(), groups.ravel()
-    np.maximum.at(lengths, keys // inside.schedule.num_lanes, np.bincount(groups, durations, len(keys)))
-    computing = seconds - _row_sums(starts, alone)
-    before = np.cumsum(np.append(0.0, lengths))
-    offsets = before[filled] - before[starts[owners]] + ((inside.waits + 1) * (computing / (np.diff(starts) + 1))[owners])
-    return CarrierTimes(carriers, _row_sums(starts, lengths - alone), offsets + _before_in_group(groups, durations), durations)
+    groups, filled_waits = groups.ravel(), keys // inside.schedule.num_lanes
+    intervals = (seconds - _row_sums(starts, alone)) / (np.diff(starts) + 1)
+    lengths, late = alone.copy(), np.zeros_like(alone)
+    np.maximum.at(lengths, filled_waits, np.bincount(groups, durations, len(keys)))
+    np.maximum.at(late, filled_waits, np.bincount(groups, behind, len(keys)))
+    late = np.maximum(0.0, late - np.repeat(intervals, np.diff(starts)))
+    before = np.cumsum(np.append(0.0, lengths + late))
+    offsets = before[filled] - before[starts[owners]] + (inside.waits + 1) * intervals[owners]
+    added = _row_sums(starts, lengths - alone + late)
+    return CarrierTimes(carriers, added, _row_sums(starts, late), offsets + _before_in_group(groups, durations), durations)
 
 
 def _row_sums(starts: Integers, values: Floats) -> Floats:

@@ -2,30 +2,32 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from multimodal.cost.pieces.tensor_parallel_waits import Wait, computation_waits
+from multimodal.cost.pieces.tensor_parallel_waits import computation_waits
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.schedule.inside_slots import NO_CARRIER, InsideSlots
-from multimodal.values.action import Action, ActionKind, Resource, SegmentRange, action_to_text
+from multimodal.schedule.piece_collectives import MOST_COLLECTIVES, PieceCollectives, own_waits
+from multimodal.values.action import Action, Resource, action_to_text
 from multimodal.values.arrays.rows import row_numbers, take_rows
 from multimodal.values.schedule import Schedule, slot_error
 from multimodal.values.step_work import KINDS, RESOURCE_NUMBERS
 
 _COMPUTE = RESOURCE_NUMBERS[Resource.COMPUTE]
-_MOST_WAITS = RunOptions(transformer_impl="local", recompute="full", sequence_parallel=True)
-_FEWEST_COLLECTIVES = replace(_MOST_WAITS, recompute=None, sequence_parallel=False)
+_FEWEST_COLLECTIVES = replace(MOST_COLLECTIVES, recompute=None, sequence_parallel=False)
 
 
 def validate_inside(schedule: Schedule, *, options: RunOptions | None = None) -> None:
     """Check that what runs inside computations fits there.
 
     It is a computation of another unit, before a whole computation of a unit with several tensor parallel ranks that has a wait
-    of this number; it waits for no collective itself but one at its end; in all its lanes it stands inside the same wait of the
-    same computation, and there in the order of the waits; and what it needs of other ranks does not run inside the same one.
+    of this number; it waits for no collective itself; in all its lanes it stands inside the same wait of the same computation,
+    and there in the order of the waits; what it needs of other ranks does not run inside the same one, and what it continues, if
+    that ends with a collective, not in the same wait.
 
     options: of the run; None where they are not known: then only what no run allows is refused.
     Raises ScheduleError that names the action. O(slots log slots).
@@ -45,7 +47,7 @@ class _Checks:
         self.schedule, self.work, self.step = schedule, schedule.work, schedule.step
         self.inside = InsideSlots.of(schedule)
         self.layers = StageLayers(self.step.graph, self.step.plan, vocab_size=0)
-        self.options, self.own_options = options or _MOST_WAITS, options or _FEWEST_COLLECTIVES
+        self.options, self.own_options = options or MOST_COLLECTIVES, options or _FEWEST_COLLECTIVES
 
     def check_kinds(self) -> None:
         is_wrong = self.work.resources[self.inside.pieces] != _COMPUTE
@@ -92,36 +94,25 @@ class _Checks:
         return len(computation_waits(KINDS[kind], self.layers.in_order(key), options=self.options))
 
     def check_collectives(self) -> None:
-        """Check that it has no collectives that would use the links for which its carrier waits, but at its end."""
-        plans, pieces, work = self.step.plan.units, self.inside.pieces, self.work
-        shares = [plans[name].tensor_parallel_size * plans[name].context_parallel_size > 1 for name in work.pieces.units]
-        stages, (firsts, ends) = work.computed_stages[pieces], work.pieces.segment_bounds
-        units, indices = work.pieces.unit_of_stage[stages], work.pieces.index_of_stage[stages]
-        alike = np.stack((units, indices, work.kinds[pieces], firsts[pieces], ends[pieces]))  # replicas have the same layers
-        _, example, which = np.unique(alike, axis=1, return_index=True, return_inverse=True)
-        for number, index in enumerate(example.tolist()):
-            if shares[units[index]] and (problem := self._own_collectives(self._action(int(pieces[index])))):
-                self._refuse(which.ravel() == number, lambda _: problem)
+        """Check that it waits for no collective, which would use the links for which its carrier waits."""
 
-    def _own_collectives(self, action: Action) -> str:
-        plan, layers = self.step.plan.units[action.unit], self.layers.in_order(action[1:4])
-        if plan.context_parallel_size > 1:
-            return f"it exchanges keys and values over {plan.context_parallel_size} context parallel ranks; run it by itself"
-        covers = action.covers if isinstance(action.covers, SegmentRange) else None
-        waits = computation_waits(action.kind, layers, options=self.own_options, covers=covers)
-        if not waits or (len(waits) == 1 and waits[0].is_at_end and self._is_last(waits[0], action)):
-            return ""
-        return (
-            f"its segment {waits[0].segment} ({layers[waits[0].layer][0]}) has a collective of {plan.tensor_parallel_size} "
-            "tensor parallel ranks that does not end it; run it by itself, or in ranges that end with their collectives"
-        )
+        def problem(_: str) -> str:
+            action = self._action(int(self.inside.pieces[np.argmin(self.collectives.fits_inside)]))
+            plan, layers = self.step.plan.units[action.unit], self.layers.in_order(action[1:4])
+            if plan.context_parallel_size > 1:
+                return f"it exchanges keys and values over {plan.context_parallel_size} context parallel ranks; run it by itself"
+            wait = next(wait for wait in own_waits(action, self.layers, options=self.own_options) if not wait.is_at_end)
+            return (
+                f"it waits for a collective of {plan.tensor_parallel_size} tensor parallel ranks in its segment {wait.segment} "
+                f"({layers[wait.layer][0]}); run it by itself, or in ranges that end with their collectives"
+            )
 
-    def _is_last(self, wait: Wait, action: Action) -> bool:
-        """Return True if a wait is in the segment that the action runs last."""
-        covers = action.covers
-        if not isinstance(covers, SegmentRange):
-            covers = SegmentRange(0, self.layers.num_segments(action[1:4]))
-        return wait.segment == (covers.end - 1 if action.kind is ActionKind.FORWARD else covers.first)
+        self._refuse(~self.collectives.fits_inside, problem)
+
+    @cached_property
+    def collectives(self) -> PieceCollectives:
+        """Of the work inside."""
+        return PieceCollectives.of(self.work, self.inside.pieces, options=self.own_options)
 
     def check_lanes(self) -> None:
         """Check that all ranks that run it together have it inside the same wait of the same computation."""
@@ -164,6 +155,17 @@ class _Checks:
             lambda text: (
                 f"it needs work of other ranks that runs inside {text} as well, and is there only when that ends; let it "
                 "run inside a later computation"
+            ),
+        )
+
+        wait_of_piece, ends = np.full(work.num_computed, -1), np.zeros(work.num_computed, bool)
+        wait_of_piece[inside.pieces], ends[inside.pieces] = inside.waits, self.collectives.ends_with_one
+        is_early = is_joined & ~is_carrier & ends[needs] & (wait_of_piece[owners] == wait_of_piece[needs])
+        self._refuse(
+            np.isin(inside.pieces, owners[is_early]),
+            lambda text: (
+                f"it continues what runs in the same wait of {text} and ends with a collective, which starts when that wait is "
+                "over; let it run inside a later wait, or by itself"
             ),
         )
 

@@ -13,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
@@ -24,12 +25,13 @@ from megatron.runtime.session import Session, SessionOptions
 from megatron.runtime.step.step import Step
 from multimodal.cost.step_costs import ComputeCost, StepCosts
 from multimodal.model.transformer_config import BuildOptions, Precision
-from multimodal.values.action import ACTION_TABLE, Action, Resource
+from multimodal.schedule.compile_schedule import compile_schedule
+from multimodal.values.action import Action
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from multimodal.values.schedule import Schedule, SlotMode
+from multimodal.values.schedule import Schedule
 from multimodal.values.timeline import Timeline
 
 TIMEOUT = timedelta(minutes=5)
@@ -95,7 +97,7 @@ def _serve_rank(
 def emulate_on_rank(run: EmulatedRun, *, rank: int) -> tuple[Timeline, ...]:
     """This rank's part, where torch.distributed is up; collective. The timelines on rank 0, nothing elsewhere."""
     graph, plan = run.schedule.step.graph, run.schedule.step.plan
-    session = emulated_session(graph, plan, cost=cache(_Costs(run, rank=rank).compute))
+    session = emulated_session(graph, plan, cost=cache(_Costs(run).compute))
     step = emulated_step(run.schedule, num_tokens=run.num_tokens, rank=rank)
     timelines = [_run_step(session, step) for _ in range(run.num_iterations + 1)]
     return tuple(timeline for timeline in timelines[1:] if timeline is not None)
@@ -104,18 +106,21 @@ def emulate_on_rank(run: EmulatedRun, *, rank: int) -> tuple[Timeline, ...]:
 class _Costs:
     """The costs of a lane's computations as the simulator takes them: in a wait, or with waits that are filled."""
 
-    def __init__(self, run: EmulatedRun, *, rank: int) -> None:
-        lane = run.schedule.lane(run.schedule.step.plan.lane_of_rank[rank])
+    def __init__(self, run: EmulatedRun) -> None:
         self._costs = run.costs
-        self._inside = {lane.actions[position] for position in lane.inside}
+        self._inside: frozenset[Action] = frozenset()
         self._num_waits: dict[Action, int] = {}
         """By carrier, the waits that are filled, and those before them."""
-        waiting = 0
-        for slot in lane.slots:
-            if slot.mode is SlotMode.INSIDE:
-                waiting = max(waiting, slot.wait + 1)
-            elif waiting and slot.mode is SlotMode.IN_LINE and ACTION_TABLE[slot.action.kind].resource is Resource.COMPUTE:
-                self._num_waits[slot.action], waiting = waiting, 0
+        self._late: dict[Action, float] = {}
+        """By carrier, the seconds that collectives of the work inside take beyond the intervals in which they run."""
+        if run.schedule.has_inside:
+            compiled = compile_schedule(run.schedule).with_costs(run.costs)
+            inside, times, action = compiled.inside, compiled.carrier_times, run.schedule.work.action
+            assert inside is not None and times is not None
+            self._inside = frozenset(map(action, np.unique(inside.pieces).tolist()))
+            self._late = {action(piece): late for piece, late in zip(times.carriers.tolist(), times.late.tolist(), strict=True)}
+            for piece, wait in zip(inside.carriers.tolist(), inside.waits.tolist(), strict=True):
+                self._num_waits[action(piece)] = max(self._num_waits.get(action(piece), 0), wait + 1)
 
     def compute(self, action: Action) -> ComputeCost:
         """Return the cost of a computation; a collective at the end of one inside another runs beside that."""
@@ -123,7 +128,8 @@ class _Costs:
         if action in self._inside:
             return ComputeCost(cost.seconds - cost.tensor_parallel_seconds)
         missing = self._num_waits.get(action, 0) - len(cost.waits)
-        return cost._replace(waits=(*cost.waits, *(0.0,) * max(0, missing)))
+        waits = (*cost.waits, *(0.0,) * max(0, missing))
+        return cost._replace(seconds=cost.seconds + self._late.get(action, 0.0), waits=waits)
 
 
 def emulated_session(graph: ModelGraph, plan: Plan, *, cost: Cost) -> Session:

@@ -88,8 +88,7 @@ class EmulatedStage(UnitStage):
         """Return as many segments as the real stage has, without collectives."""
         count = count_segments(self.unit, self.layer_range)
         parts = tuple(LayerPart(partial(self._run_segment, number, is_last=number == count - 1)) for number in range(count))
-        starts = tuple(range(count + 1))
-        return StageSegments(parts, (self.layer_range.start,) * count, starts, starts)
+        return StageSegments(parts, (self.layer_range.start,) * count, tuple(range(count + 1)))
 
     def _run_segment(self, number: int, state: State, given: StagePass, *, is_last: bool) -> State:
         """Wait for a whole range in the forward of its last segment, and in the backward of its first."""
@@ -146,9 +145,9 @@ class EmulatedStage(UnitStage):
         now = time.perf_counter()
         for seconds in cost.waits:
             now = _wait_until(now + fraction * interval)
-            self.waits.reach()
-            now = max(now + fraction * seconds, time.perf_counter())
-            _wait_until(now)
+            with self.waits.filled():
+                now = max(now + fraction * seconds, time.perf_counter())
+                _wait_until(now)
         _wait_until(now + fraction * interval)
 
     def _build_layer(self, index: int) -> Module:

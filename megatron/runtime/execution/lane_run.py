@@ -37,6 +37,10 @@ class LaneRun(ABC):
         """Waits for tensor parallel collectives that the last computation came to with anything inside it."""
         self.is_filling = False
         """True while something runs in a wait of another computation."""
+        self.is_inside = False
+        """True while that computation is the one inside of which it stands, and waits for a collective."""
+        self.held_back: list[Callable[[], None]] = []
+        """Collectives of what runs in a wait for another one, which start when that wait is over."""
 
     def run(self, lane: Lane, *, fillers: frozenset[int] = frozenset()) -> None:
         """Run the actions of a lane in order; fillers: positions of those that wait for a carrier to fill."""
@@ -147,15 +151,22 @@ class LaneRun(ABC):
         """Run what fills a wait of the computation that is running; it must not inherit anything of that."""
         self.num_waits = number + 1
         for action in self.inside.pop(number, ()):
-            self.is_filling = True
+            self.is_filling = self.is_inside = True
             with torch.enable_grad(), DeferWeightGradients(None), saved_tensors_hooks(_detached, lambda tensor: tensor):
                 HANDLERS[action.kind](self, action)
-            self.is_filling = False
+            self.is_filling = self.is_inside = False
+
+    def end_wait(self) -> None:
+        """Start the collectives of what has run in a wait, now that the wait is over and the links are free."""
+        for start in self.held_back:
+            start()
+        self.held_back.clear()
 
     def fill_waits_left(self) -> None:
         """Run all that is left inside a computation that turned out to have nothing to compute, and so nothing to wait for."""
         for number in sorted(self.inside):
             self.fill_wait(number)
+            self.end_wait()
 
     def start_collective(self, action: Action, start: Callable[[int], Callable[[], None]]) -> None:
         """Start a collective action of a stage; what `start` returns waits for it where it is needed, or at the step's end."""

@@ -116,6 +116,7 @@ class RunningStep(StepMessages):
         running = opened.segments
         with self.clock.span(action):
             running.forward(covered.end)
+            self._start_collective_behind(running)
             is_last = covered.end == running.num_segments
             if is_last and (output := running.take_output()) is not None:
                 self.publish_outputs(action, [output])
@@ -132,10 +133,18 @@ class RunningStep(StepMessages):
             running.start_backward(None if shape is None else self.collect_output_gradient(whole, shape))
         with self.clock.span(action):
             running.backward(covered.first)
+            self._start_collective_behind(running)
         if covered.first == 0:
             self.publish_input_gradients(whole, running.hidden, opened.items)
         else:
             self._put_segments(action, opened)
+
+    def _start_collective_behind(self, running: SegmentPass) -> None:
+        """Start the collective that ends a piece: at once, or when the wait is over in which the piece runs."""
+        if self.is_inside:
+            self.held_back.append(running.start_collective)
+        else:
+            running.start_collective()
 
     def _segments_of(self, action: Action) -> SegmentRange:
         if isinstance(action.covers, SegmentRange):
@@ -191,7 +200,7 @@ class RunningStep(StepMessages):
         """Have what runs inside a computation run in its waits for tensor parallel collectives."""
         if not self.inside or self.is_filling:
             return nullcontext()
-        return self.stage(action.place).waits.filled_by(self.fill_wait)
+        return self.stage(action.place).waits.filled_by(self.fill_wait, go_on=self.end_wait)
 
     def _need(self, action: Action) -> BackwardNeed:
         return stage_backward_need(self.step.graph, self.executor.plan, action.unit, action.replica, action.stage)

@@ -1,11 +1,13 @@
 """One microbatch's way through a stage in pieces: ranges of segments, forward and back, each with autograd graphs of its own.
 
-A collective that ends a piece is under way when the piece returns, and waited for when the next one begins: pieces that run
-inside the LLM's waits for its own collectives thus have theirs beside the LLM's next computation (Optimus, 4.2).
+A collective that ends a piece is started by `start_collective`, and waited for when the next piece begins: pieces that run inside
+the LLM's waits for its own collectives have theirs started when these are over, and so beside the LLM's next computation
+(Optimus, 4.2).
 """
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.runtime.execution.activation_store import SavedTensors, size_of
-from multimodal.model.collectives import Arriving
+from multimodal.model.collectives import Arriving, RankLink
 from multimodal.model.layers.layer_kind import Exchange, HeadOutput, StagePass
 from multimodal.model.unit_stage import UnitStage
 
@@ -23,24 +25,42 @@ Close = Callable[[Tensor | HeadOutput], tuple[Tensor | None, Tensor | None]]
 """Makes (loss, what is handed on) of a stage's output."""
 
 
+class _Collective:
+    """A collective on the way from one part to the next, which starts when it is told to, or else when it is waited for."""
+
+    def __init__(self, exchange: Exchange, tensor: Tensor, link: RankLink, *, is_backward: bool = False) -> None:
+        self._start = partial(exchange.start, tensor, link, is_backward=is_backward)
+        self._arriving: Arriving | None = None
+
+    def start(self) -> Arriving:
+        """Start it, once."""
+        if self._arriving is None:
+            self._arriving = self._start()
+        return self._arriving
+
+
 class _Point(NamedTuple):
     """Tensors between two parts, without their graphs; of a forward, values, of a backward, gradients."""
 
     tensors: Tensors
-    arriving: Arriving | None = None
-    """What the last of them will be."""
+    collective: _Collective | None = None
+    """The one that the last of them goes through."""
     has_gradient: tuple[bool, ...] = ()
     """[num_tensors] of values: True where a gradient comes back."""
 
     def arrived(self) -> "_Point":
         """Wait for the last tensor."""
-        return self if self.arriving is None else self._replace(tensors=(*self.tensors[:-1], self.arriving.wait()), arriving=None)
+        if self.collective is None:
+            return self
+        return self._replace(tensors=(*self.tensors[:-1], self.collective.start().wait()), collective=None)
 
 
 class _Graph(NamedTuple):
     """The graph of some parts."""
 
     first: int
+    last: int
+    """The part behind them."""
     leaves: Tensors
     """Inputs that get a gradient; None in place of others."""
     outputs: tuple[GradientEdge | None, ...]
@@ -48,7 +68,7 @@ class _Graph(NamedTuple):
 
 
 class _Repeated(NamedTuple):
-    """Parts of a layer whose forward is computed again in the backward."""
+    """A layer whose forward is computed again in the backward."""
 
     first: int
     last: int
@@ -79,18 +99,20 @@ class SegmentPass:
         self.output_shape: torch.Size | None = None
         """After the last forward; None if the stage hands nothing on."""
         self._stage, self._given, self._segments, self._close = stage, given, stage.segments(), close
-        both = (self._segments.forward_starts, self._segments.backward_starts)
-        self._bounds = {starts[bound] for starts in both for bound in bounds}
+        self._bounds = {self._segments.starts[bound] for bound in bounds}
         self._saved = SavedTensors(parameter_storages) if parameter_storages is not None and has_backward else None
         self._open: list[_Graph | _Repeated] = []
         self._position = 0
+        self._repeating: tuple[int, _Point] | None = None
+        """The first part of the layer under way and what it began with, where that is all that is kept of the layer."""
         inputs = () if hidden is None else (hidden,)
         self._point = _Point(inputs, has_gradient=tuple(tensor.requires_grad for tensor in inputs))
 
     @property
     def size_bytes(self) -> int:
         """Bytes that are kept now."""
-        between = [tensor for tensor in self._point.tensors if tensor is not None]
+        points = [self._point, *([self._repeating[1]] if self._repeating else [])]
+        between = [tensor for point in points for tensor in point.tensors if tensor is not None]
         under_way = sum(map(size_of, between)) if self._saved is None else self._saved.bytes_beside(between)
         return under_way + sum(entry.size_bytes for entry in self._open)
 
@@ -101,11 +123,16 @@ class SegmentPass:
 
     def forward(self, end: int) -> None:
         """Run the segments up to `end` - 1 that have not run yet."""
-        stop = self._segments.forward_starts[end]
+        stop = self._segments.starts[end]
         with self._computing(), torch.set_grad_enabled(self.has_backward):
             for first, last in self._spans(self._position, stop):
                 self._advance(first, last)
         self._position = stop
+
+    def start_collective(self) -> None:
+        """Start the collective behind the last piece, if there is one."""
+        if self._point.collective is not None:
+            self._point.collective.start()
 
     def take_output(self) -> Tensor | None:
         """Return what the stage hands on, after the last forward, and keep it no longer."""
@@ -122,13 +149,13 @@ class SegmentPass:
 
     def backward(self, first: int) -> None:
         """Run the backwards of the segments from `first` that have not run yet; the last one gives `hidden` its gradient."""
-        stop = self._segments.backward_starts[first]
+        stop = self._segments.starts[first]
         with self._computing():
-            while self._open and self._open[-1].first >= stop:
+            while self._open and self._open[-1].last > stop:
                 entry = self._open.pop()
                 if isinstance(entry, _Repeated):
                     with torch.enable_grad():
-                        self._open += self._walk(entry.first, entry.last, entry.point.arrived(), counts=False)[0]
+                        self._open += self._walk(entry.first, entry.last, entry.point, counts=False)[0]
                 else:
                     self._retreat(entry)
 
@@ -142,16 +169,21 @@ class SegmentPass:
         return pairwise((first, *cuts, last)) if last > first else ()
 
     def _advance(self, first: int, last: int) -> None:
-        point = self._point.arrived()
-        if not self._repeats(first, point):
+        point, layers = self._point.arrived(), self._segments.layers
+        is_begun = first > 0 and layers[first] == layers[first - 1]
+        if not is_begun:
+            self._repeating = (first, point) if self._repeats(first, point) else None
+        if self._repeating is None:
             graphs, self._point = self._walk(first, last, point)
             self._open += graphs
             return
         with torch.no_grad():
             _, after = self._walk(first, last, point)
-        size_bytes = sum(map(size_of, point.tensors))
-        self._open.append(_Repeated(first, last, point, size_bytes))
         self._point = after._replace(has_gradient=(True,) * len(after.tensors))
+        start, before = self._repeating
+        if last == len(layers) or layers[last] != layers[first]:
+            self._open.append(_Repeated(start, last, before, sum(map(size_of, before.tensors))))
+            self._repeating = None
 
     def _repeats(self, part: int, point: _Point) -> bool:
         """Return whether the backward computes a layer's forward again (full recomputation)."""
@@ -163,13 +195,11 @@ class SegmentPass:
     def _walk(self, first: int, last: int, point: _Point, *, counts: bool = True) -> tuple[list[_Graph], _Point]:
         """Run parts; returns a graph for each stretch between collectives, where there are any, and what comes out.
 
-        A collective behind the last part is under way, or, where parts run once more, not started again.
+        A collective behind the last part is not started, and not at all where parts run once more.
         """
         graphs = []
         parts, link = self._segments.parts, self._stage.link
-        cuts = [
-            part for part in range(first + 1, last) if parts[part - 1].exchange is not Exchange.NONE and link.group.size() > 1
-        ]
+        cuts = [part for part in range(first + 1, last) if self._ends_graph(part)]
         for start, stop in pairwise((first, *cuts, last)):
             graph, point = self._run(start, stop, point.arrived(), counts=counts)
             if any(edge is not None for edge in graph.outputs):
@@ -177,8 +207,13 @@ class SegmentPass:
             if (stop < last or counts) and parts[stop - 1].exchange is not Exchange.NONE:
                 tensor = point.tensors[-1]
                 assert tensor is not None
-                point = point._replace(arriving=parts[stop - 1].exchange.start(tensor, link))
+                point = point._replace(collective=_Collective(parts[stop - 1].exchange, tensor, link))
         return graphs, point
+
+    def _ends_graph(self, part: int) -> bool:
+        """Return True if a piece or a collective lies right before a part."""
+        has_collective = self._segments.parts[part - 1].exchange is not Exchange.NONE and self._stage.link.group.size() > 1
+        return part in self._bounds or has_collective
 
     def _run(self, first: int, last: int, point: _Point, *, counts: bool) -> tuple[_Graph, _Point]:
         before = self._saved.size_bytes if self._saved is not None else 0
@@ -197,10 +232,10 @@ class SegmentPass:
         edges = tuple(None if value is None or not value.requires_grad else get_gradient_edge(value) for value in values)
         flags = tuple(edge is not None for edge in edges)
         outputs = tuple(None if value is None else value.detach() for value in values)
-        return _Graph(first, kept, edges, grown), _Point(outputs, has_gradient=flags)
+        return _Graph(first, last, kept, edges, grown), _Point(outputs, has_gradient=flags)
 
     def _retreat(self, graph: _Graph) -> None:
-        """Run a graph's backward, and start the mirror of the collective before it on the gradient of its last input."""
+        """Run a graph's backward; the gradient of its last input goes through the mirror of the collective before it."""
         gradients = self._point.arrived().tensors
         roots = [
             (edge, gradient)
@@ -215,7 +250,7 @@ class SegmentPass:
             self.hidden.grad = found[0]
         exchange = self._segments.parts[graph.first - 1].exchange if graph.first else Exchange.NONE
         if exchange is not Exchange.NONE and self._open and found[-1] is not None:
-            self._point = _Point(found, exchange.start(found[-1], self._stage.link, is_backward=True))
+            self._point = _Point(found, _Collective(exchange, found[-1], self._stage.link, is_backward=True))
 
 
 def _leaves(point: _Point) -> Tensors:

@@ -13,7 +13,12 @@ class Exchange(Enum):
     """Of the rows of a product whose weight gradient follows; beside another product, so that as good as nothing is waited for.
     Under sequence parallelism, where the weight is trained. A range of segments keeps the rows instead."""
     SUM = "sum"
-    """After a product, at the end of its segment; what follows is light: norms and residual sums."""
+    """After a product."""
+
+    @property
+    def mirrored(self) -> "Exchange":
+        """The collective of a gradient, where this is that of the value."""
+        return Exchange.GATHER if self is Exchange.SUM else Exchange.SUM
 
 
 class Segment(NamedTuple):
@@ -21,7 +26,10 @@ class Segment(NamedTuple):
 
     name: str
     forward: tuple[Exchange, ...] = ()
+    """Those in the midst of it."""
     backward: tuple[Exchange, ...] = ()
+    behind: Exchange | None = None
+    """The one between it and the next segment in a forward; a backward has its mirrored one there."""
 
 
 class SegmentWork(NamedTuple):
@@ -32,11 +40,3 @@ class SegmentWork(NamedTuple):
     """Bytes that elementwise work on one token moves in a forward and in a backward, as `LayerTraffic`."""
     attends: bool
     """True if tokens see each other in it."""
-
-
-COLUMN_FORWARD = (Exchange.GATHER,)
-COLUMN_BACKWARD = (Exchange.GATHER_AGAIN, Exchange.SUM)
-"""A product whose weight is split by outputs."""
-ROW_FORWARD = (Exchange.SUM,)
-ROW_BACKWARD = (Exchange.GATHER,)
-"""A product whose weight is split by inputs."""

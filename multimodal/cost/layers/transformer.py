@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.collectives import LayerCollectives, collective_per_token
 from multimodal.cost.layers.layer import WIDE_BYTES, ActivationBytes, ActivationCase, Layer, LayerFlops, LayerTraffic
-from multimodal.cost.layers.segments import COLUMN_BACKWARD, COLUMN_FORWARD, ROW_BACKWARD, ROW_FORWARD, Segment, SegmentWork
+from multimodal.cost.layers.segments import Exchange, Segment, SegmentWork
 from multimodal.cost.unit_load import UnitLoad
 
 _PER_PASS = 4
@@ -17,11 +17,13 @@ class TransformerLayer(Layer):
 
     num_products = 4
     segments = (
-        Segment("qkv", forward=COLUMN_FORWARD, backward=COLUMN_BACKWARD),
+        Segment("input_norm", behind=Exchange.GATHER),
+        Segment("qkv", backward=(Exchange.GATHER_AGAIN,)),
         Segment("attention"),
-        Segment("projection", forward=ROW_FORWARD, backward=ROW_BACKWARD),
-        Segment("mlp_up", forward=COLUMN_FORWARD, backward=COLUMN_BACKWARD),
-        Segment("mlp_down", forward=ROW_FORWARD, backward=ROW_BACKWARD),
+        Segment("projection", behind=Exchange.SUM),
+        Segment("mlp_norm", behind=Exchange.GATHER),
+        Segment("mlp_up", backward=(Exchange.GATHER_AGAIN,)),
+        Segment("mlp_down", behind=Exchange.SUM),
     )
     attends = True
     recomputes = True
@@ -133,10 +135,10 @@ class TransformerLayer(Layer):
 
         | segment | operation | forward | backward |
         |---|---|---|---|
-        | qkv, mlp up | norm | read and write: 2h | read the gradient and the input, write: 3h |
+        | norms | norm | read and write: 2h | read the gradient and the input, write: 3h |
+        | norms | residual sum (the first of the layer before) | read two, write one: 3h | gradients are added: 3h |
         | qkv | norms of heads, if any | read and write: 2r | read the gradient and the input, write: 3r |
         | attention | rotary positions, if any | read and write: 2r | the same |
-        | mlp up, mlp down | residual sum | read two, write one: 3h | the branch's gradient is added to the stream's: 3h |
         | mlp down | GELU | read and write: 2f | read the gradient and the input, write: 3f |
         | | or SwiGLU | read two, write one: 3f | read the gradient and two inputs, write two: 5f |
         """
@@ -144,8 +146,8 @@ class TransformerLayer(Layer):
         heads = 2 * (shape.num_attention_heads + shape.query_groups) * shape.head_channels
         rotated, normed = heads * shape.has_rotary_positions, heads * shape.qk_layernorm
         activated, activated_back = (factor * shape.ffn_hidden_size for factor in ((3, 5) if self._is_gated else (2, 3)))
-        forward = 2 * hidden + normed, rotated, 0, 5 * hidden, activated + 3 * hidden
-        backward = 3 * hidden + 1.5 * normed, rotated, 0, 6 * hidden, activated_back + 3 * hidden
+        forward = 5 * hidden, normed, rotated, 0, 5 * hidden, 0, activated
+        backward = 6 * hidden, 1.5 * normed, rotated, 0, 6 * hidden, 0, activated_back
         columns = zip(self.segments, self._segment_weights, forward, backward, strict=True)
         return tuple(
             SegmentWork(num_weights, (size * moved, size * moved_back), attends=segment.name == "attention")
@@ -170,7 +172,8 @@ class TransformerLayer(Layer):
     def _segment_weights(self) -> tuple[int, ...]:
         shape, hidden, (query, key_value) = self.unit.transformer, self.unit.transformer.hidden_size, self._widths
         inner = shape.ffn_hidden_size
-        return hidden * (query + key_value), 0, query * hidden, hidden * inner * (2 if self._is_gated else 1), inner * hidden
+        up = hidden * inner * (2 if self._is_gated else 1)
+        return 0, hidden * (query + key_value), 0, query * hidden, 0, up, inner * hidden
 
     @property
     def _is_gated(self) -> bool:

@@ -72,43 +72,43 @@ class StageCosts:
     def segments(self, stage: StageKey, load: ComputedLoad) -> Floats:
         """Return what `COMPUTATIONS` of each segment take, and how much of it is waiting: [2, kinds, num_segments, ...].
 
-        What `computations` has beside the layers' seconds is left out.
+        What `computations` has beside the layers' seconds is left out. A layer whose forward is repeated does that in the segment
+        behind it, or in its last one at the stage's end.
         """
-        blocks: dict[LayerNeed, Floats] = {}
+        layers, blocks, repeated = self.stages.in_order(stage), dict[LayerNeed, Floats](), dict[LayerNeed, float]()
         for layer, need in self.stages.counts(stage):
-            own = self.layer_costs.segments(stage[0], layer, load.all, cut=load.cut, **self._sharing(stage))
+            own, again = self.layer_costs.segments(stage[0], layer, load.all, cut=load.cut, **self._sharing(stage))
             block = np.zeros((2, len(COMPUTATIONS), len(own), *np.shape(load.all.num_tokens)))
             for row, kind in enumerate(COMPUTATIONS):
                 for place, seconds in enumerate(own):
                     block[0, row, place], block[1, row, place] = _cost_of(kind, seconds, layer, need)
-                for wait, waiting in self._waits_of_layer(kind, stage, (layer, need), load):
-                    block[:, row, wait.segment] += waiting
-            blocks[layer, need] = block
-        return np.concatenate([blocks[each] for each in self.stages.in_order(stage)], axis=2)
+            blocks[layer, need], repeated[layer, need] = block, LAYER_KINDS[layer].passes_gradient(need) * again
+        found = np.concatenate([blocks[each] for each in layers], axis=2)
+        behind = np.minimum(np.cumsum([blocks[each].shape[2] for each in layers]), found.shape[2] - 1)
+        for row, kind in enumerate(COMPUTATIONS):
+            if kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT):
+                for place, each in zip(behind.tolist(), layers, strict=True):
+                    found[0, row, place] += repeated[each]
+            for wait, waiting in self._timed_waits(kind, stage, load):
+                found[:, row, wait.segment] += waiting
+        return found
 
     def waits(self, stage: StageKey, kind: ActionKind, load: ComputedLoad) -> list[float]:
         """Return the seconds of a whole computation's waits for tensor parallel ranks, in order; of arrays, arrays."""
         if self.options.hides_waits or self.stages.plan.units[stage[0]].tensor_parallel_size == 1:
             return []
-        layers = self.stages.in_order(stage)
-        known = {
-            each: [seconds for _, seconds in self._waits_of_layer(kind, stage, each, load)] for each in dict.fromkeys(layers)
-        }
-        in_order = layers if kind is ActionKind.FORWARD else layers[::-1]
-        return [seconds for each in in_order for seconds in known[each]]
+        return [seconds for _, seconds in self._timed_waits(kind, stage, load)]
 
-    def _waits_of_layer(
-        self, kind: ActionKind, stage: StageKey, layer: LayerNeed, load: ComputedLoad
-    ) -> Iterator[tuple[Wait, float]]:
-        """Yield the waits of one layer, in order, with their seconds: the layer's, shared evenly by those that are long."""
-        waits = computation_waits(kind, (layer,), options=self.options)
-        num_long = sum(wait.is_long for wait in waits)
-        if not num_long:
-            return
-        parts = self.layer_costs.parts(stage[0], layer[0], load.all, **self._sharing(stage))
-        seconds = (parts.waiting if kind is ActionKind.FORWARD else parts.waiting_back) / num_long
-        for wait in waits:
-            yield wait, seconds * wait.is_long
+    def _timed_waits(self, kind: ActionKind, stage: StageKey, load: ComputedLoad) -> Iterator[tuple[Wait, float]]:
+        """Yield the waits of a whole computation with their seconds: each layer's, shared evenly by those that are long."""
+        layers, of_layer = self.stages.in_order(stage), dict[LayerNeed, float]()
+        for each in dict.fromkeys(layers):
+            num_long = sum(wait.is_long for wait in computation_waits(kind, (each,), options=self.options))
+            if num_long:
+                parts = self.layer_costs.parts(stage[0], each[0], load.all, **self._sharing(stage))
+                of_layer[each] = (parts.waiting if kind is ActionKind.FORWARD else parts.waiting_back) / num_long
+        for wait in computation_waits(kind, layers, options=self.options):
+            yield wait, of_layer[layers[wait.layer]] * wait.is_long
 
     def over_replicas(self, stage: StageKey, bytes_per_weight: float, *, trained_only: bool) -> float:
         """Seconds of one ring over all ranks that have the same shard of a stage's weights."""

@@ -3,7 +3,7 @@
 The stages of multimodal/model count the same (`TensorParallelWaits` there).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from multimodal.cost.layers.registry import LAYER_KINDS
@@ -22,18 +22,25 @@ class Wait(NamedTuple):
     layer: int
     """Its layer's place in the stage."""
     segment: int
-    """Its segment's number in the stage."""
+    """The number, in the stage, of the segment in which it is waited for, or behind which it lies in this pass."""
     exchange: Exchange
-
-    @property
-    def is_at_end(self) -> bool:
-        """True if nothing is left of the segment but what is light."""
-        return self.exchange is Exchange.SUM
+    is_at_end: bool = False
+    """True if it lies behind the last segment of a range, so that it can be under way while other work runs."""
 
     @property
     def is_long(self) -> bool:
         """False where a product runs beside the collective."""
         return self.exchange is not Exchange.GATHER_AGAIN
+
+
+class _Place(NamedTuple):
+    """A segment in a stage."""
+
+    layer: int
+    segment: Segment
+    need: BackwardNeed
+    repeated: range = range(0)
+    """Of the last segment of a layer whose forward full recomputation repeats: that layer's segments."""
 
 
 def computation_waits(
@@ -43,42 +50,64 @@ def computation_waits(
 
     Full recomputation repeats a layer's forward up to its last product, once the backward has come to that: the collective
     behind it is not needed again, and under sequence parallelism the gradient of the layer's output is gathered first. Of the
-    options, sequence parallelism and recomputation decide. covers: a range of the stage's segments; by default all. O(layers).
+    options, sequence parallelism and recomputation decide. covers: a range of the stage's segments, by default all; a range's
+    last wait may be behind it, and a layer is repeated in the range whose backward comes before that of the layer's last segment.
+    O(layers).
     """
     if kind is ActionKind.WEIGHT_GRADIENT:
         return ()
-    first = 0
-    found: list[Wait] = []
+    places = list(_places(layers, options))
+    first, end = (covers.first, covers.end) if covers else (0, len(places))
+    if kind is ActionKind.FORWARD:
+        found = _forward(places, range(first, end), is_range=end < len(places))
+    else:
+        found = _backward(places, range(first, end), is_range=covers is not None)
+    return tuple(wait for wait in found if wait.exchange is Exchange.SUM or options.sequence_parallel)
+
+
+def _places(layers: Sequence[LayerNeed], options: RunOptions) -> Iterator[_Place]:
+    start = 0
     for index, (name, need) in enumerate(layers):
-        segments = LAYER_KINDS[name].segments if name in LAYER_KINDS else (Segment("all"),)
-        covered = [
-            (first + place, segment)
-            for place, segment in enumerate(segments)
-            if covers is None or covers.first <= first + place < covers.end
-        ]
-        first += len(segments)
-        if kind is ActionKind.FORWARD:
-            found += _forward(index, covered, options)
-        elif need.has_backward:
-            repeats = options.recompute == "full" and name in LAYER_KINDS and LAYER_KINDS[name].recomputes
-            repeated = list(_forward(index, covered, options)) if repeats else []
-            own = list(_backward(index, covered, options, regathers=covers is None and need.trains_weights))
-            before = 1 if repeated and covers is None and options.sequence_parallel else 0
-            repeated = repeated[:-1] if repeated and repeated[-1].segment == first - 1 else repeated
-            found[:0] = [*own[:before], *repeated, *own[before:]]
-    return tuple(found)
+        kind = LAYER_KINDS.get(name)
+        segments = kind.segments if kind else (Segment("all"),)
+        repeats = kind is not None and kind.recomputes and options.recompute == "full"
+        for segment in segments[:-1]:
+            yield _Place(index, segment, need)
+        yield _Place(index, segments[-1], need, range(start, start + len(segments)) if repeats else range(0))
+        start += len(segments)
 
 
-def _forward(layer: int, segments: Sequence[tuple[int, Segment]], options: RunOptions) -> Iterator[Wait]:
-    for number, segment in segments:
+def _forward(places: Sequence[_Place], numbers: range, *, is_range: bool) -> Iterator[Wait]:
+    for number in numbers:
+        layer, segment, *_ = places[number]
         for exchange in segment.forward:
-            if exchange is Exchange.SUM or options.sequence_parallel:
-                yield Wait(layer, number, exchange)
+            yield Wait(layer, number, exchange)
+        if segment.behind is not None:
+            yield Wait(layer, number, segment.behind, is_range and number == numbers[-1])
 
 
-def _backward(layer: int, segments: Sequence[tuple[int, Segment]], options: RunOptions, *, regathers: bool) -> Iterator[Wait]:
-    for number, segment in reversed(segments):
+def _backward(places: Sequence[_Place], numbers: range, *, is_range: bool) -> Iterator[Wait]:
+    if numbers.stop == len(places):
+        yield from _entered(places, numbers.stop, numbers.stop - 1, is_range=is_range)
+    for number in reversed(numbers):
+        layer, segment, need, _ = places[number]
+        if not need.has_backward:
+            return
         for exchange in segment.backward:
-            is_made = exchange is not Exchange.GATHER_AGAIN or regathers
-            if exchange is Exchange.SUM or (options.sequence_parallel and is_made):
+            if exchange is not Exchange.GATHER_AGAIN or (need.trains_weights and not is_range):
                 yield Wait(layer, number, exchange)
+        if number:
+            yield from _entered(places, number, number, is_range=is_range, is_at_end=number == numbers.start)
+
+
+def _entered(
+    places: Sequence[_Place], bound: int, number: int, *, is_range: bool, is_at_end: bool = False
+) -> Iterable[Wait]:
+    """Return the waits of a backward between the segments `bound` and `bound - 1`; number: the segment that they count with."""
+    layer, segment, need, repeated = places[bound - 1]
+    if not need.has_backward:
+        return ()
+    mirrored = [] if segment.behind is None else [Wait(layer, number, segment.behind.mirrored, is_range and is_at_end)]
+    again = [wait._replace(segment=number) for wait in _forward(places, repeated, is_range=False)]
+    again = again[:-1] if segment.behind is not None else again
+    return (*again, *mirrored) if is_range else (*mirrored, *again)

@@ -15,7 +15,7 @@ from multimodal.cost.seconds.analytic_curves import analytic_curves
 from multimodal.cost.seconds.layer_curves import Curve, LayerCurves, Quadratic, counted_tokens
 from multimodal.cost.seconds.layer_profile import LayerProfile, ProfileKey
 from multimodal.cost.seconds.layer_seconds import LayerSeconds, PassParts
-from multimodal.cost.seconds.segment_seconds import SegmentShares, segment_seconds, segment_shares
+from multimodal.cost.seconds.segment_seconds import SegmentSeconds, SegmentShares, segment_seconds, segment_shares
 from multimodal.cost.unit_load import CutLoad, UnitLoad
 from multimodal.values.model_graph import ModelGraph
 
@@ -88,8 +88,8 @@ class LayerCosts:
         seconds = LayerSeconds(forward + waiting, input_gradient + waiting_back, weight_gradient, waiting, waiting_back)
         return LayerSeconds(*((load.num_tokens > 0) * each for each in seconds)) if is_array else seconds
 
-    def segments(self, unit: str, kind: str, load: UnitLoad, *, cut: CutLoad | None = None, **shared: Any) -> list[LayerSeconds]:
-        """Return the seconds of each of a layer's segments as `segment_seconds` does; arguments as in `seconds`."""
+    def segments(self, unit: str, kind: str, load: UnitLoad, *, cut: CutLoad | None = None, **shared: Any) -> SegmentSeconds:
+        """Return the seconds of a layer's segments as `segment_seconds` does; arguments as in `seconds`."""
         if (unit, kind) not in self._shares:
             self._shares[unit, kind] = segment_shares(self._describe(unit, kind), cluster=self.cluster)
         whole = self.seconds(unit, kind, load, cut=cut, **shared)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,21 +35,31 @@ def segment_shares(layer: Layer, *, cluster: Cluster) -> SegmentShares:
     return SegmentShares(rows[0], rows[1], rows[2], [each.attends for each in work])
 
 
-def segment_seconds(whole: LayerSeconds, parts: PassParts, shares: SegmentShares) -> list[LayerSeconds]:
-    """Return the seconds of each segment, in the order of a forward, without waits for tensor parallel ranks.
+class SegmentSeconds(NamedTuple):
+    """A layer cut into segments."""
 
-    With those they sum up to the whole. Attention, and waiting for context parallel ranks, are one segment's; of measured curves
-    its backward is taken to cost what a kernel's does, but no more than there is. Seconds may be arrays.
+    own: list[LayerSeconds]
+    """Of each segment, in the order of a forward."""
+    repeated: float
+    """Of the layer's forward as full recomputation repeats it, part of the input gradient."""
+
+
+def segment_seconds(whole: LayerSeconds, parts: PassParts, shares: SegmentShares) -> SegmentSeconds:
+    """Return the seconds of a layer's segments without waits for tensor parallel ranks; with those they sum up to the whole.
+
+    Attention, and waiting for context parallel ranks, are one segment's; of measured curves its backward is taken to cost what a
+    kernel's does, but no more than there is. Seconds may be arrays.
     """
     waiting, waiting_back = (whole.forward_waiting - parts.waiting, whole.input_gradient_waiting - parts.waiting_back)
     computing, computing_back = whole.forward - whole.forward_waiting, whole.input_gradient - whole.input_gradient_waiting
     attention = np.minimum(parts.attention, computing)
     attention_back = np.minimum(attention * (ATTENTION_BACKWARD + parts.repeats_attention), computing_back)
-    repeated = np.minimum(computing - attention, computing_back - attention_back) * parts.repeats_all
-    return [
+    attention_again = np.minimum(attention, attention_back) * parts.repeats_all
+    rest_again = np.minimum(computing - attention, computing_back - attention_back) * parts.repeats_all
+    own = [
         LayerSeconds(
             forward * (computing - attention) + attends * (attention + waiting),
-            back * (computing_back - attention_back - repeated) + forward * repeated + attends * (attention_back + waiting_back),
+            back * (computing_back - attention_back - rest_again) + attends * (attention_back - attention_again + waiting_back),
             weights * whole.weight_gradient,
             attends * waiting,
             attends * waiting_back,
@@ -57,3 +68,4 @@ def segment_seconds(whole: LayerSeconds, parts: PassParts, shares: SegmentShares
             shares.forward, shares.input_gradient, shares.weight_gradient, shares.attends, strict=True
         )
     ]
+    return SegmentSeconds(own, attention_again + rest_again)

@@ -102,9 +102,7 @@ class LayerPart(NamedTuple):
 
     run: Callable[[State, StagePass], State]
     exchange: Exchange = Exchange.NONE
-    is_light: bool = False
-    """True for norms and sums. Where a collective ends a segment, light parts behind it run with the next one, so that what runs
-    between the two has the collective beside it."""
+    """Behind it."""
 
 
 class LayerKind(ABC):

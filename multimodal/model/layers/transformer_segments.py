@@ -1,14 +1,14 @@
-"""A transformer layer in five segments, as parts between which its collectives lie (Optimus, 4.2).
+"""A transformer layer in seven segments, between which its collectives lie (Optimus, 4.2).
 
     segment      parts                           collective behind them
-    qkv          norm                            gathered (its gradient: summed)
-                 product of q, k and v
+    input_norm   norm                            gathered (its gradient: summed)
+    qkv          product of q, k and v
     attention    rotation, core attention
     projection   product                         summed
-    mlp_up       residual sum, norm              gathered (its gradient: summed)
-                 product
+    mlp_norm     residual sum, norm              gathered (its gradient: summed)
+    mlp_up       product
     mlp_down     activation, product             summed
-                 residual sum
+                 residual sum, which runs with whatever comes next in its stage
 
 All of it is computed by megatron-core's own code: by the layer's submodules, or by a submodule's `forward` with what comes before
 and after the part taken out.
@@ -22,7 +22,7 @@ from torch.nn import Module
 from multimodal.model.deferrable_linear import deferrable_linear
 from multimodal.model.layers.layer_kind import Exchange, LayerPart, StagePass, State
 
-SEGMENT_NAMES = ("qkv", "attention", "projection", "mlp_up", "mlp_down")
+SEGMENT_NAMES = ("input_norm", "qkv", "attention", "projection", "mlp_norm", "mlp_up", "mlp_down")
 
 
 class _Product(Module):
@@ -66,11 +66,13 @@ class _Within:
 def transformer_segments(layer: Any) -> tuple[tuple[LayerPart, ...], ...]:
     """Return the parts of each segment of megatron-core's TransformerLayer."""
     return (
-        (LayerPart(_normed(layer.input_layernorm), Exchange.GATHERED, is_light=True), LayerPart(_qkv(layer.self_attention))),
+        (LayerPart(_normed(layer.input_layernorm), Exchange.GATHERED),),
+        (LayerPart(_qkv(layer.self_attention)),),
         (LayerPart(_attention(layer.self_attention)),),
         (LayerPart(_projection(layer.self_attention.linear_proj), Exchange.SUMMED),),
-        (LayerPart(_sum_and_norm(layer), Exchange.GATHERED, is_light=True), LayerPart(_up(layer.mlp.linear_fc1))),
-        (LayerPart(_down(layer.mlp), Exchange.SUMMED), LayerPart(_sum(layer), is_light=True)),
+        (LayerPart(_sum_and_norm(layer), Exchange.GATHERED),),
+        (LayerPart(_up(layer.mlp.linear_fc1)),),
+        (LayerPart(_down(layer.mlp), Exchange.SUMMED), LayerPart(_sum(layer))),
     )
 
 

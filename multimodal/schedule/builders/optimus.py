@@ -1,6 +1,7 @@
 """Optimus: encoder work in the bubbles of the LLM's pipeline (Feng et al., Optimus, Algorithm 2)."""
 
 import math
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,9 +10,11 @@ from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, interleaved_spans, is_interleaved
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
 from multimodal.schedule.compile_schedule import connected_lanes
-from multimodal.schedule.encoder_ranges import Parts, PlacedParts, can_be_cut, cut_finely, join_parts
+from multimodal.schedule.encoder_ranges import Parts, PlacedParts, count_fine_pieces, cut_finely, join_parts
 from multimodal.schedule.fill_idle_lanes import FilledLanes, LanesToFill
+from multimodal.schedule.inside_slots import NO_CARRIER
 from multimodal.schedule.list_schedule import place_reductions
+from multimodal.schedule.piece_collectives import MOST_COLLECTIVES, PieceCollectives, shared_encoders
 from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import Integers, row_starts, take_rows
 from multimodal.values.parts.cuts import UNCUT
@@ -26,8 +29,8 @@ FINE_TOLERANCES = (0, 25, 50, 75)
 MOST_WORK = 300_000_000
 """Pieces times queues of a pipeline up to which it is filled: about a second. The more there are, the fewer tolerances are tried;
 beyond, where routes tie many pipelines together, its encoders run as in 1F1B."""
-MOST_CUT = 20_000
-"""Pieces of a step up to which its encoders are cut into ranges of segments: asking what all ranges take is slow."""
+MOST_SEGMENTS = 60_000
+"""Segments of encoders that are placed one by one: as many pipelines as that allows, those that are alike once."""
 _NANOSECONDS = 1e9
 _FORWARD, _BACKWARD, _REDUCTION = (
     KIND_NUMBERS[kind] for kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRADIENTS)
@@ -48,21 +51,34 @@ def build_optimus(step: StepGraph, costs: StepCosts, *, memory_factor: float = m
     """
     interleaves = is_interleaved(step.plan.units[step.graph.backbone.name])
     in_line = (build_interleaved_1f1b if interleaves else build_one_f_one_b)(step)
-    limits = _limits(step, memory_factor)
-    ways = [_Filling(in_line, step, costs, limits)]
-    inside = can_be_cut(step)
-    if inside and step.cuts == UNCUT and in_line.work.num_computed <= MOST_CUT:
-        fine = _Filling(in_line, cut_finely(step, inside), costs, limits, inside)
-        ways += [fine] if fine.has_waits else []
-    nothing = np.zeros(0, np.int64)
-    lanes = [PlacedParts(*[nothing] * 5)] * len(step.plan.lanes)
-    for pipeline in map(np.array, step.once(connected_lanes)):
-        found = [filled for way in ways if (filled := way.fill(pipeline)) is not None]
+    whole = _Filling(in_line, step, costs, limits := _limits(step, memory_factor))
+    alike = whole.alike_pipelines()
+    fine = _fill_finely(whole, [group[0] for group in sorted(alike, key=len, reverse=True)], costs, limits)
+    lanes = [PlacedParts(*[np.zeros(0, np.int64)] * 5)] * len(step.plan.lanes)
+    for group in alike:
+        ways = [whole, fine] if fine is not None and fine.has_cut(group[0]) else [whole]
+        found = [filled for way in ways if (filled := way.fill(group[0])) is not None]
         best = min(found, key=lambda filled: filled.lanes.end, default=None)
-        placed = ways[0].in_order(pipeline) if best is None else best.place()
-        for lane, parts in zip(pipeline.tolist(), placed, strict=True):
-            lanes[lane] = parts
+        placed = whole.in_order(group[0]) if best is None else best.place()
+        for pipeline in group:
+            for lane, parts in zip(pipeline.tolist(), whole.moved(placed, group[0], pipeline), strict=True):
+                lanes[lane] = parts
     return place_reductions(join_parts(step, lanes))
+
+
+def _fill_finely(whole: "_Filling", pipelines: Sequence[Integers], costs: StepCosts, limits: Integers) -> "_Filling | None":
+    """Cut the encoders of as many pipelines as may be; None where nothing could run inside the LLM's computations."""
+    step = whole.cut
+    units = frozenset(shared_encoders(step))
+    if not units or step.cuts != UNCUT or (costs.options is not None and costs.options.hides_waits):
+        return None
+    lanes, num_segments = set[int](), 0
+    for pipeline in pipelines:
+        count = count_fine_pieces(step, units, lanes=set(pipeline.tolist()))
+        if num_segments + count <= MOST_SEGMENTS:
+            lanes, num_segments = lanes | set(pipeline.tolist()), num_segments + count
+    fine = _Filling(whole.in_line, cut_finely(step, units, lanes=lanes), costs, limits, units) if lanes else None
+    return fine if fine is not None and fine.has_waits else None
 
 
 class _Filling:
@@ -80,34 +96,63 @@ class _Filling:
         whole = np.flatnonzero(self.parts.first >= 0)
         self.piece_of_part[self.parts.expand(whole)] = np.repeat(whole, self.parts.counts[whole])
         self.tolerances = FINE_TOLERANCES if inside else TOLERANCES
-        self.goes_inside = np.array([unit in inside for unit, _, _ in self.work.stages], np.uint8)[self.work.computed_stages]
+        self.goes_inside, self.behind = np.zeros(self.work.num_computed, np.uint8), np.zeros(self.work.num_computed, np.int64)
         encoders = [unit.name for unit in self.work.graph.encoders]
         self.fills = np.array([unit in encoders for unit, _, _ in uncut.stages], bool)[uncut.computed_stages]
         """Per piece of the uncut step."""
-        self._time(costs)
-        self.known: dict[bytes, FilledLanes] = {}
+        self._time(costs, inside)
 
-    def _time(self, costs: StepCosts) -> None:
+    def _time(self, costs: StepCosts, inside: Collection[str]) -> None:
         """Ask for durations of computations, delays of messages and waits of what keeps its order, in nanoseconds."""
         work = self.work
         computed, sends = np.flatnonzero(work.kinds != _REDUCTION), work.num_computed + 2 * np.arange(work.num_messages)
         found = costs.of_pieces(work, np.concatenate((computed, sends)))
-        seconds = found.seconds + found.latency_seconds
-        nanoseconds = np.round(seconds * _NANOSECONDS).astype(np.int64)
-        self.durations = np.zeros(work.num_computed, np.int64)
+        nanoseconds = np.round((found.seconds + found.latency_seconds) * _NANOSECONDS).astype(np.int64)
+        self.durations, self.waiting = np.zeros((2, work.num_computed), np.int64)
         self.durations[computed] = nanoseconds[: len(computed)]
+        self.waiting[computed] = np.floor(found.tensor_parallel_seconds[: len(computed)] * _NANOSECONDS)
         self.delays = np.append(nanoseconds[len(computed) :], 0)[work.message_of_need]
         """[num_needs] none where nothing is sent."""
-        keeping = computed[~self.fills[self.piece_of_part[computed]]] if self.goes_inside.any() else computed[:0]
+        keeping = computed[~self.fills[self.piece_of_part[computed]]] if inside else computed[:0]
         starts, waits = costs.waits(work, keeping)
         counts = np.zeros(work.num_computed, np.int64)
         counts[keeping] = np.diff(starts)
         self.wait_starts, self.waits = row_starts(counts), np.floor(waits * _NANOSECONDS).astype(np.int64)
+        units = np.array([unit in inside for unit, _, _ in work.stages], bool)
+        filling = np.flatnonzero(units[work.computed_stages] & (work.kinds != _REDUCTION))
+        collectives = PieceCollectives.of(work, filling, options=costs.options or MOST_COLLECTIVES)
+        self.goes_inside[filling] = collectives.fits_inside * (1 + collectives.ends_with_one.astype(np.uint8))
+        self.behind[filling] = self.waiting[filling] * collectives.ends_with_one
 
     @property
     def has_waits(self) -> bool:
         """True if computations that keep their order have waits that can be filled."""
         return bool(len(self.waits))
+
+    def has_cut(self, pipeline: Integers) -> bool:
+        """True if a pipeline's encoders are cut."""
+        return bool((self.parts.counts[self.piece_of_part[self._pieces_of(pipeline)]] > 1).any())
+
+    def alike_pipelines(self) -> list[list[Integers]]:
+        """Return the lanes of all pipelines of a whole step, those together that are alike."""
+        found: dict[bytes, list[Integers]] = {}
+        for pipeline in map(np.array, self.cut.once(connected_lanes)):
+            pieces = self._pieces_of(pipeline)
+            arrays = *vars(self._lanes_to_fill(pieces, pipeline)).values(), self.waiting[pieces]
+            found.setdefault(b"".join(array.tobytes() for array in arrays), []).append(pipeline)
+        return list(found.values())
+
+    def moved(self, placed: "Sequence[PlacedParts]", source: Integers, target: Integers) -> "Sequence[PlacedParts]":
+        """Return the work that one pipeline's lanes have as that of another one, which is alike."""
+        if source is target:
+            return placed
+        theirs, ours = self._pieces_of(source), np.append(self._pieces_of(target), NO_CARRIER)
+
+        def moved(pieces: Integers) -> Integers:
+            found: Integers = ours[np.where(pieces < 0, -1, np.searchsorted(theirs, pieces))]
+            return found
+
+        return [lane._replace(pieces=moved(lane.pieces), carriers=moved(lane.carriers)) for lane in placed]
 
     def in_order(self, pipeline: Integers) -> list[PlacedParts]:
         """Return the work of a pipeline's lanes as 1F1B orders it."""
@@ -116,17 +161,15 @@ class _Filling:
         return [PlacedParts(row, np.zeros_like(row), *[np.full(len(row), -1)] * 3) for row in kept]
 
     def fill(self, pipeline: Integers) -> "_FilledPipeline | None":
-        """Fill a pipeline, or none that is too large; pipelines that are alike are filled once."""
+        """Fill a pipeline, or none that is too large."""
         pieces = self._pieces_of(pipeline)
         to_fill = self._lanes_to_fill(pieces, pipeline)
         size = len(pieces) * (len(to_fill.queue_starts) - 1)
         if size > MOST_WORK:
             return None
-        alike = b"".join(array.tobytes() for array in vars(to_fill).values())
-        if alike not in self.known:
-            tolerances = self.tolerances[: max(1, MOST_WORK // max(1, size))]
-            self.known[alike] = min((to_fill.fill(tolerance=each) for each in tolerances), key=lambda filled: filled.end)
-        return _FilledPipeline(self, len(pipeline), pieces, to_fill, self.known[alike])
+        tolerances = self.tolerances[: max(1, MOST_WORK // max(1, size))]
+        best = min((to_fill.fill(tolerance=each) for each in tolerances), key=lambda filled: filled.end)
+        return _FilledPipeline(self, len(pipeline), pieces, to_fill, best)
 
     def place(self, filled: "_FilledPipeline") -> list[PlacedParts]:
         """Return the work of a pipeline's lanes."""
@@ -187,6 +230,7 @@ class _Filling:
             wait_starts=wait_starts,
             waits=waits,
             goes_inside=self.goes_inside[pieces],
+            behind=self.behind[pieces],
         )
 
     def _holders(self, pieces: Integers) -> tuple[Integers, Integers, Integers]:

@@ -37,9 +37,9 @@ def beside(*, encoder: tuple[int, int, int] = (1, 1, 2), encoders: tuple[str, ..
 
 
 TOGETHER = (
-    "lane 0,1: F vision/0/0/0; {F vision/0/0/1{0:4} @0; F vision/0/0/1{4:6} @3} F llm/0/0/0; F vision/0/0/1{6:42}; "
-    "F llm/0/0/1; F vision/0/0/2; F llm/0/0/2; B llm/0/0/2; {B vision/0/0/2{41:42} @1} B llm/0/0/0; {B vision/0/0/2{39:41} @2} "
-    "B llm/0/0/1; B vision/0/0/2{0:39}; B vision/0/0/0; B vision/0/0/1; RG llm/0/0; RG vision/0/0\n"
+    "lane 0,1: F vision/0/0/0; {F vision/0/0/1{0:5} @0; F vision/0/0/1{5:8} @3} F llm/0/0/0; F vision/0/0/1{8:58}; "
+    "F llm/0/0/1; F vision/0/0/2; F llm/0/0/2; B llm/0/0/2; B vision/0/0/2{57:58}; {B vision/0/0/2{55:57} @1} B llm/0/0/0; "
+    "{B vision/0/0/2{54:55} @2} B llm/0/0/1; B vision/0/0/2{0:54}; B vision/0/0/0; B vision/0/0/1; RG llm/0/0; RG vision/0/0\n"
 )
 
 
@@ -62,8 +62,8 @@ def test_text_says_in_which_wait_work_runs_and_round_trips() -> None:
     schedule = schedule_from_text(TOGETHER, beside())
     assert schedule_to_text(schedule) == TOGETHER
     slots = schedule.lane(0).slots
-    assert slots[1] == Slot(lanes_from_text("lane 0: F vision/0/0/1{0:4}")[0].actions[0], SlotMode.INSIDE, 0)
-    assert schedule.lanes[0].inside == {1: 0, 2: 3, 9: 1, 11: 2}
+    assert slots[1] == Slot(lanes_from_text("lane 0: F vision/0/0/1{0:5}")[0].actions[0], SlotMode.INSIDE, 0)
+    assert schedule.lanes[0].inside == {1: 0, 2: 3, 10: 1, 12: 2}
     mixed = "lane 0: {W llm/0/0/0; F vision/0/0/3{0:2} @4} F llm/0/0/1\n"
     assert [(slot.mode, slot.wait) for slot in lanes_from_text(mixed)[0].slots] == [(1, -1), (2, 4), (0, -1)]
     with pytest.raises(ScheduleError, match=r"column 9: found 'F vision/0/0/3 @0'; expected braces around"):
@@ -78,29 +78,30 @@ def test_a_schedule_with_work_inside_is_valid_in_both_dialects() -> None:
 
 
 WHOLE_INSIDE = "F llm/0/0/0; {F vision/0/0/1 @0} F llm/0/0/1"
-CUT_INSIDE = "{F vision/0/0/1{0:4} @0; F vision/0/0/1{4:6} @3} F llm/0/0/0; F vision/0/0/1{6:42}; F llm/0/0/1"
+CUT_INSIDE = "{F vision/0/0/1{0:5} @0; F vision/0/0/1{5:8} @3} F llm/0/0/0; F vision/0/0/1{8:58}; F llm/0/0/1"
 
 
 @pytest.mark.parametrize(
     ("now", "then", "message"),
     [
         (
-            "{4:6} @3",
-            "{4:6} @17",
-            "F vision/0/0/1{4:6}: it runs inside wait 17 of F llm/0/0/0, which has 17 waits (numbered from 0",
+            "{5:8} @3",
+            "{5:8} @17",
+            "F vision/0/0/1{5:8}: it runs inside wait 17 of F llm/0/0/0, which has 17 waits (numbered from 0",
         ),
         (
-            "{4:6} @3} F llm/0/0/0; F vision/0/0/1{6:42}",
-            "{4:9} @3} F llm/0/0/0; F vision/0/0/1{9:42}",
-            "its segment 5 (transformer)",
+            "{5:8} @3} F llm/0/0/0; F vision/0/0/1{8:58}",
+            "{5:12} @3} F llm/0/0/0; F vision/0/0/1{12:58}",
+            "F vision/0/0/1{5:12}: it waits for a collective of 2 tensor parallel ranks in its segment 7 (transformer); r",
         ),
-        ("@0; F vision/0/0/1{4:6} @3", "@3; F vision/0/0/1{4:6} @0", "F vision/0/0/1{4:6}: it stands behind what runs inside a"),
-        ("1{0:4} @0; F vision/0/0/1{4:6} @3", "1{4:6} @0; F vision/0/0/1{0:4} @3", "F vision/0/0/1{4:6}: wrong order"),
-        (CUT_INSIDE, WHOLE_INSIDE, "F vision/0/0/1: its segment 3 (transformer) has a collective of 2 tensor parallel ranks"),
+        ("@0; F vision/0/0/1{5:8} @3", "@3; F vision/0/0/1{5:8} @0", "F vision/0/0/1{5:8}: it stands behind what runs inside a"),
+        ("1{0:5} @0; F vision/0/0/1{5:8} @3", "1{5:8} @0; F vision/0/0/1{0:5} @3", "F vision/0/0/1{5:8}: wrong order"),
+        ("{5:8} @3", "{5:8} @0", "F vision/0/0/1{5:8}: it continues what runs in the same wait of F llm/0/0/0 and ends with"),
+        (CUT_INSIDE, WHOLE_INSIDE, "F vision/0/0/1: it waits for a collective of 2 tensor parallel ranks in its segment 4 (tra"),
         (
-            "{B vision/0/0/2{41:42} @1} B llm/0/0/0; {B vision/0/0/2{39:41} @2} B llm/0/0/1",
-            "{B vision/0/0/2{39:42} @1} B llm/0/0/0; B llm/0/0/1",
-            "B vision/0/0/2{39:42}: its segment 41 (projector)",
+            "B vision/0/0/2{57:58}; {B vision/0/0/2{55:57} @1} B llm",
+            "{B vision/0/0/2{57:58} @0; B vision/0/0/2{55:57} @1} B llm",
+            "B vision/0/0/2{57:58}: it waits for a collective of 2 tensor parallel ranks in its segment 57 (projector)",
         ),
         (
             "B vision/0/0/1; RG llm/0/0; RG vision/0/0",
@@ -109,16 +110,11 @@ CUT_INSIDE = "{F vision/0/0/1{0:4} @0; F vision/0/0/1{4:6} @3} F llm/0/0/0; F vi
         ),
         ("RG llm/0/0; RG vision/0/0", "{RG llm/0/0 @0} RG vision/0/0", "RG llm/0/0: not a computation"),
         (
-            "{B vision/0/0/2{41:42} @1} B llm/0/0/0",
-            "B vision/0/0/2{41:42}; B llm/0/0/0{9:42}; B llm/0/0/0{0:9}",
-            "F vision/0/0/1{0:4}: it runs inside F llm/0/0/0, but forward or backward there run in ranges of segments",
+            "{B vision/0/0/2{55:57} @1} B llm/0/0/0",
+            "B vision/0/0/2{55:57}; B llm/0/0/0{9:58}; B llm/0/0/0{0:9}",
+            "F vision/0/0/1{0:5}: it runs inside F llm/0/0/0, but forward or backward there run in ranges of segments",
         ),
-        ("F vision/0/0/2; F llm", "{F vision/0/0/2{0:4} @1} F vision/0/0/2{4:42}; F llm", "which is of the same unit"),
-        (
-            "F vision/0/0/2; F llm",
-            "F vision/0/0/2{0:41}; {F vision/0/0/2{41:42} @1} F llm",
-            "runs inside F llm/0/0/2, which needs it",
-        ),
+        ("F vision/0/0/2; F llm", "{F vision/0/0/2{0:5} @1} F vision/0/0/2{5:58}; F llm", "which is of the same unit"),
     ],
 )
 def test_work_that_does_not_fit_inside_is_refused(now: str, then: str, message: str) -> None:
@@ -132,7 +128,7 @@ def test_work_that_does_not_fit_inside_is_refused(now: str, then: str, message: 
     [
         (RunOptions(), "it runs inside wait 0 of F llm/0/0/0, which has 0 waits"),
         (replace(LOCAL, num_overlapped_parts=4), "it runs inside wait 0 of F llm/0/0/0, which has 0 waits"),
-        (replace(LOCAL, sequence_parallel=True), "F vision/0/0/1{0:4}: its segment 1 (transformer) has a collective"),
+        (replace(LOCAL, sequence_parallel=True), "F vision/0/0/1{0:5}: it waits for a collective of 2 tensor"),
     ],
 )
 def test_the_options_of_a_run_decide_what_fits(options: RunOptions, message: str) -> None:
@@ -149,15 +145,15 @@ def test_ranks_that_work_together_have_it_inside_the_same_wait() -> None:
         colocated=True,
     )
     lanes = [
-        f"lane {rank}: F vision/0/0/0; F audio/{rank}/0/0; {{F vision/0/0/1{{0:4}} @0}} F llm/0/0/0; F vision/0/0/1{{4:42}}; "
+        f"lane {rank}: F vision/0/0/0; F audio/{rank}/0/0; {{F vision/0/0/1{{0:5}} @0}} F llm/0/0/0; F vision/0/0/1{{5:58}}; "
         "F llm/0/0/1"
         for rank in (0, 1)
     ]
     case = replace(case, forward_only=True)
-    lanes[1] = lanes[1].replace("; F audio/1/0/0", "").replace("F vision/0/0/1{4", "F audio/1/0/0; F vision/0/0/1{4")
+    lanes[1] = lanes[1].replace("; F audio/1/0/0", "").replace("F vision/0/0/1{5", "F audio/1/0/0; F vision/0/0/1{5")
     check("\n".join(lanes), case)
-    for broken in ("lane 1: F vision/0/0/0; {F vision/0/0/1{0:4} @2}", "lane 1: F vision/0/0/0; F vision/0/0/1{0:4};"):
-        swapped = lanes[1].replace("lane 1: F vision/0/0/0; {F vision/0/0/1{0:4} @0}", broken)
+    for broken in ("lane 1: F vision/0/0/0; {F vision/0/0/1{0:5} @2}", "lane 1: F vision/0/0/0; F vision/0/0/1{0:5};"):
+        swapped = lanes[1].replace("lane 1: F vision/0/0/0; {F vision/0/0/1{0:5} @0}", broken)
         with pytest.raises(ScheduleError, match=re.escape("it runs inside wait 0 of F llm/0/0/0 in 1 of its 2 lanes")):
             check(f"{lanes[0]}\n{swapped}", case)
 
@@ -206,6 +202,11 @@ def test_a_wait_is_as_long_as_what_fills_it_in_any_lane() -> None:
     assert seconds == {("vision", 0): 1.5, ("vision", 1): 0.5, ("llm", 0): 4.0}
 
 
+def _seconds_of_waits() -> dict[Action, dict[int, dict[int, float]]]:
+    """By carrier, wait and lane."""
+    return defaultdict(lambda: defaultdict(lambda: defaultdict(float)))
+
+
 @settings(max_examples=60)
 @given(schedule=filled_schedules(), data=st.data())
 def test_any_work_inside_runs_within_its_carrier_and_both_simulators_agree(schedule: Schedule, data: st.DataObject) -> None:
@@ -219,7 +220,7 @@ def test_any_work_inside_runs_within_its_carrier_and_both_simulators_agree(sched
     assert found.times.end_seconds.tolist() == reference.end_seconds.tolist()
     events = {(event.action, event.lane): event for event in found.timeline.events}
     inside, work = InsideSlots.of(lowered), lowered.work
-    filled: dict[Action, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(float)))
+    filled, behind = (_seconds_of_waits(), _seconds_of_waits())
     columns = (inside.pieces, inside.carriers, inside.lanes, inside.waits)
     for piece, carrier, lane, wait in zip(*(column.tolist() for column in columns), strict=True):
         own, whole = (events.get((work.action(each), lane)) for each in (piece, carrier))
@@ -229,10 +230,13 @@ def test_any_work_inside_runs_within_its_carrier_and_both_simulators_agree(sched
         assert whole.start_seconds <= own.start_seconds <= own.end_seconds <= whole.end_seconds * (1 + 1e-9)
         cost = costs.compute(work.action(piece))
         filled[work.action(carrier)][wait][lane] += cost.seconds - cost.tensor_parallel_seconds
+        behind[work.action(carrier)][wait][lane] += cost.tensor_parallel_seconds
     for carrier, of_waits in filled.items():
         cost = costs.compute(carrier)
         alone = [*cost.waits, *[0.0] * 4]
+        interval = (cost.seconds - sum(cost.waits)) / (1 + max(len(cost.waits), 1 + max(of_waits)))
         expected = cost.seconds + sum(max(0.0, max(of_lanes.values()) - alone[wait]) for wait, of_lanes in of_waits.items())
+        expected += sum(max(0.0, max(of_lanes.values()) - interval) for of_lanes in behind[carrier].values())
         event = next((event for (action, _), event in events.items() if action == carrier), None)
         assert (0.0 if event is None else event.end_seconds - event.start_seconds) == pytest.approx(expected, abs=1e-12)
 
@@ -240,8 +244,8 @@ def test_any_work_inside_runs_within_its_carrier_and_both_simulators_agree(sched
 def test_passes_leave_work_inside_where_it_is() -> None:
     forwards = TOGETHER[: TOGETHER.index("B llm")]
     backwards = (
-        "B llm/0/0/0; {B vision/0/0/0{41:42} @1} B llm/0/0/1; {B vision/0/0/0{39:41} @2} B llm/0/0/2; RG llm/0/0; "
-        "B vision/0/0/0{0:39}; B vision/0/0/1; B vision/0/0/2; RG vision/0/0"
+        "B llm/0/0/0; B vision/0/0/0{57:58}; {B vision/0/0/0{55:57} @1} B llm/0/0/1; {B vision/0/0/0{54:55} @2} B llm/0/0/2; "
+        "RG llm/0/0; B vision/0/0/0{0:54}; B vision/0/0/1; B vision/0/0/2; RG vision/0/0"
     )
     schedule = schedule_from_text(forwards + backwards, beside())
     by_layer = reduce_by_layer(schedule)

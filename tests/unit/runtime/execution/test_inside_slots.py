@@ -1,6 +1,6 @@
 """Work inside a computation: it runs in the wait that the schedule names, inherits nothing, and is missed if it does not run."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -31,15 +31,20 @@ class FakeRun(LaneRun):
         self.num_of_llm, self.waits, self.log = num_waits, TensorParallelWaits(), list[str]()
         self.graphs: list[torch.Tensor] = []
 
+    def _filled(self) -> AbstractContextManager[None]:
+        return self.waits.filled_by(self.fill_wait, go_on=self.end_wait)
+
     def forward(self, action: Action) -> None:
-        with self.clock.span(action), self.waits.filled_by(self.fill_wait) if action.unit == "llm" else nullcontext():
+        with self.clock.span(action), self._filled() if action.unit == "llm" else nullcontext():
             self.log.append(f"{action.unit} begins")
             for _ in range(self.num_of_llm if action.unit == "llm" else 0):
-                self.waits.reach()
-                self.log.append("waited")
+                with self.waits.filled():
+                    self.log.append("waited")
             if action.unit == "vision":
                 assert active_queue() is None and torch.is_grad_enabled()
-                self.waits.reach()  # of whatever runs inside, nobody is told
+                with self.waits.filled():  # of whatever runs inside, nobody is told
+                    pass
+                self.held_back.append(lambda: self.log.append("collective of vision"))
                 self.graphs.append(torch.ones(2, requires_grad=True).square())
 
     backward = forward
@@ -52,10 +57,11 @@ def run(text: str, *, num_waits: int) -> FakeRun:
     return running
 
 
-def test_work_runs_in_the_waits_that_it_names() -> None:
+def test_work_runs_in_the_waits_that_it_names_and_its_collectives_behind_them() -> None:
     found = run("lane 0: {F vision/0/0/0 @1; F vision/0/0/1 @1; F vision/0/0/2 @0} F llm/0/0/0; F llm/0/0/1", num_waits=3)
-    first = ["llm begins", "vision begins", "waited", "vision begins", "vision begins", "waited", "waited"]
-    assert found.log == [*first, "llm begins", *["waited"] * 3]
+    first = ["llm begins", "vision begins", "waited", "collective of vision"]
+    second = [*["vision begins"] * 2, "waited", *["collective of vision"] * 2]
+    assert found.log == [*first, *second, "waited", "llm begins", *["waited"] * 3]
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,9 @@ def test_any_ranges_give_what_the_whole_stage_gives(
     compare(chosen, [([], []), (every, every), ([], every), (every, []), *(draw_bounds(count, seed) for seed in range(4))])
 
 
-def test_a_transformer_layer_has_five_segments_and_other_layers_one() -> None:
+def test_a_transformer_layer_has_seven_segments_and_other_layers_one() -> None:
     stage = build_stage(RangeCase("vision"))
-    assert stage.segments().num_segments == count_segments(stage.unit, stage.layer_range) == 1 + 2 * 5 + 1
+    assert stage.segments().num_segments == count_segments(stage.unit, stage.layer_range) == 1 + 2 * 7 + 1
 
 
 def test_fused_layers_cannot_be_cut() -> None:
@@ -75,7 +75,7 @@ def test_layers_whose_weights_come_and_go_cannot_be_cut() -> None:
 
 def test_memory_grows_with_forward_pieces_and_goes_with_backward_ones() -> None:
     case = RangeCase("vision", first=1, last=3)
-    grown, whole = sizes_of_pieces(case, [1, 3, 5, 8])
+    grown, whole = sizes_of_pieces(case, [2, 4, 7, 11])
     assert all(first < second for first, second in pairwise(grown[:4]))
     assert all(first > second for first, second in pairwise(grown[5:]))
     assert grown[-1] == 8 * 16 * 8  # the gradient of the stage's input

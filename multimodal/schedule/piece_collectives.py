@@ -1,0 +1,71 @@
+"""Collectives of tensor parallel ranks that pieces of work wait for, or have behind them: only these may run inside others."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multimodal.cost.pieces.tensor_parallel_waits import Wait, computation_waits
+from multimodal.cost.run_options import RunOptions
+from multimodal.cost.stage_layers import StageLayers
+from multimodal.values.action import Action, SegmentRange
+from multimodal.values.arrays.rows import Integers
+from multimodal.values.step_graph import StepGraph
+from multimodal.values.step_work import StepWork
+
+Bools = NDArray[np.bool_]
+MOST_COLLECTIVES = RunOptions(transformer_impl="local", recompute="full", sequence_parallel=True)
+"""Options of a run whose layers have all the collectives that there are."""
+
+
+class PieceCollectives(NamedTuple):
+    """Facts of pieces; columns of one length."""
+
+    fits_inside: Bools
+    """True where nothing is waited for in the piece itself."""
+    ends_with_one: Bools
+    """True where a collective lies behind the piece, which what continues it waits for."""
+
+    @classmethod
+    def of(cls, work: StepWork, pieces: Integers, *, options: RunOptions) -> "PieceCollectives":
+        """Find them. O(pieces log pieces)."""
+        plans = [work.plan.units[name] for name in work.pieces.units]
+        sizes = [plan.tensor_parallel_size * plan.context_parallel_size for plan in plans]
+        fits, ends = np.ones(len(pieces), bool), np.zeros(len(pieces), bool)
+        stages, (firsts, lasts) = work.computed_stages[pieces], work.pieces.segment_bounds
+        units, indices = work.pieces.unit_of_stage[stages], work.pieces.index_of_stage[stages]
+        shared = np.flatnonzero(np.array(sizes)[units] > 1)
+        columns = [each[shared] for each in (units, indices, work.kinds[pieces], firsts[pieces], lasts[pieces])]
+        keys = _as_one_number(columns)  # replicas have the same layers
+        _, examples, which = np.unique(keys, return_index=True, return_inverse=True)
+        layers = StageLayers(work.graph, work.plan, vocab_size=0)
+        for number, example in enumerate(examples.tolist()):
+            action = work.action(int(pieces[shared[example]]))
+            alike = shared[which.ravel() == number]
+            waits = own_waits(action, layers, options=options)
+            ends[alike] = bool(waits) and waits[-1].is_at_end
+            fits[alike] = work.plan.units[action.unit].context_parallel_size == 1 and all(wait.is_at_end for wait in waits)
+        return cls(fits, ends)
+
+
+def own_waits(action: Action, layers: StageLayers, *, options: RunOptions) -> tuple[Wait, ...]:
+    """Return the waits of a computation, or of its range of segments, for its own tensor parallel ranks."""
+    if layers.plan.units[action.unit].tensor_parallel_size == 1:
+        return ()
+    covers = action.covers if isinstance(action.covers, SegmentRange) else None
+    return computation_waits(action.kind, layers.in_order(action[1:4]), options=options, covers=covers)
+
+
+def shared_encoders(step: StepGraph) -> Iterator[str]:
+    """Yield the encoders of which ranges of segments may run inside other computations: whose tokens no ranks share."""
+    for unit in step.graph.encoders:
+        if step.plan.units[unit.name].context_parallel_size == 1:
+            yield unit.name
+
+
+def _as_one_number(columns: Sequence[Integers]) -> Integers:
+    found = np.zeros_like(columns[0])
+    for column in columns:
+        found = found * (2 + column.max(initial=0)) + column + 1  # they are -1 or more
+    return found
