@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.published_setups.calibrate_compute import calibrate_compute
 from benchmarks.published_setups.layer_execution import DEFAULT_EXECUTION, LayerExecution, SystemLayerCosts
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.layers.layer import Recompute
+from multimodal.cost.layers.layer import Implementation, Recompute
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.plan.planners import PLANNERS
@@ -70,6 +70,8 @@ class Setup:
     num_overlapped_parts: int = 1
     """Into which it cuts tensor parallel collectives."""
     num_batches: int = 1
+    transformer_impl: Implementation | None = None
+    """Of all layers; None: as the planner likes."""
 
     def request(self, cluster: Cluster) -> "PaperRequest":
         """Ask for a plan on a cluster."""
@@ -83,6 +85,7 @@ class Setup:
             vocab_size=self.graph.backbone.vocab_size or 50304,
             fixed_sizes=self.fixed_sizes,
             recompute=self.recompute,
+            transformer_impl=self.transformer_impl,
             execution=self.execution,
             num_overlapped_parts=self.num_overlapped_parts,
         )

@@ -124,12 +124,14 @@ def _numbers_in_piece(lane: PlacedParts) -> Integers:
 def _segment_cuts(work: StepWork, pieces: Integers, boundaries: Integers) -> dict[Place, SegmentCut]:
     """Return how places are cut, of the boundaries of their forwards and backwards; these may be there more than once."""
     size = int(boundaries.max(initial=0)) + 1
-    keys = np.unique(pieces * size + boundaries)
+    keys = np.sort(pieces * size + boundaries)
+    keys = keys[np.diff(keys, prepend=-1) > 0]
     pieces, starts = np.unique(keys // size, return_index=True)
     halves = [tuple(row.tolist()) for row in np.split(keys % size, starts[1:])] if len(pieces) else []
+    columns = work.computed_stages[pieces], work.microbatches[pieces], work.kinds[pieces] == _FORWARD
     found: dict[Place, dict[bool, tuple[int, ...]]] = defaultdict(dict)
-    for piece, is_forward, at in zip(pieces.tolist(), (work.kinds[pieces] == _FORWARD).tolist(), halves, strict=True):
-        found[work.action(piece).place][is_forward] = at
+    for stage, microbatch, is_forward, at in zip(*(column.tolist() for column in columns), halves, strict=True):
+        found[Place(*work.stages[stage], microbatch)][is_forward] = at
     cuts, counts = dict[Place, SegmentCut](), dict[tuple[str, int, int], int]()
     known: dict[tuple[int, tuple[int, ...], tuple[int, ...]], SegmentCut] = {}
     for place, each in found.items():

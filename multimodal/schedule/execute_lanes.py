@@ -17,7 +17,7 @@ from multimodal.schedule.inside_slots import InsideSlots, time_carriers
 from multimodal.schedule.unit_cost import unit_costs
 from multimodal.values.action import Action
 from multimodal.values.arrays.rows import row_starts
-from multimodal.values.schedule import Schedule
+from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.step_work import Integers
 from multimodal.values.timeline import TimelineEvent
 
@@ -97,7 +97,9 @@ def _join(arrays: dict[str, NDArray[Any]], inside: InsideSlots) -> dict[str, NDA
     in_line = np.ones(len(inside.schedule.pieces), bool)
     in_line[inside.slots] = False
     starts, needs = inside.joined_needs()
-    carriers, durations = np.unique(inside.carriers), arrays["durations"].copy()
+    durations, carries = arrays["durations"].copy(), np.zeros(len(arrays["durations"]), bool)
+    carries[inside.carriers] = True
+    carriers = np.flatnonzero(carries)
     no_waits = np.zeros(len(carriers) + 1, np.int64), np.zeros(0)
     durations[carriers] += time_carriers(
         inside,
@@ -121,15 +123,16 @@ def _join(arrays: dict[str, NDArray[Any]], inside: InsideSlots) -> dict[str, NDA
 def _with_inside(execution: Execution, inside: InsideSlots) -> Execution:
     """Return what ran with the work inside computations, and positions among all slots."""
     schedule, num_lanes = execution.schedule, execution.schedule.num_lanes
-    in_line = np.setdiff1d(np.arange(len(schedule.pieces)), inside.slots)
+    in_line = np.flatnonzero(schedule.modes != SlotMode.INSIDE)
     first = np.searchsorted(in_line, schedule.lane_starts)
     stopped_at = np.append(in_line, len(schedule.pieces))[first[:-1] + execution.positions]
     positions = np.minimum(stopped_at, schedule.lane_starts[1:]) - schedule.lane_starts[:-1]
     keys = execution.event_pieces * num_lanes + execution.event_lanes
     carrier_keys = inside.carriers * num_lanes + inside.lanes
     by_key = np.argsort(keys)
-    ran = np.isin(carrier_keys, keys)
-    of_carriers = by_key[np.searchsorted(keys[by_key], carrier_keys[ran])]
+    keys, places = keys[by_key], np.searchsorted(keys[by_key], carrier_keys)
+    ran = np.append(keys, -1)[places] == carrier_keys
+    of_carriers = by_key[places[ran]]
     is_done = execution.is_done.copy()
     is_done[inside.pieces] = is_done[inside.carriers]
     return Execution(

@@ -35,7 +35,7 @@ class ComputationSeconds:
         kind = COMPUTATIONS.index(action.kind)
         if isinstance(action.covers, SegmentRange):
             before = self._before_segments(action.unit, action.stage)[:, kind, :, row]
-            seconds, waiting = (before[:, action.covers.end] - before[:, action.covers.first]).tolist()
+            seconds, waiting = _between(before[:, action.covers.first], before[:, action.covers.end]).tolist()
             return ComputeCost(seconds, waiting)
         found = self.of_unit(action.unit, of_subsets=action.subset >= 0)
         waits = self._waits(action[1:4], action.kind)[:, row] if action.subset < 0 else np.zeros(0)
@@ -72,7 +72,9 @@ class ComputationSeconds:
             chosen = np.flatnonzero((units == number) & (indices == index))
             before = self._before_segments(list(work.pieces.units)[number], index)
             of_kinds, of_rows = kinds[chosen], rows[chosen]
-            found[:, chosen] = before[:, of_kinds, ends[chosen], of_rows] - before[:, of_kinds, firsts[chosen], of_rows]
+            found[:, chosen] = _between(
+                before[:, of_kinds, firsts[chosen], of_rows], before[:, of_kinds, ends[chosen], of_rows]
+            )
         return found
 
     def waits(self, work: StepWork, pieces: Integers) -> tuple[Integers, Floats]:
@@ -189,3 +191,10 @@ class ComputationSeconds:
     @cached_property
     def _known(self) -> dict[tuple[str, bool], Floats]:
         return {}
+
+
+def _between(first: Floats, end: Floats) -> Floats:
+    """Return what lies between two sums of seconds and of waits, [2, ...]; a norm may take next to nothing beside its wait."""
+    found: Floats = np.maximum(end - first, 0.0)
+    found[0] = np.maximum(found[0], found[1])
+    return found

@@ -77,7 +77,8 @@ def _fill_finely(whole: "_Filling", pipelines: Sequence[Integers], costs: StepCo
         count = count_fine_pieces(step, units, lanes=set(pipeline.tolist()))
         if num_segments + count <= MOST_SEGMENTS:
             lanes, num_segments = lanes | set(pipeline.tolist()), num_segments + count
-    fine = _Filling(whole.in_line, cut_finely(step, units, lanes=lanes), costs, limits, units) if lanes else None
+    cut = cut_finely(step, units, lanes=lanes)
+    fine = _Filling(whole.in_line, cut, costs, limits, inside=units, lanes=lanes) if lanes else None
     return fine if fine is not None and fine.has_waits else None
 
 
@@ -85,9 +86,17 @@ class _Filling:
     """One way to fill the pipelines of a step, whose encoders are whole or cut into ranges of segments."""
 
     def __init__(
-        self, in_line: Schedule, cut: StepGraph, costs: StepCosts, limits: Integers, inside: frozenset[str] = frozenset()
+        self,
+        in_line: Schedule,
+        cut: StepGraph,
+        costs: StepCosts,
+        limits: Integers,
+        *,
+        inside: frozenset[str] = frozenset(),
+        lanes: Collection[int] | None = None,
     ) -> None:
-        """in_line: of the uncut step; limits: as `_limits` returns them; inside: encoders that may run inside the LLM's work."""
+        """in_line: of the uncut step; limits: as `_limits` returns them; inside: encoders that may run inside the LLM's work;
+        lanes: those of the pipelines that are filled; None: all."""
         self.in_line, self.limits, self.cut = in_line, limits, cut
         self.work, uncut = step_work(cut), in_line.work
         self.parts = Parts.of(uncut, self.work)
@@ -100,12 +109,16 @@ class _Filling:
         encoders = [unit.name for unit in self.work.graph.encoders]
         self.fills = np.array([unit in encoders for unit, _, _ in uncut.stages], bool)[uncut.computed_stages]
         """Per piece of the uncut step."""
-        self._time(costs, inside)
+        self._time(costs, inside, lanes)
 
-    def _time(self, costs: StepCosts, inside: Collection[str]) -> None:
+    def _time(self, costs: StepCosts, inside: Collection[str], lanes: Collection[int] | None) -> None:
         """Ask for durations of computations, delays of messages and waits of what keeps its order, in nanoseconds."""
         work = self.work
-        computed, sends = np.flatnonzero(work.kinds != _REDUCTION), work.num_computed + 2 * np.arange(work.num_messages)
+        is_asked = work.kinds != _REDUCTION
+        if lanes is not None:
+            starts, lanes_of_stages = work.lane_rows
+            is_asked &= np.isin(lanes_of_stages[starts[:-1]], list(lanes))[work.computed_stages]
+        computed, sends = np.flatnonzero(is_asked), work.num_computed + 2 * np.arange(work.num_messages)
         found = costs.of_pieces(work, np.concatenate((computed, sends)))
         nanoseconds = np.round((found.seconds + found.latency_seconds) * _NANOSECONDS).astype(np.int64)
         self.durations, self.waiting = np.zeros((2, work.num_computed), np.int64)
@@ -119,7 +132,7 @@ class _Filling:
         counts[keeping] = np.diff(starts)
         self.wait_starts, self.waits = row_starts(counts), np.floor(waits * _NANOSECONDS).astype(np.int64)
         units = np.array([unit in inside for unit, _, _ in work.stages], bool)
-        filling = np.flatnonzero(units[work.computed_stages] & (work.kinds != _REDUCTION))
+        filling = computed[units[work.computed_stages[computed]]]
         collectives = PieceCollectives.of(work, filling, options=costs.options or MOST_COLLECTIVES)
         self.goes_inside[filling] = collectives.fits_inside * (1 + collectives.ends_with_one.astype(np.uint8))
         self.behind[filling] = self.waiting[filling] * collectives.ends_with_one
