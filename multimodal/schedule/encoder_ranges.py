@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from multimodal.cost.layers.registry import count_segments
 from multimodal.schedule.inside_slots import NO_CARRIER
@@ -16,6 +17,7 @@ from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.step_graph import StepGraph
 from multimodal.values.step_work import KIND_NUMBERS, StepWork, step_work
 
+Bools = NDArray[np.bool_]
 _FORWARD = KIND_NUMBERS[ActionKind.FORWARD]
 
 
@@ -90,35 +92,37 @@ class PlacedParts(NamedTuple):
 
 
 def join_parts(step: StepGraph, lanes: Sequence[PlacedParts]) -> Schedule:
-    """Build the schedule of such lanes: parts of one piece that stand together, in line or in one wait, are one range."""
+    """Build the schedule of such lanes: parts of one piece that stand together, in line or in one wait, are one range.
+
+    In all of their lanes, that is: where several ranks run a piece together, all must have the same ranges.
+    """
     work = step_work(step)
-    joined = [_join(lane) for lane in lanes]
-    pieces, parts, boundaries = (np.concatenate(columns) for columns in list(zip(*joined, strict=True))[:3])
-    cuts = _segment_cuts(work, pieces[parts > 0], boundaries[parts > 0])
+    all_parts = PlacedParts(*map(np.concatenate, zip(*lanes, strict=True)))
+    sizes = np.zeros(work.num_computed, np.int64)
+    np.maximum.at(sizes, all_parts.pieces, all_parts.parts + 1)
+    starts = row_starts(sizes)
+    keys = starts[all_parts.pieces] + all_parts.parts
+    begins = np.zeros(int(starts[-1]), bool)
+    begins[keys[_is_first(all_parts, np.cumsum(list(map(len, (lane.pieces for lane in lanes)))))]] = True
+    kept = PlacedParts(*(column[begins[keys]] for column in all_parts))
+    is_later = kept.parts > 0
+    cuts = _segment_cuts(work, kept.pieces[is_later], kept.boundaries[is_later])
     cut = step.with_cuts(replace(step.cuts, segments=cuts)) if cuts else step
-    first = Parts.of(work, step_work(cut)).first
-    rows, modes = [], []
-    for lane in joined:
-        rows.append(first[lane.pieces] + _numbers_in_piece(lane))
-        modes.append(np.where(lane.carriers == NO_CARRIER, SlotMode.IN_LINE, SlotMode.INSIDE).astype(np.uint8))
-    return Schedule.of_numbers(cut, rows, modes, [lane.waits for lane in joined])
+    before = np.append(0, np.cumsum(begins))
+    pieces = Parts.of(work, step_work(cut)).first[kept.pieces] + (before[keys] - before[starts[all_parts.pieces]])[begins[keys]]
+    modes = np.where(kept.carriers == NO_CARRIER, SlotMode.IN_LINE, SlotMode.INSIDE).astype(np.uint8)
+    lane_of_part = np.repeat(np.arange(len(lanes)), [len(lane.pieces) for lane in lanes])
+    counts = np.bincount(lane_of_part[begins[keys]], minlength=len(lanes))
+    return Schedule(cut, row_starts(counts), pieces, modes, kept.waits)
 
 
-def _join(lane: PlacedParts) -> PlacedParts:
-    """Leave out parts that continue the one before them."""
-    keys = np.stack((lane.pieces, lane.carriers, lane.waits))
-    is_first = np.ones(len(lane.pieces), bool)
-    is_first[1:] = (keys[:, 1:] != keys[:, :-1]).any(axis=0)
-    return PlacedParts(*(column[is_first] for column in lane))
-
-
-def _numbers_in_piece(lane: PlacedParts) -> Integers:
-    """Return for each entry how many of the same piece stand before it."""
-    order = np.argsort(lane.pieces, kind="stable")
-    ordered = lane.pieces[order]
-    numbers = np.empty(len(order), np.int64)
-    numbers[order] = np.arange(len(order)) - np.searchsorted(ordered, ordered)
-    return numbers
+def _is_first(parts: PlacedParts, ends: Integers) -> Bools:
+    """Return which parts do not continue the one before them; ends: where lanes end."""
+    same = np.stack((parts.pieces, parts.carriers, parts.waits))
+    is_first = np.ones(len(parts.pieces), bool)
+    is_first[1:] = (same[:, 1:] != same[:, :-1]).any(axis=0)
+    is_first[ends[ends < len(is_first)]] = True
+    return is_first
 
 
 def _segment_cuts(work: StepWork, pieces: Integers, boundaries: Integers) -> dict[Place, SegmentCut]:
@@ -131,7 +135,8 @@ def _segment_cuts(work: StepWork, pieces: Integers, boundaries: Integers) -> dic
     columns = work.computed_stages[pieces], work.microbatches[pieces], work.kinds[pieces] == _FORWARD
     found: dict[Place, dict[bool, tuple[int, ...]]] = defaultdict(dict)
     for stage, microbatch, is_forward, at in zip(*(column.tolist() for column in columns), halves, strict=True):
-        found[Place(*work.stages[stage], microbatch)][is_forward] = at
+        unit, replica, index = work.stages[stage]
+        found[Place(unit, replica, index, microbatch)][is_forward] = at
     cuts, counts = dict[Place, SegmentCut](), dict[tuple[str, int, int], int]()
     known: dict[tuple[int, tuple[int, ...], tuple[int, ...]], SegmentCut] = {}
     for place, each in found.items():

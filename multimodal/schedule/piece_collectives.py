@@ -36,7 +36,7 @@ class PieceCollectives(NamedTuple):
         stages, (firsts, lasts) = work.computed_stages[pieces], work.pieces.segment_bounds
         units, indices = work.pieces.unit_of_stage[stages], work.pieces.index_of_stage[stages]
         shared = np.flatnonzero(np.array(sizes)[units] > 1)
-        columns = [each[shared] for each in (units, indices, work.kinds[pieces], firsts[pieces], lasts[pieces])]
+        columns = [each[shared] for each in (units, indices, work.kinds[pieces].astype(np.int64), firsts[pieces], lasts[pieces])]
         keys = _as_one_number(columns)  # replicas have the same layers
         _, examples, which = np.unique(keys, return_index=True, return_inverse=True)
         layers = StageLayers(work.graph, work.plan, vocab_size=0)

@@ -79,8 +79,8 @@ def test_context_parallel_ranks_are_emulated_together(ranks: RankPool) -> None:
 
 
 INSIDE = """\
-lane 0: F vision/0/0/0; {F vision/0/0/1{0:3} @0; F vision/0/0/1{3:9} @2} F llm/0/0/0; F vision/0/0/1{9:12}; F llm/0/0/1; \
-B llm/0/0/0; {B vision/0/0/0{5:12} @1; B vision/0/0/0{0:5} @1} B llm/0/0/1; B vision/0/0/1; RG llm/0/0; RG vision/0/0
+lane 0: F vision/0/0/0; {F vision/0/0/1{0:3} @0; F vision/0/0/1{3:9} @2} F llm/0/0/0; F vision/0/0/1{9:16}; F llm/0/0/1; \
+B llm/0/0/0; {B vision/0/0/0{5:16} @1; B vision/0/0/0{0:5} @1} B llm/0/0/1; B vision/0/0/1; RG llm/0/0; RG vision/0/0
 lane 1: F vision/1/0/0; {F vision/1/0/1 @1} F llm/0/0/0; F llm/0/0/1; \
 B llm/0/0/0; {B vision/1/0/0 @0} B llm/0/0/1; B vision/1/0/1; RG llm/0/0; RG vision/1/0
 """

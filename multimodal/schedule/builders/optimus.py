@@ -95,8 +95,11 @@ class _Filling:
         inside: frozenset[str] = frozenset(),
         lanes: Collection[int] | None = None,
     ) -> None:
-        """in_line: of the uncut step; limits: as `_limits` returns them; inside: encoders that may run inside the LLM's work;
-        lanes: those of the pipelines that are filled; None: all."""
+        """Ask for all costs.
+
+        in_line: of the uncut step; limits: as `_limits` returns them; inside: encoders that may run inside the LLM's work; lanes:
+        those of the pipelines that are filled; None: all.
+        """
         self.in_line, self.limits, self.cut = in_line, limits, cut
         self.work, uncut = step_work(cut), in_line.work
         self.parts = Parts.of(uncut, self.work)

@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 
 import multimodal.schedule.fill_idle_lanes as filling
 from multimodal.cost.layers.registry import count_segments
+from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_costs import ComputeCost
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.measure_filling import measure_filling
 from multimodal.schedule.simulate import simulate_schedule
+from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import Action, ActionKind, SegmentRange
 from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.step_graph import StepGraph
@@ -146,3 +148,29 @@ def test_segments_of_encoders_run_inside_the_waits_of_the_llm() -> None:
     assert found.eff_fine > 0.7 and found.eff_coarse == pytest.approx(0.0, abs=1e-9)
     with patch.object(SegmentCosts, "waits", lambda self, work, pieces: (np.zeros(len(pieces) + 1, np.int64), np.zeros(0))):
         assert not optimus(step, costs).has_inside
+
+
+class SharedSegmentCosts(SegmentCosts):
+    """A segment of an encoder over two ranks has a collective behind it, of a tenth of its time."""
+
+    def compute(self, action: Action) -> ComputeCost:
+        found = super().compute(action)
+        return found if action.unit == "llm" else found._replace(tensor_parallel_seconds=found.seconds / 10)
+
+
+def test_encoders_over_several_ranks_run_inside_too_between_their_collectives() -> None:
+    """Vision over both of the LLM's ranks, audio on each: vision stands in the same waits of both lanes."""
+    sizes = {"vision": (1, 1, 2), "audio": (2, 1, 1), "llm": (1, 1, 2)}
+    groupings = {"vision": deal(6, 1), "audio": deal(6, 2), "llm": deal(6, 1)}
+    step = build_case(build_graph("vision", "audio"), sizes, groupings, colocated=True)
+    num_segments = count_segments(step.graph.unit("vision"), step.plan.virtual_stage("vision", 0, 0).layers)
+    costs = SharedSegmentCosts(num_segments=num_segments)
+    schedule = optimus(step, costs)  # validates with the most collectives that layers can have, as `costs` knows no options
+    inside = [[slot for slot in lane.slots if slot.mode is SlotMode.INSIDE] for lane in schedule.lanes]
+    shared = [[slot for slot in lane if slot.action.unit == "vision"] for lane in inside]
+    assert len(shared[0]) > 8 and set(shared[0]) == set(shared[1])
+    assert all({"audio", "vision"} == {slot.action.unit for slot in lane} for lane in inside)
+    validate_schedule(schedule, options=RunOptions(transformer_impl="local", sequence_parallel=True, recompute="full"))
+    with patch.object(SharedSegmentCosts, "waits", lambda self, work, pieces: (np.zeros(len(pieces) + 1, np.int64), np.zeros(0))):
+        unfilled = simulate_schedule(optimus(step, costs), costs).iteration_seconds
+    assert simulate_schedule(schedule, costs).iteration_seconds < 0.99 * unfilled
