@@ -1,14 +1,14 @@
 """Claim: segments of an encoder that run inside the LLM's waits for tensor parallel collectives take the waits' time, not more.
 
-Four processes train an LLM (tp 2, pp 2) and an encoder (a replica of tp 2 on each stage's ranks): real layers, real collectives
-and messages of gloo, real gradients. Both schedules are 1F1B; in the filled one, ranges of the encoder's segments stand in waits
-of LLM computations around them, drawn at random. Steps of both take turns; shown are medians.
+Four processes train an LLM (tp 2, pp 2) and an encoder (a replica on each rank): real layers, real collectives and messages of
+gloo, real gradients. `1f1b` runs the encoder between the LLM's computations, `optimus` also inside them, where its durations say.
+Steps of both take turns; shown are medians. `--figure` draws a step of each, as measured.
 
 Where collectives come as quickly as gloo brings them, four processes that share two cores have no idle time to fill: an unfilled
 wait of one is computing time of another. So collectives are also held back, as a slower link would, until some milliseconds after
 their start; what only waits costs no core, as on an accelerator.
 
-python benchmarks/filled_waits.py [--json] [--iterations N]
+python benchmarks/filled_waits.py [--json] [--iterations N] [--held MILLISECONDS,...] [--figure PATH]
 """
 
 import argparse
@@ -17,32 +17,48 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from megatron.runtime.emulation.emulated_run import run_on_ranks
+from megatron.runtime.emulation.emulated_run import TIMEOUT, run_on_ranks
+from megatron.runtime.execution.step_clock import gather_timeline
+from megatron.runtime.feed.step_planner import plan_step
+from megatron.runtime.session import Session, SessionOptions
+from megatron.runtime.step.step import Step
+from megatron.runtime.step.token_placement import ContextSharing
+from multimodal.balance.step_predictor import StepPredictor
+from multimodal.cost.cluster import Cluster, Network, NodeLink
 from multimodal.cost.run_options import RunOptions
+from multimodal.data.sample_source import ItemPixels, SampleText
 from multimodal.model import collectives
 from multimodal.model.collectives import Arriving, RankLink
+from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.schedule.build_schedule import ScheduleCache
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.draw import draw_comparison
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from multimodal.values.schedule import SlotMode
-from tests.distributed.gradient_case import GradientCase, build_session, plan_case
-from tests.distributed.random_source import RandomSource, SampleShape
-from tests.distributed.schedule_rewrites import RunInsideWaits
+from multimodal.values.timeline import Timeline
 
-NUM_SAMPLES, PATCHES_PER_SIDE, NUM_TEXT_TOKENS = 8, 8, 16
+NUM_SAMPLES, PATCHES_PER_SIDE, NUM_TEXT_TOKENS, VOCAB_SIZE = 8, 16, 32, 512
 HELD_MILLISECONDS = (0, 10, 20)
+TFLOPS = 0.003
+"""What a core reaches in layers as small as these, for the durations that `optimus` goes by."""
+LEAST_MILLISECONDS = 0.5
+"""A collective of gloo that nothing holds back."""
 
 
 class HeldWork(NamedTuple):
@@ -70,51 +86,97 @@ def hold_back(seconds: float) -> None:
         setattr(collectives.RankLink, name, started)
 
 
-def build_case() -> GradientCase:
-    """One image before each text."""
-    shape = {"num_layers": 4, "num_attention_heads": 4}
+class Pictures:
+    """Follows the SampleSource protocol: a picture of noise before a text of noise."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def lengths(self, index: int) -> SampleLengths:
+        """One sample like the other."""
+        num_patches = PATCHES_PER_SIDE**2
+        items = (ItemLengths("vision", num_patches, num_patches // 4),)
+        return SampleLengths(index, items, NUM_TEXT_TOKENS, NUM_TEXT_TOKENS, (0,))
+
+    def text(self, index: int) -> SampleText:
+        """Every text token is a target."""
+        num_outputs = self.lengths(index).items[0].num_output_tokens
+        tokens = np.random.default_rng(index).integers(0, VOCAB_SIZE, size=(2, num_outputs + NUM_TEXT_TOKENS))
+        return SampleText(tokens[0], tokens[1], np.arange(len(tokens[0])) >= num_outputs, ((0, 0, num_outputs),))
+
+    def item(self, index: int, item_index: int) -> ItemPixels:
+        """Noise."""
+        drawn = np.random.default_rng((1, index)).standard_normal((PATCHES_PER_SIDE**2, 48))
+        return ItemPixels(drawn.astype(np.float32), self.item_grid(index, item_index))
+
+    def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
+        """A square."""
+        return PATCHES_PER_SIDE, PATCHES_PER_SIDE
+
+
+def build_graph() -> ModelGraph:
+    """Four layers each."""
+    shape = {"num_layers": 4, "num_attention_heads": 4, "hidden_size": 64, "ffn_hidden_size": 256}
     image = {"patch_size": 4, "in_channels": 3, "merge_size": 2}
-    units = {
-        "vision": {"role": "encoder", "image": image, "hidden_size": 64, "ffn_hidden_size": 128, **shape},
-        "llm": {"role": "backbone", "hidden_size": 64, "ffn_hidden_size": 128, **shape},
-    }
-    graph = ModelGraph.from_dict({"units": units})
-    pairs = ((0, 1), (2, 3))
-    plan = Plan(
-        {
-            "vision": UnitPlan(tuple(Replica((Stage(pair, ((0, 6),)),)) for pair in pairs), 2),
-            "llm": UnitPlan((Replica((Stage(pairs[0], ((0, 3),)), Stage(pairs[1], ((3, 6),)))),), 2),
-        }
+    units = {"vision": {"role": "encoder", "image": image, **shape}, "llm": {"role": "backbone", **shape}}
+    return ModelGraph.from_dict({"units": units})
+
+
+def build_plan() -> Plan:
+    """The LLM on all four ranks, and an encoder on each."""
+    stages = Stage((0, 1), ((0, 3),)), Stage((2, 3), ((3, 6),))
+    encoders = tuple(Replica((Stage((rank,), ((0, 6),)),)) for rank in range(4))
+    return Plan({"vision": UnitPlan(encoders), "llm": UnitPlan((Replica(stages),), 2)})
+
+
+def plan(builder: str, held_seconds: float, *, rank: int) -> Step:
+    """Return a rank's part of the step as a builder orders it."""
+    graph, placed = build_graph(), build_plan()
+    samples = range(NUM_SAMPLES)
+    encoded = [[[(sample, 0)] for sample in samples if sample % 4 == replica] for replica in range(4)]
+    assignment = Assignment.from_dict({"vision": encoded, "llm": [[[(sample, -1)] for sample in samples]]})
+    schedules = ScheduleCache(graph, placed, BUILDERS[builder], (), False)
+    latency_us = 1e3 * max(LEAST_MILLISECONDS, 1e3 * held_seconds) / 2  # of each half of a sum
+    cluster = Cluster(2, TFLOPS, 8.0, NodeLink(10.0, latency_us), Network(10.0, 300.0, 1), dtype="float32", efficiency=1.0)
+    predictor = StepPredictor(schedules, cluster, VOCAB_SIZE, RunOptions(transformer_impl="local", sequence_parallel=False))
+    source = Pictures()
+    return plan_step(
+        source,
+        lengths=[source.lengths(sample) for sample in samples],
+        assignment=assignment,
+        schedules=schedules,
+        rank=rank,
+        source_index={sample: sample for sample in samples},
+        sharing=ContextSharing(),
+        costs_of=predictor.costs,
     )
-    side = PATCHES_PER_SIDE // 2
-    shapes = tuple(SampleShape((("vision", side, side),), NUM_TEXT_TOKENS, NUM_TEXT_TOKENS // 2) for _ in range(NUM_SAMPLES))
-    encoded = [[[(sample, 0)] for sample in range(replica, NUM_SAMPLES, 2)] for replica in range(2)]
-    assignment = Assignment.from_dict({"vision": encoded, "llm": [[[(sample, -1)] for sample in range(NUM_SAMPLES)]]})
-    return GradientCase(graph, plan, assignment, RandomSource(graph, shapes, 512))
 
 
-def measure(held_seconds: float, num_iterations: int, *, rank: int) -> dict[str, float]:
-    """Return the median seconds of a step, unfilled and filled, and how much runs inside."""
+def measure(held_seconds: float, num_iterations: int, *, rank: int) -> tuple[dict[str, Any], dict[str, Timeline]]:
+    """Return the median seconds of a step, unfilled and filled, how much runs inside, and the last timelines."""
     if held_seconds:
         hold_back(held_seconds)
-    case = build_case()
-    inside = RunInsideWaits(1, RunOptions(transformer_impl="local", sequence_parallel=False))
-    session = build_session(case)
-    steps = {"unfilled": plan_case(case), "filled": plan_case(replace(case, passes=(inside,)))}
+    options = SessionOptions(build_graph(), BuildOptions(Precision(torch.float32)), VOCAB_SIZE, timeout=TIMEOUT)
+    session = Session(options, plan=build_plan())
+    steps = {name: plan(builder, held_seconds, rank=rank) for name, builder in (("unfilled", "1f1b"), ("filled", "optimus"))}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
+    timelines: dict[str, Timeline] = {}
     for iteration in range(num_iterations + 1):
         for name, step in steps.items():
             session.zero_gradients()
             dist.barrier()
             start = time.perf_counter()
-            session.executor.execute(step, is_training=True)
+            result = session.executor.execute(step, is_training=True)
             session.finish_gradients()
             dist.barrier()
             if iteration:  # the first one warms up
                 seconds[name].append(time.perf_counter() - start)
+            origin_seconds = session.executor.clock.origin_seconds
+            timeline = gather_timeline(result.events, origin_seconds=origin_seconds, plan=session.plan, rank=rank)
+            timelines |= {} if timeline is None else {name: timeline}
     modes = steps["filled"].schedule.modes
     inside_share = float((modes == SlotMode.INSIDE).sum() / len(modes))
-    return {"inside_share": inside_share, **{name: statistics.median(found) for name, found in seconds.items()}}
+    return {"inside_share": inside_share, **{name: statistics.median(found) for name, found in seconds.items()}}, timelines
 
 
 def main() -> None:
@@ -122,17 +184,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--iterations", type=int, default=10, help="steps of each schedule")
-    arguments = parser.parse_args()
-    rows = [
-        {"held_ms": held, **run_on_ranks(measure, held / 1000, arguments.iterations, num_ranks=4)} for held in HELD_MILLISECONDS
-    ]
-    if arguments.json:
+    parser.add_argument("--held", default=",".join(map(str, HELD_MILLISECONDS)), help="milliseconds of each collective")
+    parser.add_argument("--figure", type=Path, help="where to draw a step with collectives that are held back for longest")
+    given = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for held in map(float, given.held.split(",")):
+        found, timelines = run_on_ranks(measure, held / 1000, given.iterations, num_ranks=4)
+        rows.append({"held_ms": held, "load": os.getloadavg()[0], **found})
+    if given.figure is not None:
+        titles = {"unfilled": "1f1b", "filled": "optimus"}
+        draw_comparison({f"{titles[name]}, as measured": timeline for name, timeline in timelines.items()}, given.figure)
+    if given.json:
         print(json.dumps(rows))
         return
-    table = Table("collectives held back (ms)", "unfilled (s)", "filled (s)", "filled / unfilled")
+    table = Table("collectives held back (ms)", "slots inside", "unfilled (s)", "filled (s)", "filled / unfilled", "load")
     for row in rows:
-        ratio = row["filled"] / row["unfilled"]
-        table.add_row(str(row["held_ms"]), f"{row['unfilled']:.3f}", f"{row['filled']:.3f}", f"{ratio:.3f}")
+        cells = f"{row['held_ms']:g}", f"{row['inside_share']:.0%}", f"{row['unfilled']:.3f}", f"{row['filled']:.3f}"
+        table.add_row(*cells, f"{row['filled'] / row['unfilled']:.3f}", f"{row['load']:.1f}")
     Console().print(table)
 
 

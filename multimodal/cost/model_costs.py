@@ -152,10 +152,13 @@ class ModelCosts:
     def kept_bytes(self, work: StepWork, forwards: Integers) -> Integers:
         """Bytes per rank that the microbatches of these forwards keep in their stages."""
         found, stages = np.zeros(len(forwards), np.int64), work.computed_stages[forwards]
-        for number, unit in enumerate(work.pieces.units):
+        for number, (unit, pieces) in enumerate(work.pieces.units.items()):
             chosen = np.flatnonzero(work.pieces.unit_of_stage[stages] == number)
-            rows = work.pieces.numbers_in_unit[forwards[chosen]]
-            found[chosen] = self.memory.kept_bytes(unit)[work.pieces.index_of_stage[stages[chosen]], rows]
+            places = work.pieces.index_of_stage[stages[chosen]], work.pieces.numbers_in_unit[forwards[chosen]]
+            found[chosen] = self.memory.kept_bytes(unit)[places]
+            if pieces.is_cut:
+                is_cut = (pieces.num_forwards > 1) | (pieces.num_backwards > 1)
+                found[chosen] += (is_cut * self.memory.cut_bytes(unit))[places]
         return found
 
     def static_bytes(self, lane: int) -> int:

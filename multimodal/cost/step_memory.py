@@ -87,6 +87,24 @@ class StepMemory:
             self._kept_bytes[unit] = np.round(found).astype(np.int64)
         return self._kept_bytes[unit]
 
+    def cut_bytes(self, unit: str) -> Integers:
+        """Return what a stage keeps beyond `kept_bytes` where it runs in ranges of segments, [num_stages, num_microbatches].
+
+        A layer then keeps what comes out of its two sums over tensor parallel ranks, and where weights are trained the gathered
+        rows that a whole layer gathers again. Full recomputation keeps the same as without ranges.
+        """
+        plan, hidden_size = self.layers.plan.units[unit], self.layers.graph.unit(unit).transformer.hidden_size
+        num_rows = add_loads(self.loads.kept(unit)).num_tokens / plan.context_parallel_size
+        size = plan.tensor_parallel_size if self.options.sequence_parallel else 1
+        per_stage = []
+        for stage in range(plan.num_virtual_stages):
+            counts = self.layers.counts((unit, 0, stage))
+            cut = [each for each in counts if len(LAYER_KINDS[each[0]].segments) > 1 and each[1].has_backward]
+            kept = [each for each in cut if not (self.options.recompute == "full" and LAYER_KINDS[each[0]].recomputes)]
+            per_stage.append(sum(counts[each] * (1 / size + each[1].trains_weights * (1 - 1 / size)) for each in kept))
+        bytes_per_row = 2 * hidden_size * self.bytes_per_element
+        return np.round(np.outer(per_stage, np.atleast_1d(num_rows)) * bytes_per_row).astype(np.int64)
+
     def _stage_bytes(self, unit: str, counts: LayerCounts, kept: RankLoad, *, is_first: bool) -> Floats:
         """Return the bytes that each microbatch keeps in a stage of these layers."""
         layers = sum(

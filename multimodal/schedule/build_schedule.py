@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.align_replicas import Joins, align_replicas
 from multimodal.schedule.builders import Builder, ScheduleRow
@@ -38,8 +37,7 @@ def build_schedule(
         schedule = rewrite(schedule)
     lowered = insert_communication(schedule)
     if is_checked:
-        options = costs.options if isinstance(costs, ModelCosts) else None
-        validate_schedule(lowered, before=schedule, options=options)
+        validate_schedule(lowered, before=schedule, options=None if costs is None else costs.options)
     return lowered
 
 

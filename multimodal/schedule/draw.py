@@ -37,8 +37,8 @@ def draw_timeline(timeline: Timeline, path: str | Path, *, title: str) -> None:
     """Write a timeline as PNG: rows are lanes, labelled with ranks and units; the number in a box is its microbatch.
 
     Forwards are light, backwards and input gradients dark, weight gradients darkest in their unit's color; a lane's
-    later layer ranges have a dark frame; waiting for a message is hatched, idle time is white. Needs matplotlib (the extra
-    `plots`), which is imported here and draws without a display.
+    later layer ranges have a dark frame; what runs inside a computation is a lower box in it; waiting for a message is hatched,
+    idle time is white. Needs matplotlib (the extra `plots`), which is imported here and draws without a display.
     """
     draw_comparison({title: timeline}, path)
 
@@ -74,20 +74,31 @@ def _draw_lanes(axes: "Axes", timeline: Timeline, *, units: tuple[str, ...], sec
     for event in timeline.events:
         held = event.lane, event.action.unit, event.action.replica
         first_stages[held] = min(event.action.stage, first_stages.get(held, event.action.stage))
-    for event in timeline.events:
+    ends: dict[int, float] = {}
+    for event in sorted(timeline.events, key=lambda each: (each.start_seconds, -each.end_seconds)):
         is_later_range = event.action.stage > first_stages[(event.lane, *event.action[1:3])]
-        _draw_event(axes, event, units, seconds_per_inch, is_later_range=is_later_range)
+        is_computed = ACTION_TABLE[event.action.kind].resource is Resource.COMPUTE
+        is_inside = is_computed and event.end_seconds <= ends.get(event.lane, 0.0)
+        _draw_event(axes, event, units, seconds_per_inch, is_later_range=is_later_range, is_inside=is_inside)
+        if is_computed:
+            ends[event.lane] = max(event.end_seconds, ends.get(event.lane, 0.0))
     _dress(axes, timeline, title)
 
 
 def _draw_event(
-    axes: "Axes", event: TimelineEvent, units: tuple[str, ...], seconds_per_inch: float, *, is_later_range: bool
+    axes: "Axes",
+    event: TimelineEvent,
+    units: tuple[str, ...],
+    seconds_per_inch: float,
+    *,
+    is_later_range: bool,
+    is_inside: bool,
 ) -> None:
     kind, start, seconds = event.action.kind, event.start_seconds, event.end_seconds - event.start_seconds
     look = _look(kind, units.index(event.action.unit))
     if is_later_range and ACTION_TABLE[kind].resource is Resource.COMPUTE:
         look["edgecolor"] = _FRAME_COLOR
-    axes.barh(event.lane, seconds, left=start, height=0.8, linewidth=0.6, **look)
+    axes.barh(event.lane, seconds, left=start, height=0.5 if is_inside else 0.8, linewidth=0.6, **look)
     points = _number_points(str(event.action.microbatch), seconds / seconds_per_inch)
     if ACTION_TABLE[kind].resource is Resource.COMPUTE and points >= _SMALLEST_NUMBER_POINTS:
         axes.text(

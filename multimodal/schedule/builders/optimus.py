@@ -162,10 +162,11 @@ class _Filling:
         """Return the work that one pipeline's lanes have as that of another one, which is alike."""
         if source is target:
             return placed
-        theirs, ours = self._pieces_of(source), np.append(self._pieces_of(target), NO_CARRIER)
+        counterpart = np.full(self.work.num_computed + 1, NO_CARRIER)
+        counterpart[self._pieces_of(source)] = self._pieces_of(target)
 
         def moved(pieces: Integers) -> Integers:
-            found: Integers = ours[np.where(pieces < 0, -1, np.searchsorted(theirs, pieces))]
+            found: Integers = counterpart[pieces]  # of no carrier, the last one
             return found
 
         return [lane._replace(pieces=moved(lane.pieces), carriers=moved(lane.carriers)) for lane in placed]

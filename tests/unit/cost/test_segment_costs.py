@@ -133,3 +133,19 @@ def test_the_waits_of_a_computation_are_all_that_it_waits(options: RunOptions, k
 def test_what_tells_nobody_of_its_waits_has_none(options: RunOptions) -> None:
     cost = replace(COSTS, options=options).compute(Action(FORWARD, "llm", 0, 0, 0))
     assert cost.waits == () and cost.tensor_parallel_seconds > 0
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_stage_in_ranges_keeps_the_results_of_its_sums_and_rows_that_it_does_not_gather_again(options: RunOptions) -> None:
+    costs, place = replace(COSTS, options=options), Place("llm", 0, 0, 0)
+    cut_step = costs.step.with_cuts(Cuts(segments={place: SegmentCut(costs.stages.num_segments(place[:3]), (), (3,))}))
+    kept = []
+    for each in (costs, replace(costs, step=cut_step)):
+        work = step_work(each.step)
+        forwards = [work.computed_numbers[Action(FORWARD, *each_place)] for each_place in (place, place._replace(microbatch=1))]
+        kept.append(each.kept_bytes(work, np.array(forwards)))
+    num_layers = [kind for kind, _ in costs.stages.in_order(place[:3])].count("transformer")
+    num_tokens = costs.loads.kept("llm").whole.num_tokens[0] + costs.loads.kept("llm").cut.num_tokens[0]
+    rows = num_tokens * GRAPH.unit("llm").transformer.hidden_size * costs.cluster.bytes_per_element
+    expected = 0 if options.recompute == "full" else 2 * num_layers * rows
+    assert (kept[1] - kept[0]).tolist() == pytest.approx([expected, 0], abs=1)
