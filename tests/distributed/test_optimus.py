@@ -1,11 +1,15 @@
 """Encoders on the LLM's ranks with sizes of their own, in orders that durations decide: loss and gradients of one process."""
 
+import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 
 from megatron.runtime.feed.agreement import check_agreement
 from megatron.runtime.launch.stop_requests import StopReason
@@ -18,9 +22,12 @@ from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.schedule import SlotMode
 from tests.distributed.gradient_case import GradientCase, plan_case
 from tests.distributed.gradient_comparison import assert_matches
+from tests.distributed.launch import launch
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
+from tests.distributed.small_run import working_flags, write_working_files
 from tests.distributed.test_every_builder import UNITS
+from tools import plan
 
 LINKS = NodeLink(1.0, 60.0), Network(1.0, 100.0, 1)
 SLOW, EVEN, FAST = (Cluster(4, tflops, 8.0, *LINKS) for tflops in (1e-6, 1e-4, 100.0))
@@ -93,3 +100,41 @@ def test_ranks_that_count_on_other_durations_stop_before_the_step(ranks: RankPoo
     found = ranks.run(agree, slow, FAST, world_size=4)
     assert all("step 3: ranks ordered the work of the same assignment differently" in each for each in found)
     assert ranks.run(agree, slow, SLOW, world_size=4) == [""] * 4
+
+
+CLUSTER = {
+    **{"gpus_per_node": 4, "peak_tflops": 2e-4, "efficiency": 1.0, "dtype": "float64", "memory_gb": 8},
+    "intra_node": {"bandwidth_gbytes_per_second": 1.0, "latency_us": 3000.0},
+    "inter_node": {"bandwidth_gbytes_per_second": 1.0, "latency_us": 60.0, "nics_per_node": 1},
+}
+"""Collectives take about as long as segments of the small run's encoder."""
+
+
+def test_a_plan_of_the_planner_trains_with_the_losses_of_one_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_working_files(tmp_path)
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER))
+    asked = ["--model", tmp_path / "model.yaml", "--cluster", tmp_path / "cluster.yaml", "--uniform-lengths", "vision=48,llm=32"]
+    sizes = ["--num-gpus", 4, "--global-batch-size", 4, "--micro-batch-size", 1, "--vocab-size", 300, "--fix", "llm:tp=2,pp=2"]
+    file = tmp_path / "plan.yaml"
+    flags = [*asked, *sizes, "--planner", "optimus", "--output", file, "--json"]
+    assert plan.main(list(map(str, flags))) == 0, capsys.readouterr().err
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["schedule"], answer["transformer_impl"]) == ("optimus", "local")
+    assert answer["eff_fine"] > answer["eff_coarse"] and sum(answer["partition"]["vision"]) == 4
+    (line,) = (each for each in file.read_text().splitlines() if "pretrain_mllm.py --plan" in each)
+    prescribed = line.split("--plan plan.yaml ")[1].split()
+    common = {**working_flags(tmp_path), "--global-batch-size": 4, "--dtype": "float64", "--log-json": tmp_path / "log.jsonl"}
+    planned = {name: value for name, value in common.items() if not name.endswith("-dp")}
+    losses = []
+    for num_ranks, run in ((4, [*_parts(planned), "--plan", file, *prescribed]), (1, [*_parts(common), "--colocate-units"])):
+        launched = launch(run, num_ranks=num_ranks)
+        assert not any(launched.exit_codes), launched.output
+        losses.append([json.loads(each)["loss"] for each in (tmp_path / "log.jsonl").read_text().splitlines()])
+        (tmp_path / "log.jsonl").unlink()
+    assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], rel=0, abs=1e-9)
+
+
+def _parts(flags: Mapping[str, object]) -> list[object]:
+    return [part for pair in flags.items() for part in pair]

@@ -67,10 +67,14 @@ def build_optimus(step: StepGraph, costs: StepCosts, *, memory_factor: float = m
 
 
 def _fill_finely(whole: "_Filling", pipelines: Sequence[Integers], costs: StepCosts, limits: Integers) -> "_Filling | None":
-    """Cut the encoders of as many pipelines as may be; None where nothing could run inside the LLM's computations."""
+    """Cut the encoders of as many pipelines as may be; None where nothing can run inside the LLM's computations.
+
+    Nothing can where these tell nobody when they wait, and where replicas share weights, which they must gather in one order.
+    """
     step = whole.cut
     units = frozenset(shared_encoders(step))
-    if not units or step.cuts != UNCUT or (costs.options is not None and costs.options.hides_waits):
+    options = costs.options or MOST_COLLECTIVES
+    if not units or step.cuts != UNCUT or options.hides_waits or options.zero_stage >= 3:
         return None
     lanes, num_segments = set[int](), 0
     for pipeline in pipelines:

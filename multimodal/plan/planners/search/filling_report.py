@@ -57,10 +57,13 @@ def _unfilled(run: PlannedRun, request: PlanningRequest) -> Iterator[str]:
         hides = "overlapped collectives" if run.tp_comm_overlap else "Transformer Engine's layers"
         yield f"waits for tensor parallel collectives are not filled: {hides} do not tell of them; --transformer-impl local does"
         return
-    others = [unit.name for unit in request.graph.encoders if run.plan.units[unit.name].tensor_parallel_size > 1]
+    if run.sharding == "optim_grads_params":
+        yield "waits for tensor parallel collectives are not filled: replicas that share weights must gather them in one order"
+        return
+    others = [unit.name for unit in request.graph.encoders if run.plan.units[unit.name].context_parallel_size > 1]
     if others:
         names = ", ".join(others)
-        yield f"waits for tensor parallel collectives are not filled by {names}: only encoders with tp 1 run inside them"
+        yield f"waits for tensor parallel collectives are not filled by {names}: context parallel ranks exchange keys and values"
 
 
 def report_filling(run: PlannedRun, request: PlanningRequest) -> FillingReport | None:
