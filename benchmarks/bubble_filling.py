@@ -17,7 +17,6 @@ import json
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +48,6 @@ def measure(num_gpus: int, cluster: Cluster, repeats: int) -> dict[str, Any]:
     found: dict[str, Any] = {"num_gpus": num_gpus}
     for planner in PUBLISHED_SECONDS:
         setup = setup_of(planner, graph, data_parallel_size=replicas)
-        if planner == "optimus":
-            setup = replace(setup, transformer_impl="local")  # layers of Transformer Engine do not say when they wait
         run = setup.plan(cluster)
         prediction = setup.predict(run, cluster)
         found[planner] = {

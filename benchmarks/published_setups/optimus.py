@@ -20,6 +20,7 @@ from benchmarks.published_setups.planned import Setup, read_cluster, read_model
 from benchmarks.published_setups.rows import Row, single
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.communication import collective_seconds
+from multimodal.cost.layers.layer import Implementation
 from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.unit_load import item_load
 from multimodal.plan.planners.planning_request import FixedSizes
@@ -108,7 +109,10 @@ def setup_of(planner: str, graph: ModelGraph, *, data_parallel_size: int) -> Set
     encoder = FixedSizes(8, 1 if planner == "megatron" else None, data_parallel_size)
     sizes = {"llm": FixedSizes(8, stages, data_parallel_size, ranges)} | ({"vision": encoder} if planner != "optimus" else {})
     batch = 64 * data_parallel_size, BATCH_SIZE
-    return Setup(planner, graph, _samples(), *batch, sizes, micro_batch_size=2, recompute="full")
+    implementation: Implementation | None = "local" if planner == "optimus" else None  # others do not say when they wait
+    return Setup(
+        planner, graph, _samples(), *batch, sizes, micro_batch_size=2, recompute="full", transformer_impl=implementation
+    )
 
 
 def _samples() -> tuple[SampleLengths, ...]:

@@ -118,9 +118,10 @@ def join_parts(step: StepGraph, lanes: Sequence[PlacedParts]) -> Schedule:
 
 def _is_first(parts: PlacedParts, ends: Integers) -> Bools:
     """Return which parts do not continue the one before them; ends: where lanes end."""
-    same = np.stack((parts.pieces, parts.carriers, parts.waits))
     is_first = np.ones(len(parts.pieces), bool)
-    is_first[1:] = (same[:, 1:] != same[:, :-1]).any(axis=0)
+    is_first[1:] = parts.pieces[1:] != parts.pieces[:-1]
+    for column in (parts.carriers, parts.waits):
+        is_first[1:] |= column[1:] != column[:-1]
     is_first[ends[ends < len(is_first)]] = True
     return is_first
 

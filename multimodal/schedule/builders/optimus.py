@@ -1,7 +1,8 @@
 """Optimus: encoder work in the bubbles of the LLM's pipeline (Feng et al., Optimus, Algorithm 2)."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -125,13 +126,15 @@ class _Filling:
         if lanes is not None:
             starts, lanes_of_stages = work.lane_rows
             is_asked &= np.isin(lanes_of_stages[starts[:-1]], list(lanes))[work.computed_stages]
-        computed, sends = np.flatnonzero(is_asked), work.num_computed + 2 * np.arange(work.num_messages)
-        found = costs.of_pieces(work, np.concatenate((computed, sends)))
+        computed, messages = np.flatnonzero(is_asked), np.flatnonzero(is_asked[work.message_ends[1]])
+        found = costs.of_pieces(work, np.concatenate((computed, work.num_computed + 2 * messages)))
         nanoseconds = np.round((found.seconds + found.latency_seconds) * _NANOSECONDS).astype(np.int64)
         self.durations, self.waiting = np.zeros((2, work.num_computed), np.int64)
         self.durations[computed] = nanoseconds[: len(computed)]
         self.waiting[computed] = np.floor(found.tensor_parallel_seconds[: len(computed)] * _NANOSECONDS)
-        self.delays = np.append(nanoseconds[len(computed) :], 0)[work.message_of_need]
+        delays = np.zeros(work.num_messages + 1, np.int64)
+        delays[messages] = nanoseconds[len(computed) :]
+        self.delays = delays[work.message_of_need]
         """[num_needs] none where nothing is sent."""
         keeping = computed[~self.fills[self.piece_of_part[computed]]] if inside else computed[:0]
         starts, waits = costs.waits(work, keeping)
@@ -210,9 +213,21 @@ class _Filling:
 
     def _pieces_of(self, pipeline: Integers) -> Integers:
         """Return the computations of a pipeline's lanes, ascending."""
+        return self._pieces_of_lane[int(pipeline[0])]
+
+    @cached_property
+    def _pieces_of_lane(self) -> Mapping[int, Integers]:
+        """The first lane of each pipeline -> its computations."""
         starts, lanes = self.work.lane_rows
-        in_pipeline = np.isin(lanes[starts[:-1]], pipeline)[self.work.computed_stages]
-        return np.flatnonzero(in_pipeline & (self.work.kinds != _REDUCTION))
+        pipelines = self.cut.once(connected_lanes)
+        pipeline_of_lane = np.zeros(self.in_line.num_lanes, np.int64)
+        for index, pipeline in enumerate(pipelines):
+            pipeline_of_lane[list(pipeline)] = index
+        pieces = np.flatnonzero(self.work.kinds != _REDUCTION)
+        owners = pipeline_of_lane[lanes[starts[:-1]]][self.work.computed_stages[pieces]]
+        ends = np.cumsum(np.bincount(owners, minlength=len(pipelines)))
+        rows = np.split(pieces[np.argsort(owners, kind="stable")], ends[:-1])
+        return {pipeline[0]: row for pipeline, row in zip(pipelines, rows, strict=True)}
 
     def _lanes_to_fill(self, pieces: Integers, pipeline: Integers) -> LanesToFill:
         """Return a pipeline's part of a step, pieces and lanes numbered anew: encoders fill, all else keeps its order.
