@@ -40,17 +40,31 @@ class StageCosts:
         """
         if unit not in self._alike:
             plan, found = self.stages.plan.units[unit], dict[object, tuple[StageKey, NDArray[np.bool_]]]()
-            shape = plan.num_virtual_stages, plan.data_parallel_size
-            is_alone = plan.tensor_parallel_size * plan.context_parallel_size == 1
-            for stage, replica in np.ndindex(shape):
-                key = unit, replica, stage
-                counts = self.stages.counts(key)
-                shared = {} if is_alone else self._sharing(key)
-                links = () if is_alone else tuple(self.layer_costs.collectives(unit, layer, **shared) for layer, _ in counts)
-                like = tuple(counts.items()), links, stage if self.options.zero_stage >= 3 else None
-                found.setdefault(like, (key, np.zeros(shape, bool)))[1][stage, replica] = True
+            shape, known = (plan.num_virtual_stages, plan.data_parallel_size), dict[object, object]()
+            for replica, each in enumerate(plan.replicas):
+                for virtual in each.virtual_stages:
+                    key = unit, replica, virtual.index
+                    looks = virtual.layers, self._on_first_nodes(virtual.ranks)
+                    like = known[looks] if looks in known else known.setdefault(looks, self._like(key))
+                    index = (like, virtual.index) if self.options.zero_stage >= 3 else like
+                    found.setdefault(index, (key, np.zeros(shape, bool)))[1][virtual.index, replica] = True
             self._alike[unit] = list(found.values())
         return self._alike[unit]
+
+    def _like(self, key: StageKey) -> object:
+        """Return a value that stages have in common that take the same seconds for the same load."""
+        unit, counts = key[0], self.stages.counts(key)
+        plan = self.stages.plan.units[unit]
+        if plan.tensor_parallel_size * plan.context_parallel_size == 1:
+            return tuple(counts.items())
+        shared = self._sharing(key)
+        return tuple(counts.items()), tuple(self.layer_costs.collectives(unit, layer, **shared) for layer, _ in counts)
+
+    def _on_first_nodes(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return ranks as if the node of the first one were the first."""
+        cluster = self.layer_costs.cluster
+        first = cluster.node(min(ranks)) * cluster.gpus_per_node
+        return tuple(rank - first for rank in ranks)
 
     def computations(self, stage: StageKey, load: ComputedLoad) -> Floats:
         """Return what `COMPUTATIONS` of a load take, and how much of it is waiting, [2, kinds]; of arrays [2, kinds, size]."""
@@ -123,15 +137,12 @@ class StageCosts:
 
     def _sharing(self, stage: StageKey) -> dict[str, Any]:
         """Return how the ranks of a stage share a layer, as arguments of `LayerCosts.seconds`: as if on the first nodes."""
-        unit, replica, index = stage
-        sizes, cluster = self.stages.plan.units[unit], self.layer_costs.cluster
-        ranks = self.stages.plan.virtual_stage(unit, replica, index).ranks
-        first = cluster.node(min(ranks)) * cluster.gpus_per_node
+        sizes = self.stages.plan.units[stage[0]]
         return {
             "tensor_parallel_size": sizes.tensor_parallel_size,
             "context_parallel_size": sizes.context_parallel_size,
             "recompute": self.options.recompute,
-            "ranks": tuple(rank - first for rank in ranks),
+            "ranks": self._on_first_nodes(self.stages.plan.virtual_stage(*stage).ranks),
         }
 
     def _gathering_seconds(self, kind: ActionKind, stage: StageKey) -> float:
