@@ -38,7 +38,8 @@ from torch import Tensor
 from megatron.runtime.emulation.emulated_run import EmulatedRun, emulate, run_on_ranks
 from megatron.runtime.emulation.emulated_stage import wait
 from megatron.runtime.platform import CpuTorch
-from multimodal.cost.step_costs import ActionCosts, ComputeCost, TransferCost
+from multimodal.cost.communication import TransferCost
+from multimodal.cost.step_costs import ActionCosts, ComputeCost
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.simulate import simulate_schedule

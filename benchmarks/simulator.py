@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from rich.console import Console
 from rich.table import Table
 
-from multimodal.cost.step_costs import ActionCosts, ComputeCost, TransferCost
+from multimodal.cost.communication import TransferCost
+from multimodal.cost.step_costs import ActionCosts, ComputeCost
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.compile_schedule import compile_schedule
 from multimodal.schedule.passes.gather_parameters import gather_parameters

@@ -110,9 +110,7 @@ def setup_of(planner: str, graph: ModelGraph, *, data_parallel_size: int) -> Set
     sizes = {"llm": FixedSizes(8, stages, data_parallel_size, ranges)} | ({"vision": encoder} if planner != "optimus" else {})
     batch = 64 * data_parallel_size, BATCH_SIZE
     implementation: Implementation | None = "local" if planner == "optimus" else None  # others do not say when they wait
-    return Setup(
-        planner, graph, _samples(), *batch, sizes, micro_batch_size=2, recompute="full", transformer_impl=implementation
-    )
+    return Setup(planner, graph, _samples(), *batch, sizes, micro_batch_size=2, recompute="full", transformer_impl=implementation)
 
 
 def _samples() -> tuple[SampleLengths, ...]:

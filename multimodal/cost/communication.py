@@ -1,9 +1,20 @@
 """Seconds of messages and collectives on a cluster's links: latency plus size over bandwidth."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.step_costs import TransferCost
+
+
+class TransferCost(NamedTuple):
+    """One message between two lanes."""
+
+    latency_seconds: float
+    """Seconds from the end of sending to its arrival; keeps nothing busy."""
+    occupied_seconds: float
+    """Size over bandwidth: keeps the sender's sending, the receiver's receiving and the shared link busy."""
+    link: int = -1
+    """Messages with the same number share one link (a node's network card) and pass it one by one; -1: a link of its own."""
 
 
 def collective_seconds(num_bytes: float, *, ranks: Sequence[int], cluster: Cluster) -> float:

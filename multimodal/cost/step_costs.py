@@ -1,16 +1,15 @@
 """The costs of a step that the simulator asks for: the interface between cost models and the simulator."""
 
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from multimodal.cost.communication import TransferCost
+from multimodal.cost.run_options import RunOptions
 from multimodal.values.action import Action, Place, Resource
 from multimodal.values.step_work import RESOURCE_NUMBERS, Integers, StepWork, row_starts
-
-if TYPE_CHECKING:
-    from multimodal.cost.run_options import RunOptions
 
 Floats = NDArray[np.float64]
 
@@ -25,17 +24,6 @@ class ComputeCost(NamedTuple):
     waits: tuple[float, ...] = ()
     """Those of these waits in which something else can run (`SlotMode.INSIDE`), in the order in which it comes to them, which is
     what `multimodal/cost/pieces/tensor_parallel_waits` numbers; empty where it does not tell."""
-
-
-class TransferCost(NamedTuple):
-    """One message between two lanes."""
-
-    latency_seconds: float
-    """Seconds from the end of sending to its arrival; keeps nothing busy."""
-    occupied_seconds: float
-    """Size over bandwidth: keeps the sender's sending, the receiver's receiving and the shared link busy."""
-    link: int = -1
-    """Messages with the same number share one link (a node's network card) and pass it one by one; -1: a link of its own."""
 
 
 class PieceCosts(NamedTuple):
@@ -68,7 +56,7 @@ class StepCosts(Protocol):
         """Peak FLOP/s of all ranks of the plan together; 0 where unknown."""
 
     @property
-    def options(self) -> "RunOptions | None":
+    def options(self) -> RunOptions | None:
         """Options of the run, which decide what collectives its layers have; None where they are not known."""
 
     def compute(self, action: Action) -> ComputeCost:
@@ -91,7 +79,7 @@ class ActionCosts(StepCosts, Protocol):
     """A base for costs that are known action by action: says them of one, and gives those of all."""
 
     @property
-    def options(self) -> "RunOptions | None":
+    def options(self) -> RunOptions | None:
         """None."""
         return None
 

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from multimodal.cost.communication import TransferCost
 from multimodal.cost.cost_table import CostTable, StageSeconds
-from multimodal.cost.step_costs import ActionCosts, ComputeCost, TransferCost
+from multimodal.cost.step_costs import ActionCosts, ComputeCost
 from multimodal.values.action import Action, ActionKind, Place, SegmentRange, action_to_text
 from multimodal.values.errors import ConfigError
 

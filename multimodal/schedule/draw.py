@@ -98,7 +98,10 @@ def _draw_event(
     look = _look(kind, units.index(event.action.unit))
     if is_later_range and ACTION_TABLE[kind].resource is Resource.COMPUTE:
         look["edgecolor"] = _FRAME_COLOR
-    axes.barh(event.lane, seconds, left=start, height=0.5 if is_inside else 0.8, linewidth=0.6, **look)
+    if is_inside:
+        look["edgecolor"] = _FRAME_COLOR
+    height, line_width = (0.5, 0.3) if is_inside else (0.8, 0.6)
+    axes.barh(event.lane, seconds, left=start, height=height, linewidth=line_width, **look)
     points = _number_points(str(event.action.microbatch), seconds / seconds_per_inch)
     if ACTION_TABLE[kind].resource is Resource.COMPUTE and points >= _SMALLEST_NUMBER_POINTS:
         axes.text(

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from multimodal.cost.step_costs import ActionCosts, ComputeCost, TransferCost
+from multimodal.cost.communication import TransferCost
+from multimodal.cost.step_costs import ActionCosts, ComputeCost
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource, SegmentRange
 from multimodal.values.step_graph import StepGraph
 from multimodal.values.step_work import KIND_NUMBERS, KINDS, Integers, step_work

@@ -103,16 +103,18 @@ def test_ranks_that_count_on_other_durations_stop_before_the_step(ranks: RankPoo
 
 
 CLUSTER = {
-    **{"gpus_per_node": 4, "peak_tflops": 2e-4, "efficiency": 1.0, "dtype": "float64", "memory_gb": 8},
+    "gpus_per_node": 4,
+    "peak_tflops": 2e-4,
+    "efficiency": 1.0,
+    "dtype": "float64",
+    "memory_gb": 8,
     "intra_node": {"bandwidth_gbytes_per_second": 1.0, "latency_us": 3000.0},
     "inter_node": {"bandwidth_gbytes_per_second": 1.0, "latency_us": 60.0, "nics_per_node": 1},
 }
 """Collectives take about as long as segments of the small run's encoder."""
 
 
-def test_a_plan_of_the_planner_trains_with_the_losses_of_one_process(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_of_the_planner_trains_with_the_losses_of_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_working_files(tmp_path)
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER))
     asked = ["--model", tmp_path / "model.yaml", "--cluster", tmp_path / "cluster.yaml", "--uniform-lengths", "vision=48,llm=32"]

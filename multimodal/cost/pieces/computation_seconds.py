@@ -72,9 +72,7 @@ class ComputationSeconds:
             chosen = np.flatnonzero((units == number) & (indices == index))
             before = self._before_segments(list(work.pieces.units)[number], index)
             of_kinds, of_rows = kinds[chosen], rows[chosen]
-            found[:, chosen] = _between(
-                before[:, of_kinds, firsts[chosen], of_rows], before[:, of_kinds, ends[chosen], of_rows]
-            )
+            found[:, chosen] = _between(before[:, of_kinds, firsts[chosen], of_rows], before[:, of_kinds, ends[chosen], of_rows])
         return found
 
     def waits(self, work: StepWork, pieces: Integers) -> tuple[Integers, Floats]:

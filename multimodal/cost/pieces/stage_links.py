@@ -6,8 +6,7 @@ from functools import cached_property
 import numpy as np
 
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.communication import cost_between_nodes, cost_inside_node, exchange_cost
-from multimodal.cost.step_costs import TransferCost
+from multimodal.cost.communication import TransferCost, cost_between_nodes, cost_inside_node, exchange_cost
 from multimodal.cost.unit_load import Floats
 from multimodal.values.arrays.rows import Integers
 from multimodal.values.model_graph import ModelGraph

@@ -100,9 +100,7 @@ def _backward(places: Sequence[_Place], numbers: range, *, is_range: bool) -> It
             yield from _entered(places, number, number, is_range=is_range, is_at_end=number == numbers.start)
 
 
-def _entered(
-    places: Sequence[_Place], bound: int, number: int, *, is_range: bool, is_at_end: bool = False
-) -> Iterable[Wait]:
+def _entered(places: Sequence[_Place], bound: int, number: int, *, is_range: bool, is_at_end: bool = False) -> Iterable[Wait]:
     """Return the waits of a backward between the segments `bound` and `bound - 1`; number: the segment that they count with."""
     layer, segment, need, repeated = places[bound - 1]
     if not need.has_backward:

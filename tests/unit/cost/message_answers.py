@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from multimodal.cost.step_costs import StepCosts, TransferCost
+from multimodal.cost.communication import TransferCost
+from multimodal.cost.step_costs import StepCosts
 from multimodal.values.action import Action
 from multimodal.values.step_graph import StepGraph
 from multimodal.values.step_work import step_work

@@ -3,12 +3,11 @@ from dataclasses import replace
 import pytest
 
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.communication import collective_seconds, message_cost
+from multimodal.cost.communication import TransferCost, collective_seconds, message_cost
 from multimodal.cost.flops import step_flops
 from multimodal.cost.layers.registry import describe_layer
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
-from multimodal.cost.step_costs import TransferCost
 from multimodal.cost.step_memory import ZERO_STAGES, layer_static_bytes
 from multimodal.cost.unit_load import UnitLoad, sample_load
 from multimodal.values.action import Action, ActionKind, LayerRange, Place

@@ -108,7 +108,7 @@ def small() -> StepGraph:
     ],
 )
 def test_ranges_that_do_not_make_up_the_whole_are_refused(now: str, then: str, message: str) -> None:
-    text = (VISION + REST)
+    text = VISION + REST
     validate_schedule(schedule_from_text(text, small()))
     broken = (VISION + REST).replace(now, then)
     with pytest.raises(ScheduleError, match=re.escape(message)):

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from multimodal.cost.step_costs import ActionCosts, ComputeCost, TransferCost
+from multimodal.cost.communication import TransferCost
+from multimodal.cost.step_costs import ActionCosts, ComputeCost
 from multimodal.values.action import Action, ActionKind, Place
 
 
