@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, assume, given, settings
 from torch import Tensor
 
@@ -119,12 +120,44 @@ def test_work_inside_has_events_within_those_of_its_carrier(ranks: RankPool, cas
                 carried.clear()
 
 
+def count_held_back(case: GradientCase) -> int:
+    """The collectives of work in waits that started when these were over."""
+    counts: list[int] = []
+    end_wait = LaneRun.end_wait
+
+    def ended(run: LaneRun) -> None:
+        counts.append(len(run.held_back))
+        end_wait(run)
+
+    with patch.object(LaneRun, "end_wait", ended):
+        run_on_rank(case)
+    return sum(counts)
+
+
+def test_collectives_of_work_in_a_wait_start_when_it_is_over(ranks: RankPool, case: GradientCase) -> None:
+    schedule = schedule_of(case)
+    for rank, count in enumerate(ranks.run(count_held_back, case, world_size=4)):
+        lane = schedule.lane(schedule.step.plan.lane_of_rank[rank])
+        assert 0 < count == len(lane.inside)
+
+
 def _without(exchange: Exchange, *, is_backward: bool) -> Any:
     start = Exchange.start
 
     def started(self: Exchange, tensor: Tensor, link: Any, **options: Any) -> Arriving:
         skips = self is exchange and options.get("is_backward", False) is is_backward
         return Arriving(tensor) if skips else start(self, tensor, link, **options)
+
+    return patch.object(Exchange, "start", started)
+
+
+def _swapped_on_one_rank() -> Any:
+    """One rank gives the rows of its sums in another order than the others."""
+    start = Exchange.start
+
+    def started(self: Exchange, tensor: Tensor, link: Any, **options: Any) -> Arriving:
+        swaps = self is Exchange.SUMMED and dist.get_rank() == 1 and not options.get("is_backward", False)
+        return start(self, tensor.flip(0) if swaps else tensor, link, **options)
 
     return patch.object(Exchange, "start", started)
 
@@ -162,6 +195,7 @@ def _first_work_twice() -> Iterator[None]:
 ERRORS: Mapping[str, Callable[[], Any]] = {
     "a collective at the end of a forward piece is left out": lambda: _without(Exchange.SUMMED, is_backward=False),
     "a collective at the end of a backward piece is left out": lambda: _without(Exchange.GATHERED, is_backward=True),
+    "a collective at the end of a forward piece is swapped on one rank": _swapped_on_one_rank,
     "gradients of the residual stream stop between pieces": _without_residual_gradients,
     "biases are left out at a cut": lambda: patch.object(
         transformer_segments, "_residual_sum", lambda layer, add, branch, bias, residual: residual + branch
@@ -191,6 +225,6 @@ def run_forgetful(case: GradientCase) -> str:
     return ""
 
 
-def test_work_that_did_not_run_inside_ends_the_step_on_every_rank(ranks: RankPool, case: GradientCase) -> None:
-    messages = ranks.run(run_forgetful, case, world_size=4)
-    assert all(messages) and any("was to run in wait" in message for message in messages)
+def test_work_that_did_not_run_inside_ends_the_step_on_every_rank(ranks: RankPool) -> None:
+    messages = ranks.run(run_forgetful, build_case(4, QUARTET), world_size=4)
+    assert all("was to run in wait" in message for message in messages)
