@@ -68,7 +68,7 @@ class TransformerKind(LayerKind):
         return output
 
     def segments(self, layer: Module) -> tuple[tuple[LayerPart, ...], ...]:
-        """Return the parts of the five segments; the layer must be megatron-core's own, not Transformer Engine's."""
+        """Return the parts of the seven segments; the layer must be megatron-core's own, not Transformer Engine's."""
         return transformer_segments(layer)
 
     def initial_vector(self, name: str) -> float:
