@@ -78,6 +78,7 @@ def fill_idle_lanes(
     wait_starts: NDArray[np.int64],
     waits: NDArray[np.int64],
     goes_inside: NDArray[np.uint8],
+    behind: NDArray[np.int64],
     tolerance: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]: ...
 def list_schedule(
