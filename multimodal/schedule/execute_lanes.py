@@ -15,10 +15,10 @@ from multimodal.kernels import kernels
 from multimodal.schedule.execute_lanes_reference import execute_lanes_reference
 from multimodal.schedule.inside_slots import InsideSlots, time_carriers
 from multimodal.schedule.unit_cost import unit_costs
-from multimodal.values.action import Action
+from multimodal.values.action import Action, Resource
 from multimodal.values.arrays.rows import row_starts
 from multimodal.values.schedule import Schedule, SlotMode
-from multimodal.values.step_work import Integers
+from multimodal.values.step_work import RESOURCE_NUMBERS, Integers
 from multimodal.values.timeline import TimelineEvent
 
 Floats = NDArray[np.float64]
@@ -90,6 +90,32 @@ def execute_lanes(schedule: Schedule, *, seconds: Floats | None = None) -> Execu
     if seconds is None and not schedule.lowered:
         schedule.made[_EXECUTION] = execution
     return execution
+
+
+def execute_unit(schedule: Schedule, unit: str, *, seconds: Floats) -> tuple[Floats, Floats]:
+    """Run the computations of one unit in their order, with all others as soon as they can be, in no lane and in no time.
+
+    schedule: of the compute dialect; seconds: of every computation, [num_computed]. Returns when each computation of the unit
+    starts and ends, [num_computed]; 0 for others.
+    """
+    work, arrays = schedule.work, lane_arrays(schedule, seconds=seconds)
+    is_own = np.array([name == unit for name, _, _ in work.stages], bool)[work.computed_stages]
+    kept = is_own[schedule.pieces] & (work.resources[schedule.pieces] == RESOURCE_NUMBERS[Resource.COMPUTE])
+    others = np.flatnonzero(~is_own & (work.resources[: work.num_computed] == RESOURCE_NUMBERS[Resource.COMPUTE]))
+    alone = np.arange(len(others))  # each has a stage and a lane of its own
+    num_in_line = np.bincount(schedule.lane_of_slot[kept], minlength=schedule.num_lanes)
+    arrays["lane_starts"] = row_starts(np.append(num_in_line, np.ones_like(alone)))
+    arrays["lane_actions"] = np.append(schedule.pieces[kept], others)
+    arrays["stages"], arrays["durations"] = arrays["stages"].copy(), np.where(is_own, seconds, 0.0)
+    arrays["stages"][others] = len(arrays["stage_starts"]) - 1 + alone
+    arrays["stage_starts"] = np.append(arrays["stage_starts"], arrays["stage_starts"][-1] + 1 + alone)
+    arrays["stage_lanes"] = np.append(arrays["stage_lanes"], schedule.num_lanes + alone)
+    run = execute_lanes_reference if kernels is None else kernels.execute_lanes
+    pieces, _, starts, ends, *_ = run(**arrays)
+    found = np.zeros((2, work.num_computed))
+    found[:, pieces] = starts, ends
+    found[:, ~is_own] = 0.0
+    return found[0], found[1]
 
 
 def _join(arrays: dict[str, NDArray[Any]], inside: InsideSlots) -> dict[str, NDArray[Any]]:

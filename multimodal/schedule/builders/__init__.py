@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from multimodal.schedule.builders.encoders_colocated import build_encoders_coloc
 from multimodal.schedule.builders.encoders_replicated import build_encoders_replicated, replicate_microbatches
 from multimodal.schedule.builders.gpipe import build_gpipe
 from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, interleaves
+from multimodal.schedule.builders.nested import build_nested
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
 from multimodal.schedule.builders.optimus import build_optimus
 from multimodal.schedule.builders.zb_h1 import build_zb_h1
@@ -128,6 +129,18 @@ _V_SHAPED = Layout(
     "a unit whose stages hold two layer ranges each in the shape of a V, the first stage the first and the last",
 )
 _ZERO_BUBBLE = "Qi et al., Zero Bubble Pipeline Parallelism"
+_OPTIMUS = ScheduleRow(
+    build=build_optimus,
+    meaning="encoder work in the bubbles of the LLM's pipeline",
+    source="Optimus, Algorithm 2",
+    in_flight=math.inf,
+    only_encoders_keep_more=True,
+    virtual_stages=VirtualStages.OPTIONAL,
+    fewest_encoders=1,
+    role_of_encoders="arranges encoders",
+    needs_costs=True,
+    needs_messages=True,
+)
 
 BUILDERS: dict[str, ScheduleRow] = {
     "gpipe": ScheduleRow(
@@ -197,23 +210,17 @@ BUILDERS: dict[str, ScheduleRow] = {
         )
         for rounds in DIP_ROUNDS
     },
-    "optimus": ScheduleRow(
-        build=build_optimus,
-        meaning="encoder work in the bubbles of the LLM's pipeline",
-        source="Optimus, Algorithm 2",
-        in_flight=math.inf,
-        only_encoders_keep_more=True,
-        virtual_stages=VirtualStages.OPTIONAL,
-        fewest_encoders=1,
-        role_of_encoders="arranges encoders",
-        needs_costs=True,
-        needs_messages=True,
-    ),
-    "optimus-lean": ScheduleRow(
+    "optimus": _OPTIMUS,
+    "optimus-lean": replace(
+        _OPTIMUS,
         build=partial(build_optimus, memory_factor=LEAN_FACTOR),
         meaning="the same with fewer activations of encoders",
-        source="Optimus, Algorithm 2",
         in_flight=LEAN_FACTOR,
+    ),
+    "nested": ScheduleRow(
+        build=build_nested,
+        meaning="encoders and generators in pauses of the LLM's pipeline",
+        source="BigMac",
         only_encoders_keep_more=True,
         virtual_stages=VirtualStages.OPTIONAL,
         fewest_encoders=1,

@@ -77,6 +77,9 @@ def test_balancing_against_the_schedule_is_found() -> None:
 def test_where_no_balancer_helps_another_schedule_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(better_pair, "BALANCERS", {"orchmllm": BALANCERS["orchmllm"]})
     _, better = better_than(SHARED, "orchmllm", "1f1b")
+    assert (better.balance, better.schedule, better.keeps_more) == ("orchmllm", "nested", False)
+    monkeypatch.setattr(better_pair, "BUILDERS", {name: row for name, row in BUILDERS.items() if name != "nested"})
+    _, better = better_than(SHARED, "orchmllm", "1f1b")
     assert better.balance == "orchmllm" and better.schedule != "1f1b" and better.keeps_more
     assert BUILDERS[better.schedule].splits_backwards is False
 

@@ -1,0 +1,182 @@
+"""Nested: encoders and generators inside the LLM's pipeline, a constant number of their microbatches alive (BigMac).
+
+BigMac: Breaking the Pareto Frontier of Compute and Memory in Multimodal LLM Training, arXiv 2605.25451.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from multimodal.cost.step_costs import StepCosts
+from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, is_interleaved
+from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
+from multimodal.schedule.compile_schedule import connected_lanes
+from multimodal.schedule.execute_lanes import Floats, execute_unit
+from multimodal.schedule.list_schedule import place_reductions
+from multimodal.values.action import ActionKind
+from multimodal.values.arrays.pieces import UnitPieces
+from multimodal.values.arrays.rows import Integers, row_numbers, row_starts
+from multimodal.values.model_graph import Role
+from multimodal.values.schedule import Schedule
+from multimodal.values.step_graph import StepGraph
+from multimodal.values.step_work import KIND_NUMBERS, StepWork, step_work
+
+_REDUCTION = KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS]
+_SHORTEST_SECONDS = 1e-9
+"""Of a computation of the LLM, so that no two of one lane begin at the same moment."""
+_NEEDED_FORWARD, _BACKWARD, _GENERATOR_FORWARD, _GENERATOR_BACKWARD, _FORWARD = range(5)
+"""The order inside a pause: what frees activations is before forwards, but not before those that another lane waits for."""
+_AT_THE_END = np.inf
+
+
+def build_nested(step: StepGraph, costs: StepCosts) -> Schedule:
+    """Build a schedule in which all lanes leave the LLM's pipeline at the same moments to encode and to generate.
+
+    The LLM runs the 1F1B that it would run if encoders and generators took no time (interleaved where its stages hold several
+    layer ranges). Into that pipeline pauses are cut, by the durations of `costs`: at a moment every lane goes on with what it has
+    begun, and then runs what belongs to the pause. What follows is delayed alike in all lanes, so that none waits longer for
+    another than before: where lanes have equal work in a pause, it costs just that work.
+
+    The microbatches of one number in all replicas of an encoder are a group. Their forwards are in the pause before the first of
+    them enters the LLM; their backwards in the first pause after the last one has left it, before forwards of other groups. So a
+    replica keeps at most one microbatch more than the LLM has in flight of its own, however many a step has. Where stages of an
+    encoder are on different lanes, one pause lies between them, in each direction, and forwards come first: the LLM's first lane
+    may wait for them. A group of a generator's microbatches runs forwards and backwards in one pause, as soon as the LLM's last
+    stage has made the last of them.
+
+    `dip` has such phases for all of an encoder's microbatches at once: it takes as long, and keeps all of them.
+    """
+    work = step_work(step)
+    computed = np.flatnonzero(work.kinds != _REDUCTION)
+    ordered = computed[np.lexsort(_Pauses(step, costs).keys[:, computed][::-1])]
+    starts, lanes = work.lanes_of(ordered)
+    by_lane = np.argsort(lanes, kind="stable")
+    lane_starts = row_starts(np.bincount(lanes, minlength=len(step.plan.lanes)))
+    return place_reductions(Schedule.in_line(step, lane_starts, ordered[row_numbers(starts)][by_lane]))
+
+
+class _Moments(NamedTuple):
+    """Pauses of one unit, by microbatch; `inf`: after everything else."""
+
+    forward: Floats
+    """[num_stages, num_microbatches]"""
+    backward: Floats
+
+
+class _Pauses:
+    """The place of every computation: between which pauses, or in which one."""
+
+    def __init__(self, step: StepGraph, costs: StepCosts) -> None:
+        self.step, self.work = step, step_work(step)
+        self.units, self.llm = self.work.pieces.units, self.work.pieces.units[step.graph.backbone.name]
+        self.start, self.end = _llm_times(step, costs)
+        self.component_of_lane = np.zeros(len(step.plan.lanes), np.int64)
+        for index, lanes in enumerate(step.once(connected_lanes)):
+            self.component_of_lane[list(lanes)] = index
+
+    @property
+    def keys(self) -> Integers:
+        """[4, num_computed] what computations are sorted by in all lanes; whatever needs another one comes after it.
+
+        A phase, odd in pauses; then what it is, the number of its microbatch, and the way of a microbatch through the stages. The
+        LLM's computations between two pauses keep their order.
+        """
+        others = {unit.name: unit.role for unit in self.step.graph.units if unit.role is not Role.BACKBONE}
+        found = {name: self._moments(name, role) for name, role in others.items()}
+        moments = np.unique(np.concatenate([np.zeros(0), *(each.ravel() for of_unit in found.values() for each in of_unit)]))
+        keys = np.zeros((4, self.work.num_computed), np.int64)
+        keys[0] = 2 * np.searchsorted(moments, self.start, side="right")
+        keys[2] = np.argsort(np.argsort(self.start, kind="stable"), kind="stable")
+        for name, (forward, backward) in found.items():
+            unit, numbers = self.units[name], self._numbers_in_pause(name, others[name])
+            stages = np.broadcast_to(np.arange(len(unit.forward))[:, None], unit.forward.shape)
+            there = unit.width > 0
+            for number, pieces, at, way, chosen in (
+                (numbers[0], unit.forward, forward, stages, np.ones_like(there)),
+                (numbers[1], unit.backward, backward, -stages, there),
+            ):
+                index = np.broadcast_to(unit.placed.index_in_replica, pieces.shape)
+                columns = (2 * np.searchsorted(moments, at) + 1, np.full_like(pieces, number), index, way)
+                keys[:, pieces[chosen]] = np.stack([column[chosen] for column in columns])
+        return keys
+
+    def _numbers_in_pause(self, name: str, role: Role) -> tuple[int, int]:
+        """Return the places of a unit's forwards and backwards in a pause."""
+        if role is Role.GENERATOR:
+            return _GENERATOR_FORWARD, _GENERATOR_BACKWARD
+        return _NEEDED_FORWARD if self._pauses_between(name).any() else _FORWARD, _BACKWARD
+
+    def _moments(self, name: str, role: Role) -> _Moments:
+        unit = self.units[name]
+        groups = self._groups(unit)
+        return self._of_encoder(unit, groups) if role is Role.ENCODER else self._of_generator(unit, groups)
+
+    def _groups(self, unit: UnitPieces) -> Integers:
+        """[num_microbatches] a number of each microbatch's group: one of each replica in lanes that have to do with each other.
+
+        Groups of the same lanes are numbered in the order of their microbatches.
+        """
+        plan = self.step.plan
+        lanes = [plan.lane_of_rank[replica.stages[0].ranks[0]] for replica in plan.units[unit.unit].replicas]
+        components = self.component_of_lane[lanes][unit.placed.replica_of_microbatch]
+        _, numbers = np.unique(np.stack((components, unit.placed.index_in_replica)), axis=1, return_inverse=True)
+        return numbers.ravel()
+
+    def _of_encoder(self, unit: UnitPieces, groups: Integers) -> _Moments:
+        given, taken = self.step.routes.of_edge(unit.unit, self.llm.unit)
+        needed, returned = np.full(groups.max(initial=-1) + 1, np.inf), np.zeros(groups.max(initial=-1) + 1)
+        np.minimum.at(needed, groups[given], self.start[self.llm.forward[0]][taken])
+        if unit.width.any():
+            np.maximum.at(returned, groups[given], self.end[self.llm.input_gradient[0]][taken])
+        apart = self._pauses_between(unit.unit)[:, None]
+        shape = unit.forward.shape
+        moments = _Moments(np.zeros(shape), np.zeros(shape))
+        components = self._component_starts(unit, groups)
+        for first, end in pairwise(components):
+            columns = (groups >= first) & (groups < end)
+            number = groups[columns] - first
+            before = np.minimum.accumulate(needed[first:end][::-1])[::-1]
+            after = np.maximum.accumulate(returned[first:end])
+            pauses = np.append(before, np.unique(after[after > before[-1]]))
+            moments.forward[:, columns] = before[np.maximum(0, number - apart)]
+            pauses_and_end = np.append(pauses, _AT_THE_END)
+            place = np.searchsorted(pauses, after)[number] + apart
+            moments.backward[:, columns] = pauses_and_end[np.minimum(place, len(pauses))]
+        return moments
+
+    def _component_starts(self, unit: UnitPieces, groups: Integers) -> list[int]:
+        """Return the first group of each component's, and their number: a component's groups have consecutive numbers."""
+        firsts = np.unique(groups[unit.placed.index_in_replica == 0])
+        return [*firsts.tolist(), int(groups.max(initial=-1)) + 1]
+
+    def _pauses_between(self, unit: str) -> Integers:
+        """[num_stages] how many pauses lie between a stage and the last one: one wherever the lanes change."""
+        tables = self.step.plan.stage_tables[unit]
+        groups = tables.rank_groups[:: self.step.plan.units[unit].data_parallel_size]
+        changes = (np.diff(groups) != 0).astype(np.int64)
+        return np.append(np.cumsum(changes[::-1])[::-1], 0)
+
+    def _of_generator(self, unit: UnitPieces, groups: Integers) -> _Moments:
+        given, taken = self.step.routes.of_edge(self.llm.unit, unit.unit)
+        ready, needed = np.zeros(groups.max(initial=-1) + 1), np.full(len(groups), np.inf)
+        np.maximum.at(ready, groups[taken], self.end[self.llm.forward[-1]][given])
+        goes_back = self.llm.width[-1][given] > 0
+        np.minimum.at(needed, taken[goes_back], self.start[self.llm.backward[-1]][given[goes_back]])
+        at = np.minimum(ready[groups], needed)
+        moments = np.broadcast_to(at, unit.forward.shape)
+        return _Moments(moments, moments)
+
+
+def _llm_times(step: StepGraph, costs: StepCosts) -> tuple[Floats, Floats]:
+    """Return when each computation of the LLM would start and end if nothing else took time, [num_computed]; 0 for others."""
+    llm = step.graph.backbone.name
+    in_line = (build_interleaved_1f1b if is_interleaved(step.plan.units[llm]) else build_one_f_one_b)(step)
+    return execute_unit(in_line, llm, seconds=np.maximum(_SHORTEST_SECONDS, _seconds(step_work(step), costs)))
+
+
+def _seconds(work: StepWork, costs: StepCosts) -> Floats:
+    computed = np.flatnonzero(work.kinds != _REDUCTION)
+    seconds = np.zeros(work.num_computed)
+    seconds[computed] = costs.of_pieces(work, computed).seconds
+    return seconds
