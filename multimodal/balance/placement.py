@@ -51,8 +51,10 @@ def _place_units(
     graph, arrays, needed = work.graph, work.arrays, order_by_time(encoded)
     placed: dict[str, PlacedAtoms] = {}
     for unit in graph.encoders:
-        num_replicas = plan.units[unit.name].data_parallel_size
-        atoms, *starts = place_encoder(needed, work, unit=unit.name, num_replicas=num_replicas)
+        held = plan.units[unit.name]
+        atoms, *starts = place_encoder(
+            needed, work, unit=unit.name, num_replicas=held.data_parallel_size, shares=held.microbatch_shares
+        )
         items = arrays.items_of(unit.name)[atoms]
         placed[unit.name] = PlacedAtoms(arrays.sample_ids[arrays.sample_of_item[items]], arrays.index_of_item[items], *starts)
     of_llm = PlacedAtoms(arrays.sample_ids[llm.atoms], np.full(len(llm.atoms), -1), *llm[1:])
@@ -98,24 +100,43 @@ def order_by_time(groups: Groups) -> Microbatches:
     return take_rows(np.append(groups.atom_starts, groups.atom_starts[-1]), groups.atoms, numbers.ravel())
 
 
-def deal(starts: Integers, atoms: Integers, *, num_replicas: int) -> Groups:
-    """Give microbatches to replicas in turn; empty ones take their turn and are left out."""
+def deal(starts: Integers, atoms: Integers, *, num_replicas: int, shares: tuple[int, ...] = ()) -> Groups:
+    """Give microbatches to replicas in turn; empty ones take their turn and are left out.
+
+    shares: `UnitPlan.microbatch_shares`; with s shares, microbatch k goes to one of the replicas whose number is k modulo
+    num_replicas / s, in turns that come as often as the shares say.
+    """
     busy = np.flatnonzero(np.diff(starts))
-    replicas = busy % num_replicas
+    shares = shares or (1,) * num_replicas
+    turns, num_alike = turns_of(shares), num_replicas // len(shares)
+    replicas = turns[busy // num_alike % len(turns)] * num_alike + busy % num_alike
     dealt_starts, dealt = take_rows(starts, atoms, busy[np.argsort(replicas, kind="stable")])
     return Groups(dealt, dealt_starts, row_starts(np.bincount(replicas, minlength=num_replicas)))
 
 
-def follow_samples(microbatches: Microbatches, work: BatchWork, *, unit: str, num_replicas: int) -> Groups:
+def turns_of(shares: tuple[int, ...]) -> Integers:
+    """Return whose turn it is, [sum of shares], spread so that everyone is always about as far as the others.
+
+    The k-th turn of someone with a share of n comes when k / n of all turns are over; ties go to the first.
+    """
+    owners = np.repeat(np.arange(len(shares)), shares)
+    numbers = np.arange(len(owners)) - np.repeat(row_starts(shares)[:-1], shares) + 1
+    turns: Integers = owners[np.lexsort((owners, numbers / np.array(shares)[owners]))]
+    return turns
+
+
+def follow_samples(
+    microbatches: Microbatches, work: BatchWork, *, unit: str, num_replicas: int, shares: tuple[int, ...] = ()
+) -> Groups:
     """Let an encoder's items go with their samples: one microbatch per LLM microbatch, or of the encoder's own size.
 
     microbatches: the LLM's, ordered by time. They are dealt over the encoder's replicas, which keeps a sample's items on the
-    replica of its own number where encoder and LLM have equally many.
+    replica of its own number where encoder and LLM have equally many. shares: as for `deal`.
     """
     starts, items = _items_of(microbatches, work, unit=unit)
     if (size := work.options.encoder_micro_batch_sizes.get(unit)) is not None:
         starts = np.append(np.arange(0, len(items), size), len(items))
-    return deal(starts, items, num_replicas=num_replicas)
+    return deal(starts, items, num_replicas=num_replicas, shares=shares)
 
 
 def _items_of(microbatches: Microbatches, work: BatchWork, *, unit: str) -> Microbatches:
@@ -125,13 +146,16 @@ def _items_of(microbatches: Microbatches, work: BatchWork, *, unit: str) -> Micr
     return item_starts[starts], items
 
 
-def balance_items(microbatches: Microbatches, work: BatchWork, *, unit: str, num_replicas: int) -> Groups:
+def balance_items(
+    microbatches: Microbatches, work: BatchWork, *, unit: str, num_replicas: int, shares: tuple[int, ...] = ()
+) -> Groups:
     """Balance an encoder's items over its replicas by their own work, wherever their samples are (OrchMLLM, Alg. 1-5).
 
     Each replica takes its items in the order in which the LLM needs them, and cuts them into runs of nearly equal work: as many
     as there would be if each LLM microbatch with items had one, dealt over the replicas, or of the encoder's own size.
 
-    microbatches: the LLM's, ordered by time.
+    microbatches: the LLM's, ordered by time. shares: as for `deal`, of the work and of the microbatches; a replica with a share
+    of n takes n of as many equal parts as there are shares in all.
     """
     starts, needed = _items_of(microbatches, work, unit=unit)
     if not len(needed):
@@ -140,14 +164,16 @@ def balance_items(microbatches: Microbatches, work: BatchWork, *, unit: str, num
     group_of_item = np.arange(len(needed))
     if work.options.granularity is Granularity.SAMPLE:
         _, group_of_item = np.unique(work.of_unit(unit).samples, return_inverse=True)
-    bins = post_balance_array(work.amounts(unit, group_of_item), num_bins=num_replicas, cost=work.cost(unit))
-    bins = bins[group_of_item[needed]]
-    items = needed[np.argsort(bins, kind="stable")]
-    sizes = np.bincount(bins, minlength=num_replicas)
+    shares = shares or (1,) * num_replicas
+    num_parts = np.repeat(shares, num_replicas // len(shares))
+    bins = post_balance_array(work.amounts(unit, group_of_item), num_bins=int(num_parts.sum()), cost=work.cost(unit))
+    replicas = np.repeat(np.arange(num_replicas), num_parts)[bins[group_of_item[needed]]]
+    items = needed[np.argsort(replicas, kind="stable")]
+    sizes = np.bincount(replicas, minlength=num_replicas)
     if (size := work.options.encoder_micro_batch_sizes.get(unit)) is not None:
         return cut_replicas(items, np.ones(len(items), np.int64), sizes, counts=-(-sizes // size))
-    default_count = -(-int(np.count_nonzero(np.diff(starts))) // num_replicas)
-    return cut_replicas(items, work.amounts(unit)[items], sizes, counts=np.full(num_replicas, default_count))
+    counts = -(-int(np.count_nonzero(np.diff(starts))) * num_parts // int(num_parts.sum()))
+    return cut_replicas(items, work.amounts(unit)[items], sizes, counts=counts)
 
 
 def cut_replicas(atoms: Integers, amounts: Integers, sizes: Integers, *, counts: Integers) -> Groups:

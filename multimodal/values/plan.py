@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 from multimodal.values.arrays.rows import Integers, integers, row_starts
 from multimodal.values.errors import PlanError
 from multimodal.values.file_form import at_line, read_file, write_mapping
-from multimodal.values.model_graph import ModelGraph
+from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.typed_reader import Plain
 from multimodal.values.units.transformer import MOST_LAYERS
 
 MOST_RANKS = 2**20
 """Every rank is below it, so that a typo does not make a list that fills the memory."""
 _SIZE = {"minimum": 1, "maximum": MOST_RANKS}
+MOST_SHARE = 2**16
+"""The largest number in `UnitPlan.microbatch_shares`."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,12 @@ class UnitPlan:
     replicas: tuple[Replica, ...] = field(metadata={"min_entries": 1})
     tensor_parallel_size: int = field(default=1, metadata=_SIZE)
     context_parallel_size: int = field(default=1, metadata=_SIZE)
+    microbatch_shares: tuple[int, ...] = field(default=(), metadata={"minimum": 0, "maximum": MOST_SHARE})
+    """Of an encoder: the shares of an LLM replica's microbatches that its own replicas take, as whole numbers; none: all alike.
+
+    With m shares and d replicas of the LLM, replica j d + r of the encoder takes share j of the microbatches of the LLM's replica
+    r: the partition over m encoder pipelines (Optimus 4.1), of microbatches that are dealt in turn.
+    """
 
     @property
     def data_parallel_size(self) -> int:
@@ -203,9 +211,11 @@ class Plan:
 
 
 def _unit_plan_to_dict(unit: UnitPlan) -> dict[str, Any]:
+    shares = {"microbatch_shares": list(unit.microbatch_shares)} if unit.microbatch_shares else {}
     return {
         "tensor_parallel_size": unit.tensor_parallel_size,
         "context_parallel_size": unit.context_parallel_size,
+        **shares,
         "replicas": [
             {
                 "stages": [
@@ -245,6 +255,7 @@ def validate_plan(plan: Plan, *, graph: ModelGraph, world_size: int) -> None:
         )
     for name in graph.unit_names:
         _validate_unit(plan.units[name], graph=graph, name=name)
+        _validate_shares(plan, graph=graph, name=name)
     used = {rank for unit in plan.units.values() for rank in unit.ranks}
     if len(used) != world_size or min(used) < 0 or max(used) >= world_size:
         idle = (rank for rank in range(world_size) if rank not in used)
@@ -337,6 +348,25 @@ def _validate_unit(unit: UnitPlan, *, graph: ModelGraph, name: str) -> None:
             f"unit '{name}': replicas with different stages are not available yet; give all the same layer ranges",
             place=("units", name, "replicas", different[0]),
         )
+
+
+def _validate_shares(plan: Plan, *, graph: ModelGraph, name: str) -> None:
+    shares, llm = plan.units[name].microbatch_shares, graph.backbone.name
+    if not shares:
+        return
+    place = ("units", name, "microbatch_shares")
+    if graph.unit(name).role is not Role.ENCODER:
+        raise PlanError(f"unit '{name}': microbatch_shares are for encoders alone; leave them out", place=place)
+    wanted, num_replicas = plan.units[llm].data_parallel_size * len(shares), plan.units[name].data_parallel_size
+    if wanted != num_replicas:
+        raise PlanError(
+            f"unit '{name}': {len(shares)} microbatch_shares for each of the {plan.units[llm].data_parallel_size} replicas of "
+            f"'{llm}' are for {wanted} replicas, found {num_replicas}; give one share for each replica of '{name}' that serves "
+            f"one replica of '{llm}'",
+            place=place,
+        )
+    if not any(shares):
+        raise PlanError(f"unit '{name}': microbatch_shares are all 0; give one replica at least something to do", place=place)
 
 
 def _covers(replica: Replica, num_layers: int) -> bool:

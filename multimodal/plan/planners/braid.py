@@ -11,6 +11,7 @@ from multimodal.plan.planners.estimate.unit_options import infeasible
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import LARGEST_CONTEXT_PARALLEL, PlanningRequest
 from multimodal.plan.planners.search.layout_search import Layout, best_layouts
+from multimodal.plan.planners.search.partitions import other_partitions
 from multimodal.plan.planners.search.plan_to_fit import Planner, PredictedRun, describe, has_virtual_stages
 from multimodal.plan.planners.search.run_variants import (
     Form,
@@ -71,7 +72,7 @@ def plan_braid(request: PlanningRequest, others: Sequence[Planner]) -> PlannedRu
        more closely.
     2. The other planners' plans are tuned (`tune`): those that no microbatch size and no balancer could bring below the best.
     3. The best of all of these are varied, step by step: balancer, schedule, passes, microbatch size, overlapped tensor
-       parallelism; and again, while that helps.
+       parallelism, partition of microbatches over encoder pipelines; and again, while that helps.
     4. The best are judged as `tools/plan.py` judges every plan; and so is every other planner's tuned plan that did not rank far
        behind the best, so that this planner is not behind them.
 
@@ -241,7 +242,8 @@ class PlanSearch:
             if run is None:
                 return
             varied.add(run.key)
-            for kind in (overlapped, other_sizes, other_balances, other_schedules, self._other_layouts, other_passes):
+            forms = (overlapped, other_sizes, other_balances, other_schedules)
+            for kind in (*forms, self._other_layouts, other_passes, other_partitions):
                 glances = []
                 for variant in kind(run, self.request):
                     if budget.spent_seconds > until:

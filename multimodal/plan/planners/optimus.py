@@ -14,6 +14,7 @@ from multimodal.plan.planners.estimate.unit_options import infeasible
 from multimodal.plan.planners.megatron import largest_fitting
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
+from multimodal.plan.planners.search.partitions import best_partition
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
 from multimodal.plan.planners.search.prediction import nominal_seconds, predict_run
 from multimodal.plan.planners.search.run_variants import first_balances, placements
@@ -22,8 +23,8 @@ from multimodal.values.errors import BraidError, PlanError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan, Replica, UnitPlan
 
-SCHEDULES = ("optimus", "optimus-lean")
-"""The second keeps fewer activations, and is planned for where the first does not fit."""
+SCHEDULES = ("optimus", "optimus-lean", "nested")
+"""Each keeps fewer activations than the one before it, and is planned for where that does not fit."""
 LLM_LAYERS_PER_RANGE = (1, 2, 3, 4, 6)
 """Layers per range of the LLM's virtual stages that are tried, beside stages of one range; equal ranges wait least."""
 LAYERS_PER_RANGE = 4
@@ -55,7 +56,8 @@ def plan_optimus(request: PlanningRequest) -> PlannedRun:
     An encoder's tp and pp divide the LLM's, so that m = (PP_llm / PP_enc) (TP_llm / TP_enc) encoder pipelines lie over each of
     its pipelines. The plans of the LLM with the shortest steps by a closed form, in which encoders fill what bubbles there are,
     are looked at in turn; all encoder plans that fit into the memory beside one are estimated (4.5), and the best ones simulated
-    with the schedule that fills the bubbles. Generators have the LLM's sizes and ranks.
+    with the schedule that fills the bubbles. Of the best plan, microbatches move between the encoder pipelines while that makes
+    the step shorter (`best_partition`). Generators have the LLM's sizes and ranks.
     Raises PlanError when nothing fits, or when fixed sizes do not divide the LLM's.
     """
     search = _Search(request)
@@ -64,8 +66,13 @@ def plan_optimus(request: PlanningRequest) -> PlannedRun:
         raise infeasible(request)
     best = min(found, key=lambda each: each[0].key)
     found += search.simulate(search.other_ranges(best[1]))
-    (run, prediction), _ = min(found, key=lambda each: each[0].key)
-    notes = (f"{search.num_looked_at} plans of the LLM looked at, {len(found)} with plans of the encoders simulated",)
+    best_even, _ = min(found, key=lambda each: each[0].key)
+    num_even = search.num_simulated
+    run, prediction = best_partition(best_even, request, predict=search.predict)
+    notes = (
+        f"{search.num_looked_at} plans of the LLM looked at, {len(found)} with plans of the encoders simulated; "
+        f"{search.num_simulated - num_even} other partitions of the best one's microbatches",
+    )
     return replace(run, objective_seconds=prediction.iteration_seconds, nominal_seconds=search.nominal_seconds, notes=notes)
 
 
@@ -75,7 +82,8 @@ class _Search:
     def __init__(self, request: PlanningRequest) -> None:
         self.request, self.graph = request, request.graph
         self.times, self.memory = PlanningTimes(request), MemoryEstimate(request)
-        self.num_looked_at, self.nominal_seconds = 0, 0.0
+        self.num_looked_at = self.num_simulated = 0
+        self.nominal_seconds = 0.0
         _check_sizes(request)
 
     def promising(self) -> Iterator[_Scored]:
@@ -224,22 +232,23 @@ class _Search:
 
     def simulate(self, plans: Iterable[_Scored]) -> list[tuple[PredictedRun, _Scored]]:
         """Return the runs of plans whose simulated memory fits."""
-        found = []
+        found = ((self.predict(self._run(each)), each) for each in plans)
+        return [(predicted, each) for predicted, each in found if predicted is not None]
+
+    def predict(self, run: PlannedRun) -> PredictedRun | None:
+        """Simulate a run; None where it is impossible, or does not fit the memory."""
         size: dict[str, Any] = {
             "max_actions": int(self.request.max_actions * RANKING.share),
             "filling": RANKING.filling,
             "kept_replicas": 1,
         }
-        for each in plans:
-            run = self._run(each)
-            self.nominal_seconds += nominal_seconds(run, self.request, **size, num_batches=1)
-            try:
-                prediction = predict_run(run, self.request, **size, is_checked=False)
-            except BraidError:
-                continue
-            if prediction.peak_memory_bytes <= self.request.planned_memory_bytes:
-                found.append((PredictedRun(run, prediction), each))
-        return found
+        self.nominal_seconds += nominal_seconds(run, self.request, **size, num_batches=1)
+        try:
+            prediction = predict_run(run, self.request, **size, is_checked=False)
+        except BraidError:
+            return None
+        self.num_simulated += 1
+        return PredictedRun(run, prediction) if prediction.peak_memory_bytes <= self.request.planned_memory_bytes else None
 
     def _run(self, scored: _Scored) -> PlannedRun:
         request, candidate = self.request, scored.candidate

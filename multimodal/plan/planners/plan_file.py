@@ -67,6 +67,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         yield f"  {name}:"
         yield f"    tensor_parallel_size: {unit.tensor_parallel_size}"
         yield f"    context_parallel_size: {unit.context_parallel_size}"
+        if unit.microbatch_shares:
+            yield f"    microbatch_shares: {_list(unit.microbatch_shares)}"
         yield "    replicas:"
         for replica in unit.replicas:
             yield "      - stages:"

@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -6,7 +7,7 @@ from multimodal.plan.planners.disttrain import plan_disttrain
 from multimodal.plan.planners.plan_file import write_plan_file
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.values.errors import PlanError
-from multimodal.values.plan import read_plan
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, read_plan, validate_plan
 from tests.unit.plan.planners.planning_cases import TWO, request
 
 
@@ -36,6 +37,17 @@ def edit(path, pattern, replacement):
         (r"ranks: \[\d+", "ranks: [99", r"ranks \[99\] do not exist|ascending order|needs"),
         (r"layers: .*}", "}", r"stages\[0\]: 'layers' is missing"),
         (r"tensor_parallel_size: \d", "tensor_parallel_size: 3", "is not divisible by tensor parallel size 3"),
+        (
+            r"    replicas:",
+            "    microbatch_shares: [-1]\n    replicas:",
+            r"microbatch_shares\[0\]: expected an integer of at least 0",
+        ),
+        (r"    replicas:", "    microbatch_shares: [0]\n    replicas:", "microbatch_shares are all 0; give one|found"),
+        (
+            r"    replicas:",
+            "    microbatch_shares: [1, 1, 1]\n    replicas:",
+            "give one share for each replica of 'vision' that serves",
+        ),
     ],
 )
 def test_an_edited_plan_is_refused_with_its_line(plan_file, pattern, replacement, message):
@@ -53,3 +65,21 @@ def test_a_missing_unit_points_to_the_units(plan_file):
         read_plan(plan_file, graph=TWO)
     line = int(re.search(r"line (\d+)", str(caught.value))[1])
     assert plan_file.read_text().splitlines()[line - 1] == "units:"
+
+
+@pytest.mark.parametrize(
+    ("unit", "shares", "message"),
+    [
+        ("llm", (1,), "unit 'llm': microbatch_shares are for encoders alone; leave them out"),
+        ("vision", (0,), "unit 'vision': microbatch_shares are all 0; give one replica at least something to do"),
+        ("vision", (1, 2), "2 microbatch_shares for each of the 1 replicas of 'llm' are for 2 replicas, found 1; give one share"),
+    ],
+)
+def test_shares_that_fit_nobody_are_refused(unit, shares, message):
+    units = {
+        name: UnitPlan((Replica((Stage((rank,), ((0, len(TWO.unit(name).layers)),)),)),))
+        for rank, name in enumerate(TWO.unit_names)
+    }
+    plan = Plan({**units, unit: replace(units[unit], microbatch_shares=shares)})
+    with pytest.raises(PlanError, match=message):
+        validate_plan(plan, graph=TWO, world_size=2)

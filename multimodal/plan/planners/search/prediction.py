@@ -276,7 +276,7 @@ def _num_samples(run: PlannedRun, units: Sequence[UnitPlan], num_samples: int, m
     if max_actions is None or _num_actions(run, units, num_samples) <= max_actions:
         return num_samples
     # Both parts give every replica of every unit equally many microbatches.
-    even = 2 * run.micro_batch_size * math.lcm(*(unit.data_parallel_size for unit in units))
+    even = 2 * run.micro_batch_size * math.lcm(*map(_microbatches_per_turn, units))
     in_flight = sum(len(unit.replicas[0].stages) * unit.data_parallel_size for unit in units)
     wanted = max(
         math.ceil(filling * run.micro_batch_size * in_flight),
@@ -284,6 +284,12 @@ def _num_samples(run: PlannedRun, units: Sequence[UnitPlan], num_samples: int, m
     )
     rounded = -(-wanted // even) * even
     return rounded if rounded < 0.8 * num_samples else num_samples
+
+
+def _microbatches_per_turn(unit: UnitPlan) -> int:
+    """Return the microbatches after which all replicas have had what their shares say."""
+    shares = unit.microbatch_shares or (1,)
+    return unit.data_parallel_size * sum(shares) // len(shares)
 
 
 def choose_share(
@@ -349,7 +355,7 @@ def _keep(plan: Plan, share: int, order: Sequence[str]) -> Plan | None:
         count = unit.data_parallel_size // share
         is_shared = not (kept_ranks | dropped_ranks).isdisjoint(unit.ranks)
         kept = [each for each in unit.replicas if kept_ranks.issuperset(each.ranks)] if is_shared else unit.replicas[:count]
-        units[name] = UnitPlan(tuple(kept), unit.tensor_parallel_size, unit.context_parallel_size)
+        units[name] = replace(unit, replicas=tuple(kept))
         left_out = set(unit.ranks).difference(units[name].ranks)
         if len(kept) != count or not kept_ranks.isdisjoint(left_out):
             return None

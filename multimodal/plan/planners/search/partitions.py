@@ -1,0 +1,137 @@
+"""Partitions of an LLM replica's microbatches over the encoder pipelines on its ranks (Optimus 4.1)."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import permutations
+from typing import NamedTuple
+
+import numpy as np
+
+from multimodal.balance.placement import turns_of
+from multimodal.plan.planners.estimate.layer_times import PlanningTimes, stage_times
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
+from multimodal.plan.planners.search.plan_to_fit import PredictedRun
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan, UnitPlan
+
+MOST_MOVES = 6
+"""Moves that are tried before a partition counts as the best."""
+MOST_TRIED = 24
+"""Partitions of a plan that are simulated."""
+LARGE_MOVE = 8
+"""A move takes one microbatch of each pipeline, or where they have many, one of this number of theirs."""
+
+
+def best_partition(
+    best: PredictedRun, request: PlanningRequest, *, predict: Callable[[PlannedRun], PredictedRun | None]
+) -> PredictedRun:
+    """Return a run with the partition that one move after another finds, while they make the step shorter.
+
+    predict: simulates a run; None where it is impossible or does not fit. Moves are those of `other_partitions`.
+    """
+    tried: set[str] = set()
+    is_better = True
+    while is_better:
+        is_better = False
+        for run in other_partitions(best.run, request):
+            if run.key in tried or len(tried) == MOST_TRIED:
+                continue
+            tried.add(run.key)
+            found = predict(run)
+            if found is not None and found.key < best.key:
+                best, is_better = found, True
+                break
+    return best
+
+
+def other_partitions(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:
+    """Yield the run with other partitions: one that evens out the lanes' work, and those that a move makes of the run's.
+
+    Encoder pipelines over the same stages of the LLM are a group; a move takes equally many microbatches from each pipeline of
+    one group and gives them to those of another, first from the busiest lanes to the idlest. Encoders whose pipelines do not
+    all lie inside pipelines of the LLM, or all lie over the same stages, are left as they are.
+    """
+    for unit in request.graph.encoders:
+        pipelines = None if unit.name in request.idle_units else _pipelines(run, request, unit.name)
+        if pipelines is None or len(set(pipelines.groups)) < 2:
+            continue
+        for shares in dict.fromkeys((pipelines.even_out(), *pipelines.moves())):
+            if shares != pipelines.shares:
+                unit_plan = replace(run.plan.units[unit.name], microbatch_shares=shares)
+                yield replace(run, plan=Plan({**run.plan.units, unit.name: unit_plan}))
+
+
+class _Pipelines(NamedTuple):
+    """An encoder's pipelines over one replica of the LLM."""
+
+    groups: tuple[tuple[int, ...], ...]
+    """Of each the stages of the LLM that it lies over."""
+    llm_seconds: tuple[float, ...]
+    """Of each the LLM's work on its busiest ranks."""
+    microbatch_seconds: float
+    shares: tuple[int, ...]
+    """Of each its microbatches."""
+
+    def even_out(self) -> tuple[int, ...]:
+        """Give every microbatch to the pipeline whose ranks have the least to do."""
+        loads, shares = list(self.llm_seconds), [0] * len(self.shares)
+        for _ in range(sum(self.shares)):
+            least = loads.index(min(loads))
+            shares[least] += 1
+            loads[least] += self.microbatch_seconds
+        return tuple(shares)
+
+    def moves(self) -> Iterator[tuple[int, ...]]:
+        """Yield the partitions that are one move away."""
+        loads = {
+            group: max(alone + count * self.microbatch_seconds for _, alone, count in rows)
+            for group in dict.fromkeys(self.groups)
+            if (rows := [row for row in zip(self.groups, self.llm_seconds, self.shares, strict=True) if row[0] == group])
+        }
+        pairs = [pair for pair in permutations(loads, 2) if self.groups.count(pair[0]) == self.groups.count(pair[1])]
+        pairs.sort(key=lambda pair: loads[pair[1]] - loads[pair[0]])
+        for source, target in pairs[:MOST_MOVES]:
+            most = min(count for group, count in zip(self.groups, self.shares, strict=True) if group == source)
+            for size in sorted({1, max(1, most // LARGE_MOVE)}, reverse=True):
+                if size <= most:
+                    moved = {source: -size, target: size}
+                    yield tuple(count + moved.get(group, 0) for group, count in zip(self.groups, self.shares, strict=True))
+
+
+def _pipelines(run: PlannedRun, request: PlanningRequest, unit: str) -> _Pipelines | None:
+    """Describe an encoder's pipelines; None where they do not lie inside the LLM's."""
+    llm = request.graph.backbone.name
+    num_llm = run.plan.units[llm].data_parallel_size
+    groups = _groups(run.plan, unit, graph=request.graph)
+    if groups is None:
+        return None
+    times = PlanningTimes(request.changed(micro_batch_size=run.micro_batch_size, recompute=run.recompute))
+    count = -(-request.global_batch_size // run.micro_batch_size) // num_llm
+    of_llm = _stage_seconds(run.plan.units[llm], llm, times)
+    own = run.plan.units[unit].microbatch_shares or (1,) * len(groups)
+    turns = turns_of(own)
+    shares = np.bincount(turns[np.arange(count) % len(turns)], minlength=len(groups))
+    return _Pipelines(
+        groups=groups,
+        llm_seconds=tuple(count * max(of_llm[stage] for stage in stages) for stages in groups),
+        microbatch_seconds=max(_stage_seconds(run.plan.units[unit], unit, times)),
+        shares=tuple(shares.tolist()),
+    )
+
+
+def _groups(plan: Plan, unit: str, *, graph: ModelGraph) -> tuple[tuple[int, ...], ...] | None:
+    """Return the stages of the LLM's first replica that each pipeline lies over; None where any lies elsewhere as well."""
+    llm, own = plan.units[graph.backbone.name], plan.units[unit]
+    count, remainder = divmod(own.data_parallel_size, llm.data_parallel_size)
+    stage_of_rank = {rank: index for index, stage in enumerate(llm.replicas[0].stages) for rank in stage.ranks}
+    ranks = [own.replicas[pipeline * llm.data_parallel_size].ranks for pipeline in range(count)]
+    if remainder or not set(stage_of_rank).issuperset(rank for each in ranks for rank in each):
+        return None
+    return tuple(tuple(sorted({stage_of_rank[rank] for rank in each})) for each in ranks)
+
+
+def _stage_seconds(plan: UnitPlan, unit: str, times: PlanningTimes) -> Sequence[float]:
+    """Return the seconds of one microbatch in each stage, forward and backward."""
+    size = StageSize(plan.tensor_parallel_size, plan.context_parallel_size)
+    return stage_times(times.of_unit(unit, size), [stage.layer_ranges for stage in plan.replicas[0].stages])
