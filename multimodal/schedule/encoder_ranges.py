@@ -38,6 +38,8 @@ class Parts(NamedTuple):
             first[old.forward], counts[old.forward] = new.forward, new.num_forwards
             first[old.backward[has_backward]] = new.backward[has_backward]
             counts[old.backward[has_backward]] = new.num_backwards[has_backward]
+            is_split = old.width > 1
+            first[old.backward[is_split] + 1], counts[old.backward[is_split] + 1] = new.backward[is_split] + 1, 1
         return cls(first, counts)
 
     def expand(self, pieces: Integers) -> Integers:

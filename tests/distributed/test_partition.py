@@ -16,7 +16,7 @@ from tests.distributed.test_every_builder import UNITS
 from tests.distributed.test_optimus import EVEN
 
 
-@pytest.mark.parametrize("builder", ["optimus", "nested"])
+@pytest.mark.parametrize("builder", ["optimus", "optimus-zb", "nested"])
 def test_a_plan_with_unequal_shares_trains_as_one_process_does(ranks: RankPool, builder: str) -> None:
     """Four ranks: the LLM has tp 2 and pp 2; of four replicas of the encoder, those of the first stage take one of three."""
     graph = ModelGraph.from_dict({"units": {name: UNITS[name] for name in ("vision", "llm")}})

@@ -217,6 +217,13 @@ BUILDERS: dict[str, ScheduleRow] = {
         meaning="the same with fewer activations of encoders",
         in_flight=LEAN_FACTOR,
     ),
+    "optimus-zb": replace(
+        _OPTIMUS,
+        build=partial(build_optimus, splits_backwards=True),
+        meaning="optimus with weight gradients in bubbles as well",
+        source="Optimus, Algorithm 2; Qi et al.",
+        splits_backwards=True,
+    ),
     "nested": ScheduleRow(
         build=build_nested,
         meaning="encoders and generators in pauses of the LLM's pipeline",

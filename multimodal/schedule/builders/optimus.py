@@ -16,9 +16,9 @@ from multimodal.schedule.fill_idle_lanes import FilledLanes, LanesToFill
 from multimodal.schedule.inside_slots import NO_CARRIER
 from multimodal.schedule.list_schedule import place_reductions
 from multimodal.schedule.piece_collectives import MOST_COLLECTIVES, PieceCollectives, shared_encoders
+from multimodal.schedule.split_in_line import split_in_line, weights_before_forwards
 from multimodal.values.action import ActionKind
-from multimodal.values.arrays.rows import Integers, row_starts, take_rows
-from multimodal.values.parts.cuts import UNCUT
+from multimodal.values.arrays.rows import Integers, group_rows, row_numbers, row_starts, take_rows
 from multimodal.values.schedule import Schedule
 from multimodal.values.step_graph import StepGraph
 from multimodal.values.step_work import KIND_NUMBERS, step_work
@@ -33,25 +33,33 @@ beyond, where routes tie many pipelines together, its encoders run as in 1F1B.""
 MOST_SEGMENTS = 60_000
 """Segments of encoders that are placed one by one: as many pipelines as that allows, those that are alike once."""
 _NANOSECONDS = 1e9
-_FORWARD, _BACKWARD, _REDUCTION = (
-    KIND_NUMBERS[kind] for kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRADIENTS)
+_FORWARD, _BACKWARD, _WEIGHT_GRADIENT, _REDUCTION = (
+    KIND_NUMBERS[kind]
+    for kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT, ActionKind.REDUCE_GRADIENTS)
 )
 
 
-def build_optimus(step: StepGraph, costs: StepCosts, *, memory_factor: float = math.inf) -> Schedule:
+def build_optimus(
+    step: StepGraph, costs: StepCosts, *, memory_factor: float = math.inf, splits_backwards: bool = False
+) -> Schedule:
     """Build a schedule in which encoders compute while the LLM's lanes would wait, in the compute dialect.
 
-    The LLM and what follows it keep the order of 1F1B, interleaved if its stages hold several layer ranges. Forwards and
-    backwards of encoders go where the lane would be idle for as long as they take, by the durations of `costs`; before that where
-    an LLM microbatch would have to wait for them longer than others would for the LLM (`fill_idle_lanes`). So the number of
-    forwards before the pipeline and of backwards after it, which Algorithm 2 finds by moving one microbatch after another into
-    bubbles, follows from the clock.
+    The LLM keeps the order of 1F1B, interleaved if its stages hold several layer ranges. Forwards and backwards of encoders, and
+    those of generators at the other end of the pipeline, go where the lane would be idle for as long as they take, by the
+    durations of `costs`; before that where an LLM microbatch would have to wait for them longer than others would for the LLM
+    (`fill_idle_lanes`). So the number of forwards before the pipeline and of backwards after it, which Algorithm 2 finds by
+    moving one microbatch after another into bubbles, follows from the clock.
 
     memory_factor: microbatches that a stage of an encoder keeps at most, over those of 1F1B. More than that only where the LLM's
     order would never go on otherwise.
+    splits_backwards: weight gradients of the LLM, of generators and of encoders on ranks of their own fill, too, as far as the
+    LLM's stages keep what they would without (`weights_before_forwards`). Encoders on the LLM's ranks fill as they are.
     """
     interleaves = is_interleaved(step.plan.units[step.graph.backbone.name])
     in_line = (build_interleaved_1f1b if interleaves else build_one_f_one_b)(step)
+    if splits_backwards and not step.forward_only:
+        in_line = split_in_line(in_line, _units_to_split(step))
+        step = in_line.step
     whole = _Filling(in_line, step, costs, limits := _limits(step, memory_factor))
     alike = whole.alike_pipelines()
     fine = _fill_finely(whole, [group[0] for group in sorted(alike, key=len, reverse=True)], costs, limits)
@@ -73,9 +81,9 @@ def _fill_finely(whole: "_Filling", pipelines: Sequence[Integers], costs: StepCo
     Nothing can where these tell nobody when they wait, and where replicas share weights, which they must gather in one order.
     """
     step = whole.cut
-    units = frozenset(shared_encoders(step))
+    units = frozenset(shared_encoders(step)).difference(_units_to_split(step) if step.cuts.split else ())
     options = costs.options or MOST_COLLECTIVES
-    if not units or step.cuts != UNCUT or options.hides_waits or options.zero_stage >= 3:
+    if not units or step.cuts.segments or options.hides_waits or options.zero_stage >= 3:
         return None
     lanes, num_segments = set[int](), 0
     for pipeline in pipelines:
@@ -114,9 +122,11 @@ class _Filling:
         self.piece_of_part[self.parts.expand(whole)] = np.repeat(whole, self.parts.counts[whole])
         self.tolerances = FINE_TOLERANCES if inside else TOLERANCES
         self.goes_inside, self.behind = np.zeros(self.work.num_computed, np.uint8), np.zeros(self.work.num_computed, np.int64)
-        encoders = [unit.name for unit in self.work.graph.encoders]
-        self.fills = np.array([unit in encoders for unit, _, _ in uncut.stages], bool)[uncut.computed_stages]
-        """Per piece of the uncut step."""
+        llm = self.work.graph.backbone.name
+        self.fills = np.array([unit != llm for unit, _, _ in uncut.stages], bool)[uncut.computed_stages]
+        """Per piece of the uncut step: encoders, generators, weight gradients."""
+        self.fills |= uncut.kinds == _WEIGHT_GRADIENT
+        self.waiting_forwards, self.awaited = (self.parts.first[each] for each in weights_before_forwards(in_line, llm))
         self._time(costs, inside, lanes)
 
     def _time(self, costs: StepCosts, inside: Collection[str], lanes: Collection[int] | None) -> None:
@@ -238,7 +248,7 @@ class _Filling:
         local_piece, local_lane = np.full(work.num_computed, -1), np.full(self.in_line.num_lanes, -1)
         local_piece[pieces], local_lane[pipeline] = np.arange(len(pieces)), np.arange(len(pipeline))
         lane_starts, lanes = work.lanes_of(pieces)
-        need_starts, needs = take_rows(work.need_starts, np.arange(len(work.needs)), pieces)
+        need_starts, needs, delays = self._needs(pieces, local_piece)
         rows = [self.in_line.lane_pieces(lane) for lane in pipeline.tolist()]
         rows = [row[self.parts.first[row] >= 0] for row in rows]
         line = [self.parts.first[row[~self.fills[row]]] for row in rows]
@@ -254,8 +264,8 @@ class _Filling:
             lane_starts=lane_starts,
             lanes=local_lane[lanes],
             need_starts=need_starts,
-            needs=local_piece[work.needs[needs]],
-            delays=self.delays[needs],
+            needs=needs,
+            delays=delays,
             line_starts=row_starts(list(map(len, line))),
             line=local_piece[np.concatenate(line)],
             queue_starts=row_starts(sizes),
@@ -269,6 +279,17 @@ class _Filling:
             behind=self.behind[pieces],
         )
 
+    def _needs(self, pieces: Integers, local_piece: Integers) -> tuple[Integers, Integers, Integers]:
+        """Return the needs of a pipeline's pieces, numbered anew, and delays: of the step, and of what waits for room."""
+        starts, needs = take_rows(self.work.need_starts, np.arange(len(self.work.needs)), pieces)
+        owners, awaited = local_piece[self.waiting_forwards], local_piece[self.awaited]
+        is_here = owners >= 0
+        owners = np.append(row_numbers(starts), owners[is_here])
+        needed, delays = np.append(local_piece[self.work.needs[needs]], awaited[is_here]), np.zeros(len(owners), np.int64)
+        delays[: len(needs)] = self.delays[needs]
+        starts, order = group_rows(owners, np.arange(len(owners)), len(pieces))
+        return starts, needed[order], delays[order]
+
     def _holders(self, pieces: Integers) -> tuple[Integers, Integers, Integers]:
         """Return, of each piece, the stage that keeps one microbatch more and one less from its start on; and stages' limits."""
         whole, kinds = self.piece_of_part[pieces], self.work.kinds[pieces]
@@ -277,7 +298,8 @@ class _Filling:
         is_limited = self.fills[whole] & (limits >= 0)[stage_of_piece]
         parts = pieces - self.parts.first[whole]
         begins = is_limited & (kinds == _FORWARD) & (parts == 0)
-        ends = is_limited & (kinds == _BACKWARD) & (parts == self.parts.counts[whole] - 1)
+        is_last = (kinds == _WEIGHT_GRADIENT) | ((kinds == _BACKWARD) & (parts == self.parts.counts[whole] - 1))
+        ends = is_limited & is_last
         return np.where(begins, stage_of_piece, -1), np.where(ends, stage_of_piece, -1), limits
 
 
@@ -294,6 +316,13 @@ class _FilledPipeline(NamedTuple):
     def place(self) -> list[PlacedParts]:
         """Return the work of its lanes."""
         return self.way.place(self)
+
+
+def _units_to_split(step: StepGraph) -> list[str]:
+    """Return the LLM, the generators, and the encoders that share no rank with the LLM."""
+    ranks = set(step.plan.units[step.graph.backbone.name].ranks)
+    encoders = {unit.name for unit in step.graph.encoders}
+    return [name for name in step.graph.unit_names if name not in encoders or ranks.isdisjoint(step.plan.units[name].ranks)]
 
 
 def _limits(step: StepGraph, memory_factor: float) -> Integers:

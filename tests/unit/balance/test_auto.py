@@ -2,15 +2,17 @@ from random import Random
 
 import pytest
 
-from multimodal.balance import BALANCERS
+from multimodal.balance import BALANCERS, placements_of
 from multimodal.balance.auto import busiest_replicas_work
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.balance.unit_cost import CostForm, UnitCost
 from multimodal.cost.cluster import Cluster, Network, NodeLink
-from multimodal.schedule.build_schedule import ScheduleCache
+from multimodal.schedule.build_schedule import ScheduleCache, build_schedule
 from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.simulate import simulate_schedule
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.step_graph import StepGraph, validate_assignment
 
 CLUSTER = Cluster(8, 100.0, 80.0, NodeLink(100.0, 1.0), Network(10.0, 5.0, 8))
@@ -72,3 +74,21 @@ def test_where_costs_are_declared_auto_balances_a_small_encoder_too(graph, build
         replicas = BALANCERS[name](lengths, graph=graph, plan=plan, options=options).units["vision"]
         busiest[name] = max(sum(tokens[atom.sample_id] for batch in batches for atom in batch) for batches in replicas)
     assert busiest["auto"] == busiest["orchmllm"] < busiest["none"]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "optimus", "nested"])
+def test_auto_judges_with_the_schedule_that_runs(graph, build_sample, schedule):
+    """Encoders on both stages of the LLM: who encodes what is judged by the step in which they fill its bubbles."""
+    encoder = UnitPlan(tuple(Replica((Stage((rank,), ((0, 3),)),)) for rank in (0, 1)))
+    llm = UnitPlan((Replica((Stage((0,), ((0, 2),)), Stage((1,), ((2, 3),)))),))
+    plan = Plan({"vision": encoder, "audio": encoder, "llm": llm})
+    lengths = draw_batch(build_sample, 3)
+    predict = StepPredictor(ScheduleCache(graph, plan, BUILDERS[schedule]), CLUSTER, 128)
+    options = BalanceOptions(micro_batch_size=3, predictor=predict, vocab_size=128)
+    found = {name: row(lengths, graph=graph, plan=plan, options=options) for name, row in BALANCERS.items()}
+    seconds = {name: predict.predict(assignment, lengths).seconds for name, assignment in found.items()}
+    placements = placements_of(tuple(plan.units.values()))
+    assert seconds["auto"] <= min(seconds[name] for name, row in BALANCERS.items() if row.suits(placements))
+    costs = predict.costs(found["auto"], lengths)
+    run = build_schedule(BUILDERS[schedule].with_costs(costs), costs.step)
+    assert seconds["auto"] == simulate_schedule(run, costs).iteration_seconds

@@ -1,0 +1,106 @@
+"""Weight gradients, and generators, in the bubbles of the LLM's pipeline: what a step takes, and what is kept."""
+
+from collections import Counter
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import multimodal.schedule.fill_idle_lanes as filling
+from multimodal.schedule.build_schedule import build_schedule
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.simulate import simulate_schedule
+from multimodal.schedule.split_in_line import split_in_line, weights_before_forwards
+from multimodal.schedule.text import schedule_to_text
+from multimodal.values.action import Action, ActionKind
+from multimodal.values.schedule import Schedule
+from multimodal.values.step_graph import StepGraph
+from tests.unit.schedule.schedule_cases import build_case, build_graph, cases, deal
+from tests.unit.schedule.test_nested import copies, with_generator
+from tests.unit.schedule.test_optimus import WaitingCosts
+from tests.unit.schedule.uniform_costs import GivenCosts
+
+HALVES = (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+
+
+def costs_of(**forward_seconds: float) -> GivenCosts:
+    """Seconds of each unit's forwards and of both halves of its backwards."""
+
+    def seconds(action: Action) -> float:
+        return forward_seconds[action.unit] * (2.0 if action.kind is ActionKind.BACKWARD else 1.0)
+
+    return GivenCosts(seconds=seconds)
+
+
+def seconds_of(name: str, step: StepGraph, costs: GivenCosts) -> float:
+    return simulate_schedule(build_schedule(BUILDERS[name].with_costs(costs), step), costs).iteration_seconds
+
+
+def most_stored(schedule: Schedule, unit: str) -> int:
+    """The most microbatches of a unit that any of its stages has between forward and weight gradient."""
+    stored: Counter[tuple[int, int]] = Counter()
+    most = 0
+    for action in (action for lane in schedule.lanes for action in lane.actions if action.unit == unit):
+        stored[action.replica, action.stage] += {ActionKind.FORWARD: 1, ActionKind.WEIGHT_GRADIENT: -1}.get(action.kind, 0)
+        most = max(most, *stored.values())
+    return most
+
+
+@pytest.mark.parametrize("num_microbatches", [8, 16])
+@pytest.mark.parametrize("encoder_seconds", [0.5, 1.0])
+def test_weight_gradients_fill_what_encoders_leave(num_microbatches: int, encoder_seconds: float) -> None:
+    step, costs = copies(2, num_microbatches), costs_of(llm=1.0, vision=encoder_seconds)
+    busy = 3 * num_microbatches * (1 + encoder_seconds / 2)
+    assert seconds_of("optimus-zb", step, costs) == busy < seconds_of("optimus", step, costs) < seconds_of("1f1b", step, costs)
+    schedule = build_schedule(BUILDERS["optimus-zb"].with_costs(costs), step)
+    assert most_stored(schedule, "llm") == 2, "as many as 1F1B keeps in the first of two stages"
+    kinds = {(action.unit, action.kind) for lane in schedule.lanes for action in lane.actions if action.microbatch >= 0}
+    assert {(unit, kind) for unit, kind in kinds if kind in HALVES} == {("llm", kind) for kind in HALVES}
+    assert ("vision", ActionKind.BACKWARD) in kinds, "an encoder on the LLM's ranks can run in ranges of segments instead"
+
+
+def test_an_encoder_on_its_own_ranks_does_weight_gradients_while_it_would_wait() -> None:
+    sizes = {"vision": (1, 2, 1), "llm": (1, 2, 1)}
+    step = build_case(build_graph("vision"), sizes, {unit: deal(8, 1) for unit in sizes})
+    costs = costs_of(llm=1.0, vision=1.0)
+    schedule = build_schedule(BUILDERS["optimus-zb"].with_costs(costs), step)
+    assert {action.unit for lane in schedule.lanes for action in lane.actions if action.kind in HALVES} == {"vision", "llm"}
+    pipeline = 3 * (8 + 3)
+    assert seconds_of("1f1b", step, costs) == seconds_of("optimus", step, costs) == pipeline
+    assert seconds_of("optimus-zb", step, costs) <= pipeline - 4
+
+
+@pytest.mark.parametrize("num_microbatches", [6, 18])
+def test_a_generator_fills_bubbles_at_the_other_end_of_the_pipeline(num_microbatches: int) -> None:
+    step, costs = with_generator(num_microbatches), costs_of(llm=1.0, vision=0.5, image=0.75)
+    busy = 3 * (num_microbatches + 1.25 * num_microbatches / 2)
+    assert seconds_of("optimus", step, costs) == busy < seconds_of("1f1b", step, costs)
+    assert seconds_of("optimus-zb", step, costs) <= busy + 2.5
+
+
+def test_backwards_in_two_stand_where_the_whole_stood() -> None:
+    step = build_case(build_graph(), {"llm": (1, 2, 1)}, {"llm": deal(3, 1)})
+    split = split_in_line(BUILDERS["1f1b"](step), ["llm"])
+    assert schedule_to_text(split).replace("llm/0/", "").splitlines() == [
+        "lane 0: F 0/0; F 0/1; I 0/0; W 0/0; F 0/2; I 0/1; W 0/1; I 0/2; W 0/2",
+        "lane 1: F 1/0; I 1/0; W 1/0; F 1/1; I 1/1; W 1/1; F 1/2; I 1/2; W 1/2",
+    ]
+    actions = split.work.computed
+    pairs = [
+        (str(actions[first]), str(actions[then])) for then, first in zip(*weights_before_forwards(split, "llm"), strict=True)
+    ]
+    expected = [(Action(ActionKind.WEIGHT_GRADIENT, "llm", 0, s, 0), Action(ActionKind.FORWARD, "llm", 0, s, 2)) for s in (0, 1)]
+    assert pairs == [tuple(map(str, pair)) for pair in expected]
+
+
+@settings(max_examples=60)
+@given(case=cases(), forward_only=st.booleans(), seed=st.integers(0, 2**20))
+def test_the_kernel_equals_its_reference_and_gives_valid_schedules(case: StepGraph, forward_only: bool, seed: int) -> None:
+    step = replace(case, forward_only=forward_only)
+    costs = WaitingCosts(seed=seed, num_waits=2, has_waits=step.plan.units["llm"].tensor_parallel_size > 1)
+    builder = BUILDERS["optimus-zb"].with_costs(costs)
+    fast = build_schedule(builder, step)  # validates
+    with patch.object(filling, "kernels", None):
+        assert build_schedule(builder, step) == fast
