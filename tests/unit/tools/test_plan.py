@@ -4,7 +4,9 @@ from itertools import pairwise
 import pytest
 import yaml
 
+from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.templates.template_set import TemplateSet
+from multimodal.schedule.builders import BUILDERS
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import read_plan
 from tests.sanity.repository import ROOT
@@ -109,6 +111,19 @@ def test_comparison_lists_every_planner_and_draws(flags, tmp_path, capsys):
     assert all(name in text for name in ("megatron", "entrain", "disttrain")) and picture.stat().st_size > 1000
     answer = json.loads(plan(capsys, *flags, *data, "--json"))
     assert set(answer["compare"]) == {"megatron", "entrain", "disttrain"}
+
+
+@pytest.mark.parametrize("units", [("vision", "llm"), ("llm",)])
+def test_a_comparison_of_all_has_a_row_of_optimus_and_braid_is_not_behind_it(flags, tmp_path, capsys, units):
+    (tmp_path / "model.yaml").write_text(
+        yaml.safe_dump({"units": {name: MODEL["units"][name] for name in units}}, sort_keys=False)
+    )
+    tokens = "vision=64,llm=128" if "vision" in units else "llm=128"
+    data = ["--uniform-lengths", tokens, "--planner", "braid", "--compare", "all", "--time-budget", "0.3", "--json"]
+    compared = json.loads(plan(capsys, *flags, *data))["compare"]
+    assert set(compared) == set(PLANNERS) and "error" not in compared["optimus"]
+    trained = [each for each in compared.values() if "error" not in each and BUILDERS[each["schedule"]].can_train]
+    assert compared["braid"]["iteration_seconds"] <= min(each["iteration_seconds"] for each in trained) * (1 + 1e-9)
 
 
 def test_freezing_and_fixed_sizes_reach_the_planner(flags, capsys):
