@@ -231,9 +231,15 @@ class _Search:
                 yield replace(best, candidate=candidate)
 
     def simulate(self, plans: Iterable[_Scored]) -> list[tuple[PredictedRun, _Scored]]:
-        """Return the runs of plans whose simulated memory fits."""
-        found = ((self.predict(self._run(each)), each) for each in plans)
-        return [(predicted, each) for predicted, each in found if predicted is not None]
+        """Return the runs of plans whose simulated memory fits, with a schedule that keeps less where one does not."""
+        found = []
+        for each in plans:
+            schedules = SCHEDULES[SCHEDULES.index(each.schedule) :]
+            runs = {run.key: run for run in (self._run(replace(each, schedule=name)) for name in schedules)}
+            predicted = next(filter(None, map(self.predict, runs.values())), None)
+            if predicted is not None:
+                found.append((predicted, each))
+        return found
 
     def predict(self, run: PlannedRun) -> PredictedRun | None:
         """Simulate a run; None where it is impossible, or does not fit the memory."""

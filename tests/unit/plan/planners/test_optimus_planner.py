@@ -144,3 +144,16 @@ def test_a_plan_says_which_waits_it_cannot_fill(llm_tp, vision_tp, implementatio
     found, _ = with_filling(PredictedRun(run, predict_run(run, asked)), asked)
     said = [each for each in found.run.notes if "not filled" in each]
     assert note in said[0] if note else not said
+
+
+def test_the_less_memory_there_is_the_less_the_schedule_keeps():
+    sizes = {"llm": replace(PIPELINE, virtual_stages=1), "vision": FixedSizes(1, 1, virtual_stages=1)}
+    asked = request(
+        fixed_sizes=sizes, micro_batch_size=1, lengths=request().lengths[:1], global_batch_size=96, recompute="selective"
+    )
+    planner, seen = PLANNERS["optimus"], []
+    for memory_gb in (4.0, 1.6, 1.3, 1.15):
+        run, prediction = planner.plan_best(with_memory(asked, memory_gb), max_actions=None)
+        assert prediction.peak_memory_bytes <= 0.9e9 * memory_gb
+        seen.append(run.schedule)
+    assert seen == ["optimus", "optimus-lean", "nested", "nested"]
