@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -67,6 +67,7 @@ def build_parser() -> Parser:
     how.add_argument(
         "--simulate-all", action="store_true", help="Predict from whole steps of all replicas, however long that takes."
     )
+    how.add_argument("--plan", type=_given_plan, metavar="plan.yaml", help="Refused: tools/simulate.py evaluates a given plan.")
     output = parser.add_argument_group("output")
     output.add_argument("--output", type=Path, metavar="plan.yaml", help="Write the plan, for pretrain_mllm.py --plan.")
     output.add_argument("--json", action="store_true", help="Print one JSON object instead of tables.")
@@ -120,6 +121,13 @@ def _names(text: str) -> tuple[str, ...]:
     if unknown := [name for name in names if name not in known and name != "all"]:
         raise argparse.ArgumentTypeError(f"there is no planner '{unknown[0]}'; choose from {', '.join(known)}, or all")
     return known if "all" in names else names
+
+
+def _given_plan(text: str) -> NoReturn:
+    raise argparse.ArgumentTypeError(
+        f"this tool finds plans; python tools/simulate.py --plan {text} --json, with the flags that stand in the plan file, "
+        "evaluates a given one"
+    )
 
 
 def _fixed(text: str) -> tuple[str, FixedSizes]:

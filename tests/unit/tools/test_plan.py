@@ -150,6 +150,7 @@ def test_preferring_per_gpu_never_uses_more_per_token(flags, capsys):
         (["--uniform-lengths", "vision=64,llm=128", "--fix", "llm:xx=1"], "expected UNIT:tp=N"),
         (["--uniform-lengths", "vision=64,llm=128", "--compare", "best"], "there is no planner 'best'"),
         (["--uniform-lengths", "vision=64,llm=128", "--memory-headroom", "1.5"], "memory headroom must be a share"),
+        (["--plan", "mine.yaml"], "tools/simulate.py --plan mine.yaml --json"),
     ],
 )
 def test_wrong_input_ends_with_one_line(flags, capsys, more, message):
