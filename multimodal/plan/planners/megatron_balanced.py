@@ -171,8 +171,7 @@ def grid_seconds(request: PlanningRequest, grid: Grid, *, spread: LengthSpread |
     ends = (sum(grid.stage_seconds) - slowest) / grid.virtual_stages
     waits, heaviest = 1.0, 0.0
     if spread:
-        size = request.default_micro_batch_size
-        waits = max(spread.slowdown(unit, micro_batch_size=size, num_stages=grid.num_stages) for unit in grid.layouts)
+        waits = spread.slowdown(grid.layouts, num_stages=grid.num_stages, num_microbatches=count)
         heaviest = max(spread.heaviest_seconds(unit, layout) for unit, layout in grid.layouts.items())
     reduction = max(reduction_seconds(request, unit, layout) for unit, layout in grid.layouts.items())
     return max(ends + count * slowest * waits, heaviest) + reduction

@@ -98,6 +98,8 @@ class PlanningRequest:
     """Measured costs of layers, in place of those computed from the cluster's description."""
     transformer_impl: Implementation | None = None
     """The implementation of transformer layers; None: Transformer Engine's where it can run (see `implementation`)."""
+    tp_comm_overlap: bool = False
+    """True: plans count on tensor parallel collectives that run in parts beside products, as local layers do it."""
     sharding: Sharding | None = None
     """The state that replicas share; None: `optim`, or the planner's choice."""
     most_context_parallel: int = 1
@@ -142,6 +144,8 @@ class PlanningRequest:
         """Return the request with other options for the same model, machine and data; what is known of these stays known."""
         other = replace(self, **changes)
         other.__dict__.update({name: self.__dict__[name] for name in _OF_MODEL_AND_DATA if name in self.__dict__})
+        if other.tp_comm_overlap != self.tp_comm_overlap:
+            other.__dict__.pop("layer_costs", None)
         return other
 
     @property
@@ -175,7 +179,8 @@ class PlanningRequest:
     @cached_property
     def layer_costs(self) -> LayerCosts:
         """Seconds of single layers."""
-        return LayerCosts(self.graph, self.cluster, self.vocab_size, self.profile)
+        num_parts = OVERLAPPED_PARTS if self.tp_comm_overlap else 1
+        return LayerCosts(self.graph, self.cluster, self.vocab_size, self.profile, num_parts)
 
     @property
     def zero_stage(self) -> int:
@@ -186,7 +191,8 @@ class PlanningRequest:
         """Return the layers that run a schedule: Transformer Engine needs bfloat16, whole backwards and unsharded weights."""
         if self.transformer_impl is not None:
             return self.transformer_impl
-        is_local = BUILDERS[schedule].splits_backwards or self.cluster.dtype != "bfloat16" or self.zero_stage == 3
+        is_local = self.tp_comm_overlap or BUILDERS[schedule].splits_backwards
+        is_local = is_local or self.cluster.dtype != "bfloat16" or self.zero_stage == 3
         return "local" if is_local else "transformer_engine"
 
     def allows(self, schedule: str) -> bool:

@@ -64,6 +64,7 @@ def build_run(request: PlanningRequest, plan: Plan, *, schedule: str, seconds: f
         micro_batch_size=request.default_micro_batch_size,
         recompute=request.recompute,
         transformer_impl=request.implementation(schedule),
+        tp_comm_overlap=request.tp_comm_overlap,
         sharding=request.sharding or "optim",
         objective_seconds=seconds,
     )

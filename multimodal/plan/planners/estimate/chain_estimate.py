@@ -41,6 +41,15 @@ def chain_seconds(ranges: Sequence[ChainRange], *, num_lanes: int, num_microbatc
     return short + (long - short) * (num_microbatches - SHORT * num_lanes) / ((LONG - SHORT) * num_lanes)
 
 
+def slowdown_by_lengths(works: NDArray[np.float64], *, num_lanes: int, num_chunks: int) -> float:
+    """Return the time of a step of equal ranges on microbatches of these works, in this order, over that of average ones.
+
+    works: as many as a multiple of the lanes. O(num_chunks x num_lanes x microbatches).
+    """
+    even, count = [ChainRange(1.0, 2.0)] * (num_lanes * num_chunks), len(works)
+    return _run(even, num_lanes, count, works / works.mean()) / _run(even, num_lanes, count)
+
+
 def num_nodes(*, num_ranges: int, num_lanes: int, num_microbatches: int) -> int:
     """Return about how many computations `chain_seconds` runs."""
     short_steps = (SHORT + LONG) * num_lanes
@@ -71,10 +80,13 @@ def _order_of_lane(lane: int, num_lanes: int, chunks: int, num_microbatches: int
     return np.concatenate((forwards[:num_warmup], steady, backwards[num_steady:]))
 
 
-def _run(ranges: Sequence[ChainRange], num_lanes: int, num_microbatches: int) -> float:
+def _run(ranges: Sequence[ChainRange], num_lanes: int, num_microbatches: int, works: NDArray[np.float64] | float = 1.0) -> float:
+    """Return the seconds of the ranges' order; works: of each microbatch, where an average one is 1."""
     arrays = _arrays(num_lanes, len(ranges) // num_lanes, num_microbatches)
     forward, backward, gathering, reducing = np.array(ranges).T
-    seconds = np.concatenate((forward.repeat(num_microbatches), backward.repeat(num_microbatches), gathering, reducing))
+    of_each = np.broadcast_to(works, num_microbatches)
+    computing = (np.outer(seconds, of_each).ravel() for seconds in (forward, backward))
+    seconds = np.concatenate((*computing, gathering, reducing))
     return float(simulate_events(replace(arrays, seconds=seconds)).end_seconds.max())
 
 

@@ -13,7 +13,7 @@ CONCAVITY = 0.95
 def least_step_seconds(run: PlannedRun, times: PlanningTimes) -> float:
     """Return the busiest ranks' work on average microbatches: balancers move it between replicas, schedules in time. O(stages).
 
-    times: of the run's microbatch size and recomputation.
+    times: of the run's microbatch size, recomputation and overlap of tensor parallelism.
     """
     per_microbatch = times.request.global_batch_size / run.micro_batch_size
     busy: dict[int, float] = defaultdict(float)

@@ -9,24 +9,28 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from multimodal.balance.algorithms.longest_first_partition import partition_longest_first
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.communication import collective_seconds
 from multimodal.cost.step_memory import GRADIENT_BYTES
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.planners.estimate.candidate import Candidate, fits, num_unit_microbatches
+from multimodal.plan.planners.estimate.chain_estimate import slowdown_by_lengths
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes, stage_times, unit_seconds
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout
 from multimodal.plan.planners.estimate.unit_options import infeasible
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 
-NUM_DRAWN = 1024
+NUM_DRAWN = 512
 """Microbatches drawn from the lengths."""
 SEED = 0
 BACKWARD_SHARE = 2 / 3
 """Of a microbatch's time in a stage that trains all its weights."""
-TIGHTNESS = 0.5
-"""Share of the wait for the heaviest microbatch in the pipeline that 1F1B's slack does not hide; assumed, not derived."""
+MOST_CHUNKS = 4
+"""Layer ranges per stage from which more of them change nothing about the wait for heavy microbatches."""
+LEAST_ROUNDS, MOST_NODES = 3, 20_000
+"""Microbatches that are run, over the number of stages, and all computations."""
 
 
 @dataclass(frozen=True)
@@ -35,23 +39,30 @@ class LengthSpread:
 
     request: PlanningRequest
     _works: dict[str, NDArray[np.float64]] = field(default_factory=dict, repr=False)
-    _draws: dict[tuple[str, int], NDArray[np.float64]] = field(default_factory=dict, repr=False)
+    _draws: dict[tuple[str, ...], NDArray[np.float64]] = field(default_factory=dict, repr=False)
+    _slowdowns: dict[tuple[tuple[str, ...], int, int, int], float] = field(default_factory=dict, repr=False)
     _heaviest: dict[tuple[str, StageSize], float] = field(default_factory=dict, repr=False)
 
-    def slowdown(self, unit: str, *, micro_batch_size: int, num_stages: int) -> float:
-        """Return the time per microbatch of a full pipeline of `num_stages` stages, relative to an average microbatch's.
+    def slowdown(self, units: Iterable[str], *, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> float:
+        """Return the time of a pipeline's step relative to one of average microbatches.
 
-        The stages work on as many microbatches at a time and go on together: about as fast as the heaviest of them.
+        Runs 1F1B over equal ranges on microbatches as a balancer leaves them, the heaviest first: beside each other they wait for
+        each other once, where microbatches in a random order would wait for every heavy one. Of several units together, a
+        microbatch is as heavy as all of its samples' work in them.
+        num_microbatches: of a replica; where there are many, fewer are run. num_chunks: layer ranges of each stage.
         """
         if num_stages <= 1 or not self.request.lengths_vary:
             return 1.0
-        sums = self._microbatches(unit, micro_batch_size)
-        mean = float(sums.mean())
-        if mean <= 0:
-            return 1.0
-        shares = (np.arange(len(sums) + 1) / len(sums)) ** num_stages
-        heaviest = float(np.diff(shares) @ sums)  # the mean of the largest of num_stages draws
-        return 1 + TIGHTNESS * (heaviest / mean - 1)
+        chunks = min(num_chunks, MOST_CHUNKS)
+        most_rounds = max(LEAST_ROUNDS, MOST_NODES // (2 * num_stages**2 * chunks))
+        rounds = min(-(-num_microbatches // num_stages), most_rounds)
+        key = tuple(units), num_stages, chunks, rounds
+        if key not in self._slowdowns:
+            sums, count = self._microbatches(key[0]), num_stages * rounds
+            works = sums[len(sums) * (2 * np.arange(count) + 1) // (2 * count)]
+            known = slowdown_by_lengths(works, num_lanes=num_stages, num_chunks=chunks) if works.any() else 1.0
+            self._slowdowns[key] = max(1.0, known)
+        return self._slowdowns[key]
 
     def heaviest_seconds(self, unit: str, layout: UnitLayout) -> float:
         """Return the seconds that the heaviest sample spends in all stages of a unit: no step is shorter."""
@@ -62,20 +73,18 @@ class LengthSpread:
             self._heaviest[key] = unit_seconds(self.request, unit, UnitLoad(*map(int, heaviest)), layout.stage_size)
         return self._heaviest[key]
 
-    def _microbatches(self, unit: str, micro_batch_size: int) -> NDArray[np.float64]:
-        """Work of microbatches that a balancer made of samples drawn at random, ascending.
+    def _microbatches(self, units: tuple[str, ...]) -> NDArray[np.float64]:
+        """Work of microbatches that a balancer made of samples drawn at random, the heaviest first.
 
-        The heaviest samples come first, one to each microbatch, then the next ones, the heaviest to the lightest microbatch.
+        The next heaviest sample goes to the lightest microbatch.
         """
-        key = unit, micro_batch_size
-        if key not in self._draws:
-            works = self._seconds_of_samples(unit)
-            drawn = works[np.random.default_rng(SEED).integers(len(works), size=NUM_DRAWN * micro_batch_size)]
-            sums = np.zeros(NUM_DRAWN)
-            for samples in np.sort(drawn)[::-1].reshape(micro_batch_size, NUM_DRAWN):
-                sums = np.sort(sums) + samples
-            self._draws[key] = np.sort(sums)
-        return self._draws[key]
+        if units not in self._draws:
+            graph, size = self.request.graph, self.request.default_micro_batch_size
+            works = sum((len(graph.unit(unit).layers) * self._seconds_of_samples(unit) for unit in units), np.zeros(1))
+            drawn = works[np.random.default_rng(SEED).integers(len(works), size=NUM_DRAWN * size)]
+            bins = partition_longest_first(drawn.tolist(), num_bins=NUM_DRAWN)
+            self._draws[units] = np.sort([drawn[list(each)].sum() for each in bins])[::-1]
+        return self._draws[units]
 
     def _seconds_of_samples(self, unit: str) -> NDArray[np.float64]:
         """Seconds of each sample in one layer of the unit on one rank, the mean over all but the first and the last."""
@@ -131,15 +140,11 @@ def estimate_seconds(times: PlanningTimes, candidate: Candidate, *, spread: Leng
     encoders = {unit.name for unit in request.graph.encoders}
     chain = sum(seconds for unit, seconds in warmup.items() if unit not in encoders)
     chain += max((sum(warmup[unit] for unit in group if unit in encoders) for group in candidate.all_groups), default=0.0)
-    depth = _depth(candidate)
+    depth, counts = _depth(candidate), {unit: num_unit_microbatches(request, candidate, unit) for unit in stages}
     waits = {
-        unit: spread.slowdown(unit, micro_batch_size=candidate.micro_batch_size, num_stages=depth) if spread else 1.0
-        for unit in stages
+        unit: spread.slowdown((unit,), num_stages=depth, num_microbatches=counts[unit]) if spread else 1.0 for unit in stages
     }
-    steady = max(
-        sum((num_unit_microbatches(request, candidate, unit) - 1) * max(stages[unit]) * waits[unit] for unit in group)
-        for group in candidate.all_groups
-    )
+    steady = max(sum((counts[unit] - 1) * max(stages[unit]) * waits[unit] for unit in group) for group in candidate.all_groups)
     heaviest = max(spread.heaviest_seconds(unit, layout) for unit, layout in candidate.layouts.items()) if spread else 0.0
     through_all = sum(map(sum, (stages[unit] for unit in stages if unit not in encoders))) if spread else 0.0
     return max(chain + steady, heaviest, through_all) + _reduction(request, candidate, stages, hides=spread is not None)

@@ -164,9 +164,10 @@ def grid_estimate(spread: LengthSpread, grid: Grid) -> float:
     if grid.virtual_stages == 1:
         return _pipeline_estimate(spread, grid)
     ranges = [_chain_range(request, grid, position) for position in range(len(grid.ranges))]
-    seconds = chain_seconds(ranges, num_lanes=grid.num_stages, num_microbatches=_num_microbatches(request, grid))
-    size = request.default_micro_batch_size
-    waits = max(spread.slowdown(unit, micro_batch_size=size, num_stages=grid.num_stages) for unit in grid.layouts)
+    count = _num_microbatches(request, grid)
+    seconds = chain_seconds(ranges, num_lanes=grid.num_stages, num_microbatches=count)
+    chunks = grid.virtual_stages
+    waits = spread.slowdown(grid.layouts, num_stages=grid.num_stages, num_microbatches=count, num_chunks=chunks)
     return max(seconds * waits, *(spread.heaviest_seconds(unit, layout) for unit, layout in grid.layouts.items()))
 
 

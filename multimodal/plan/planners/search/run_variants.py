@@ -41,8 +41,7 @@ def other_balances(run: PlannedRun, request: PlanningRequest) -> Iterator[Planne
 def other_schedules(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:
     """Yield the run with every other schedule that suits its plan."""
     others = (formed(run, (name, run.balance), request) for name, _ in fitting_schedules(run, request) if name != run.schedule)
-    for other in filter(None, others):
-        yield replace(other, transformer_impl="local", tp_comm_overlap=True) if run.tp_comm_overlap else other
+    yield from filter(None, others)
 
 
 def fitting_schedules(run: PlannedRun, request: PlanningRequest) -> list[tuple[str, ScheduleRow]]:
@@ -57,14 +56,14 @@ def formed(run: PlannedRun, form: Form, request: PlanningRequest) -> PlannedRun 
     """Give a run a schedule, layers that run it, and a balancer; None if these do not suit the plan or the implementation."""
     schedule, balance = form
     row, plan = BUILDERS[schedule], run.plan
-    of_run = replace(request, sharding=run.sharding)
+    of_run = request.changed(sharding=run.sharding, tp_comm_overlap=run.tp_comm_overlap)
     if row.is_folded:
         plan = fold_stages(plan)
     has_shape = row.layout is None or row.layout.is_met(request.graph, plan)
     if not of_run.allows(schedule) or not has_shape or (row.needs_messages and plan.is_whole_on_every_rank):
         return None
     implementation = of_run.implementation(schedule)
-    return replace(run, plan=plan, schedule=schedule, balance=balance, transformer_impl=implementation, tp_comm_overlap=False)
+    return replace(run, plan=plan, schedule=schedule, balance=balance, transformer_impl=implementation)
 
 
 def overlapped(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:

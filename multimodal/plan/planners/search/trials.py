@@ -1,7 +1,7 @@
 """Simulations of a search: quick ones that rank, whole ones that decide; each counted in nominal seconds, and done once."""
 
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from multimodal.cost.layers.layer import Recompute
@@ -31,9 +31,11 @@ class Fidelity(NamedTuple):
 
 
 QUICK = Fidelity("at a glance", 0.02, 1.0, kept_replicas=1)
-"""Tells plans apart that differ by more than a tenth."""
+"""Tells plans apart that differ by more than a tenth; where some samples are very heavy, it is `RANKING` instead."""
 RANKING = Fidelity("ranked", 0.1, 2.0)
 FINAL = Fidelity("judged", 1.0, FILLING, is_final=True)
+HEAVY = 8.0
+"""Tokens of a unit's heaviest sample over the mean from which a glance at few samples says little: one of them decides."""
 
 
 @dataclass
@@ -61,10 +63,11 @@ class Trials:
     """Of a final simulation; None simulates whole steps."""
     found: dict[tuple[str, Fidelity], PredictedRun | None] = field(default_factory=dict)
     """None: a run that is impossible, or does not fit the memory."""
-    _times: dict[tuple[int, Recompute | None], PlanningTimes] = field(default_factory=dict, repr=False)
+    _times: dict[tuple[int, Recompute | None, bool], PlanningTimes] = field(default_factory=dict, repr=False)
 
     def predict(self, run: PlannedRun, request: PlanningRequest, *, fidelity: Fidelity) -> Prediction:
         """Simulate a run, and count it; raises ScheduleError or AssignmentError where the run is impossible."""
+        fidelity = self.used(fidelity)
         largest = self.max_actions if fidelity.is_final else int(request.max_actions * fidelity.share)
         size: dict[str, Any] = {
             "max_actions": largest,
@@ -75,11 +78,21 @@ class Trials:
         self.budget.spent_seconds += OVERHEAD * nominal_seconds(run, request, **size)
         return predict_run(run, request, is_checked=fidelity.is_final, **size)
 
+    @cached_property
+    def has_heavy_samples(self) -> bool:
+        """True if some sample is many times as long as the mean."""
+        return any(loads[:, 0].max() > HEAVY * loads[:, 0].mean() for loads in self.request.sample_loads.values())
+
+    def used(self, fidelity: Fidelity) -> Fidelity:
+        """Return the fidelity that stands for this one with the request's lengths."""
+        return RANKING if fidelity == QUICK and self.has_heavy_samples else fidelity
+
     def least_step_seconds(self, run: PlannedRun) -> float:
         """Return a bound that no balancer and no schedule takes the run below."""
-        key = run.micro_batch_size, run.recompute
+        key = run.micro_batch_size, run.recompute, run.tp_comm_overlap
         if key not in self._times:
-            asked = self.request.changed(micro_batch_size=run.micro_batch_size, recompute=run.recompute)
+            size, recompute, overlaps = key
+            asked = self.request.changed(micro_batch_size=size, recompute=recompute, tp_comm_overlap=overlaps)
             self._times[key] = PlanningTimes(asked)
         return least_step_seconds(run, self._times[key])
 
@@ -89,6 +102,7 @@ class Trials:
 
     def try_run(self, run: PlannedRun, fidelity: Fidelity) -> PredictedRun | None:
         """Simulate a run unless that has been done; None where it does not fit the memory, or is impossible."""
+        fidelity = self.used(fidelity)
         key = run.key, fidelity
         if key not in self.found:
             try:
@@ -99,6 +113,7 @@ class Trials:
 
     def keep(self, tried: PredictedRun, fidelity: Fidelity) -> None:
         """Remember a simulated run; where it fits better than all others as closely simulated, say so."""
+        fidelity = self.used(fidelity)
         fits = tried.prediction.peak_memory_bytes <= self.request.memory_bytes
         if fits and self.request.on_progress and all(tried.key < each.key for each in self.fitting(fidelity)):
             spent = f"{self.budget.spent_seconds:.0f} of {self.budget.seconds:g} s"
@@ -107,7 +122,8 @@ class Trials:
 
     def fitting(self, fidelity: Fidelity) -> list[PredictedRun]:
         """Return the runs that fit, as they were simulated; the shortest step first."""
-        fitting = (each for (_, found_at), each in self.found.items() if found_at == fidelity and each is not None)
+        used = self.used(fidelity)
+        fitting = (each for (_, found_at), each in self.found.items() if found_at == used and each is not None)
         return sorted(fitting, key=lambda each: each.key)
 
     def least_seconds(self, fidelity: Fidelity) -> float:

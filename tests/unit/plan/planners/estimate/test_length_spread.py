@@ -4,10 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from multimodal.plan.planners.estimate.layer_times import PlanningTimes
 from multimodal.plan.planners.estimate.step_estimate import LengthSpread
 from multimodal.plan.planners.estimate.unit_layout import even_layout
-from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.megatron_balanced import GridShape, chain_pieces, cut_grid, grid_run
+from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.plan.planners.search.layout_search import best_layouts
+from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.values.sample_lengths import SampleLengths
 from tests.unit.plan.planners.planning_cases import LLM, TEXT_ONLY, request
 
@@ -16,21 +19,48 @@ def text_only(*lengths: int) -> PlanningRequest:
     return request(TEXT_ONLY, lengths=tuple(SampleLengths(index, (), tokens, 1) for index, tokens in enumerate(lengths)))
 
 
+def slowdown(asked: PlanningRequest, **shape: int) -> float:
+    return LengthSpread(asked).slowdown(["llm"], **shape)
+
+
 def test_uniform_lengths_slow_no_pipeline():
-    spread = LengthSpread(text_only(512, 512, 512))
-    assert spread.slowdown("llm", micro_batch_size=1, num_stages=8) == 1.0
+    assert slowdown(text_only(512, 512, 512), num_stages=8, num_microbatches=32) == 1.0
 
 
-def test_deeper_pipelines_wait_for_heavier_microbatches():
-    spread = LengthSpread(text_only(*[128] * 15, 4096))
-    found = [spread.slowdown("llm", micro_batch_size=1, num_stages=stages) for stages in (1, 2, 4, 16)]
+def test_deeper_pipelines_wait_longer_for_heavy_microbatches():
+    asked = text_only(*[128] * 15, 4096)
+    found = [slowdown(asked, num_stages=stages, num_microbatches=64) for stages in (1, 2, 4, 16)]
     assert found[0] == 1.0 and found == sorted(found) and found[1] < found[-1]
 
 
 def test_microbatches_of_more_samples_differ_less():
-    spread = LengthSpread(text_only(*range(100, 1100, 50)))
-    small, large = (spread.slowdown("llm", micro_batch_size=size, num_stages=4) for size in (1, 16))
-    assert 1 < large < small
+    asked = text_only(*[128] * 15, 4096)
+    small, large = (slowdown(asked.changed(micro_batch_size=size), num_stages=4, num_microbatches=16) for size in (1, 16))
+    assert 1 <= large < small
+
+
+def test_of_many_microbatches_fewer_wait_for_the_heaviest_ones():
+    asked = text_only(*[128] * 15, 4096).changed(micro_batch_size=4)
+    few, many = (slowdown(asked, num_stages=4, num_microbatches=count) for count in (12, 96))
+    assert 1 < many < few
+
+
+@pytest.mark.parametrize("virtual_stages", [1, 4])
+def test_the_slowdown_is_that_of_a_simulation(virtual_stages):
+    lengths = (*[128] * 60, *[1024] * 4)
+    seconds = []
+    for asked in (text_only(*lengths), text_only(*[round(sum(lengths) / len(lengths))] * 64)):
+        asked = replace(asked.changed(micro_batch_size=2), num_gpus=2, global_batch_size=64)
+        pieces = chain_pieces(PlanningTimes(asked), StageSize(1))
+        grid = cut_grid(pieces, GridShape(StageSize(1), 2, 1, len(pieces)), virtual_stages=virtual_stages)
+        run = replace(grid_run(asked, grid, seconds=0.0), balance="llm-only", passes=())
+        found = predict_run(run, asked)
+        seconds.append((found.iteration_seconds - found.update_seconds, found.ideal_seconds))
+    (varied, varied_ideal), (even, even_ideal) = seconds
+    waits = slowdown(
+        text_only(*lengths).changed(micro_batch_size=2), num_stages=2, num_microbatches=32, num_chunks=virtual_stages
+    )
+    assert waits == pytest.approx(varied / varied_ideal / (even / even_ideal), rel=0.1)
 
 
 def test_the_heaviest_sample_takes_as_long_as_all_its_layers():
