@@ -56,6 +56,7 @@ def num_nodes(*, num_ranges: int, num_lanes: int, num_microbatches: int) -> int:
     return 2 * num_ranges * (num_microbatches if num_microbatches <= LONG * num_lanes else short_steps)
 
 
+@lru_cache(maxsize=256)
 def chunks_in_flight(lane: int, *, num_lanes: int, chunks: int, num_microbatches: int) -> NDArray[np.int64]:
     """Return how many microbatches of each of its chunks a lane keeps after each of its steps, [num_steps, chunks]."""
     order = _order_of_lane(lane, num_lanes, chunks, min(num_microbatches, LONG * num_lanes))

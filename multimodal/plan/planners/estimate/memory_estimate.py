@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from multimodal.balance.algorithms.longest_first_partition import partition_longest_first
 from multimodal.cost.layers.collectives import held_key_bytes
 from multimodal.cost.layers.layer import ActivationBytes, ActivationCase
 from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer
@@ -17,6 +18,10 @@ from multimodal.cost.step_memory import layer_static_bytes
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.planners.estimate.unit_layout import Range, UnitLayout
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
+
+NUM_DRAWN = 512
+"""Microbatches drawn from the lengths."""
+SEED = 0
 
 
 class LayerMemory(NamedTuple):
@@ -58,6 +63,9 @@ class MemoryEstimate:
     request: PlanningRequest
     _counts: dict[tuple[str, tuple[Range, ...]], tuple[tuple[str, int], ...]] = field(default_factory=dict, repr=False)
     _layers: dict[tuple[str, str, bool], LayerMemory] = field(default_factory=dict, repr=False)
+    _microbatches: dict[str, NDArray[np.float64]] = field(default_factory=dict, repr=False)
+    _working: dict[tuple[str, StageSize], float] = field(default_factory=dict, repr=False)
+    _ranges: dict[tuple[str, Range, StageSize, int], tuple[float, float]] = field(default_factory=dict, repr=False)
 
     def static_bytes(self, unit: str, ranges: Sequence[Range], *, tensor_parallel_size: int, data_parallel_size: int) -> float:
         """Weights, gradients and optimizer state of the layers in `ranges`, per rank.
@@ -73,7 +81,17 @@ class MemoryEstimate:
             return 0.0
         kinds = self._count(unit, layout.stages[stage_index])
         per_sample = sum(count * self.layer(unit, kind).activation_bytes(*layout.stage_size) for kind, count in kinds)
-        return per_sample * float(self.heavy_samples(unit, num_samples)) / layout.tensor_parallel_size
+        return per_sample * self.heavy_count(unit, num_samples) / layout.tensor_parallel_size
+
+    def range_bytes(self, unit: str, layers: Range, *, size: StageSize, weight_copies: int) -> tuple[float, float]:
+        """Return the static bytes of a layer range, and the activations of one average sample in it, per rank."""
+        key = unit, layers, size, weight_copies
+        if key not in self._ranges:
+            static = self.static_bytes(unit, (layers,), tensor_parallel_size=size.tensor, data_parallel_size=weight_copies)
+            kinds = self._count(unit, (layers,))
+            kept = sum(count * self.layer(unit, kind).activation_bytes(*size) for kind, count in kinds)
+            self._ranges[key] = static, kept / size.tensor
+        return self._ranges[key]
 
     def stage_bytes(self, unit: str, layout: UnitLayout, stage_index: int, *, num_samples: float) -> float:
         """Static bytes of one stage and the activations of `num_samples` samples in it, per rank."""
@@ -87,8 +105,13 @@ class MemoryEstimate:
 
         As `StepMemory` counts it; of units that share ranks, one works at a time.
         """
+        if (unit, size) not in self._working:
+            self._working[unit, size] = self._count_working(unit, size)
+        return self._working[unit, size]
+
+    def _count_working(self, unit: str, size: StageSize) -> float:
         request, shape = self.request, self.request.graph.unit(unit).transformer
-        samples = float(self.heavy_samples(unit, request.default_micro_batch_size))
+        samples = self.heavy_count(unit, request.default_micro_batch_size)
         working = 0.0
         if request.recompute == "full":
             repeated = [kind for kind in dict.fromkeys(request.graph.unit(unit).layers) if LAYER_KINDS[kind].recomputes]
@@ -114,6 +137,27 @@ class MemoryEstimate:
             mean = float(tokens.mean())
             spreads[unit] = (float(tokens.std()) / mean, float(tokens.max()) / mean) if mean else (0.0, 1.0)
         return spreads
+
+    def heavy_count(self, unit: str, num_samples: float) -> float:
+        """Return `heavy_samples` of one number."""
+        deviation, heaviest = self._spreads[unit]
+        return min(num_samples + 3 * deviation * math.sqrt(num_samples), num_samples * heaviest)
+
+    def heaviest_share(self, unit: str, *, count: int, of: int) -> float:
+        """Return the mean tokens of the `count` heaviest of so many microbatches as a balancer leaves them, in average ones.
+
+        Those are in flight together where a balancer puts the heaviest first.
+        """
+        if not self._spreads[unit][0]:
+            return 1.0
+        if unit not in self._microbatches:
+            tokens, size = self.request.sample_loads[unit][:, 0], self.request.default_micro_batch_size
+            drawn = tokens[np.random.default_rng(SEED).integers(len(tokens), size=NUM_DRAWN * size)]
+            bins = partition_longest_first(drawn.tolist(), num_bins=NUM_DRAWN)
+            self._microbatches[unit] = np.sort([drawn[list(each)].sum() for each in bins])[::-1]
+        sums = self._microbatches[unit]
+        heaviest = sums[: max(1, round(len(sums) * min(1.0, count / of)))]
+        return float(heaviest.mean() / sums.mean()) if sums.any() else 1.0
 
     def heavy_samples(self, unit: str, num_samples: ArrayLike) -> NDArray[np.float64]:
         """Return the number of average samples that weigh as much as `num_samples` heavy ones may."""

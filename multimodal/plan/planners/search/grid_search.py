@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise, takewhile
 from random import Random
@@ -78,6 +78,7 @@ class _GridSearch:
     spread: LengthSpread
     known_seconds: float
     _pieces: dict[StageSize, tuple[Piece, ...]] = field(default_factory=dict)
+    _seconds: dict[StageSize, float] = field(default_factory=dict)
 
     @property
     def request(self) -> PlanningRequest:
@@ -106,7 +107,9 @@ class _GridSearch:
 
     def even_seconds(self, shape: GridShape, virtual_stages: int) -> float:
         """Return the seconds of perfectly even ranges, with the pipeline's filling and draining."""
-        work = sum(piece.seconds for piece in self.pieces(shape)) / shape.num_stages
+        if shape.size not in self._seconds:
+            self._seconds[shape.size] = sum(piece.seconds for piece in self.pieces(shape))
+        work = self._seconds[shape.size] / shape.num_stages
         count = -(-self.request.num_microbatches // shape.data_parallel_size)
         return (count + (shape.num_stages - 1) / virtual_stages) * work
 
@@ -184,14 +187,21 @@ def _lane_bytes(memory: MemoryEstimate, grid: Grid, lane: int) -> float:
     request, held = memory.request, grid.ranges[lane :: grid.num_stages]
     count = _num_microbatches(request, grid)
     states = chunks_in_flight(lane, num_lanes=grid.num_stages, chunks=len(held), num_microbatches=count)
-    num_samples = float(states.max()) * request.default_micro_batch_size
-    static, working, of_chunks = 0.0, 0.0, np.zeros(len(held))
+    most, size = int(states.max()), request.default_micro_batch_size
+    # Of samples that differ, few may be heavier on average than many.
+    heavy = {
+        unit: max(memory.heavy_count(unit, most * size) / most, size * memory.heaviest_share(unit, count=most, of=count))
+        for unit in grid.layouts
+    }
+    static, of_chunks, units = 0.0, np.zeros(len(held)), set()
     for chunk, piece in ((chunk, piece) for chunk, pieces in enumerate(held) for piece in pieces):
-        layout = replace(grid.layouts[piece.unit], stages=((piece.layers,),))
-        static += memory.stage_bytes(piece.unit, layout, 0, num_samples=0.0)
-        of_chunks[chunk] += memory.activation_bytes(piece.unit, layout, 0, num_samples=num_samples)
-        working = max(working, memory.working_bytes(piece.unit, layout.stage_size))
-    return static + working + float((states @ of_chunks).max()) / float(states.max())
+        copies = grid.layouts[piece.unit].weight_copies
+        own, kept = memory.range_bytes(piece.unit, piece.layers, size=grid.shape.size, weight_copies=copies)
+        static += own
+        of_chunks[chunk] += kept * heavy[piece.unit]
+        units.add(piece.unit)
+    working = max(memory.working_bytes(unit, grid.shape.size) for unit in units)
+    return static + working + float((states @ of_chunks).max())
 
 
 def _pipeline_estimate(spread: LengthSpread, grid: Grid) -> float:

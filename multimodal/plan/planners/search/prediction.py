@@ -97,7 +97,7 @@ class ShareCosts(ModelCosts):
         return round(super().static_bytes(lane) - excess)
 
 
-SECONDS_PER_SIMULATION, SECONDS_PER_SAMPLE, SECONDS_PER_COMPUTATION = 15e-3, 0.04e-3, 40e-6
+SECONDS_PER_SIMULATION, SECONDS_PER_SAMPLE, SECONDS_PER_COMPUTATION = 15e-3, 0.04e-3, 25e-6
 """Nominal seconds of assigning, building and simulating: one core's of 2024, rounded from `benchmarks/planning.py`."""
 
 

@@ -31,11 +31,13 @@ class Fidelity(NamedTuple):
 
 
 QUICK = Fidelity("at a glance", 0.02, 1.0, kept_replicas=1)
-"""Tells plans apart that differ by more than a tenth; where some samples are very heavy, it is `RANKING` instead."""
+"""Tells plans apart that differ by more than a tenth."""
 RANKING = Fidelity("ranked", 0.1, 2.0)
 FINAL = Fidelity("judged", 1.0, FILLING, is_final=True)
-HEAVY = 8.0
-"""Tokens of a unit's heaviest sample over the mean from which a glance at few samples says little: one of them decides."""
+HEAVY = 12.0
+"""Tokens of the LLM's heaviest sample over the mean from which a part of a step says little: one sample decides."""
+OF_HEAVY_SAMPLES = {QUICK: RANKING, RANKING: Fidelity("ranked whole", 1.0, FILLING)}
+"""What is simulated instead, where some samples are so heavy: time and memory of few samples are those of the heaviest."""
 
 
 @dataclass
@@ -67,25 +69,21 @@ class Trials:
 
     def predict(self, run: PlannedRun, request: PlanningRequest, *, fidelity: Fidelity) -> Prediction:
         """Simulate a run, and count it; raises ScheduleError or AssignmentError where the run is impossible."""
-        fidelity = self.used(fidelity)
-        largest = self.max_actions if fidelity.is_final else int(request.max_actions * fidelity.share)
+        used = OF_HEAVY_SAMPLES.get(fidelity, fidelity) if self.has_heavy_samples else fidelity
         size: dict[str, Any] = {
-            "max_actions": largest,
-            "num_batches": request.num_batches if fidelity.is_final else 1,
-            "filling": fidelity.filling,
-            "kept_replicas": fidelity.kept_replicas,
+            "max_actions": self.max_actions if used.is_final else int(request.max_actions * used.share),
+            "num_batches": request.num_batches if used.is_final else 1,
+            "filling": used.filling,
+            "kept_replicas": used.kept_replicas,
         }
         self.budget.spent_seconds += OVERHEAD * nominal_seconds(run, request, **size)
         return predict_run(run, request, is_checked=fidelity.is_final, **size)
 
     @cached_property
     def has_heavy_samples(self) -> bool:
-        """True if some sample is many times as long as the mean."""
-        return any(loads[:, 0].max() > HEAVY * loads[:, 0].mean() for loads in self.request.sample_loads.values())
-
-    def used(self, fidelity: Fidelity) -> Fidelity:
-        """Return the fidelity that stands for this one with the request's lengths."""
-        return RANKING if fidelity == QUICK and self.has_heavy_samples else fidelity
+        """True if some sample has many times the mean's tokens."""
+        tokens = self.request.sample_loads[self.request.graph.backbone.name][:, 0]
+        return bool(tokens.max() > HEAVY * tokens.mean())
 
     def least_step_seconds(self, run: PlannedRun) -> float:
         """Return a bound that no balancer and no schedule takes the run below."""
@@ -102,7 +100,6 @@ class Trials:
 
     def try_run(self, run: PlannedRun, fidelity: Fidelity) -> PredictedRun | None:
         """Simulate a run unless that has been done; None where it does not fit the memory, or is impossible."""
-        fidelity = self.used(fidelity)
         key = run.key, fidelity
         if key not in self.found:
             try:
@@ -113,7 +110,6 @@ class Trials:
 
     def keep(self, tried: PredictedRun, fidelity: Fidelity) -> None:
         """Remember a simulated run; where it fits better than all others as closely simulated, say so."""
-        fidelity = self.used(fidelity)
         fits = tried.prediction.peak_memory_bytes <= self.request.memory_bytes
         if fits and self.request.on_progress and all(tried.key < each.key for each in self.fitting(fidelity)):
             spent = f"{self.budget.spent_seconds:.0f} of {self.budget.seconds:g} s"
@@ -122,8 +118,7 @@ class Trials:
 
     def fitting(self, fidelity: Fidelity) -> list[PredictedRun]:
         """Return the runs that fit, as they were simulated; the shortest step first."""
-        used = self.used(fidelity)
-        fitting = (each for (_, found_at), each in self.found.items() if found_at == used and each is not None)
+        fitting = (each for (_, found_at), each in self.found.items() if found_at == fidelity and each is not None)
         return sorted(fitting, key=lambda each: each.key)
 
     def least_seconds(self, fidelity: Fidelity) -> float:

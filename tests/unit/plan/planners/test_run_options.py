@@ -12,7 +12,9 @@ from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout
 from multimodal.plan.planners.planning_request import FixedSizes
+from multimodal.plan.planners.search.layout_search import best_layouts
 from multimodal.plan.planners.search.prediction import predict_run
+from multimodal.plan.planners.search.run_variants import formed
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.action import ActionKind
 from multimodal.values.sample_lengths import SampleLengths
@@ -45,6 +47,17 @@ def test_braid_tries_no_schedule_that_the_wanted_layers_cannot_run():
     run = PLANNERS["braid"](request(TEXT_ONLY, transformer_impl="transformer_engine"))
     assert not BUILDERS[run.schedule].splits_backwards and "--transformer-impl transformer_engine" in run.flags
     assert not any("zb-h1" in note for note in run.notes)
+
+
+def test_layouts_with_hidden_collectives_are_listed_and_stay_so_with_other_schedules():
+    asked = request(TEXT_ONLY, fixed_sizes={"llm": FixedSizes(tensor_parallel_size=4)})
+    runs = [layout.to_run() for kind in best_layouts(asked) for layout in kind]
+    hidden = [run for run in runs if run.tp_comm_overlap]
+    assert hidden and all(run.transformer_impl == "local" for run in hidden) and not all(run.tp_comm_overlap for run in runs)
+    other = formed(hidden[0], ("gpipe", "none"), asked)
+    assert other is None or (other.tp_comm_overlap and other.transformer_impl == "local")
+    alone = request(TEXT_ONLY, fixed_sizes={"llm": FixedSizes(tensor_parallel_size=1)})
+    assert not any(layout.to_run().tp_comm_overlap for kind in best_layouts(alone) for layout in kind)
 
 
 def test_the_implementation_decides_what_is_kept():

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
+from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.estimate.step_estimate import LengthSpread
 from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.plan.planners.megatron_balanced import GridShape, chain_pieces, cut_grid, grid_run
@@ -61,6 +62,13 @@ def test_the_slowdown_is_that_of_a_simulation(virtual_stages):
         text_only(*lengths).changed(micro_batch_size=2), num_stages=2, num_microbatches=32, num_chunks=virtual_stages
     )
     assert waits == pytest.approx(varied / varied_ideal / (even / even_ideal), rel=0.1)
+
+
+def test_the_heaviest_microbatches_together_weigh_more_the_fewer_they_are():
+    memory = MemoryEstimate(text_only(*[128] * 15, 4096).changed(micro_batch_size=2))
+    shares = [memory.heaviest_share("llm", count=count, of=32) for count in (1, 8, 32)]
+    assert shares == sorted(shares, reverse=True) and shares[0] > 2 and shares[-1] == pytest.approx(1.0)
+    assert MemoryEstimate(text_only(512, 512)).heaviest_share("llm", count=1, of=32) == 1.0
 
 
 def test_the_heaviest_sample_takes_as_long_as_all_its_layers():

@@ -18,7 +18,8 @@ from multimodal.plan.planners.search import trials
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.plan.planners.search.run_variants import other_passes, other_sizes
 from multimodal.plan.planners.search.trials import FINAL, QUICK, RANKING, SearchBudget, Trials
-from tests.unit.plan.planners.planning_cases import LLM, TWO, VISION, frozen, request, with_memory
+from multimodal.values.sample_lengths import SampleLengths
+from tests.unit.plan.planners.planning_cases import LLM, TEXT_ONLY, TWO, VISION, frozen, request, with_memory
 
 
 def test_a_run_is_simulated_once_and_counted(monkeypatch):
@@ -38,6 +39,35 @@ def test_a_run_is_simulated_once_and_counted(monkeypatch):
     assert search.budget.spent_seconds == spent and calls == [asked.max_actions * QUICK.share]
     assert search.try_run(run, FINAL) is not None and search.budget.spent_seconds > spent
     assert [each.run.key for each in search.fitting(FINAL)] == [run.key] and not search.fitting(RANKING)
+
+
+def test_where_some_samples_are_very_heavy_more_of_a_step_is_simulated(monkeypatch):
+    calls = []
+
+    def recorded(run, asked, **size):
+        calls.append((size["max_actions"], size["num_batches"]))
+        return predict_run(run, asked, **size)
+
+    monkeypatch.setattr(trials, "predict_run", recorded)
+    heavy = tuple(SampleLengths(index, (), 4096 if index == 0 else 64, 8) for index in range(32))
+    asked = request(TEXT_ONLY, lengths=heavy)
+    search, run = Trials(asked, SearchBudget(1.0), asked.max_actions), PLANNERS["megatron"](asked)
+    assert search.has_heavy_samples and not Trials(request(TWO), SearchBudget(1.0), None).has_heavy_samples
+    for fidelity in (QUICK, RANKING, FINAL):
+        search.try_run(run, fidelity)
+    assert calls == [(asked.max_actions * RANKING.share, 1), (asked.max_actions, 1), (asked.max_actions, asked.num_batches)]
+    assert [len(search.fitting(fidelity)) for fidelity in (QUICK, RANKING, FINAL)] == [1, 1, 1]
+
+
+def test_the_bound_of_a_run_with_hidden_collectives_is_that_of_its_costs():
+    sizes = FixedSizes(tensor_parallel_size=4)
+    asked = request(TWO, fixed_sizes={"llm": sizes, "vision": sizes}, micro_batch_size=8)
+    plain, hidden = (PLANNERS["megatron"](asked.changed(tp_comm_overlap=hides)) for hides in (False, True))
+    assert hidden.tp_comm_overlap and hidden.transformer_impl == "local"
+    search = Trials(asked, SearchBudget(1.0), asked.max_actions)
+    for run in (plain, hidden):
+        assert search.least_step_seconds(run) < predict_run(run, asked).iteration_seconds
+    assert search.least_step_seconds(hidden) != search.least_step_seconds(plain)
 
 
 def test_what_does_not_fit_is_remembered_as_that():
