@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 from multimodal.cost.layers.layer import Recompute
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
 from multimodal.plan.planners.estimate.run_bound import least_step_seconds
+from multimodal.plan.planners.megatron import micro_batch_sizes
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.planning_request import MICRO_BATCH_SIZES, PlanningRequest
+from multimodal.plan.planners.search.layout_search import efficient_first
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun, describe
 from multimodal.plan.planners.search.prediction import FILLING, KEPT_REPLICAS, Prediction, nominal_seconds, predict_run
 from multimodal.values.errors import BraidError
@@ -34,8 +36,8 @@ QUICK = Fidelity("at a glance", 0.02, 1.0, kept_replicas=1)
 """Tells plans apart that differ by more than a tenth."""
 RANKING = Fidelity("ranked", 0.1, 2.0)
 FINAL = Fidelity("judged", 1.0, FILLING, is_final=True)
-HEAVY = 12.0
-"""Tokens of the LLM's heaviest sample over the mean from which a part of a step says little: one sample decides."""
+HEAVY = 3.0
+"""Tokens of the LLM's heaviest sample over those of an efficient microbatch from which a part of a step says little."""
 OF_HEAVY_SAMPLES = {QUICK: RANKING, RANKING: Fidelity("ranked whole", 1.0, FILLING)}
 """What is simulated instead, where some samples are so heavy: time and memory of few samples are those of the heaviest."""
 
@@ -81,9 +83,10 @@ class Trials:
 
     @cached_property
     def has_heavy_samples(self) -> bool:
-        """True if some sample has many times the mean's tokens."""
+        """True if some sample has several times the tokens of a microbatch that makes layers efficient."""
+        size = efficient_first(self.request, list(micro_batch_sizes(self.request, MICRO_BATCH_SIZES)))[0]
         tokens = self.request.sample_loads[self.request.graph.backbone.name][:, 0]
-        return bool(tokens.max() > HEAVY * tokens.mean())
+        return bool(tokens.max() > HEAVY * size * tokens.mean())
 
     def least_step_seconds(self, run: PlannedRun) -> float:
         """Return a bound that no balancer and no schedule takes the run below."""
