@@ -2,9 +2,9 @@
 
 Every planner plans each case at its own best microbatch size and with its own best balancer, and every plan is judged by the
 same simulation of the same batches. The cases: the lengths files (`--lengths-folder`, one model for images and one for speech),
-and five pairs of a published model and a cluster with uniform lengths. The last columns are the ideal time over the step's (at
-64 GPUs and more `braid` is meant to reach 0.91) and the floor's, which holds no waits for tensor parallel collectives and no
-recomputation; what is missing is listed by kind.
+drawn lengths of very unequal images and of long videos, and five pairs of a published model and a cluster with uniform lengths.
+The last columns are the ideal time over the step's (at 64 GPUs and more `braid` is meant to reach 0.91) and the floor's, which
+holds no waits for tensor parallel collectives and no recomputation; what is missing is listed by kind.
 
 `--twice` lets `braid` plan every case again: the plans must be equal. `--regret 10` compares its plans with those of a search
 with ten times the budget: the step over the longer search's; meant are at most 1.03. `--only-braid` leaves the others out.
@@ -19,10 +19,12 @@ Run `python benchmarks/planners.py [--json] [--lengths-folder DIR] [--num-gpus N
 import argparse
 import json
 import math
+import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -76,6 +78,12 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
             f"{path.name.removesuffix('.csv.gz')}: {model}, {arguments.num_gpus} H100, batch {batch}",
             _request(graph, "h100", arguments.num_gpus, batch, lengths, arguments),
         )
+    for name, draw, model, num_gpus, batch in DRAWN:
+        graph = ModelGraph.from_file(ROOT / "examples" / "models" / f"{model}.yaml")
+        lengths = drawn_lengths(graph, draw())
+        yield Case(
+            f"{name}: {model}, {num_gpus} H100, batch {batch}", _request(graph, "h100", num_gpus, batch, lengths, arguments)
+        )
     for model, cluster, num_gpus, batch, tokens, frozen in PAIRS:
         graph = ModelGraph.from_file(ROOT / "examples" / "models" / f"{model}.yaml")
         graph = replace(graph, units=tuple(replace(unit, freeze_module=unit.name in frozen) for unit in graph.units))
@@ -83,6 +91,39 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
         yield Case(
             f"{model}, {num_gpus} {cluster.upper()}, batch {batch}", _request(graph, cluster, num_gpus, batch, lengths, arguments)
         )
+
+
+def unequal_images() -> Iterator[tuple[str, int]]:
+    """Draw one image a sample, of 60 to 6,000 pixels a side, and text: lognormal sizes."""
+    draw = random.Random(1)
+    for _ in range(4000):
+        side = min(6000, max(60, int(math.exp(draw.gauss(6.2, 0.8)))))
+        aspect = math.exp(draw.gauss(0, 0.4))
+        yield f"{max(56, int(side * aspect))}x{max(56, int(side / aspect))}", max(5, int(math.exp(draw.gauss(4.5, 1.0))))
+
+
+def long_videos() -> Iterator[tuple[str, int]]:
+    """Draw 4 to 96 frames of 448 x 336 pixels a sample, and a caption."""
+    draw = random.Random(2)
+    for _ in range(2000):
+        num_frames = min(96, max(4, int(math.exp(draw.gauss(2.8, 0.7)))))
+        yield ";".join(["448x336"] * num_frames), max(20, int(math.exp(draw.gauss(5, 0.6))))
+
+
+DRAWN = (
+    ("unequal images", unequal_images, "qwen2.5-vl-72b", 256, 2048),
+    ("long videos", long_videos, "qwen2.5-vl-7b", 128, 2048),
+)
+"""Name, lengths, model, GPUs, global batch."""
+
+
+def drawn_lengths(graph: ModelGraph, rows: Iterable[tuple[str, int]]) -> tuple[SampleLengths, ...]:
+    """Read drawn rows of image sizes and text tokens as a lengths file is read."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "drawn.csv"
+        lines = (f"{index},{sizes},{tokens}" for index, (sizes, tokens) in enumerate(rows))
+        path.write_text("\n".join(("sample_id,image_sizes,text_tokens", *lines)))
+        return read_length_table(path, graph=graph)
 
 
 def samples_per_gpu(graph: ModelGraph, lengths: Sequence[SampleLengths]) -> int:
