@@ -70,7 +70,8 @@ def main() -> None:
         drawn = draw_answers(load_model(graph, arguments.load), graph, source)
         dist.destroy_process_group()
     wanted = [
-        join_patches(source.item(index, 0).patches, source.item_grid(index, 0), painter.image) for index in range(len(source))
+        join_patches(source.item(index, 0).patches.astype(np.float32), source.item_grid(index, 0), painter.image)
+        for index in range(len(source))
     ]
     means = [mean_answer(source.question(index)) for index in range(len(source))]
     questions = ["".join(map(str, source.question(index))) for index in range(len(source))]

@@ -1,21 +1,42 @@
 """The backends of attention, by name; all take the same mask and give the same result."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from multimodal.attention.attention_mask import AttentionMask
-from multimodal.attention.bitfield import MaskMode
-from multimodal.attention.packed_lengths import MaskRule
 from multimodal.values.errors import ConfigError
 
 AUTO = "auto"
-"""`sequences` where it can evaluate the mask and has whole sequences or items, else `blocks`."""
+"""Whole sequences where the mask has no items and ranks share none, else blocks; by the fastest that runs here."""
 SEQUENCES = "sequences"
 """Torch's scaled dot product attention, one packed sequence at a time; knows no items, so `causal` masks and encoders only."""
+FLASH = "flash"
+"""The same by one FlashAttention kernel over all sequences (`flash_attention.py`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Heads of one rank, and the device that computes them."""
+
+    num_heads: int = 1
+    num_groups: int = 1
+    """Key heads."""
+    channels: int = 64
+    """Of a head."""
+    dtype: torch.dtype = torch.float32
+    num_multiprocessors: int = 0
+    """Of a CUDA device; 0: a CPU computes."""
+
+    @property
+    def is_cuda(self) -> bool:
+        """True if a CUDA device computes."""
+        return self.num_multiprocessors > 0
 
 
 class AttentionBackend(Protocol):
@@ -29,47 +50,38 @@ class AttentionBackend(Protocol):
         """
 
 
-_FUNCTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
+_FUNCTIONS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
     {
-        "blocks": ("block_attention", "attend_by_blocks"),
-        "flex": ("flex_attention", "attend_by_flex_attention"),
-        "triton": ("triton_kernels.triton_attention", "attend_by_triton"),
-        "dense": ("block_attention", "attend_densely"),
+        "blocks": ("block_attention", "attend_by_blocks", "prepare_block_mask"),
+        "flex": ("flex_attention", "attend_by_flex_attention", "prepare_flex_mask"),
+        "triton": ("triton_kernels.triton_attention", "attend_by_triton", "prepare_triton_mask"),
+        "dense": ("block_attention", "attend_densely", "prepare_dense_mask"),
     }
 )
-"""Backend -> its module, imported only when it is chosen, and function."""
+"""Backend -> its module, imported only when it is chosen, its function, and what prepares a mask for it."""
 
-BACKEND_NAMES = (AUTO, SEQUENCES, *_FUNCTIONS)
-
-
-def choose_backend(name: str, *, rule: MaskRule, is_shared: bool = False) -> str:
-    """Resolve `auto`; raises ConfigError when `sequences` cannot evaluate the mask.
-
-    is_shared: a sequence's tokens are spread over ranks (context parallelism).
-    """
-    needs_items = rule.is_causal and rule.mode is not MaskMode.CAUSAL
-    if name == AUTO:
-        return "blocks" if needs_items or is_shared else SEQUENCES
-    if name == SEQUENCES and is_shared:
-        raise ConfigError(
-            "--attention-backend sequences needs whole sequences, which context parallelism spreads over ranks; choose "
-            "--attention-backend blocks"
-        )
-    if name == SEQUENCES and needs_items:
-        raise ConfigError(
-            f"--attention-backend sequences cannot evaluate --attention-mask {rule.mode}; choose --attention-backend blocks"
-        )
-    return name
+BACKEND_NAMES = (AUTO, SEQUENCES, FLASH, *_FUNCTIONS)
 
 
 def load_backend(name: str) -> AttentionBackend:
-    """Return the function of a backend other than `auto` and `sequences`; raises ConfigError when its package is missing."""
-    module, function = _FUNCTIONS[name]
+    """Return the function of a backend that takes a mask; raises ConfigError when its package is missing."""
+    module, function, _ = _FUNCTIONS[name]
+    attend: AttentionBackend = getattr(_import(name, module), function)
+    return attend
+
+
+def load_preparation(name: str) -> Callable[[AttentionMask, AttentionShape], None]:
+    """Return the function that derives, on the CPU, all that a backend reads of a mask; raises as `load_backend` does."""
+    module, _, function = _FUNCTIONS[name]
+    prepare: Callable[[AttentionMask, AttentionShape], None] = getattr(_import(name, module), function)
+    return prepare
+
+
+def _import(name: str, module: str) -> ModuleType:
     try:
-        attend: Callable[..., Tensor] = getattr(import_module(f"multimodal.attention.{module}"), function)
+        return import_module(f"multimodal.attention.{module}")
     except ModuleNotFoundError as problem:
         raise ConfigError(
             f"--attention-backend {name}: {problem.name} is not installed; install it (pip install 'braid[triton]' brings "
             "Triton), or choose --attention-backend blocks"
         ) from problem
-    return attend

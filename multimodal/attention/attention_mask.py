@@ -1,7 +1,7 @@
 """The mask of one microbatch and the forms that backends derive from it: computed once, shared by all layers of a stage."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from multimodal.attention.bitfield import ACROSS_ITEMS_BIT, BitfieldMask
 from multimodal.attention.block_summary import BlockLists, list_blocks
+from multimodal.attention.device_values import DerivedValues, map_tensors
 
-Derived = TypeVar("Derived")
+Built = TypeVar("Built")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +33,21 @@ class MaskTensors:
 
     def rows(self, start: int, stop: int) -> "MaskTensors":
         """Return the tokens start .. stop - 1."""
-        return self._map(lambda tensor: tensor[start:stop])
+        return self.map_tensors(lambda tensor: tensor[start:stop])
 
     def select(self, indices: Tensor) -> "MaskTensors":
         """Return some tokens, in the given order and shape; indices: int64 or int32."""
-        return self._map(lambda tensor: tensor[indices])
+        return self.map_tensors(lambda tensor: tensor[indices])
 
     def sees(self, keys: "MaskTensors") -> Tensor:
         """Evaluate the rule of `bitfield.py` between every token here and every one of `keys`.
 
         Returns [num_tokens, num_keys], bool.
         """
-        return elementwise_sees(self._map(lambda tensor: tensor[:, None]), keys)
+        return elementwise_sees(self.map_tensors(lambda tensor: tensor[:, None]), keys)
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> "MaskTensors":
+    def map_tensors(self, change: Callable[[Any], Any]) -> "MaskTensors":
+        """Return the same with every tensor changed."""
         return MaskTensors(
             change(self.bits),
             change(self.key_bits),
@@ -73,7 +75,9 @@ class AttentionMask:
     tokens: BitfieldMask
     block_size: int = 128
     query_blocks: tuple[int, ...] | None = None
-    _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    derived: DerivedValues = field(default_factory=DerivedValues, repr=False)
+    """Forms that backends make of it."""
+    _built: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property
     def num_keys(self) -> int:
@@ -107,30 +111,31 @@ class AttentionMask:
 
     def keys_on(self, device: torch.device) -> MaskTensors:
         """Return all tokens, as keys."""
-        return self.derive(("keys", device), lambda: _to_tensors(self.tokens, np.arange(self.num_keys), device))
+        return self.derived.on(device, "keys", lambda: _to_tensors(self.tokens, np.arange(self.num_keys)))
 
     def queries_on(self, device: torch.device) -> MaskTensors:
         """Return the tokens that attend."""
         if self.query_blocks is None:
             return self.keys_on(device)
-        return self.derive(("queries", device), lambda: _to_tensors(self.tokens, self.query_positions, device))
+        return self.derived.on(device, "queries", lambda: _to_tensors(self.tokens, self.query_positions))
 
-    def derive(self, key: Hashable, build: Callable[[], Derived]) -> Derived:
-        """Return the value that was built under this key before, or build it now."""
-        if key not in self._derived:
-            self._derived[key] = build()
-        derived: Derived = self._derived[key]
-        return derived
+    def keep(self, key: Hashable, build: Callable[[], Built]) -> Built:
+        """Return what was built under this key before, or build it now: what can be made only where it is used."""
+        if key not in self._built:
+            self._built[key] = build()
+        built: Built = self._built[key]
+        return built
+
+    def map_tensors(self, change: Callable[[Any], Any]) -> "AttentionMask":
+        """Return the same mask with the tensors of its derived forms changed."""
+        return replace(self, derived=map_tensors(self.derived, change), _built={})
 
 
-def _to_tensors(mask: BitfieldMask, positions: NDArray[np.int64], device: torch.device) -> MaskTensors:
-    def on_device(array: NDArray[np.integer]) -> Tensor:
-        return torch.from_numpy(array[positions]).to(device)
-
+def _to_tensors(mask: BitfieldMask, positions: NDArray[np.int64]) -> MaskTensors:
     return MaskTensors(
-        bits=on_device(mask.bits),
-        key_bits=on_device(mask.key_bits),
-        sample_ids=on_device(mask.sample_ids),
-        item_ids=on_device(mask.item_ids),
-        positions=torch.from_numpy(positions.astype(np.int32)).to(device),
+        bits=torch.from_numpy(mask.bits[positions]),
+        key_bits=torch.from_numpy(mask.key_bits[positions]),
+        sample_ids=torch.from_numpy(mask.sample_ids[positions]),
+        item_ids=torch.from_numpy(mask.item_ids[positions]),
+        positions=torch.from_numpy(positions.astype(np.int32)),
     )

@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
+from multimodal.attention.attention_backend import AttentionShape
 from multimodal.attention.attention_mask import AttentionMask
+from multimodal.attention.device_values import CPU
 
 
 class _Row(NamedTuple):
@@ -41,12 +43,28 @@ def attend_densely(query: Tensor, key: Tensor, value: Tensor, *, mask: Attention
     Shapes as in `attention_backend.AttentionBackend`. O(num_queries x num_keys) memory per head.
     """
     scale = 1 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale
-    is_visible = torch.from_numpy(mask.tokens.to_dense()[mask.query_positions]).to(query.device)
+    is_visible = _dense(mask, query.device)
     heads_per_group = query.shape[1] // key.shape[1]
     keys, values = (tensor.repeat_interleave(heads_per_group, dim=1) for tensor in (key, value))
     scores = torch.einsum("qhc,khc->hqk", query, keys) * scale
     weights = scores.masked_fill(~is_visible, -math.inf).softmax(dim=-1)
     return torch.einsum("hqk,khc->qhc", weights, values)
+
+
+def prepare_block_mask(mask: AttentionMask, _: AttentionShape) -> None:
+    """Derive, on the CPU, what `attend_by_blocks` reads of a mask; it also reads lists on the host, row by row."""
+    mask.queries_on(CPU), mask.keys_on(CPU), mask.by_query
+    for index in range(len(mask.by_query.row_starts) - 1):
+        _columns(mask, index, CPU)
+
+
+def prepare_dense_mask(mask: AttentionMask, _: AttentionShape) -> None:
+    """Derive, on the CPU, the dense mask."""
+    _dense(mask, CPU)
+
+
+def _dense(mask: AttentionMask, device: torch.device) -> Tensor:
+    return mask.derived.on(device, "dense", lambda: torch.from_numpy(mask.tokens.to_dense()[mask.query_positions]))
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -101,9 +119,9 @@ def _weights(queries: Tensor, keys: Tensor, is_visible: Tensor | None, *, heads_
 def _rows(mask: AttentionMask, device: torch.device) -> Iterator[_Row]:
     queries, keys = mask.queries_on(device), mask.keys_on(device)
     for index in range(len(mask.by_query.row_starts) - 1):
-        blocks, is_full = mask.by_query.row(index)
+        _, is_full = mask.by_query.row(index)
         rows = slice(index * mask.block_size, min((index + 1) * mask.block_size, mask.num_queries))
-        columns = _columns(blocks, mask, device)
+        columns = _columns(mask, index, device)
         seen = None
         if not is_full.all():
             seen_keys = keys.rows(columns.start, columns.stop) if isinstance(columns, slice) else keys.select(columns)
@@ -111,12 +129,13 @@ def _rows(mask: AttentionMask, device: torch.device) -> Iterator[_Row]:
         yield _Row(rows, columns, seen)
 
 
-def _columns(blocks: np.ndarray, mask: AttentionMask, device: torch.device) -> slice | Tensor:
-    """Token indices of some ascending blocks of keys."""
+def _columns(mask: AttentionMask, row: int, device: torch.device) -> slice | Tensor:
+    """Return the token indices of the blocks of keys that a block of queries sees."""
+    blocks, _ = mask.by_query.row(row)
     if blocks[-1] - blocks[0] + 1 == len(blocks):
         return slice(int(blocks[0]) * mask.block_size, min((int(blocks[-1]) + 1) * mask.block_size, mask.num_keys))
     indices = (blocks.astype(np.int64)[:, None] * mask.block_size + np.arange(mask.block_size)).reshape(-1)
-    return torch.from_numpy(indices[indices < mask.num_keys]).to(device)
+    return mask.derived.on(device, ("columns", row), lambda: torch.from_numpy(indices[indices < mask.num_keys]))
 
 
 def _to_groups(tensor: Tensor, groups: int) -> Tensor:

@@ -30,6 +30,8 @@ class ContextGroup:
 
     group: dist.ProcessGroup
     shares: BlockShares
+    gathered_rows: Tensor
+    """[num_tokens]: as `BlockShares.gathered_rows`, on the device."""
     groups_at_once: int | None = None
     """Key heads that are gathered at once: more make fewer, larger messages, and take more memory. None: as the costs say."""
 
@@ -158,12 +160,11 @@ def _gather_groups(key: Tensor, value: Tensor, context: ContextGroup) -> Iterato
     """Yield every step's keys, and values beside them, of the whole sequence, having started the gather of the step after."""
     size = _at_once(context)
     steps = list(zip(key.split(size, dim=1), value.split(size, dim=1), strict=True))
-    rows = torch.from_numpy(context.shares.gathered_rows).to(key.device)
     coming = [_start_gather(*steps[0], context)]
     for following in (*steps[1:], None):
         work, gathered = coming.pop()
         work.wait()
-        in_order = gathered.index_select(0, rows)
+        in_order = gathered.index_select(0, context.gathered_rows)
         del gathered
         if following is not None:
             coming.append(_start_gather(*following, context))
@@ -184,9 +185,8 @@ class _Reduction:
     def __init__(self, key_gradient: Tensor, value_gradient: Tensor, context: ContextGroup) -> None:
         shares = context.shares
         both = torch.cat((key_gradient, value_gradient), dim=1)
-        rows = torch.from_numpy(shares.gathered_rows).to(both.device)
         self._padded: Tensor | None = both.new_zeros(shares.num_ranks * shares.num_rows, *both.shape[1:])
-        self._padded.index_copy_(0, rows, both)
+        self._padded.index_copy_(0, context.gathered_rows, both)
         self._local = both.new_empty(shares.num_rows, *both.shape[1:])
         self._num_local = int(shares.num_tokens_of_rank[context.rank])
         self._work: Any = dist.reduce_scatter_tensor(self._local, self._padded, group=context.group, async_op=True)

@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from multimodal.attention.attention_backend import load_backend
+from multimodal.attention.attention_backend import FLASH, SEQUENCES, load_backend
+from multimodal.attention.attention_choice import BY_SEQUENCE, AttentionChoice
 from multimodal.attention.context_parallel import ContextGroup, attend_across_ranks
-from multimodal.attention.packed_lengths import ItemParts, MaskRule, PackedLengths
+from multimodal.attention.flash_attention import attend_by_flash
+from multimodal.attention.packed_lengths import ItemParts, PackedLengths
 from multimodal.attention.token_shares import BlockShares
 
 _Tensors = tuple[Tensor, Tensor, Tensor]
@@ -51,7 +53,8 @@ class CoreAttention(torch.nn.Module):
 class PackedAttention(CoreAttention):
     """Tokens attend inside their own sequence only: causally in an LLM, to all of it in an encoder.
 
-    By torch's scaled dot product attention. Query heads per key head may exceed one (grouped-query attention).
+    By FlashAttention's kernel for variable lengths, or torch's scaled dot product attention sequence by sequence. Query heads per
+    key head may exceed one (grouped-query attention).
     """
 
     def __init__(
@@ -59,14 +62,20 @@ class PackedAttention(CoreAttention):
         *,
         config: TransformerConfig,
         attn_mask_type: AttnMaskType,
+        backend: str = SEQUENCES,
         recompute: bool = False,
         softmax_scale: float | None = None,
         **_: Any,
     ) -> None:
         super().__init__(recompute=recompute, softmax_scale=softmax_scale)
+        self.backend = backend
         self.is_causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedLengths) -> Tensor:
+        if self.backend == FLASH:
+            rows = query[:, 0], key[:, 0], value[:, 0]
+            flat = attend_by_flash(*rows, packed=packed, is_causal=self.is_causal, softmax_scale=self.softmax_scale)
+            return flat.flatten(1)[:, None]
         groups = query.shape[2] // key.shape[2]
         if groups > 1:
             key, value = key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2)
@@ -81,10 +90,10 @@ class PackedAttention(CoreAttention):
 class MaskedAttention(CoreAttention):
     """Tokens attend as the rule says, by any backend, over one rank or the ranks that a sequence is spread over.
 
-    backend: a name of `attention_backend.py` other than `auto` and `sequences`; repeats: attention over several ranks keeps no
-    inner activations, as within layers that are computed again (full recomputation); keeps_sequences: `PackedAttention`
-    attends to items that one rank has whole, as it does without context parallelism; pg_collection: its `cp` are the ranks that a
-    sequence is spread over. Raises ConfigError when the backend's package is missing.
+    choice: has the rule, and the backend of all tokens, which takes a mask; where ranks share tokens, also that of the others,
+    which may be `PackedAttention`; repeats: attention over several ranks keeps no inner activations, as within layers that are
+    computed again (full recomputation); pg_collection: its `cp` are the ranks that a sequence is spread over.
+    Raises ConfigError when the backend's package is missing.
     """
 
     def __init__(
@@ -92,20 +101,19 @@ class MaskedAttention(CoreAttention):
         *,
         config: TransformerConfig,
         attn_mask_type: AttnMaskType,
-        rule: MaskRule,
-        backend: str,
+        choice: AttentionChoice,
         recompute: bool = False,
         softmax_scale: float | None = None,
         repeats: bool = False,
-        keeps_sequences: bool = False,
         pg_collection: ProcessGroupCollection | None = None,
         **_: Any,
     ) -> None:
         super().__init__(recompute=recompute, softmax_scale=softmax_scale)
         self.repeats = recompute or repeats
-        options: dict[str, Any] = {"recompute": recompute, "softmax_scale": softmax_scale}
-        self.packed = PackedAttention(config=config, attn_mask_type=attn_mask_type, **options) if keeps_sequences else None
-        self.rule, self.attend = rule, load_backend(backend)
+        options: dict[str, Any] = {"recompute": recompute, "softmax_scale": softmax_scale, "backend": choice.alone}
+        takes_sequences = choice.alone in BY_SEQUENCE
+        self.packed = PackedAttention(config=config, attn_mask_type=attn_mask_type, **options) if takes_sequences else None
+        self.rule, self.attend = choice.rule, load_backend(choice.backend)
         self.context_group = getattr(pg_collection, "cp", None)
 
     def forward(
@@ -132,10 +140,10 @@ class MaskedAttention(CoreAttention):
         """Cut items need the other ranks, all of which know whether there are any; whole ones do not."""
         if not parts.cut.lengths:
             return self._attend_alone(own, parts.whole)
-        cut_rows, whole_rows = (rows.to(own[0].device) for rows in (parts.cut_rows, parts.whole_rows))
-        cut = self._attend_across_ranks(_select(own, cut_rows), parts.cut)
-        whole = self._attend_alone(_select(own, whole_rows), parts.whole)
-        return torch.cat((cut, whole)).index_select(0, torch.cat((cut_rows, whole_rows)).argsort())
+        parts = parts.on(own[0].device)
+        cut = self._attend_across_ranks(_select(own, parts.cut_rows), parts.cut)
+        whole = self._attend_alone(_select(own, parts.whole_rows), parts.whole)
+        return torch.cat((cut, whole)).index_select(0, parts.places)
 
     def _attend_alone(self, own: _Tensors, packed: PackedLengths) -> Tensor:
         """Without items there are no rows, which not every backend takes."""
@@ -154,7 +162,7 @@ class MaskedAttention(CoreAttention):
             query[:, 0],
             key[:, 0],
             value[:, 0],
-            context=ContextGroup(self.context_group, share.shares),
+            context=ContextGroup(self.context_group, share.shares, packed.gathered_rows(query.device)),
             mask=packed.mask(self.rule),
             attend=self.attend,
             softmax_scale=self.softmax_scale,
@@ -182,7 +190,7 @@ class WindowedAttention(torch.nn.Module):
         num_padding = query.shape[0] - len(windows.order)
         if not windows.lengths:
             return query.flatten(2)
-        sequences = PackedLengths(lengths=windows.lengths)
+        sequences = packed_seq_params.window_sequences
         mixed = self.inner(*_select((query, key, value), windows.order), None, packed_seq_params=sequences)
         mixed = mixed.index_select(0, windows.places)
         return torch.cat((mixed, mixed.new_zeros(num_padding, *mixed.shape[1:]))) if num_padding else mixed

@@ -1,9 +1,8 @@
 """The sequences of a packed microbatch and their mask, as megatron-core's layers hand them down to the attention core."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -12,10 +11,12 @@ from torch import Tensor
 
 from multimodal.attention.attention_mask import AttentionMask
 from multimodal.attention.bitfield import BitfieldMask, MaskMode, MaskSegment, build_bitfield_mask
+from multimodal.attention.device_values import DerivedValues, map_tensors
 from multimodal.attention.token_shares import BlockShares, RankShare, WholeItemShares
 from multimodal.attention.windows import Windows
 
 _ITEM = "item"
+Made = TypeVar("Made")
 
 
 class ItemSpan(NamedTuple):
@@ -55,35 +56,67 @@ class PackedLengths(PackedSeqParams):
     """This rank's tokens, where a sequence is spread over ranks; `lengths` and `items` are of all ranks."""
     windows: Windows | None = None
     """The windows of this rank's tokens, where a unit has layers whose tokens attend inside of them only."""
-    _masks: dict[MaskRule, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
+    _made: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    _derived: DerivedValues = field(default_factory=DerivedValues, repr=False, compare=False)
 
     def mask(self, rule: MaskRule) -> AttentionMask:
         """Return the mask of these tokens; built once for all layers that share this object."""
-        if rule not in self._masks:
-            tokens = build_packed_mask(self.lengths, items=self.items, rule=rule)
-            self._masks[rule] = self._attention_mask(tokens)
-        return self._masks[rule]
+        return self._make(rule, lambda: self._attention_mask(rule))
 
-    def _attention_mask(self, tokens: BitfieldMask) -> AttentionMask:
+    def _attention_mask(self, rule: MaskRule) -> AttentionMask:
+        tokens = build_packed_mask(self.lengths, items=self.items, rule=rule)
         if self.share is None:
             return AttentionMask(tokens)
         shares = self.share.shares
         assert isinstance(shares, BlockShares)
         return AttentionMask(tokens, shares.block_size, shares.blocks_of(self.share.rank))
 
-    @cached_property
+    def starts(self, device: torch.device) -> Tensor:
+        """[num_sequences + 1], int32: the start of each sequence, and the total, as kernels for variable lengths expect them."""
+        return self._derived.on(device, "starts", lambda: torch.tensor((0, *self.lengths), dtype=torch.int32).cumsum(0).int())
+
+    def gathered_rows(self, device: torch.device) -> Tensor:
+        """[num_tokens]: as `BlockShares.gathered_rows`, of the shares that ranks spread these tokens by."""
+        shares = self.share.shares if self.share is not None else None
+        assert isinstance(shares, BlockShares)
+        return self._derived.on(device, "gathered rows", lambda: torch.from_numpy(shares.gathered_rows))
+
+    @property
+    def window_sequences(self) -> "PackedLengths":
+        """The windows as sequences, in their order."""
+        assert self.windows is not None, "a unit with windows says where they are"
+        lengths = self.windows.lengths
+        return self._make("windows", lambda: PackedLengths(lengths=lengths))
+
+    @property
     def item_parts(self) -> "ItemParts | None":
         """The two parts of this rank's tokens; None where blocks of tokens are dealt, or one rank has everything."""
+        return self._make("parts", self._divide)
+
+    def _make(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        if key not in self._made:
+            self._made[key] = make()
+        made: Made = self._made[key]
+        return made
+
+    def _divide(self) -> "ItemParts | None":
         if self.share is None or not isinstance(self.share.shares, WholeItemShares):
             return None
         shares, rank = self.share.shares, self.share.rank
         is_cut = shares.is_cut_token(rank)
+        whole, cut = np.flatnonzero(~is_cut), np.flatnonzero(is_cut)
         return ItemParts(
             PackedLengths(lengths=shares.lengths_of(rank)),
-            torch.from_numpy(np.flatnonzero(~is_cut)),
+            torch.from_numpy(whole),
             PackedLengths(lengths=shares.cut_lengths, share=RankShare(shares.cut, rank)),
-            torch.from_numpy(np.flatnonzero(is_cut)),
+            torch.from_numpy(cut),
+            torch.from_numpy(np.argsort(np.concatenate((cut, whole)))),
         )
+
+    def map_tensors(self, change: Callable[[Any], Any]) -> "PackedLengths":
+        """Return the same with the tensors of all that was derived changed."""
+        windows, made, derived = (map_tensors(each, change) for each in (self.windows, self._made, self._derived))
+        return replace(self, windows=windows, _made=made, _derived=derived)
 
 
 class ItemParts(NamedTuple):
@@ -91,10 +124,17 @@ class ItemParts(NamedTuple):
 
     whole: PackedLengths
     whole_rows: Tensor
-    """Rows of `whole` among the rank's tokens, ascending, int64, on the CPU."""
+    """Rows of `whole` among the rank's tokens, ascending, int64."""
     cut: PackedLengths
     """The cut items of all ranks, and the rank's share of their tokens; no lengths where nothing is cut."""
     cut_rows: Tensor
+    places: Tensor
+    """The rank's tokens among those of `cut` with those of `whole` behind them."""
+
+    def on(self, device: torch.device) -> "ItemParts":
+        """Return the same with rows on a device."""
+        rows = {name: getattr(self, name).to(device) for name in ("whole_rows", "cut_rows", "places")}
+        return self._replace(**rows)
 
 
 def build_packed_mask(lengths: Sequence[int], *, items: Sequence[ItemSpan], rule: MaskRule) -> BitfieldMask:

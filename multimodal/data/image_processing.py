@@ -1,12 +1,14 @@
 """Cuts a decoded image into patches at its native resolution, by Qwen2-VL's rule, or at one size for all.
 
-The size of the result follows from (width, height) alone, so token counts are known before any pixel is decoded.
-Pixels are resized bicubically and normalised by (x / 255 - mean) / std, to [-1, 1] by default. A transparent image is laid
-on white; an animation contributes its first frame; an EXIF orientation is not applied.
+The size of the result follows from (width, height) alone, so token counts are known before any pixel is decoded. Pixels are
+resized bicubically and stay bytes: the stage that takes them normalises them (`model/inputs/pixels.py`), so that a quarter is kept
+and copied on the way there. A transparent image is laid on white; an animation contributes its first frame; an EXIF orientation
+is not applied.
 """
 
 import math
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,8 @@ from PIL import Image
 from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ImageInput
+
+Pixel = TypeVar("Pixel", np.uint8, np.float32)
 
 MAX_ASPECT_RATIO = 200
 """The longest image (long side / short side) that Qwen2-VL's rule accepts."""
@@ -95,7 +99,7 @@ def num_tiles(*, width: int, height: int, image_input: ImageInput) -> int:
 
 
 def image_to_patches(image: Image.Image, *, image_input: ImageInput, tile: int = 0) -> ItemPixels:
-    """Resize, normalise and cut one decoded image, as RGB if in_channels is 3 and grey if it is 1.
+    """Resize and cut one decoded image, as RGB if in_channels is 3 and grey if it is 1.
 
     tile: which of the items that the image becomes (`num_tiles`). Raises DataError when its size breaks `smart_resize`'s rule.
     """
@@ -109,10 +113,8 @@ def image_to_patches(image: Image.Image, *, image_input: ImageInput, tile: int =
         image = _cut_tile(image, tiles=tiles, tile=tile, size=size)
     if image.size != size:
         image = image.resize(size, Image.Resampling.BICUBIC)
-    pixels = np.asarray(image, dtype=np.float32).reshape(size[1], size[0], image_input.in_channels)
-    mean, std = (np.array(values, dtype=np.float32) for values in (image_input.mean, image_input.std))
-    normalised = (pixels / np.float32(255) - mean) / std
-    patches = cut_patches(normalised, patch_size=image_input.patch_size, merge_size=image_input.merge_size)
+    pixels = np.asarray(image, dtype=np.uint8).reshape(size[1], size[0], image_input.in_channels)
+    patches = cut_patches(pixels, patch_size=image_input.patch_size, merge_size=image_input.merge_size)
     if image_input.num_frames > 1:
         channels = patches.reshape(len(patches), image_input.in_channels, 1, -1)
         patches = np.repeat(channels, image_input.num_frames, axis=2).reshape(len(patches), -1)
@@ -138,7 +140,7 @@ def _crop_to_square(image: Image.Image, *, size: int) -> Image.Image:
     return image.crop((left, top, left + size, top + size))
 
 
-def cut_patches(pixels: npt.NDArray[np.float32], *, patch_size: int, merge_size: int) -> npt.NDArray[np.float32]:
+def cut_patches(pixels: npt.NDArray[Pixel], *, patch_size: int, merge_size: int) -> npt.NDArray[Pixel]:
     """Cut [height, width, channels] into [num_patches, channels * patch_size * patch_size], in merge-window order.
 
     Windows of merge_size x merge_size patches follow each other row by row, and so do the patches inside a window; a patch

@@ -23,7 +23,7 @@ class EncoderMicrobatch:
     """Items packed for an encoder, in the order of their atoms."""
 
     patches: torch.Tensor | None
-    """[num_tokens, patch_dim], float32, merge-window order; None where only positions were asked for."""
+    """[num_tokens, patch_dim], of the items' type, merge-window order; None where only positions were asked for."""
     positions: torch.Tensor
     """[num_tokens, 2], int64: (row, column) of each patch in its image; CLASS_POSITION twice for a class token. Of sound
     [num_tokens, 3], as `audio_positions` says."""

@@ -35,10 +35,12 @@ class SampleText:
 class ItemPixels:
     """One image, cut into patches, or one clip of sound: the input of an encoder, or the image that a generator is to make."""
 
-    patches: npt.NDArray[np.float32]
-    """[num_patches, in_channels * num_frames * patch_size * patch_size], in merge-window order: the merge_size x merge_size
-    patches of one output token are adjacent (Qwen2-VL's order). Of a clip:
-    [num_tokens, FRAMES_PER_TOKEN * num_mel_bins], in time."""
+    patches: npt.NDArray[np.uint8] | npt.NDArray[np.float32]
+    """[num_patches, in_channels * num_frames * patch_size * patch_size]: bytes, or values that are normalised already.
+
+    In merge-window order: the merge_size x merge_size patches of one output token are adjacent (Qwen2-VL's order). Of a clip:
+    [num_tokens, FRAMES_PER_TOKEN * num_mel_bins], in time.
+    """
     grid: tuple[int, int]
     """(rows, columns) of patches; of a clip (frames, 1)."""
 

@@ -28,8 +28,9 @@ def rotary_frequencies(
         positions = positions[:, None]
     if sections:
         exponent = torch.arange(0, head_channels, 2, device=positions.device, dtype=dtype) / head_channels
-        axes = torch.repeat_interleave(torch.arange(len(sections)), torch.tensor(sections)).to(positions.device)
-        angles = positions.expand(-1, len(sections))[:, axes].to(dtype) * (1.0 / base**exponent)
+        axes = positions.expand(-1, len(sections)).to(dtype).split(1, dim=1)
+        of_pairs = [axis.expand(-1, count) for axis, count in zip(axes, sections, strict=True)]
+        angles = torch.cat(of_pairs, dim=1) * (1.0 / base**exponent)
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
     num_axes = positions.shape[1]
     channels = head_channels // num_axes

@@ -1,14 +1,16 @@
 """Inputs of a stage beside the activations of the stage before it."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from multimodal.attention.packed_lengths import ItemSpan
+from multimodal.attention.device_values import map_tensors
+from multimodal.attention.packed_lengths import ItemSpan, PackedLengths
 from multimodal.attention.token_shares import RankShare, WholeItemShares
-from multimodal.attention.windows import order_by_window
+from multimodal.attention.windows import Windows, order_by_window
 from multimodal.values.model_graph import Unit
 
 
@@ -45,8 +47,12 @@ class PackedInput:
     """[num_tokens]: this rank's tokens, window by window; encoders whose patches attend inside windows."""
     window_lengths: tuple[int, ...] = ()
     """Tokens of each window, in that order."""
+    kept_rows: Tensor | None = None
+    """[num_patches]: this rank's tokens that are not dropped; encoders that drop some at their end."""
     share: RankShare | None = None
     """Tokens that this rank holds; None: all."""
+    packed: PackedLengths | None = None
+    """Lengths as layers take them, with all that these derive from them (`prepare_input`); None: not prepared."""
 
     @property
     def num_tokens(self) -> int:
@@ -65,6 +71,14 @@ class PackedInput:
         order, lengths = order_by_window(places, self.own_lengths, size=size)
         return replace(self, window_order=order, window_lengths=lengths)
 
+    def with_kept_rows(self) -> "PackedInput":
+        """Return the same input with the rows of all tokens but those that the encoder drops, whose last place is below 0."""
+        return replace(self, kept_rows=(self.positions[:, -1] >= 0).nonzero()[:, 0])
+
+    def map_tensors(self, change: Callable[[Any], Any]) -> "PackedInput":
+        """Return the same with every tensor changed, such as copied to a device."""
+        return replace(self, **{each.name: map_tensors(getattr(self, each.name), change) for each in fields(self)})
+
     @property
     def own_lengths(self) -> tuple[int, ...]:
         """Tokens of each sequence that this rank holds; where ranks share them, all are whole."""
@@ -73,6 +87,16 @@ class PackedInput:
         shares = self.share.shares
         assert isinstance(shares, WholeItemShares) and not shares.cut_lengths, "items are cut"
         return shares.lengths_of(self.share.rank)
+
+
+def pack_lengths(batch: PackedInput, num_rows: int) -> PackedLengths:
+    """Return lengths as layers take them; num_rows: of all tokens with padding, which is a sequence of its own."""
+    lengths = batch.lengths
+    if batch.share is None and num_rows > batch.num_tokens:
+        lengths = (*lengths, num_rows - batch.num_tokens)
+    order = batch.window_order
+    windows = None if order is None else Windows(order, torch.argsort(order), batch.window_lengths)
+    return PackedLengths(lengths=lengths, items=batch.items, share=batch.share, windows=windows)
 
 
 def padded_num_tokens(num_tokens: int, *, multiple: int) -> int:

@@ -11,12 +11,11 @@ from torch.nn import Module, ModuleDict
 from torch.utils.checkpoint import checkpoint
 
 from multimodal.attention.packed_lengths import PackedLengths
-from multimodal.attention.windows import Windows
 from multimodal.model.collectives import RankLink, share_rows
 from multimodal.model.layers.layer_kind import HeadOutput, LayerContext, LayerPart, StagePass, State
 from multimodal.model.layers.registry import kind_of
 from multimodal.model.rotary import rotary_frequencies
-from multimodal.model.stage_input import PackedInput, pad_rows, padded_num_tokens
+from multimodal.model.stage_input import PackedInput, pack_lengths, pad_rows
 from multimodal.model.stage_segments import StageSegments, join_segments
 from multimodal.model.tensor_parallel_waits import TensorParallelWaits
 from multimodal.model.transformer_config import BuildOptions, build_transformer_config
@@ -102,9 +101,7 @@ class UnitStage(MegatronModule):
         return rows // self.groups.tp.size() if self.config.sequence_parallel else rows
 
     def _num_padded_rows(self, num_tokens: int) -> int:
-        """Return the rows before sharing them; where sequences are spread over ranks, a rank without tokens computes one."""
-        rows = num_tokens if self.groups.cp.size() == 1 else max(1, num_tokens)
-        return padded_num_tokens(rows, multiple=self.groups.tp.size()) if self.config.sequence_parallel else rows
+        return self.context.input_context.num_padded_rows(num_tokens)
 
     def forward(self, hidden: Tensor | None, batch: PackedInput, item_embeddings: Tensor | None = None) -> Tensor | HeadOutput:
         """Run the stage.
@@ -201,13 +198,7 @@ class UnitStage(MegatronModule):
         return pad_rows(frequencies, self._num_padded_rows(batch.num_tokens))
 
     def _position_inputs(self, batch: PackedInput) -> tuple[Tensor | None, PackedLengths]:
-        lengths = batch.lengths
-        num_rows = self._num_padded_rows(batch.num_tokens)
-        if batch.share is None and num_rows > batch.num_tokens:
-            lengths = (*lengths, num_rows - batch.num_tokens)
-        order = batch.window_order
-        windows = None if order is None else Windows(order, torch.argsort(order), batch.window_lengths)
-        return self.frequencies(batch), PackedLengths(lengths=lengths, items=batch.items, share=batch.share, windows=windows)
+        return self.frequencies(batch), batch.packed or pack_lengths(batch, self._num_padded_rows(batch.num_tokens))
 
     def _build_layer(self, index: int) -> Module:
         return kind_of(self.unit, index).build(self.context, index)

@@ -1,6 +1,6 @@
 """From a step to a schedule that can run: build, rewrite, lower, validate; and schedules kept by the shape of the assignment."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -10,6 +10,7 @@ from multimodal.schedule.builders import Builder, ScheduleRow
 from multimodal.schedule.compile_schedule import CompiledSchedule, compile_schedule
 from multimodal.schedule.passes import Pass
 from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.schedule.settle_fillers import settle_fillers
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
@@ -46,6 +47,13 @@ class BuiltSchedule:
     """The schedule of one shape, and the parts made from it on demand."""
 
     schedule: Schedule
+    _settled: list[Schedule] = field(default_factory=list)
+
+    def to_run(self, costs: Callable[[], StepCosts]) -> Schedule:
+        """Return the schedule with every filler in its place, by the costs of the first step that asks."""
+        if not self._settled:
+            self._settled.append(settle_fillers(self.schedule, costs()) if self.schedule.has_fillers else self.schedule)
+        return self._settled[0]
 
     @cached_property
     def compiled(self) -> CompiledSchedule:

@@ -115,17 +115,9 @@ def build_session(case: GradientCase) -> Session:
 
     Biases and norm weights are drawn at random: as zeros and ones they would hide what adds or scales twice.
     """
-    build = BuildOptions(
-        Precision(torch.float64),
-        sequence_parallel=case.sequence_parallel,
-        recompute=case.recompute,
-        attention_backend=case.attention_backend,
-        attention_mask=case.attention_mask,
-        num_overlapped_parts=case.num_overlapped_parts,
-    )
     options = SessionOptions(
         case.graph,
-        build,
+        build_options(case),
         case.source.vocab_size,
         seed=SEED,
         timeout=TIMEOUT,
@@ -142,6 +134,18 @@ def build_session(case: GradientCase) -> Session:
                     _randomize(parameter, f"{unit}.{name}", sharding_of(stage.unit, name), stage)
     session.zero_gradients()
     return session
+
+
+def build_options(case: GradientCase) -> BuildOptions:
+    """Of a case's stages."""
+    return BuildOptions(
+        Precision(torch.float64),
+        sequence_parallel=case.sequence_parallel,
+        recompute=case.recompute,
+        attention_backend=case.attention_backend,
+        attention_mask=case.attention_mask,
+        num_overlapped_parts=case.num_overlapped_parts,
+    )
 
 
 def plan_case(case: GradientCase, assignment: Assignment | None = None, *, forward_only: bool = False) -> Step:
@@ -164,7 +168,7 @@ def plan_case(case: GradientCase, assignment: Assignment | None = None, *, forwa
         num_overlapped_parts=case.num_overlapped_parts,
     )
     predictor = StepPredictor(schedules, case.cluster, case.source.vocab_size, options) if case.cluster is not None else None
-    return plan_step(
+    step = plan_step(
         source,
         lengths=lengths,
         assignment=assignment,
@@ -174,7 +178,9 @@ def plan_case(case: GradientCase, assignment: Assignment | None = None, *, forwa
         sharing=ContextSharing(case.distribution, case.block_size, case.attention_mask),
         shards_weights=case.shards_weights,
         costs_of=predictor.costs if predictor is not None else None,
+        options=build_options(case),
     )
+    return step.packed()
 
 
 def sharded_layers(session: Session) -> list[ShardedLayer]:

@@ -42,7 +42,7 @@ def attend_on_rank(case: Case) -> list[NDArray[np.generic]]:
     shares = share_tokens(tokens, num_ranks=dist.get_world_size(), method=case.method, block_size=16)
     positions = torch.from_numpy(shares.positions_of(dist.get_rank()))
     mask = AttentionMask(tokens, block_size=16, query_blocks=shares.blocks_of(dist.get_rank()))
-    context = ContextGroup(dist.group.WORLD, shares, groups_at_once=case.groups_at_once)
+    context = ContextGroup(dist.group.WORLD, shares, torch.from_numpy(shares.gathered_rows), groups_at_once=case.groups_at_once)
     *leaves, gradient = (tensor[positions] for tensor in draw_inputs(whole_mask(case), heads=HEADS, groups=GROUPS))
     for leaf in leaves:
         leaf.requires_grad_()

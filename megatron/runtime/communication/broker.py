@@ -7,10 +7,10 @@ these gives and takes rows of its own (`RowShares`), and the same holds for its 
 unit, where all ranks may hold different rows, each passes on its own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.runtime.communication.message_channel import MessageChannel, ReceiveWatch
+from megatron.runtime.communication.message_channel import MessageChannel
+from multimodal.attention.device_values import CPU, DerivedValues, map_tensors
 from multimodal.plan.communicators import track_of
 from multimodal.values.action import Coverage, Place
 
@@ -34,10 +35,31 @@ class RowShares:
 
     def __init__(self, *, given: tuple[Rows, ...], taken: tuple[Rows, ...]) -> None:
         self.given, self.taken = given, taken
+        self._derived = DerivedValues()
 
+    @cached_property
     def reversed(self) -> "RowShares":
-        """Return the shares of the gradients, which travel the other way."""
+        """The shares of the gradients, which travel the other way."""
         return RowShares(given=self.taken, taken=self.given)
+
+    def prepare(self, *, giver: int | None, taker: int | None) -> None:
+        """Derive, on the CPU, the rows that context parallel ranks give and take; None: of the other end only."""
+        if giver is not None:
+            for target in range(len(self.taken)):
+                self.positions_given(giver, target, CPU)
+            self.reversed.positions_taken(giver, CPU)
+        if taker is not None:
+            for source in range(len(self.given)):
+                self.reversed.positions_given(taker, source, CPU)
+            self.positions_taken(taker, CPU)
+
+    def map_tensors(self, change: Callable[[Any], Any]) -> "RowShares":
+        """Return the same with the tensors of derived rows changed."""
+        changed = RowShares(given=self.given, taken=self.taken)
+        changed.reversed = RowShares(given=self.taken, taken=self.given)
+        for new, old in ((changed, self), (changed.reversed, self.reversed)):
+            new._derived = map_tensors(old._derived, change)
+        return changed
 
     @cached_property
     def common(self) -> tuple[tuple[Rows, ...], ...]:
@@ -52,13 +74,23 @@ class RowShares:
         """Return the number of rows that a taking rank receives; more than it takes where gradients add up."""
         return sum(map(len, self.common[target]))
 
-    def positions_given(self, source: int, target: int) -> Rows:
+    def positions_given(self, source: int, target: int, device: torch.device) -> Tensor:
         """Return the positions, among all rows that `source` gives, of the rows that travel between the two."""
-        return np.searchsorted(self.given[source], self.common[target][source])
 
-    def positions_taken(self, target: int) -> Rows:
-        """Return the position of each received row among the rows that the rank takes."""
-        return np.searchsorted(self.taken[target], np.concatenate(self.common[target]))
+        def derive() -> Tensor:
+            return torch.from_numpy(np.searchsorted(self.given[source], self.common[target][source]))
+
+        return self._derived.on(device, ("given", source, target), derive)
+
+    def positions_taken(self, target: int, device: torch.device) -> Tensor | None:
+        """Return the position of each received row among the rows that the rank takes; None where they are in order."""
+
+        def derive() -> Tensor | None:
+            positions = np.searchsorted(self.taken[target], np.concatenate(self.common[target]))
+            is_in_order = len(positions) == len(self.taken[target]) and bool((np.diff(positions) > 0).all())
+            return None if is_in_order else torch.from_numpy(positions)
+
+        return self._derived.on(device, ("taken", target), derive)
 
 
 class MessageKey(NamedTuple):
@@ -150,8 +182,8 @@ def _payload_of(piece: Piece, link: Link, payload: Tensor) -> Tensor:
         return payload[piece.first_row : piece.last_row]
     source, target = _index_of(piece.source_rank, link.source_groups), _index_of(piece.target_rank, link.target_groups)
     start = link.rows.first_row(source, target)
-    positions = link.rows.positions_given(source, target)[piece.first_row - start : piece.last_row - start]
-    return payload.index_select(0, torch.from_numpy(positions).to(payload.device))
+    positions = link.rows.positions_given(source, target, payload.device)
+    return payload.index_select(0, positions[piece.first_row - start : piece.last_row - start])
 
 
 def _groups(ranks: tuple[int, ...], count: int) -> tuple[tuple[int, ...], ...]:
@@ -167,11 +199,10 @@ def _in_order(received: Tensor, rows: RowShares | None, target: int) -> Tensor:
     """Put received rows into their places, and add up rows that came from several ranks."""
     if rows is None:
         return received
-    num_taken, positions = len(rows.taken[target]), rows.positions_taken(target)
-    if len(positions) == num_taken and (np.diff(positions) > 0).all():
+    positions = rows.positions_taken(target, received.device)
+    if positions is None:
         return received
-    taken = received.new_zeros(num_taken, *received.shape[1:])
-    return taken.index_add_(0, torch.from_numpy(positions).to(received.device), received)
+    return received.new_zeros(len(rows.taken[target]), *received.shape[1:]).index_add_(0, positions, received)
 
 
 @dataclass
@@ -180,7 +211,6 @@ class _Incoming:
     buffer: Tensor
     first_row: int
     waiting: list[dist.Work]
-    watch: ReceiveWatch | None = None
 
 
 class Broker:
@@ -239,21 +269,11 @@ class Broker:
         assert self._channel is not None, "a rank alone sends no messages"
         return self._channel.start(track_of(key.direction, key.source, key.target), sends=sends, receives=receives)
 
-    def is_there(self, key: MessageKey) -> bool:
-        """True if this rank's pieces have come."""
-        incoming = self._incoming[key]
-        if incoming.watch is None:
-            incoming.watch = ReceiveWatch(incoming.waiting, device=self._device)
-        return incoming.watch.is_complete()
-
     def wait(self, key: MessageKey) -> Tensor:
         """Wait for this rank's pieces; returns the buffer, to be completed by `complete`."""
         incoming = self._incoming[key]
-        if incoming.watch is not None:
-            incoming.watch.wait()
-        else:
-            for work in incoming.waiting:
-                work.wait()
+        for work in incoming.waiting:
+            work.wait()
         for piece, rows in self._kept.pop(key, ()):
             incoming.buffer[piece.first_row - incoming.first_row : piece.last_row - incoming.first_row] = rows
         return incoming.buffer

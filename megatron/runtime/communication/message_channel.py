@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from threading import Thread
 
 import torch
 import torch.distributed as dist
@@ -74,41 +73,3 @@ class MessageChannel:
             for work in self.start(track, sends=sends, receives=list(zip(bytes_of[len(targets) :], sources, strict=True))):
                 work.wait()
         self.finish_sends()
-
-
-class ReceiveWatch:
-    """Receives of one message, watched from the moment somebody asks.
-
-    NCCL says whether a receive is complete. gloo says so only to a waiting thread, so there a thread waits, which costs no core.
-    """
-
-    def __init__(self, receives: Sequence[dist.Work], *, device: torch.device) -> None:
-        self._receives = receives
-        self._problem: BaseException | None = None
-        self._thread: Thread | None = None
-        if device.type == "cpu" and receives:
-            self._thread = Thread(target=self._wait_in_thread, daemon=True)
-            self._thread.start()
-
-    def is_complete(self) -> bool:
-        """True if all have come (or failed, which `wait` raises)."""
-        if self._thread is not None:
-            return not self._thread.is_alive()
-        return all(receive.is_completed() for receive in self._receives)
-
-    def wait(self) -> None:
-        """Wait for all; raises what a receive raised."""
-        if self._thread is None:
-            for receive in self._receives:
-                receive.wait()
-            return
-        self._thread.join()
-        if self._problem is not None:
-            raise self._problem
-
-    def _wait_in_thread(self) -> None:
-        try:
-            for receive in self._receives:
-                receive.wait()
-        except Exception as problem:
-            self._problem = problem

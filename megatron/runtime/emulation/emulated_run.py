@@ -7,7 +7,7 @@ an accelerator. The result is a measured Timeline that can be held against the s
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from megatron.runtime.step.step import Step
 from multimodal.cost.step_costs import ComputeCost, StepCosts
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.schedule.compile_schedule import compile_schedule
+from multimodal.schedule.settle_fillers import settle_fillers
 from multimodal.values.action import Action
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph, Role
@@ -96,6 +97,7 @@ def _serve_rank(
 
 def emulate_on_rank(run: EmulatedRun, *, rank: int) -> tuple[Timeline, ...]:
     """This rank's part, where torch.distributed is up; collective. The timelines on rank 0, nothing elsewhere."""
+    run = replace(run, schedule=settle_fillers(run.schedule, run.costs))
     graph, plan = run.schedule.step.graph, run.schedule.step.plan
     session = emulated_session(graph, plan, cost=cache(_Costs(run).compute))
     step = emulated_step(run.schedule, num_tokens=run.num_tokens, rank=rank)

@@ -17,8 +17,6 @@ class Executor(RankResources):
     def execute(self, step: Step, *, is_training: bool) -> StepResult:
         """Run this rank's lane of `step.schedule`; gradients accumulate in the stages' parameters.
 
-        A lane that runs a stage together with another lane, or shares weights with one, runs fillers in their places, as both
-        must keep one order.
         Raises ConfigError when the schedule splits backwards or runs segments and Transformer Engine computes them, and when work
         stands in waits that --tp-comm-overlap does away with.
         """
@@ -28,8 +26,7 @@ class Executor(RankResources):
         running = RunningStep(self, step, is_training=is_training)
         memory_before = _start_counting_cuda_memory()
         self.clock.start_step()
-        lane = step.schedule.lane(self.lane)
-        running.run(lane, fillers=frozenset() if self._shares_stages or self.sharded else lane.fillers)
+        running.run(step.schedule.lane(self.lane))
         return self._result(running, memory_before)
 
     def _check_implementation(self, step: Step) -> None:

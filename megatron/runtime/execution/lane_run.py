@@ -1,7 +1,6 @@
 """The run of one lane: one loop over its actions and one set of handlers, whoever computes."""
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Mapping
 
 import torch
@@ -27,8 +26,6 @@ class LaneRun(ABC):
     def __init__(self, *, broker: Broker, clock: StepClock) -> None:
         self.broker, self.clock = broker, clock
         self.store = ActivationStore()
-        self.fillers: deque[Action] = deque()
-        """Fillers of the next carrier that have not run yet."""
         self.collectives: dict[Action, Callable[[], None]] = {}
         """By action, what waits for a collective that is started and not finished."""
         self.inside: dict[int, list[Action]] = {}
@@ -42,22 +39,17 @@ class LaneRun(ABC):
         self.held_back: list[Callable[[], None]] = []
         """Collectives of what runs in a wait for another one, which start when that wait is over."""
 
-    def run(self, lane: Lane, *, fillers: frozenset[int] = frozenset()) -> None:
-        """Run the actions of a lane in order; fillers: positions of those that wait for a carrier to fill."""
+    def run(self, lane: Lane) -> None:
+        """Run the actions of a lane in order."""
         for index, action in enumerate(lane.actions):
             self.before_action(index)
-            if index in fillers:
-                self.fillers.append(action)
-                continue
             if index in lane.inside:
                 self.inside.setdefault(lane.inside[index], []).append(action)
                 continue
             self.num_waits = 0
             HANDLERS[action.kind](self, action)
-            if ACTION_TABLE[action.kind].resource is Resource.COMPUTE:
-                self.run_fillers()
-                if index not in lane.fillers:
-                    self._check_inside(action)
+            if ACTION_TABLE[action.kind].resource is Resource.COMPUTE and index not in lane.fillers:
+                self._check_inside(action)
         self.before_action(len(lane.actions))
         for action in tuple(self.collectives):
             self.finish_collective(action)
@@ -105,22 +97,16 @@ class LaneRun(ABC):
         self.store.put(key, tensor, size_bytes=size_of(tensor))
 
     def collect(self, key: MessageKey) -> Tensor:
-        """Take a tensor that another action published here, or that a message brings; waits for it, running fillers first."""
+        """Take a tensor that another action published here, or that a message brings; waits for it."""
         if not self.must_travel(key.source, key.target):
             tensor: Tensor = self.store.take(key)
             return tensor
-        while self.fillers and not self.is_filling and not self.is_there(key):
-            self._run_filler()
         kind = ActionKind.RECEIVE_FORWARD if key.direction == "forward" else ActionKind.RECEIVE_BACKWARD
         with self.clock.span(Action(kind, *key.target, peer=key.source, covers=key.covers)):
             self.broker.wait(key)
             received = self.complete(key)
         self.store.grow(-self.store.take(("posted", key)))
         return received
-
-    def is_there(self, key: MessageKey) -> bool:
-        """True if a message has come."""
-        return self.broker.is_there(key)
 
     def complete(self, key: MessageKey) -> Tensor:
         """Return what a message has brought."""
@@ -141,11 +127,6 @@ class LaneRun(ABC):
         key = MessageKey(direction, action.place, action.peer, action.covers)
         with self.clock.span(action):
             self.broker.send(key, self.link(key), self.store.take(key))
-
-    def run_fillers(self) -> None:
-        """Run the fillers that their carrier had no time for."""
-        while self.fillers:
-            self._run_filler()
 
     def fill_wait(self, number: int) -> None:
         """Run what fills a wait of the computation that is running; it must not inherit anything of that."""
@@ -188,12 +169,6 @@ class LaneRun(ABC):
             f"{action_to_text(action)}: was to run in wait {wait} (counted from 0) inside {action_to_text(carrier)}, which has "
             f"{waits}; let it run in another one, or between computations"
         )
-
-    def _run_filler(self) -> None:
-        action = self.fillers.popleft()
-        self.is_filling = True
-        HANDLERS[action.kind](self, action)
-        self.is_filling = False
 
 
 def _detached(tensor: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """One step as a rank's stages compute it: sample subset by sample subset or range of segments by range where it is cut."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -183,7 +184,7 @@ class RunningStep(StepMessages):
             return self._record_loss(action, output), output.conditions
         return None, output
 
-    def _collect(self, action: Action) -> tuple[Tensor | None, tuple[tuple[Route, Tensor], ...], list[PackedInput]]:
+    def _collect(self, action: Action) -> tuple[Tensor | None, tuple[tuple[Route, Tensor], ...], tuple[PackedInput, ...]]:
         """Take all that a forward needs: hidden states, upstream outputs, and its sample subsets' inputs."""
         hidden, items = self.collect_inputs(action)
         self.finish_collective(Action(ActionKind.GATHER_PARAMETERS, *action.place[:3]))
@@ -193,7 +194,7 @@ class RunningStep(StepMessages):
         return (
             hidden,
             items,
-            [_move_input(batch, self.executor.device) for batch in self.step.inputs_of(microbatch_of(action.place))],
+            self.inputs.of(microbatch_of(action.place)),
         )
 
     def _filling_waits(self, action: Action) -> AbstractContextManager[None]:
@@ -243,7 +244,7 @@ class RunningStep(StepMessages):
             self.store.put(("open", action.place, action.subset), opened, size_bytes=size_bytes)
         return None if given is None else given.detach()
 
-    def _split_rows(self, action: Action, hidden: Tensor | None, batches: list[PackedInput]) -> list[Tensor | None]:
+    def _split_rows(self, action: Action, hidden: Tensor | None, batches: Sequence[PackedInput]) -> list[Tensor | None]:
         """Return each sample subset's hidden states, as leaves of graphs of their own."""
         if hidden is None or len(batches) == 1:
             return [hidden] * len(batches)
@@ -270,15 +271,3 @@ class RunningStep(StepMessages):
                 self.fill_waits_left()
         self.publish_input_gradients(action, opened.hidden, opened.items)
         return opened.queue
-
-
-def _move_input(packed: PackedInput, device: torch.device) -> PackedInput:
-    """The same input with its tensors on `device`."""
-    if device.type == "cpu":
-        return packed
-    moved: dict[str, Any] = {
-        field.name: value.to(device, non_blocking=True)
-        for field in fields(packed)
-        if isinstance(value := getattr(packed, field.name), torch.Tensor)
-    }
-    return replace(packed, **moved)

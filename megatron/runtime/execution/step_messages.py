@@ -14,11 +14,12 @@ from megatron.runtime.communication.broker import Broker, Link, MessageKey
 from megatron.runtime.execution.activation_store import storage_identity
 from megatron.runtime.execution.lane_run import LaneRun
 from megatron.runtime.execution.step_clock import StepClock
+from megatron.runtime.execution.step_inputs import StepInputs
 from megatron.runtime.gradients.gradients import UnitGradients
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
 from megatron.runtime.step.step import Step
 from multimodal.model.unit_stage import UnitStage
-from multimodal.values.action import Action, ActionKind, Coverage, Place, SampleSubset
+from multimodal.values.action import Action, Coverage, Place, SampleSubset
 from multimodal.values.assignment import MicrobatchPlace, Route
 from multimodal.values.dependencies import must_travel
 from multimodal.values.model_graph import ModelGraph, Role
@@ -52,13 +53,6 @@ class RankResources:
             for index, stage in unit.sharded.items()
         }
         """The stages whose weights are sharded."""
-        self._shares_stages = any(
-            len(plan.lanes_of_stage(name, index, stage.index)) > 1
-            for name, unit in plan.units.items()
-            for index, replica in enumerate(unit.replicas)
-            for stage in replica.virtual_stages
-            if rank in stage.ranks
-        )
         self.clock = StepClock(lane=self.lane)
         self.parameter_storages = frozenset(
             storage_identity(parameter) for stage in stages.values() for parameter in stage.parameters()
@@ -78,11 +72,6 @@ class RankResources:
         group: dist.ProcessGroup = self._groups[unit].tp
         return group
 
-    def stage_group(self, unit: str) -> dist.ProcessGroup:
-        """All ranks of this rank's stage of a unit: its tensor and context parallel peers."""
-        group: dist.ProcessGroup = self._groups[unit].tp_cp
-        return group
-
     def context_parallel_rank(self, unit: str) -> int:
         """The index of the share of the tokens that this rank holds in a unit."""
         rank: int = self._groups[unit].cp.rank()
@@ -95,6 +84,7 @@ class StepMessages(LaneRun):
     def __init__(self, executor: RankResources, step: Step) -> None:
         super().__init__(broker=executor.broker, clock=executor.clock)
         self.executor, self.step = executor, step
+        self.inputs = StepInputs(step, rank=executor.rank, device=executor.device)
 
     def stage(self, place: Place) -> UnitStage:
         """Return the module of a virtual stage of this rank."""
@@ -103,16 +93,6 @@ class StepMessages(LaneRun):
     def must_travel(self, source: Place, target: Place) -> bool:
         """True if what is computed at `source` comes to `target` by messages."""
         return must_travel(source, target, self.executor.plan)
-
-    def is_there(self, key: MessageKey) -> bool:
-        """True if a message has come; what the ranks of a stage do together, they must also decide together."""
-        is_there = self.broker.is_there(key)
-        group = self.executor.stage_group(key.target.unit)
-        if group.size() == 1 or all(filler.kind is ActionKind.WEIGHT_GRADIENT for filler in self.fillers):
-            return is_there  # Weight gradients make no collective calls.
-        answer = torch.tensor([int(is_there)], device=self.executor.device)
-        dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)
-        return bool(answer.item())
 
     def complete(self, key: MessageKey) -> Tensor:
         """Return what a message has brought to this rank and its tensor parallel peers."""
@@ -129,8 +109,8 @@ class StepMessages(LaneRun):
         # An encoder's projector speaks the LLM's language; a generator translates what the LLM says itself.
         is_encoder = self.step.graph.unit(upstream.unit).role is Role.ENCODER
         hidden_size = self.step.graph.unit(downstream.unit if is_encoder else upstream.unit).transformer.hidden_size
-        rows = self.step.placement.row_shares(route)
-        rows = rows.reversed() if rows is not None and key.direction == "backward" else rows
+        rows = self.inputs.row_shares(route)
+        rows = rows.reversed if rows is not None and key.direction == "backward" else rows
         return Link(*ranks, (self.step.num_rows_of_route(route), hidden_size), is_replicated=True, rows=rows)
 
     def collect_inputs(self, action: Action) -> tuple[Tensor | None, tuple[tuple[Route, Tensor], ...]]:
@@ -152,8 +132,8 @@ class StepMessages(LaneRun):
             return
         for route in self.step.routes.from_source.get(microbatch_of(place), ()):
             output = outputs[self.step.part_of(route)]
-            rows = self.output_rows(route).to(output.device)
-            self.publish(MessageKey("forward", place, _first_place(route.target)), output.index_select(0, rows))
+            rows = output.index_select(0, self.inputs.output_rows(route))
+            self.publish(MessageKey("forward", place, _first_place(route.target)), rows)
 
     def collect_output_gradient(self, action: Action, shape: torch.Size) -> Tensor:
         """Take the gradient of what a forward handed on (of one sample subset: `action.subset`)."""
@@ -166,7 +146,7 @@ class StepMessages(LaneRun):
                 continue
             found = self.collect(MessageKey("backward", _first_place(route.target), place))
             gradient = found.new_zeros(shape) if gradient is None else gradient
-            gradient.index_add_(0, self.output_rows(route).to(found.device), found)
+            gradient.index_add_(0, self.inputs.output_rows(route), found)
         assert gradient is not None, f"{place} feeds nobody"
         return gradient
 
@@ -178,10 +158,6 @@ class StepMessages(LaneRun):
         for route, tensor in items:
             if tensor.requires_grad:
                 self.publish(MessageKey("backward", action.place, self._last_place(route.source)), _gradient_of(tensor))
-
-    def output_rows(self, route: Route) -> Tensor:
-        """[num_rows]: where the rows that this rank gives to a route lie in what it computes of the sample subset."""
-        return self.step.placement.output_rows(route, rank=self.executor.context_parallel_rank(route.source.unit))
 
     def _last_place(self, source: MicrobatchPlace) -> Place:
         """A microbatch in its unit's last stage."""

@@ -9,7 +9,10 @@ from megatron.runtime.step.token_placement import WHOLE, TokenPlacement
 from multimodal.attention.packed_lengths import ItemSpan
 from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
 from multimodal.data.sample_source import SampleSource
+from multimodal.model.inputs.prepared_input import prepare_input
+from multimodal.model.layers.layer_kind import InputContext
 from multimodal.model.stage_input import PackedInput, share_input
+from multimodal.model.transformer_config import BuildOptions
 from multimodal.values.assignment import Atom, Microbatch, MicrobatchPlace
 from multimodal.values.model_graph import Role, Unit
 from multimodal.values.step_graph import StepGraph
@@ -32,6 +35,7 @@ def load_inputs(
     rank: int,
     source_index: Mapping[int, int],
     placement: TokenPlacement | None = None,
+    options: BuildOptions | None = None,
 ) -> LoadedInputs:
     """Load and pack every microbatch that passes through this rank, pixels only where they are needed.
 
@@ -39,14 +43,20 @@ def load_inputs(
     Microbatches that run in sample subsets (`StepGraph.cuts`) are packed subset by subset.
     source_index: sample id -> index in `source`;
     placement: which tokens each rank holds where a unit spreads them over ranks: all its ranks read the whole, and keep theirs.
+    options: of the run's stages, for which masks and their kin are prepared; None: stages derive them when they run.
     Raises DataError when an item cannot be decoded, or a sample's lengths do not say where its items begin.
     """
 
     def own(packed: PackedInput, place: MicrobatchPlace, part: int = WHOLE) -> PackedInput:
-        context_rank = step.plan.units[place.unit].context_parallel_rank(rank)
+        unit_plan, unit = step.plan.units[place.unit], step.graph.unit(place.unit)
+        context_rank = unit_plan.context_parallel_rank(rank)
         share = placement.own_share(place, part=part, rank=context_rank) if placement else None
         found = packed if share is None else share_input(packed, share)
-        return found.with_windows_of(step.graph.unit(place.unit))
+        found = found.with_windows_of(unit)
+        if options is None:
+            return found
+        sizes = unit_plan.tensor_parallel_size, unit_plan.context_parallel_size
+        return prepare_input(found, InputContext(step.graph, unit, options, *sizes))
 
     inputs: dict[MicrobatchPlace, PackedInput] = {}
     subset_inputs: dict[MicrobatchPlace, tuple[PackedInput, ...]] = {}

@@ -32,6 +32,7 @@ from multimodal.balance.placement import drop_idle_samples
 from multimodal.cost.step_costs import StepCosts
 from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
+from multimodal.model.transformer_config import BuildOptions
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.values.arrays.length_arrays import LengthBatch
 from multimodal.values.assignment import Assignment
@@ -60,11 +61,13 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         sharing: ContextSharing = DEFAULT_SHARING,
         shards_weights: bool = False,
         costs_of: CostsOf | None = None,
+        build: BuildOptions | None = None,
     ) -> None:
         """exchange: decode first, then send samples where they are needed; is_emulated: load no data (`with_emulated_inputs`).
 
-        costs_of: as for `plan_step`.
+        costs_of, build: as `costs_of` and `options` of `plan_step`.
         """
+        self._build = build
         self._costs_of = costs_of
         self._is_emulated, self._exchange, self._sharing = is_emulated, exchange, sharing
         self._shards_weights = shards_weights
@@ -98,6 +101,7 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
             sharing=self._sharing,
             shards_weights=self._shards_weights,
             costs_of=self._costs_of,
+            options=self._build,
         )
         return planned.changed(balance=balance)
 
@@ -114,6 +118,7 @@ def plan_step(
     sharing: ContextSharing = DEFAULT_SHARING,
     shards_weights: bool = False,
     costs_of: CostsOf | None = None,
+    options: BuildOptions | None = None,
 ) -> Step:
     """The step of a given assignment, with this rank's inputs; raises AssignmentError, ScheduleError or DataError.
 
@@ -124,7 +129,10 @@ def plan_step(
     assignment = drop_idle_samples(assignment, graph=schedules.graph, lengths=lengths)
     costs = costs_of(assignment, lengths) if costs_of is not None and schedules.needs_costs else None
     built = schedules.find(assignment, costs)
-    schedule = built.schedule.for_step(schedules.step(assignment))
+    ordered = built.schedule
+    if costs_of is not None and not shards_weights:  # joins count positions of the schedule as it was built
+        ordered = built.to_run(lambda: costs_of(assignment, lengths))
+    schedule = ordered.for_step(schedules.step(assignment))
     schedule.lane(schedule.step.plan.lane_of_rank[rank])  # made here, ahead of training
     step = Step(
         schedule=schedule,
@@ -142,9 +150,14 @@ def plan_step(
         rank=rank,
         source_index=source_index,
         placement=step.placement,
+        options=options,
     )
-    step.placement.work_out_routes(step.plan, rank=rank)
-    return step.changed(inputs=loaded.inputs, target_samples=loaded.target_samples, subset_inputs=loaded.subset_inputs)
+    return step.changed(
+        inputs=loaded.inputs,
+        target_samples=loaded.target_samples,
+        subset_inputs=loaded.subset_inputs,
+        route_rows=step.placement.rows_of_routes(step.plan, rank=rank),
+    )
 
 
 STEPS_AHEAD = 2
@@ -159,7 +172,7 @@ class _ErrorsAsValues(Dataset[Step | BraidError]):
 
     def __getitem__(self, step: int) -> Step | BraidError:
         try:
-            return self._planner[step]
+            return self._planner[step].packed()
         except BraidError as problem:
             return problem
 
@@ -172,6 +185,7 @@ def load_steps(planner: StepPlanner, steps: range, *, num_workers: int) -> Itera
         sampler=steps,
         num_workers=min(num_workers, len(steps)),
         prefetch_factor=STEPS_AHEAD if num_workers and len(steps) else None,
+        pin_memory=torch.cuda.is_available(),
         worker_init_fn=_start_worker,
     )
     for loaded in loader:
@@ -191,7 +205,8 @@ def load_steps_in_thread(planner: StepPlanner, steps: range) -> Iterator[Step]:
     def prepare() -> None:
         for number in steps:
             try:
-                prepared.put(planner[number])
+                step = planner[number].packed()
+                prepared.put(step.pin_memory() if torch.cuda.is_available() else step)
             except BaseException as problem:
                 prepared.put(problem)
                 return

@@ -1,17 +1,21 @@
 """One step as input of the executor, its results, and the losses of one or more steps."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from megatron.runtime.step.balance_report import BalanceReport
 from megatron.runtime.step.decision import StepDecision
-from megatron.runtime.step.token_placement import DEFAULT_SHARING, ContextSharing, TokenPlacement
+from megatron.runtime.step.token_placement import DEFAULT_SHARING, ContextSharing, RouteKey, RouteRows, TokenPlacement
+from multimodal.attention.device_values import Parcel
 from multimodal.model.stage_input import PackedInput
 from multimodal.schedule.align_replicas import Joins
 from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.timeline import TimelineEvent
+
+ROUTES = "routes"
+"""The parcel of `Step.route_rows`."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,10 @@ class Step(StepDecision):
     """Sample id of every target token, per LLM microbatch of this rank."""
     subset_inputs: Mapping[MicrobatchPlace, tuple[PackedInput, ...]] = field(default_factory=dict)
     """Inputs of microbatches that run in sample subsets, one per subset."""
+    route_rows: Mapping[RouteKey, RouteRows] = field(default_factory=dict)
+    """The rows that this rank gives and takes on its routes."""
+    parcels: Mapping[Hashable, Parcel] = field(default_factory=dict)
+    """The inputs by microbatch, and ROUTES, of a step that is packed; it has none elsewhere."""
     joins: Joins = ()
     """Computations of other replicas that each lane joins; empty where weights are not sharded."""
     digest: int = 0
@@ -45,8 +53,20 @@ class Step(StepDecision):
         other.__dict__["placement"] = self.placement
         return other
 
+    def packed(self) -> "Step":
+        """Return the same step with the tensors of each microbatch in one buffer."""
+        contents: dict[Hashable, Any] = {ROUTES: self.route_rows}
+        contents |= {place: self.inputs_of(place) for place in (*self.inputs, *self.subset_inputs)}
+        self.placement.forget_routes()
+        parcels = {key: Parcel.pack(value) for key, value in contents.items()}
+        return self.changed(inputs={}, subset_inputs={}, route_rows={}, parcels=parcels)
+
+    def pin_memory(self) -> "Step":
+        """Return a packed step in memory that a device copies from while the host goes on; torch's loaders call this."""
+        return self.changed(parcels={key: parcel.pin_memory() for key, parcel in self.parcels.items()})
+
     def inputs_of(self, place: MicrobatchPlace) -> tuple[PackedInput, ...]:
-        """Returns this rank's inputs of a microbatch, one per sample subset."""
+        """Returns this rank's inputs of a microbatch, one per sample subset, of a step that is not packed."""
         return self.subset_inputs[place] if place in self.subset_inputs else (self.inputs[place],)
 
 

@@ -5,6 +5,7 @@ All of it follows from lengths, which every rank knows, so no rank asks another.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +42,19 @@ class ContextSharing:
 
 DEFAULT_SHARING = ContextSharing()
 """The default rule."""
+
+
+RouteKey = tuple[MicrobatchPlace, MicrobatchPlace]
+"""Source and target of a route."""
+
+
+class RouteRows(NamedTuple):
+    """Rows of one route, as one rank needs them."""
+
+    output: Tensor | None
+    """[num_rows]: positions of the rows that it gives in its output of the route's sample subset; None: it gives none."""
+    shares: RowShares | None
+    """None where neither end spreads tokens."""
 
 
 WHOLE = -1
@@ -90,12 +104,23 @@ class TokenPlacement:
         own = np.cumsum(is_held) - 1
         return torch.from_numpy(own[rows.numpy()[shares.given[rank]]])
 
-    def work_out_routes(self, plan: Plan, *, rank: int) -> None:
-        """Compute the rows given and taken on all routes of this rank, ahead of the step that needs them."""
-        for route in (route for found in self._step.routes.from_source.values() for route in found):
-            ends = (plan.units[end.unit].replicas[end.replica].ranks for end in (route.source, route.target))
-            if any(rank in ranks for ranks in ends):
-                self.row_shares(route)
+    def rows_of_routes(self, plan: Plan, *, rank: int) -> "dict[RouteKey, RouteRows]":
+        """Return the rows given and taken on all routes of this rank, ahead of the step that needs them."""
+        found: dict[RouteKey, RouteRows] = {}
+        for route in (route for routes in self._step.routes.from_source.values() for route in routes):
+            giver, taker = (_context_rank(plan, end, rank) for end in (route.source, route.target))
+            if giver is None and taker is None:
+                continue
+            shares = self.row_shares(route)
+            if shares is not None:
+                shares.prepare(giver=giver, taker=taker)
+            output = None if giver is None else self.output_rows(route, rank=giver)
+            found[route.source, route.target] = RouteRows(output, shares)
+        return found
+
+    def forget_routes(self) -> None:
+        """Keep no rows of routes, for they travel otherwise."""
+        self._row_shares.clear()
 
     def check_starts(self, place: MicrobatchPlace, *, source: SampleSource, source_index: Mapping[int, int]) -> None:
         """Raise DataError where tokens are spread and the samples' lengths do not say where their items begin."""
@@ -223,6 +248,11 @@ class TokenPlacement:
             for sample, first in zip(samples, _starts([sample.num_tokens for sample in samples]), strict=True)
             for index, start in enumerate(sample.starts)
         }
+
+
+def _context_rank(plan: Plan, end: MicrobatchPlace, rank: int) -> int | None:
+    unit = plan.units[end.unit]
+    return unit.context_parallel_rank(rank) if rank in unit.replicas[end.replica].ranks else None
 
 
 def _owners(shares: TokenShares, tokens: Rows) -> Rows:

@@ -224,6 +224,7 @@ def _planner(run: Run, source: SampleSource, *, seed: int, shuffle: bool, forwar
             MaskMode(run.config.model.attention_mask),
         ),
         costs_of=run.emulation.costs_of if run.emulation is not None else predictor.costs,
+        build=run.session.options.build,
     )
 
 

@@ -12,6 +12,13 @@ LARGE_TILES_BYTES = 130 * 1024
 """Shared memory of the largest tiles below; GPUs of compute capability 8.6 and 8.9 have 99 KiB."""
 
 
+SHORTEST_LIMIT = 16
+"""Blocks below which work is not cut: the published best sub-blocks have 16 to 32 (Cornstarch, thesis 3.3.2.2)."""
+PROGRAMS_PER_MULTIPROCESSOR = 2
+ITEMS_PER_PROGRAM = 4
+"""A program's share of the work is at least so many of the longest items; taken longest first, all end within one of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class TileSizes:
     """One kernel's tiles: it owns `rows` tokens and streams `columns` at a time; both divide the block size."""
@@ -29,9 +36,9 @@ class KernelOptions:
     forward: TileSizes
     query_gradient: TileSizes
     key_value_gradient: TileSizes
-    max_blocks_per_item: int | None = 16
-    """Intra-GPU balancing: longest sub-block in blocks (the published best is 16 to 32); None runs rows whole, unbalanced."""
-    programs_per_multiprocessor: int = 2
+    max_blocks_per_item: int | None = SHORTEST_LIMIT
+    """Intra-GPU balancing: longest sub-block in blocks; None runs rows whole, unbalanced."""
+    programs_per_multiprocessor: int = PROGRAMS_PER_MULTIPROCESSOR
     """Size of the persistent grid; more than fit at once would only queue."""
 
 
@@ -64,6 +71,18 @@ def choose_options(
         tiles = TileSizes(64, 32, 8, 3), TileSizes(64, 32, 8, 2), TileSizes(64, 32, 8, 2)
     forward, query_gradient, key_value_gradient = (_fit(tile, block_size) for tile in tiles)
     return KernelOptions(forward, query_gradient, key_value_gradient)
+
+
+def longest_item(num_blocks: int, *, num_heads: int, num_multiprocessors: int) -> int:
+    """Return the longest sub-block that still lets all programs end at about the same time.
+
+    Where there is enough work beside it, even the longest row is none too long, and nothing is cut; so the partial results of
+    what is cut have at most `ITEMS_PER_PROGRAM` blocks of tokens a program, however long the sequence.
+
+    num_blocks: listed blocks of the mask.
+    """
+    num_items = ITEMS_PER_PROGRAM * PROGRAMS_PER_MULTIPROCESSOR * max(1, num_multiprocessors)
+    return max(SHORTEST_LIMIT, -(-num_blocks * num_heads // num_items))
 
 
 def _fit(tile: TileSizes, block_size: int) -> TileSizes:

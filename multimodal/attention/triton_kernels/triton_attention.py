@@ -4,27 +4,28 @@ On a CPU the kernels run only in Triton's interpreter (TRITON_INTERPRET=1), whic
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from multimodal.attention.attention_backend import AttentionShape
 from multimodal.attention.attention_mask import AttentionMask, MaskTensors
 from multimodal.attention.block_summary import BlockLists
+from multimodal.attention.device_values import CPU
 from multimodal.attention.triton_kernels.backward import join_gradients_kernel, key_value_gradient_kernel, query_gradient_kernel
 from multimodal.attention.triton_kernels.forward import forward_kernel, join_outputs_kernel
-from multimodal.attention.triton_kernels.options import KernelOptions, TileSizes, choose_options
+from multimodal.attention.triton_kernels.options import KernelOptions, TileSizes, choose_options, longest_item
 from multimodal.attention.triton_kernels.work_list import order_blocks, plan_work_list
 from multimodal.values.errors import ConfigError
 
 LOG2_E = math.log2(math.e)
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
+class _Work(NamedTuple):
     """A work list on a device."""
 
     blocks: Tensor
@@ -44,7 +45,7 @@ def attend_by_triton(
 ) -> Tensor:
     """Attend; shapes as in `attention_backend.AttentionBackend`; heads of at most 256 channels, float16, bfloat16 or float32.
 
-    options: tile sizes and balancing, chosen by head size if not given. Raises ConfigError for other inputs.
+    options: tile sizes and balancing, chosen by head size and mask if not given. Raises ConfigError for other inputs.
     """
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ConfigError(
@@ -54,10 +55,18 @@ def attend_by_triton(
     if query.device.type == "cpu" and not triton.knobs.runtime.interpret:
         raise ConfigError("--attention-backend triton needs a CUDA device; choose --attention-backend blocks on a CPU")
     scale = 1 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale
-    chosen = options or _choose_options(query, block_size=mask.block_size)
+    chosen = options or _choose_options(query, mask=mask)
     query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))
     mixed: Tensor = _TritonAttention.apply(query, key, value, mask, scale, chosen)
     return mixed
+
+
+def prepare_triton_mask(mask: AttentionMask, shape: AttentionShape) -> None:
+    """Derive, on the CPU, what the kernels read of a mask."""
+    limit = longest_item(len(mask.by_query.blocks), num_heads=shape.num_heads, num_multiprocessors=shape.num_multiprocessors)
+    _mask_arguments(mask, CPU)
+    _row_work(mask, limit, CPU)
+    _column_work(mask, limit, shape.num_heads // shape.num_groups, CPU)
 
 
 class _TritonAttention(torch.autograd.Function):
@@ -104,9 +113,7 @@ class _TritonAttention(torch.autograd.Function):
         (query_gradient,) = _gradients(
             query_gradient_kernel, shared, (query,), rows, mask, ctx.scale, options, options.query_gradient
         )
-        # Every listed block is visited once per head of the group: shorter items keep the length of their work.
-        limit, heads_per_group = options.max_blocks_per_item, query.shape[1] // key.shape[1]
-        columns = _column_work(mask, None if limit is None else max(1, limit // heads_per_group), query.device)
+        columns = _column_work(mask, options.max_blocks_per_item, query.shape[1] // key.shape[1], query.device)
         key_gradient, value_gradient = _gradients(
             key_value_gradient_kernel, shared, (key, value), columns, mask, ctx.scale, options, options.key_value_gradient
         )
@@ -158,26 +165,28 @@ def _join_gradients(partial: Tensor, gradient: Tensor, work: _Work, mask: Attent
 
 def _row_work(mask: AttentionMask, limit: int | None, device: torch.device) -> _Work:
     sizes = mask.num_queries, mask.num_keys
-    return mask.derive(("row work", limit, device), lambda: _plan(mask.by_query, sizes, mask.block_size, limit, device))
+    return mask.derived.on(device, ("row work", limit), lambda: _plan(mask.by_query, sizes, mask.block_size, limit))
 
 
-def _column_work(mask: AttentionMask, limit: int | None, device: torch.device) -> _Work:
+def _column_work(mask: AttentionMask, limit: int | None, heads_per_group: int, device: torch.device) -> _Work:
+    # Every listed block is visited once per head of the group: shorter items keep the length of their work.
+    length = None if limit is None else max(1, limit // heads_per_group)
     sizes = mask.num_keys, mask.num_queries
-    return mask.derive(("column work", limit, device), lambda: _plan(mask.by_key, sizes, mask.block_size, limit, device))
+    return mask.derived.on(device, ("column work", length), lambda: _plan(mask.by_key, sizes, mask.block_size, length))
 
 
-def _plan(lists: BlockLists, sizes: tuple[int, int], block_size: int, limit: int | None, device: torch.device) -> _Work:
+def _plan(lists: BlockLists, sizes: tuple[int, int], block_size: int, limit: int | None) -> _Work:
     blocks = order_blocks(lists, num_row_tokens=sizes[0], num_column_tokens=sizes[1], block_size=block_size)
     work = plan_work_list(blocks, max_blocks_per_item=limit)
-    listed, items, split_rows = (torch.from_numpy(array).to(device) for array in (blocks.blocks, work.items, work.split_rows))
+    listed, items, split_rows = map(torch.from_numpy, (blocks.blocks, work.items, work.split_rows))
     return _Work(listed, items, split_rows, work.num_slots)
 
 
 def _mask_arguments(mask: AttentionMask, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return bits and ids of queries, then kinds and ids of keys; ids are [3, num_tokens]: samples, items, positions."""
     queries, keys = mask.queries_on(device), mask.keys_on(device)
-    query_ids = mask.derive(("query ids", device), lambda: _stacked_ids(queries))
-    key_ids = query_ids if keys is queries else mask.derive(("key ids", device), lambda: _stacked_ids(keys))
+    query_ids = mask.derived.on(device, "query ids", lambda: _stacked_ids(queries))
+    key_ids = query_ids if mask.query_blocks is None else mask.derived.on(device, "key ids", lambda: _stacked_ids(keys))
     return queries.bits, query_ids, keys.key_bits, key_ids
 
 
@@ -213,13 +222,15 @@ def _grid(
     return (num_programs if is_dynamic else num_tickets), {"IS_DYNAMIC": is_dynamic, **sizes}
 
 
-def _choose_options(query: Tensor, *, block_size: int) -> KernelOptions:
-    channels, dtype = query.shape[-1], query.dtype
-    if query.device.type != "cuda":
-        return choose_options(channels, dtype=dtype, block_size=block_size)
-    index = torch.cuda.current_device() if query.device.index is None else query.device.index
-    shared = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
-    return choose_options(channels, dtype=dtype, block_size=block_size, shared_memory_bytes=shared)
+def _choose_options(query: Tensor, *, mask: AttentionMask) -> KernelOptions:
+    sizes: dict[str, Any] = {"dtype": query.dtype, "block_size": mask.block_size}
+    if query.device.type == "cuda":
+        index = torch.cuda.current_device() if query.device.index is None else query.device.index
+        sizes["shared_memory_bytes"] = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    chosen = choose_options(query.shape[2], **sizes)
+    count = _num_multiprocessors(query.device)
+    limit = longest_item(len(mask.by_query.blocks), num_heads=query.shape[1], num_multiprocessors=count)
+    return replace(chosen, max_blocks_per_item=limit)
 
 
 def _num_multiprocessors(device: torch.device) -> int:

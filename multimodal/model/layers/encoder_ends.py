@@ -12,6 +12,7 @@ from torch.nn import Module
 
 from multimodal.model.collectives import RankLink, gather_rows
 from multimodal.model.deferrable_linear import deferrable_linear
+from multimodal.model.inputs.pixels import normalised_patches
 from multimodal.model.layers.layer_kind import LayerContext, LayerKind, StagePass
 from multimodal.model.layers.transformer import MLP_SUBMODULES
 from multimodal.model.norm import Norm
@@ -24,15 +25,19 @@ from multimodal.values.model_graph import AudioInput, ImageInput, Unit
 class PatchEmbedding(torch.nn.Module):
     """One linear map per patch, the same on every tensor parallel rank."""
 
-    def __init__(self, *, patch_channels: int, hidden_size: int, precision: Precision, has_bias: bool) -> None:
+    def __init__(
+        self, *, patch_channels: int, hidden_size: int, precision: Precision, has_bias: bool, image: ImageInput | None = None
+    ) -> None:
         super().__init__()
+        self.image = image
         device, dtype = torch.cuda.current_device(), precision.params_dtype
         self.weight = torch.nn.Parameter(torch.empty(hidden_size, patch_channels, device=device, dtype=dtype))
         self.bias = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if has_bias else None
 
     def forward(self, patches: Tensor) -> Tensor:
-        """patches: [num_patches, patch_channels], any float dtype; returns [num_patches, 1, hidden_size]."""
-        return deferrable_linear(patches.to(self.weight.dtype), self.weight, self.bias)[:, None]
+        """patches: [num_patches, patch_channels], bytes or any float dtype; returns [num_patches, 1, hidden_size]."""
+        values = normalised_patches(patches, self.image).to(self.weight.dtype)
+        return deferrable_linear(values, self.weight, self.bias)[:, None]
 
 
 class PatchEmbeddingKind(LayerKind):
@@ -47,6 +52,7 @@ class PatchEmbeddingKind(LayerKind):
             hidden_size=context.config.hidden_size,
             precision=context.options.precision,
             has_bias=context.unit.image is None or context.unit.image.has_patch_bias,
+            image=context.unit.image,
         )
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
@@ -69,7 +75,7 @@ class LearnedPatchEmbedding(torch.nn.Module):
         def parameter(*shape: int) -> torch.nn.Parameter:
             return torch.nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
 
-        self.grid_size = image.grid_size
+        self.image, self.grid_size = image, image.grid_size
         self.weight = parameter(hidden_size, patch_channels)
         self.bias = parameter(hidden_size) if image.has_patch_bias else None
         self.class_token = parameter(hidden_size) if image.class_token is not None else None
@@ -78,11 +84,12 @@ class LearnedPatchEmbedding(torch.nn.Module):
         self.norm = Norm(whole, hidden_size, eps=config.layernorm_epsilon) if image.has_pre_norm else None
 
     def forward(self, patches: Tensor, places: Tensor) -> Tensor:
-        """patches: [num_tokens, patch_channels], any float dtype, zero for class tokens; places: [num_tokens, 2].
+        """patches: [num_tokens, patch_channels], bytes or any float dtype, anything for class tokens; places: [num_tokens, 2].
 
         Returns [num_tokens, 1, hidden_size].
         """
-        hidden = deferrable_linear(patches.to(self.weight.dtype), self.weight, self.bias)
+        values = normalised_patches(patches, self.image).to(self.weight.dtype)
+        hidden = deferrable_linear(values, self.weight, self.bias)
         index = places[:, 0] * self.grid_size + places[:, 1]
         if self.class_token is not None:
             is_class = places[:, 0] < 0
@@ -123,15 +130,17 @@ class MergedTokens(torch.nn.Module):
         self.merge_factor, self.merged_size = unit.merge_factor, unit.merged_size
         self.is_sequence_sharded = config.sequence_parallel
         self.group = groups.tp
-        self.drops_tokens = _drops_tokens(unit)
+        self.drops_tokens = drops_tokens(unit)
         self.normalises_merged = unit.projector_norm == "merged"
         size = unit.merged_size if self.normalises_merged else config.hidden_size
         whole = dataclasses.replace(config, sequence_parallel=False)
         epsilon = unit.projector_norm_epsilon or config.layernorm_epsilon
         self.norm = None if unit.projector_norm == "none" else Norm(whole, size, eps=epsilon)
 
-    def merge(self, hidden: Tensor, places: Tensor) -> Tensor:
+    def merge(self, hidden: Tensor, places: Tensor, kept_rows: Tensor | None) -> Tensor:
         """hidden: [num_tokens (padded and / tp under sequence parallelism), 1, hidden_size]; places: [num_tokens, axes].
+
+        kept_rows: tokens that are not dropped; None: to be found here.
 
         Returns [num_merged_tokens, 1, merged_size], the same on every tensor parallel rank.
         """
@@ -139,7 +148,7 @@ class MergedTokens(torch.nn.Module):
             hidden = gather_rows(hidden, RankLink(self.group, True, self.waits))
         hidden = hidden[: len(places)]
         if self.drops_tokens:
-            hidden = hidden[places[:, -1] >= 0]
+            hidden = hidden[places[:, -1] >= 0] if kept_rows is None else hidden.index_select(0, kept_rows)
         if self.normalises_merged:
             hidden = self._join(hidden)
         hidden = hidden if self.norm is None else self.norm(hidden)
@@ -167,9 +176,9 @@ class Projector(MergedTokens):
         )
         self.mlp = MLP(plain, MLP_SUBMODULES, input_size=unit.merged_size, ffn_hidden_size=inner_size, tp_group=groups.tp)
 
-    def forward(self, hidden: Tensor, places: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, places: Tensor, kept_rows: Tensor | None) -> Tensor:
         """Return [num_merged_tokens, output_size], the same on every tensor parallel rank; arguments as those of `merge`."""
-        output, bias = self.mlp(self.merge(hidden, places))
+        output, bias = self.mlp(self.merge(hidden, places, kept_rows))
         result: Tensor = (output + bias)[:, 0]
         return result
 
@@ -183,12 +192,12 @@ class LinearProjector(MergedTokens):
         self.weight = torch.nn.Parameter(torch.empty(output_size, unit.merged_size, device=device, dtype=dtype))
         self.bias = torch.nn.Parameter(torch.empty(output_size, device=device, dtype=dtype))
 
-    def forward(self, hidden: Tensor, places: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, places: Tensor, kept_rows: Tensor | None) -> Tensor:
         """Return [num_merged_tokens, output_size], the same on every tensor parallel rank; arguments as those of `merge`."""
-        return deferrable_linear(self.merge(hidden, places), self.weight, self.bias)[:, 0]
+        return deferrable_linear(self.merge(hidden, places, kept_rows), self.weight, self.bias)[:, 0]
 
 
-def _drops_tokens(unit: Unit) -> bool:
+def drops_tokens(unit: Unit) -> bool:
     """Return whether some tokens are no part of the output: their last place is below 0."""
     item = unit.item_input
     return isinstance(item, AudioInput) or (isinstance(item, ImageInput) and item.class_token == "dropped")
@@ -207,7 +216,7 @@ class ProjectorKind(LayerKind):
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
         """Merge and map; returns [num_merged_tokens, output_size]."""
-        projected: Tensor = layer(hidden, given.batch.positions)
+        projected: Tensor = layer(hidden, given.batch.positions, given.batch.kept_rows)
         return projected
 
     def output_size(self, context: LayerContext) -> int:

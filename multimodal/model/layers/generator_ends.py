@@ -10,10 +10,12 @@ from torch.nn import Module
 
 from multimodal.model.collectives import RankLink, gather_rows
 from multimodal.model.deferrable_linear import deferrable_linear
+from multimodal.model.inputs.pixels import normalised_patches
 from multimodal.model.layers.layer_kind import HeadOutput, LayerContext, LayerKind, StagePass
 from multimodal.model.norm import Norm
 from multimodal.model.tensor_parallel_waits import TensorParallelWaits
 from multimodal.model.transformer_config import Precision
+from multimodal.values.model_graph import ImageInput
 
 
 class GeneratorProjector(torch.nn.Module):
@@ -86,9 +88,12 @@ class GeneratorHead(torch.nn.Module):
 
     waits: TensorParallelWaits | None = None
 
-    def __init__(self, *, config: TransformerConfig, groups: ProcessGroupCollection, patch_channels: int) -> None:
+    def __init__(
+        self, *, config: TransformerConfig, groups: ProcessGroupCollection, patch_channels: int, image: ImageInput | None = None
+    ) -> None:
         super().__init__()
         device, dtype = torch.cuda.current_device(), config.params_dtype
+        self.image = image
         self.is_sequence_sharded = config.sequence_parallel
         self.group = groups.tp
         self.norm = Norm(config, config.hidden_size, eps=config.layernorm_epsilon)
@@ -99,14 +104,14 @@ class GeneratorHead(torch.nn.Module):
         """Predict and compare.
 
         hidden: [num_tokens (padded and / tp under sequence parallelism), 1, hidden_size]; patches: [num_tokens, patch_channels],
-        the image that is to be made, any float dtype.
+        the image that is to be made, bytes or any float dtype.
         """
         hidden = self.norm(hidden)
         if self.is_sequence_sharded:
             hidden = gather_rows(hidden, RankLink(self.group, True, self.waits))
         predicted = deferrable_linear(hidden[: len(patches), 0], self.weight, self.bias)
         wide = predicted if predicted.dtype == torch.float64 else predicted.float()
-        loss_sum = (wide - patches).square().sum()
+        loss_sum = (wide - normalised_patches(patches, self.image)).square().sum()
         return HeadOutput(loss_sum, None, predicted=None if self.training else wide.detach())
 
 
@@ -117,7 +122,9 @@ class GeneratorHeadKind(LayerKind):
 
     def build(self, context: LayerContext, index: int) -> GeneratorHead:
         """Build it for the patches of the unit's images."""
-        return GeneratorHead(config=context.config, groups=context.groups, patch_channels=context.patch_channels)
+        return GeneratorHead(
+            config=context.config, groups=context.groups, patch_channels=context.patch_channels, image=context.unit.image
+        )
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> HeadOutput:
         """Predict all patches."""

@@ -16,9 +16,28 @@ from torch.nn import Module
 from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.model.collectives import Arriving, RankLink
 from multimodal.model.parameter_sharding import WHOLE, ParameterSharding
-from multimodal.model.stage_input import PackedInput
+from multimodal.model.stage_input import PackedInput, padded_num_tokens
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.values.model_graph import ModelGraph, Unit
+
+
+class InputContext(NamedTuple):
+    """Everything that decides what a unit's layers derive from a microbatch's lengths."""
+
+    graph: ModelGraph
+    unit: Unit
+    options: BuildOptions
+    tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
+
+    def num_padded_rows(self, num_tokens: int) -> int:
+        """Return the rows before tensor parallel ranks share them; where ranks share sequences, one without tokens computes one.
+
+        num_tokens: held by the tensor parallel group.
+        """
+        rows = num_tokens if self.context_parallel_size == 1 else max(1, num_tokens)
+        is_shared = self.options.sequence_parallel and self.tensor_parallel_size > 1
+        return padded_num_tokens(rows, multiple=self.tensor_parallel_size) if is_shared else rows
 
 
 @dataclass(frozen=True)
@@ -33,6 +52,11 @@ class LayerContext:
     options: BuildOptions
     vocab_size: int = 0
     """Padded; the LLM only."""
+
+    @property
+    def input_context(self) -> InputContext:
+        """The part that inputs depend on."""
+        return InputContext(self.graph, self.unit, self.options, self.groups.tp.size(), self.groups.cp.size())
 
     @property
     def patch_channels(self) -> int:
@@ -138,6 +162,10 @@ class LayerKind(ABC):
         hidden: [rows, 1, hidden_size], padded and / tp under sequence parallelism. Returns the same shape; a unit's first layer
         (`hidden` is None) returns all rows of the batch, [num_tokens, 1, hidden_size], which the stage pads and shares.
         """
+
+    def prepare(self, packed: PackedLengths, context: InputContext) -> None:
+        """Derive, on the CPU and ahead of the step, what layers of this kind read of a microbatch's lengths."""
+        return
 
     def segments(self, layer: Module) -> tuple[tuple[LayerPart, ...], ...]:
         """Return the parts of each segment of a layer that can be cut; run one after another they compute what `run` does."""

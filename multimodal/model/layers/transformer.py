@@ -10,13 +10,14 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 from torch.nn import Module
 
-from multimodal.attention.attention_backend import AUTO, SEQUENCES, choose_backend
+from multimodal.attention.attention_backend import AttentionShape
+from multimodal.attention.attention_choice import BY_SEQUENCE, AttentionChoice, choose_attention
 from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.core_attention import MaskedAttention, PackedAttention
-from multimodal.attention.packed_lengths import MaskRule
+from multimodal.attention.packed_lengths import MaskRule, PackedLengths
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
 from multimodal.model.layer_scale import INITIAL_SCALE, ScaledAdd
-from multimodal.model.layers.layer_kind import LayerContext, LayerKind, LayerPart, StagePass
+from multimodal.model.layers.layer_kind import InputContext, LayerContext, LayerKind, LayerPart, StagePass
 from multimodal.model.layers.transformer_segments import SEGMENT_NAMES, transformer_segments
 from multimodal.model.norm import HeadNorm, Norm
 from multimodal.model.overlapped_linear import OverlappedColumnParallelLinear, OverlappedRowParallelLinear
@@ -48,10 +49,8 @@ class TransformerKind(LayerKind):
         options = context.options
         spec = transformer_layer_spec(
             implementation=options.transformer_impl,
-            rule=mask_rule_of(context.unit, graph=context.graph, mode=options.attention_mask),
+            choice=attention_choice(context.input_context),
             recompute=options.recompute,
-            attention_backend=options.attention_backend,
-            is_shared=context.groups.cp.size() > 1,
             num_overlapped_parts=options.num_overlapped_parts,
             has_head_norms=context.config.qk_layernorm,
         )
@@ -66,6 +65,10 @@ class TransformerKind(LayerKind):
         """Run it on packed sequences."""
         output: Tensor = layer(hidden, attention_mask=None, rotary_pos_emb=given.frequencies, packed_seq_params=given.lengths)[0]
         return output
+
+    def prepare(self, packed: PackedLengths, context: InputContext) -> None:
+        """Derive masks and their kin."""
+        attention_choice(context).prepare(packed)
 
     def segments(self, layer: Module) -> tuple[tuple[LayerPart, ...], ...]:
         """Return the parts of the seven segments; the layer must be megatron-core's own, not Transformer Engine's."""
@@ -88,39 +91,48 @@ class TransformerKind(LayerKind):
         return attention
 
 
+def attention_choice(context: InputContext) -> AttentionChoice:
+    """Return how a unit's tokens attend; raises ConfigError when the backend cannot evaluate the mask, or does not run there."""
+    options, transformer, size = context.options, context.unit.transformer, context.tensor_parallel_size
+    shape = AttentionShape(
+        num_heads=transformer.num_attention_heads // size,
+        num_groups=max(1, transformer.query_groups // size),
+        channels=transformer.head_channels,
+        dtype=options.precision.params_dtype,
+        num_multiprocessors=options.num_multiprocessors,
+    )
+    rule = mask_rule_of(context.unit, graph=context.graph, mode=options.attention_mask)
+    return choose_attention(options.attention_backend, rule=rule, shape=shape, is_shared=context.context_parallel_size > 1)
+
+
 def transformer_layer_spec(
     *,
     implementation: str,
-    rule: MaskRule,
+    choice: AttentionChoice,
     recompute: str | None,
-    attention_backend: str = AUTO,
-    is_shared: bool = False,
     num_overlapped_parts: int = 1,
     has_head_norms: bool = False,
 ) -> ModuleSpec:
     """Return the spec of one transformer layer.
 
-    rule: the rule of attention; attention_backend: a name of `attention_backend.py`; is_shared: True if the tokens of a
-    sequence are spread over ranks; num_overlapped_parts: into which tensor parallel collectives are cut, each beside the product
+    choice: how tokens attend; num_overlapped_parts: into which tensor parallel collectives are cut, each beside the product
     of another (local implementation only); has_head_norms: True if the channels of every query and key are normalised.
-    Raises ConfigError when Transformer Engine or a backend is asked for but not installed, or cannot evaluate the mask.
+    Raises ConfigError when Transformer Engine is asked for but not installed.
     """
     spec = _local_spec(num_overlapped_parts) if implementation == "local" else _transformer_engine_spec(has_head_norms)
     self_attention = spec.submodules.self_attention
-    self_attention.params = {"attn_mask_type": AttnMaskType.causal if rule.is_causal else AttnMaskType.no_mask}
+    self_attention.params = {"attn_mask_type": AttnMaskType.causal if choice.rule.is_causal else AttnMaskType.no_mask}
     if has_head_norms and implementation == "local":
         self_attention.submodules.q_layernorm = self_attention.submodules.k_layernorm = HeadNorm
-    self_attention.submodules.core_attention = _core_attention(attention_backend, rule, recompute=recompute, is_shared=is_shared)
+    self_attention.submodules.core_attention = _core_attention(choice, recompute=recompute)
     return spec
 
 
-def _core_attention(backend: str, rule: MaskRule, *, recompute: str | None, is_shared: bool) -> ModuleSpec:
-    chosen = choose_backend(backend, rule=rule, is_shared=is_shared)
+def _core_attention(choice: AttentionChoice, *, recompute: str | None) -> ModuleSpec:
     params = {"recompute": recompute == "selective"}
-    if chosen == SEQUENCES:
-        return ModuleSpec(module=PackedAttention, params=params)
-    of_items = {"repeats": recompute == "full", "keeps_sequences": choose_backend(backend, rule=rule) == SEQUENCES}
-    return ModuleSpec(module=MaskedAttention, params={**params, **of_items, "rule": rule, "backend": chosen})
+    if choice.backend in BY_SEQUENCE:
+        return ModuleSpec(module=PackedAttention, params={**params, "backend": choice.backend})
+    return ModuleSpec(module=MaskedAttention, params={**params, "choice": choice, "repeats": recompute == "full"})
 
 
 def _local_spec(num_overlapped_parts: int) -> ModuleSpec:

@@ -4,6 +4,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch.nn import Module
 
 from multimodal.attention.core_attention import WindowedAttention
+from multimodal.attention.packed_lengths import PackedLengths
+from multimodal.model.layers.layer_kind import InputContext
 from multimodal.model.layers.transformer import TransformerKind
 
 
@@ -15,6 +17,10 @@ class WindowedTransformerKind(TransformerKind):
         attention = spec.submodules.self_attention.submodules
         inner = attention.core_attention
         attention.core_attention = ModuleSpec(module=WindowedAttention, params={"inner": inner})
+
+    def prepare(self, packed: PackedLengths, context: InputContext) -> None:
+        """Derive the same of windows."""
+        super().prepare(packed.window_sequences, context)
 
     def core_attention(self, layer: Module) -> None:
         """Return None: its time is linear in tokens, as that of the products is."""

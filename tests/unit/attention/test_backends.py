@@ -5,7 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from multimodal.attention.attention_backend import BACKEND_NAMES, choose_backend, load_backend
+from multimodal.attention.attention_backend import BACKEND_NAMES, load_backend
+from multimodal.attention.attention_choice import choose_backend
 from multimodal.attention.attention_mask import AttentionMask
 from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.block_attention import attend_by_blocks, attend_densely
@@ -83,7 +84,7 @@ def test_auto_takes_sequences_where_they_suffice() -> None:
     assert choose_backend("auto", rule=MaskRule(is_causal=True)) == "sequences"
     assert choose_backend("auto", rule=MaskRule(is_causal=False, mode=MaskMode.EMBEDDED)) == "sequences"
     assert choose_backend("auto", rule=EMBEDDED) == "blocks"
-    assert [choose_backend(name, rule=EMBEDDED) for name in BACKEND_NAMES[2:]] == list(BACKEND_NAMES[2:])
+    assert [choose_backend(name, rule=EMBEDDED) for name in BACKEND_NAMES[3:]] == list(BACKEND_NAMES[3:])
 
 
 def test_sequences_refuse_what_they_cannot_evaluate() -> None:

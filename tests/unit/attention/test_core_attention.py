@@ -7,6 +7,8 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from multimodal.attention.attention_backend import AttentionShape
+from multimodal.attention.attention_choice import choose_attention
 from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.block_attention import attend_densely
 from multimodal.attention.core_attention import MaskedAttention, PackedAttention
@@ -62,8 +64,7 @@ def test_equals_the_reference_in_megatrons_layout(recompute: bool) -> None:
     attention = MaskedAttention(
         config=None,  # type: ignore[arg-type]
         attn_mask_type=AttnMaskType.causal,
-        rule=EMBEDDED,
-        backend="blocks",
+        choice=choose_attention("blocks", rule=EMBEDDED, shape=AttentionShape(), is_shared=False),
         recompute=recompute,
     )
     inputs = draw()
@@ -80,8 +81,8 @@ def test_equals_the_reference_in_megatrons_layout(recompute: bool) -> None:
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_without_items_equals_one_sequence_at_a_time(is_causal: bool) -> None:
     kind = AttnMaskType.causal if is_causal else AttnMaskType.no_mask
-    rule = MaskRule(is_causal=is_causal)
-    masked = MaskedAttention(config=None, attn_mask_type=kind, rule=rule, backend="blocks")  # type: ignore[arg-type]
+    choice = choose_attention("blocks", rule=MaskRule(is_causal=is_causal), shape=AttentionShape(), is_shared=False)
+    masked = MaskedAttention(config=None, attn_mask_type=kind, choice=choice)  # type: ignore[arg-type]
     sequences = PackedAttention(config=None, attn_mask_type=kind)  # type: ignore[arg-type]
     packed = PackedLengths(lengths=(6, 4))
     found, expected = (each(*draw(), None, packed_seq_params=packed) for each in (masked, sequences))
@@ -94,8 +95,7 @@ def test_ranks_with_whole_items_attend_without_each_other() -> None:
     attention = MaskedAttention(
         config=None,  # type: ignore[arg-type]
         attn_mask_type=AttnMaskType.no_mask,
-        rule=MaskRule(is_causal=False),
-        backend="blocks",
+        choice=choose_attention("blocks", rule=MaskRule(is_causal=False), shape=AttentionShape(), is_shared=True),
         recompute=True,
     )
     expected = token_by_token(*inputs, is_causal=False)

@@ -101,15 +101,13 @@ def test_patches_come_in_merge_window_order() -> None:
         np.testing.assert_array_equal(vector, np.concatenate([expected[..., 0].ravel(), expected[..., 1].ravel()]))
 
 
-def test_pixels_are_normalised_to_minus_one_and_one() -> None:
-    """0, 255 and 51 become -1, 1 and -0.6, in place."""
+def test_pixels_stay_bytes() -> None:
+    """In their places."""
     pixels = np.zeros((4, 4), dtype=np.uint8)
     pixels[0, 0], pixels[0, 3] = 255, 51
     found = image_to_patches(Image.fromarray(pixels), image_input=TINY)
-    assert found.grid == (2, 2) and found.patches.dtype == np.float32
-    expected = -np.ones((4, 4))
-    expected[0, 0], expected[1, 1] = 1.0, -0.6
-    np.testing.assert_allclose(found.patches, expected, atol=1e-6)
+    assert found.grid == (2, 2) and found.patches.dtype == np.uint8
+    assert found.patches.tolist() == [[255, 0, 0, 0], [0, 51, 0, 0], [0] * 4, [0] * 4]
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 3), (3, 1), (5, 2)])
@@ -118,7 +116,7 @@ def test_images_smaller_than_a_token_are_enlarged(size: tuple[int, int]) -> None
     found = image_to_patches(Image.new("L", size, 255), image_input=TINY)
     assert found.grid == image_grid(width=size[0], height=size[1], image_input=TINY)
     assert min(found.grid) == 2 and len(found.patches) == found.grid[0] * found.grid[1]
-    np.testing.assert_allclose(found.patches, 1.0, atol=1e-6)
+    assert (found.patches == 255).all()
 
 
 @pytest.mark.parametrize("size", [(10**400, 10**400), (2**31, 2**31 - 1)])

@@ -36,7 +36,7 @@ def test_encoder_microbatch_holds_the_items_in_order(source: ManifestSource) -> 
     assert batch.positions.dtype == torch.int64 and batch.positions.shape == (60, 2)
     assert batch.positions[32:36].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
     assert batch.positions[36:].max(dim=0).values.tolist() == [3, 5]
-    assert batch.patches is not None and batch.patches.dtype == torch.float32
+    assert batch.patches is not None and batch.patches.dtype == torch.uint8
     expected = [source.item(index, item).patches for index, item in ((2, 0), (0, 1), (0, 0))]
     np.testing.assert_array_equal(batch.patches.numpy(), np.concatenate(expected))
 

@@ -4,9 +4,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from multimodal.data.image_processing import image_grid, image_to_patches, num_tiles
+from multimodal.model.inputs.pixels import normalised_patches
 from multimodal.values.model_graph import ImageInput
 
 MEAN, STD = (0.48, 0.45, 0.4), (0.26, 0.27, 0.28)
@@ -34,7 +36,7 @@ def test_pixels_are_those_of_transformers(fit: Any, build: Any, size: tuple[int,
     assert found.grid == image_grid(width=size[0], height=size[1], image_input=described) == (4, 4)
     (expected,) = build()(images=[image], return_tensors="np")["pixel_values"]
     patches = expected.reshape(3, 4, 6, 4, 6).transpose(1, 3, 0, 2, 4).reshape(16, -1)
-    np.testing.assert_allclose(found.patches, patches, atol=1e-6)
+    np.testing.assert_allclose(normalised_patches(torch.from_numpy(found.patches), described).numpy(), patches, atol=1e-6)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -50,4 +52,4 @@ def test_tiles_are_those_of_transformers(size: tuple[int, int]) -> None:
     for tile, pixels in enumerate(expected):
         found = image_to_patches(image, image_input=described, tile=tile)
         patches = pixels.reshape(3, 4, 6, 4, 6).transpose(1, 3, 0, 2, 4).reshape(16, -1)
-        np.testing.assert_allclose(found.patches, patches, atol=1e-6)
+        np.testing.assert_allclose(normalised_patches(torch.from_numpy(found.patches), described).numpy(), patches, atol=1e-6)

@@ -3,12 +3,19 @@
 from collections import Counter
 
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.runtime.communication.broker import Link, Rows, RowShares, pieces_of
+from multimodal.attention.device_values import CPU
 
 NUM_ROWS = 12
+
+
+def places_of(rows: RowShares, target: int) -> Rows:
+    places = rows.positions_taken(target, CPU)
+    return np.arange(len(rows.taken[target])) if places is None else places.numpy()
 
 
 @st.composite
@@ -28,9 +35,9 @@ def _taken_by(rank: int, takers: list[set[int]]) -> Rows:
 def test_every_rank_receives_what_it_takes_once(rows: RowShares) -> None:
     for target, taken in enumerate(rows.taken):
         assert rows.num_received(target) == len(taken)
-        assert sorted(rows.positions_taken(target).tolist()) == list(range(len(taken)))
-        received = [rows.given[source][rows.positions_given(source, target)] for source in range(3)]
-        assert np.array_equal(taken[rows.positions_taken(target)], np.concatenate(received))
+        assert sorted(places_of(rows, target).tolist()) == list(range(len(taken)))
+        received = [rows.given[source][rows.positions_given(source, target, CPU).numpy()] for source in range(3)]
+        assert np.array_equal(taken[places_of(rows, target)], np.concatenate(received))
         assert [rows.first_row(source, target) for source in range(3)] == [
             0,
             len(received[0]),
@@ -40,10 +47,10 @@ def test_every_rank_receives_what_it_takes_once(rows: RowShares) -> None:
 
 @given(rows=row_shares())
 def test_gradients_come_back_from_all_who_took(rows: RowShares) -> None:
-    back = rows.reversed()
+    back = rows.reversed
     times_taken = Counter(row for taken in rows.taken for row in taken.tolist())
     for target, own in enumerate(rows.given):
-        arrived = Counter(own[back.positions_taken(target)].tolist())
+        arrived = Counter(own[places_of(back, target)].tolist())
         assert arrived == Counter({row: times_taken[row] for row in own.tolist() if times_taken[row]})
 
 
@@ -60,3 +67,16 @@ def test_tensor_parallel_ranks_cut_it_without_gap(rows: RowShares, tensor_parall
         source, target = piece.source_rank // sizes[0], (piece.target_rank - 20) // sizes[1]
         first = rows.first_row(source, target)
         assert first <= piece.first_row < piece.last_row <= first + len(rows.common[target][source])
+
+
+@given(rows=row_shares(), rank=st.integers(0, 2))
+def test_what_is_prepared_is_there_on_another_device(rows: RowShares, rank: int) -> None:
+    rows.prepare(giver=rank, taker=rank)
+    moved = rows.map_tensors(lambda tensor: tensor.to("meta"))
+    for here, there in ((rows, moved), (rows.reversed, moved.reversed)):
+        assert [mine.tolist() for mine in there.given] == [mine.tolist() for mine in here.given]
+        for other in range(3):
+            given_rows = there.positions_given(rank, other, torch.device("meta"))
+            assert given_rows.is_meta and given_rows.shape == here.positions_given(rank, other, CPU).shape
+        places = there.positions_taken(rank, torch.device("meta"))
+        assert (places is None) == (here.positions_taken(rank, CPU) is None)

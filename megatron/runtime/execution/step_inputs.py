@@ -1,0 +1,87 @@
+"""A step's inputs on this rank's device, and the rows of its routes."""
+
+from collections.abc import Hashable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.runtime.communication.broker import RowShares
+from megatron.runtime.step.step import ROUTES, Step
+from megatron.runtime.step.token_placement import RouteRows
+from multimodal.attention.device_values import Parcel, map_tensors
+from multimodal.model.stage_input import PackedInput
+from multimodal.values.assignment import MicrobatchPlace, Route
+
+
+class StepInputs:
+    """Copies every parcel of a packed step once, from its start on, on a stream beside the computations.
+
+    A computation's stream waits for the copy of what it takes; the host waits for nothing. A step that is not packed is copied
+    piece by piece.
+    """
+
+    def __init__(self, step: Step, *, rank: int, device: torch.device) -> None:
+        self._step, self._rank, self._device = step, rank, device
+        self._opened: dict[Hashable, Any] = {}
+        self._coming: dict[Hashable, tuple[Parcel, torch.cuda.Event]] = {}
+        if device.type == "cuda" and step.parcels:
+            self._start_copies()
+
+    def of(self, place: MicrobatchPlace) -> tuple[PackedInput, ...]:
+        """Return the inputs of a microbatch, one per sample subset."""
+        if not self._step.parcels:
+            here: tuple[PackedInput, ...] = self._moved(self._step.inputs_of(place))
+            return here
+        opened: tuple[PackedInput, ...] = self._open(place)
+        return opened
+
+    def output_rows(self, route: Route) -> Tensor:
+        """[num_rows]: where the rows that this rank gives to a route lie in what it computes of the sample subset."""
+        rows = self._rows(route).output
+        assert rows is not None, f"rank {self._rank} gives nothing to {route.target}"
+        return rows
+
+    def row_shares(self, route: Route) -> RowShares | None:
+        """Return the rows that ranks give and take; None where neither end spreads tokens."""
+        return self._rows(route).shares
+
+    def _rows(self, route: Route) -> RouteRows:
+        rows = self._open(ROUTES) if self._step.parcels else self._own_rows()
+        found: RouteRows = rows[route.source, route.target]
+        return found
+
+    def _own_rows(self) -> Any:
+        if ROUTES not in self._opened:
+            found = self._step.route_rows or self._step.placement.rows_of_routes(self._step.plan, rank=self._rank)
+            self._opened[ROUTES] = self._moved(found)
+        return self._opened[ROUTES]
+
+    def _moved(self, value: Any) -> Any:
+        return value if self._device.type == "cpu" else map_tensors(value, lambda tensor: tensor.to(self._device))
+
+    def _open(self, key: Hashable) -> Any:
+        if key not in self._opened:
+            self._opened[key] = self._arrived(key).open()
+        return self._opened[key]
+
+    def _start_copies(self) -> None:
+        stream = _copy_stream(self._device)
+        with torch.cuda.stream(stream):
+            for key, parcel in self._step.parcels.items():
+                self._coming[key] = parcel.copy_to(self._device), stream.record_event()
+
+    def _arrived(self, key: Hashable) -> Parcel:
+        if key not in self._coming:
+            return self._step.parcels[key]
+        parcel, copied = self._coming.pop(key)
+        computing = torch.cuda.current_stream()
+        computing.wait_event(copied)
+        parcel.buffer.record_stream(computing)
+        return parcel
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -1,0 +1,89 @@
+"""The backends of a unit's attention, and what they read of a microbatch: derived from lengths, ahead of the step."""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+
+from multimodal.attention.attention_backend import AUTO, FLASH, SEQUENCES, AttentionShape, load_preparation
+from multimodal.attention.bitfield import MaskMode
+from multimodal.attention.device_values import CPU
+from multimodal.attention.flash_attention import can_flash
+from multimodal.attention.packed_lengths import MaskRule, PackedLengths
+from multimodal.attention.triton_kernels.options import MAX_CHANNELS
+from multimodal.values.errors import ConfigError
+
+ON_CPU = AttentionShape()
+BY_SEQUENCE = (SEQUENCES, FLASH)
+"""Backends that take whole sequences and no mask."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """How a unit's tokens attend, and by what."""
+
+    rule: MaskRule
+    shape: AttentionShape
+    backend: str
+    """The backend of all tokens; with context parallelism, of those that ranks share."""
+    alone: str
+    """The backend of sequences that one rank has whole, beside those that ranks share."""
+
+    def prepare(self, packed: PackedLengths) -> None:
+        """Derive, on the CPU, all that the attention to these tokens reads."""
+        if packed.share is None:
+            self._prepare(self.backend, packed)
+            return
+        parts = packed.item_parts
+        shared = packed if parts is None else parts.cut
+        if shared.lengths:
+            shared.gathered_rows(CPU)
+            self._prepare(self.backend, shared)
+        if parts is not None and parts.whole.lengths:
+            self._prepare(self.alone, parts.whole)
+
+    def _prepare(self, backend: str, packed: PackedLengths) -> None:
+        if backend == FLASH:
+            packed.starts(CPU)
+        elif backend != SEQUENCES:
+            load_preparation(backend)(packed.mask(self.rule), self.shape)
+
+
+def choose_attention(name: str, *, rule: MaskRule, shape: AttentionShape, is_shared: bool) -> AttentionChoice:
+    """Choose by the name of a backend; is_shared: a sequence's tokens are spread over ranks (context parallelism).
+
+    Raises ConfigError when the backend cannot evaluate the mask, or does not run there.
+    """
+    backend = choose_backend(name, rule=rule, is_shared=is_shared, shape=shape)
+    alone = choose_backend(name, rule=rule, shape=shape)
+    return AttentionChoice(rule, shape, backend, alone if alone in BY_SEQUENCE else backend)
+
+
+def choose_backend(name: str, *, rule: MaskRule, is_shared: bool = False, shape: AttentionShape = ON_CPU) -> str:
+    """Resolve `auto`; raises ConfigError when a backend that takes whole sequences cannot evaluate the mask."""
+    needs_items = rule.is_causal and rule.mode is not MaskMode.CAUSAL
+    if name == AUTO:
+        return _of_blocks(shape) if needs_items or is_shared else FLASH if can_flash(shape) else SEQUENCES
+    if name in BY_SEQUENCE and is_shared:
+        raise ConfigError(
+            f"--attention-backend {name} needs whole sequences, which context parallelism spreads over ranks; choose "
+            "--attention-backend blocks"
+        )
+    if name in BY_SEQUENCE and needs_items:
+        raise ConfigError(
+            f"--attention-backend {name} cannot evaluate --attention-mask {rule.mode}; choose --attention-backend blocks"
+        )
+    if name == FLASH and not can_flash(shape):
+        raise ConfigError(
+            f"--attention-backend flash runs on CUDA in half precision, with heads of at most 256 channels, a multiple of 8, and "
+            f"torch 2.10 or the package flash-attn; found {'CUDA' if shape.is_cuda else 'a CPU'}, {shape.dtype}, heads of "
+            f"{shape.channels} channels; choose --attention-backend sequences"
+        )
+    return name
+
+
+def _of_blocks(shape: AttentionShape) -> str:
+    """Return the fastest backend that evaluates masks of items: Triton's on CUDA, else torch's FlexAttention."""
+    if not shape.is_cuda or shape.dtype == torch.float64:
+        return "blocks"
+    return "triton" if find_spec("triton") is not None and shape.channels <= MAX_CHANNELS else "flex"

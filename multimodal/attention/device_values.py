@@ -1,0 +1,112 @@
+"""Values that hold tensors, and how all of these go to another device: derived where data is loaded, copied once, then only read.
+
+A training step must not make the host wait for the device, nor the device for work of the host. So whatever follows from lengths
+alone (masks, work lists, rows) is derived on the CPU ahead of the step, and its tensors travel together (`Parcel`).
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+Value = TypeVar("Value")
+
+CPU = torch.device("cpu")
+
+_ALIGNMENT = 64
+"""Bytes: where a tensor of a parcel may begin."""
+
+
+class Slot(NamedTuple):
+    """The place of a tensor in a parcel."""
+
+    start: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a value with every tensor (or `Slot`) in it changed.
+
+    Goes into tuples, mappings and what has a method `map_tensors`; everything else stays as it is.
+    """
+    if isinstance(value, Tensor | Slot):
+        return change(value)
+    if hasattr(value, "map_tensors"):
+        return value.map_tensors(change)
+    if isinstance(value, tuple):
+        parts = [map_tensors(part, change) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(part, change) for key, part in value.items()}
+    return value
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a value."""
+    found: list[Tensor] = []
+    map_tensors(value, found.append)
+    yield from found
+
+
+@dataclass
+class DerivedValues:
+    """Values by name, each derived once and then kept on the device that asked for it last."""
+
+    _values: dict[Hashable, Any] = field(default_factory=dict)
+
+    def on(self, device: torch.device, name: Hashable, derive: Callable[[], Value]) -> Value:
+        """Return a value on a device; derived on the CPU if it is not here yet."""
+        value = self._values[name] if name in self._values else derive()
+        if any(tensor.device != device for tensor in tensors_of(value)):
+            value = map_tensors(value, lambda tensor: tensor.to(device))
+        self._values[name] = value
+        found: Value = value
+        return found
+
+    def map_tensors(self, change: Callable[[Any], Any]) -> "DerivedValues":
+        """Return the same values with their tensors changed."""
+        return DerivedValues(map_tensors(self._values, change))
+
+
+class Parcel(NamedTuple):
+    """A value whose tensors lie in one buffer, so that it takes one copy, and one shared file between processes."""
+
+    contents: Any
+    """The value, with slots in place of tensors."""
+    buffer: Tensor
+    """uint8."""
+
+    @classmethod
+    def pack(cls, value: Any) -> "Parcel":
+        """Copy the tensors of a value, all on the CPU, into a buffer."""
+        tensors: dict[int, Tensor] = {}
+        slots: dict[int, Slot] = {}
+        size = 0
+        for tensor in tensors_of(value):
+            if id(tensor) not in slots:
+                tensors[id(tensor)], slots[id(tensor)] = tensor, Slot(size, tensor.shape, tensor.dtype)
+                size += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+        parcel = cls(map_tensors(value, lambda tensor: slots[id(tensor)]), torch.empty(size, dtype=torch.uint8))
+        for key, tensor in tensors.items():
+            _view(parcel.buffer, slots[key]).copy_(tensor)
+        return parcel
+
+    def pin_memory(self) -> "Parcel":
+        """Return it in memory that a device copies from while the host goes on."""
+        return self._replace(buffer=self.buffer.pin_memory())
+
+    def copy_to(self, device: torch.device) -> "Parcel":
+        """Start copying it to a device, on the current stream; complete for what follows on that stream."""
+        return self._replace(buffer=self.buffer.to(device, non_blocking=True))
+
+    def open(self) -> Any:
+        """Return the value; its tensors are views of the buffer."""
+        return map_tensors(self.contents, lambda slot: _view(self.buffer, slot))
+
+
+def _view(buffer: Tensor, slot: Slot) -> Tensor:
+    size_bytes = slot.shape.numel() * slot.dtype.itemsize
+    return buffer[slot.start : slot.start + size_bytes].view(slot.dtype).view(slot.shape)

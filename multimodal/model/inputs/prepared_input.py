@@ -1,0 +1,20 @@
+"""What a unit's layers derive from a microbatch's lengths, made where its data is loaded."""
+
+from dataclasses import replace
+
+from multimodal.model.layers.encoder_ends import drops_tokens
+from multimodal.model.layers.layer_kind import InputContext
+from multimodal.model.layers.registry import LAYER_KINDS
+from multimodal.model.stage_input import PackedInput, pack_lengths
+
+
+def prepare_input(batch: PackedInput, context: InputContext) -> PackedInput:
+    """Return a microbatch's input, on the CPU, with all that layers would derive from its lengths: masks, work lists, rows."""
+    unit = context.unit
+    if drops_tokens(unit):
+        batch = batch.with_kept_rows()
+    packed = pack_lengths(batch, context.num_padded_rows(batch.num_tokens))
+    for name in dict.fromkeys(unit.layers):
+        if name in LAYER_KINDS:
+            LAYER_KINDS[name].prepare(packed, context)
+    return replace(batch, packed=packed)
