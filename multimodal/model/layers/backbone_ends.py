@@ -9,11 +9,11 @@ from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from torch.nn import Module
 
 from multimodal.model.collectives import RankLink, gather_rows, sum_rows
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear
+from multimodal.model.layers.cross_entropy import vocab_parallel_cross_entropy
 from multimodal.model.layers.layer_kind import HeadOutput, LayerContext, LayerKind, StagePass
 from multimodal.model.norm import Norm
 from multimodal.model.tensor_parallel_waits import TensorParallelWaits
@@ -125,63 +125,21 @@ class LanguageHead(torch.nn.Module):
         conditions = None if generator_rows is None else hidden.index_select(0, generator_rows)[:, 0]
         logits, _ = self.output_layer(hidden.index_select(0, target_rows), weight=shared_weight)
         logits = logits[:, 0]
-        logits = self._without_padding(logits)
-        loss_sum = vocab_parallel_cross_entropy(logits, targets, group=self.group).sum()
+        losses = vocab_parallel_cross_entropy(logits, targets, group=self.group, num_tokens_known=self.num_tokens_known)
+        loss_sum = losses.sum()
         if self.training:
             return HeadOutput(loss_sum, None, conditions)
-        all_logits = gather_from_tensor_model_parallel_region(logits.detach(), group=self.group)
+        all_logits = gather_from_tensor_model_parallel_region(self._without_padding(logits.detach()), group=self.group)
         is_correct = all_logits.argmax(-1) == targets if len(targets) else torch.ones_like(targets, dtype=torch.bool)
         return HeadOutput(loss_sum, is_correct, conditions)
 
     def _without_padding(self, logits: Tensor) -> Tensor:
-        """Take rows that only pad the vocabulary out of the softmax; logits: [num_targets, vocab_size / tp]."""
+        """Take rows that only pad the vocabulary out of what is picked; logits: [num_targets, vocab_size / tp]."""
         num_mine = self.num_tokens_known - self.group.rank() * logits.shape[-1]
         if num_mine >= logits.shape[-1]:
             return logits
         is_padding = torch.arange(logits.shape[-1], device=logits.device) >= num_mine
         return logits.masked_fill(is_padding, torch.finfo(logits.dtype).min)
-
-
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, first_id: int, group: ProcessGroup) -> Tensor:
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        largest = wide.max(dim=-1, keepdim=True).values
-        all_reduce(largest, op=ReduceOp.MAX, group=group)
-        exponentials = (wide - largest).exp_()
-        local = targets - first_id
-        is_mine = (local >= 0) & (local < logits.shape[-1])
-        local = local.clamp(0, logits.shape[-1] - 1)
-        target_logit = torch.where(is_mine, wide.gather(-1, local[:, None])[:, 0] - largest[:, 0], 0.0)
-        total = torch.stack((exponentials.sum(-1), target_logit))
-        all_reduce(total, group=group)
-        ctx.save_for_backward(exponentials.div_(total[0][:, None]), local, is_mine)
-        ctx.dtype = logits.dtype
-        losses: Tensor = total[0].log() - total[1]
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        probabilities, local, is_mine = ctx.saved_tensors
-        grad_logits = probabilities.clone()
-        rows = torch.arange(len(local), device=local.device)
-        grad_logits[rows, local] -= is_mine.to(grad_logits.dtype)
-        return (grad_logits * gradient[:, None]).to(ctx.dtype), None, None, None
-
-
-def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, *, group: ProcessGroup) -> Tensor:
-    """Return the loss of each token, in float32 (float64 for float64 logits).
-
-    megatron-core has the same, but reads its process group from global state and casts to float32, which exact checks in float64
-    must not do.
-
-    logits: [num_tokens, vocab_size / tp], this rank's contiguous share; targets: [num_tokens], int64.
-    Returns [num_tokens], the same on every rank of the group.
-    """
-    if logits.shape[0] == 0:
-        return logits.sum(-1)
-    losses: Tensor = _VocabParallelCrossEntropy.apply(logits, targets, group.rank() * logits.shape[-1], group)
-    return losses
 
 
 class HeadKind(LayerKind):
