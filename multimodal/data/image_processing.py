@@ -2,8 +2,8 @@
 
 The size of the result follows from (width, height) alone, so token counts are known before any pixel is decoded. Pixels are
 resized bicubically and stay bytes: the stage that takes them normalises them (`model/inputs/pixels.py`), so that a quarter is
-kept and copied on the way there. A transparent image is laid on white; an animation contributes its first frame; an EXIF orientation
-is not applied.
+kept and copied on the way there. A transparent image is laid on white; an animation contributes its first frame; an EXIF
+orientation is not applied.
 """
 
 import math

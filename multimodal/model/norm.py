@@ -25,7 +25,9 @@ class Norm(torch.nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [..., hidden_size]; returns the same shape and dtype."""
-        wide = hidden if hidden.dtype == torch.float64 else hidden.float()
+        # Torch's kernels on CUDA take halves and compute in float32; a copy in float32 would be written and read again.
+        keeps_dtype = hidden.dtype == torch.float64 or (hidden.is_cuda and hidden.dtype == self.weight.dtype)
+        wide = hidden if keeps_dtype else hidden.float()
         shape = (hidden.shape[-1],)
         if self.bias is None:
             normal = torch.nn.functional.rms_norm(wide, shape, self.weight.to(wide.dtype), self.eps)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from megatron.core.models.common.embeddings.rope_utils import fused_apply_rotary_pos_emb
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -51,6 +52,16 @@ class BuildOptions:
     sequence_parallel: bool = False
     transformer_impl: str = "local"
     """`local` (megatron-core's torch layers) or `transformer_engine`."""
+    fuses_kernels: bool = False
+    """SwiGLU and rotation as one kernel each, where the implementation has such."""
+    accumulates_in_products: bool = False
+    """Weight gradients are added to float32 buffers by the products that make them."""
+    delays_weight_gradients: bool = False
+    """Layers of Transformer Engine compute weight gradients when they are asked to, as split backwards need it."""
+    fp8_format: str | None = None
+    """`e4m3` or `hybrid`: products of Transformer Engine in FP8."""
+    fp8_recipe: str = "tensorwise"
+    """How their scales are found."""
     recompute: str | None = None
     """None, `selective` (core attention) or `full` (whole layers)."""
     attention_backend: str = AUTO
@@ -61,6 +72,11 @@ class BuildOptions:
     """The rule by which the LLM's tokens attend to encoders' items."""
     num_overlapped_parts: int = 1
     """Parts of a transformer layer's tensor parallel collectives, each beside the product of another; 1: they are not cut."""
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows of a product come in multiples of this."""
+        return 1 if self.fp8_format is None else 32 if self.fp8_recipe == "mxfp8" else 16
 
 
 def build_transformer_config(unit: Unit, *, tensor_parallel_size: int, options: BuildOptions) -> TransformerConfig:
@@ -94,8 +110,10 @@ def build_transformer_config(unit: Unit, *, tensor_parallel_size: int, options: 
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        apply_rope_fusion=False,
+        bias_activation_fusion=options.fuses_kernels and shape.activation == "swiglu",
+        apply_rope_fusion=options.fuses_kernels and shape.has_rotary_positions and fused_apply_rotary_pos_emb is not None,
+        fp8=options.fp8_format,
+        fp8_recipe=options.fp8_recipe,
         persist_layer_norm=False,
         calculate_per_token_loss=True,
         transformer_impl=options.transformer_impl,

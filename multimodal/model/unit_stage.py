@@ -1,6 +1,7 @@
 """One virtual stage of a unit: the layers of one range, built for this rank alone."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -19,7 +20,14 @@ from multimodal.model.stage_input import PackedInput, pack_lengths, pad_rows
 from multimodal.model.stage_segments import StageSegments, join_segments
 from multimodal.model.tensor_parallel_waits import TensorParallelWaits
 from multimodal.model.transformer_config import BuildOptions, build_transformer_config
-from multimodal.model.weight_gradient_queue import DeferWeightGradients, active_queue
+from multimodal.model.weight_gradient_queue import (
+    DeferWeightGradients,
+    WeightGradientQueue,
+    accumulate_into_buffers,
+    active_queue,
+    defer_in_modules,
+    find_accumulation,
+)
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 
@@ -71,6 +79,12 @@ class UnitStage(MegatronModule):
         for module in self.layers.modules():
             if hasattr(module, "waits"):
                 module.waits = self.waits  # type: ignore[assignment]
+        self.delays_weight_gradients = defer_in_modules(self.layers)
+        """Every forward that a backward follows needs an active queue, whether that is split or not."""
+        accumulate = find_accumulation() if options.accumulates_in_products else None
+        if accumulate is not None:
+            tied = self.shared_embedding_weight  # its gradients come from two layers, one of which would be lost
+            accumulate_into_buffers((each for each in self.parameters() if each is not tied), accumulate)
 
     @property
     def link(self) -> RankLink:
@@ -114,14 +128,27 @@ class UnitStage(MegatronModule):
         """
         output: Tensor | HeadOutput | None = hidden
         given = self.prepare(batch, item_embeddings)
-        for index in self.layer_range:
-            if self.guard is not None:
-                output = self.guard.before(index, output)  # type: ignore[arg-type]
-            output = self.run_layer(index, output, given)  # type: ignore[arg-type]
-            if self.guard is not None:
-                output = self.guard.after(index, output)
+        with self.precision():
+            for index in self.layer_range:
+                if self.guard is not None:
+                    output = self.guard.before(index, output)  # type: ignore[arg-type]
+                output = self.run_layer(index, output, given)  # type: ignore[arg-type]
+                if self.guard is not None:
+                    output = self.guard.after(index, output)
         assert output is not None
         return output
+
+    def precision(self) -> AbstractContextManager[None]:
+        """Return the context in which layers of Transformer Engine multiply in FP8, scaled alike on tensor parallel ranks."""
+        if self.options.fp8_format is None:
+            return nullcontext()
+        from megatron.core.fp8_utils import get_fp8_recipe
+        from transformer_engine.pytorch import fp8_autocast  # type: ignore[import-not-found,unused-ignore]
+
+        context: AbstractContextManager[None] = fp8_autocast(
+            enabled=True, fp8_recipe=get_fp8_recipe(self.config), fp8_group=self.groups.tp
+        )
+        return context
 
     def prepare(self, batch: PackedInput, item_embeddings: Tensor | None) -> StagePass:
         """Return what all layers read of a microbatch; arguments as those of `forward`."""
@@ -137,12 +164,17 @@ class UnitStage(MegatronModule):
             return self._share_tokens(embedded, given.batch)
         if self.recomputes(index) and torch.is_grad_enabled() and _has_backward(layer, hidden):
             # The backward may recompute in another thread; it must find the queue, or save other tensors than the forward.
-            contexts = (nullcontext(), DeferWeightGradients(active_queue()))
+            contexts = (nullcontext(), self._recomputing(active_queue()))
             recomputed: Tensor = checkpoint(
                 kind.run, layer, hidden, given, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts
             )
             return recomputed
         return kind.run(layer, hidden, given)
+
+    @contextmanager
+    def _recomputing(self, queue: WeightGradientQueue | None) -> Iterator[None]:
+        with DeferWeightGradients(queue), self.precision():
+            yield
 
     def segments(self) -> StageSegments:
         """Return the parts of this stage's segments; raises ConfigError where its layers cannot be cut."""

@@ -1,12 +1,16 @@
 """Weight gradients that a backward leaves for later: the second half of a backward that is split (zero bubble)."""
 
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
+from functools import cache
+from importlib import import_module
 from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 
 class PendingGradient(Protocol):
@@ -18,6 +22,27 @@ class PendingGradient(Protocol):
 
     def compute(self) -> None:
         """Compute the gradient and hand it to autograd; makes no collective calls."""
+
+
+Accumulate = Callable[[Tensor, Tensor, Tensor], None]
+"""Adds a product's weight gradient to a float32 buffer; called with inputs and output gradient, both [rows, size], and buffer."""
+
+
+@cache
+def find_accumulation() -> Accumulate | None:
+    """Return Apex's kernel, which adds in the product itself; None where it is not installed."""
+    try:
+        accumulate: Accumulate = import_module("fused_weight_gradient_mlp_cuda").wgrad_gemm_accum_fp32
+    except ImportError:
+        return None
+    return accumulate
+
+
+def accumulate_into_buffers(parameters: Iterable[Tensor], accumulate: Accumulate) -> None:
+    """Let the gradients of these matrices go straight to Megatron's float32 buffers (`main_grad`), once they have such."""
+    for parameter in parameters:
+        if parameter.dim() == 2:
+            parameter.accumulate_gradient = accumulate  # type: ignore[attr-defined]
 
 
 class LinearWeightGradient(NamedTuple):
@@ -45,8 +70,14 @@ class LinearWeightGradient(NamedTuple):
             torch.autograd.backward((self.bias,), (of_bias,))
 
     def of_weight(self) -> Tensor:
-        """Return the weight's gradient."""
-        return self.output_gradient.flatten(0, -2).t().matmul(self.inputs.flatten(0, -2))
+        """Return the weight's gradient; if it went to its buffer already, something of its shape, for hooks that wait for it."""
+        rows, gradient = self.inputs.flatten(0, -2), self.output_gradient.flatten(0, -2)
+        accumulate: Accumulate | None = getattr(self.weight, "accumulate_gradient", None)
+        if accumulate is None or not hasattr(self.weight, "main_grad"):
+            return gradient.t().matmul(rows)
+        accumulate(rows.contiguous(), gradient.contiguous(), self.weight.main_grad)
+        self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # Megatron's hook adds nothing then
+        return torch.empty_like(self.weight)
 
     def of_bias(self) -> Tensor | None:
         """Return the bias's gradient."""
@@ -58,6 +89,7 @@ class WeightGradientQueue:
 
     def __init__(self) -> None:
         self._pending: list[PendingGradient] = []
+        self._modules: set[Module] = set()
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -71,6 +103,12 @@ class WeightGradientQueue:
     def put(self, pending: PendingGradient) -> None:
         """Leave one layer's weight gradient for later."""
         self._pending.append(pending)
+
+    def put_module(self, module: Module) -> None:
+        """Leave a module's weight gradients for later, once: layers that are computed again come twice."""
+        if module not in self._modules:
+            self._modules.add(module)
+            self._pending.append(DelayedModuleGradient(module))
 
     def compute(self) -> None:
         """Compute everything pending, each once; tensor parallel ranks may do so at different moments."""
@@ -93,6 +131,42 @@ class DeferWeightGradients(AbstractContextManager[None]):
 
     def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
         _ACTIVE.reset(self._tokens.pop())
+
+
+class DelayedModuleGradient(NamedTuple):
+    """The weight gradients of a Transformer Engine module that keeps them until it is asked (`delay_wgrad_compute`)."""
+
+    module: Any
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Unknown: the module keeps them."""
+        return ()
+
+    def compute(self) -> None:
+        """Have the module compute the oldest that it keeps; hooks of the parameters run as after any backward."""
+        self.module.backward_dw()
+        for parameter in self.module.parameters(recurse=False):
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                torch.autograd.backward((parameter,), (gradient,))
+
+
+def defer_in_modules(root: Module) -> bool:
+    """Have all modules inside that delay weight gradients leave them to the active queue; True if there are any.
+
+    Such a module delays those of every backward, so a queue must be active in every forward.
+    """
+    delaying = [each for each in root.modules() if getattr(each, "wgrad_store", None) is not None]
+    for module in delaying:
+        module.register_forward_hook(_leave_to_queue)
+    return bool(delaying)
+
+
+def _leave_to_queue(module: Module, inputs: Any, output: Any) -> None:
+    queue, weight = active_queue(), module.weight
+    if queue is not None and torch.is_grad_enabled() and isinstance(weight, Tensor) and weight.requires_grad:
+        queue.put_module(module)
 
 
 def active_queue() -> WeightGradientQueue | None:

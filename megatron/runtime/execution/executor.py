@@ -17,8 +17,8 @@ class Executor(RankResources):
     def execute(self, step: Step, *, is_training: bool) -> StepResult:
         """Run this rank's lane of `step.schedule`; gradients accumulate in the stages' parameters.
 
-        Raises ConfigError when the schedule splits backwards or runs segments and Transformer Engine computes them, and when work
-        stands in waits that --tp-comm-overlap does away with.
+        Raises ConfigError when the schedule splits backwards of layers of Transformer Engine that do not delay weight gradients,
+        or runs segments of such, and when work stands in waits that --tp-comm-overlap does away with.
         """
         self._check_implementation(step)
         for stage in self.stages.values():
@@ -30,10 +30,11 @@ class Executor(RankResources):
         return self._result(running, memory_before)
 
     def _check_implementation(self, step: Step) -> None:
-        if step.cuts.split and any(stage.options.transformer_impl != "local" for stage in self.stages.values()):
+        options = [stage.options for stage in self.stages.values()]
+        if step.cuts.split and any(each.transformer_impl != "local" and not each.delays_weight_gradients for each in options):
             raise ConfigError(
-                "the schedule splits backwards into input and weight gradients, which --transformer-impl transformer_engine "
-                "cannot do; use --transformer-impl local, or a --schedule with whole backwards"
+                "the schedule splits backwards into input and weight gradients, but layers of Transformer Engine were built "
+                "without delay_wgrad_compute; use --transformer-impl local, or a --schedule with whole backwards"
             )
         for unit, _, stage, _ in step.cuts.segments:
             if (unit, stage) in self.stages:

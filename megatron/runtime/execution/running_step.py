@@ -85,8 +85,10 @@ class RunningStep(StepMessages):
         """Go from a stage's loss and the gradient of its output to that of its input; weight gradients on the way."""
         if action.place in self.step.cuts.segments:
             self._backward_segments(action)
-        else:
-            self._propagate(action)
+            return
+        queue = self._propagate(action)
+        if queue is not None:
+            queue.compute()
 
     def input_gradient(self, action: Action) -> None:
         """Run the same backward; linear layers leave weight gradients to the queue that was active in the forward."""
@@ -224,7 +226,8 @@ class RunningStep(StepMessages):
         embeddings = torch.cat([tensor for _, tensor in items]) if items else None
         counts_memory = has_backward and self.executor.device.type == "cpu"
         saved = SavedTensors(self.executor.parameter_storages) if counts_memory else None
-        queue = WeightGradientQueue() if has_backward and action.place in self.step.cuts.split else None
+        is_deferred = action.place in self.step.cuts.split or self.stage(action.place).delays_weight_gradients
+        queue = WeightGradientQueue() if has_backward and is_deferred else None
         with self._gathering_weights(action), saved or nullcontext(), DeferWeightGradients(queue):
             output = self.stage(action.place)(hidden, batch, embeddings)
             loss, given = self._close(action, output)

@@ -39,9 +39,19 @@ class ModelConfig:
     model: Path = field(metadata={**INPUT_PATH, "metavar": "FILE.yaml"})
     """The model graph: its units, their shapes, and the edges between them; or a folder of Hugging Face, for its config.json."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
-    """Implementation of transformer layers; transformer_engine needs that package and CUDA."""
-    attention_backend: Literal["auto", "sequences", "blocks", "flex", "triton", "dense"] = "auto"
-    """Implementation of attention; flex and triton need CUDA, dense is for checks; auto takes sequences or, for items, blocks."""
+    """Implementation of transformer layers; transformer_engine needs that package and CUDA, where it is the default if the rest
+    of the run allows it."""
+    fp8_format: Literal["e4m3", "hybrid"] | None = None
+    """Products of transformer layers in FP8: e4m3, or e5m2 for gradients (hybrid); by Transformer Engine, on CUDA."""
+    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise"] = "tensorwise"
+    """--fp8-format: how scales are found; mxfp8 needs a Blackwell GPU."""
+    attention_backend: Literal["auto", "sequences", "flash", "blocks", "flex", "triton", "dense"] = "auto"
+    """Implementation of attention; flash, flex and triton need CUDA, dense is for checks; auto takes, of those that run here, the
+    fastest of flash and sequences, or for items and context parallelism of triton, flex and blocks."""
+    gradient_accumulation_fusion: bool = True
+    """Add weight gradients to float32 buffers after their product, not in it, even where Apex or Transformer Engine can."""
+    kernel_fusion: bool = True
+    """Compute SwiGLU and rotary positions step by step on CUDA, not in one kernel each."""
     attention_mask: Literal["causal", "prefix", "embedded"] = "causal"
     """The LLM's mask of items: causal like text; all up to the last item in both directions, images first (prefix); or each item
     in both directions, anywhere in the text (embedded)."""
@@ -120,7 +130,8 @@ class TrainingConfig:
     dtype: Literal["float32", "bfloat16", "float64"] = field(
         default="float32", metadata={"shorthand": ("bf16", "bfloat16", "float32")}
     )
-    """Precision of weights and activations: bfloat16 keeps float32 main weights and gradients, float64 is for exact checks."""
+    """Precision of weights and activations: bfloat16, the default on CUDA, keeps float32 main weights and gradients, float64 is
+    for exact checks."""
     recompute_granularity: Literal["selective", "full"] | None = field(
         default=None, metadata={"shorthand": ("recompute_activations", "selective", None)}
     )
@@ -128,7 +139,8 @@ class TrainingConfig:
     schedule: str = field(default="1f1b", metadata={"choices": schedules_to_train, "refused": simulated_only})
     """Order of forwards and backwards on every rank; some need virtual stages."""
     schedule_passes: str = field(default="", metadata={"metavar": "A,B", "names": lambda: tuple(PASSES)})
-    """Passes that rewrite the schedule, one after another."""
+    """Passes that rewrite the schedule, one after another; on CUDA by default reduce-by-layer,gather-parameters where they change
+    anything, '' for none."""
     emulate: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "COSTS.yaml"})
     """Wait as long as this table says instead of computing, and hold the measured step against the simulated one."""
     balance: str = field(default=UNBALANCED, metadata={"choices": lambda: tuple(BALANCERS)})

@@ -1,5 +1,6 @@
 """Combinations of flags that are refused, as tables of (condition, message); `cross_checks` reads them."""
 
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable
@@ -154,7 +155,13 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
             lambda c: c.training.emulate is not None and not BALANCERS[c.training.balance].needs_costs,
             _EMULATED,
         )
-        for name in ("transformer_impl", "attention_backend", "recompute_granularity")
+        for name in ("transformer_impl", "attention_backend", "recompute_granularity", "fp8_format")
+    ),
+    IgnoredFlag(
+        "fp8_recipe",
+        ("fp8_format",),
+        lambda c: c.model.fp8_format is None,
+        "no product is in FP8; add --fp8-format or leave it out",
     ),
     IgnoredFlag(
         "colocate_units",
@@ -250,12 +257,41 @@ RULES: tuple[Rule, ...] = (
         "--transformer-impl transformer_engine has no float64; use --transformer-impl local for exact checks",
     ),
     Rule(
-        lambda c: (
-            c.model.transformer_impl == "transformer_engine"
-            and (BUILDERS[c.training.schedule].splits_backwards or any(row.splits_backwards for row in _passes(c)))
-        ),
-        "--transformer-impl transformer_engine cannot split backwards into input and weight gradients, as "
-        f"{_SPLITTING_SCHEDULES} and --schedule-passes {_SPLITTING_PASSES} do; use --transformer-impl local, or another schedule",
+        lambda c: c.model.transformer_impl == "transformer_engine" and _splits_backwards(c) and not can_delay_weight_gradients(),
+        "--transformer-impl transformer_engine splits backwards into input and weight gradients, as "
+        f"{_SPLITTING_SCHEDULES} and --schedule-passes {_SPLITTING_PASSES} do, from version 2.3 on; install that, or use "
+        "--transformer-impl local, or another schedule",
+    ),
+    Rule(
+        lambda c: c.model.transformer_impl == "transformer_engine" and BUILDERS[c.training.schedule].runs_segments,
+        "--schedule {c.training.schedule} runs pieces of layers, which Transformer Engine fuses; use --transformer-impl local, "
+        "or another schedule",
+    ),
+    Rule(
+        lambda c: c.model.fp8_format is not None and not _has_cuda(),
+        "--fp8-format {c.model.fp8_format} needs a CUDA device; leave it out on a CPU",
+    ),
+    Rule(
+        lambda c: c.model.fp8_format is not None and importlib.util.find_spec("transformer_engine") is None,
+        "--fp8-format {c.model.fp8_format} runs by Transformer Engine's recipes, and that is not installed; install it, or leave "
+        "the flag out",
+    ),
+    Rule(
+        lambda c: c.model.fp8_format is not None and "transformer_impl" in c.given and c.model.transformer_impl == "local",
+        "--fp8-format {c.model.fp8_format} needs layers of Transformer Engine; use --transformer-impl transformer_engine",
+    ),
+    Rule(
+        lambda c: c.model.fp8_recipe == "delayed" and c.training.recompute_granularity == "full",
+        "--fp8-recipe delayed takes scales from forwards before, and a forward that --recompute-granularity full repeats would "
+        "count twice; use --fp8-recipe tensorwise, or leave out recomputation",
+    ),
+    Rule(
+        lambda c: c.model.attention_backend == "flash" and c.model.attention_mask != "causal",
+        "--attention-backend flash cannot evaluate --attention-mask {c.model.attention_mask}; use --attention-backend triton",
+    ),
+    Rule(
+        lambda c: c.model.attention_backend == "flash" and not (_has_cuda() and _is_half(c)),
+        "--attention-backend flash needs a CUDA device and --bf16; use --attention-backend sequences",
     ),
     Rule(
         lambda c: c.model.attention_backend == "sequences" and c.model.attention_mask != "causal",
@@ -285,7 +321,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda c: c.parallelism.shards_weights and c.model.transformer_impl == "transformer_engine",
-        "--data-parallel-sharding-strategy optim_grads_params has been tried with --transformer-impl local alone; use that, or "
+        "--data-parallel-sharding-strategy optim_grads_params takes a layer's weights away between its forward and its backward, "
+        "but layers of Transformer Engine keep casts and transposes of them; use --transformer-impl local, or "
         "--data-parallel-sharding-strategy optim",
     ),
     Rule(
@@ -357,6 +394,24 @@ def _same_run(source: Path | None, save: Path | None) -> bool:
 
 def _same_folder(first: Path, second: Path | None) -> bool:
     return second is not None and os.path.abspath(first) == os.path.abspath(second)
+
+
+def _is_half(config: RunConfig) -> bool:
+    """Whether a run on CUDA computes in bfloat16: unless something else is given."""
+    return "dtype" not in config.given or config.training.dtype == "bfloat16"
+
+
+def _splits_backwards(config: RunConfig) -> bool:
+    return BUILDERS[config.training.schedule].splits_backwards or any(row.splits_backwards for row in _passes(config))
+
+
+def can_delay_weight_gradients() -> bool:
+    """Return whether the installed Transformer Engine has `delay_wgrad_compute`."""
+    try:
+        found = importlib.metadata.version("transformer_engine").split(".")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return tuple(int(part) for part in found[:2]) >= (2, 3)
 
 
 def _has_cuda() -> bool:

@@ -42,6 +42,7 @@ CALLED: Mapping[str, str] = MappingProxyType(
         "--freeze": "freeze-all-layers",
         "--keep-last-checkpoints": "save-retain-interval",
         "--log-interval": "tensorboard-log-interval",
+        "--no-kernel-fusion": "no-bias-gelu-fusion no-bias-swiglu-fusion no-rope-fusion",
         "--lr-decay-iters": "lr-decay-samples",
         "--lr-warmup-fraction": "warmup",
         "--lr-warmup-iters": "lr-warmup-samples",
@@ -116,19 +117,19 @@ NOT_AVAILABLE: Mapping[str, str] = MappingProxyType(
         ),
         "all channels of a head rotate, unscaled": (
             "rotary-percent rotary-interleaved rotary-seq-len-interpolation-factor use-rope-scaling rope-scaling-factor "
-            "rope-type no-rope-freq no-rope-fusion yarn-* no-yarn-* mrope-section relative-attention-*"
+            "rope-type no-rope-freq yarn-* no-yarn-* mrope-section relative-attention-*"
         ),
         "there is no dropout": "hidden-dropout attention-dropout no-bias-dropout-fusion",
         "widths are scaled by hand": "use-mup mup-* init-method-xavier-uniform embedding-init-method-std",
-        "training is in bfloat16, float32 or float64 (--dtype)": (
-            "fp8-* *-fp8-wgrad keep-fp8-transpose-cache fp4-* first-last-layers-bf16 num-layers-at-*-in-bf16 "
-            "te-precision-config-file use-kitchen-attention kitchen-* loss-scale initial-loss-scale min-loss-scale "
-            "loss-scale-window hysteresis fp16-lm-cross-entropy grad-reduce-in-bf16 use-precision-aware-optimizer "
-            "main-*-dtype exp-avg-* reuse-grad-buf-for-mxfp8-param-ag"
+        "training is in bfloat16, float32 or float64 (--dtype), products perhaps in FP8 (--fp8-format)": (
+            "fp8-margin fp8-interval fp8-amax-* fp8-param-gather no-fp8-wgrad keep-fp8-transpose-cache fp4-* "
+            "first-last-layers-bf16 num-layers-at-*-in-bf16 te-precision-config-file use-kitchen-attention kitchen-* loss-scale "
+            "initial-loss-scale min-loss-scale loss-scale-window hysteresis fp16-lm-cross-entropy grad-reduce-in-bf16 "
+            "use-precision-aware-optimizer main-*-dtype exp-avg-* reuse-grad-buf-for-mxfp8-param-ag"
         ),
         "kernels are the layers' own; choose whose with --transformer-impl": (
-            "no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion cross-entropy-* no-persist-layer-norm "
-            "no-gradient-accumulation-fusion disable-jit-fuser use-transformer-engine-op-fuser use-te-activation-func"
+            "no-masked-softmax-fusion cross-entropy-* no-persist-layer-norm "
+            "disable-jit-fuser use-transformer-engine-op-fuser use-te-activation-func"
         ),
         "there are no CUDA graphs": "enable-cuda-graph cuda-graph-* external-cuda-graph te-rng-tracker optimizer-cuda-graph",
         "nothing is kept on the host; --recompute-granularity full and sharding save memory": (

@@ -98,6 +98,21 @@ def _check_passes(choice: _Choice) -> Iterator[str]:
             yield f"--schedule-passes {name} would be ignored: {reason}, or leave it out"
 
 
+def useful_passes(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
+    """List the passes that cost nothing and change something on this plan, as every planned run has them."""
+    name = config.training.schedule
+    choice = _Choice(name, BUILDERS[name], (), graph, plan, str(config.parallelism.plan or ""))
+    zero_stage = 3 if config.parallelism.shards_weights else 0 if config.training.dtype == "float64" else 1
+    return tuple(
+        name
+        for name, row in PASSES.items()
+        if row.is_planned
+        and row.least_zero_stage <= zero_stage
+        and (row.works_with_sharded_weights or zero_stage < 3)
+        and not _why_useless(name, choice)
+    )
+
+
 def _why_useless(name: str, choice: _Choice) -> str:
     """Say why a pass can change nothing on this plan, and what to change; empty where it can."""
     need, backbone = PASSES[name].need, choice.graph.backbone.name

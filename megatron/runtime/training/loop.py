@@ -18,6 +18,7 @@ from megatron.runtime.launch.stop_requests import StopReason
 from megatron.runtime.report.reporting import ConsoleReporter, EvaluationReport, Reporter, SilentReporter
 from megatron.runtime.step.step import Step
 from megatron.runtime.step.token_placement import ContextSharing
+from megatron.runtime.training.paths import describe_paths
 from megatron.runtime.training.prediction import EmulationTable, build_predictor, describe_better_pair
 from megatron.runtime.training.resumption import release, save
 from megatron.runtime.training.run import Run
@@ -169,7 +170,7 @@ def describe_run(run: Run) -> str:
     sharded = ", weights sharded" if run.config.parallelism.shards_weights else ""
     return (
         f"{'; '.join(lines)}\n{samples}, {run.config.training.dtype}{sharded}, schedule {_shown_schedule(run.config)}{resumed}"
-        f"\ndecisions by {describe_kernels()}"
+        f"\n{'' if run.emulation else describe_paths(run.session) + '; '}decisions by {describe_kernels()}"
     )
 
 

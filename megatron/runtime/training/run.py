@@ -15,6 +15,7 @@ from megatron.runtime.feed.data_sets import DataSets, RunData, build_data_sets, 
 from megatron.runtime.feed.sample_exchange import SampleExchange
 from megatron.runtime.flags.arguments import build_plan, freeze_units
 from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.flags.device_defaults import with_device_defaults
 from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
 from megatron.runtime.hugging_face.save_weights import check_hugging_face_target, find_folder_to_follow
 from megatron.runtime.launch.distributed_setup import World
@@ -77,6 +78,7 @@ def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests)
         like = find_folder_to_follow(config.model.model, load_hf=config.checkpoint.load_hf)
         check_hugging_face_target(config.checkpoint.save_hf, graph=graph, like=like)
     plan = build_plan(config, graph, world.size)
+    config = with_device_defaults(config, graph=graph, plan=plan, has_cuda=torch.cuda.is_available())
     data = build_data_sets(config, graph, in_turn=world.in_turn("index"))
     graph = with_vocabulary(graph, data.tokenizer)
     vocab_size = padded_vocab_size(data.tokenizer, config, graph=graph)
@@ -124,6 +126,7 @@ def _session_options(
 ) -> SessionOptions:
     settings, dtype = config.optimizer, getattr(torch, config.training.dtype)
     passes = passes_named(config.training.schedule_passes)
+    is_engine, splits = config.model.transformer_impl == "transformer_engine", any(row.splits_backwards for row in passes)
     return SessionOptions(
         graph=graph,
         build=BuildOptions(
@@ -131,6 +134,12 @@ def _session_options(
             sequence_parallel=config.parallelism.sequence_parallel,
             transformer_impl=config.model.transformer_impl,
             recompute=config.training.recompute_granularity,
+            fuses_kernels=config.model.kernel_fusion and torch.cuda.is_available(),
+            accumulates_in_products=_accumulates_in_products(config),
+            delays_weight_gradients=is_engine and (BUILDERS[config.training.schedule].splits_backwards or splits),
+            fp8_format=config.model.fp8_format,
+            fp8_recipe=config.model.fp8_recipe,
+            num_multiprocessors=_num_multiprocessors(),
             attention_backend=config.model.attention_backend,
             attention_mask=MaskMode(config.model.attention_mask),
             num_overlapped_parts=config.parallelism.num_overlapped_parts,
@@ -153,6 +162,19 @@ def _session_options(
         shards_weights=config.parallelism.shards_weights,
         build_stage=partial(EmulatedStage, cost=emulation.costs.compute) if emulation else None,
     )
+
+
+def _accumulates_in_products(config: RunConfig) -> bool:
+    """Whether products add their weight gradients to float32 buffers; weights that are shared (ZeRO-3) have none of their own."""
+    is_wanted = config.model.gradient_accumulation_fusion and not config.parallelism.shards_weights
+    return is_wanted and torch.cuda.is_available() and config.training.dtype == "bfloat16"
+
+
+def _num_multiprocessors() -> int:
+    if not torch.cuda.is_available():
+        return 0
+    count: int = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    return count
 
 
 def _check_units(graph: ModelGraph) -> None:

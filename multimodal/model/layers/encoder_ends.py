@@ -172,6 +172,7 @@ class Projector(MergedTokens):
             sequence_parallel=False,
             gated_linear_unit=False,
             activation_func=torch.nn.functional.gelu,
+            bias_activation_fusion=False,
             add_bias_linear=True,
         )
         self.mlp = MLP(plain, MLP_SUBMODULES, input_size=unit.merged_size, ffn_hidden_size=inner_size, tp_group=groups.tp)

@@ -37,7 +37,7 @@ class InputContext(NamedTuple):
         """
         rows = num_tokens if self.context_parallel_size == 1 else max(1, num_tokens)
         is_shared = self.options.sequence_parallel and self.tensor_parallel_size > 1
-        return padded_num_tokens(rows, multiple=self.tensor_parallel_size) if is_shared else rows
+        return padded_num_tokens(rows, multiple=self.options.row_multiple * (self.tensor_parallel_size if is_shared else 1))
 
 
 @dataclass(frozen=True)

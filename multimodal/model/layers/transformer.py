@@ -1,5 +1,7 @@
 """Transformer layers: megatron-core's, in both implementations, with packed attention in place of its own."""
 
+import copy
+
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -58,7 +60,13 @@ class TransformerKind(LayerKind):
             add = ModuleSpec(module=ScaledAdd, params={"config": context.config})
             spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add
         self.adapt(spec)
-        layer: Module = build_module(spec, config=context.config, layer_number=index, pg_collection=context.groups)
+        config = context.config
+        if options.transformer_impl != "local":
+            config = copy.copy(config)  # set here: elsewhere it is checked for what only Megatron's own schedules have
+            config.delay_wgrad_compute = options.delays_weight_gradients
+            # A delayed gradient that goes to a buffer by itself would tell hooks before that it is there.
+            config.gradient_accumulation_fusion = options.accumulates_in_products and not options.delays_weight_gradients
+        layer: Module = build_module(spec, config=config, layer_number=index, pg_collection=context.groups)
         return layer
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:

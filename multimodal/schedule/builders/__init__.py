@@ -62,7 +62,9 @@ class ScheduleRow:
     can_train: bool = True
     """False if it can only be simulated and planned with."""
     splits_backwards: bool = False
-    """True if every backward is an input gradient and a weight gradient, which only `--transformer-impl local` can run."""
+    """True if every backward is an input gradient and a weight gradient."""
+    runs_segments: bool = False
+    """True if pieces of layers run by themselves, which only `--transformer-impl local` can run."""
     in_flight: float = 1.0
     """Microbatches that a stage keeps at most, over those of 1F1B; infinite if it keeps more the more a step has."""
     only_encoders_keep_more: bool = False
@@ -138,6 +140,7 @@ _OPTIMUS = ScheduleRow(
     virtual_stages=VirtualStages.OPTIONAL,
     fewest_encoders=1,
     role_of_encoders="arranges encoders",
+    runs_segments=True,
     needs_costs=True,
     needs_messages=True,
 )
@@ -232,6 +235,7 @@ BUILDERS: dict[str, ScheduleRow] = {
         virtual_stages=VirtualStages.OPTIONAL,
         fewest_encoders=1,
         role_of_encoders="arranges encoders",
+        runs_segments=True,
         needs_costs=True,
         needs_messages=True,
     ),

@@ -38,7 +38,7 @@ class PassRow:
     need: Need
     """The plan's property without which the pass changes nothing."""
     splits_backwards: bool = False
-    """True if it makes input and weight gradients of backwards, which only `--transformer-impl local` can run."""
+    """True if it makes input and weight gradients of backwards, as some builders do."""
     works_with_sharded_weights: bool = True
     """False if it moves weights or gradients of a stage once a step; weights that are sharded move with every layer."""
     reduces_by_layer: bool = False

@@ -12,14 +12,14 @@ SPLIT = Cuts(split=frozenset({Place("llm", 0, 0, 0)}))
 
 
 def check(cuts: Cuts, implementation: str, *, has_inside: bool = False, num_parts: int = 1, is_sharded: bool = False) -> None:
-    options = SimpleNamespace(transformer_impl=implementation, num_overlapped_parts=num_parts)
+    options = SimpleNamespace(transformer_impl=implementation, num_overlapped_parts=num_parts, delays_weight_gradients=False)
     stages = {("llm", 0): SimpleNamespace(options=options)}
     executor: Any = SimpleNamespace(stages=stages, sharded=stages if is_sharded else {})
     step: Any = SimpleNamespace(cuts=cuts, schedule=SimpleNamespace(has_inside=has_inside))
     Executor._check_implementation(executor, step)
 
 
-def test_transformer_engine_cannot_split_backwards() -> None:
+def test_transformer_engine_without_delayed_weight_gradients_cannot_split_backwards() -> None:
     with pytest.raises(ConfigError, match=r"splits backwards .* use --transformer-impl local, or a --schedule with whole"):
         check(SPLIT, "transformer_engine")
 

@@ -84,7 +84,8 @@ def test_flags_that_would_be_ignored(parse: Parse, line: str, message: str) -> N
 
 def test_every_row_of_the_table_is_tried() -> None:
     tried = {message.split(" would be")[0] for _, message in IGNORED}
-    assert {shown_flag(row.name) for row in IGNORED_FLAGS} - tried == {"--colocate-units", "--attention-mask"}
+    others = {"--colocate-units", "--attention-mask", "--fp8-format", "--fp8-recipe"}
+    assert {shown_flag(row.name) for row in IGNORED_FLAGS} - tried == others
 
 
 def test_every_row_of_the_table_names_fields_that_exist() -> None:
@@ -246,7 +247,7 @@ def test_sharded_weights_need_ranks_that_hold_the_same_ones(parse: Parse, monkey
         parse(f"{flag} --vision-dp 2 --emulate costs.yaml", world_size=3)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("megatron.runtime.flags.flag_rules._has_cuda", lambda: True)
-    with pytest.raises(ConfigError, match="has been tried with --transformer-impl local alone"):
+    with pytest.raises(ConfigError, match="takes a layer's weights away between its forward and its backward"):
         parse(f"{flag} --vision-dp 2 --transformer-impl transformer_engine", world_size=3)
 
 

@@ -209,9 +209,12 @@ def test_the_same_where_it_means_something(parse: Parse, line: str, world_size: 
     assert f"{training.schedule} {training.schedule_passes}".split()[-1] in line
 
 
-def test_transformer_engine_cannot_split_backwards(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_transformer_engine_cannot_split_backwards(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("megatron.runtime.flags.flag_rules._has_cuda", lambda: True)
     for line in ("--schedule zb-h1", "--schedule-passes fill"):
-        with pytest.raises(ConfigError, match="transformer_engine cannot split backwards.*use --transformer-impl local"):
+        with pytest.raises(
+            ConfigError,
+            match="splits backwards.*from version 2.3 on; install that, or use --transformer-impl",
+        ):
             parse(f"--vision-dp 1 --llm-pp 2 --transformer-impl transformer_engine {line}", world_size=3)

@@ -1,0 +1,34 @@
+"""Defaults that depend on the device: on CUDA, what was not asked for is the fastest that the rest of the run allows."""
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.flags.flag_rules import RULES
+from megatron.runtime.flags.schedule_checks import useful_passes
+from multimodal.values.errors import ConfigError
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+
+
+def with_device_defaults(config: RunConfig, *, graph: ModelGraph, plan: Plan, has_cuda: bool) -> RunConfig:
+    """Return the configuration with the defaults of this machine; flags that were given stay as they are.
+
+    Raises ConfigError where FP8 is asked for and Transformer Engine's layers cannot be had.
+    """
+    if not has_cuda or config.training.emulate is not None:
+        return config
+    if "dtype" not in config.given:
+        config = replace(config, training=replace(config.training, dtype="bfloat16"))
+    if "schedule_passes" not in config.given:
+        passes = ",".join(useful_passes(config, graph=graph, plan=plan))
+        config = replace(config, training=replace(config.training, schedule_passes=passes))
+    if "transformer_impl" in config.given or find_spec("transformer_engine") is None:
+        return config
+    engine = replace(config, model=replace(config.model, transformer_impl="transformer_engine"))
+    broken = next((rule for rule in RULES if rule.is_broken(engine)), None)
+    if broken is None:
+        return engine
+    if config.model.fp8_format is not None:
+        raise ConfigError(broken.message.format(c=engine))
+    return config

@@ -1,0 +1,43 @@
+"""Which of several ways a run computes each thing, for the line at its start."""
+
+from megatron.runtime.session import Session
+from multimodal.model.layers.layer_kind import InputContext
+from multimodal.model.layers.transformer import attention_choice
+from multimodal.model.transformer_config import BuildOptions
+from multimodal.model.weight_gradient_queue import find_accumulation
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+
+LAYERS = {"local": "local layers", "transformer_engine": "layers of Transformer Engine"}
+
+
+def describe_paths(session: Session) -> str:
+    """Return one line: whose layers, attention of each unit, and what is fused."""
+    options = session.options.build
+    parts = [LAYERS[options.transformer_impl], *describe_fusions(options)]
+    return f"computed by {', '.join(parts)}; attention by {describe_attention(session.graph, session.plan, options)}"
+
+
+def describe_fusions(options: BuildOptions) -> list[str]:
+    """Return what is fused or in FP8; nothing on a CPU."""
+    is_engine = options.transformer_impl == "transformer_engine"
+    found = []
+    if options.fp8_format is not None:
+        found.append(f"in FP8 ({options.fp8_format}, {options.fp8_recipe})")
+    if options.fuses_kernels:
+        found.append("fused SwiGLU and rotation")
+    if options.accumulates_in_products and not options.delays_weight_gradients and (is_engine or find_accumulation()):
+        found.append("weight gradients added in products")
+    return found
+
+
+def describe_attention(graph: ModelGraph, plan: Plan, options: BuildOptions) -> str:
+    """Return the backend of every unit, or of all where it is the same."""
+    choices = {}
+    for unit in graph.units:
+        sizes = plan.units[unit.name].tensor_parallel_size, plan.units[unit.name].context_parallel_size
+        choice = attention_choice(InputContext(graph, unit, options, *sizes))
+        choices[unit.name] = " and ".join(dict.fromkeys((choice.backend, choice.alone)))
+    if len(set(choices.values())) == 1:
+        return next(iter(choices.values()))
+    return ", ".join(f"{name}: {backend}" for name, backend in choices.items())

@@ -1,0 +1,146 @@
+"""Modules that keep weight gradients by themselves, as Transformer Engine's do, and products that add them to buffers."""
+
+from collections import deque
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from multimodal.model import weight_gradient_queue
+from multimodal.model.deferrable_linear import deferrable_linear
+from multimodal.model.weight_gradient_queue import (
+    DeferWeightGradients,
+    WeightGradientQueue,
+    accumulate_into_buffers,
+    defer_in_modules,
+    find_accumulation,
+)
+
+
+class DelayingLinear(torch.nn.Module):
+    """Like a linear layer of Transformer Engine with `delay_wgrad_compute`: what it keeps, it gives in the order it came."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(size, size, dtype=torch.float64))
+        self.bias = torch.nn.Parameter(torch.randn(size, dtype=torch.float64))
+        self.wgrad_store: deque[tuple[Tensor, Tensor]] = deque()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = _Delayed.apply(inputs, self.weight, self.bias, self.wgrad_store)
+        return output
+
+    def backward_dw(self) -> None:
+        inputs, gradient = self.wgrad_store.popleft()
+        self.weight.grad = gradient.t() @ inputs
+
+
+class _Delayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor, store: Any) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.store = store
+        return inputs @ weight.t() + bias
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        inputs, weight = ctx.saved_tensors
+        ctx.store.append((inputs, gradient))
+        return gradient @ weight, None, gradient.sum(0), None
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_gradients_come_when_they_are_asked_for(order: tuple[int, ...], recomputes: bool) -> None:
+    """Each once, whatever the order; layers that are computed again leave them once."""
+    model = torch.nn.Sequential(DelayingLinear(3), torch.nn.Tanh(), DelayingLinear(3))
+    inputs = [torch.randn(4, 3, dtype=torch.float64) for _ in range(3)]
+    expected = [torch.autograd.grad(_plain(model, each).sum(), list(model.parameters())) for each in inputs]
+    arrived = {parameter: [] for parameter in model.parameters()}  # type: ignore[var-annotated]
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(partial(_take, arrived))
+    assert defer_in_modules(model)
+    queues = []
+    for each in inputs:
+        queue = WeightGradientQueue()
+        with DeferWeightGradients(queue):
+            output = _checkpointed(model, each, queue) if recomputes else model(each)
+        output.sum().backward()
+        queues.append(queue)
+    assert not arrived[model[0].weight] and [len(queue) for queue in queues] == [2, 2, 2]
+    for index in order:
+        queues[index].compute()
+    assert not any(layer.wgrad_store for layer in (model[0], model[2]))
+    for parameter, *gradients in zip(model.parameters(), *expected, strict=True):
+        assert len(arrived[parameter]) == 3 and torch.allclose(sum(arrived[parameter]), sum(gradients), rtol=0, atol=1e-12)
+
+
+def test_frozen_modules_leave_nothing() -> None:
+    layer = DelayingLinear(2).requires_grad_(False)
+    defer_in_modules(layer)
+    queue = WeightGradientQueue()
+    with DeferWeightGradients(queue):
+        layer(torch.ones(1, 2, dtype=torch.float64, requires_grad=True))
+    assert len(queue) == 0
+    assert not defer_in_modules(torch.nn.Linear(2, 2)), "it delays nothing"
+
+
+def _take(arrived: dict[Tensor, list[Tensor]], parameter: Tensor) -> None:
+    """As Megatron's hook takes gradients to their buffers."""
+    if parameter.grad is not None:
+        arrived[parameter].append(parameter.grad)
+        parameter.grad = None
+
+
+def _plain(model: torch.nn.Sequential, inputs: Tensor) -> Tensor:
+    for layer in model:
+        inputs = inputs @ layer.weight.t() + layer.bias if isinstance(layer, DelayingLinear) else layer(inputs)
+    return inputs
+
+
+def _checkpointed(model: torch.nn.Module, inputs: Tensor, queue: WeightGradientQueue) -> Tensor:
+    contexts = torch.no_grad(), DeferWeightGradients(queue)
+    output: Tensor = torch.utils.checkpoint.checkpoint(
+        model, inputs.requires_grad_(), use_reentrant=False, context_fn=lambda: (torch.enable_grad(), contexts[1])
+    )
+    return output
+
+
+def test_products_add_to_float32_buffers() -> None:
+    """More exactly than in bfloat16; hooks run, and Megatron's would add nothing."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.nn.Parameter(torch.randn(5, 4, generator=generator).bfloat16())
+    weight.main_grad = torch.ones(5, 4)  # type: ignore[attr-defined]
+    accumulate_into_buffers(
+        [weight],
+        lambda rows, gradient, buffer: buffer.add_(gradient.float().t() @ rows.float()),  # type: ignore[arg-type,return-value]
+    )
+    arrived: list[int] = []
+
+    def note(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            arrived.append(1)
+            parameter.grad = None
+
+    weight.register_post_accumulate_grad_hook(note)
+    rows = torch.randn(2, 3, 4, generator=generator).bfloat16().requires_grad_()
+    deferrable_linear(rows, weight, None).sum().backward()
+    queue = WeightGradientQueue()
+    with DeferWeightGradients(queue):
+        output = deferrable_linear(rows, weight, None)
+    output.sum().backward()
+    assert len(arrived) == 1
+    queue.compute()
+    expected = 1 + 2 * rows.detach().float().flatten(0, 1).sum(0).expand(5, 4)
+    assert len(arrived) == 2 and weight.grad_added_to_main_grad  # type: ignore[attr-defined]
+    assert torch.allclose(weight.main_grad, expected, rtol=1e-5, atol=1e-5)  # type: ignore[attr-defined]
+
+
+def test_the_kernel_is_apexs(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_accumulation.cache_clear()
+    kernel = type("Apex", (), {"wgrad_gemm_accum_fp32": "kernel"})
+    monkeypatch.setattr(weight_gradient_queue, "import_module", lambda name: {"fused_weight_gradient_mlp_cuda": kernel}[name])
+    assert find_accumulation() == "kernel"
+    find_accumulation.cache_clear()

@@ -1,0 +1,91 @@
+"""On CUDA, what was not asked for is the fastest that the rest allows; what was asked for stays."""
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+
+from megatron.runtime.flags import device_defaults, flag_rules
+from megatron.runtime.flags.arguments import build_plan, freeze_units, parse_arguments
+from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.flags.device_defaults import with_device_defaults
+from multimodal.cost.layers.registry import read_model
+from multimodal.values.errors import ConfigError
+
+MODEL = Path(__file__).parents[4] / "examples" / "digits" / "model.yaml"
+BASE = f"--model {MODEL} --data-path digits --global-batch-size 8 --train-iters 1 --lr 1e-3"
+PLANNED = "gather-parameters,reduce-by-layer"
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine with CUDA and Transformer Engine 2.8."""
+    for module in (flag_rules.importlib.util, device_defaults):
+        monkeypatch.setattr(module, "find_spec", lambda name: object())
+    monkeypatch.setattr(flag_rules, "_has_cuda", lambda: True)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.8.0")
+    return monkeypatch
+
+
+def defaults(flags: str, *, ranks: int = 4, has_cuda: bool = True) -> RunConfig:
+    config = parse_arguments([*BASE.split(), *flags.split()], environ={"WORLD_SIZE": str(ranks)})
+    graph = freeze_units(read_model(config.model.model), modules=(), projectors=())
+    return with_device_defaults(config, graph=graph, plan=build_plan(config, graph, ranks), has_cuda=has_cuda)
+
+
+def chosen(config: RunConfig) -> tuple[str, str, str]:
+    return config.training.dtype, config.training.schedule_passes, config.model.transformer_impl
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--colocate-units", ("bfloat16", PLANNED, "transformer_engine")),
+        ("--vision-dp 1 --llm-pp 3", ("bfloat16", "", "transformer_engine")),
+        ("--colocate-units --dtype float32", ("float32", PLANNED, "transformer_engine")),
+        ("--colocate-units --dtype float64", ("float64", "reduce-by-layer", "local")),
+        ("--colocate-units --transformer-impl local", ("bfloat16", PLANNED, "local")),
+        ("--colocate-units --schedule-passes reduce-by-layer", ("bfloat16", "reduce-by-layer", "transformer_engine")),
+        ("--vision-dp 1 --llm-pp 3 --schedule zb-h1", ("bfloat16", "", "transformer_engine")),
+        ("--vision-dp 1 --llm-pp 3 --schedule optimus", ("bfloat16", "", "local")),
+        ("--colocate-units --data-parallel-sharding-strategy optim_grads_params", ("bfloat16", "", "local")),
+        ("--colocate-units --llm-tp 2 --tp-comm-overlap", ("bfloat16", PLANNED, "local")),
+    ],
+)
+def test_with_cuda_and_transformer_engine(engine: pytest.MonkeyPatch, flags: str, expected: tuple[str, str, str]) -> None:
+    assert chosen(defaults(flags)) == expected
+
+
+def test_an_older_transformer_engine_does_not_split_backwards(engine: pytest.MonkeyPatch) -> None:
+    engine.setattr(importlib.metadata, "version", lambda name: "2.2.1")
+    assert chosen(defaults("--vision-dp 1 --llm-pp 3 --schedule zb-h1"))[2] == "local"
+    with pytest.raises(ConfigError, match="splits backwards into input and weight gradients.*from version 2.3 on"):
+        defaults("--vision-dp 1 --llm-pp 3 --schedule zb-h1 --transformer-impl transformer_engine")
+
+
+def test_a_cpu_changes_nothing() -> None:
+    assert chosen(defaults("--colocate-units", has_cuda=False)) == ("float32", "", "local")
+
+
+def test_fp8_takes_transformer_engine_or_says_why_not(engine: pytest.MonkeyPatch) -> None:
+    config = defaults("--colocate-units --fp8-format hybrid --fp8-recipe delayed")
+    assert chosen(config)[2] == "transformer_engine" and config.model.fp8_recipe == "delayed"
+    for flags, problem in (
+        ("--vision-dp 1 --llm-pp 3 --schedule optimus", "runs pieces of layers, which Transformer Engine fuses"),
+        ("--colocate-units --data-parallel-sharding-strategy optim_grads_params", "keep casts and transposes of them"),
+        ("--colocate-units --transformer-impl local", "needs layers of Transformer Engine"),
+        ("--colocate-units --fp8-recipe delayed --recompute-granularity full", "would count twice"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            defaults(f"{flags} --fp8-format e4m3")
+
+
+def test_fp8_is_refused_without_cuda_or_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flag_rules, "_has_cuda", lambda: False)
+    with pytest.raises(ConfigError, match="--fp8-format hybrid needs a CUDA device"):
+        defaults("--colocate-units --fp8-format hybrid")
+    monkeypatch.setattr(flag_rules, "_has_cuda", lambda: True)
+    with pytest.raises(ConfigError, match="runs by Transformer Engine's recipes, and that is not installed"):
+        defaults("--colocate-units --fp8-format hybrid")
+    with pytest.raises(ConfigError, match="--fp8-recipe would be ignored: no product is in FP8"):
+        defaults("--colocate-units --fp8-recipe mxfp8")
