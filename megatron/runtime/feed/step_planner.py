@@ -29,6 +29,7 @@ from megatron.runtime.step.token_placement import DEFAULT_SHARING, ContextSharin
 from multimodal.balance import Balancer
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.placement import drop_idle_samples
+from multimodal.cost.flops import step_flops
 from multimodal.cost.step_costs import StepCosts
 from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
@@ -103,7 +104,8 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
             costs_of=self._costs_of,
             options=self._build,
         )
-        return planned.changed(balance=balance)
+        flops = step_flops(graph, lengths, vocab_size=self._options.vocab_size) if self._options.vocab_size else 0.0
+        return planned.changed(balance=balance, flops=flops)
 
 
 def plan_step(

@@ -78,7 +78,7 @@ class StepDecision:
             if all(item.unit not in self._generators for item in sample.items)
         )
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """LLM tokens of the whole global batch."""
         return sum(sample.num_tokens for sample in self.lengths.values())

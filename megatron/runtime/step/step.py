@@ -1,12 +1,13 @@
 """One step as input of the executor, its results, and the losses of one or more steps."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from megatron.runtime.step.balance_report import BalanceReport
 from megatron.runtime.step.decision import StepDecision
+from megatron.runtime.step.folded_lengths import FoldedLengths
 from megatron.runtime.step.token_placement import DEFAULT_SHARING, ContextSharing, RouteKey, RouteRows, TokenPlacement
 from multimodal.attention.device_values import Parcel
 from multimodal.model.stage_input import PackedInput
@@ -14,6 +15,8 @@ from multimodal.schedule.align_replicas import Joins
 from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.timeline import TimelineEvent
 
+TOTALS = ("num_target_tokens", "num_generated_values", "num_tokens")
+"""Facts of a whole global batch, which a training process should not add up anew."""
 ROUTES = "routes"
 """The parcel of `Step.route_rows`."""
 
@@ -36,6 +39,8 @@ class Step(StepDecision):
     """Computations of other replicas that each lane joins; empty where weights are not sharded."""
     digest: int = 0
     """The digest of the assignment; ranks compare it before they run the step."""
+    flops: float = 0.0
+    """Of the model in the whole step; 0: not counted."""
     balance: BalanceReport = field(default_factory=BalanceReport)
     """The effect of balancing."""
     sharing: ContextSharing = DEFAULT_SHARING
@@ -48,9 +53,11 @@ class Step(StepDecision):
         return TokenPlacement(self, sizes=sizes, sharing=self.sharing)
 
     def changed(self, **changes: Any) -> "Step":
-        """Return the same step with other inputs or reports; keeps `placement`."""
+        """Return the same step with other inputs or reports; keeps `placement`, and totals."""
         other = replace(self, **changes)
-        other.__dict__["placement"] = self.placement
+        kept = {name: self.__dict__[name] for name in TOTALS if name in self.__dict__}
+        other.__dict__.update(kept, placement=self.placement)
+        self.placement.belongs_to(other)
         return other
 
     def packed(self) -> "Step":
@@ -59,7 +66,19 @@ class Step(StepDecision):
         contents |= {place: self.inputs_of(place) for place in (*self.inputs, *self.subset_inputs)}
         self.placement.forget_routes()
         parcels = {key: Parcel.pack(value) for key, value in contents.items()}
-        return self.changed(inputs={}, subset_inputs={}, route_rows={}, parcels=parcels)
+        for total in TOTALS:
+            getattr(self, total)
+        own = self._own_samples((*self.inputs, *self.subset_inputs))
+        lengths = FoldedLengths(self.lengths, own=own)
+        return self.changed(inputs={}, subset_inputs={}, route_rows={}, parcels=parcels, lengths=lengths)
+
+    def _own_samples(self, places: Iterable[MicrobatchPlace]) -> set[int]:
+        """Return the samples of microbatches, and those on their routes."""
+        own = {atom.sample_id for place in places for atom in self.assignment.atoms(place)}
+        for place in places:
+            for routes in (self.routes.from_source.get(place, ()), self.routes.to_target.get(place, ())):
+                own |= {atom.sample_id for route in routes for atom in route.atoms}
+        return own
 
     def pin_memory(self) -> "Step":
         """Return a packed step in memory that a device copies from while the host goes on; torch's loaders call this."""

@@ -71,6 +71,10 @@ class TokenPlacement:
         self._dealers: dict[str, ItemDealer] = {}
         self._row_shares: dict[tuple[MicrobatchPlace, MicrobatchPlace], RowShares] = {}
 
+    def belongs_to(self, step: StepDecision) -> None:
+        """Read lengths from this step from now on: the same, in another form."""
+        self._step = step
+
     def own_share(self, place: MicrobatchPlace, *, part: int, rank: int) -> RankShare | None:
         """Return a context parallel rank's share of a sample subset (or WHOLE); None where its unit does not spread tokens."""
         return None if self._sizes[place.unit] == 1 else RankShare(self._shares_of(place, part), rank)

@@ -91,7 +91,7 @@ class Trainer:
         step_seconds, peak_bytes = self._largest([seconds[0], float(result.peak_activation_bytes)])
         means = [total / dist.get_world_size() for total in sums]
         text_loss, generator_loss = LossSums.of_step(step, result).means(self._sum)
-        flops = step_flops(step.graph, step.lengths.values(), vocab_size=self.session.options.vocab_size)
+        flops = step.flops or step_flops(step.graph, step.lengths.values(), vocab_size=self.session.options.vocab_size)
         return StepReport(
             loss=text_loss + generator_loss,
             generator_loss=generator_loss,
