@@ -7,13 +7,13 @@ import math
 import socket
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from multimodal.values.action import ACTION_TABLE, Action, Resource
+from multimodal.values.action import ACTION_TABLE, Action, Resource, action_to_text
 from multimodal.values.plan import Plan
 from multimodal.values.timeline import Timeline, TimelineEvent
 
@@ -30,6 +30,8 @@ class StepClock:
         self.origin_seconds = 0.0
         """Host time of the step's start."""
         self._spans: list[tuple[Action, Mark, Mark]] = []
+        self.names_ranges = False
+        """Whether profilers are told what runs: every span is a range with the action's text."""
 
     def start_step(self) -> None:
         """Forget the last step and count from now."""
@@ -41,8 +43,18 @@ class StepClock:
     def span(self, action: Action) -> Iterator[None]:
         """Record what runs inside as `action`."""
         start = self._mark()
-        yield
+        with self._named(action):
+            yield
         self._spans.append((action, start, self._mark()))
+
+    @contextmanager
+    def _named(self, action: Action) -> Iterator[None]:
+        if not self.names_ranges:
+            yield
+            return
+        name = action_to_text(action)
+        with torch.profiler.record_function(name), torch.cuda.nvtx.range(name) if self._is_cuda else nullcontext():
+            yield
 
     def events(self) -> tuple[TimelineEvent, ...]:
         """Returns the events since `start_step`, in seconds."""

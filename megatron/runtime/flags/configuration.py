@@ -282,6 +282,26 @@ class LoggingConfig:
     """Steps between drawn timelines; by default only the last step's."""
     peak_tflops: float | None = field(default=None, metadata={"above": 0})
     """Peak TFLOP/s of one device, for the model FLOPs utilisation (MFU)."""
+    log_straggler: bool = False
+    """Name, with the lines about balance, the rank that computes longest against the median of the ranks with the same layers."""
+    profile: bool = False
+    """Profile some steps: name every action as a range, and start and stop CUDA's profiler (nsys profile -c cudaProfilerApi)."""
+    profile_step_start: int = field(default=10, metadata=A_COUNT)
+    """--profile: first step that is profiled."""
+    profile_step_end: int = field(default=12, metadata=A_COUNT)
+    """--profile: first step behind those."""
+    profile_ranks: tuple[int, ...] = field(default=(0,), metadata={"metavar": "RANK"})
+    """--profile: ranks that are profiled."""
+    use_pytorch_profiler: bool = False
+    """--profile: by torch's profiler, into --report-dir as profile_rank_N.json, for chrome://tracing or Perfetto."""
+    wandb_project: str | None = field(default=None, metadata={"metavar": "NAME"})
+    """Project of Weights & Biases that gets the numbers of every step; needs the package wandb."""
+    wandb_exp_name: str | None = field(default=None, metadata={"metavar": "NAME"})
+    """--wandb-project: name of the run there."""
+    wandb_entity: str | None = field(default=None, metadata={"metavar": "NAME"})
+    """--wandb-project: user or team that the project belongs to."""
+    wandb_save_dir: Path | None = field(default=None, metadata={"metavar": "DIR"})
+    """--wandb-project: folder for its files; by default wandb's own."""
     progress_bar: bool = True
     """Print plain lines instead of a progress bar."""
 

@@ -54,6 +54,7 @@ _PREDICT = " and ".join(name for name, row in BALANCERS.items() if row.needs_cos
 _SPLITTING_SCHEDULES = ", ".join(f"--schedule {name}" for name, row in BUILDERS.items() if row.splits_backwards)
 _SPLITTING_PASSES = ", ".join(name for name, row in PASSES.items() if row.splits_backwards)
 _ONCE_A_STEP = " and ".join(name for name, row in PASSES.items() if not row.works_with_sharded_weights)
+_NO_PROJECT = "Weights & Biases gets nothing; add --wandb-project NAME or leave it out"
 _STYLE, _EVALUATION = ("lr_decay_style",), ("eval_iters",)
 
 IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
@@ -147,6 +148,14 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         ("report_dir",),
         lambda c: c.logging.report_dir is None,
         "timelines are drawn into the report; add --report-dir DIR or leave it out",
+    ),
+    *(
+        IgnoredFlag(name, ("profile",), lambda c: not c.logging.profile, "nothing is profiled; add --profile or leave it out")
+        for name in ("profile_step_start", "profile_step_end", "profile_ranks", "use_pytorch_profiler")
+    ),
+    *(
+        IgnoredFlag(name, ("wandb_project",), lambda c: c.logging.wandb_project is None, _NO_PROJECT)
+        for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir")
     ),
     *(
         IgnoredFlag(
@@ -243,6 +252,28 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.evaluation.eval_iters > 0 and c.data.data_path != "digits" and not any(_proportions(c.data.split)[1:2]),
         "--eval-iters {c.evaluation.eval_iters} needs validation samples, but --split {c.data.split} leaves none; use a second "
         "proportion above 0 or --eval-iters 0",
+    ),
+    Rule(
+        lambda c: c.logging.profile and c.logging.profile_step_start >= c.logging.profile_step_end,
+        "--profile-step-start {c.logging.profile_step_start} is not before --profile-step-end {c.logging.profile_step_end}: no "
+        "step is profiled; raise the latter",
+    ),
+    Rule(
+        lambda c: min(c.logging.profile_ranks) < 0,
+        "--profile-ranks {c.logging.profile_ranks}: ranks count from 0; leave out what is below",
+    ),
+    Rule(
+        lambda c: c.logging.profile and not c.logging.use_pytorch_profiler and not _has_cuda(),
+        "--profile starts CUDA's profiler, and there is no CUDA device; add --use-pytorch-profiler",
+    ),
+    Rule(
+        lambda c: c.logging.use_pytorch_profiler and c.logging.report_dir is None,
+        "--use-pytorch-profiler has no place to write to; add --report-dir DIR",
+    ),
+    Rule(
+        lambda c: c.logging.wandb_project is not None and importlib.util.find_spec("wandb") is None,
+        "--wandb-project {c.logging.wandb_project}: the package wandb is not installed; install it (pip install wandb), or leave "
+        "it out",
     ),
     Rule(
         lambda c: c.model.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None,

@@ -61,7 +61,6 @@ CALLED: Mapping[str, str] = MappingProxyType(
         "--seq-length": "encoder-seq-length decoder-seq-length max-position-embeddings",
         "--split": "valid-data-path test-data-path",
         "--tensor-model-parallel-size": "model-parallel-size",
-        "--tensorboard-dir": "wandb-*",
         "--tokenizer-model": "vocab-file merge-file vocab-size",
         "--tp-comm-overlap-parts": "tp-comm-overlap-cfg",
         "--train-iters": "train-samples",
@@ -181,13 +180,12 @@ NOT_AVAILABLE: Mapping[str, str] = MappingProxyType(
         ),
         "the log has its columns; --log-json has all of them": (
             "log-params-norm log-progress log-validation-ppl-to-tensorboard log-memory-* log-device-memory-used "
-            "log-num-zeros-in-grad log-max-attention-logit log-world-size-to-tensorboard log-energy log-straggler straggler-* "
+            "log-num-zeros-in-grad log-max-attention-logit log-world-size-to-tensorboard log-energy straggler-* "
             "disable-straggler-on-startup logging-level one-logger-* no-one-logger app-tag-run-* tensorboard-queue-size "
             "*-log-loss-scale-to-tensorboard no-barrier-with-level-1-timing"
         ),
-        "steps are timed into --report-dir; nothing starts a profiler": (
-            "profile profile-* use-pytorch-profiler pytorch-profiler-* nvtx-ranges record-shapes record-memory-history "
-            "memory-snapshot-path"
+        "profiles are those of --profile": (
+            "pytorch-profiler-* nvtx-ranges record-shapes record-memory-history memory-snapshot-path"
         ),
         "Braid trains; it does not serve": (
             "inference-* flash-decode rl-* no-rl-* no-inference-* perform-rl-step grpo-* langrl-env-config refit-method "

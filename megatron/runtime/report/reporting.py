@@ -44,6 +44,8 @@ class StepReport:
     optimizer_seconds: float
     tokens_per_second: float
     mfu: float
+    tflops_per_device: float
+    """The model's FLOPs over the step's time and all devices."""
     peak_activation_bytes: int
     """The largest of all ranks."""
 
@@ -109,14 +111,20 @@ class SilentReporter:
 class ConsoleReporter:
     """Reports to the terminal and to the files that the flags name."""
 
-    def __init__(self, logging: LoggingConfig, *, train_iters: int, first_step: int) -> None:
-        """first_step: steps that were done before this run, 0 for a new one. Raises ConfigError when a file cannot be written."""
+    def __init__(
+        self, logging: LoggingConfig, *, train_iters: int, first_step: int, run_config: Mapping[str, Any] | None = None
+    ) -> None:
+        """first_step: steps that were done before this run, 0 for a new one; run_config: what Weights & Biases shows.
+
+        Raises ConfigError when a file cannot be written.
+        """
         self._logging, self._train_iters = logging, train_iters
         self._console = Console()
         check_places(logging)
         self._json_log = JsonLog(logging.log_json, keep_until=first_step) if logging.log_json else None
         self._losses = [(entry["step"], entry["loss"]) for entry in (self._json_log.kept if self._json_log else ())]
         self._tensorboard = _open_tensorboard(logging.tensorboard_dir) if logging.tensorboard_dir else None
+        self._wandb = _open_wandb(logging, run_config or {}) if logging.wandb_project else None
         self._warned_of: set[str] = set()
         self._balance = BalanceMean()
         self._bar = (
@@ -181,6 +189,8 @@ class ConsoleReporter:
             self._json_log.close()
         if self._tensorboard is not None:
             self._write(f"--tensorboard-dir {self._logging.tensorboard_dir}", self._tensorboard.close)
+        if self._wandb is not None:
+            self._write("--wandb-project", self._wandb.finish)
 
     def __enter__(self) -> "ConsoleReporter":
         return self
@@ -193,6 +203,8 @@ class ConsoleReporter:
             self.say(line)
 
     def _add_scalars(self, scalars: Mapping[str, float], number: int) -> None:
+        if (wandb := self._wandb) is not None:
+            self._write("--wandb-project", lambda: wandb.log(dict(scalars), step=number))
         if (tensorboard := self._tensorboard) is None:
             return
 
@@ -221,7 +233,8 @@ class ConsoleReporter:
         return (
             f"step {number}/{self._train_iters}  {_shown_loss(report)}  grad norm {report.grad_norm:.2f}  "
             f"lr {report.learning_rate:.2e}  "
-            f"{report.step_seconds * 1000:.0f} ms  {report.tokens_per_second:,.0f} tokens/s  MFU {report.mfu:.1%}  "
+            f"{report.step_seconds * 1000:.0f} ms  {report.tokens_per_second:,.0f} tokens/s  "
+            f"{report.tflops_per_device:.3g} TFLOP/s a device (MFU {report.mfu:.1%})  "
             f"left {int(left // 60)}:{int(left % 60):02d}"
         )
 
@@ -278,6 +291,20 @@ def _open_tensorboard(folder: Path) -> Any:
     except ImportError as problem:
         raise ConfigError("--tensorboard-dir needs the package tensorboard: pip install 'braid[tensorboard]'") from problem
     return SummaryWriter(str(folder))
+
+
+def _open_wandb(logging: LoggingConfig, run_config: Mapping[str, Any]) -> Any:
+    """Start a run of Weights & Biases; keys and servers are those of its own environment variables."""
+    import wandb  # type: ignore[import-not-found,unused-ignore]
+
+    folder = None if logging.wandb_save_dir is None else str(logging.wandb_save_dir)
+    return wandb.init(
+        project=logging.wandb_project,
+        name=logging.wandb_exp_name,
+        entity=logging.wandb_entity,
+        dir=folder,
+        config=dict(run_config),
+    )
 
 
 def draw_loss_curve(losses: list[tuple[int, float]], path: Path) -> None:

@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron.runtime import platform
 from megatron.runtime.checkpoint.checkpoint import find_newest_checkpoint
@@ -12,10 +13,12 @@ from megatron.runtime.execution.step_clock import gather_timeline
 from megatron.runtime.feed.agreement import agree_to_stop, check_agreement
 from megatron.runtime.feed.data_sets import DIGITS
 from megatron.runtime.feed.step_planner import StepPlanner, load_steps, load_steps_in_thread
-from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.flags.configuration import GROUPS, RunConfig
 from megatron.runtime.hugging_face.save_weights import find_folder_to_follow, save_hugging_face
 from megatron.runtime.launch.stop_requests import StopReason
-from megatron.runtime.report.reporting import ConsoleReporter, EvaluationReport, Reporter, SilentReporter
+from megatron.runtime.report.reporting import LINES_PER_BALANCE_LINE, ConsoleReporter, EvaluationReport, Reporter, SilentReporter
+from megatron.runtime.report.step_profile import StepProfile
+from megatron.runtime.report.stragglers import Stragglers
 from megatron.runtime.step.step import Step
 from megatron.runtime.step.token_placement import ContextSharing
 from megatron.runtime.training.paths import describe_paths
@@ -101,6 +104,9 @@ def _train(run: Run, reporter: Reporter) -> RunSummary:
 
 def _run_steps(run: Run, reporter: Reporter, progress: _Progress, *, last_step: int) -> None:
     config, device = run.config, platform.device()
+    name_actions = partial(setattr, run.session.executor.clock, "names_ranges")
+    profile = StepProfile(config.logging, rank=run.world.rank, name_actions=name_actions)
+    stragglers = Stragglers(run.session.plan)
     steps = _load(run, _train_planner(run), range(run.done_steps, last_step))
     for number, (step, wait_seconds) in enumerate(_timed(steps), run.done_steps + 1):
         agreed = check_agreement(step, number=number, wait_seconds=wait_seconds, stop=_wish_to_stop(run), device=device)
@@ -108,9 +114,14 @@ def _run_steps(run: Run, reporter: Reporter, progress: _Progress, *, last_step: 
             raise _StoppedError(agreed.stop)
         if number == run.done_steps + 1 and run.world.rank == 0:
             _warn_of_worse_pair(run, reporter, step)
-        report, events = run.trainer.train_step(step, number=number)
+        with profile.step(number):
+            report, events = run.trainer.train_step(step, number=number)
         progress.step = number
         reporter.step(number, report, replace(step.balance, assign_wait_ms=1e3 * agreed.wait_seconds))
+        if config.logging.log_straggler:
+            stragglers.add(run.trainer.gather_compute_seconds())
+            if number % (LINES_PER_BALANCE_LINE * config.logging.log_interval) == 0:
+                reporter.say(stragglers.tell())
         progress.peak_bytes = max(progress.peak_bytes, report.peak_activation_bytes)
         if run.emulation:
             _compare_with_simulation(run, run.emulation, reporter, step, events, is_last=number == last_step)
@@ -120,6 +131,7 @@ def _run_steps(run: Run, reporter: Reporter, progress: _Progress, *, last_step: 
             progress.evaluation, progress.evaluated_step = _evaluate(run, reporter, number), number
         if _is_multiple(number, config.checkpoint.steps_between_saves):
             progress.saved_step = save(run, number)
+    profile.close()
 
 
 def _warn_of_worse_pair(run: Run, reporter: Reporter, step: Step) -> None:
@@ -297,7 +309,9 @@ def _until_stopped(run: Run, steps: Iterator[Step]) -> Iterator[Step]:
 def _build_reporter(run: Run) -> Reporter:
     if run.world.rank != 0:
         return SilentReporter()
-    return ConsoleReporter(run.config.logging, train_iters=run.config.training.train_iters, first_step=run.done_steps)
+    settings = {name: str(value) for group in GROUPS for name, value in vars(getattr(run.config, group)).items()}
+    train_iters = run.config.training.train_iters
+    return ConsoleReporter(run.config.logging, train_iters=train_iters, first_step=run.done_steps, run_config=settings)
 
 
 def _last_step(config: RunConfig, done_steps: int) -> int:

@@ -35,6 +35,7 @@ class Trainer:
         """peak_tflops: of this rank's device."""
         self.session, self.scheduler, self._settings = session, scheduler, settings
         (self._world_peak_tflops,) = self._sum([peak_tflops])
+        self._compute_seconds = 0.0
 
     def train_step(self, step: Step, *, number: int) -> tuple[StepReport, tuple[TimelineEvent, ...]]:
         """Forward, backward, reduce, clip, update; number: of the step, for messages. Also returns this rank's events."""
@@ -87,6 +88,7 @@ class Trainer:
         self, step: Step, result: StepResult, *, seconds: tuple[float, float], norm: float, learning_rate: float
     ) -> StepReport:
         split = seconds_by_resource(result.events)
+        self._compute_seconds = split["compute"]
         sums = self._sum([split["compute"], split["communication"], split["waiting"], seconds[1]])
         step_seconds, peak_bytes = self._largest([seconds[0], float(result.peak_activation_bytes)])
         means = [total / dist.get_world_size() for total in sums]
@@ -107,8 +109,17 @@ class Trainer:
             optimizer_seconds=means[3],
             tokens_per_second=step.num_tokens / step_seconds,
             mfu=flops / step_seconds / (self._world_peak_tflops * 1e12),
+            tflops_per_device=flops / step_seconds / dist.get_world_size() / 1e12,
             peak_activation_bytes=int(peak_bytes),
         )
+
+    def gather_compute_seconds(self) -> list[float]:
+        """Return, per rank, how long it computed in the last step."""
+        own = torch.tensor([self._compute_seconds], dtype=torch.float64, device=platform.device())
+        found = own.new_empty(dist.get_world_size())
+        dist.all_gather_into_tensor(found, own)
+        seconds: list[float] = found.tolist()
+        return seconds
 
     def _sum(self, values: list[float]) -> list[float]:
         return self._reduce(values, dist.ReduceOp.SUM)

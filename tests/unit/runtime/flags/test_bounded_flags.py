@@ -18,6 +18,7 @@ HARMLESS_WHEN_LARGE = {
     # bounded by rules about two flags: warm-up and decay, microbatch and global batch
     *("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters", "micro_batch_size"),
     "max_image_pixels",  # itself a bound
+    "profile_ranks",  # names, not counts
 }
 
 

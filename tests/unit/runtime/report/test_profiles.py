@@ -1,0 +1,125 @@
+"""Profiles of steps, stragglers, and what goes to Weights & Biases."""
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.runtime.execution.step_clock import StepClock
+from megatron.runtime.flags import flag_rules
+from megatron.runtime.flags.arguments import parse_arguments
+from megatron.runtime.flags.configuration import LoggingConfig
+from megatron.runtime.report.reporting import ConsoleReporter
+from megatron.runtime.report.step_profile import StepProfile
+from megatron.runtime.report.stragglers import Stragglers
+from multimodal.values.action import Action, ActionKind
+from multimodal.values.errors import ConfigError
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from tests.unit.runtime.report.test_reporting import BALANCE, STEP
+
+FORWARD = Action(ActionKind.FORWARD, "llm", 0, 0, 3)
+MODEL = Path(__file__).parents[4] / "examples" / "digits" / "model.yaml"
+BASE = f"--model {MODEL} --data-path digits --global-batch-size 8 --train-iters 1 --lr 1e-3"
+
+
+def parse(flags: str) -> LoggingConfig:
+    return parse_arguments([*BASE.split(), *flags.split()], environ={}).logging
+
+
+def naming(clock: StepClock) -> Callable[[bool], None]:
+    return partial(setattr, clock, "names_ranges")
+
+
+def run_steps(profile: StepProfile, clock: StepClock, last: int) -> list[bool]:
+    named = []
+    for number in range(1, last + 1):
+        with profile.step(number):
+            clock.start_step()
+            with clock.span(FORWARD):
+                torch.ones(2).sum()
+            named.append(clock.names_ranges)
+    profile.close()
+    return named
+
+
+@pytest.mark.parametrize(("last", "expected"), [(5, [2, 3]), (2, [2])])
+def test_torchs_profiler_sees_the_actions_of_the_chosen_steps(tmp_path: Path, last: int, expected: list[int]) -> None:
+    """Also where training ends before the profile does."""
+    logging = parse(f"--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4 --report-dir {tmp_path}")
+    clock = StepClock(lane=0)
+    named = run_steps(StepProfile(logging, rank=0, name_actions=naming(clock)), clock, last)
+    assert [number for number, is_named in enumerate(named, 1) if is_named] == expected
+    trace = json.loads((tmp_path / "profile_rank_0.json").read_text())
+    assert sum(event.get("name") == "F llm/0/0/3" for event in trace["traceEvents"] if event.get("ph") == "X") == len(expected)
+
+
+def test_other_ranks_profile_nothing(tmp_path: Path) -> None:
+    flags = f"--profile --use-pytorch-profiler --profile-step-start 1 --profile-ranks 1 3 --report-dir {tmp_path}"
+    clock = StepClock(lane=0)
+    assert not any(run_steps(StepProfile(parse(flags), rank=0, name_actions=naming(clock)), clock, 3)) and not list(
+        tmp_path.iterdir()
+    )
+
+
+def test_nsight_is_told_when_to_start_and_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    runtime = SimpleNamespace(cudaProfilerStart=lambda: calls.append("start"), cudaProfilerStop=lambda: calls.append("stop"))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    clock = StepClock(lane=0)
+    logging = LoggingConfig(profile=True, profile_step_start=2, profile_step_end=3)
+    assert run_steps(StepProfile(logging, rank=0, name_actions=naming(clock)), clock, 4) == [
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert calls == ["start", "stop"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--profile", "there is no CUDA device; add --use-pytorch-profiler"),
+        ("--profile --use-pytorch-profiler", "--use-pytorch-profiler has no place to write to; add --report-dir DIR"),
+        ("--profile --profile-step-start 12", "--profile-step-start 12 is not before --profile-step-end 12"),
+        ("--profile-ranks 0", "--profile-ranks would be ignored: nothing is profiled"),
+        ("--wandb-project p", "the package wandb is not installed"),
+        ("--wandb-exp-name p", "--wandb-exp-name would be ignored: Weights & Biases gets nothing"),
+    ],
+)
+def test_what_could_not_be_done_is_refused(monkeypatch: pytest.MonkeyPatch, flags: str, message: str) -> None:
+    monkeypatch.setattr(flag_rules, "_has_cuda", lambda: False)
+    with pytest.raises(ConfigError, match=message):
+        parse(flags)
+
+
+def test_stragglers_are_compared_with_ranks_that_hold_the_same_layers() -> None:
+    def unit(*stages: tuple[int, ...]) -> UnitPlan:
+        return UnitPlan(tuple(Replica((Stage(ranks, ((0, 4),)),)) for ranks in stages))
+
+    stragglers = Stragglers(Plan({"vision": unit((0,)), "llm": unit((1,), (2,), (3,))}))
+    stragglers.add([9.0, 1.0, 1.0, 1.0])
+    stragglers.add([9.0, 1.0, 3.0, 1.0])
+    assert stragglers.tell() == ("stragglers: rank 2 computes longest, 2.00 times the median of the ranks with the same layers")
+    stragglers.add([1.0, 1.0, 1.0, 1.5])
+    assert "rank 3 computes longest, 1.50 times" in stragglers.tell(), "earlier steps are forgotten"
+
+
+def test_weights_and_biases_gets_every_steps_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    run = SimpleNamespace(log=lambda numbers, step: seen.append((step, numbers)), finish=lambda: seen.append("finish"))
+    wandb = SimpleNamespace(init=lambda **given: seen.append(given) or run)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    logging = LoggingConfig(wandb_project="braid", wandb_exp_name="first", wandb_save_dir=Path("there"))
+    with ConsoleReporter(logging, train_iters=1, first_step=0, run_config={"lr": "0.1"}) as reporter:
+        reporter.step(1, STEP, BALANCE)
+    started, (step, numbers), finished = seen
+    assert started == {"project": "braid", "name": "first", "entity": None, "dir": "there", "config": {"lr": "0.1"}}
+    assert step == 1 and numbers["train/loss"] == STEP.loss and numbers["train/tflops_per_device"] == 12.5
+    assert finished == "finish"
