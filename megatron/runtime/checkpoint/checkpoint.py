@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron.runtime import platform
 from megatron.runtime.checkpoint.folder import (
     complete_partial,
     damaged,
@@ -60,8 +62,11 @@ def save_checkpoint(
     schedulers_state: Mapping[str, Any],
     run_state: Mapping[str, Any],
     keep_last: int,
+    retain_interval: int | None = None,
 ) -> Path:
-    """Save the whole state of a run after `step` steps, and remove all but the `keep_last` newest; collective over all ranks.
+    """Save the whole state of a run after `step` steps, and remove older ones; collective over all ranks.
+
+    The `keep_last` newest stay, and those of steps that `retain_interval` divides.
 
     schedulers_state and run_state are rank 0's and must fit into JSON. Returns the checkpoint's folder, in which a checkpoint of
     the same step is replaced. Raises CheckpointError on every rank when it fails on any; earlier checkpoints are then untouched.
@@ -90,7 +95,7 @@ def save_checkpoint(
                 remove_checkpoint(partial)
         raise CheckpointError(f"{problem}; earlier checkpoints are untouched: make room or correct --save, and resume") from None
     what = f"{final} is complete, but removing older ones"
-    on_first_rank(lambda: prune_checkpoints(folder, step=step, keep_last=keep_last), what=what)
+    on_first_rank(lambda: prune_checkpoints(folder, step=step, keep_last=keep_last, retain_interval=retain_interval), what=what)
     return final
 
 
@@ -118,18 +123,18 @@ def load_checkpoint(
     what = f"loading {path}"
     model = model_tensors(session.state)
     index = on_this_rank(lambda: _read_index(path, manifest, model), what=what)
-    on_all_ranks(lambda: read_tensors(path, model, index=index), what=what)
+    on_this_rank(lambda: read_tensors(path, model, index=index), what=what)
     for optimizer in session.optimizers.values():
         optimizer.reload_model_params()
     fresh_units: list[set[str]] = []
     if load_optimizer:
         fresh_units = on_all_ranks(lambda: make_room(session.state, saved=index.keys()), what=what)
         tensors = [tensor for tensor in optimizer_tensors(session.state) if tensor.key in index]
-        on_all_ranks(lambda: _check_shapes(path, tensors, index=index), what=what)
-        on_all_ranks(lambda: read_tensors(path, tensors, index=index), what=what)
+        on_this_rank(lambda: _check_shapes(path, tensors, index=index), what=what)
+        on_this_rank(lambda: read_tensors(path, tensors, index=index), what=what)
         adopt_group_steps(session.state, tensors)
     if load_rng:
-        on_all_ranks(lambda: _restore_random_state(path, manifest), what=what)
+        on_this_rank(lambda: _restore_random_state(path, manifest), what=what)
     return LoadedCheckpoint(
         step=manifest.step,
         run_state=manifest.run_state,
@@ -188,13 +193,25 @@ _Result = TypeVar("_Result")
 
 
 def on_all_ranks(action: Callable[[], _Result], *, what: str) -> list[_Result]:
-    """Run `action` on every rank and return the results of all of them, in rank order.
+    """Run `action` on every rank and return the results of all of them, in rank order; for small ones.
 
     what: names the step in the error. Raises CheckpointError on every rank when the action failed on any.
     """
-    result, problem = None, None
+    result = on_this_rank(action, what=what)
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, result)
+    return results
+
+
+def on_this_rank(action: Callable[[], _Result], *, what: str) -> _Result:
+    """Run `action` on every rank and return this rank's result alone; errors as in `on_all_ranks`.
+
+    Ranks tell each other in one number whether all went well, and more only if not.
+    """
+    found: list[_Result] = []
+    problem = None
     try:
-        result = action()
+        found.append(action())
     except CheckpointError as error:
         problem = str(error)
     except CheckpointException as error:  # torch gathered it from all ranks
@@ -202,25 +219,27 @@ def on_all_ranks(action: Callable[[], _Result], *, what: str) -> list[_Result]:
         problem = str(cause) if isinstance(cause, CheckpointError) else f"{what} failed on rank {rank}: {_describe(cause)}"
     except Exception as error:
         problem = f"{what} failed on rank {dist.get_rank()}: {_describe(error)}"
-    outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (problem, result))
-    if problems := [found for found, _ in outcomes if found is not None]:
-        raise CheckpointError(_printable(problems[0]))
-    return [found for _, found in outcomes]
+    _raise_together(problem)
+    return found[0]
 
 
-def on_this_rank(action: Callable[[], _Result], *, what: str) -> _Result:
-    """Run `action` on every rank and return this rank's result alone; errors as in `on_all_ranks`."""
-    kept: list[_Result] = []
-    on_all_ranks(lambda: kept.append(action()), what=what)
-    return kept[0]
+def _raise_together(problem: str | None) -> None:
+    has_failed = torch.tensor([problem is not None], dtype=torch.int32, device=platform.device())
+    dist.all_reduce(has_failed, op=dist.ReduceOp.MAX)
+    if not has_failed.item():
+        return
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    raise CheckpointError(_printable(next(filter(None, problems))))
 
 
 def on_first_rank(action: Callable[[], _Result], *, what: str) -> _Result:
     """Run `action` on rank 0 alone and return its result on every rank; errors as in `on_all_ranks`."""
-    results = on_all_ranks(lambda: action() if dist.get_rank() == 0 else None, what=what)
-    first: Any = results[0]
-    return first  # type: ignore[no-any-return]
+    result = on_this_rank(lambda: action() if dist.get_rank() == 0 else None, what=what)
+    told: list[Any] = [result]
+    dist.broadcast_object_list(told, src=0)
+    first: _Result = told[0]
+    return first
 
 
 def _describe(error: BaseException) -> str:

@@ -111,11 +111,15 @@ def complete_partial(partial: Path, *, step: int) -> Path:
     return final
 
 
-def prune_checkpoints(folder: Path, *, step: int, keep_last: int) -> None:
-    """Remove all but the last `keep_last` checkpoints up to `step`; later ones belong to another run and stay."""
+def prune_checkpoints(folder: Path, *, step: int, keep_last: int, retain_interval: int | None = None) -> None:
+    """Remove all but the last `keep_last` checkpoints up to `step`; later ones belong to another run and stay.
+
+    Those of steps that `retain_interval` divides stay, too.
+    """
     past = [entry for entry in _list_complete(folder) if entry.step <= step]
     for entry in past[: max(0, len(past) - keep_last)]:
-        remove_checkpoint(entry.path)
+        if retain_interval is None or entry.step % retain_interval:
+            remove_checkpoint(entry.path)
 
 
 def remove_checkpoint(path: Path) -> None:

@@ -243,6 +243,8 @@ class CheckpointConfig:
     """Steps between checkpoints, the last of them at the end; by default 1000."""
     keep_last_checkpoints: int = field(default=2, metadata=AT_LEAST_ONE)
     """Newest checkpoints that are kept."""
+    save_retain_interval: int | None = field(default=None, metadata=AT_LEAST_ONE)
+    """Keep also the checkpoints of all steps that this divides."""
     load: Path | None = field(default=None, metadata={"metavar": "DIR"})
     """Folder whose newest complete checkpoint is resumed, under any plan."""
     load_optim: bool = True

@@ -40,7 +40,6 @@ CALLED: Mapping[str, str] = MappingProxyType(
         "--data-path digits": "mock-data",
         "--distributed-timeout-minutes": "distributed-timeout-seconds-after-init",
         "--freeze": "freeze-all-layers",
-        "--keep-last-checkpoints": "save-retain-interval",
         "--log-interval": "tensorboard-log-interval",
         "--no-kernel-fusion": "no-bias-gelu-fusion no-bias-swiglu-fusion no-rope-fusion",
         "--lr-decay-iters": "lr-decay-samples",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.runtime.checkpoint.checkpoint import on_all_ranks, on_this_rank
+from megatron.runtime.checkpoint.checkpoint import on_this_rank
 from megatron.runtime.hugging_face.named_weights import NamedWeights, as_in_files, check_weights, name_weights, parts_of
 from megatron.runtime.hugging_face.weight_files import WeightFiles
 from megatron.runtime.session import Session
@@ -35,7 +35,7 @@ def load_hugging_face(folder: Path, *, session: Session) -> None:
             check_weights(folder, theirs, found=files.weights, unused=unused, grown_from=vocabularies)
             fill(tensors, files, theirs)
 
-    on_all_ranks(read, what=what)
+    on_this_rank(read, what=what)
     for optimizer in session.optimizers.values():
         optimizer.reload_model_params()
 

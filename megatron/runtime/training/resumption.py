@@ -165,5 +165,6 @@ def save(run: Run, number: int) -> int:
         schedulers_state=run.scheduler.state_dict(),
         run_state=run.described_data,
         keep_last=run.config.checkpoint.keep_last_checkpoints,
+        retain_interval=run.config.checkpoint.save_retain_interval,
     )
     return number

@@ -79,6 +79,12 @@ def count_down(original, num_operations):  # type: ignore[no-untyped-def]
     return call
 
 
+def test_pruning_leaves_the_steps_that_an_interval_divides(tmp_path: Path) -> None:
+    make(tmp_path, *(f"step_{step:08d}" for step in (1, 2, 3, 4, 5)))
+    prune_checkpoints(tmp_path, step=5, keep_last=1, retain_interval=2)
+    assert names(tmp_path) == ["step_00000002", "step_00000004", "step_00000005"]
+
+
 def test_pruning_counts_steps_up_to_the_saved_one(tmp_path: Path) -> None:
     make(tmp_path, *(f"step_{step:08d}" for step in (1, 2, 3, 9)))
     prune_checkpoints(tmp_path, step=3, keep_last=2)

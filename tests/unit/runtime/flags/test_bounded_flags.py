@@ -15,6 +15,7 @@ BASE = {"--data-path": "digits", "--lr": "1e-3", "--train-iters": "10", "--globa
 HARMLESS_WHEN_LARGE = {
     # intervals: what is never due
     *("exit_interval", "eval_interval", "save_interval", "log_interval", "timeline_interval", "keep_last_checkpoints"),
+    "save_retain_interval",
     # bounded by rules about two flags: warm-up and decay, microbatch and global batch
     *("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters", "micro_batch_size"),
     "max_image_pixels",  # itself a bound

@@ -85,6 +85,7 @@ def test_flags_that_would_be_ignored(parse: Parse, line: str, message: str) -> N
 def test_every_row_of_the_table_is_tried() -> None:
     tried = {message.split(" would be")[0] for _, message in IGNORED}
     others = {"--colocate-units", "--attention-mask", "--fp8-format", "--fp8-recipe", "--use-pytorch-profiler"}
+    others |= {"--save-retain-interval"}
     others |= {f"--profile-{name}" for name in ("step-start", "step-end", "ranks")}
     others |= {f"--wandb-{name}" for name in ("exp-name", "entity", "save-dir")}
     assert {shown_flag(row.name) for row in IGNORED_FLAGS} - tried == others
