@@ -42,15 +42,17 @@ TRAINING = (
 )
 _SPLIT = next(name for name, row in BUILDERS.items() if row.splits_backwards and not row.is_folded)
 PATHS: Mapping[str, tuple[str, ...]] = {
-    "float32": (),
-    "bf16": ("--bf16",),
+    "float32": ("--dtype", "float32"),
+    "bf16": ("--bf16", "--transformer-impl", "local"),
     "bf16, blocks": ("--bf16", "--attention-backend", "blocks", "--attention-mask", "embedded"),
     "bf16, flex": ("--bf16", "--attention-backend", "flex", "--attention-mask", "embedded"),
     "bf16, triton": ("--bf16", "--attention-backend", "triton", "--attention-mask", "embedded"),
     "bf16, dense": ("--bf16", "--attention-backend", "dense", "--attention-mask", "embedded"),
     "bf16, recomputed": ("--bf16", "--recompute-granularity", "full"),
     f"bf16, {_SPLIT}": ("--bf16", "--schedule", _SPLIT),
+    "defaults": (),
     "bf16, Transformer Engine": ("--bf16", "--transformer-impl", "transformer_engine"),
+    "FP8, Transformer Engine": ("--bf16", "--transformer-impl", "transformer_engine", "--fp8-format", "hybrid"),
 }
 """Runs of one process, by their flags."""
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.runtime import platform
 from megatron.runtime.checkpoint.folder import (
     complete_partial,
     damaged,
@@ -224,7 +223,7 @@ def on_this_rank(action: Callable[[], _Result], *, what: str) -> _Result:
 
 
 def _raise_together(problem: str | None) -> None:
-    has_failed = torch.tensor([problem is not None], dtype=torch.int32, device=platform.device())
+    has_failed = torch.tensor([problem is not None], dtype=torch.int32, device=torch.cuda.current_device())
     dist.all_reduce(has_failed, op=dist.ReduceOp.MAX)
     if not has_failed.item():
         return
