@@ -14,6 +14,7 @@ from megatron.runtime.communication.broker import RowShares
 from megatron.runtime.execution import step_messages
 from megatron.runtime.execution.activation_store import ActivationStore
 from megatron.runtime.execution.running_step import RunningStep
+from megatron.runtime.execution.step_inputs import StepInputs
 from megatron.runtime.feed import step_inputs, step_planner
 from megatron.runtime.gradients import gradients, sharded_layer
 from megatron.runtime.gradients.gradients import UnitGradients
@@ -22,7 +23,7 @@ from megatron.runtime.session import Session
 from megatron.runtime.step.step import Step
 from multimodal.attention import context_parallel
 from multimodal.attention.core_attention import MaskedAttention, PackedAttention
-from multimodal.attention.packed_lengths import PackedLengths
+from multimodal.attention.packed_lengths import ItemParts, PackedLengths
 from multimodal.model.layers.backbone_ends import LanguageHead
 from multimodal.model.layers.generator_ends import GeneratorProjector
 from multimodal.model.stage_input import PackedInput
@@ -114,8 +115,13 @@ def _gradients_of_other_samples() -> Iterator[None]:
     """Forwards are right, but a gradient comes back to another sample's item."""
     original = RunningStep.collect_output_gradient
 
-    def collected(*args: Any) -> Any:
+    def of_others(inputs: StepInputs, route: Any) -> torch.Tensor:
         with _items_of_other_samples():
+            placement, end = inputs._step.placement, route.source.unit
+            return placement.output_rows(route, rank=inputs._step.plan.units[end].context_parallel_rank(inputs._rank))
+
+    def collected(*args: Any) -> Any:
+        with patch.object(StepInputs, "output_rows", of_others):
             return original(*args)
 
     with patch.object(RunningStep, "collect_output_gradient", collected):
@@ -258,7 +264,9 @@ def _inputs_changed(change: Callable[[UnitStage, PackedInput], PackedInput]) -> 
     """What a stage derives its attention mask from."""
     original = UnitStage._position_inputs
 
-    with patch.object(UnitStage, "_position_inputs", lambda stage, batch: original(stage, change(stage, batch))):
+    with patch.object(
+        UnitStage, "_position_inputs", lambda stage, batch: original(stage, replace(change(stage, batch), packed=None))
+    ):
         yield
 
 
@@ -328,7 +336,7 @@ ERRORS_OF_CONTEXT_PARALLELISM: Mapping[str, Callable[[], Any]] = {
     "a row's gradients from several ranks do not add up": _last_gradient_counts,
     "targets count on one rank alone": lambda: _loss(_loss_of_first_context_parallel_rank),
     "encoder outputs go to other tokens of the rank": lambda: patch.object(
-        RowShares, "positions_given", lambda rows, *ends: _POSITIONS_GIVEN(rows, *ends)[::-1].copy()
+        RowShares, "positions_given", lambda rows, *ends: _POSITIONS_GIVEN(rows, *ends).flip(0)
     ),
 }
 _POSITIONS_GIVEN = RowShares.positions_given
@@ -348,7 +356,7 @@ ERRORS_OF_CUT_ITEMS: Mapping[str, Callable[[], Any]] = {
     "a part of an item attends to itself alone": _parts_of_items_attend_alone,
     "gradients of cut items' keys and values do not come home": _key_gradients_not_sent_home,
     "rows of cut and whole items are exchanged": lambda: patch.object(
-        torch.Tensor, "argsort", lambda rows: torch.arange(len(rows))
+        ItemParts, "on", lambda parts, device: parts._replace(places=torch.arange(len(parts.places)))
     ),
 }
 
