@@ -1,6 +1,7 @@
 """Decide where fillers run, before the step does: nobody asks a device whether a message has come."""
 
 from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 
@@ -11,31 +12,33 @@ from multimodal.values.action import Resource
 from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.step_work import RESOURCE_NUMBERS, Integers
 
-_COMPUTE, _SEND = RESOURCE_NUMBERS[Resource.COMPUTE], RESOURCE_NUMBERS[Resource.SEND]
+_COMPUTE = RESOURCE_NUMBERS[Resource.COMPUTE]
 
 
 def settle_fillers(schedule: Schedule, costs: StepCosts) -> Schedule:
     """Return a valid lowered schedule with every filler in line, where it runs in a simulation at these costs.
 
-    That is before its carrier, while this would wait, or behind the carrier and the sends of what it gives. Both orders are
+    That is before its carrier, while this would wait, or right behind the carrier. Both orders are
     valid, and only weight gradients fill, which nobody waits for; so even lanes that go by other costs fit together.
     O(actions + dependencies).
     """
     if not (schedule.modes == SlotMode.FILLS_WAIT).any():
         return schedule
     compiled = compile_schedule(schedule).with_costs(costs)
-    is_late = _late_fillers(compiled, simulate_events(compiled.arrays))
-    order = np.concatenate(
-        [np.array(list(_in_line(schedule, is_late, lane)), np.int64) for lane in range(schedule.num_lanes)] or [np.zeros(0, int)]
-    )
+    is_late, places = _late_fillers(compiled, simulate_events(compiled.arrays))
+    lanes = (list(_in_line(schedule, is_late, places, lane)) for lane in range(schedule.num_lanes))
+    order = np.array(list(chain.from_iterable(lanes)), np.int64)
     modes = np.where(schedule.modes == SlotMode.FILLS_WAIT, SlotMode.IN_LINE, schedule.modes).astype(np.uint8)
     return Schedule(
         schedule.step, schedule.lane_starts, schedule.pieces[order], modes[order], schedule.waits[order], schedule.lowered
     )
 
 
-def _late_fillers(compiled: CompiledSchedule, times: EventTimes) -> "np.typing.NDArray[np.bool_]":
-    """[num_slots]: True for fillers that start when their carrier has ended."""
+def _late_fillers(compiled: CompiledSchedule, times: EventTimes) -> tuple["np.typing.NDArray[np.bool_]", Integers]:
+    """Return [num_slots]: True for fillers that start when their carrier has ended; and the slot that runs in each one's place.
+
+    Fillers of one carrier run in the order of their starts: one whose needs are not met is passed over.
+    """
     schedule = compiled.schedule
     starts, ends = (np.full(len(schedule.pieces), np.nan) for _ in range(2))
     starts[compiled.slots] = times.start_seconds[compiled.arrays.lane_nodes]
@@ -44,7 +47,10 @@ def _late_fillers(compiled: CompiledSchedule, times: EventTimes) -> "np.typing.N
     late = np.zeros(len(schedule.pieces), np.bool_)
     fillers = np.flatnonzero((schedule.modes == SlotMode.FILLS_WAIT) & (carriers >= 0))
     late[fillers] = starts[fillers] >= ends[carriers[fillers]]
-    return late
+    places = np.arange(len(schedule.pieces))
+    order = fillers[np.lexsort((starts[fillers], carriers[fillers]))]
+    places[fillers[np.argsort(carriers[fillers], kind="stable")]] = order
+    return late, places
 
 
 def _carriers(schedule: Schedule) -> Integers:
@@ -56,15 +62,15 @@ def _carriers(schedule: Schedule) -> Integers:
     return np.where(lanes[following] == schedule.lane_of_slot, following, -1)
 
 
-def _in_line(schedule: Schedule, is_late: "np.typing.NDArray[np.bool_]", lane: int) -> Iterator[int]:
+def _in_line(schedule: Schedule, is_late: "np.typing.NDArray[np.bool_]", places: Integers, lane: int) -> Iterator[int]:
     """Yield the slots of a lane in their new order."""
     resources, late = schedule.work.resources[schedule.pieces], []
     has_run = False
-    for slot in range(int(schedule.lane_starts[lane]), int(schedule.lane_starts[lane + 1])):
+    for slot in places[schedule.lane_starts[lane] : schedule.lane_starts[lane + 1]].tolist():
         if is_late[slot]:
             late.append(slot)
             continue
-        if has_run and resources[slot] != _SEND:
+        if has_run:
             yield from late
             late, has_run = [], False
         yield slot
