@@ -235,7 +235,6 @@ BUILDERS: dict[str, ScheduleRow] = {
         virtual_stages=VirtualStages.OPTIONAL,
         fewest_encoders=1,
         role_of_encoders="arranges encoders",
-        runs_segments=True,
         needs_costs=True,
         needs_messages=True,
     ),
