@@ -123,14 +123,14 @@ def median_seconds(layers: list[Module]) -> tuple[float, float]:
 def measure(*, rank: int) -> list[dict[str, float]]:
     """One row for each collective's seconds and number of parts; collective."""
     gather, scatter = dist.all_gather, overlapped_product.reduce_scatter
-    multiply, weight_gradients = overlapped_product._multiply, overlapped_linear._weight_gradients
+    multiply, weight_gradients = overlapped_product._multiply, overlapped_linear.weight_gradients
     rows = []
     for seconds in COLLECTIVE_SECONDS:
         device = Device(seconds)
         dist.all_gather = device.hold(gather, lambda blocks, share: share)
         overlapped_product.reduce_scatter = device.hold(scatter, lambda share, product: share)
-        overlapped_product._multiply = device.lengthen(multiply, lambda blocks, matrix: len(blocks) * blocks.shape[1])
-        overlapped_linear._weight_gradients = device.lengthen(weight_gradients, lambda queue, inputs, *others: len(inputs))
+        overlapped_product._multiply = device.lengthen(multiply, lambda blocks, factor: len(blocks) * blocks.shape[1])
+        overlapped_linear.weight_gradients = device.lengthen(weight_gradients, lambda context, rows, *others: len(rows))
         collectives = LayerCollectives(tensor=Quadratic(0.0, 2 * seconds / NUM_ROWS))
         for num_parts in NUM_PARTS:
             products = 2 * PRODUCT_SECONDS

@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.runtime.flags.arguments import freeze_units
 from multimodal.cost.cluster import Cluster
+from multimodal.cost.layers.adapters import adapt_units
 from multimodal.cost.layers.layer import Implementation
-from multimodal.cost.layers.registry import read_model
+from multimodal.cost.layers.registry import linear_layers, read_model
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.communicators import max_communicators_per_rank
@@ -81,6 +82,8 @@ def add_request_flags(parser: Parser) -> None:
     what.add_argument("--model", type=Path, required=True, metavar="M.yaml", help="Units and shapes; see examples/models.")
     what.add_argument("--freeze", nargs="+", default=[], metavar="UNIT", help="Units whose module is not trained.")
     what.add_argument("--freeze-projector", nargs="+", default=[], metavar="UNIT", help="Units whose projector is not trained.")
+    what.add_argument("--lora-rank", type=count, metavar="N", help="Train adapters of this rank, as pretrain_mllm.py does.")
+    what.add_argument("--lora-targets", nargs="+", default=[], metavar="PATTERN", help="Linear layers with adapters (the LLM's).")
     what.add_argument("--cluster", type=Path, required=True, metavar="C.yaml", help="GPUs and links; see examples/clusters.")
     what.add_argument("--layer-costs", type=Path, metavar="COSTS.yaml", help="Measured layers, from tools/profile_layers.py.")
     what.add_argument("--num-gpus", type=count, required=True, metavar="N", help="The most GPUs that the plan may use.")
@@ -143,6 +146,10 @@ def build_request(flags: argparse.Namespace) -> PlanningRequest:
     if (flags.lengths is None) == (flags.uniform_lengths is None):
         raise ConfigError("give exactly one of --lengths and --uniform-lengths")
     graph = freeze_units(read_model(flags.model), modules=flags.freeze, projectors=flags.freeze_projector)
+    if flags.lora_rank is not None:
+        graph = adapt_units(graph, linear_layers(graph), rank=flags.lora_rank, alpha=None, targets=flags.lora_targets)
+    elif flags.lora_targets:
+        raise ConfigError("--lora-targets would be ignored: there are no adapters; add --lora-rank N or leave it out")
     if flags.lengths is not None:
         lengths = read_length_table(flags.lengths, graph=graph)
     else:
@@ -333,7 +340,9 @@ def made_for(flags: argparse.Namespace) -> dict[str, str]:
     inputs = {"model": str(flags.model), "cluster": str(flags.cluster), "lengths": str(flags.lengths or _uniform(flags))}
     inputs |= {"global batch size": str(flags.global_batch_size)}
     frozen = [*flags.freeze, *(f"{unit} (projector)" for unit in flags.freeze_projector)]
-    return {**inputs, "frozen": ", ".join(frozen)} if frozen else inputs
+    inputs |= {"frozen": ", ".join(frozen)} if frozen else {}
+    adapters = f"rank {flags.lora_rank}: {', '.join(flags.lora_targets) or 'the LLM'}"
+    return {**inputs, "adapters": adapters} if flags.lora_rank is not None else inputs
 
 
 def _uniform(flags: argparse.Namespace) -> str:
@@ -341,8 +350,8 @@ def _uniform(flags: argparse.Namespace) -> str:
 
 
 def simulate_flags(flags: argparse.Namespace, request: PlanningRequest, run: PlannedRun) -> str:
-    """Return the flags of tools/simulate.py that reproduce the prediction; empty where it cannot (it does not freeze)."""
-    if flags.freeze or flags.freeze_projector:
+    """Return the flags of tools/simulate.py that reproduce the prediction; empty where units are frozen or adapted."""
+    if flags.freeze or flags.freeze_projector or flags.lora_rank is not None:
         return ""
     data = (
         f"--lengths {flags.lengths} --seed {SEED} --num-iterations {flags.num_iterations}"

@@ -102,7 +102,7 @@ def build_layer(
     options: BuildOptions,
     vocab_size: int,
 ) -> UnitStage:
-    """Build a stage of the unit's first layer of a kind, with trainable weights; vocab_size: padded."""
+    """Build a stage of the unit's first layer of a kind, with trainable weights or adapters; vocab_size: padded."""
     index = graph.unit(unit).layers.index(kind)
     stage = UnitStage(
         graph=graph,
@@ -113,7 +113,8 @@ def build_layer(
         vocab_size=vocab_size,
     )
     initialize_parameters(stage, seed=0)
-    stage.layers.requires_grad_(True)
+    if not stage.unit.adapted_modules(index):
+        stage.layers.requires_grad_(True)
     return stage.train()
 
 

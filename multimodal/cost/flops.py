@@ -1,7 +1,8 @@
 """Floating point operations that a model needs for given lengths: the numerator of MFU.
 
 A backward costs as much as the forward for each kind of gradient that is needed (Cornstarch 4.2: a frozen layer behind something
-trainable computes input gradients only, a frozen encoder nothing).
+trainable computes input gradients only, a frozen encoder nothing). Of a layer with adapters, the weight gradients are those of
+adapters.
 """
 
 from collections.abc import Iterable
@@ -52,11 +53,12 @@ def unit_flops(graph: ModelGraph, unit_name: str, *, vocab_size: int) -> UnitFlo
     for index, kind in enumerate(unit.layers):
         need = layers_backward_need(graph, unit_name, range(index, index + 1))
         layer = describe_layer(graph, unit, kind, vocab_size=vocab_size)
-        num_gradients = layer.passes_gradient(need) + need.trains_weights
         for column, load in enumerate((UnitLoad(num_tokens=1), UnitLoad(num_squared=1), UnitLoad(num_outputs=1))):
             linear, attention = layer.forward_flops(load)
+            linear += layer.adapter_flops(load)
             forward[column] += linear + attention
-            backward[column] += linear * num_gradients + attention * (2 if need.has_backward else 0)
+            backward[column] += linear * layer.passes_gradient(need) + attention * (2 if need.has_backward else 0)
+            backward[column] += layer.weight_gradient_flops(load) * need.trains_weights
     return UnitFlops(LoadFlops(*forward), LoadFlops(*backward))
 
 

@@ -43,20 +43,22 @@ class StageLayers:
     def num_weights(self, stage: StageKey, *, trained_only: bool) -> int:
         """Return the weights of a stage, all tensor parallel ranks together."""
         return sum(
-            count * self.layer_weights(stage[0], layer)
+            count * (self.trained_layer_weights(stage[0], layer, need) if trained_only else self.layer_weights(stage[0], layer))
             for (layer, need), count in self.counts(stage).items()
-            if need.trains_weights or not trained_only
         )
 
     def trained_weights(self, stage: StageKey) -> tuple[int, ...]:
         """Return the weights of every trained layer of a stage, upstream first; all tensor parallel ranks together."""
-        unit, layers = stage[0], self.graph.unit(stage[0]).layers
-        held = self.plan.virtual_stage(*stage).layers
-        return tuple(self.layer_weights(unit, layers[layer]) for layer in held if self._needs[unit][layer].trains_weights)
+        found = (self.trained_layer_weights(stage[0], layer, need) for layer, need in self.in_order(stage))
+        return tuple(weights for weights, (_, need) in zip(found, self.in_order(stage), strict=True) if need.trains_weights)
 
     def layer_weights(self, unit: str, kind: str) -> int:
         """Return the weights of one layer, all tensor parallel ranks together."""
-        return self.describe(unit, kind).num_weights
+        return self.describe(unit, kind).num_held_weights
+
+    def trained_layer_weights(self, unit: str, kind: str, need: BackwardNeed) -> int:
+        """Return those of them that have gradients: none, all, or adapters."""
+        return self.describe(unit, kind).num_trained_weights if need.trains_weights else 0
 
     def describe(self, unit: str, kind: str) -> Layer:
         """Return the costs of a layer of this kind in a unit."""

@@ -132,7 +132,7 @@ class StepMemory:
         if self.options.zero_stage < 3 or sizes.data_parallel_size * sizes.context_parallel_size == 1:
             return 0.0
         weights = [self.layers.layer_weights(stage[0], layer) for layer, _ in self.layers.in_order(stage)]
-        gradients = [size * need.trains_weights for size, (_, need) in zip(weights, self.layers.in_order(stage), strict=True)]
+        gradients = [self.layers.trained_layer_weights(stage[0], layer, need) for layer, need in self.layers.in_order(stage)]
         bytes_per_gradient = max(GRADIENT_BYTES, self.bytes_per_element)
         peak = max(
             self.bytes_per_element * (here + next_one + gradient) + bytes_per_gradient * gone

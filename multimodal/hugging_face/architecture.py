@@ -51,6 +51,8 @@ class Architecture:
     config.json."""
     spellings: tuple[tuple[tuple[str, str], ...], ...] = ((),)
     """Ways in which the names are spelled: each replaces beginnings of names by others, the first being (none)."""
+    module_spelling: tuple[tuple[str, str], ...] = ()
+    """The one of modules inside transformers."""
     tied_copies: tuple[tuple[str, str], ...] = (("lm_head.weight", "model.embed_tokens.weight"),)
     """Tensors that some files have beside those that they are copies of, where word embeddings are tied."""
 

@@ -120,5 +120,6 @@ INTERNVL = Architecture(
     None,
     (VISION, decoder_names("language_model.")),
     spellings=SPELLINGS,
+    module_spelling=SPELLINGS[2],
     tied_copies=(("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),),
 )

@@ -156,5 +156,6 @@ LLAVA = Architecture(
     (TOWER, decoder_names("language_model.")),
     is_unused=is_unused,
     spellings=SPELLINGS,
+    module_spelling=SPELLINGS[2],
     tied_copies=(("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),),
 )

@@ -128,4 +128,5 @@ QWEN2_5_VL = Architecture(
     None,
     (vision_names(Weight("self_attention.linear_qkv", ("attn.qkv",), fused_qkv)), decoder_names()),
     spellings=SPELLINGS,
+    module_spelling=SPELLINGS[1],
 )

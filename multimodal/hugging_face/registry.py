@@ -1,6 +1,6 @@
 """All families of Hugging Face's models that can be trained here, and which of them a folder or a model graph is of."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,7 @@ def _first_difference(graph: ModelGraph, described: ModelGraph) -> str | None:
 def _comparable(unit: Unit) -> dict[str, Any]:
     """Return what a unit says, without what is free, and with what is implied spelled out."""
     found: dict[str, Any] = {}
-    for key, value in asdict(unit).items():
+    for key, value in asdict(replace(unit, lora=None)).items():
         found |= value if isinstance(value, dict) else {key: value}
     found["num_query_groups"], found["kv_channels"] = unit.transformer.query_groups, unit.transformer.head_channels
     found["add_qkv_bias"] |= found["add_bias_linear"]

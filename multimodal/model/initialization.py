@@ -8,6 +8,7 @@ import hashlib
 import torch
 from torch import Tensor
 
+from multimodal.model.adapter import initial_adapter_std, is_adapter
 from multimodal.model.layers.registry import kind_of, sharding_of
 from multimodal.model.parameter_sharding import full_shape, mark_sharding, take_shard
 from multimodal.model.unit_stage import UnitStage
@@ -17,20 +18,23 @@ from multimodal.model.unit_stage import UnitStage
 def initialize_parameters(stage: UnitStage, *, seed: int) -> None:
     """Fill a stage's parameters: normal(0, std) matrices, ones for norms, zeros for biases (Megatron's scheme).
 
-    Matrices that end a residual branch get std / sqrt(2 x num_layers).
+    An adapter adds nothing at first: the second of its matrices is zero. Matrices that end a residual branch get std / sqrt(2 x
+    num_layers).
     """
     size, rank = stage.groups.tp.size(), stage.groups.tp.rank()
     for name, parameter in stage.named_parameters():
         kind = kind_of(stage.unit, int(name.split(".")[1]))
         sharding = sharding_of(stage.unit, name)
         mark_sharding(parameter, sharding)
+        if kind.initialises_itself:
+            continue
         if parameter.dim() < 2:
             parameter.fill_(kind.initial_vector(name))
             continue
-        std = kind.initial_std(stage.unit, name)
         whole = full_shape(parameter.shape, sharding, tensor_parallel_size=size)
         values = kind.initial_matrix(name.split(".", 2)[2], whole)
         if values is None:
+            std = initial_adapter_std(name, whole) if is_adapter(name) else kind.initial_std(stage.unit, name)
             values = _draw(whole, std=std, name=f"{stage.unit.name}.{name}", seed=seed, device=parameter.device)
         parameter.copy_(take_shard(values, sharding, rank=rank, tensor_parallel_size=size))
 

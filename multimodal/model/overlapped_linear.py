@@ -14,14 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multimodal.model.adapter import NO_ADAPTER, Adapter, adapter_of
+from multimodal.model.collectives import Arriving
 from multimodal.model.deferrable_linear import (
     DeferrableColumnParallelLinear,
     DeferrableRowParallelLinear,
+    WeightGradients,
+    add_product,
     queue_of,
     weight_gradients,
 )
-from multimodal.model.overlapped_product import Overlap, gather_then_multiply, multiply_then_reduce, start_gathering
-from multimodal.model.weight_gradient_queue import LinearWeightGradient, WeightGradientQueue
+from multimodal.model.overlapped_product import Factor, Overlap, gather_then_multiply, multiply_then_reduce, start_gathering
+from multimodal.model.weight_gradient_queue import WeightGradientQueue
 
 
 class OverlappedColumnParallelLinear(DeferrableColumnParallelLinear):
@@ -37,7 +41,9 @@ class OverlappedColumnParallelLinear(DeferrableColumnParallelLinear):
             alone: Tensor = super()._forward_impl(input, weight, *args, **options)
             return alone
         overlap = Overlap(options["tp_group"], self.num_overlapped_parts, gathers)
-        output: Tensor = _OverlappedColumn.apply(input, weight, options["bias"], queue_of(weight), overlap)
+        adapter = adapter_of(self)
+        queue = queue_of(weight, adapter)
+        output: Tensor = _OverlappedColumn.apply(input, weight, options["bias"], queue, overlap, *(adapter or NO_ADAPTER))
         return output
 
 
@@ -54,10 +60,22 @@ class OverlappedRowParallelLinear(DeferrableRowParallelLinear):
             alone: tuple[Tensor, Tensor | None] = super().forward(input_)
             return alone
         overlap = Overlap(self.tp_group, self.num_overlapped_parts, self.sequence_parallel)
-        output: Tensor = _OverlappedRow.apply(input_, self.weight, queue_of(self.weight), overlap)
+        adapter = adapter_of(self)
+        queue = queue_of(self.weight, adapter)
+        output: Tensor = _OverlappedRow.apply(input_, self.weight, queue, overlap, *(adapter or NO_ADAPTER))
         if self.skip_bias_add or self.bias is None:
             return output, self.bias
         return output + self.bias, None
+
+
+def _forward_factor(weight: Tensor, adapter: Adapter | None) -> Factor:
+    low_rank = None if adapter is None else (adapter.down.t() * adapter.scale, adapter.up.t())
+    return Factor(weight.t(), low_rank)
+
+
+def _backward_factor(weight: Tensor, adapter: Adapter | None) -> Factor:
+    low_rank = None if adapter is None else (adapter.up * adapter.scale, adapter.down)
+    return Factor(weight, low_rank)
 
 
 class _OverlappedColumn(torch.autograd.Function):
@@ -68,52 +86,81 @@ class _OverlappedColumn(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGradientQueue | None, overlap: Overlap
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        queue: WeightGradientQueue | None,
+        overlap: Overlap,
+        down: Tensor | None,
+        up: Tensor | None,
+        scale: float,
     ) -> Tensor:
-        ctx.save_for_backward(inputs)
+        adapter = Adapter(down, up, scale) if down is not None and up is not None else None
         # Parameters stay themselves: a saved tensor may come back as another one, without the hooks of its gradient.
-        ctx.weight, ctx.bias, ctx.queue, ctx.overlap = weight, bias, queue, overlap
+        ctx.weight, ctx.bias, ctx.queue, ctx.overlap, ctx.adapter = weight, bias, queue, overlap, adapter
+        rows = inputs
         if overlap.is_sequence_parallel:
-            output, _ = gather_then_multiply(inputs, weight.t(), overlap)
+            output, rows = gather_then_multiply(inputs, _forward_factor(weight, adapter), overlap)
         else:
             output = inputs.matmul(weight.t())
+        inner = None if adapter is None else adapter.inner(rows)
+        if inner is not None and up is not None and not overlap.is_sequence_parallel:
+            output = add_product(output, inner, up.t())
+        ctx.save_for_backward(inputs, inner)
         return output if bias is None else output.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (inputs,) = ctx.saved_tensors
-        is_trained = ctx.needs_input_grad[1]
+        inputs, inner = ctx.saved_tensors
+        is_trained = ctx.needs_input_grad[1] or inner is not None
         gathering = start_gathering(inputs, ctx.overlap) if is_trained and ctx.overlap.is_sequence_parallel else None
-        reducing = multiply_then_reduce(output_gradient, ctx.weight, ctx.overlap) if ctx.needs_input_grad[0] else None
-        of_weight: Tensor | None = None
-        of_bias: Tensor | None = None
+        reducing: Arriving | None = None
+        if ctx.needs_input_grad[0]:
+            reducing = multiply_then_reduce(output_gradient, _backward_factor(ctx.weight, ctx.adapter), ctx.overlap)
+        found = WeightGradients()
         if is_trained:
             rows = inputs if gathering is None else gathering.wait()
-            of_weight, of_bias = weight_gradients(ctx.queue, LinearWeightGradient(rows, output_gradient, ctx.weight, ctx.bias))
-        return None if reducing is None else reducing.wait(), of_weight, of_bias, None, None
+            inner_gradient = None if inner is None else ctx.adapter.inner_gradient(output_gradient)
+            found = weight_gradients(ctx, rows, output_gradient, inner, inner_gradient)
+        gradient = None if reducing is None else reducing.wait()
+        return gradient, found.weight, found.bias, None, None, found.down, found.up, None
 
 
 class _OverlappedRow(torch.autograd.Function):
     """inputs: [num_rows, batch, size / num_ranks]; weight: [output_size, size / num_ranks]."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, queue: WeightGradientQueue | None, overlap: Overlap) -> Tensor:
-        ctx.save_for_backward(inputs)
-        ctx.weight, ctx.queue, ctx.overlap = weight, queue, overlap
-        return multiply_then_reduce(inputs, weight.t(), overlap).wait()
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor,
+        queue: WeightGradientQueue | None,
+        overlap: Overlap,
+        down: Tensor | None,
+        up: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        adapter = Adapter(down, up, scale) if down is not None and up is not None else None
+        ctx.weight, ctx.bias, ctx.queue, ctx.overlap, ctx.adapter = weight, None, queue, overlap, adapter
+        ctx.save_for_backward(inputs, None if adapter is None else adapter.inner(inputs))
+        return multiply_then_reduce(inputs, _forward_factor(weight, adapter), overlap).wait()
 
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (inputs,) = ctx.saved_tensors
+        inputs, inner = ctx.saved_tensors
         gradient: Tensor | None = None
         rows = output_gradient
-        if not ctx.overlap.is_sequence_parallel:
-            gradient = rows.matmul(ctx.weight) if ctx.needs_input_grad[0] else None
-        elif ctx.needs_input_grad[0]:
-            gradient, rows = gather_then_multiply(rows, ctx.weight, ctx.overlap)
-        else:
+        if ctx.overlap.is_sequence_parallel and ctx.needs_input_grad[0]:
+            gradient, rows = gather_then_multiply(rows, _backward_factor(ctx.weight, ctx.adapter), ctx.overlap)
+        elif ctx.overlap.is_sequence_parallel:
             rows = start_gathering(rows, ctx.overlap).wait()
-        of_weight: Tensor | None = None
-        if ctx.needs_input_grad[1]:
-            of_weight, _ = weight_gradients(ctx.queue, LinearWeightGradient(inputs, rows, ctx.weight, None))
-        return gradient, of_weight, None, None
+        inner_gradient = None if inner is None else ctx.adapter.inner_gradient(rows)
+        if ctx.needs_input_grad[0] and gradient is None:
+            gradient = rows.matmul(ctx.weight)
+            if inner_gradient is not None:
+                gradient = add_product(gradient, inner_gradient, ctx.adapter.down)
+        found = WeightGradients()
+        if ctx.needs_input_grad[1] or inner is not None:
+            found = weight_gradients(ctx, inputs, rows, inner, inner_gradient)
+        return gradient, found.weight, None, None, found.down, found.up, None

@@ -41,47 +41,55 @@ def start_gathering(share: Tensor, overlap: Overlap) -> Arriving:
     return Arriving(blocks.flatten(0, 1), tuple(works))
 
 
-def gather_then_multiply(share: Tensor, matrix: Tensor, overlap: Overlap) -> tuple[Tensor, Tensor]:
+class Factor(NamedTuple):
+    """What rows are multiplied with."""
+
+    matrix: Tensor
+    """[size, output_size]."""
+    low_rank: tuple[Tensor, Tensor] | None = None
+    """[size, rank] and [rank, output_size], whose product is part of it, too, but is never formed."""
+
+
+def gather_then_multiply(share: Tensor, factor: Factor, overlap: Overlap) -> tuple[Tensor, Tensor]:
     """Gather rows and multiply each part as soon as it has come, while later ones are on their way.
 
-    share: [num_rows, batch, size]; matrix: [size, output_size]. Returns [num_ranks * num_rows, batch, output_size] and the
-    gathered rows.
+    share: [num_rows, batch, size]. Returns [num_ranks * num_rows, batch, output_size] and the gathered rows.
     """
     rows, works = start_gathering(share, overlap)
-    product = rows.new_empty((*rows.shape[:-1], matrix.shape[1]))
+    product = rows.new_empty((*rows.shape[:-1], factor.matrix.shape[1]))
     parts = sequence_parts(len(share), num_parts=overlap.num_parts)
     for part, work in zip(parts, works, strict=True):
         work.wait()
-        _multiply(_in_blocks(rows, overlap)[:, part], matrix, into=_in_blocks(product, overlap)[:, part])
+        _multiply(_in_blocks(rows, overlap)[:, part], factor, into=_in_blocks(product, overlap)[:, part])
     return product, rows
 
 
-def multiply_then_reduce(rows: Tensor, matrix: Tensor, overlap: Overlap) -> Arriving:
+def multiply_then_reduce(rows: Tensor, factor: Factor, overlap: Overlap) -> Arriving:
     """Multiply part by part, and sum each over the ranks while later ones are multiplied.
 
-    rows: [num_rows, batch, size]; matrix: [size, output_size]. The result is [num_rows, batch, output_size] on all ranks, or
+    rows: [num_rows, batch, size]. The result is [num_rows, batch, output_size] on all ranks, or
     under sequence parallelism this rank's share of them, [num_rows / num_ranks, batch, output_size].
     """
-    return (_multiply_then_scatter if overlap.is_sequence_parallel else _multiply_then_sum)(rows, matrix, overlap)
+    return (_multiply_then_scatter if overlap.is_sequence_parallel else _multiply_then_sum)(rows, factor, overlap)
 
 
-def _multiply_then_scatter(rows: Tensor, matrix: Tensor, overlap: Overlap) -> Arriving:
+def _multiply_then_scatter(rows: Tensor, factor: Factor, overlap: Overlap) -> Arriving:
     blocks = _in_blocks(rows.contiguous(), overlap)
     num_ranks, num_rows, batch, _ = blocks.shape
-    share = rows.new_empty((num_rows, batch, matrix.shape[1]))
+    share = rows.new_empty((num_rows, batch, factor.matrix.shape[1]))
     works = []
     for part in sequence_parts(num_rows, num_parts=overlap.num_parts):
         product = rows.new_empty((num_ranks, *share[part].shape))
-        _multiply(blocks[:, part], matrix, into=product)
+        _multiply(blocks[:, part], factor, into=product)
         works.append(reduce_scatter(share[part], product.flatten(0, 1), group=overlap.group, async_op=True))
     return Arriving(share, tuple(works))
 
 
-def _multiply_then_sum(rows: Tensor, matrix: Tensor, overlap: Overlap) -> Arriving:
-    product = rows.new_empty((*rows.shape[:-1], matrix.shape[1]))
+def _multiply_then_sum(rows: Tensor, factor: Factor, overlap: Overlap) -> Arriving:
+    product = rows.new_empty((*rows.shape[:-1], factor.matrix.shape[1]))
     works = []
     for part in sequence_parts(len(rows), num_parts=overlap.num_parts):
-        _multiply(rows[None, part], matrix, into=product[None, part])
+        _multiply(rows[None, part], factor, into=product[None, part])
         works.append(dist.all_reduce(product[part], group=overlap.group, async_op=True))
     return Arriving(product, tuple(works))
 
@@ -91,10 +99,14 @@ def _in_blocks(rows: Tensor, overlap: Overlap) -> Tensor:
     return rows.unflatten(0, (overlap.group.size(), -1))
 
 
-def _multiply(blocks: Tensor, matrix: Tensor, *, into: Tensor) -> None:
+def _multiply(blocks: Tensor, factor: Factor, *, into: Tensor) -> None:
     """blocks: [num_ranks, num_rows, batch, size], a slice of each rank's rows; the products are written where they belong."""
     num_ranks = len(blocks)
-    torch.bmm(blocks.flatten(1, 2), matrix.expand(num_ranks, *matrix.shape), out=into.flatten(1, 2))
+    rows, product = blocks.flatten(1, 2), into.flatten(1, 2)
+    torch.bmm(rows, factor.matrix.expand(num_ranks, *factor.matrix.shape), out=product)
+    if factor.low_rank is not None:
+        left, right = factor.low_rank
+        product.baddbmm_(rows.matmul(left), right.expand(num_ranks, *right.shape))
 
 
 def sequence_parts(num_rows: int, *, num_parts: int) -> tuple[slice, ...]:

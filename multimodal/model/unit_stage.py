@@ -12,6 +12,7 @@ from torch.nn import Module, ModuleDict
 from torch.utils.checkpoint import checkpoint
 
 from multimodal.attention.packed_lengths import PackedLengths
+from multimodal.model.adapter import attach_adapters
 from multimodal.model.collectives import RankLink, share_rows
 from multimodal.model.layers.layer_kind import HeadOutput, LayerContext, LayerPart, StagePass, State
 from multimodal.model.layers.registry import kind_of
@@ -72,8 +73,11 @@ class UnitStage(MegatronModule):
             # The last stage keeps a copy of the first stage's word embeddings; gradients.py keeps the two alike.
             self.layers["0"] = self._build_layer(0)
         for index in map(int, self.layers):
-            for name, parameter in self.layers[str(index)].named_parameters():
-                parameter.requires_grad_(unit.is_trainable(index) and name not in kind_of(unit, index).fixed)
+            layer = self.layers[str(index)]
+            fixed = {*kind_of(unit, index).fixed, *getattr(layer, "unused", ())}
+            for name, parameter in layer.named_parameters():
+                parameter.requires_grad_(unit.is_trainable(index) and name not in fixed)
+            self._adapt_layer(index)
         if "0" in self.layers:
             self._mark_shared_embedding()
         for module in self.layers.modules():
@@ -231,6 +235,11 @@ class UnitStage(MegatronModule):
 
     def _position_inputs(self, batch: PackedInput) -> tuple[Tensor | None, PackedLengths]:
         return self.frequencies(batch), batch.packed or pack_lengths(batch, self._num_padded_rows(batch.num_tokens))
+
+    def _adapt_layer(self, index: int) -> None:
+        if modules := self.unit.adapted_modules(index):
+            assert self.unit.lora is not None
+            attach_adapters(self.layers[str(index)], modules, rank=self.unit.lora.rank, scale=self.unit.lora.scale)
 
     def _build_layer(self, index: int) -> Module:
         return kind_of(self.unit, index).build(self.context, index)

@@ -59,7 +59,7 @@ def place_stages(
 
 def count_virtual_stages(unit: Unit, *, sizes: UnitSizes) -> int:
     """Return how many layer ranges each of the unit's stages is to hold; raises PlanError where sizes and layers disagree."""
-    num_stages, num_layers, each = sizes.pipeline_parallel_size, unit.transformer.num_layers, sizes.layers_per_virtual_stage
+    num_stages, num_layers, each = sizes.pipeline_parallel_size, unit.num_inner_layers, sizes.layers_per_virtual_stage
     flags = f"--{unit.name.replace('_', '-')}"
     flag, other = f"{flags}-num-layers-per-virtual-pipeline-stage", f"{flags}-virtual-pipeline-model-parallel-size"
     if each is not None and num_layers % (num_stages * each):
@@ -81,9 +81,14 @@ def count_virtual_stages(unit: Unit, *, sizes: UnitSizes) -> int:
 
 def _explain(problem: PlanError, unit: Unit, *, sizes: UnitSizes, num_chunks: int) -> str:
     flags = f"--{unit.name.replace('_', '-')}"
+    if unit.module is not None:
+        return (
+            f"a module of transformers is one piece, which cannot be cut into {sizes.pipeline_parallel_size} pipeline stages; "
+            f"give it replicas instead ({flags}-data-parallel-size)"
+        )
     if num_chunks == 1:
         return f"{problem} ({flags}-pipeline-model-parallel-size)"
-    num_layers, num_stages = unit.transformer.num_layers, sizes.pipeline_parallel_size
+    num_layers, num_stages = unit.num_inner_layers, sizes.pipeline_parallel_size
     most = num_layers // num_stages
     advice = f"use at most {most}" if most > 1 else "leave virtual stages out"
     return (

@@ -54,7 +54,8 @@ def own_waits(action: Action, layers: StageLayers, *, options: RunOptions) -> tu
     if layers.plan.units[action.unit].tensor_parallel_size == 1:
         return ()
     covers = action.covers if isinstance(action.covers, SegmentRange) else None
-    return computation_waits(action.kind, layers.in_order(action[1:4]), options=options, covers=covers)
+    lora = layers.graph.unit(action.unit).lora
+    return computation_waits(action.kind, layers.in_order(action[1:4]), options=options, covers=covers, lora=lora)
 
 
 def shared_encoders(step: StepGraph) -> Iterator[str]:

@@ -17,7 +17,8 @@ def unit_cost(action: Action, step: StepGraph) -> int:
     A range of segments takes 1, like a whole forward: nothing that is computed is shorter.
 
     A backward is two products per weight matrix, one for the input's and one for the weight's gradient. A stage that only passes
-    a gradient on does one of them, and one that trains little more than its projector hardly any: 1 is the least.
+    a gradient on, or trains adapters alone, does one of them, and one that trains little more than its projector hardly any: 1 is
+    the least.
     """
     if ACTION_TABLE[action.kind].resource in (Resource.SEND, Resource.RECEIVE):
         return 0
@@ -25,10 +26,10 @@ def unit_cost(action: Action, step: StepGraph) -> int:
         return 1
     layers = step.plan.virtual_stage(*action[1:4]).layers
     unit = step.graph.unit(action.unit)
-    is_trained = [unit.is_trainable(layer) for layer in layers]
     sends = step.backward_need(*action[1:4]).sends_gradient
-    num_passing = len(layers) if sends else len(layers) - 1 - is_trained.index(True)
-    return max(1, round((num_passing + sum(is_trained)) / len(layers)))
+    num_passing = len(layers) if sends else len(layers) - 1 - [unit.is_trainable(layer) for layer in layers].index(True)
+    num_weight_gradients = sum(unit.trains_weights(layer) for layer in layers)
+    return max(1, round((num_passing + num_weight_gradients) / len(layers)))
 
 
 def unit_costs(step: StepGraph) -> Integers:

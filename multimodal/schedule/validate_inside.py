@@ -91,7 +91,8 @@ class _Checks:
         key = self.work.stages[stage]
         if self.step.plan.units[key[0]].tensor_parallel_size == 1 or self.options.hides_waits:
             return 0
-        return len(computation_waits(KINDS[kind], self.layers.in_order(key), options=self.options))
+        lora = self.step.graph.unit(key[0]).lora
+        return len(computation_waits(KINDS[kind], self.layers.in_order(key), options=self.options, lora=lora))
 
     def check_collectives(self) -> None:
         """Check that it waits for no collective, which would use the links for which its carrier waits."""

@@ -12,9 +12,11 @@ from multimodal.values.errors import ModelError
 from multimodal.values.file_form import read_file
 from multimodal.values.typed_reader import Plain, check_fields
 from multimodal.values.units.items import AudioInput, ImageInput, ItemInput, problem_of_image
+from multimodal.values.units.lora import Lora
+from multimodal.values.units.opaque import Opaque
 from multimodal.values.units.transformer import Transformer, up_to
 
-__all__ = ["AudioInput", "ImageInput", "ItemInput", "ModelGraph", "Role", "Transformer", "Unit"]
+__all__ = ["AudioInput", "ImageInput", "ItemInput", "Lora", "ModelGraph", "Opaque", "Role", "Transformer", "Unit"]
 
 
 class Role(StrEnum):
@@ -65,6 +67,14 @@ class Unit:
     freeze_module: bool = False
     freeze_projector: bool = False
     """Encoders (the last layer) and generators (the first one) only."""
+    lora: Lora | None = None
+    """Adapters of the module's linear layers, and of the projector's, where they are named. All that is not an adapter is frozen
+    in the module then, and in a projector that has some."""
+    module: Opaque | None = None
+    """Encoders of images of one size: a module of transformers in place of all layers but the projector. `num_layers` and the
+    rest of the shape say what it costs, as long as it is not measured."""
+    weights: str | None = None
+    """A folder of Hugging Face that the unit starts from, but for its projector; in a model file relative to that, too."""
     layer_kinds: tuple[str, ...] | None = field(default=None, metadata={"key": "layers"})
     """Kind of every layer, first to last, `num_layers` of them between the two ends; None: transformer layers between the role's
     ends; encoders of images of one size learn positions. The kinds are those of multimodal/cost/layers."""
@@ -79,6 +89,8 @@ class Unit:
             first = "learned_patch_embedding"
         if self.has_linear_projector:
             last = "linear_projector"
+        if self.module is not None:
+            return "opaque", last
         body = ["transformer"] * self.transformer.num_layers
         if self.has_windows:
             full = self.image.full_attention_layers if self.image is not None else ()
@@ -89,6 +101,16 @@ class Unit:
     def item_input(self) -> ItemInput | None:
         """What an encoder takes, or a generator makes; None where that is not described."""
         return self.audio or self.image
+
+    @property
+    def inner_layers(self) -> tuple[str, ...]:
+        """Kinds of the layers that pipeline stages share out: all but the two ends, or a module of transformers, which is one."""
+        return self.layers[1:-1] or self.layers[:1]
+
+    @property
+    def num_inner_layers(self) -> int:
+        """Number of these."""
+        return len(self.inner_layers)
 
     @property
     def has_windows(self) -> bool:
@@ -131,9 +153,19 @@ class Unit:
         return self.transformer.hidden_size * (1 if is_averaged else self.merge_factor)
 
     def is_trainable(self, layer_index: int) -> bool:
-        """True if this layer's parameters are trained."""
+        """True if any of this layer's parameters are trained."""
+        return self.trains_weights(layer_index) or bool(self.adapted_modules(layer_index))
+
+    def trains_weights(self, layer_index: int) -> bool:
+        """True if this layer's own weights are trained, and not adapters of them."""
         projector = {Role.ENCODER: len(self.layers) - 1, Role.GENERATOR: 0}.get(self.role)
-        return not (self.freeze_projector if layer_index == projector else self.freeze_module)
+        if layer_index == projector:
+            return not (self.freeze_projector or self.adapted_modules(layer_index))
+        return not self.freeze_module and self.lora is None
+
+    def adapted_modules(self, layer_index: int) -> tuple[str, ...]:
+        """Return the linear layers of this layer that have adapters."""
+        return self.lora.modules(self.layers[layer_index]) if self.lora is not None else ()
 
 
 @dataclass(frozen=True)
@@ -207,9 +239,13 @@ def _unit_to_dict(unit: Unit) -> dict[str, Any]:
     del entry["name"]
     transformer = entry.pop("transformer")
     kinds = entry.pop("layer_kinds")
-    optional = {key: entry.pop(key) for key in ("image", "audio", "vocab_size", "projector_norm_epsilon")} | {
+    optional = {key: entry.pop(key) for key in ("image", "audio", "vocab_size", "projector_norm_epsilon", "lora", "weights")} | {
         "layers": kinds and list(kinds)
     }
+    if (module := entry.pop("module")) is not None:
+        optional["module"] = {
+            "class" if key == "class_name" else key: value for key, value in module.items() if value is not None
+        }
     given = {key: value for key, value in optional.items() if value is not None}
     return {"role": str(entry.pop("role")), **transformer, **given, **entry}
 
@@ -282,6 +318,14 @@ def _check_edge(graph: ModelGraph, index: int) -> None:
         raise ModelError(f"edge {source} -> {target}: {problem}", place=("edges", index))
 
 
+def _problem_of_module(unit: Unit) -> str:
+    if unit.role is not Role.ENCODER or unit.image is None or unit.image.image_size is None or unit.image.num_frames > 1:
+        return "module belongs to encoders of images of one size; give the unit an image with image_size, or leave module out"
+    if unit.layer_kinds is not None:
+        return "module takes the place of all layers but the projector; leave layers out"
+    return ""
+
+
 def _check_unit(unit: Unit) -> None:
     shape = unit.transformer
     at = Plain(None, f"unit '{unit.name}'", ModelError, ("units", unit.name))
@@ -298,6 +342,8 @@ def _check_unit(unit: Unit) -> None:
             f"layers lists {len(unit.layer_kinds)} layers, expected num_layers + 2 = {shape.num_layers + 2}, the first and the "
             "last layer included; change one of them",
         )
+    if unit.module is not None and (problem := _problem_of_module(unit)):
+        fail("module", problem)
     if shape.kv_channels is None and shape.hidden_size % shape.num_attention_heads:
         fail(
             "hidden_size",

@@ -315,6 +315,12 @@ def _validate_unit(unit: UnitPlan, *, graph: ModelGraph, name: str) -> None:
                 "tensor_parallel_size)",
                 place=("units", name, "tensor_parallel_size"),
             )
+    if graph.unit(name).module is not None and group_size > 1:
+        raise PlanError(
+            f"unit '{name}': tp {unit.tensor_parallel_size} x cp {unit.context_parallel_size} would cut a module of "
+            "transformers, which is one piece; give it replicas instead (tp 1, cp 1)",
+            place=("units", name, "tensor_parallel_size" if unit.tensor_parallel_size > 1 else "context_parallel_size"),
+        )
     if len(set(unit.ranks)) != len(unit.ranks):
         raise PlanError(
             f"unit '{name}': a rank appears in two of its stages; each rank may hold one stage of a unit",
@@ -384,7 +390,7 @@ def split_layers(layers: tuple[str, ...], *, num_stages: int) -> tuple[tuple[int
     The first layer (an embedding) joins the first range and the last (projector or head) the last one; earlier ranges get
     the surplus, except that the last one, which also has the head, gets it last.
     """
-    num_transformer = len(layers) - 2
+    num_transformer = max(1, len(layers) - 2)  # a module of transformers is the first layer, and one piece
     if not 1 <= num_stages <= num_transformer:
         raise PlanError(
             f"{num_transformer} transformer layers cannot be cut into {num_stages} pipeline stages; use 1 to {num_transformer}"

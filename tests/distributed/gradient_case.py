@@ -25,6 +25,7 @@ from multimodal.cost.cluster import Cluster
 from multimodal.cost.run_options import RunOptions
 from multimodal.data.packing import pack_encoder_microbatch
 from multimodal.data.sample_source import SampleSource
+from multimodal.model.adapter import UP
 from multimodal.model.layers.registry import sharding_of
 from multimodal.model.parameter_sharding import ParameterSharding, full_shape, take_shard
 from multimodal.model.stage_input import PackedInput
@@ -92,7 +93,7 @@ class GradientCase:
         plan, replicas = self.plan.units[unit.name], self.assignment.units[unit.name]
         stages = [[(stage.ranks, stage.layer_ranges) for stage in replica.stages] for replica in plan.replicas]
         groups = [[[tuple(atom) for atom in microbatch] for microbatch in replica] for replica in replicas]
-        frozen = f"module {unit.freeze_module}, projector {unit.freeze_projector}"
+        frozen = f"module {unit.freeze_module}, projector {unit.freeze_projector}, {unit.lora}"
         return [
             f"{unit.name}: {unit.transformer}, frozen: {frozen}, tied: {not unit.untie_embeddings_and_output_weights}",
             f"  tp {plan.tensor_parallel_size}, cp {plan.context_parallel_size}, replicas -> stages (ranks, layers): {stages}",
@@ -113,7 +114,8 @@ class RankGradients:
 def build_session(case: GradientCase) -> Session:
     """This rank's part of a case, in float64 so that the comparison is exact.
 
-    Biases and norm weights are drawn at random: as zeros and ones they would hide what adds or scales twice.
+    Biases, norm weights and what adapters have as zeros are drawn at random: as zeros and ones they would hide what adds or
+    scales twice.
     """
     options = SessionOptions(
         case.graph,
@@ -130,7 +132,7 @@ def build_session(case: GradientCase) -> Session:
     with whole_weights(session):
         for (unit, _), stage in session.stages.items():
             for name, parameter in stage.named_parameters():
-                if parameter.dim() == 1:
+                if parameter.dim() == 1 or name.endswith(UP):
                     _randomize(parameter, f"{unit}.{name}", sharding_of(stage.unit, name), stage)
     session.zero_gradients()
     return session

@@ -73,7 +73,7 @@ def compare_logits(
     sizes["colocated"] = len(graph.units) > 1
     alone, run = case_of(graph, shapes, sizes, marks=marks), FromFolder(folder)
     assert isinstance(alone.source, PaddedSource)
-    logits, loss_sum = _run_transformers(model, alone.source, inputs)
+    logits, loss_sum = run_transformers(model, alone.source, inputs)
     (found,) = ranks.run(logits_here, run, alone, world_size=1)
     for mine, theirs in zip(found, logits, strict=True):
         assert np.abs(mine[:, :VOCABULARY] - theirs).max() < 1e-12
@@ -101,7 +101,7 @@ def step_in_torch(
 
     Returns the loss.
     """
-    _, loss_sum = _run_transformers(model, source, inputs)
+    _, loss_sum = run_transformers(model, source, inputs)
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     groups = [
         {"params": [parameter for parameter in parameters if parameter.dim() > 1], "weight_decay": decay},
@@ -111,7 +111,7 @@ def step_in_torch(
     return loss_sum / sum(int(source.text(index).is_target.sum()) for index in range(len(source)))
 
 
-def _run_transformers(model: Any, source: Any, inputs: Inputs) -> tuple[list[np.ndarray], float]:
+def run_transformers(model: Any, source: Any, inputs: Inputs) -> tuple[list[np.ndarray], float]:
     """Logits of the targets, sample by sample, and the loss; gradients are left in the model."""
     divisor = sum(int(source.text(index).is_target.sum()) for index in range(len(source)))
     logits, loss_sum = [], 0.0

@@ -19,7 +19,7 @@ from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.assignment import Assignment, Atom, Microbatch
 from multimodal.values.errors import ScheduleError
-from multimodal.values.model_graph import AudioInput, ImageInput, ModelGraph, Role, Transformer, Unit
+from multimodal.values.model_graph import AudioInput, ImageInput, Lora, ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.step_graph import StepGraph
 from tests.distributed.gradient_case import GradientCase
@@ -122,6 +122,7 @@ def graphs(
     frozen_projectors = {name: draw(st.booleans()) for name in (*names, *generator_names)}
     if all(frozen.values()) and all(frozen_projectors.values()):
         frozen[draw(st.sampled_from(sorted(frozen)))] = False
+    adapters = {name: draw(loras(name)) for name in (*names, "llm", *generator_names)}
     encoder_units = [
         Unit(
             name,
@@ -132,6 +133,7 @@ def graphs(
             **draw(
                 st.sampled_from([{}, {"projector_hidden_size": 6}, {"has_linear_projector": True, "projector_norm": "merged"}])
             ),
+            lora=adapters[name],
             freeze_module=frozen[name],
             freeze_projector=frozen_projectors[name],
         )
@@ -142,6 +144,7 @@ def graphs(
         Role.BACKBONE,
         draw(transformers(channels=(2, 4, 6))),
         untie_embeddings_and_output_weights=draw(st.booleans()),
+        lora=adapters["llm"],
         freeze_module=frozen["llm"],
     )
     generator_units = [
@@ -150,6 +153,7 @@ def graphs(
             Role.GENERATOR,
             draw(transformers(channels=(4, 8))),
             ImageInput(patch_size=draw(st.sampled_from([1, 3])), in_channels=1, merge_size=draw(st.sampled_from([1, 2]))),
+            lora=adapters[name],
             freeze_module=frozen[name],
             freeze_projector=frozen_projectors[name],
         )
@@ -169,6 +173,18 @@ def sounds(draw: st.DrawFn) -> AudioInput:
         max_tokens=MAX_AUDIO_TOKENS,
         chunk_tokens=draw(st.sampled_from([None, 2, 3])),
     )
+
+
+@st.composite
+def loras(draw: st.DrawFn, unit: str) -> Lora | None:
+    """Adapters of none, some or all linear layers, the projector's among them."""
+    attention, mlp = ("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")
+    chosen = draw(st.sampled_from([(), (), (), attention + mlp, attention[:1] + mlp[1:], attention[1:] + mlp[:1]]))
+    if not chosen:
+        return None
+    projector = draw(st.sampled_from([(), mlp, mlp[1:]])) if unit in ("vision", "audio") else ()
+    targets = (*(f"transformer.{name}" for name in chosen), *(f"projector.{name}" for name in projector))
+    return Lora(draw(st.sampled_from([1, 3])), draw(st.sampled_from([None, 2.0])), targets)
 
 
 @st.composite

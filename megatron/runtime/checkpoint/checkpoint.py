@@ -35,6 +35,7 @@ from megatron.runtime.checkpoint.manifest import (
 from megatron.runtime.checkpoint.storage import read_tensors, write_tensors
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, adopt_group_steps, make_room, model_tensors, optimizer_tensors
+from multimodal.model.adapter import is_adapter
 from multimodal.values.errors import CheckpointError
 from multimodal.values.model_graph import ModelGraph
 
@@ -109,8 +110,8 @@ def load_checkpoint(
     """Fill parameters, and on wish optimizers and random generators, from the newest complete checkpoint in `folder`; collective.
 
     The plan may be another than the one it was saved under. Learning rate and weight decay are left to the schedulers, the other
-    hyperparameters to the run's flags. Nothing that the files hold is executed, and every value that is read is held against its
-    checksum.
+    hyperparameters to the run's flags. Adapters (LoRA) of units that had none start as they were initialised. Nothing that the
+    files hold is executed, and every value that is read is held against its checksum.
 
     check_run: called on rank 0 with the checkpoint and its run_state, before anything is loaded; may raise CheckpointError.
 
@@ -120,7 +121,7 @@ def load_checkpoint(
     dtype = _dtype(session) if load_optimizer else None
     path, manifest = on_first_rank(lambda: _find(folder, session.graph, dtype, check_run), what=f"loading {folder}")
     what = f"loading {path}"
-    model = model_tensors(session.state)
+    model = [tensor for tensor in model_tensors(session.state) if not _is_new_adapter(tensor, manifest)]
     index = on_this_rank(lambda: _read_index(path, manifest, model), what=what)
     on_this_rank(lambda: read_tensors(path, model, index=index), what=what)
     for optimizer in session.optimizers.values():
@@ -158,6 +159,11 @@ def _find(
     if check_run is not None:
         check_run(path, manifest.run_state)
     return path, manifest
+
+
+def _is_new_adapter(tensor: HeldTensor, manifest: Manifest) -> bool:
+    """Return whether a tensor is of an adapter whose unit had none; such start as they were initialised."""
+    return is_adapter(tensor.key) and manifest.model["units"][tensor.key.split(".")[1]].get("lora") is None
 
 
 def _read_index(path: Path, manifest: Manifest, model: Sequence[HeldTensor]) -> TensorIndex:

@@ -23,8 +23,9 @@ _FILE_NAME = "braid.json"
 _CHECKSUM = "crc32"
 """Key of the checksum over everything else in the file."""
 _LAST_STEP = 10**15
-_CHANGEABLE = {"freeze_module", "freeze_projector", "init_method_std", "min_pixels", "max_pixels"}
-"""Fields in which a checkpoint's model and the run's may differ: that changes neither a weight's shape nor its meaning."""
+_CHANGEABLE = {"freeze_module", "freeze_projector", "init_method_std", "min_pixels", "max_pixels", "weights", "directory"}
+"""Fields in which a checkpoint's model and the run's may differ: that changes neither a weight's shape nor its meaning.
+Folders may have been moved."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,11 @@ def check_model(path: Path, manifest: Manifest, *, graph: ModelGraph) -> None:
         saved = ModelGraph.from_dict(manifest.model)
     except Exception as problem:  # of whatever a stranger may have written there
         raise CheckpointError(f"{path}: its model cannot be read ({problem}); load it with the Braid that wrote it") from problem
-    if difference := _first_difference(saved.to_dict(), graph.to_dict(), where="model"):
+    before, now = saved.to_dict(), graph.to_dict()
+    for name, unit in now["units"].items():
+        if "lora" not in before["units"].get(name, {}):
+            unit.pop("lora", None)  # adapters that it lacks start afresh
+    if difference := _first_difference(before, now, where="model"):
         raise CheckpointError(
             f"{path} is of another model: {difference}; pass the model file that it was trained with, or another folder to --load"
         )

@@ -144,7 +144,7 @@ class LaneRun(ABC):
         self.held_back.clear()
 
     def fill_waits_left(self) -> None:
-        """Run all that is left inside a computation that turned out to have nothing to compute, and so nothing to wait for."""
+        """Run all that is left inside a computation that turned out to have less to compute, and so fewer waits."""
         for number in sorted(self.inside):
             self.fill_wait(number)
             self.end_wait()

@@ -270,7 +270,12 @@ class RunningStep(StepMessages):
         with self.clock.span(action), self._gathering_weights(action), self._filling_waits(action):
             if roots:
                 torch.autograd.backward(*zip(*roots, strict=True))  # type: ignore[arg-type]
-            elif not self.is_filling:
+            if not self.is_filling and (not roots or self._has_fewer_waits(action, opened)):
                 self.fill_waits_left()
         self.publish_input_gradients(action, opened.hidden, opened.items)
         return opened.queue
+
+    def _has_fewer_waits(self, action: Action, opened: OpenSubset) -> bool:
+        """Return whether a microbatch brings no item to a first stage with adapters: no gradient goes past the first of them."""
+        is_first = opened.hidden is None and not opened.items
+        return is_first and self.step.graph.unit(action.unit).lora is not None

@@ -11,13 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.runtime.flags.configuration import GROUPS, RunConfig
-from megatron.runtime.flags.cross_checks import check_config, check_plan, drop_overruled, ignored_flags
+from megatron.runtime.flags.configuration import GROUPS, ModelConfig, RunConfig
+from megatron.runtime.flags.cross_checks import check_bounds, check_config, check_plan, drop_overruled, ignored_flags
 from megatron.runtime.flags.field_flags import field_flags
 from megatron.runtime.flags.flag_parser import FlagParser
 from megatron.runtime.flags.schedule_checks import check_schedule
 from megatron.runtime.flags.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLINGS
-from multimodal.cost.layers.registry import read_model
+from multimodal.cost.layers.adapters import adapt_units
+from multimodal.cost.layers.registry import linear_layers, read_model
 from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
@@ -45,7 +46,8 @@ def parse_arguments(argv: Sequence[str], *, environ: Mapping[str, str]) -> RunCo
     from_file = parse_config_file(entries, parser=parser, path=config_path) if config_path else {}
     config = _merge(from_command_line, from_file=from_file, graph=graph)
     assert graph is not None  # --model is required, so that _merge would have complained.
-    frozen_graph = freeze_units(graph, modules=config.model.freeze, projectors=config.model.freeze_projector)
+    check_bounds(config)
+    frozen_graph = choose_trained(graph, config.model)
     check_config(config, graph=frozen_graph)
     _check_input_file("--plan", config.parallelism.plan)
     plan = build_plan(config, frozen_graph, _world_size(environ))
@@ -183,6 +185,14 @@ def build_plan(config: RunConfig, graph: ModelGraph, world_size: int) -> Plan:
     )
     planner = plan_colocated if parallelism.colocate_units or is_alone else plan_disaggregated
     return planner(graph, sizes=parallelism.units, world_size=world_size, is_folded=BUILDERS[config.training.schedule].is_folded)
+
+
+def choose_trained(graph: ModelGraph, model: ModelConfig) -> ModelGraph:
+    """Return the model as the flags train it: units frozen, adapters added; raises ConfigError for names that do not exist."""
+    frozen = freeze_units(graph, modules=model.freeze, projectors=model.freeze_projector)
+    if model.lora_rank is None:
+        return frozen
+    return adapt_units(frozen, linear_layers(frozen), rank=model.lora_rank, alpha=model.lora_alpha, targets=model.lora_targets)
 
 
 def freeze_units(graph: ModelGraph, *, modules: Sequence[str], projectors: Sequence[str]) -> ModelGraph:

@@ -59,6 +59,15 @@ class ModelConfig:
     """Units whose module is not trained (the projector of an encoder or generator still is)."""
     freeze_projector: tuple[str, ...] = field(default=(), metadata={"metavar": "UNIT"})
     """Encoders and generators whose projector is not trained."""
+    lora_rank: int | None = field(default=None, metadata={"minimum": 1, "maximum": 2**14})
+    """Train adapters of this rank (LoRA) in place of the weights of the units that --lora-targets names, which are frozen."""
+    lora_alpha: float | None = field(default=None, metadata={"above": 0, "maximum": 1e6})
+    """What adapters add is scaled by this over --lora-rank; by default not at all."""
+    lora_targets: tuple[str, ...] = field(default=(), metadata={"metavar": "PATTERN"})
+    """Linear layers with adapters, as UNIT.KIND.MODULE or the end of it, with * and ?; by default all inside the LLM. Others are
+    listed in an error."""
+    allow_callbacks: bool = False
+    """Import and call the functions that the model file names between modules: they are programs, and do whatever they like."""
     make_vocab_size_divisible_by: int = field(default=128, metadata={"minimum": 1, "maximum": 2**16})
     """The vocabulary is padded to a multiple of this, whatever the plan; the LLM's tensor parallel size must divide it."""
 
@@ -260,7 +269,10 @@ class CheckpointConfig:
     gives the model, unless --model does."""
     save_hf: Path | None = field(default=None, metadata={"metavar": "DIR"})
     """New folder that gets the model after the last step as Hugging Face's transformers load it, with names, types, files and
-    tokenizer of --load-hf if given, or of a folder that --model names where the family needs one."""
+    tokenizer of --load-hf if given, or of a folder that --model names where the family needs one. Adapters are added to the
+    weights."""
+    save_adapter: Path | None = field(default=None, metadata={"metavar": "DIR"})
+    """New folder that gets adapters, and whatever else was trained, after the last step as Hugging Face's PEFT loads them."""
 
     @property
     def steps_between_saves(self) -> int | None:

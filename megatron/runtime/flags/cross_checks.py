@@ -46,20 +46,31 @@ def ignored_flags(config: RunConfig) -> tuple[IgnoredFlag, ...]:
     return tuple(row for row in IGNORED_FLAGS if row.name in config.given and row.is_ignored(config))
 
 
-def check_config(config: RunConfig, *, graph: ModelGraph) -> None:
-    """Check bounds and combinations of a whole configuration; raises ConfigError for the first rule that is broken.
-
-    Raises ModelError for a model that can be planned but not trained.
-
-    graph: the model with its units frozen as the configuration says.
-    """
-    for row in ignored_flags(config):
-        raise ConfigError(f"{shown_flag(row.name)} would be ignored: {row.reason}")
+def check_bounds(config: RunConfig) -> None:
+    """Check the bounds of every flag; raises ConfigError."""
     for name, group in GROUPS.items():
         for flag in field_flags(group):
             value = getattr(getattr(config, name), flag.name)
             if flag.bounds() and value is not None and not flag.allows(value):
                 raise ConfigError(f"{flag.flag} must be {flag.wanted_instead_of(value)}, found {value}")
+
+
+def check_config(config: RunConfig, *, graph: ModelGraph) -> None:
+    """Check combinations of a whole configuration; raises ConfigError for the first rule that is broken.
+
+    Raises ModelError for a model that can be planned but not trained.
+
+    graph: the model with its units frozen and adapted as the configuration says.
+    """
+    for row in ignored_flags(config):
+        raise ConfigError(f"{shown_flag(row.name)} would be ignored: {row.reason}")
+    _check_adapters(config, graph=graph)
+    for unit in graph.units:
+        if unit.module is not None and unit.module.callbacks and not config.model.allow_callbacks:
+            raise ConfigError(
+                f"unit '{unit.name}', module: {unit.module.callbacks[0]} is a program that the model file wants to run; add "
+                "--allow-callbacks if you trust it, or take it out"
+            )
     for rule in RULES:
         if rule.is_broken(config):
             raise ConfigError(rule.message.format(c=config))
@@ -86,6 +97,17 @@ def _check_layers_can_be_built(graph: ModelGraph) -> None:
                     f"unit '{unit.name}', layers[{index}]: '{kind}' can be planned and simulated but not trained yet; "
                     "use another kind"
                 )
+
+
+def _check_adapters(config: RunConfig, *, graph: ModelGraph) -> None:
+    adapted = [unit.name for unit in graph.units if unit.lora is not None]
+    if adapted and config.model.transformer_impl != "local":
+        raise ConfigError(
+            f"unit '{adapted[0]}' has adapters (LoRA), which linear layers of --transformer-impl {config.model.transformer_impl} "
+            "cannot have; use --transformer-impl local"
+        )
+    if config.checkpoint.save_adapter is not None and not adapted:
+        raise ConfigError("--save-adapter would be ignored: nothing has adapters; add --lora-rank N or leave it out")
 
 
 def _check_encoder_flags(config: RunConfig, *, graph: ModelGraph) -> None:

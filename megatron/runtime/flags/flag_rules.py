@@ -68,6 +68,12 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         lambda c: not c.optimizer.lr_warmup_iters and not c.optimizer.lr_warmup_fraction,
         "there is no warm-up; add --lr-warmup-iters N or leave it out",
     ),
+    *(
+        IgnoredFlag(
+            name, ("lora_rank",), lambda c: c.model.lora_rank is None, "there are no adapters; add --lora-rank N or leave it out"
+        )
+        for name in ("lora_alpha", "lora_targets")
+    ),
     IgnoredFlag(
         "tokenizer_model",
         ("tokenizer_type",),
@@ -372,11 +378,11 @@ RULES: tuple[Rule, ...] = (
             c.training.emulate is not None
             and (
                 bool(c.checkpoint.save or c.checkpoint.load or c.checkpoint.pretrained_checkpoint or c.evaluation.eval_iters)
-                or bool(c.checkpoint.load_hf or c.checkpoint.save_hf)
+                or bool(c.checkpoint.load_hf or c.checkpoint.save_hf or c.checkpoint.save_adapter)
             )
         ),
         "--emulate trains nothing, so there is nothing to save, resume or evaluate; leave out --save, --load, "
-        "--pretrained-checkpoint, --load-hf, --save-hf and --eval-iters",
+        "--pretrained-checkpoint, --load-hf, --save-hf, --save-adapter and --eval-iters",
     ),
     Rule(
         lambda c: c.checkpoint.load_hf is not None and importlib.util.find_spec("safetensors") is None,

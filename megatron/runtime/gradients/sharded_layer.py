@@ -1,21 +1,22 @@
 """One layer whose weights and gradients are shared out over the ranks that hold the same ones (ZeRO-3).
 
-All parameters of the layer are views of one flat buffer. Each rank keeps an equal share of its elements for good; the buffer
-itself has memory only from gathering to release, so what autograd saved of the weights is valid again in the backward.
+All parameters of the layer are views of one flat buffer; where only some are trained, of two. Each rank keeps an equal share of
+its elements for good; the buffer itself has memory only from gathering to release, so what autograd saved of the weights is valid
+again in the backward.
 
 Which collectives a pass through a stage's layers makes, and in which order, is settled beforehand and the same on every rank of
 the group, whatever the microbatch at hand computes: what asks for a layer makes all calls up to it, and the end of the pass makes
 the rest. A rank without a microbatch makes all calls at once.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 
 from multimodal.values.action import ActionKind
 from multimodal.values.errors import ConfigError
@@ -39,13 +40,16 @@ class WeightPiece(NamedTuple):
 class ShardedLayer:
     """Parameters of one layer of this rank; its collectives are called on all ranks of `group` in one order.
 
-    module: newly initialised, afterwards without memory for its parameters until they are gathered; group: who holds the same
-    parameters (replicas and context parallel ranks); tensor_parallel_group: who holds the other parts of them.
+    parameters: all that are trained, or all that are frozen; newly initialised, afterwards without memory for its parameters
+    until they are gathered; group: who holds the same parameters (replicas and context parallel ranks); tensor_parallel_group:
+    who holds the other parts of them.
     """
 
-    def __init__(self, module: Module, *, group: dist.ProcessGroup, tensor_parallel_group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, parameters: Sequence[Parameter], *, group: dist.ProcessGroup, tensor_parallel_group: dist.ProcessGroup
+    ) -> None:
         self.group, self._tensor_parallel_group = group, tensor_parallel_group
-        self.parameters = tuple(module.parameters())
+        self.parameters = tuple(parameters)
         (self._dtype,) = self._check_dtypes()
         sizes = [parameter.numel() for parameter in self.parameters]
         share_size = -(-sum(sizes) // group.size())
@@ -184,18 +188,20 @@ def _gradient_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Visit(NamedTuple):
-    """The collectives of a pass at one layer; layers by their index in the unit."""
+    """The collectives of a pass at one layer, by its index in the unit."""
 
     layer: int
-    gathers: tuple[int, ...]
-    reduces: tuple[int, ...]
+    gathers: tuple[Hashable, ...]
+    """Keys of the `ShardedLayer`s that are gathered."""
+    reduces: tuple[Hashable, ...]
+    """Keys of those whose gradients are reduced."""
 
 
 class LayerPass:
     """Visits layers one after another, and gathers the next one's weights while one computes."""
 
     def __init__(
-        self, kind: ActionKind, visits: Sequence[Visit], layers: Mapping[int, ShardedLayer], *, is_joined: bool = False
+        self, kind: ActionKind, visits: Sequence[Visit], layers: Mapping[Any, ShardedLayer], *, is_joined: bool = False
     ) -> None:
         """is_joined: this rank computes nothing in it."""
         self.kind, self._visits, self._layers, self._is_joined = kind, visits, layers, is_joined

@@ -4,9 +4,9 @@ The layers of its stages gather their weights when they compute, in forward and 
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,15 +21,24 @@ from multimodal.values.backward_need import layers_backward_need
 from multimodal.values.model_graph import ModelGraph
 
 
+class LayerKey(NamedTuple):
+    """What is shared out together: of a layer with adapters, these apart from its frozen weights."""
+
+    layer: int
+    is_trained: bool
+
+
 class ShardedStage:
     """Shards the parameters of `stage` and watches over its layers from then on."""
 
     def __init__(self, stage: UnitStage, *, graph: ModelGraph, membership: Membership) -> None:
         self.stage = stage
         groups = membership.groups
-        self.layers: Mapping[int, ShardedLayer] = {
-            int(name): ShardedLayer(layer, group=groups.dp_cp, tensor_parallel_group=groups.tp)
+        self.layers: Mapping[LayerKey, ShardedLayer] = {
+            LayerKey(int(name), is_trained): ShardedLayer(parameters, group=groups.dp_cp, tensor_parallel_group=groups.tp)
             for name, layer in stage.layers.items()
+            for is_trained in (False, True)
+            if (parameters := [each for each in layer.parameters() if each.requires_grad == is_trained])
         }
         self._visits = _visits(stage, graph, self.layers)
         self._pass: LayerPass | None = None
@@ -108,15 +117,15 @@ class _OnBackward(torch.autograd.Function):
         return gradient, None
 
 
-def _visits(stage: UnitStage, graph: ModelGraph, layers: Mapping[int, ShardedLayer]) -> Mapping[ActionKind, tuple[Visit, ...]]:
+def _visits(stage: UnitStage, graph: ModelGraph, layers: Collection[LayerKey]) -> Mapping[ActionKind, tuple[Visit, ...]]:
     """Returns the visits of every kind of computation to the stage's layers, alike on all replicas and for all microbatches."""
     forward, backward = [], []
     for index in stage.layer_range:
         is_tied = stage.unit.ties_embeddings and index == len(stage.unit.layers) - 1
-        gathers = (index, 0) if is_tied else (index,)
+        gathers = tuple(key for key in layers if key.layer == index or (is_tied and key.layer == 0))
         forward.append(Visit(index, gathers, ()))
-        copies = (0,) if is_tied and 0 not in stage.layer_range else ()
-        reduces = tuple(layer for layer in (index, *copies) if layers[layer].is_trained)
+        has_copy = is_tied and 0 not in stage.layer_range
+        reduces = tuple(key for key in gathers if key.is_trained and (key.layer == index or has_copy))
         if layers_backward_need(graph, stage.unit.name, range(index, index + 1)).has_backward:
             backward.append(Visit(index, gathers, reduces))
     backward.reverse()
@@ -185,8 +194,9 @@ class ShardedUnit:
         for layer in self.layers:
             layer.check_reduced()
         copies = [
-            self.sharded[index].layers[0].gradient_share
+            self.sharded[index].layers.get(LayerKey(0, is_trained=True))
             for index, stage in self.stages.items()
             if getattr(stage.shared_embedding_weight, "shared_embedding", False)
         ]
-        sum_copies([share for share in copies if share is not None], self.membership.embedding_group)
+        shares = [layer.gradient_share for layer in copies if layer is not None]
+        sum_copies([share for share in shares if share is not None], self.membership.embedding_group)

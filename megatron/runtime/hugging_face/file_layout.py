@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.runtime.hugging_face.named_weights import NamedWeights
-from megatron.runtime.hugging_face.weight_files import DTYPES, SINGLE_NAME, SavedWeight
+from megatron.runtime.hugging_face.weight_files import ADAPTER_NAME, DTYPES, SINGLE_NAME, SavedWeight
 
 MOST_BYTES = 5 * 10**9
 """Of a file, where no other folder says how tensors are dealt out."""
@@ -45,7 +45,7 @@ class FileLayout:
     @property
     def index(self) -> dict[str, object] | None:
         """The content of the index file; None where there is one file with the name that needs none."""
-        if list(self.headers) == [SINGLE_NAME]:
+        if list(self.headers) in ([SINGLE_NAME], [ADAPTER_NAME]):
             return None
         size = sum(self.sizes.values()) - sum(map(len, self.headers.values()))
         metadata = {"total_parameters": self.num_parameters, "total_size": size}
@@ -67,13 +67,23 @@ def like_files(names: NamedWeights, found: Mapping[str, SavedWeight], metadata: 
 
 def cut_into_files(names: NamedWeights, dtype: torch.dtype, *, is_vector: Iterable[str]) -> FileLayout:
     """Return a layout of files of at most MOST_BYTES, in the order of names; is_vector: tensors with one dimension."""
-    vectors = set(is_vector)
-    shapes = {key: (shape.num_rows,) if key in vectors else tuple(shape) for key, shape in names.shapes.items()}
+    shapes = _shapes(names, is_vector)
     groups = list(_cut(shapes, dtype))
     count = len(groups)
     files = [SINGLE_NAME] if count == 1 else [f"model-{index + 1:05d}-of-{count:05d}.safetensors" for index in range(count)]
     wanted = {key: SavedWeight(name, dtype, shapes[key]) for name, keys in zip(files, groups, strict=True) for key in keys}
     return _lay_out(wanted, {name: {"format": "pt"} for name in files}, names)
+
+
+def in_one_file(name: str, names: NamedWeights, dtype: torch.dtype, *, is_vector: Iterable[str]) -> FileLayout:
+    """Return a layout of one file, however large."""
+    shapes = _shapes(names, is_vector)
+    return _lay_out({key: SavedWeight(name, dtype, shape) for key, shape in shapes.items()}, {name: {"format": "pt"}}, names)
+
+
+def _shapes(names: NamedWeights, is_vector: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    vectors = set(is_vector)
+    return {key: (shape.num_rows,) if key in vectors else tuple(shape) for key, shape in names.shapes.items()}
 
 
 def _cut(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[list[str]]:

@@ -11,6 +11,7 @@ from megatron.runtime.hugging_face.weight_files import WeightFiles
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, model_tensors
 from multimodal.hugging_face.registry import check_same_model, read_config
+from multimodal.model.adapter import is_adapter
 from multimodal.values.errors import CheckpointError, ModelError
 from multimodal.values.model_graph import ModelGraph
 
@@ -18,13 +19,13 @@ from multimodal.values.model_graph import ModelGraph
 def load_hugging_face(folder: Path, *, session: Session) -> None:
     """Fill all parameters from a folder that `save_pretrained` of transformers, or --save-hf, wrote; collective.
 
-    Rows of the vocabulary that the folder lacks stay as they were initialised. Raises CheckpointError on every rank when
-    something is missing, damaged or of another model; nothing that the files hold is executed.
+    Rows of the vocabulary that the folder lacks stay as they were initialised, and so do adapters. Raises CheckpointError on
+    every rank when something is missing, damaged or of another model; nothing that the files hold is executed.
     """
     what, graph = f"loading {folder}", session.graph
     described = on_this_rank(lambda: _described(folder, graph), what=what)
     architecture, _ = read_config(folder)
-    tensors = model_tensors(session.state)
+    tensors = [tensor for tensor in model_tensors(session.state) if not is_adapter(tensor.key)]
     names = name_weights(tensors, graph=graph, architecture=architecture, what=what)
     vocabularies = graph.backbone.vocab_size or 0, described.backbone.vocab_size or 0
 

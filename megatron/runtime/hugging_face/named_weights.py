@@ -1,8 +1,9 @@
 """All parameters of the model under the names that a Hugging Face folder has for them, and what is expected to be there."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from megatron.runtime.hugging_face.weight_files import SavedWeight
 from megatron.runtime.state.held_tensors import HeldTensor, Piece
 from multimodal.hugging_face.architecture import Architecture
 from multimodal.hugging_face.weight_names import Rows, rows_of
+from multimodal.model.adapter import UP, is_adapter
 from multimodal.values.errors import CheckpointError
 from multimodal.values.model_graph import ModelGraph
 
@@ -53,9 +55,16 @@ def name_weights(tensors: Iterable[HeldTensor], *, graph: ModelGraph, architectu
 
     Raises CheckpointError, on every rank, for a parameter that the family of models does not have.
     """
+    return name_tensors(tensors, lambda key, shape: _rows(key, shape, graph=graph, architecture=architecture), what=what)
+
+
+def name_tensors(
+    tensors: Iterable[HeldTensor], rows_of: Callable[[str, tuple[int, ...]], tuple[Rows, ...]], *, what: str
+) -> NamedWeights:
+    """Name the tensors that all ranks hold together; rows_of: what makes up one, by its key and shape; collective."""
     held = {tensor.key: tensor.shape for tensor in tensors}
     shapes = {key: shape for found in on_all_ranks(lambda: held, what=what) for key, shape in found.items()}
-    rows = {key: _rows(key, shape, graph=graph, architecture=architecture) for key, shape in sorted(shapes.items())}
+    rows = {key: rows_of(key, shape) for key, shape in sorted(shapes.items())}
     sizes: dict[str, Shape] = {}
     for key, parts in rows.items():
         row_size = math.prod(shapes[key][1:])
@@ -66,6 +75,8 @@ def name_weights(tensors: Iterable[HeldTensor], *, graph: ModelGraph, architectu
 
 
 def _rows(key: str, shape: tuple[int, ...], *, graph: ModelGraph, architecture: Architecture) -> tuple[Rows, ...]:
+    if is_adapter(key):
+        return _adapter_rows(key, shape, graph=graph, architecture=architecture)
     unit_name, parameter = key.removeprefix(_MODEL).split(".", 1)
     unit = graph.unit(unit_name)
     rows = rows_of(architecture.names[graph.units.index(unit)], unit, parameter, num_rows=shape[0])
@@ -75,6 +86,29 @@ def _rows(key: str, shape: tuple[int, ...], *, graph: ModelGraph, architecture: 
             "--save-hf out"
         )
     return rows
+
+
+def _adapter_rows(key: str, shape: tuple[int, ...], *, graph: ModelGraph, architecture: Architecture) -> tuple[Rows, ...]:
+    """Return the halves of the adapters, in PEFT's names, of all of their matrices that make up one of ours: they share A."""
+    module, _, half = key.rpartition(".")
+    rows = _rows(f"{module}.weight", shape, graph=graph, architecture=architecture)
+    if half == UP:
+        return tuple(part._replace(key=_in_adapter(part.key, "lora_B")) for part in rows)
+    return tuple(Rows(_in_adapter(name, "lora_A"), 0, 0, shape[0]) for name in dict.fromkeys(part.key for part in rows))
+
+
+def _in_adapter(key: str, half: str) -> str:
+    return f"{key.removesuffix('weight')}{half}.weight"
+
+
+def as_modules(names: NamedWeights, architecture: Architecture, *, prefix: str) -> NamedWeights:
+    """Return the same under the names that transformers' modules have, after a prefix."""
+
+    def named(key: str) -> str:
+        return prefix + _spelled(key, architecture.module_spelling)
+
+    rows = {key: tuple(part._replace(key=named(part.key)) for part in parts) for key, parts in names.rows.items()}
+    return NamedWeights(rows, {named(key): shape for key, shape in names.shapes.items()})
 
 
 def as_in_files(names: NamedWeights, architecture: Architecture, *, found: Iterable[str]) -> NamedWeights:
@@ -136,9 +170,19 @@ def check_weights(
         )
 
 
+def _as_matrix(piece: Piece, *, shape: tuple[int, ...]) -> Piece:
+    """Return a piece of a tensor of more dimensions as one of its matrix; such are whole rows, or runs within one."""
+    if len(shape) < 3:
+        return piece
+    column = 0
+    for size, offset in zip(shape[1:], piece.offsets[1:], strict=True):
+        column = column * size + offset
+    return Piece((piece.offsets[0], column), piece.values.reshape(piece.values.shape[0], -1))
+
+
 def parts_of(tensor: HeldTensor, names: NamedWeights) -> Iterator[Part]:
     """Cut what a rank holds of a parameter into parts of their tensors."""
-    for piece in tensor.pieces:
+    for piece in map(partial(_as_matrix, shape=tensor.shape), tensor.pieces):
         first = piece.offsets[0]
         columns = range(piece.offsets[1], piece.offsets[1] + piece.values.shape[1]) if len(piece.offsets) > 1 else range(1)
         for rows in names.rows[tensor.key]:

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,14 +21,26 @@ from torch import Tensor
 from megatron.runtime.checkpoint.checkpoint import on_all_ranks, on_first_rank, on_this_rank
 from megatron.runtime.checkpoint.folder import hidden_folder, remove_dead_folders, sync_folder
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
-from megatron.runtime.hugging_face.file_layout import FileLayout, PlacedWeight, cut_into_files, like_files
-from megatron.runtime.hugging_face.named_weights import NamedWeights, Part, as_in_files, check_weights, name_weights, parts_of
-from megatron.runtime.hugging_face.weight_files import INDEX_NAME, WeightFiles
+from megatron.runtime.hugging_face.adapters import gather_adapters
+from megatron.runtime.hugging_face.file_layout import FileLayout, PlacedWeight, cut_into_files, in_one_file, like_files
+from megatron.runtime.hugging_face.named_weights import (
+    NamedWeights,
+    Part,
+    as_in_files,
+    check_weights,
+    name_tensors,
+    name_weights,
+    parts_of,
+)
+from megatron.runtime.hugging_face.unit_weights import check_units, is_composed, is_of_projector, name_unit
+from megatron.runtime.hugging_face.weight_files import INDEX_NAME, SINGLE_NAME, WeightFiles
 from megatron.runtime.session import Session
-from megatron.runtime.state.held_tensors import HeldTensor, Piece, model_tensors
-from multimodal.hugging_face.architecture import Architecture
+from megatron.runtime.state.held_tensors import HeldTensor, Piece, merged_tensors, model_tensors
 from multimodal.hugging_face.registry import CONFIG_NAME, architecture_of, check_same_model, read_config, with_vocab_size
+from multimodal.hugging_face.weight_names import Rows
+from multimodal.model.adapter import is_adapter
 from multimodal.values.errors import CheckpointError, ModelError
+from multimodal.values.file_form import read_mapping
 from multimodal.values.model_graph import ModelGraph
 
 _COPIED = (".json", ".txt", ".model", ".jinja", ".md")
@@ -36,12 +48,15 @@ _COPIED = (".json", ".txt", ".model", ".jinja", ".md")
 _LARGEST_COPY = 256 * 2**20
 
 
-class _Export(NamedTuple):
-    architecture: Architecture
-    config: dict[str, Any]
+class Export(NamedTuple):
+    """What a folder gets."""
+
     names: NamedWeights
     layout: FileLayout
-    like: Path | None
+    config: dict[str, Any]
+    config_name: str = CONFIG_NAME
+    like: Path | None = None
+    """The folder whose other files and tensors are copied."""
 
 
 def find_folder_to_follow(model: Path, *, load_hf: Path | None) -> Path | None:
@@ -54,18 +69,20 @@ def find_folder_to_follow(model: Path, *, load_hf: Path | None) -> Path | None:
     return model if read_config(model)[0].to_config is None else None
 
 
-def check_hugging_face_target(folder: Path, *, graph: ModelGraph, like: Path | None) -> None:
+def check_hugging_face_target(folder: Path, *, graph: ModelGraph, like: Path | None, flag: str = "--save-hf") -> None:
     """Raise CheckpointError or ModelError for what would only show after training: no place, or no such family of models."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"--save-hf {folder}: is there already; give another folder, or remove it")
+        raise CheckpointError(f"{flag} {folder}: is there already; give another folder, or remove it")
     if like is not None:
         check_same_model(like, graph)
+    elif is_composed(graph):
+        check_units(graph)
     else:
         architecture_of(graph)
 
 
 def save_hugging_face(folder: Path, *, session: Session, like: Path | None = None) -> None:
-    """Write a folder that `from_pretrained` of transformers loads; collective.
+    """Write a folder that `from_pretrained` of transformers loads, adapters added to the weights; collective.
 
     like: a folder of the same model, whose names, types, files, config.json and tokenizer it gets; None: names and config.json as
     the family of models has them, all of the run's type. Raises CheckpointError on every rank when it fails on any; there is then
@@ -74,10 +91,21 @@ def save_hugging_face(folder: Path, *, session: Session, like: Path | None = Non
     what = f"saving to {folder}"
     session.complete_parameters()
     on_first_rank(lambda: _checked(folder, session.graph, like), what=what)
-    export = _prepare(session, like, what=what)
+    adapters = gather_adapters(session)
+    exports = (
+        [("", _prepare(session, like, what=what), None)] if like or not is_composed(session.graph) else _parts(session, what)
+    )
+    for name, export, keys in exports:
+        tensors = (each for each in merged_tensors(session.state, adapters) if keys is None or each.key in keys)
+        write_folder(folder / name, export, session=session, tensors=tensors)
+
+
+def write_folder(folder: Path, export: Export, *, session: Session, tensors: Iterable[HeldTensor]) -> None:
+    """Write all ranks' tensors into the files of a new folder; collective. Raises CheckpointError as `save_hugging_face`."""
+    what = f"saving to {folder}"
     partial = on_first_rank(lambda: _open_partial(folder, export.layout), what=what)
     try:
-        on_this_rank(lambda: _write(partial, session, export), what=what)
+        on_this_rank(lambda: _write(partial, _own_tensors(tensors, session), export), what=what)
         on_first_rank(lambda: _complete(partial, folder, export), what=what)
     except CheckpointError:
         if dist.get_rank() == 0:
@@ -93,8 +121,25 @@ def _checked(folder: Path, graph: ModelGraph, like: Path | None) -> None:
         raise CheckpointError(str(problem)) from problem
 
 
-def _prepare(session: Session, like: Path | None, *, what: str) -> _Export:
-    graph, tensors = session.graph, model_tensors(session.state)
+def _parts(session: Session, what: str) -> Iterator[tuple[str, Export, Collection[str]]]:
+    """Yield the folders of a composed model: every unit like the one that it started from, and all projectors in one."""
+    tensors = [tensor for tensor in model_tensors(session.state) if not is_adapter(tensor.key)]
+    for unit in session.graph.units:
+        theirs = name_unit(tensors, session.graph, unit, what=what)
+        with WeightFiles(theirs.folder) as files:
+            layout = like_files(theirs.names, files.weights, files.metadata)
+        config = read_mapping(theirs.folder / CONFIG_NAME, error=CheckpointError)
+        yield unit.name, Export(theirs.names, layout, config, like=theirs.folder), theirs.names.rows
+    projectors = [tensor for tensor in tensors if is_of_projector(session.graph, tensor.key)]
+    names = name_tensors(projectors, lambda key, shape: (Rows(key.removeprefix("model."), 0, 0, shape[0]),), what=what)
+    vectors = name_vectors(projectors, names, what=what)
+    layout = in_one_file(SINGLE_NAME, names, session.options.build.precision.params_dtype, is_vector=vectors)
+    yield "projectors", Export(names, layout, session.graph.to_dict(), "model.json"), names.rows
+
+
+def _prepare(session: Session, like: Path | None, *, what: str) -> Export:
+    graph = session.graph
+    tensors = [tensor for tensor in model_tensors(session.state) if not is_adapter(tensor.key)]
     if like is None:
         architecture = architecture_of(graph)
         assert architecture.to_config is not None
@@ -104,10 +149,8 @@ def _prepare(session: Session, like: Path | None, *, what: str) -> _Export:
     names = name_weights(tensors, graph=graph, architecture=architecture, what=what)
     if like is None:
         dtype = session.options.build.precision.params_dtype
-        vectors = on_all_ranks(lambda: [tensor.key for tensor in tensors if len(tensor.shape) == 1], what=what)
-        is_vector = {rows.key for keys in vectors for key in keys for rows in names.rows[key]}
-        config = {**config, "dtype": str(dtype).removeprefix("torch.")}
-        return _Export(architecture, config, names, cut_into_files(names, dtype, is_vector=is_vector), None)
+        layout = cut_into_files(names, dtype, is_vector=name_vectors(tensors, names, what=what))
+        return Export(names, layout, {**config, "dtype": str(dtype).removeprefix("torch.")})
     vocab_size = graph.backbone.vocab_size or 0
     before = check_same_model(like, graph).backbone.vocab_size or 0
 
@@ -121,7 +164,13 @@ def _prepare(session: Session, like: Path | None, *, what: str) -> _Export:
     names, layout = on_this_rank(lay_out, what=what)
     if vocab_size != before:
         config = with_vocab_size(config, vocab_size)
-    return _Export(architecture, config, names, layout, like)
+    return Export(names, layout, config, like=like)
+
+
+def name_vectors(tensors: Iterable[HeldTensor], names: NamedWeights, *, what: str) -> set[str]:
+    """Return the names of tensors with one dimension that all ranks hold together; collective."""
+    vectors = on_all_ranks(lambda: [tensor.key for tensor in tensors if len(tensor.shape) == 1], what=what)
+    return {rows.key for keys in vectors for key in keys for rows in names.rows[key]}
 
 
 def _open_partial(folder: Path, layout: FileLayout) -> Path:
@@ -136,11 +185,11 @@ def _open_partial(folder: Path, layout: FileLayout) -> Path:
     return partial
 
 
-def _write(partial: Path, session: Session, export: _Export) -> None:
+def _write(partial: Path, tensors: Iterable[HeldTensor], export: Export) -> None:
     """Write this rank's part. A failure waits for the end, since other ranks wait for this one's columns."""
     problem: OSError | None = None
     with _OpenFiles(partial) as files:
-        for tensor in _own_tensors(session):
+        for tensor in tensors:
             try:
                 for part in parts_of(tensor, export.names) if problem is None else ():
                     place = export.layout.weights[part.key]
@@ -174,7 +223,7 @@ class _OpenFiles(ExitStack):
             os.fsync(descriptor)
 
 
-def _copy_unused(files: _OpenFiles, export: _Export) -> None:
+def _copy_unused(files: _OpenFiles, export: Export) -> None:
     """Copy this rank's turn of the tensors that no parameter is made of."""
     unused = sorted(export.layout.weights.keys() - export.names.shapes.keys())[dist.get_rank() :: dist.get_world_size()]
     if export.like is None or not unused:
@@ -198,9 +247,9 @@ def _write_at(descriptor: int, content: memoryview, position: int) -> None:
         content, position = content[count:], position + count
 
 
-def _own_tensors(session: Session) -> Iterator[HeldTensor]:
+def _own_tensors(tensors: Iterable[HeldTensor], session: Session) -> Iterator[HeldTensor]:
     """What this rank writes: of what replicas hold alike, its turn; of columns of a matrix, whole rows instead."""
-    for tensor in model_tensors(session.state):
+    for tensor in tensors:
         member = session.memberships[tensor.key.split(".")[1]]
         groups = member.groups
         if isinstance(session.gradients[member.unit], ShardedUnit):
@@ -232,13 +281,13 @@ def _bytes_of(values: Tensor) -> memoryview:
     return values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def _complete(partial: Path, folder: Path, export: _Export) -> None:
+def _complete(partial: Path, folder: Path, export: Export) -> None:
     if export.like is not None:
         for path in sorted(export.like.iterdir()):
             is_wanted = path.suffix in _COPIED and path.name not in (CONFIG_NAME, INDEX_NAME) and path.is_file()
             if is_wanted and path.stat().st_size <= _LARGEST_COPY and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, partial / path.name)
-    _write_json(partial / CONFIG_NAME, export.config)
+    _write_json(partial / export.config_name, export.config)
     if export.layout.index is not None:
         _write_json(partial / INDEX_NAME, export.layout.index)
     sync_folder(partial)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from safetensors import safe_open
 
 SINGLE_NAME = "model.safetensors"
+ADAPTER_NAME = "adapter_model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

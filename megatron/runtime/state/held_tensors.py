@@ -20,6 +20,7 @@ from megatron.runtime.gradients.gradients import UnitGradients
 from megatron.runtime.gradients.sharded_layer import WeightPiece
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
 from megatron.runtime.gradients.unit_optimizer import ShardedOptimizer
+from multimodal.model.adapter import Adapter, is_adapter
 from multimodal.model.layers.registry import sharding_of
 from multimodal.model.parameter_sharding import WHOLE, ParameterSharding, full_shape
 from multimodal.model.unit_stage import UnitStage
@@ -123,19 +124,34 @@ class _OptimizerPart(NamedTuple):
 
 
 def model_tensors(state: TrainedState) -> list[HeldTensor]:
-    """All parameters of this rank's stages, frozen ones too; the pieces are views of them.
+    """All parameters of this rank's stages, frozen ones and adapters, too; the pieces are views of them.
 
     Of sharded weights only what this rank keeps.
     """
+    return list(_held_weights(state, {}))
+
+
+def merged_tensors(state: TrainedState, adapters: Mapping[str, Adapter]) -> Iterator[HeldTensor]:
+    """The same without adapters, which are added to the weights that have them, in at least float32; one copy at a time.
+
+    adapters: whole on this rank's side, by the key of the weight.
+    """
+    return (tensor for tensor in _held_weights(state, adapters) if not is_adapter(tensor.key))
+
+
+def _held_weights(state: TrainedState, adapters: Mapping[str, Adapter]) -> Iterator[HeldTensor]:
     sharded = {name: unit for name, unit in state.gradients.items() if isinstance(unit, ShardedUnit)}
     pieces: dict[Tensor, WeightPiece] = {piece.parameter: piece for unit in sharded.values() for piece in unit.pieces}
-    held = []
     for parameter in _parameters(state):
-        if parameter.unit not in sharded:
-            held.append(parameter.hold("model", parameter.value.detach().view(-1), range(parameter.value.numel())))
-        elif piece := pieces.get(parameter.value):
-            held.append(parameter.hold("model", piece.weight, piece.elements))
-    return held
+        values, elements = parameter.value.detach().view(-1), range(parameter.value.numel())
+        if parameter.unit in sharded:
+            piece = pieces.get(parameter.value)
+            if piece is None:
+                continue
+            values, elements = piece.weight, piece.elements
+        if adapter := adapters.get(parameter.key("model")):
+            values = adapter.merged_with(values, elements)
+        yield parameter.hold("model", values, elements)
 
 
 def optimizer_tensors(state: TrainedState) -> list[HeldTensor]:

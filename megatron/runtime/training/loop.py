@@ -14,6 +14,7 @@ from megatron.runtime.feed.agreement import agree_to_stop, check_agreement
 from megatron.runtime.feed.data_sets import DIGITS
 from megatron.runtime.feed.step_planner import StepPlanner, load_steps, load_steps_in_thread
 from megatron.runtime.flags.configuration import GROUPS, RunConfig
+from megatron.runtime.hugging_face.save_adapter import save_adapter
 from megatron.runtime.hugging_face.save_weights import find_folder_to_follow, save_hugging_face
 from megatron.runtime.launch.stop_requests import StopReason
 from megatron.runtime.report.reporting import LINES_PER_BALANCE_LINE, ConsoleReporter, EvaluationReport, Reporter, SilentReporter
@@ -92,14 +93,24 @@ def _train(run: Run, reporter: Reporter) -> RunSummary:
         _save_last(run, progress)
         if run.config.evaluation.eval_iters and progress.evaluated_step != last_step:
             progress.evaluation = _evaluate(run, reporter, last_step)
-        if run.config.checkpoint.save_hf and progress.step == run.config.training.train_iters:
-            like = find_folder_to_follow(run.config.model.model, load_hf=run.config.checkpoint.load_hf)
-            save_hugging_face(run.config.checkpoint.save_hf, session=run.session, like=like)
-            reporter.say(f"the model is in {run.config.checkpoint.save_hf}, as Hugging Face's transformers load it")
+        if progress.step == run.config.training.train_iters:
+            _export(run, reporter)
     except _StoppedError as stopped:
         progress.stop = stopped.reason
         _save_last(run, progress)
     return RunSummary(progress.step, *progress.evaluation, progress.peak_bytes, progress.stop)
+
+
+def _export(run: Run, reporter: Reporter) -> None:
+    flags = run.config.checkpoint
+    if flags.save_hf:
+        like = find_folder_to_follow(run.config.model.model, load_hf=flags.load_hf)
+        save_hugging_face(flags.save_hf, session=run.session, like=like)
+        reporter.say(f"the model is in {flags.save_hf}, as Hugging Face's transformers load it")
+    if flags.save_adapter:
+        like = find_folder_to_follow(run.config.model.model, load_hf=flags.load_hf)
+        save_adapter(flags.save_adapter, session=run.session, like=like)
+        reporter.say(f"the adapters are in {flags.save_adapter}, as Hugging Face's PEFT loads them")
 
 
 def _run_steps(run: Run, reporter: Reporter, progress: _Progress, *, last_step: int) -> None:
@@ -171,7 +182,8 @@ def describe_run(run: Run) -> str:
     lines = []
     for name, unit in run.session.plan.units.items():
         ranks = sorted(unit.ranks)
-        frozen = ", frozen" if run.session.graph.unit(name).freeze_module else ""
+        trained = run.session.graph.unit(name)
+        frozen = f", adapters of rank {trained.lora.rank}" if trained.lora else ", frozen" if trained.freeze_module else ""
         context = f"cp {unit.context_parallel_size} x " if unit.context_parallel_size > 1 else ""
         lines.append(
             f"{name}: dp {unit.data_parallel_size} x pp {len(unit.replicas[0].stages)} x {context}tp {unit.tensor_parallel_size} "

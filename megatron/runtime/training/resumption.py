@@ -17,6 +17,7 @@ from megatron.runtime.checkpoint.folder import damaged, step_of
 from megatron.runtime.feed.data_sets import RunData, check_same_data, describe_data
 from megatron.runtime.flags.configuration import CheckpointConfig
 from megatron.runtime.hugging_face.load_weights import load_hugging_face
+from megatron.runtime.hugging_face.unit_weights import load_units
 from megatron.runtime.training.run import Run
 from multimodal.values.errors import CheckpointError
 
@@ -50,6 +51,8 @@ def resume(run: Run) -> None:
         start = on_first_rank(lambda: choose_start(checkpoint), what="looking for checkpoints")
         if start is not None:
             _load(run, start)
+        elif run.emulation is None:
+            load_units(run.session)
         _warn_of_earlier_run(run)
     except BaseException:
         release(run)

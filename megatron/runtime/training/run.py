@@ -13,10 +13,11 @@ from megatron.runtime.checkpoint.claim import FolderClaim
 from megatron.runtime.emulation.emulated_stage import EmulatedStage
 from megatron.runtime.feed.data_sets import DataSets, RunData, build_data_sets, padded_vocab_size, with_vocabulary
 from megatron.runtime.feed.sample_exchange import SampleExchange
-from megatron.runtime.flags.arguments import build_plan, freeze_units
+from megatron.runtime.flags.arguments import build_plan, choose_trained
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.flags.device_defaults import with_device_defaults
 from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
+from megatron.runtime.hugging_face.save_adapter import check_adapter_target
 from megatron.runtime.hugging_face.save_weights import check_hugging_face_target, find_folder_to_follow
 from megatron.runtime.launch.distributed_setup import World
 from megatron.runtime.launch.failure import Ending
@@ -72,11 +73,14 @@ def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests)
     if world.rank == 0:
         check_places(config.logging)
     check_kernels(is_allowed=config.training.allow_python_kernels)
-    graph = freeze_units(read_model(config.model.model), modules=config.model.freeze, projectors=config.model.freeze_projector)
+    graph = choose_trained(read_model(config.model.model), config.model)
     _check_units(graph)
-    if config.checkpoint.save_hf and world.rank == 0:
+    if (config.checkpoint.save_hf or config.checkpoint.save_adapter) and world.rank == 0:
         like = find_folder_to_follow(config.model.model, load_hf=config.checkpoint.load_hf)
-        check_hugging_face_target(config.checkpoint.save_hf, graph=graph, like=like)
+        if config.checkpoint.save_hf:
+            check_hugging_face_target(config.checkpoint.save_hf, graph=graph, like=like)
+        if config.checkpoint.save_adapter:
+            check_adapter_target(config.checkpoint.save_adapter, graph=graph, like=like)
     plan = build_plan(config, graph, world.size)
     config = with_device_defaults(config, graph=graph, plan=plan, has_cuda=torch.cuda.is_available())
     data = build_data_sets(config, graph, in_turn=world.in_turn("index"))

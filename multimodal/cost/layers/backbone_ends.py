@@ -1,6 +1,17 @@
 """The first and the last layer of the LLM: looking token ids up; norm, output projection and the loss of the target tokens."""
 
-from multimodal.cost.layers.layer import INDEX_BYTES, WIDE_BYTES, ActivationBytes, ActivationCase, Layer, LayerFlops, LayerTraffic
+from collections.abc import Mapping
+
+from multimodal.cost.layers.layer import (
+    INDEX_BYTES,
+    WIDE_BYTES,
+    ActivationBytes,
+    ActivationCase,
+    Layer,
+    LayerFlops,
+    LayerTraffic,
+    LinearShape,
+)
 from multimodal.cost.layers.segments import Exchange, Segment
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.values.model_graph import Role
@@ -40,6 +51,12 @@ class HeadLayer(Layer):
     def num_weights(self) -> int:
         """Hidden size times vocabulary, also where the matrix is that of the word embeddings."""
         return self.unit.transformer.hidden_size * self.vocab_size
+
+    @property
+    def linear_layers(self) -> Mapping[str, LinearShape]:
+        """The output projection, unless it is the matrix of the word embeddings."""
+        own = {"output_layer": LinearShape(self.unit.transformer.hidden_size, self.vocab_size)}
+        return {} if self.unit.ties_embeddings else own
 
     @property
     def num_vector_entries(self) -> int:

@@ -1,6 +1,8 @@
 """First and last layers of encoders: patches or sound in, tokens of the LLM out."""
 
-from multimodal.cost.layers.layer import ActivationBytes, ActivationCase, Layer, LayerFlops
+from collections.abc import Mapping
+
+from multimodal.cost.layers.layer import ActivationBytes, ActivationCase, Layer, LayerFlops, LinearShape
 from multimodal.cost.layers.segments import Exchange, Segment
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.values.model_graph import ImageInput, Role, Unit
@@ -134,7 +136,17 @@ class ProjectorLayer(Layer):
     @property
     def num_weights(self) -> int:
         """Both matrices; 0 where no items are described."""
-        return self._inner_size * (self.unit.merged_size + self._output_size) if self.unit.item_input is not None else 0
+        return sum(shape.num_inputs * shape.num_outputs for shape in self.linear_layers.values())
+
+    @property
+    def linear_layers(self) -> Mapping[str, LinearShape]:
+        """Both, where items are described."""
+        if self.unit.item_input is None:
+            return {}
+        return {
+            "linear_fc1": LinearShape(self.unit.merged_size, self._inner_size),
+            "linear_fc2": LinearShape(self._inner_size, self._output_size, is_split_by_inputs=True),
+        }
 
     @property
     def num_vector_entries(self) -> int:

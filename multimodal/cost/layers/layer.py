@@ -1,7 +1,7 @@
 """Costs of a layer: the base class of all kinds of layer, and the values that it returns."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -59,6 +59,19 @@ class ActivationBytes(NamedTuple):
         return copies * self.whole + self.split + tensor_parallel_size * self.replicated
 
 
+class LinearShape(NamedTuple):
+    """A linear layer inside a layer."""
+
+    num_inputs: int
+    num_outputs: int
+    is_split_by_inputs: bool = False
+    """True if tensor parallel ranks share its inputs, False if they share its outputs."""
+
+    def num_adapter_weights(self, rank: int) -> int:
+        """Return the weights of adapters of this rank."""
+        return rank * (self.num_inputs + self.num_outputs)
+
+
 class ActivationCase(NamedTuple):
     """Everything but the load that the bytes kept by a layer depend on."""
 
@@ -83,6 +96,8 @@ class Layer(ABC):
     unit: Unit
     vocab_size: int
     """Padded."""
+    adapted: tuple[str, ...] = ()
+    """Those of `linear_layers` that have adapters; the layer's own weights are frozen then."""
 
     position: ClassVar[Position] = "between"
     """Allowed position in a unit's list of layers."""
@@ -117,9 +132,44 @@ class Layer(ABC):
         return 0
 
     @property
+    def linear_layers(self) -> Mapping[str, LinearShape]:
+        """The linear layers that may have adapters, in the order of a forward, by the names that multimodal/model gives them."""
+        return {}
+
+    @property
+    def num_adapter_weights(self) -> int:
+        """Weights of adapters."""
+        return sum(shape.num_adapter_weights(self._rank) for shape in self._adapted_shapes)
+
+    def segment_adapter_weights(self, segment: Segment) -> int:
+        """Weights of the adapters in a segment; of all, where the layer is one segment."""
+        if len(self.segments) == 1:
+            return self.num_adapter_weights
+        is_adapted = segment.product in self.adapted
+        return self.linear_layers[segment.product].num_adapter_weights(self._rank) if is_adapted else 0
+
+    @property
+    def num_held_weights(self) -> int:
+        """Weights of matrices, adapters included."""
+        return self.num_weights + self.num_adapter_weights
+
+    @property
+    def num_trained_weights(self) -> int:
+        """Weights that have gradients in a layer that trains any: of adapters alone, where there are some."""
+        return self.num_adapter_weights or self.num_weights
+
+    @property
     def num_parameters(self) -> int:
         """Parameters, exactly as multimodal/model builds them."""
-        return self.num_weights + self.num_vector_entries
+        return self.num_held_weights + self.num_vector_entries
+
+    @property
+    def _adapted_shapes(self) -> Sequence[LinearShape]:
+        return [self.linear_layers[name] for name in self.adapted]
+
+    @property
+    def _rank(self) -> int:
+        return self.unit.lora.rank if self.unit.lora is not None else 0
 
     @property
     def can_be_built(self) -> bool:
@@ -128,7 +178,18 @@ class Layer(ABC):
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
         """FLOPs of a forward over a load."""
-        return LayerFlops(2.0 * (load.num_outputs if self.is_at_exit else load.num_tokens) * self.num_weights)
+        return LayerFlops(2.0 * self._num_counted(load) * self.num_weights)
+
+    def adapter_flops(self, load: UnitLoad) -> float:
+        """FLOPs of the adapters in a forward, and again in each kind of gradient."""
+        return 2.0 * self._num_counted(load) * self.num_adapter_weights
+
+    def weight_gradient_flops(self, load: UnitLoad) -> float:
+        """FLOPs of weight gradients, where any are trained: of adapters alone, where there are some."""
+        return self.adapter_flops(load) if self.adapted else self.forward_flops(load).linear
+
+    def _num_counted(self, load: UnitLoad) -> int:
+        return load.num_outputs if self.is_at_exit else load.num_tokens
 
     @abstractmethod
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
@@ -139,7 +200,24 @@ class Layer(ABC):
 
     def activation_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
         """Bytes kept over one microbatch's load; none without a backward."""
-        return self.saved_bytes(load, case) if case.need.has_backward else ActivationBytes()
+        if not case.need.has_backward:
+            return ActivationBytes()
+        if not self.adapted:
+            return self.saved_bytes(load, case)
+        kept = self.saved_bytes(load, case._replace(need=BackwardNeed.INPUT_GRADIENT))
+        return kept if case.recompute == "full" and self.recomputes else self._with_adapters(kept, load, case.bytes_per_element)
+
+    def _with_adapters(self, kept: ActivationBytes, load: UnitLoad, size: int) -> ActivationBytes:
+        """Add what adapters keep: their inputs, and what the first of their products gives, on every tensor parallel rank."""
+        per_input = 1.0 * size * self._num_counted(load)
+        whole, split = (
+            per_input * sum(shape.num_inputs for shape in self._adapted_shapes if shape.is_split_by_inputs == is_split)
+            for is_split in (False, True)
+        )
+        replicated = kept.replicated + per_input * self._rank * len(self.adapted)
+        if self.is_at_exit:  # such layers gather their tokens before their products
+            return ActivationBytes(kept.whole, kept.split + split, replicated + whole)
+        return ActivationBytes(kept.whole + whole, kept.split + split, replicated)
 
     def traffic(self, bytes_per_element: int) -> LayerTraffic:
         """Bytes moved per counted token, as if every operation were one kernel; here the input read and the output written."""

@@ -1,9 +1,11 @@
 """All kinds of layer that a unit may list, by name."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from multimodal.cost.layers.adapters import LinearLayers, resolve_adapters
 from multimodal.cost.layers.backbone_ends import HeadLayer, TokenEmbeddingLayer
 from multimodal.cost.layers.encoder_ends import (
     AudioEmbeddingLayer,
@@ -14,6 +16,7 @@ from multimodal.cost.layers.encoder_ends import (
 )
 from multimodal.cost.layers.generator_ends import GeneratorHeadLayer, GeneratorProjectorLayer
 from multimodal.cost.layers.layer import Layer
+from multimodal.cost.layers.opaque import OpaqueLayer
 from multimodal.cost.layers.transformer import TransformerLayer
 from multimodal.cost.layers.windowed_transformer import WindowedTransformerLayer
 from multimodal.hugging_face.registry import read_graph
@@ -28,6 +31,7 @@ LAYER_KINDS: dict[str, type[Layer]] = {
     "token_embedding": TokenEmbeddingLayer,
     "transformer": TransformerLayer,
     "windowed_transformer": WindowedTransformerLayer,
+    "opaque": OpaqueLayer,
     "projector": ProjectorLayer,
     "linear_projector": LinearProjectorLayer,
     "head": HeadLayer,
@@ -39,7 +43,19 @@ LAYER_KINDS: dict[str, type[Layer]] = {
 
 def describe_layer(graph: ModelGraph, unit: Unit, kind: str, *, vocab_size: int) -> Layer:
     """Return the costs of a layer of this kind in a unit; vocab_size: padded."""
-    return LAYER_KINDS[kind](graph, unit, vocab_size)
+    return LAYER_KINDS[kind](graph, unit, vocab_size, unit.lora.modules(kind) if unit.lora is not None else ())
+
+
+def linear_layers(graph: ModelGraph) -> LinearLayers:
+    """Return the linear layers of all units to which adapters can be added."""
+    return {
+        unit.name: {
+            f"{kind}.{module}": kind not in (unit.layers[0], unit.layers[-1])
+            for kind in dict.fromkeys(unit.layers)
+            for module in describe_layer(graph, unit, kind, vocab_size=0).linear_layers
+        }
+        for unit in graph.units
+    }
 
 
 def count_segments(unit: Unit, layers: range) -> int:
@@ -54,7 +70,18 @@ def read_model(path: str | Path) -> ModelGraph:
     """
     if Path(path).is_dir():
         return _with_known_kinds(read_graph(path))
-    return read_file(path, _checked_model, error=ModelError)
+    graph = read_file(path, _checked_model, error=ModelError)
+    return replace(graph, units=tuple(_beside(Path(path), unit) for unit in graph.units))
+
+
+def _beside(path: Path, unit: Unit) -> Unit:
+    """Return a unit whose folders, where they are relative, are found beside the model file first."""
+
+    def found(folder: str) -> str:
+        return str(path.parent / folder) if (path.parent / folder).is_dir() else folder
+
+    module = replace(unit.module, directory=found(unit.module.directory)) if unit.module is not None else None
+    return replace(unit, module=module, weights=found(unit.weights) if unit.weights is not None else None)
 
 
 def _checked_model(value: Mapping[str, Any]) -> ModelGraph:
@@ -65,7 +92,7 @@ def _with_known_kinds(graph: ModelGraph) -> ModelGraph:
     for unit in graph.units:
         for index in range(len(unit.layers)):
             _check_kind(unit, index)
-    return graph
+    return resolve_adapters(graph, linear_layers(graph))
 
 
 def _check_kind(unit: Unit, index: int) -> None:

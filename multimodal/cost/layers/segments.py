@@ -11,7 +11,7 @@ class Exchange(Enum):
     """Of rows, before a product; under sequence parallelism only, without which every rank has them."""
     GATHER_AGAIN = "gather again"
     """Of the rows of a product whose weight gradient follows; beside another product, so that as good as nothing is waited for.
-    Under sequence parallelism, where the weight is trained. A range of segments keeps the rows instead."""
+    Under sequence parallelism, where the weight or an adapter of it is trained. A range of segments keeps the rows instead."""
     SUM = "sum"
     """After a product."""
 
@@ -30,6 +30,8 @@ class Segment(NamedTuple):
     backward: tuple[Exchange, ...] = ()
     behind: Exchange | None = None
     """The one between it and the next segment in a forward; a backward has its mirrored one there."""
+    product: str = ""
+    """The linear layer in it, of those that may have adapters."""
 
 
 class SegmentWork(NamedTuple):

@@ -1,10 +1,10 @@
 """A transformer layer: norm and QKV, attention, projection, norm, MLP up, MLP down."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.collectives import LayerCollectives, collective_per_token
-from multimodal.cost.layers.layer import WIDE_BYTES, ActivationBytes, ActivationCase, Layer, LayerFlops, LayerTraffic
+from multimodal.cost.layers.layer import WIDE_BYTES, ActivationBytes, ActivationCase, Layer, LayerFlops, LayerTraffic, LinearShape
 from multimodal.cost.layers.segments import Exchange, Segment, SegmentWork
 from multimodal.cost.unit_load import UnitLoad
 
@@ -18,12 +18,12 @@ class TransformerLayer(Layer):
     num_products = 4
     segments = (
         Segment("input_norm", behind=Exchange.GATHER),
-        Segment("qkv", backward=(Exchange.GATHER_AGAIN,)),
+        Segment("qkv", backward=(Exchange.GATHER_AGAIN,), product="linear_qkv"),
         Segment("attention"),
-        Segment("projection", behind=Exchange.SUM),
+        Segment("projection", behind=Exchange.SUM, product="linear_proj"),
         Segment("mlp_norm", behind=Exchange.GATHER),
-        Segment("mlp_up", backward=(Exchange.GATHER_AGAIN,)),
-        Segment("mlp_down", behind=Exchange.SUM),
+        Segment("mlp_up", backward=(Exchange.GATHER_AGAIN,), product="linear_fc1"),
+        Segment("mlp_down", behind=Exchange.SUM, product="linear_fc2"),
     )
     attends = True
     recomputes = True
@@ -33,6 +33,18 @@ class TransformerLayer(Layer):
     def num_weights(self) -> int:
         """QKV, projection, and two matrices of the MLP or three with a gate."""
         return sum(self._segment_weights)
+
+    @property
+    def linear_layers(self) -> Mapping[str, LinearShape]:
+        """One in each segment but attention."""
+        shape, (query, key_value) = self.unit.transformer, self._widths
+        inner = shape.ffn_hidden_size
+        return {
+            "linear_qkv": LinearShape(shape.hidden_size, query + key_value),
+            "linear_proj": LinearShape(query, shape.hidden_size, is_split_by_inputs=True),
+            "linear_fc1": LinearShape(shape.hidden_size, inner * (2 if self._is_gated else 1)),
+            "linear_fc2": LinearShape(inner, shape.hidden_size, is_split_by_inputs=True),
+        }
 
     @property
     def num_vector_entries(self) -> int:

@@ -11,6 +11,7 @@ from multimodal.cost.layers.segments import Exchange, Segment
 from multimodal.cost.run_options import RunOptions
 from multimodal.values.action import ActionKind, SegmentRange
 from multimodal.values.backward_need import BackwardNeed
+from multimodal.values.model_graph import Lora
 
 LayerNeed = tuple[str, BackwardNeed]
 """Kind of layer, and the backward that it needs."""
@@ -44,7 +45,12 @@ class _Place(NamedTuple):
 
 
 def computation_waits(
-    kind: ActionKind, layers: Sequence[LayerNeed], *, options: RunOptions, covers: SegmentRange | None = None
+    kind: ActionKind,
+    layers: Sequence[LayerNeed],
+    *,
+    options: RunOptions,
+    covers: SegmentRange | None = None,
+    lora: Lora | None = None,
 ) -> tuple[Wait, ...]:
     """Return the waits of a stage's computation over several tensor parallel ranks, in order.
 
@@ -52,11 +58,11 @@ def computation_waits(
     behind it is not needed again, and under sequence parallelism the gradient of the layer's output is gathered first. Of the
     options, sequence parallelism and recomputation decide. covers: a range of the stage's segments, by default all; a range's
     last wait may be behind it, and a layer is repeated in the range whose backward comes before that of the layer's last segment.
-    O(layers).
+    lora: the adapters of the layers' unit. O(layers).
     """
     if kind is ActionKind.WEIGHT_GRADIENT:
         return ()
-    places = list(_places(layers, options))
+    places = list(_places(layers, options, lora))
     first, end = (covers.first, covers.end) if covers else (0, len(places))
     if kind is ActionKind.FORWARD:
         found = _forward(places, range(first, end), is_range=end < len(places))
@@ -65,16 +71,33 @@ def computation_waits(
     return tuple(wait for wait in found if wait.exchange is Exchange.SUM or options.sequence_parallel)
 
 
-def _places(layers: Sequence[LayerNeed], options: RunOptions) -> Iterator[_Place]:
+def _places(layers: Sequence[LayerNeed], options: RunOptions, lora: Lora | None) -> Iterator[_Place]:
     start = 0
     for index, (name, need) in enumerate(layers):
         kind = LAYER_KINDS.get(name)
         segments = kind.segments if kind else (Segment("all"),)
         repeats = kind is not None and kind.recomputes and options.recompute == "full"
-        for segment in segments[:-1]:
-            yield _Place(index, segment, need)
-        yield _Place(index, segments[-1], need, range(start, start + len(segments)) if repeats else range(0))
+        adapted = lora.modules(name) if lora is not None else ()
+        *inner, (last, last_need) = _reached(segments, need, adapted) if adapted else [(each, need) for each in segments]
+        for segment, own_need in inner:
+            yield _Place(index, segment, own_need)
+        yield _Place(index, last, last_need, range(start, start + len(segments)) if repeats else range(0))
         start += len(segments)
+
+
+def _reached(segments: Sequence[Segment], need: BackwardNeed, adapted: Sequence[str]) -> Iterator[tuple[Segment, BackwardNeed]]:
+    """Yield the segments of a layer with adapters, each with what its backward computes.
+
+    Rows are gathered again for adapters alone. Where nothing upstream is trained, a backward ends at the first adapter, whose
+    input has no gradient.
+    """
+    first = next((place for place, segment in enumerate(segments) if segment.product in adapted), 0)
+    for place, segment in enumerate(segments):
+        is_adapted = segment.product in adapted or len(segments) == 1
+        ends = place == first and not need.sends_gradient
+        kept = (each for each in segment.backward if (is_adapted if each is Exchange.GATHER_AGAIN else not ends))
+        is_behind = need.sends_gradient or place >= first
+        yield segment._replace(backward=tuple(kept)), need if is_behind else BackwardNeed.NONE
 
 
 def _forward(places: Sequence[_Place], numbers: range, *, is_range: bool) -> Iterator[Wait]:

@@ -11,26 +11,31 @@ from multimodal.cost.seconds.layer_curves import LayerCurves, Quadratic
 from multimodal.cost.unit_load import UnitLoad
 
 _ONE_TOKEN = UnitLoad(1, 1, 1)
+_PRODUCTS_PER_ADAPTER = 2
 
 
 def analytic_curves(layer: Layer, *, num_ranks: int, cluster: Cluster) -> LayerCurves:
     """Return the curves of one layer on one of the `num_ranks` (tensor x context parallel) ranks that share it.
 
-    Input and weight gradients repeat the forward's products with weights once each; attention's backward belongs to the input
-    gradient, as does that of the elementwise work (`Layer.traffic`).
+    Input and weight gradients repeat the forward's products with weights once each, and where a layer has adapters, weight
+    gradients those of the adapters alone (half of which tensor parallel ranks do not share, which is left out); attention's
+    backward belongs to the input gradient, as does that of the elementwise work (`Layer.traffic`).
     """
     linear, attention_flops = layer.forward_flops(_ONE_TOKEN)
     half = cluster.half_efficiency_gflop * 1e9
     speed, attention_speed = cluster.flops_per_second, cluster.attention_flops_per_second
     products = Quadratic(layer.num_products * half / speed, linear / num_ranks / speed)
+    adapters = Quadratic(
+        _PRODUCTS_PER_ADAPTER * len(layer.adapted) * half / speed, layer.adapter_flops(_ONE_TOKEN) / num_ranks / speed
+    )
     attention = Quadratic()
     if attention_flops:
         attention = Quadratic(half / attention_speed, 0.0, attention_flops / num_ranks / attention_speed)
     moving, moving_back = _elementwise(layer, num_ranks=num_ranks, cluster=cluster)
     return LayerCurves(
-        forward=products.plus(attention, moving),
-        input_gradient=products.plus(attention.times(ATTENTION_BACKWARD), moving_back),
-        weight_gradient=products,
+        forward=products.plus(adapters, attention, moving),
+        input_gradient=products.plus(adapters, attention.times(ATTENTION_BACKWARD), moving_back),
+        weight_gradient=adapters if layer.adapted else products,
         attention=attention,
     )
 

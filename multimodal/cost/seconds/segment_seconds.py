@@ -28,9 +28,12 @@ def segment_shares(layer: Layer, *, cluster: Cluster) -> SegmentShares:
     work = layer.segment_work(cluster.bytes_per_element)
     bandwidth = cluster.memory_bandwidth_gbytes_per_second
     per_byte = 0.0 if bandwidth is None else 1 / (bandwidth * 1e9)
-    products = np.array([2.0 * each.num_weights / cluster.flops_per_second for each in work])
+    products, adapters = (
+        np.array([2.0 * count / cluster.flops_per_second for count in counts])
+        for counts in ([each.num_weights for each in work], [layer.segment_adapter_weights(each) for each in layer.segments])
+    )
     moved, moved_back = (np.array([each.traffic[column] for each in work]) * per_byte for column in (0, 1))
-    columns = (products + moved, products + moved_back, products)
+    columns = (products + adapters + moved, products + adapters + moved_back, adapters if layer.adapted else products)
     rows = [(column / column.sum() if column.sum() else np.full(len(work), 1 / len(work))).tolist() for column in columns]
     return SegmentShares(rows[0], rows[1], rows[2], [each.attends for each in work])
 

@@ -14,6 +14,7 @@ from multimodal.model.collectives import RankLink, gather_rows
 from multimodal.model.deferrable_linear import deferrable_linear
 from multimodal.model.inputs.pixels import normalised_patches
 from multimodal.model.layers.layer_kind import LayerContext, LayerKind, StagePass
+from multimodal.model.layers.opaque import find_callback
 from multimodal.model.layers.transformer import MLP_SUBMODULES
 from multimodal.model.norm import Norm
 from multimodal.model.tensor_parallel_waits import TensorParallelWaits
@@ -128,6 +129,7 @@ class MergedTokens(torch.nn.Module):
     def __init__(self, unit: Unit, *, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
         super().__init__()
         self.merge_factor, self.merged_size = unit.merge_factor, unit.merged_size
+        self.callback = find_callback(unit.module.after_projector if unit.module is not None else None)
         self.is_sequence_sharded = config.sequence_parallel
         self.group = groups.tp
         self.drops_tokens = drops_tokens(unit)
@@ -180,8 +182,7 @@ class Projector(MergedTokens):
     def forward(self, hidden: Tensor, places: Tensor, kept_rows: Tensor | None) -> Tensor:
         """Return [num_merged_tokens, output_size], the same on every tensor parallel rank; arguments as those of `merge`."""
         output, bias = self.mlp(self.merge(hidden, places, kept_rows))
-        result: Tensor = (output + bias)[:, 0]
-        return result
+        return self.callback((output + bias)[:, 0])
 
 
 class LinearProjector(MergedTokens):
@@ -195,7 +196,7 @@ class LinearProjector(MergedTokens):
 
     def forward(self, hidden: Tensor, places: Tensor, kept_rows: Tensor | None) -> Tensor:
         """Return [num_merged_tokens, output_size], the same on every tensor parallel rank; arguments as those of `merge`."""
-        return deferrable_linear(self.merge(hidden, places, kept_rows), self.weight, self.bias)[:, 0]
+        return self.callback(deferrable_linear(self.merge(hidden, places, kept_rows), self.weight, self.bias)[:, 0])
 
 
 def drops_tokens(unit: Unit) -> bool:

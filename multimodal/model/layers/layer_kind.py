@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from multimodal.attention.packed_lengths import PackedLengths
+from multimodal.model.adapter import DOWN, UP
 from multimodal.model.collectives import Arriving, RankLink
 from multimodal.model.parameter_sharding import WHOLE, ParameterSharding
 from multimodal.model.stage_input import PackedInput, padded_num_tokens
@@ -144,6 +145,8 @@ class LayerKind(ABC):
     """Segments that can run on their own, of which `segments` gives the parts; 1: the layer runs whole."""
     recomputes: ClassVar[bool] = False
     """True if full recomputation keeps the layer's input alone."""
+    initialises_itself: ClassVar[bool] = False
+    """True if the module that is built has its initial values."""
     takes_hidden: ClassVar[bool] = True
     """False for a unit's first layer, which makes hidden states from its input in the batch."""
     gives_loss: ClassVar[bool] = False
@@ -172,12 +175,15 @@ class LayerKind(ABC):
         raise NotImplementedError(f"{type(self).__name__} has one segment: the whole layer")
 
     def sharding(self, unit: Unit, name: str) -> ParameterSharding:
-        """Return how a parameter is split over tensor parallel ranks; name: `<module>. ... .weight` or `.bias`."""
+        """Return how a parameter is split over tensor parallel ranks; name: `<module>. ... .weight` or `.bias`.
+
+        An adapter's matrix is split as its module's weight, if it has that dimension of it.
+        """
         owner, _, tensor = name.rpartition(".")
         owner = owner.rpartition(".")[2]
-        if owner in self.column_parallel and tensor in ("weight", "bias"):
+        if owner in self.column_parallel and tensor in ("weight", "bias", UP):
             return ParameterSharding(0, self.num_blocks(unit, owner))
-        return ParameterSharding(1) if owner in self.row_parallel and tensor == "weight" else WHOLE
+        return ParameterSharding(1) if owner in self.row_parallel and tensor in ("weight", DOWN) else WHOLE
 
     def num_blocks(self, unit: Unit, module: str) -> int:
         """Return how many stacked matrices a column parallel module holds, of each of which a rank has its part."""

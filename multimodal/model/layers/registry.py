@@ -5,6 +5,7 @@ from multimodal.model.layers.backbone_ends import HeadKind, TokenEmbeddingKind
 from multimodal.model.layers.encoder_ends import LearnedPatchEmbeddingKind, LinearProjectorKind, PatchEmbeddingKind, ProjectorKind
 from multimodal.model.layers.generator_ends import GeneratorHeadKind, GeneratorProjectorKind
 from multimodal.model.layers.layer_kind import LayerKind
+from multimodal.model.layers.opaque import OpaqueKind
 from multimodal.model.layers.transformer import TransformerKind
 from multimodal.model.layers.windowed_transformer import WindowedTransformerKind
 from multimodal.model.parameter_sharding import ParameterSharding
@@ -18,6 +19,7 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "token_embedding": TokenEmbeddingKind(),
     "transformer": TransformerKind(),
     "windowed_transformer": WindowedTransformerKind(),
+    "opaque": OpaqueKind(),
     "projector": ProjectorKind(),
     "linear_projector": LinearProjectorKind(),
     "head": HeadKind(),

@@ -18,8 +18,8 @@ from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.core_attention import MaskedAttention, PackedAttention
 from multimodal.attention.packed_lengths import MaskRule, PackedLengths
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
-from multimodal.model.layer_scale import INITIAL_SCALE, ScaledAdd
 from multimodal.model.layers.layer_kind import InputContext, LayerContext, LayerKind, LayerPart, StagePass
+from multimodal.model.layers.layer_scale import INITIAL_SCALE, ScaledAdd
 from multimodal.model.layers.transformer_segments import SEGMENT_NAMES, transformer_segments
 from multimodal.model.norm import HeadNorm, Norm
 from multimodal.model.overlapped_linear import OverlappedColumnParallelLinear, OverlappedRowParallelLinear

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from multimodal.model.adapter import adapter_of
 from multimodal.model.deferrable_linear import deferrable_linear
 from multimodal.model.layers.layer_kind import Exchange, LayerPart, StagePass, State
 
@@ -36,8 +37,8 @@ class _Product(Module):
         """Return the product on this rank, and the bias where the caller adds it."""
         (linear,) = self._held
         if linear.skip_bias_add:
-            return deferrable_linear(rows, linear.weight, None), linear.bias
-        return deferrable_linear(rows, linear.weight, linear.bias), None
+            return deferrable_linear(rows, linear.weight, None, adapter_of(linear)), linear.bias
+        return deferrable_linear(rows, linear.weight, linear.bias, adapter_of(linear)), None
 
 
 class _AsIs(Module):

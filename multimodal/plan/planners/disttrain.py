@@ -123,7 +123,7 @@ def build_problem(
     max_gpus = request.num_gpus - (len(names) - 1 if leaves_ranks else 0)
     options = {name: list_options(times, memory, unit=name, max_gpus=max_gpus) for name in names}
     llm = options.pop(backbone)
-    most_stages = request.graph.backbone.transformer.num_layers // virtual_stages
+    most_stages = request.graph.backbone.num_inner_layers // virtual_stages
     can_interleave = (llm.pipeline <= most_stages) & ((llm.pipeline > 1) | (virtual_stages == 1))
     return AllocationProblem(
         llm=llm.take(can_interleave),

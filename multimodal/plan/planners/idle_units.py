@@ -77,7 +77,7 @@ def _smallest(unit: Unit, request: PlanningRequest, *, tensor: int, most_ranks: 
     sizes = request.tensor_parallel_sizes(unit.name)
     tensor = max((size for size in sizes if tensor % size == 0), default=sizes[0])
     context, data = fixed.context_parallel_size or 1, fixed.data_parallel_size or 1
-    most_stages = max(1, min(unit.transformer.num_layers, most_ranks // (tensor * context * data)))
+    most_stages = max(1, min(unit.num_inner_layers, most_ranks // (tensor * context * data)))
     counts = (fixed.pipeline_parallel_size,) if fixed.pipeline_parallel_size else range(1, most_stages + 1)
     layouts = [even_layout(unit, tensor, data, count, context=context) for count in counts]
 

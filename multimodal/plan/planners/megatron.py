@@ -37,7 +37,7 @@ def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
 
 
 def _num_stages(request: PlanningRequest, unit: Unit, extra: int) -> int:
-    return request.fixed(unit.name).pipeline_parallel_size or min(extra, unit.transformer.num_layers)
+    return request.fixed(unit.name).pipeline_parallel_size or min(extra, unit.num_inner_layers)
 
 
 def with_replicas(

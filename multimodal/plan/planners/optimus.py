@@ -124,7 +124,7 @@ class _Search:
         backbone = self.graph.backbone
         if fixed := self.request.fixed(backbone.name).virtual_stages:
             return [fixed] if pipeline > 1 or fixed == 1 else []
-        counts = {backbone.transformer.num_layers // (pipeline * layers) for layers in LLM_LAYERS_PER_RANGE}
+        counts = {backbone.num_inner_layers // (pipeline * layers) for layers in LLM_LAYERS_PER_RANGE}
         return sorted({1, *(count for count in counts if count and pipeline > 1)})
 
     def _cut(self, unit: Unit, size: StageSize, data: int, pipeline: int, virtual: int) -> UnitLayout | None:
@@ -133,7 +133,7 @@ class _Search:
         count = pipeline * (virtual if unit.role is Role.BACKBONE else 1)
         given = (fixed.tensor_parallel_size, fixed.context_parallel_size, fixed.pipeline_parallel_size, fixed.data_parallel_size)
         agrees = all(each in (None, own) for each, own in zip(given, (*size, pipeline, data), strict=True))
-        if not agrees or count > unit.transformer.num_layers:
+        if not agrees or count > unit.num_inner_layers:
             return None
         ranges = partition_unit(unit, self.times.of_unit(unit.name, size).total, num_stages=count)
         return UnitLayout(size.tensor, data, deal_ranges(ranges, num_stages=pipeline), size.context)
@@ -195,13 +195,13 @@ class _Search:
             data = llm.num_ranks // (tensor * context * pipeline)
             if divides and fixed.data_parallel_size in (None, data):
                 virtual = fixed.virtual_stages or self._num_ranges(unit, llm, pipeline, LAYERS_PER_RANGE)
-                if virtual * pipeline <= unit.transformer.num_layers:
+                if virtual * pipeline <= unit.num_inner_layers:
                     yield even_layout(unit, tensor, data, pipeline, virtual, context=context)
 
     @staticmethod
     def _num_ranges(unit: Unit, llm: UnitLayout, pipeline: int, layers_per_range: int) -> int:
         """Return the layer ranges of an encoder's stage: one where there is no pipeline whose bubbles they could fill."""
-        return max(1, unit.transformer.num_layers // (pipeline * layers_per_range)) if llm.pipeline_parallel_size > 1 else 1
+        return max(1, unit.num_inner_layers // (pipeline * layers_per_range)) if llm.pipeline_parallel_size > 1 else 1
 
     def _encoding_seconds(self, candidate: Candidate) -> float:
         """Return the encoders' seconds on the busiest ranks."""

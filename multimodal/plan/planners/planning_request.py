@@ -188,11 +188,12 @@ class PlanningRequest:
         return 3 if self.sharding == "optim_grads_params" else default_zero_stage(self.cluster.bytes_per_element)
 
     def implementation(self, schedule: str) -> Implementation:
-        """Return the layers that run a schedule: Transformer Engine needs bfloat16, whole backwards and unsharded weights."""
+        """Return the layers for a schedule: fused ones need bfloat16, whole backwards, unsharded weights, no adapters."""
         if self.transformer_impl is not None:
             return self.transformer_impl
         is_local = self.tp_comm_overlap or BUILDERS[schedule].splits_backwards
         is_local = is_local or self.cluster.dtype != "bfloat16" or self.zero_stage == 3
+        is_local = is_local or any(unit.lora is not None for unit in self.graph.units)
         return "local" if is_local else "transformer_engine"
 
     def allows(self, schedule: str) -> bool:
@@ -242,7 +243,7 @@ class PlanningRequest:
 
     def _layer_weights(self, unit: Unit) -> Mapping[str, int]:
         return {
-            kind: describe_layer(self.graph, unit, kind, vocab_size=self.vocab_size).num_weights
+            kind: describe_layer(self.graph, unit, kind, vocab_size=self.vocab_size).num_trained_weights
             if self.backward_need(unit.name, kind).trains_weights
             else 0
             for kind in dict.fromkeys(unit.layers)
@@ -287,6 +288,7 @@ class PlanningRequest:
         widths = [shape.num_attention_heads, shape.query_groups, shape.ffn_hidden_size]
         widths += [self.vocab_size] if described.role is Role.BACKBONE else []
         fixed = self.fixed(unit).tensor_parallel_size
+        widths += [1] if described.module is not None else []
         sizes = [
             size
             for size in range(1, self.cluster.gpus_per_node + 1)
@@ -302,7 +304,7 @@ class PlanningRequest:
     def pipeline_parallel_sizes(self, unit: str) -> tuple[int, ...]:
         """Return 1 up to the unit's number of transformer layers, or the fixed size."""
         fixed = self.fixed(unit).pipeline_parallel_size
-        most = self.graph.unit(unit).transformer.num_layers
+        most = self.graph.unit(unit).num_inner_layers
         if fixed is not None and not 1 <= fixed <= most:
             raise PlanError(f"unit '{unit}': {most} transformer layers cannot be cut into {fixed} pipeline stages")
         return (fixed,) if fixed is not None else tuple(range(1, min(most, self.num_gpus) + 1))
@@ -314,6 +316,8 @@ class PlanningRequest:
         short samples take turns with long ones. An encoder has 1 where blocks would cut patches that it merges.
         """
         fixed = self.fixed(unit).context_parallel_size
+        if self.graph.unit(unit).module is not None:
+            return (1,)
         if fixed is not None:
             return (fixed,)
         average = self.default_micro_batch_size * self.mean_loads[unit][0]

@@ -28,7 +28,8 @@ class LayerMemory(NamedTuple):
     """The memory that one layer needs, all tensor parallel ranks together."""
 
     num_weights: int
-    is_trained: bool
+    num_trained: int
+    """Those of them that have gradients."""
     activations: ActivationBytes
     """Bytes of one average sample, if no context parallel ranks share its tokens."""
     spread_activations: ActivationBytes
@@ -43,12 +44,15 @@ class LayerMemory(NamedTuple):
 
     def static_bytes(self, data_parallel_size: int) -> float:
         """Weights, gradients and optimizer state; data_parallel_size: ranks that hold the same weights."""
-        return layer_static_bytes(
-            self.num_weights,
-            is_trained=self.is_trained,
-            data_parallel_size=data_parallel_size,
-            zero_stage=self.zero_stage,
-            bytes_per_element=self.bytes_per_element,
+        return sum(
+            layer_static_bytes(
+                num_weights,
+                is_trained=is_trained,
+                data_parallel_size=data_parallel_size,
+                zero_stage=self.zero_stage,
+                bytes_per_element=self.bytes_per_element,
+            )
+            for num_weights, is_trained in ((self.num_trained, True), (self.num_weights - self.num_trained, False))
         )
 
 
@@ -195,8 +199,8 @@ class MemoryEstimate:
                 request.recompute if is_recomputed else None,
             )
             self._layers[key] = LayerMemory(
-                layer.num_weights,
-                need.trains_weights,
+                layer.num_held_weights,
+                layer.num_trained_weights if need.trains_weights else 0,
                 layer.activation_bytes(load, case),
                 layer.activation_bytes(load, case._replace(is_spread=True)),
                 request.cluster.bytes_per_element,

@@ -91,7 +91,7 @@ class LengthSpread:
         if unit not in self._works:
             rows, index = np.unique(self.request.sample_loads[unit].astype(np.int64), axis=0, return_inverse=True)
             costs = self.request.layer_costs
-            body = self.request.graph.unit(unit).layers[1:-1]
+            body = self.request.graph.unit(unit).inner_layers
             shares = {kind: count / len(body) for kind, count in Counter(body).items()}
             seconds = [
                 sum(share * costs.seconds(unit, kind, UnitLoad(*row)).forward for kind, share in shares.items())

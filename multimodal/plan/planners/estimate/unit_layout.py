@@ -218,8 +218,10 @@ def partition_unit(unit: Unit, seconds: Sequence[float], *, num_stages: int) -> 
 
 
 def unit_pieces(unit: Unit) -> tuple[Range, ...]:
-    """Return the smallest ranges that a unit's layers are cut into: each holds one transformer layer."""
+    """Return the smallest ranges that a unit's layers are cut into: each holds one transformer layer, or a whole module."""
     num_layers = len(unit.layers)
+    if unit.module is not None:
+        return ((0, num_layers),)
     return tuple(
         (layer if layer > 1 else 0, layer + 1 if layer < num_layers - 2 else num_layers) for layer in range(1, num_layers - 1)
     )

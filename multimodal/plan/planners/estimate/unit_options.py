@@ -90,7 +90,7 @@ def _of_stage_size(times: PlanningTimes, memory: MemoryEstimate, unit: str, size
     seconds = times.of_unit(unit, size).total
     num_layers = len(seconds) - 2
     most, least = -(-num_layers // grid.pipeline), num_layers // grid.pipeline
-    slowest_body = max(seconds[1:-1])
+    slowest_body = max(seconds[1:-1], default=0.0)
     first, last = seconds[0] + most * slowest_body, seconds[-1] + least * slowest_body
     slowest = np.where(grid.pipeline == 1, sum(seconds), np.maximum(first, last))
     kinds = times.request.graph.unit(unit).layers
@@ -120,7 +120,7 @@ def _in_flight_downstream(memory: MemoryEstimate, unit: str, size: StageSize, gr
     """
     request = memory.request
     outer = [memory.layer(unit, kind) for kind in stage.layers]
-    bodies = [memory.layer(unit, kind) for kind in dict.fromkeys(request.graph.unit(unit).layers[1:-1])]
+    bodies = [memory.layer(unit, kind) for kind in dict.fromkeys(request.graph.unit(unit).inner_layers)]
     copies, position = np.unique(grid.data * size.context, return_inverse=True)
 
     def static_bytes(layer: LayerMemory) -> Floats:

@@ -205,7 +205,7 @@ def layer_bytes(request: PlanningRequest) -> tuple[int, ...]:
     for unit in request.graph.units:
         for kind in unit.layers:
             layer = memory.layer(unit.name, kind)
-            gradients = layer.num_weights * max(GRADIENT_BYTES, layer.bytes_per_element) if layer.is_trained else 0
+            gradients = layer.num_trained * max(GRADIENT_BYTES, layer.bytes_per_element)
             found.append(round(layer.static_bytes(1) - gradients))
     return tuple(found)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.runtime.flags.arguments import freeze_units, parse_arguments
+from megatron.runtime.flags.arguments import choose_trained, freeze_units, parse_arguments
 from megatron.runtime.flags.configuration import GROUPS, RunConfig
 from megatron.runtime.flags.cross_checks import shown_flag
 from megatron.runtime.flags.field_flags import field_flags
@@ -41,6 +41,8 @@ IGNORED = [
     ("--lr-wsd-decay-iters 5", "--lr-wsd-decay-iters would be ignored: it belongs to --lr-decay-style WSD"),
     ("--lr-wsd-decay-style linear", "--lr-wsd-decay-style would be ignored"),
     ("--lr-warmup-init 1e-4", "--lr-warmup-init would be ignored: there is no warm-up"),
+    ("--lora-alpha 8", "--lora-alpha would be ignored: there are no adapters; add --lora-rank N"),
+    ("--lora-targets llm.*", "--lora-targets would be ignored: there are no adapters; add --lora-rank N"),
     ("--tokenizer-model t.json", "--tokenizer-model would be ignored: a ByteTokenizer needs no file"),
     ("--chat-template none --data-path m.jsonl", "--chat-template would be ignored: bytes have no special tokens"),
     (
@@ -170,6 +172,21 @@ def test_sequence_parallelism_needs_one_unit_with_tensor_parallelism(parse: Pars
         ),
         ("--freeze-projector audio", "--freeze-projector audio: the model has no such unit"),
         ("--freeze-projector llm", "--freeze-projector language: the backbone has no projector; units with one are: vision"),
+        ("--lora-rank 0", "--lora-rank must be at least 1, found 0"),
+        (
+            "--lora-rank 8 --lora-targets llm.* q_proj",
+            "--lora-targets q_proj: no linear layer that may have an adapter is called so; expected one of "
+            "vision.transformer.linear_qkv, ",
+        ),
+        (
+            "--lora-rank 8 --lora-targets patch_embedding",
+            "--lora-targets patch_embedding: no linear layer that may have an adapter",
+        ),
+        (
+            "--lora-rank 8 --transformer-impl transformer_engine",
+            "unit 'language' has adapters (LoRA), which linear layers of --transformer-impl transformer_engine cannot have; use",
+        ),
+        ("--save-adapter out", "--save-adapter would be ignored: nothing has adapters; add --lora-rank N or leave it out"),
         ("--freeze vision llm --freeze-projector vision", "every unit is frozen, so nothing would be trained"),
     ],
 )
@@ -329,6 +346,26 @@ def test_freezing_marks_modules_and_projectors(parse: Parse) -> None:
     graph = freeze_units(graph, modules=config.model.freeze, projectors=config.model.freeze_projector)
     assert (graph.unit("vision").freeze_module, graph.unit("vision").freeze_projector) == (False, True)
     assert graph.unit("language").freeze_module
+
+
+def test_adapters_are_added_to_what_the_patterns_match(parse: Parse) -> None:
+    graph = ModelGraph.from_dict({"units": UNITS})
+
+    def adapted(line: str) -> dict[str, tuple[str, ...]]:
+        found = choose_trained(graph, parse(line).model)
+        return {unit.name: unit.lora.targets for unit in found.units if unit.lora is not None}
+
+    inside = tuple(f"transformer.{name}" for name in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
+    assert adapted("--lora-rank 4") == {"language": inside}
+    assert adapted("--lora-rank 4 --lora-targets llm.*")["language"] == (*inside, "head.output_layer")
+    assert adapted("--lora-rank 4 --lora-targets *.linear_fc? --freeze llm --lora-alpha 2") == {
+        "vision": (*inside[2:], "projector.linear_fc1", "projector.linear_fc2"),
+        "language": inside[2:],
+    }
+    assert adapted("--lora-rank 4 --lora-targets vision.projector linear_qkv") == {
+        "vision": ("projector.linear_fc1", "projector.linear_fc2", inside[0]),
+        "language": inside[:1],
+    }
 
 
 def test_what_the_model_file_freezes_stays_frozen(parse: Parse) -> None:

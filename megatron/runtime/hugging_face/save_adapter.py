@@ -1,0 +1,111 @@
+"""Writes adapters into a folder that Hugging Face's PEFT loads: adapter_model.safetensors, adapter_config.json.
+
+Adapters belong to matrices here that are several of theirs (queries, keys and values): each of these gets the rows of B that are
+its own, and all have the same A. Projectors that were trained go beside them, as PEFT's `modules_to_save`.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.runtime.checkpoint.checkpoint import on_first_rank
+from megatron.runtime.hugging_face.file_layout import in_one_file
+from megatron.runtime.hugging_face.named_weights import NamedWeights, as_modules, name_weights
+from megatron.runtime.hugging_face.save_weights import Export, check_hugging_face_target, name_vectors, write_folder
+from megatron.runtime.hugging_face.unit_weights import is_composed
+from megatron.runtime.hugging_face.weight_files import ADAPTER_NAME
+from megatron.runtime.session import Session
+from megatron.runtime.state.held_tensors import HeldTensor, model_tensors
+from multimodal.hugging_face.registry import architecture_of, read_config
+from multimodal.model.adapter import is_adapter
+from multimodal.values.errors import CheckpointError, ModelError
+from multimodal.values.model_graph import Lora, ModelGraph
+
+CONFIG_NAME = "adapter_config.json"
+_PREFIX = "base_model.model."
+_ENDINGS = (".lora_A.weight", ".lora_B.weight")
+
+
+def check_adapter_target(folder: Path, *, graph: ModelGraph, like: Path | None) -> None:
+    """Raise CheckpointError or ModelError for what would only show after training: no place, or more trained than is written."""
+    if is_composed(graph):
+        raise CheckpointError(
+            f"--save-adapter {folder}: the units come from folders of their own, so no model of transformers has all adapters; "
+            "use --save-hf, which adds them to the weights"
+        )
+    check_hugging_face_target(folder, graph=graph, like=like, flag="--save-adapter")
+    for unit in graph.units:
+        if not unit.freeze_module and unit.lora is None:
+            raise CheckpointError(
+                f"--save-adapter {folder}: unit '{unit.name}' trains all of its weights, and adapters are written with "
+                f"projectors alone; freeze it (--freeze {unit.name}), give it adapters, or write the whole model with --save-hf"
+            )
+
+
+def save_adapter(folder: Path, *, session: Session, like: Path | None = None) -> None:
+    """Write the adapters, and projectors that are trained; collective.
+
+    like: the folder that the base model is from. Raises CheckpointError on every rank when it fails on any; there is then no
+    folder.
+    """
+    what, graph = f"saving to {folder}", session.graph
+    session.complete_parameters()
+    on_first_rank(lambda: _checked(folder, graph, like), what=what)
+    architecture = read_config(like)[0] if like is not None else architecture_of(graph)
+    tensors = [tensor for tensor in model_tensors(session.state) if _is_written(tensor, graph)]
+    names = as_modules(name_weights(tensors, graph=graph, architecture=architecture, what=what), architecture, prefix=_PREFIX)
+    dtype = session.options.build.precision.params_dtype
+    layout = in_one_file(ADAPTER_NAME, names, dtype, is_vector=name_vectors(tensors, names, what=what))
+    config = adapter_config(names, graph=graph, base=like)
+    write_folder(folder, Export(names, layout, config, CONFIG_NAME), session=session, tensors=tensors)
+
+
+def adapter_config(names: NamedWeights, *, graph: ModelGraph, base: Path | None) -> dict[str, Any]:
+    """Return the content of adapter_config.json."""
+    modules: dict[str, Lora] = {}
+    for key, rows in names.rows.items():
+        lora = graph.unit(key.split(".")[1]).lora
+        if is_adapter(key) and lora is not None:
+            modules |= dict.fromkeys(_modules(rows_key.key for rows_key in rows), lora)
+    first = next(iter(modules.values()))
+    others = {name: lora for name, lora in modules.items() if lora.rank != first.rank or lora.scale != first.scale}
+    saved = _modules(rows.key for key, parts in names.rows.items() if not is_adapter(key) for rows in parts)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if len(graph.units) == 1 else None,
+        "base_model_name_or_path": str(base) if base is not None else None,
+        "r": first.rank,
+        "lora_alpha": first.scale * first.rank,
+        "target_modules": list(modules),
+        "rank_pattern": {name: lora.rank for name, lora in others.items()},
+        "alpha_pattern": {name: lora.scale * lora.rank for name, lora in others.items()},
+        "modules_to_save": saved or None,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "use_dora": False,
+        "use_rslora": False,
+    }
+
+
+def _modules(keys: Iterable[str]) -> Sequence[str]:
+    """Return the modules of transformers that have these tensors, each once."""
+    found: dict[str, None] = {}
+    for key in keys:
+        ending = next((each for each in _ENDINGS if key.endswith(each)), f".{key.rpartition('.')[2]}")
+        found[key.removeprefix(_PREFIX).removesuffix(ending)] = None
+    return list(found)
+
+
+def _is_written(tensor: HeldTensor, graph: ModelGraph) -> bool:
+    _, unit, _, layer, _ = tensor.key.split(".", 4)
+    return is_adapter(tensor.key) or graph.unit(unit).trains_weights(int(layer))
+
+
+def _checked(folder: Path, graph: ModelGraph, like: Path | None) -> None:
+    try:
+        check_adapter_target(folder, graph=graph, like=like)
+    except ModelError as problem:
+        raise CheckpointError(str(problem)) from problem

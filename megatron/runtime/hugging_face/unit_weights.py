@@ -1,0 +1,116 @@
+"""Weights of composed models: every unit from a folder of its own, an LLM of a family that is known or a module as it is."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.runtime.checkpoint.checkpoint import on_all_ranks, on_first_rank
+from megatron.runtime.hugging_face.load_weights import fill
+from megatron.runtime.hugging_face.named_weights import NamedWeights, as_in_files, check_weights, name_tensors, name_weights
+from megatron.runtime.hugging_face.weight_files import WeightFiles
+from megatron.runtime.session import Session
+from megatron.runtime.state.held_tensors import HeldTensor, model_tensors
+from multimodal.hugging_face.registry import read_config
+from multimodal.hugging_face.weight_names import Rows
+from multimodal.model.adapter import is_adapter
+from multimodal.model.layers.opaque import rename_keys
+from multimodal.values.errors import CheckpointError, ModelError
+from multimodal.values.model_graph import ModelGraph, Role, Unit
+
+_MODULE = "layers.0.module."
+
+
+class UnitWeights(NamedTuple):
+    """What a folder has of a unit."""
+
+    folder: Path
+    names: NamedWeights
+
+
+def is_composed(graph: ModelGraph) -> bool:
+    """Return whether any unit has a folder of its own."""
+    return any(unit.weights is not None for unit in graph.units)
+
+
+def check_units(graph: ModelGraph) -> None:
+    """Raise ModelError where a unit has no folder like which it could be written."""
+    if strays := [unit.name for unit in graph.units if unit.weights is None]:
+        raise ModelError(
+            f"unit '{strays[0]}' started from no folder of Hugging Face, as the others did, so there is none that it could be "
+            "written like; give it 'weights', or leave --save-hf out"
+        )
+
+
+def load_units(session: Session) -> None:
+    """Fill every unit that has a folder, but for its projector and adapters; collective.
+
+    Raises CheckpointError on every rank when something is missing, damaged or of another model.
+    """
+    tensors = [tensor for tensor in model_tensors(session.state) if not is_adapter(tensor.key)]
+    for unit in session.graph.units:
+        if unit.weights is None:
+            continue
+        what = f"loading unit '{unit.name}' from {unit.weights}"
+        theirs = name_unit(tensors, session.graph, unit, what=what)
+        own = [tensor for tensor in tensors if tensor.key in theirs.names.rows]
+
+        def read(theirs: UnitWeights = theirs, own: list[HeldTensor] = own) -> None:
+            with WeightFiles(theirs.folder) as files:
+                fill(own, files, theirs.names)
+
+        on_all_ranks(read, what=what)
+    for optimizer in session.optimizers.values():
+        optimizer.reload_model_params()
+
+
+def name_unit(tensors: Iterable[HeldTensor], graph: ModelGraph, unit: Unit, *, what: str) -> UnitWeights:
+    """Name what all ranks hold of a unit, but for its projector, as its folder does; collective."""
+    assert unit.weights is not None
+    folder = Path(unit.weights)
+    own = [each for each in tensors if each.key.split(".")[1] == unit.name and not is_of_projector(graph, each.key)]
+    if unit.module is not None:
+        names = name_tensors(own, lambda key, shape: (Rows(_module_key(key), 0, 0, shape[0]),), what=what)
+        return UnitWeights(folder, on_first_rank(lambda: _found_in(folder, names, unit), what=what))
+    if unit.role is not Role.BACKBONE:
+        raise CheckpointError(f"unit '{unit.name}' has weights {folder}, which only the LLM and modules of transformers may have")
+
+    on_all_ranks(lambda: read_config(folder)[0].name, what=what)
+    architecture, config = read_config(folder)
+    alone = ModelGraph((unit,))
+    names = name_weights(own, graph=alone, architecture=architecture, what=what)
+    sizes = unit.vocab_size or 0, config.get("vocab_size", unit.vocab_size) or 0
+
+    def check() -> NamedWeights:
+        with WeightFiles(folder) as files:
+            found = as_in_files(names, architecture, found=files.weights)
+            unused = [key for key in files.weights if architecture.is_unused(key, alone)]
+            check_weights(folder, found, found=files.weights, unused=unused, grown_from=sizes)
+            return found
+
+    return UnitWeights(folder, on_first_rank(check, what=what))
+
+
+def is_of_projector(graph: ModelGraph, key: str) -> bool:
+    """Return whether a tensor (`model.<unit>.layers.<layer>. ...`) is of an encoder's projector."""
+    _, name, _, layer, _ = key.split(".", 4)
+    unit = graph.unit(name)
+    return unit.role is Role.ENCODER and int(layer) == len(unit.layers) - 1
+
+
+def _module_key(key: str) -> str:
+    return key.split(".", 2)[2].removeprefix(_MODULE)
+
+
+def _found_in(folder: Path, names: NamedWeights, unit: Unit) -> NamedWeights:
+    """Return the names that a folder has: those of the module as files of transformers have them, perhaps inside a model."""
+    with WeightFiles(folder) as files:
+        renamed = rename_keys(unit, files.weights)
+        first = next(iter(names.shapes))
+        prefixes = [key.removesuffix(first) for key in renamed if key == first or key.endswith(f".{first}")] or [""]
+        prefix = max(prefixes, key=lambda each: sum(each + key in renamed for key in names.shapes))
+        theirs = {key: renamed.get(prefix + key, prefix + key) for key in names.shapes}
+        rows = {key: tuple(part._replace(key=theirs[part.key]) for part in parts) for key, parts in names.rows.items()}
+        found = NamedWeights(rows, {theirs[key]: shape for key, shape in names.shapes.items()})
+        unused = [key for key in files.weights if key not in found.shapes]
+        check_weights(folder, found, found=files.weights, unused=unused, grown_from=(0, 0))
+        return found

@@ -1,0 +1,127 @@
+"""Composes a multimodal model of unimodal ones: an LLM and encoders from folders of Hugging Face, with new projectors.
+
+Cornstarch, section 5.1: modules stay as they are, and what they need of each other is said between them. The result is a model
+file, which pretrain_mllm.py and all tools read.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from multimodal.hugging_face.processors import read_processors, with_processors
+from multimodal.hugging_face.registry import CONFIG_NAME, read_graph
+from multimodal.values.errors import BraidError, ModelError
+from multimodal.values.file_form import read_mapping, write_mapping
+from multimodal.values.model_graph import ModelGraph, Role
+
+CALLBACKS = ("before_encoder", "after_encoder", "after_projector")
+"""Places between modules where a function of the user's runs, in the order of a forward."""
+
+
+class _Projector(NamedTuple):
+    norm: str
+    has_llm_width: bool
+    """True if its inner width is the LLM's, False if it is that of the patches that are merged."""
+
+
+PROJECTORS: Mapping[str, _Projector] = {"mlp": _Projector("none", True), "merger": _Projector("patches", False)}
+"""Two products with a GELU between them (LLaVA), or the same behind a norm (Qwen2-VL)."""
+_TOWERS = {"clip": "CLIPVisionModel", "siglip": "SiglipVisionModel", "chinese_clip": "ChineseCLIPVisionModel"}
+"""Classes of the part of a model that sees, by the model_type of a model that reads, too."""
+_OF_PROJECTOR = ".projector"
+_NAMES = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads"}
+
+
+def compose(
+    *,
+    llm: str | Path,
+    encoders: Mapping[str, str | Path],
+    projector: str = "mlp",
+    merge_size: int = 1,
+    freeze: Sequence[str] = (),
+    callbacks: Mapping[str, Mapping[str, str]] | None = None,
+    output: str | Path = "model.yaml",
+) -> ModelGraph:
+    """Write a model file of an LLM behind encoders, and return its graph. Weights stay in their folders, which runs read.
+
+    llm: the folder of a text model that can be trained here; encoders: a unit's name -> the folder of an encoder of images of one
+    size, which is taken as it is; projector: one of `PROJECTORS`; merge_size: merge_size x merge_size patches become one token;
+    freeze: units whose module is not trained, or `<unit>.projector`; callbacks: unit -> one of `CALLBACKS` -> the function,
+    as `package.module:function`. Raises ModelError where the parts do not fit.
+    """
+    if projector not in PROJECTORS:
+        raise ModelError(f"compose: projector '{projector}' is not known; use one of {', '.join(PROJECTORS)}")
+    language = read_graph(llm)
+    if [unit.role for unit in language.units] != [Role.BACKBONE]:
+        raise ModelError(
+            f"compose: llm {llm} is no text model, but has {', '.join(language.unit_names)}; give one without encoders"
+        )
+    backbone = language.to_dict()["units"][language.backbone.name] | {"weights": str(Path(llm).absolute())}
+    units = {name: _encoder(name, Path(folder), projector, merge_size, language) for name, folder in encoders.items()}
+    for name, functions in (callbacks or {}).items():
+        _unit(units, name, "callbacks")["module"] |= _checked_callbacks(name, functions)
+    units["llm"] = backbone
+    for entry in freeze:
+        name = entry.removesuffix(_OF_PROJECTOR)
+        _unit(units, name, "freeze")["freeze_module" if name == entry else "freeze_projector"] = True
+    write_mapping(output, {"units": units})
+    return ModelGraph.from_file(output)
+
+
+def _encoder(name: str, folder: Path, projector: str, merge_size: int, language: ModelGraph) -> dict[str, Any]:
+    where = f"compose: encoder '{name}', {folder / CONFIG_NAME}"
+    if not (folder / CONFIG_NAME).is_file():
+        raise ModelError(f"{where}: there is no such file; give the folder of a model of Hugging Face")
+    whole = read_mapping(folder / CONFIG_NAME, error=ModelError)
+    config = whole.get("vision_config", whole)
+    missing = [key for key in (*_NAMES.values(), "image_size", "patch_size") if not isinstance(config.get(key), int)]
+    if missing:
+        raise ModelError(
+            f"{where}: {missing[0]} is {config.get(missing[0])!r}, expected an integer; take an encoder of images of one size"
+        )
+    shape = {ours: config[theirs] for ours, theirs in _NAMES.items()}
+    image = {key: config[key] for key in ("image_size", "patch_size")}
+    image |= {"in_channels": config.get("num_channels", 3), "merge_size": merge_size}
+    module = {"directory": str(folder.absolute())}
+    if config is not whole:
+        if whole.get("model_type") not in _TOWERS:
+            raise ModelError(
+                f"{where}: model_type {whole.get('model_type')!r} has no tower that is known; expected {', '.join(_TOWERS)}"
+            )
+        module["class"] = _TOWERS[whole["model_type"]]
+    norm, has_llm_width = PROJECTORS[projector]
+    unit = {
+        "role": "encoder",
+        **shape,
+        "ffn_hidden_size": config.get("intermediate_size", int(config.get("mlp_ratio", 4) * config["hidden_size"])),
+        "has_rotary_positions": False,
+        "image": image,
+        "module": module,
+        "weights": str(folder.absolute()),
+        "projector_norm": norm,
+        "normalization": "LayerNorm",
+        "activation": "gelu",
+        "add_bias_linear": True,
+        "layernorm_epsilon": config.get("layer_norm_eps", 1e-6),
+    }
+    if has_llm_width:
+        unit["projector_hidden_size"] = language.backbone.transformer.hidden_size
+    try:
+        return dict(with_processors({"units": {name: unit}}, read_processors(folder))["units"][name])
+    except BraidError as problem:
+        raise ModelError(f"{where}: {problem}") from None
+
+
+def _unit(units: Mapping[str, dict[str, Any]], name: str, argument: str) -> dict[str, Any]:
+    if name not in units:
+        raise ModelError(f"compose: {argument} names '{name}', which is none of {', '.join(units)}; correct it")
+    return units[name]
+
+
+def _checked_callbacks(name: str, functions: Mapping[str, str]) -> dict[str, str]:
+    for place, function in functions.items():
+        if place not in CALLBACKS:
+            raise ModelError(f"compose: callbacks of '{name}' have '{place}', expected one of {', '.join(CALLBACKS)}")
+        if function.count(":") != 1 or not all(part.isidentifier() for part in function.replace(":", ".").split(".")):
+            raise ModelError(f"compose: callback {function!r} of '{name}' is no function; write package.module:function")
+    return dict(functions)

@@ -1,0 +1,77 @@
+"""Low-rank adapters of linear layers (LoRA: Hu et al., 2021): y = W x + scale x B A x, of which A and B are trained.
+
+Nothing is communicated for them. Where W is split by its outputs, so is B, and all ranks have A; the gradient of x is summed over
+ranks with W's. Where W is split by its inputs, so is A, and all ranks have B; its product is part of what is summed with W's. In
+either case each rank knows a part of the gradient of what all have, which is summed at the end of a step, as norms' under
+sequence parallelism.
+"""
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+DOWN, UP = "lora_a", "lora_b"
+"""Names of A and B in their linear layer."""
+
+
+class Adapter(NamedTuple):
+    """What is added to one product; its tensors are parameters, or those that autograd stands for them."""
+
+    down: Tensor
+    """[rank, input_size]."""
+    up: Tensor
+    """[output_size, rank]."""
+    scale: float
+
+    def inner(self, rows: Tensor) -> Tensor:
+        """Return what is between the two, scaled."""
+        return rows.matmul(self.down.t()).mul_(self.scale)
+
+    def inner_gradient(self, output_gradient: Tensor) -> Tensor:
+        """Return its gradient."""
+        return output_gradient.matmul(self.up).mul_(self.scale)
+
+    @torch.no_grad()
+    def merged_with(self, values: Tensor, elements: range) -> Tensor:
+        """Return these flat elements of the matrix that the adapter belongs to, with what it adds, in at least float32."""
+        wide = torch.promote_types(values.dtype, torch.float32)
+        added = self.up.to(wide).matmul(self.down.to(wide)).mul_(self.scale).view(-1)
+        return added[elements.start : elements.stop] + values
+
+
+NO_ADAPTER = (None, None, 0.0)
+"""The arguments of autograd's functions that stand for none."""
+
+
+def attach_adapters(layer: Module, modules: Collection[str], *, rank: int, scale: float) -> None:
+    """Give the linear layers of these names adapters, uninitialised, and freeze all else of the layer."""
+    linears = [(name, module) for name, module in layer.named_modules() if name.rpartition(".")[2] in modules]
+    if linears:
+        layer.requires_grad_(False)
+    for _, linear in linears:
+        weight: Tensor = linear.weight  # type: ignore[assignment]
+        for name, shape in ((DOWN, (rank, weight.shape[1])), (UP, (weight.shape[0], rank))):
+            linear.register_parameter(name, Parameter(torch.empty(shape, dtype=weight.dtype, device=weight.device)))
+        whole = linear.lora_b if linear.splits_inputs else linear.lora_a
+        whole.sequence_parallel = linear.tp_group.size() > 1  # type: ignore[union-attr, operator]
+        linear.lora_scale = scale  # type: ignore[assignment]
+
+
+def adapter_of(linear: Module) -> Adapter | None:
+    """Return the adapter of a linear layer, if it has one."""
+    if not hasattr(linear, DOWN):
+        return None
+    return Adapter(linear.lora_a, linear.lora_b, linear.lora_scale)  # type: ignore[arg-type]
+
+
+def initial_adapter_std(name: str, shape: tuple[int, ...]) -> float:
+    """Return the standard deviation of A, by its whole shape, as PEFT draws it (though uniformly), and 0 for B."""
+    return (3 * shape[1]) ** -0.5 if name.endswith(DOWN) else 0.0
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter is half of an adapter, by its name."""
+    return name.endswith((f".{DOWN}", f".{UP}"))

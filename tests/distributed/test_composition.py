@@ -1,0 +1,148 @@
+"""An LLM and encoders from folders of their own: a model file, weights from each, and folders like each at the end."""
+
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
+
+from safetensors.torch import load_file
+
+import multimodal
+from megatron.runtime.hugging_face.save_weights import save_hugging_face
+from megatron.runtime.hugging_face.unit_weights import load_units
+from multimodal.cost.layers.registry import read_model
+from multimodal.values.assignment import Assignment
+from multimodal.values.errors import CheckpointError, ModelError
+from multimodal.values.model_graph import ModelGraph
+from tests.distributed.gradient_case import GradientCase, RankGradients, build_session, plan_case, run_step
+from tests.distributed.gradient_comparison import assert_matches
+from tests.distributed.hugging_face_comparison import VOCABULARY
+from tests.distributed.random_source import RandomSource, SampleShape
+from tests.distributed.rank_pool import RankError, RankPool
+from tests.distributed.test_hugging_face_text import llama
+from tests.distributed.test_opaque import GROUPS, ITEMS, dinov2
+from tests.distributed.training_case import build_plan
+
+ONE, TWO = (("vision", 2, 2),), (("vision", 2, 2), ("vision", 2, 2))
+SAMPLES = (SampleShape(ONE, 5, 3), SampleShape(TWO, 4, 2), SampleShape((), 3, 2), SampleShape(ONE, 6, 2), SampleShape((), 6, 2))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a Llama, of a DINOv2, and of a CLIP of which only the part that sees is wanted."""
+    from transformers import CLIPConfig, CLIPModel, Dinov2Model
+
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(1)
+    llama().save_pretrained(folder / "llm")
+    Dinov2Model(dinov2()).save_pretrained(folder / "dinov2")
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 8,
+        "patch_size": 2,
+    }
+    text = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
+    CLIPModel(CLIPConfig(vision_config=vision, text_config=text, projection_dim=8)).save_pretrained(folder / "clip")
+    return folder
+
+
+def composed(folders: Path, target: Path, encoder: str, **options: Any) -> ModelGraph:
+    return multimodal.compose(
+        llm=folders / "llm", encoders={"vision": folders / encoder}, merge_size=2, output=target / "model.yaml", **options
+    )
+
+
+def case_of(graph: ModelGraph, *, colocated: bool = False, **changes: Any) -> GradientCase:
+    sizes = {"vision": (1, 1, 2), "llm": (2, 1, 1), **changes.pop("sizes", {})}
+    plan = build_plan(graph, colocated=colocated, **sizes)
+    dealt = {"vision": ITEMS, "llm": GROUPS}
+    counts = {name: unit.data_parallel_size for name, unit in plan.units.items()}
+    assignment = Assignment.from_dict(
+        {name: [dealt[name][index::count] for index in range(count)] for name, count in counts.items()}
+    )
+    return GradientCase(graph, plan, assignment, RandomSource(graph, SAMPLES, 64), **changes)
+
+
+def run_and_save(case: GradientCase, target: str = "") -> RankGradients:
+    """Runs on a rank."""
+    session = build_session(case)
+    load_units(session)
+    if target:
+        save_hugging_face(Path(target), session=session)
+    return run_step(session, plan_case(case))
+
+
+@pytest.mark.parametrize("encoder", ["dinov2", "clip"])
+def test_weights_come_from_their_folders_and_go_into_folders_like_them(
+    folders: Path, encoder: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    graph = composed(folders, tmp_path, encoder, freeze=["vision"])
+    assert graph == read_model(tmp_path / "model.yaml")
+    assert (graph.unit("vision").freeze_module, graph.backbone.vocab_size) == (True, VOCABULARY)
+    alone = case_of(graph, sizes={"vision": (1, 1, 1), "llm": (1, 1, 1)}, colocated=True)
+    (expected,) = ranks.run(run_and_save, alone, str(tmp_path / "alone"), world_size=1)
+    for name, case in (
+        ("tp 2", case_of(graph)),
+        ("zero 3", case_of(graph, shards_weights=True, sizes={"llm": (1, 1, 2)}, colocated=True)),
+    ):
+        assert_matches(case, ranks, run=partial(run_and_save, target=str(tmp_path / name)), expected=expected)
+    for name in ("alone", "tp 2", "zero 3"):
+        for part, source in (("llm", "llm"), ("vision", encoder)):
+            theirs = (folders / source / "model.safetensors").read_bytes()
+            assert (tmp_path / name / part / "model.safetensors").read_bytes() == theirs, f"{part} under {name}"
+        projector = load_file(tmp_path / name / "projectors" / "model.safetensors")
+        assert {key.split(".", 4)[4] for key in projector} == {
+            f"linear_fc{index}.{kind}" for index in (1, 2) for kind in ("weight", "bias")
+        }
+
+
+def find_modules_in(folder: str) -> None:
+    sys.path.append(folder)
+
+
+def test_functions_run_between_modules(folders: Path, ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "between_modules.py").write_text("def doubled(values):\n    return 2 * values\n")
+    ranks.run(find_modules_in, str(tmp_path), world_size=8)
+    function = "between_modules:doubled"
+    losses = []
+    for places in ((), ("before_encoder",), ("after_encoder",), ("after_projector",)):
+        graph = composed(folders, tmp_path, "dinov2", callbacks={"vision": dict.fromkeys(places, function)})
+        case = case_of(graph, sizes={"vision": (1, 1, 1), "llm": (1, 1, 1)}, colocated=True)
+        losses.append(ranks.run(run_and_save, case, world_size=1)[0].loss_sums["llm"])
+    assert len(set(losses)) == len(losses), "each of them changes the result"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"projector": "mpl"}, "projector 'mpl' is not known; use one of mlp, merger"),
+        ({"freeze": ["sight"]}, "freeze names 'sight', which is none of vision, llm"),
+        ({"callbacks": {"vision": {"before_llm": "a:b"}}}, "have 'before_llm', expected one of before_encoder"),
+        ({"callbacks": {"vision": {"after_encoder": "os.system"}}}, "is no function; write package.module:function"),
+        ({"encoders": {"vision": "nowhere"}}, "nowhere/config.json: there is no such file"),
+        ({"encoders": {"vision": "llm"}}, "image_size is None, expected an integer; take an encoder of images of one size"),
+        ({"llm": "clip"}, "architectures is"),
+    ],
+)
+def test_parts_that_do_not_fit_are_said(folders: Path, tmp_path: Path, changes: Any, message: str) -> None:
+    given = {"llm": "llm", "encoders": {"vision": "dinov2"}, **changes}
+    given["llm"] = folders / given["llm"]
+    given["encoders"] = {name: folders / folder for name, folder in given["encoders"].items()}
+    with pytest.raises(ModelError, match=message):
+        multimodal.compose(**given, output=tmp_path / "model.yaml")
+
+
+def test_weights_of_another_model_are_an_error_on_every_rank(folders: Path, ranks: RankPool, tmp_path: Path) -> None:
+    graph = composed(folders, tmp_path, "dinov2")
+    other = replace(graph, units=(replace(graph.units[0], weights=str(folders / "clip")), graph.units[1]))
+    with pytest.raises(RankError, match=rf"(?s){CheckpointError.__name__}.*clip.* is missing"):
+        ranks.run(run_and_save, case_of(other), world_size=4)

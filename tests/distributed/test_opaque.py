@@ -1,0 +1,150 @@
+"""An encoder of transformers as it is (DINOv2): plain torch's gradients, those of one process under plans, errors."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
+
+from multimodal.cost.layers.registry import read_model
+from multimodal.model.stage_input import PackedInput
+from multimodal.model.unit_stage import UnitStage
+from multimodal.values.assignment import Assignment
+from multimodal.values.errors import ModelError, PlanError
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import validate_plan
+from tests.distributed.gradient_case import GradientCase, build_session, single_rank_plan
+from tests.distributed.gradient_comparison import assert_matches
+from tests.distributed.random_source import RandomSource, SampleShape
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.training_case import build_plan
+
+SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 24, "init_method_std": 0.3}
+IMAGE = {"image_size": 8, "patch_size": 2, "in_channels": 3, "merge_size": 2}
+ONE, TWO = (("vision", 2, 2),), (("vision", 2, 2), ("vision", 2, 2))
+SAMPLES = (SampleShape(ONE, 5, 3), SampleShape(TWO, 4, 2), SampleShape((), 3, 2), SampleShape(ONE, 6, 2), SampleShape((), 6, 2))
+ITEMS = [[(0, 0), (1, 0)], [(1, 1)], [(3, 0)]]
+GROUPS = [[(0, -1), (1, -1)], [(2, -1), (3, -1)], [(4, -1)]]
+
+
+def dinov2() -> Any:
+    from transformers import Dinov2Config
+
+    shape = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "mlp_ratio": 2,
+        "image_size": 8,
+        "patch_size": 2,
+    }
+    return Dinov2Config(**shape, initializer_range=0.3, layerscale_value=0.7, hidden_dropout_prob=0.1)
+
+
+@pytest.fixture
+def graph(tmp_path: Path) -> ModelGraph:
+    dinov2().save_pretrained(tmp_path / "dinov2")
+    return describe(tmp_path)
+
+
+def describe(folder: Path, **vision: Any) -> ModelGraph:
+    """Through a model file, beside which the folder of the encoder is."""
+    import yaml
+
+    encoder = {"role": "encoder", **SHAPE, "image": IMAGE, "module": {"directory": "dinov2"}, **vision}
+    units = {"vision": encoder, "llm": {"role": "backbone", **SHAPE}}
+    (folder / "model.yaml").write_text(yaml.safe_dump({"units": units}, sort_keys=False))
+    return read_model(folder / "model.yaml")
+
+
+def case_of(graph: ModelGraph, **changes: Any) -> GradientCase:
+    sizes = {"vision": (1, 1, 2), "llm": (2, 1, 1), **changes.pop("sizes", {})}
+    plan = build_plan(graph, colocated=changes.pop("colocated", False), **sizes)
+    dealt = {"vision": ITEMS, "llm": GROUPS}
+    counts = {name: unit.data_parallel_size for name, unit in plan.units.items()}
+    assignment = Assignment.from_dict(
+        {name: [dealt[name][index::count] for index in range(count)] for name, count in counts.items()}
+    )
+    return GradientCase(graph, plan, assignment, RandomSource(graph, SAMPLES, 12), **changes)
+
+
+def test_gradients_equal_one_process_under_plans(graph: ModelGraph, ranks: RankPool) -> None:
+    frozen = replace(graph, units=(replace(graph.units[0], freeze_module=True), graph.units[1]))
+    for case in (
+        case_of(graph, sequence_parallel=True),
+        case_of(graph, shards_weights=True, sizes={"llm": (1, 1, 2)}, colocated=True),
+        case_of(graph, builder="zb-h1", recompute="full", sizes={"vision": (1, 1, 1), "llm": (1, 2, 1)}),
+        case_of(frozen),
+    ):
+        assert_matches(case, ranks)
+
+
+def plain_gradients(case: GradientCase) -> list[tuple[str, torch.Tensor | None, torch.Tensor | None]]:
+    """Of the encoder's stage and of plain torch, by parameter; on one rank."""
+    from transformers import AutoModel
+
+    session = build_session(replace(case, plan=single_rank_plan(case.graph)))
+    stage: UnitStage = session.stages["vision", 0].train()
+    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    windows = pixels.view(2, 3, 2, 2, 2, 2, 2, 2).permute(
+        0, 2, 5, 3, 6, 1, 4, 7
+    )  # image, window row and column, row, column, ...
+    rows, columns = torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij")
+    places = torch.stack((rows, columns), -1).view(2, 2, 2, 2, 2).transpose(1, 2).reshape(16, 2)
+    output = stage(None, PackedInput((16, 16), places.repeat(2, 1), patches=windows.reshape(32, 12)))
+    output.square().sum().backward()
+    plain = AutoModel.from_config(dinov2()).double().eval()
+    weights = {name: value.detach().clone().requires_grad_() for name, value in stage.named_parameters()}
+    hidden = torch.func.functional_call(
+        plain, {name: weights[f"layers.0.module.{name}"] for name, _ in plain.named_parameters()}, (pixels,)
+    ).last_hidden_state[:, 1:]
+    hidden = F.rms_norm(hidden, (16,), weights["layers.1.norm.weight"], 1e-5)
+    merged = hidden.view(2, 2, 2, 2, 2, 16).transpose(2, 3).reshape(8, 64)
+    inner = F.gelu(F.linear(merged, weights["layers.1.mlp.linear_fc1.weight"], weights["layers.1.mlp.linear_fc1.bias"]))
+    F.linear(inner, weights["layers.1.mlp.linear_fc2.weight"], weights["layers.1.mlp.linear_fc2.bias"]).square().sum().backward()
+    return [
+        (name, getattr(each, "main_grad", None) if each.requires_grad else None, weights[name].grad)
+        for name, each in stage.named_parameters()
+    ]
+
+
+def test_gradients_equal_plain_torch(graph: ModelGraph, ranks: RankPool) -> None:
+    (found,) = ranks.run(plain_gradients, case_of(graph), world_size=1)
+    assert [name for name, mine, _ in found if mine is None] == ["layers.0.module.embeddings.mask_token"]
+    for name, mine, theirs in found:
+        if mine is not None:
+            assert theirs is not None and (mine - theirs).abs().max() <= 1e-9 * max(1e-3, float(theirs.abs().max())), name
+
+
+def test_what_cannot_be_is_said(graph: ModelGraph, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"unit 'vision': tp 2 x cp 1 would cut a module of transformers, which is one piece"):
+        validate_plan(build_plan(graph, vision=(2, 1, 1), llm=(1, 1, 1)), graph=graph, world_size=3)
+    with pytest.raises(
+        PlanError, match=r"unit 'vision': a module of transformers is one piece, which cannot be cut into 2 pipeline"
+    ):
+        build_plan(graph, vision=(1, 2, 1), llm=(1, 1, 1))
+    with pytest.raises(ModelError, match=r"line \d+: unit 'vision': module belongs to encoders of images of one size"):
+        describe(tmp_path, image={"patch_size": 2})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"module": {"directory": "nowhere"}}, "there is no config.json in nowhere"),
+        ({"module": {"directory": "dinov2", "class": "Trainer"}}, "has no model 'Trainer'"),
+        ({"module": {"directory": "dinov2", "part": "tower"}}, "cannot be built from"),
+        ({"hidden_size": 32}, r"gives \[17, 16\] for an image, but the unit has 16 patches of hidden_size 32"),
+    ],
+)
+def test_a_wrong_module_is_said_when_it_is_built(graph: ModelGraph, tmp_path: Path, change: Any, message: str) -> None:
+    from multimodal.model.layers.opaque import build_module, find_unused
+
+    unit = describe(tmp_path, **change).unit("vision")
+    assert unit.module is not None and unit.image is not None
+    with pytest.raises(ModelError, match=message):
+        build_module(unit, unit.module)
+        find_unused(unit, unit.module, unit.image)
