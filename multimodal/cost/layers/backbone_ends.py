@@ -66,7 +66,7 @@ class HeadLayer(Layer):
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
         """The norm's bytes of all tokens; logits, inputs and indices of targets."""
         size = case.bytes_per_element
-        logits = max(size, WIDE_BYTES) * self.vocab_size
+        logits = size * self.vocab_size
         rows = (size * self.unit.transformer.hidden_size if case.need.trains_weights else 0.0) + 2 * INDEX_BYTES
         norm = load.num_tokens * self.exit_norm_bytes(case)
         return ActivationBytes(norm, 1.0 * load.num_outputs * logits, load.num_outputs * rows)
