@@ -165,8 +165,8 @@ class Imbalance(NamedTuple):
     microbatch_std: float
     """Standard deviation of the microbatches' costs, as a fraction of their mean."""
     replica_of_longest: float = 1.0
-    """What `replica` is at least, because the longest item cannot be cut: its cost over the mean, or 1. Of the LLM and of
-    generators the longest sample; also of an encoder, where no sample is spread over several microbatches."""
+    """The least that `replica` can be, because the longest item cannot be cut: its cost over the mean, or 1. For the LLM and
+    generators it is the longest sample; also for an encoder, where no sample is spread over several microbatches."""
     microbatch_of_longest: float = 1.0
     """The same of `microbatch`."""
 

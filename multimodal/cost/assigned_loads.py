@@ -67,7 +67,7 @@ class AssignedLoads:
         return [self._busiest(unit, self.step.assignment.atoms(place)) for place in places]
 
     def kept(self, unit: str) -> RankLoad:
-        """What the context parallel rank with the most tokens has of each microbatch, times their number: loads of arrays."""
+        """Return each microbatch's load on the context parallel rank with the most tokens, times their number, as arrays."""
         if unit not in self._kept:
             loads = self.of_microbatches(unit)
             nothing = UnitLoad(*(np.zeros_like(column) for column in loads))  # type: ignore[arg-type]

@@ -41,9 +41,9 @@ class RankLoad(NamedTuple):
     """One context parallel rank's part of a microbatch."""
 
     whole: UnitLoad
-    """Of the items that it has whole."""
+    """Load of the items that it has whole."""
     cut: UnitLoad
-    """Of its blocks of cut items: each token counts the tokens of its item in `num_squared`."""
+    """Load of its blocks of cut items: each token counts the tokens of its item in `num_squared`."""
 
 
 @dataclass(frozen=True)

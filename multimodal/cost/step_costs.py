@@ -30,7 +30,7 @@ class PieceCosts(NamedTuple):
     """Costs of pieces of a step's work, one entry for each."""
 
     seconds: Floats
-    """Of a computation or a collective; of a send the seconds in which it is occupied."""
+    """Seconds of a computation or a collective; for a send, the seconds in which its link is occupied."""
     tensor_parallel_seconds: Floats
     """As in `ComputeCost`."""
     latency_seconds: Floats

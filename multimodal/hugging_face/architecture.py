@@ -18,7 +18,7 @@ class Key(NamedTuple):
     theirs: str
     ours: str
     default: Any = None
-    """What a config.json means that lacks the key; None: nothing is said here either."""
+    """The value where config.json lacks the key; None: Braid's own default."""
 
 
 VIT_KEYS = (

@@ -12,10 +12,10 @@ from multimodal.values.model_graph import ModelGraph
 
 
 class Tower(NamedTuple):
-    """What tells one vision tower from another."""
+    """The facts in which vision towers differ."""
 
     defaults: Mapping[str, Any]
-    """What a vision_config means that lacks the key, as transformers has it."""
+    """Values of keys that a vision_config lacks, as transformers has them."""
     image: Mapping[str, Any]
     """How its images are treated, and embedded."""
     has_class_token: bool

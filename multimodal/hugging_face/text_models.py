@@ -35,12 +35,12 @@ def decoder_names(prefix: str = "") -> UnitNames:
 
 
 class TextFamily(NamedTuple):
-    """What tells one family of text models from another."""
+    """The facts in which families of text models differ."""
 
     name: str
     model_type: str
     defaults: Mapping[str, Any]
-    """What a config.json means that lacks the key, as transformers has it."""
+    """Values of keys that a config.json lacks, as transformers has them."""
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
     may_have_biases: bool = False

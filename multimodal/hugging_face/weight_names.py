@@ -91,7 +91,7 @@ class UnitNames:
     body: tuple[Weight | Tensor, ...]
     last: tuple[Weight | Tensor, ...]
     prefix: str
-    """Of the layers between, `{}` being their number from 0."""
+    """Prefix of the layers between; `{}` is their number from 0."""
 
 
 def rows_of(names: UnitNames, unit: Unit, parameter: str, *, num_rows: int) -> tuple[Rows, ...]:

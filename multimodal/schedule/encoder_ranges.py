@@ -82,7 +82,7 @@ class PlacedParts(NamedTuple):
     """One lane's work in its order; columns."""
 
     pieces: Integers
-    """Of the uncut step."""
+    """Their numbers in the uncut step."""
     parts: Integers
     """The number of the part that runs, of those that the piece was cut into."""
     boundaries: Integers

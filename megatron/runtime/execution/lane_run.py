@@ -29,7 +29,7 @@ class LaneRun(ABC):
         self.collectives: dict[Action, Callable[[], None]] = {}
         """By action, what waits for a collective that is started and not finished."""
         self.inside: dict[int, list[Action]] = {}
-        """What runs inside the next computation in line and has not run yet, by the number of the wait that it fills."""
+        """Pieces to run inside the next computation in line, by the number of the wait that they fill."""
         self.num_waits = 0
         """Waits for tensor parallel collectives that the last computation came to with anything inside it."""
         self.is_filling = False

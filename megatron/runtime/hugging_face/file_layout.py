@@ -36,7 +36,7 @@ class FileLayout:
     """All files of a folder."""
 
     headers: Mapping[str, bytes]
-    """What each file begins with."""
+    """The bytes that each file begins with."""
     sizes: Mapping[str, int]
     """Bytes of each file."""
     weights: Mapping[str, PlacedWeight]

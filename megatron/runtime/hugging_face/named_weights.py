@@ -32,13 +32,13 @@ class NamedWeights:
     """The weights of a whole model, whatever the plan."""
 
     rows: Mapping[str, tuple[Rows, ...]]
-    """What makes up each parameter, by its name here (`model.<unit>.<parameter>`)."""
+    """The rows that make up each parameter, by its name here (`model.<unit>.<parameter>`)."""
     shapes: Mapping[str, Shape]
-    """Of their tensors, by their name."""
+    """Shapes of the folder's tensors, by their name there."""
 
 
 class Part(NamedTuple):
-    """What a rank holds of one of their tensors."""
+    """The part of one of the folder's tensors that a rank holds."""
 
     key: str
     rows: range

@@ -248,7 +248,7 @@ def _write_at(descriptor: int, content: memoryview, position: int) -> None:
 
 
 def _own_tensors(tensors: Iterable[HeldTensor], session: Session) -> Iterator[HeldTensor]:
-    """What this rank writes: of what replicas hold alike, its turn; of columns of a matrix, whole rows instead."""
+    """Yield the tensors that this rank writes: its turn of what replicas hold alike; whole rows in place of columns."""
     for tensor in tensors:
         member = session.memberships[tensor.key.split(".")[1]]
         groups = member.groups

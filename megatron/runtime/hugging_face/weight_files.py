@@ -44,7 +44,7 @@ class WeightFiles:
     weights: Mapping[str, SavedWeight]
     """By name, as the files have it."""
     metadata: Mapping[str, Mapping[str, str]]
-    """What a file's header says beside tensors, by file."""
+    """Entries of a file's header beside tensors, by file."""
 
     def __init__(self, folder: Path) -> None:
         """Read all headers; raises CheckpointError when a file is missing or damaged, or holds what cannot be trained."""

@@ -15,7 +15,7 @@ class _Bin(NamedTuple):
     cost: int = 0
     num_items: int = 0
     padding: int = 0
-    """Of its longest item: what each further one costs at least."""
+    """Padded length of its longest item, which is the least that each further item costs."""
 
 
 def search_partition(

@@ -91,7 +91,7 @@ def heaviest_pressure(pressures: Units, replicas: Sequence[int], num_replicas: i
 class _Replica(NamedTuple):
     samples: list[int]
     loads: list[float]
-    """Of each unit."""
+    """The load of each unit."""
 
     @property
     def pressure(self) -> float:

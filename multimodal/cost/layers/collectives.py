@@ -41,7 +41,7 @@ class LayerCollectives(NamedTuple):
     """Groups of heads, of which as many are gathered at once as `count_groups_at_once` says; they are attended to while the next
     ones come."""
     bytes_per_key: float = 0.0
-    """Of one token's key and value in one group of heads."""
+    """Bytes of one token's key and value in one group of heads."""
 
     @property
     def is_spread(self) -> bool:

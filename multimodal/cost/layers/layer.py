@@ -225,7 +225,7 @@ class Layer(ABC):
         return LayerTraffic(moved, moved)
 
     def segment_work(self, bytes_per_element: int) -> tuple[SegmentWork, ...]:
-        """What each segment computes, in their order; of several, an override says which weights and bytes are whose."""
+        """Return the work of each segment, in their order. Kinds with several say which weights and bytes are whose."""
         return (SegmentWork(self.num_weights, self.traffic(bytes_per_element), attends=True),)
 
     def collectives(self, *, tensor_parallel_size: int, ranks: Sequence[int], cluster: Cluster) -> LayerCollectives:

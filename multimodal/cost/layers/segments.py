@@ -8,9 +8,9 @@ class Exchange(Enum):
     """A collective of tensor parallel ranks."""
 
     GATHER = "gather"
-    """Of rows, before a product; under sequence parallelism only, without which every rank has them."""
+    """Gathers rows before a product; under sequence parallelism only, without which every rank has them."""
     GATHER_AGAIN = "gather again"
-    """Of the rows of a product whose weight gradient follows; beside another product, so that as good as nothing is waited for.
+    """Gathers the rows of a product whose weight gradient follows; beside another product, so that hardly anything is waited for.
     Under sequence parallelism, where the weight or an adapter of it is trained. A range of segments keeps the rows instead."""
     SUM = "sum"
     """After a product."""

@@ -21,7 +21,7 @@ _ROW_OF_KIND = np.array([COMPUTATIONS.index(kind) if kind in COMPUTATIONS else -
 
 @dataclass(frozen=True)
 class ComputationSeconds:
-    """What the loads of a step take in its stages."""
+    """Seconds of the loads of a step in its stages."""
 
     step: StepGraph
     loads: AssignedLoads

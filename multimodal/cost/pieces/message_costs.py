@@ -14,7 +14,7 @@ from multimodal.values.step_work import KIND_NUMBERS, Integers, StepWork
 
 @dataclass(frozen=True)
 class MessageCosts:
-    """What the messages of a step take on its plan's links."""
+    """Seconds of the messages of a step on its plan's links."""
 
     loads: AssignedLoads
     links: StageLinks

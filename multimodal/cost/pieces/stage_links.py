@@ -18,7 +18,7 @@ _SEVERAL_NODES = -1
 
 @dataclass(frozen=True)
 class StageLinks:
-    """What a byte of a message takes on its way; stages are numbered as in `StepWork`."""
+    """Seconds of a byte of a message on its way; stages are numbered as in `StepWork`."""
 
     graph: ModelGraph
     plan: Plan

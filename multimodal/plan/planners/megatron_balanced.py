@@ -46,7 +46,7 @@ class GridShape(NamedTuple):
     num_stages: int
     data_parallel_size: int
     num_pieces: int
-    """Of the chain: the most virtual stages."""
+    """Smallest ranges of the chain, which is the most virtual stages that it can have."""
 
     def can_hold(self, virtual_stages: int) -> bool:
         """Return True if every stage can hold so many layer ranges; alone, there is nothing to interleave."""
@@ -64,7 +64,7 @@ class Grid:
     stage_seconds: tuple[float, ...]
     """Per stage of the grid, one microbatch through all its ranges."""
     ranges: tuple[tuple[Piece, ...], ...]
-    """Of every virtual stage, in the order of the chain, the smallest ranges that it holds."""
+    """The smallest ranges that each virtual stage holds, in the order of the chain."""
 
     @property
     def num_stages(self) -> int:

@@ -44,7 +44,7 @@ class SegmentCut:
     """
 
     num_segments: int
-    """Of the place's stage."""
+    """Segments of the place's stage."""
     forward: tuple[int, ...] = ()
     backward: tuple[int, ...] = ()
 

@@ -26,7 +26,7 @@ class Transformer:
     """Channels per head; None: hidden_size / num_attention_heads."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
     activation: Literal["swiglu", "gelu", "gelu_tanh", "quick_gelu"] = "swiglu"
-    """Of the MLP: SiLU with a gate; GELU; its approximation by tanh; x sigmoid(1.702 x)."""
+    """The MLP's: SiLU with a gate; GELU; its approximation by tanh; x sigmoid(1.702 x)."""
     add_bias_linear: bool = False
     add_qkv_bias: bool = False
     qk_layernorm: bool = False

@@ -23,9 +23,9 @@ class ChainRange(NamedTuple):
     forward_seconds: float
     backward_seconds: float
     gathering_seconds: float = 0.0
-    """Of gathering its updated weights before its first forward."""
+    """Seconds for gathering its updated weights before its first forward."""
     reducing_seconds: float = 0.0
-    """Of reducing its gradients, as far as that does not begin during its last backward."""
+    """Seconds for reducing its gradients, as far as that does not begin during its last backward."""
 
 
 def chain_seconds(ranges: Sequence[ChainRange], *, num_lanes: int, num_microbatches: int) -> float:

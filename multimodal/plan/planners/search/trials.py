@@ -64,7 +64,7 @@ class Trials:
     request: PlanningRequest
     budget: SearchBudget
     max_actions: int | None
-    """Of a final simulation; None simulates whole steps."""
+    """Most computations of a final simulation; None simulates whole steps."""
     found: dict[tuple[str, Fidelity], PredictedRun | None] = field(default_factory=dict)
     """None: a run that is impossible, or does not fit the memory."""
     _times: dict[tuple[int, Recompute | None, bool], PlanningTimes] = field(default_factory=dict, repr=False)
