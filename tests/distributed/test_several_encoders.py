@@ -62,6 +62,14 @@ def write_manifest(folder: Path, *, has_pictures: bool) -> Path:
     return folder / "manifest.jsonl"
 
 
+def normalised(patches: np.ndarray, *, mean: tuple[float, ...], deviation: tuple[float, ...]) -> torch.Tensor:
+    """In float32 as a run does it, by numpy: comparisons widen torch's float32."""
+    repeats = 3 // len(mean)
+    means, deviations = (np.array(each * repeats, np.float32)[:, None] for each in (mean, deviation))
+    values = (patches.astype(np.float32) / np.float32(255)).reshape(len(patches), 3, -1)
+    return torch.from_numpy(((values - means) / deviations).reshape(len(patches), -1)).double()
+
+
 def items_of(source: ManifestSource, index: int, token_ids: torch.Tensor) -> Mapping[str, Any]:
     """What transformers' model takes of a sample; it has a placeholder for each kind of item."""
     given: dict[str, Any] = {"attention_mask": torch.ones_like(token_ids)[None]}
@@ -70,7 +78,8 @@ def items_of(source: ManifestSource, index: int, token_ids: torch.Tensor) -> Map
         found = source._samples.item(index, item)
         if source._graph.unit(found.unit).audio is None:
             grids.append((1, *found.grid))
-            patches.append(torch.from_numpy(source.item(index, item).patches).double())
+            image = source._graph.unit(found.unit).image
+            patches.append(normalised(source.item(index, item).patches, mean=image.mean, deviation=image.std))
             continue
         token_ids[start : start + length] = AUDIO_TOKEN
         samples = read_audio(found.path, num_samples=found.size[0], where="")

@@ -64,8 +64,8 @@ def _count_nodes(request: PlanningRequest, fault_tolerance: int) -> int:
         raise PlanError(f"fault tolerance must be at least 0, found {fault_tolerance}")
     if fault_tolerance >= num_nodes:
         raise PlanError(
-            f"fault tolerance {fault_tolerance} asks for {fault_tolerance + 1} replicas on nodes of their own, but there are "
-            f"{num_nodes} nodes ({gpus} GPUs); use a fault tolerance of at most {num_nodes - 1}, or at least "
+            f"fault tolerance {fault_tolerance} asks for {fault_tolerance + 1} replicas on nodes of their own, but "
+            f"{gpus} GPUs make {num_nodes} of {per_node}; use a fault tolerance of at most {num_nodes - 1}, or at least "
             f"{(fault_tolerance + 1) * per_node} GPUs"
         )
     return num_nodes

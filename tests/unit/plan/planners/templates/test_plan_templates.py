@@ -92,7 +92,7 @@ def test_fixed_tensor_parallel_sizes_are_kept():
     [
         ({"num_gpus": 10}, 1, "10 GPUs are no multiple of the 4 of a node; use 8 or 12"),
         ({"num_gpus": 2}, 0, "2 GPUs are no multiple of the 4 of a node; use 4"),
-        ({"num_gpus": 4}, 1, "there are 1 nodes .4 GPUs.; use a fault tolerance of at most 0, or at least 8 GPUs"),
+        ({"num_gpus": 4}, 1, "4 GPUs make 1 of 4; use a fault tolerance of at most 0, or at least 8 GPUs"),
         ({"num_gpus": 8}, -1, "fault tolerance must be at least 0"),
         ({"num_gpus": 8, "fixed_sizes": {"llm": FixedSizes(pipeline_parallel_size=2)}}, 1, "pp 2 is fixed.*fix tp only"),
         ({"num_gpus": 8, "fixed_sizes": {"llm": FixedSizes(context_parallel_size=2)}}, 1, "cp 2 is fixed"),
