@@ -28,10 +28,10 @@ class AttentionShape:
     num_groups: int = 1
     """Key heads."""
     channels: int = 64
-    """Of a head."""
+    """Channels of a head."""
     dtype: torch.dtype = torch.float32
     num_multiprocessors: int = 0
-    """Of a CUDA device; 0: a CPU computes."""
+    """Multiprocessors of the CUDA device; 0: a CPU computes."""
 
     @property
     def is_cuda(self) -> bool:

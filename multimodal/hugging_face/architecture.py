@@ -63,6 +63,11 @@ def read_keys(keys: tuple[Key, ...], config: Config) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def with_defaults(given: Config, defaults: Config) -> dict[str, Any]:
+    """Return what a part of config.json says, with transformers' values for keys that it lacks or leaves null."""
+    return {**defaults, **{key: value for key, value in given.items() if value is not None}}
+
+
 def require(config: Config, allowed: Mapping[str, tuple[Any, ...]], *, where: str = "") -> None:
     """Raise ModelError where a config.json has a value that is not computed here; a key that it lacks is right."""
     for key, values in allowed.items():

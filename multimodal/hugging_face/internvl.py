@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from multimodal.hugging_face.architecture import VIT_KEYS, Architecture, Config, read_keys, require
+from multimodal.hugging_face.architecture import VIT_KEYS, Architecture, Config, read_keys, require, with_defaults
 from multimodal.hugging_face.llava import SPELLINGS
 from multimodal.hugging_face.text_models import decoder_names, read_text_unit
 from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight, grouped_qkv
@@ -79,7 +79,7 @@ def read_internvl(config: Config) -> dict[str, Any]:
 
 
 def _read_vision(given: Config, text_size: int) -> dict[str, Any]:
-    vision = {**_DEFAULTS, **{key: value for key, value in given.items() if value is not None}}
+    vision = with_defaults(given, _DEFAULTS)
     require(vision, _COMPUTED, where="vision_config: ")
     return {
         "role": "encoder",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require
+from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require, with_defaults
 from multimodal.hugging_face.text_models import decoder_names, read_text_unit
 from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight, fused_qkv, stacked
 from multimodal.values.errors import ModelError
@@ -102,7 +102,7 @@ def read_placed_text(config: Config, *, defaults: Config) -> dict[str, Any]:
 
 def read_native_vision(given: Config, text_size: int) -> dict[str, Any]:
     """Return the encoder; text_size: the hidden size of the LLM."""
-    vision = {**_VISION_DEFAULTS, **{key: value for key, value in given.items() if value is not None}}
+    vision = with_defaults(given, _VISION_DEFAULTS)
     require(vision, {"hidden_act": ("silu",)}, where="vision_config: ")
     rotary = vision.get("rope_parameters") or {}
     require(rotary, {"rope_type": ("axial", "default"), "rope_theta": (10000, 10000.0)}, where="vision_config: ")

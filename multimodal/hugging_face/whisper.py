@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from multimodal.hugging_face.architecture import Config, Key, read_keys, require
+from multimodal.hugging_face.architecture import Config, Key, read_keys, require, with_defaults
 from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight, grouped_qkv_without_key_bias
 from multimodal.values.errors import ModelError
 
@@ -73,7 +73,7 @@ def read_audio_unit(given: Config, *, audio: Mapping[str, Any] | None = None) ->
 
     audio: what else is said of the sound.
     """
-    config = {**_DEFAULTS, **{key: value for key, value in given.items() if value is not None}}
+    config = with_defaults(given, _DEFAULTS)
     require(config, _COMPUTED, where="audio_config: ")
     return {
         "role": "encoder",

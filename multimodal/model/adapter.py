@@ -18,13 +18,18 @@ DOWN, UP = "lora_a", "lora_b"
 
 
 class Adapter(NamedTuple):
-    """What is added to one product; its tensors are parameters, or those that autograd stands for them."""
+    """The two matrices added to one product: parameters, or the tensors that autograd has in their place."""
 
     down: Tensor
     """[rank, input_size]."""
     up: Tensor
     """[output_size, rank]."""
     scale: float
+
+    @staticmethod
+    def of(down: Tensor | None, up: Tensor | None, scale: float) -> "Adapter | None":
+        """Return the adapter that an autograd function's arguments stand for; see `NO_ADAPTER`."""
+        return Adapter(down, up, scale) if down is not None and up is not None else None
 
     def inner(self, rows: Tensor) -> Tensor:
         """Return what is between the two, scaled."""

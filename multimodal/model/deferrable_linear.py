@@ -83,7 +83,7 @@ class _Linear(torch.autograd.Function):
         up: Tensor | None,
         scale: float,
     ) -> Tensor:
-        adapter = Adapter(down, up, scale) if down is not None and up is not None else None
+        adapter = Adapter.of(down, up, scale)
         # Parameters stay themselves: a saved tensor may come back as another one, without the hooks of its gradient.
         ctx.weight, ctx.bias, ctx.queue, ctx.link, ctx.adapter = weight, bias, queue, link, adapter
         rows = inputs if link is None else link.complete(link.start_gathering(inputs))

@@ -96,7 +96,7 @@ class _OverlappedColumn(torch.autograd.Function):
         up: Tensor | None,
         scale: float,
     ) -> Tensor:
-        adapter = Adapter(down, up, scale) if down is not None and up is not None else None
+        adapter = Adapter.of(down, up, scale)
         # Parameters stay themselves: a saved tensor may come back as another one, without the hooks of its gradient.
         ctx.weight, ctx.bias, ctx.queue, ctx.overlap, ctx.adapter = weight, bias, queue, overlap, adapter
         rows = inputs
@@ -141,7 +141,7 @@ class _OverlappedRow(torch.autograd.Function):
         up: Tensor | None,
         scale: float,
     ) -> Tensor:
-        adapter = Adapter(down, up, scale) if down is not None and up is not None else None
+        adapter = Adapter.of(down, up, scale)
         ctx.weight, ctx.bias, ctx.queue, ctx.overlap, ctx.adapter = weight, None, queue, overlap, adapter
         ctx.save_for_backward(inputs, None if adapter is None else adapter.inner(inputs))
         return multiply_then_reduce(inputs, _forward_factor(weight, adapter), overlap).wait()

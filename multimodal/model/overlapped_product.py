@@ -42,7 +42,7 @@ def start_gathering(share: Tensor, overlap: Overlap) -> Arriving:
 
 
 class Factor(NamedTuple):
-    """What rows are multiplied with."""
+    """The matrix that rows are multiplied with, in one piece or with a product of low rank beside it."""
 
     matrix: Tensor
     """[size, output_size]."""

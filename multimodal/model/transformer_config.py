@@ -67,7 +67,7 @@ class BuildOptions:
     attention_backend: str = AUTO
     """Implementation of attention; see `attention_backend.py`."""
     num_multiprocessors: int = 0
-    """Of this process's CUDA device; 0: a CPU computes."""
+    """Multiprocessors of this process's CUDA device; 0: a CPU computes."""
     attention_mask: MaskMode = MaskMode.CAUSAL
     """The rule by which the LLM's tokens attend to encoders' items."""
     num_overlapped_parts: int = 1

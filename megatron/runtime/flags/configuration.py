@@ -157,7 +157,7 @@ class TrainingConfig:
     balance_granularity: Literal["item", "sample"] = "item"
     """The unit that balancing an encoder moves: each image or clip by itself, or all of a sample together."""
     cluster: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "C.yaml"})
-    """The machine whose durations --balance auto and --schedule optimus go by; by default one like this."""
+    """The machine whose durations --balance auto and schedules made from durations go by; by default one like this."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library; by default nccl where CUDA is present, else gloo."""
     allow_python_kernels: bool = False

@@ -66,12 +66,12 @@ class _Pipelines(NamedTuple):
     """An encoder's pipelines over one replica of the LLM."""
 
     groups: tuple[tuple[int, ...], ...]
-    """Of each the stages of the LLM that it lies over."""
+    """The stages of the LLM that each lies over."""
     llm_seconds: tuple[float, ...]
-    """Of each the LLM's work on its busiest ranks."""
+    """The LLM's work on the busiest ranks of each."""
     microbatch_seconds: float
     shares: tuple[int, ...]
-    """Of each its microbatches."""
+    """Number of microbatches of each."""
 
     def even_out(self) -> tuple[int, ...]:
         """Give every microbatch to the pipeline whose ranks have the least to do."""

@@ -25,7 +25,7 @@ class ChainPiece(NamedTuple):
     unit: str
     layers: Range
     first_layer: int
-    """Of the chain, in which the layers of all units are numbered on."""
+    """Index of the first of these in the chain, in which the layers of all units are numbered on."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Chain:
 
     @cached_property
     def tables(self) -> StageTables:
-        """What every possible stage takes."""
+        """Return the ticks and bytes of every possible stage."""
         forward, backward = (
             np.rint(_of_ranges(np.nan_to_num(each)) / self.seconds_per_tick).astype(np.int64)
             for each in (self.forward, self.backward)

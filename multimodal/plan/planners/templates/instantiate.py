@@ -20,17 +20,17 @@ class Instantiation(NamedTuple):
 
     instances: tuple[Instance, ...]
     step_seconds: float
-    """Of the slowest of them."""
+    """Seconds of a step of the slowest replica."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What is asked of a set of replicas."""
+    """The nodes and microbatches that a set of replicas must serve, and how many replicas it must have."""
 
     num_nodes: int
     """All of them are used."""
     num_microbatches: int
-    """Of the global batch; every replica gets one at least."""
+    """Microbatches of the global batch; every replica gets one at least."""
     least_replicas: int = 1
 
 

@@ -34,7 +34,7 @@ class StageMapping(NamedTuple):
     """Stages in pipeline order."""
 
     ticks: int
-    """Of a step."""
+    """Length of a step."""
     ends: tuple[int, ...]
     """The piece after the last one of each stage."""
     gpus: tuple[int, ...]

@@ -28,7 +28,7 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class Reconfiguration:
-    """What a run does next."""
+    """The replicas that a run goes on with, and how they are reached."""
 
     how: str
     """`keep`, `reinstantiate`, `borrow` or `merge`: the furthest step that some pipeline took; `replan`: all nodes anew."""

@@ -18,7 +18,7 @@ class Span(NamedTuple):
     step_seconds: float | None
     """None: no steps are run."""
     state: str
-    """What is done: `train`, `recover`, `restart`, or `wait` for nodes."""
+    """The activity: `train`, `recover`, `restart`, or `wait` for nodes."""
 
     @property
     def num_steps(self) -> float:

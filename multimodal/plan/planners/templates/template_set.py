@@ -26,9 +26,9 @@ class TemplateStage:
     """The last layer that it holds."""
     gpus: int = field(metadata=_COUNT)
     node: int = field(metadata=_AT_LEAST_ZERO)
-    """Of the template's nodes, counted from 0."""
+    """Index among the template's nodes."""
     forward_seconds: float = field(metadata=_AT_LEAST_ZERO)
-    """Of one microbatch."""
+    """Seconds of one microbatch's forward."""
     backward_seconds: float = field(metadata=_AT_LEAST_ZERO)
 
     @property
@@ -45,7 +45,7 @@ class PipelineTemplate:
     num_microbatches: int = field(metadata=_COUNT)
     """Microbatches of a step that it was planned for: its share of the batch by nodes."""
     iteration_seconds: float = field(metadata=_AT_LEAST_ZERO)
-    """Of a step of so many microbatches."""
+    """Seconds of a step of so many microbatches."""
     stages: tuple[TemplateStage, ...] = field(metadata={"min_entries": 1})
 
 
@@ -54,7 +54,7 @@ class Instance:
     """One replica that a template is used for."""
 
     nodes: int = field(metadata=_COUNT)
-    """Of its template."""
+    """Nodes of its template."""
     num_microbatches: int = field(metadata=_COUNT)
     """Its share of the global batch."""
 
@@ -79,7 +79,7 @@ class TemplateSet:
     """Nodes that may be lost at once: there is always one replica more."""
     micro_batch_size: int = field(metadata=_COUNT)
     num_microbatches: int = field(metadata=_COUNT)
-    """Of the global batch."""
+    """Microbatches of the global batch."""
     recompute_granularity: str | None
     chain: tuple[ChainUnit, ...] = field(metadata={"min_entries": 1})
     layer_bytes: tuple[int, ...] = field(metadata={"min_entries": 1, "minimum": 0})
