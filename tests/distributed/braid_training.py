@@ -1,4 +1,6 @@
-"""The text-only case trained by Braid's executor."""
+"""A compared case trained by Braid's executor."""
+
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -7,68 +9,84 @@ import torch.distributed as dist
 from megatron.runtime.feed.step_planner import plan_step
 from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
 from megatron.runtime.session import Session, SessionOptions
+from megatron.runtime.step.step import Step
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.schedule.builders import BUILDERS
 from multimodal.values.plan import Plan
-from tests.distributed.gradient_case import SEED, single_rank_plan
-from tests.distributed.rank_pool import TIMEOUT
-from tests.distributed.text_only_case import (
+from tests.distributed.compared_case import (
     BETAS,
     CLIP_GRAD,
     EPSILON,
-    GRAPH,
     LEARNING_RATE,
     MICRO_BATCH_SIZE,
     NUM_STEPS,
     VOCAB_SIZE,
     WEIGHT_DECAY,
-    batch_of_step,
+    ComparedCase,
 )
+from tests.distributed.gradient_case import SEED, single_rank_plan
+from tests.distributed.random_source import RandomSource
+from tests.distributed.rank_pool import TIMEOUT
+
+Weights = Mapping[str, Mapping[str, np.ndarray]]
+"""Unit -> parameter -> values."""
 
 
-def initial_weights() -> dict[str, np.ndarray]:
+def initial_weights(case: ComparedCase) -> Weights:
     """Every parameter whole, under Braid's names; on one rank."""
-    (stage,) = _session(single_rank_plan(GRAPH)).stages.values()
-    return {name: parameter.detach().numpy().copy() for name, parameter in stage.named_parameters()}
+    stages = BraidTraining(case, single_rank_plan(case.graph)).session.stages
+    return {
+        unit: {name: parameter.detach().numpy().copy() for name, parameter in stage.named_parameters()}
+        for (unit, _), stage in stages.items()
+    }
 
 
-def braid_losses(plan: Plan) -> list[float]:
-    """Train 20 steps on this rank; returns its share of the summed losses."""
-    session = _session(plan)
-    losses = []
-    for number in range(NUM_STEPS):
-        source = batch_of_step(number)
-        lengths = [source.lengths(index) for index in range(len(source))]
-        assignment = BALANCERS["orchmllm"](
-            lengths, graph=GRAPH, plan=plan, options=BalanceOptions(micro_batch_size=MICRO_BATCH_SIZE)
+def braid_losses(case: ComparedCase, plan: Plan) -> list[float]:
+    """Train 20 steps on this rank; returns its share of the losses."""
+    training = BraidTraining(case, plan)
+    return [training.train_step(training.prepare(case.batch_of_step(number))) for number in range(NUM_STEPS)]
+
+
+class BraidTraining:
+    """One rank of a run."""
+
+    def __init__(self, case: ComparedCase, plan: Plan, *, balancer: str = "orchmllm", builder: str = "1f1b") -> None:
+        self.case, self.balancer = case, balancer
+        optimizer = build_optimizer_config(
+            lr=LEARNING_RATE,
+            min_lr=LEARNING_RATE,
+            weight_decay=WEIGHT_DECAY,
+            betas=BETAS,
+            eps=EPSILON,
+            clip_grad=CLIP_GRAD,
+            dtype=torch.float64,
         )
-        step = plan_step(
+        build = BuildOptions(Precision(torch.float64))
+        options = SessionOptions(
+            case.graph, build, VOCAB_SIZE, seed=SEED, timeout=TIMEOUT, optimizer=optimizer, builder=BUILDERS[builder]
+        )
+        self.session = Session(options, plan=plan)
+        for group in (group for unit in self.session.optimizers.values() for group in unit.param_groups):
+            group["weight_decay"] = WEIGHT_DECAY * group["wd_mult"]  # what the learning rate schedule does in each step
+
+    def prepare(self, source: RandomSource) -> Step:
+        """Return this rank's part of a global batch."""
+        lengths = [source.lengths(index) for index in range(len(source))]
+        options = BalanceOptions(micro_batch_size=MICRO_BATCH_SIZE)
+        return plan_step(
             source,
             lengths=lengths,
-            assignment=assignment,
-            schedules=session.schedules(),
+            assignment=BALANCERS[self.balancer](lengths, graph=self.case.graph, plan=self.session.plan, options=options),
+            schedules=self.session.schedules(),
             rank=dist.get_rank(),
             source_index={index: index for index in range(len(source))},
         )
-        losses.append(session.forward_backward(step).loss_sum / step.num_target_tokens)
-        session.finish_gradients()
-        session.update(gathers_later=False)
-    return losses
 
-
-def _session(plan: Plan) -> Session:
-    optimizer = build_optimizer_config(
-        lr=LEARNING_RATE,
-        min_lr=LEARNING_RATE,
-        weight_decay=WEIGHT_DECAY,
-        betas=BETAS,
-        eps=EPSILON,
-        clip_grad=CLIP_GRAD,
-        dtype=torch.float64,
-    )
-    build = BuildOptions(Precision(torch.float64))
-    session = Session(SessionOptions(GRAPH, build, VOCAB_SIZE, seed=SEED, timeout=TIMEOUT, optimizer=optimizer), plan=plan)
-    for group in (group for unit in session.optimizers.values() for group in unit.param_groups):
-        group["weight_decay"] = WEIGHT_DECAY * group["wd_mult"]  # what the learning rate schedule does in each step
-    return session
+    def train_step(self, step: Step) -> float:
+        """Train on a global batch; returns this rank's share of its loss."""
+        loss = self.session.forward_backward(step).loss_sum / step.num_target_tokens
+        self.session.finish_gradients()
+        self.session.update(gathers_later=False)
+        return loss

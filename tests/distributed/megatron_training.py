@@ -1,7 +1,7 @@
-"""The text-only case trained by megatron-core alone: its GPTModel under its own pipeline schedule, and torch's AdamW."""
+"""A compared case without images trained by megatron-core alone: GPTModel, its own pipeline schedule, and torch's AdamW."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -15,52 +15,59 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer import utils as transformer_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn import Module
 
 from megatron.runtime.platform import CpuTorch
-from tests.distributed.random_source import RandomSource
-from tests.distributed.text_only_case import (
+from tests.distributed.compared_case import (
     BETAS,
     CLIP_GRAD,
     EPSILON,
-    GRAPH,
     LEARNING_RATE,
     MICRO_BATCH_SIZE,
     NUM_STEPS,
-    SEQUENCE_LENGTH,
     VOCAB_SIZE,
     WEIGHT_DECAY,
-    batch_of_step,
+    ComparedCase,
 )
+from tests.distributed.random_source import RandomSource
 
 
-def megatron_losses(weights: Mapping[str, np.ndarray]) -> list[float]:
-    """Train 20 steps on this rank, one pipeline stage of as many as there are ranks; returns the summed losses (last stage only).
-
-    Replaced are: tensors that the schedule makes on device "cuda", the CUDA random states for a dropout of zero, and the cross
-    entropy's cast to float32.
-    """
+def megatron_losses(case: ComparedCase, weights: Mapping[str, np.ndarray]) -> list[float]:
+    """Train 20 steps on this rank, a pipeline stage of as many as there are ranks; returns the losses that it has summed up."""
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
-    uncast = staticmethod(lambda logits: (logits.clone(), logits.max(dim=-1)[0]))
     try:
-        with (
-            patch.object(schedules, "torch", CpuTorch(torch)),
-            patch.object(CudaRNGStatesTracker, "fork", lambda *_: nullcontext()),
-            patch.object(VocabParallelCrossEntropy, "calculate_logits_max", uncast),
-        ):
-            return _train(weights)
+        with megatron_without_cuda():
+            return _train(case, weights)
     finally:
         parallel_state.destroy_model_parallel()
 
 
-def _train(weights: Mapping[str, np.ndarray]) -> list[float]:
-    model = _build_model(weights)
-    optimizer = _build_optimizer(model)
+@contextmanager
+def megatron_without_cuda() -> Iterator[None]:
+    """Replace, beside what a run replaces, what Megatron's own loops and models need CUDA or float32 for.
+
+    That is: tensors that schedule and masks make on device "cuda", the CUDA random states for a dropout of zero, and the cross
+    entropy's cast to float32.
+    """
+    uncast = staticmethod(lambda logits: (logits.clone(), logits.max(dim=-1)[0]))
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(schedules, "torch", CpuTorch(torch)))
+        stack.enter_context(patch.object(transformer_utils, "torch", CpuTorch(torch)))
+        stack.enter_context(patch.object(CudaRNGStatesTracker, "fork", lambda *_: nullcontext()))
+        stack.enter_context(patch.object(VocabParallelCrossEntropy, "calculate_logits_max", uncast))
+        yield
+
+
+def _train(case: ComparedCase, weights: Mapping[str, np.ndarray]) -> list[float]:
+    model = _build_model(case, weights)
+    optimizer = build_optimizer(model)
     losses = []
     for number in range(NUM_STEPS):
-        source = batch_of_step(number)
+        source = case.batch_of_step(number)
         num_targets = sum(shape.num_target_tokens for shape in source.shapes)
         optimizer.zero_grad()
         found = schedules.forward_backward_pipelining_without_interleaving(
@@ -68,18 +75,21 @@ def _train(weights: Mapping[str, np.ndarray]) -> list[float]:
             data_iterator=_microbatches(source),
             model=model,
             num_microbatches=len(source) // MICRO_BATCH_SIZE,
-            seq_length=SEQUENCE_LENGTH,
+            seq_length=case.sequence_length,
             micro_batch_size=MICRO_BATCH_SIZE,
         )
         losses.append(sum(found) / num_targets)
-        _scale_gradients(model, num_targets=num_targets)
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        assert len(gradients) == len(list(model.parameters()))
+        scale_gradients([(gradients, 1)], num_targets=num_targets)
         optimizer.step()
     return losses
 
 
-def _build_model(weights: Mapping[str, np.ndarray]) -> GPTModel:
-    shape = GRAPH.backbone.transformer
-    config = TransformerConfig(
+def language_config(case: ComparedCase, *, num_stages: int, **more: Any) -> TransformerConfig:
+    """Return the LLM as megatron-core's config says it."""
+    shape = case.graph.backbone.transformer
+    return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_attention_heads,
@@ -92,35 +102,52 @@ def _build_model(weights: Mapping[str, np.ndarray]) -> GPTModel:
         add_qkv_bias=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        pipeline_model_parallel_size=dist.get_world_size(),
+        pipeline_model_parallel_size=num_stages,
         pipeline_dtype=torch.float64,
         params_dtype=torch.float64,
         perform_initialization=False,
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         calculate_per_token_loss=True,
+        **more,
     )
-    model = GPTModel(
-        config,
-        get_gpt_layer_local_spec(normalization="RMSNorm"),
-        vocab_size=VOCAB_SIZE,
-        max_sequence_length=SEQUENCE_LENGTH,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
-        rotary_base=int(shape.rotary_base),
-    ).double()
+
+
+def language_arguments(case: ComparedCase) -> dict[str, Any]:
+    """Return what GPTModel is built with beside its config."""
+    return {
+        "transformer_layer_spec": get_gpt_layer_local_spec(normalization="RMSNorm"),
+        "vocab_size": VOCAB_SIZE,
+        "max_sequence_length": case.sequence_length,
+        "position_embedding_type": "rope",
+        "rotary_base": int(case.graph.backbone.transformer.rotary_base),
+    }
+
+
+def load_language_weights(model: GPTModel, case: ComparedCase, weights: Mapping[str, np.ndarray], *, stage: int) -> None:
+    """Give a pipeline stage of equal ones the weights that Braid's LLM begins with, and rotary angles in float64."""
+    shape = case.graph.backbone.transformer
     channels = torch.arange(0, shape.head_channels, 2, dtype=torch.float64)
     model.rotary_pos_emb.inv_freq = 1.0 / shape.rotary_base ** (channels / shape.head_channels)
-    first_layer = dist.get_rank() * shape.num_layers // dist.get_world_size()
+    first_layer = stage * shape.num_layers // model.config.pipeline_model_parallel_size
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(torch.from_numpy(weights[_braid_name(name, first_layer=first_layer)]))
+            parameter.copy_(torch.from_numpy(weights[_braid_name(name, case, first_layer=first_layer)]))
+
+
+def _build_model(case: ComparedCase, weights: Mapping[str, np.ndarray]) -> GPTModel:
+    model = GPTModel(
+        language_config(case, num_stages=dist.get_world_size()),
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        **language_arguments(case),
+    ).double()
+    load_language_weights(model, case, weights, stage=dist.get_rank())
     return model
 
 
-def _braid_name(name: str, *, first_layer: int) -> str:
-    head = f"layers.{GRAPH.backbone.transformer.num_layers + 1}"
+def _braid_name(name: str, case: ComparedCase, *, first_layer: int) -> str:
+    head = f"layers.{case.graph.backbone.transformer.num_layers + 1}"
     parts = name.split(".")
     if parts[0] == "embedding":
         return ".".join(["layers.0", *parts[1:]])
@@ -131,7 +158,8 @@ def _braid_name(name: str, *, first_layer: int) -> str:
     return ".".join([head, *parts])
 
 
-def _build_optimizer(model: GPTModel) -> torch.optim.Optimizer:
+def build_optimizer(model: Module) -> torch.optim.Optimizer:
+    """Return AdamW, with weight decay for matrices."""
     groups = [
         {"params": [p for p in model.parameters() if (p.dim() > 1) == decays], "weight_decay": WEIGHT_DECAY * decays}
         for decays in (True, False)
@@ -149,25 +177,30 @@ def _microbatches(source: RandomSource) -> Iterator[tuple[Tensor, Tensor, Tensor
 
 def _forward_step(batches: Iterator[tuple[Tensor, Tensor, Tensor]], model: GPTModel) -> tuple[Tensor, Callable[..., Any]]:
     token_ids, labels, is_target = next(batches)
-    positions = torch.arange(SEQUENCE_LENGTH).expand_as(token_ids)
-    is_hidden = torch.ones(1, 1, SEQUENCE_LENGTH, SEQUENCE_LENGTH, dtype=torch.bool).triu(1)
-    return model(token_ids, positions, is_hidden, labels=labels), partial(_loss, is_target)
+    positions = torch.arange(token_ids.shape[1]).expand_as(token_ids)
+    is_hidden = torch.ones(1, 1, *positions.shape[1:] * 2, dtype=torch.bool).triu(1)
+    return model(token_ids, positions, is_hidden, labels=labels), partial(summed_loss, is_target)
 
 
-def _loss(is_target: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, float]:
+def summed_loss(is_target: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Return the sum over target tokens, their number and the sum to report, as Megatron asks of a loss function."""
     loss_sum = (losses * is_target).sum()
     return loss_sum, is_target.sum().int(), float(loss_sum)
 
 
-def _scale_gradients(model: GPTModel, *, num_targets: int) -> None:
-    """Divide by the number of target tokens, as megatron-core's `finalize_model_grads` does; clip by the norm over all stages."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    assert len(gradients) == len(list(model.parameters()))
-    for gradient in gradients:
-        gradient.div_(num_targets)
-    square = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
+def scale_gradients(gradients: Sequence[tuple[Sequence[Tensor], int]], *, num_targets: int) -> None:
+    """Divide by the number of target tokens, as megatron-core's `finalize_model_grads` does; clip by the norm over all ranks.
+
+    gradients: of this rank's modules, each with the number of ranks that have the same ones.
+    """
+    square = torch.zeros((), dtype=torch.float64)
+    for each, num_copies in gradients:
+        for gradient in each:
+            gradient.div_(num_targets)
+            square += gradient.square().sum() / num_copies
     dist.all_reduce(square)
     coefficient = CLIP_GRAD / (float(square.sqrt()) + 1e-6)
     assert coefficient < 1, "clipping must matter, or it is not compared"
-    for gradient in gradients:
-        gradient.mul_(coefficient)
+    for each, _ in gradients:
+        for gradient in each:
+            gradient.mul_(coefficient)

@@ -1,0 +1,158 @@
+"""Claim: what Megatron's own MIMO trains, Braid trains with the same losses, and in less time where samples differ.
+
+Both train one vision-language model in float64 on the same global batches: megatron-core's MimoModel under its 1F1B, with the
+encoder on ranks before the LLM's, and Braid under the same plan with the same microbatches; then Braid with what MIMO does not
+have: microbatches balanced for both units, another order, and units that share all ranks. Images differ in size from sample to
+sample; all samples have one number of tokens, as MIMO's batches do, so nothing is padded.
+
+Steps take turns in the same processes; shown are medians, the ratio to MIMO's, and the largest difference of a loss from MIMO's
+(a balanced batch holds the same samples, so its losses are the same). Needs megatron-core 0.19 (Python 3.12). Layouts are the
+encoder's replicas, the LLM's stages and its replicas; more processes than cores wait for cores, not for each other.
+
+Run `python benchmarks/against_mimo.py [--json] [--iterations N] [--layouts V,P,D ...]`.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from megatron.runtime.emulation.emulated_run import run_on_ranks
+from multimodal.plan.colocated import plan_colocated
+from multimodal.plan.disaggregated import plan_disaggregated
+from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+from tests.distributed.braid_training import BraidTraining, Weights, initial_weights
+from tests.distributed.compared_case import ComparedCase
+from tests.distributed.mimo_training import MimoLayout, MimoTraining, mimo_without_cuda
+from tests.distributed.random_source import SampleShape
+
+NUM_SAMPLES, NUM_TOKENS, MOST_MERGED_ROWS = 16, 192, 12
+MIMO, SAME = "MIMO", "Braid, as MIMO"
+
+
+def build_case() -> ComparedCase:
+    """Return a model whose encoder takes about as long as its LLM, and images of 4 to 144 tokens."""
+    vision = {
+        "role": "encoder",
+        "num_layers": 6,
+        "hidden_size": 192,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 768,
+        "image": {"patch_size": 4, "merge_size": 2, "in_channels": 3, "min_pixels": 64, "max_pixels": 65536},
+    }
+    llm = {
+        "role": "backbone",
+        "num_layers": 6,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 768,
+        "add_qkv_bias": True,
+    }
+    drawn = np.random.default_rng(0)
+    shapes = []
+    for _ in range(NUM_SAMPLES):
+        rows, columns = (int(side) for side in np.clip(np.exp(drawn.normal(1.6, 0.7, size=2)), 2, MOST_MERGED_ROWS))
+        num_text_tokens = NUM_TOKENS - rows * columns
+        shapes.append(SampleShape((("vision", rows, columns),), num_text_tokens, num_text_tokens // 2))
+    return ComparedCase(ModelGraph.from_dict({"units": {"vision": vision, "llm": llm}}), tuple(shapes))
+
+
+def build_runs(case: ComparedCase, layout: MimoLayout, weights: Weights) -> dict[str, BraidTraining | MimoTraining]:
+    """Return all that is compared, on this rank."""
+    sizes = {
+        "vision": UnitSizes(data_parallel_size=layout.vision_dp),
+        "llm": UnitSizes(pipeline_parallel_size=layout.llm_pp, data_parallel_size=layout.llm_dp),
+    }
+    apart = plan_disaggregated(case.graph, sizes=sizes, world_size=layout.num_ranks)
+    return {
+        MIMO: MimoTraining(case, weights, layout),
+        SAME: BraidTraining(case, apart, balancer="none"),
+        "Braid, balanced": BraidTraining(case, apart, balancer="orchmllm"),
+        "Braid, balanced, dip": BraidTraining(case, apart, balancer="orchmllm", builder="dip"),
+        "Braid, ranks shared": BraidTraining(case, _shared(case, layout.num_ranks), balancer="orchmllm"),
+    }
+
+
+def measure(layout: MimoLayout, weights: Weights, num_iterations: int, *, rank: int) -> dict[str, dict[str, float]]:
+    """Return the median seconds of a step of each, and how far its losses are from MIMO's."""
+    case = build_case()
+    with mimo_without_cuda():
+        runs = build_runs(case, layout, weights)
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        losses: dict[str, list[float]] = {name: [] for name in runs}
+        for number in range(num_iterations + 1):
+            source = case.batch_of_step(number)
+            for name, run in runs.items():
+                prepared = run.prepare(source)
+                dist.barrier()
+                start = time.perf_counter()
+                loss = run.train_step(prepared)  # type: ignore[arg-type]
+                dist.barrier()
+                if number:  # the first one warms up
+                    seconds[name].append(time.perf_counter() - start)
+                losses[name].append(_summed(loss))
+    return {
+        name: {
+            "seconds": statistics.median(found),
+            "of_mimo": statistics.median(each / mimo for each, mimo in zip(found, seconds[MIMO], strict=True)),
+            "loss_difference": max(abs(each - mimo) for each, mimo in zip(losses[name], losses[MIMO], strict=True)),
+        }
+        for name, found in seconds.items()
+    }
+
+
+def _first_weights(*, rank: int) -> Weights:
+    return initial_weights(build_case())
+
+
+def _shared(case: ComparedCase, num_ranks: int) -> Plan:
+    sizes = {name: UnitSizes(data_parallel_size=num_ranks) for name in case.graph.unit_names}
+    return plan_colocated(case.graph, sizes=sizes, world_size=num_ranks)
+
+
+def _summed(loss: float) -> float:
+    shares: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, loss)
+    return float(sum(shares))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--iterations", type=int, default=10, help="steps of each")
+    parser.add_argument("--layouts", nargs="+", default=["1,1,1"], metavar="V,P,D", help="vision dp, LLM pp, LLM dp")
+    given = parser.parse_args()
+    weights = run_on_ranks(_first_weights, num_ranks=1)
+    found = {}
+    for text in given.layouts:
+        layout = MimoLayout(*map(int, text.split(",")))
+        found[text] = run_on_ranks(measure, layout, weights, given.iterations, num_ranks=layout.num_ranks)
+    if given.json:
+        print(json.dumps({"load": os.getloadavg()[0], "layouts": found}))
+        return
+    table = Table("encoder dp, LLM pp, LLM dp", "run", "step (s)", "of MIMO's", "largest difference of a loss")
+    for text, rows in found.items():
+        for name, row in rows.items():
+            table.add_row(text, name, f"{row['seconds']:.3f}", f"{row['of_mimo']:.3f}", f"{row['loss_difference']:.1e}")
+    Console().print(table)
+    print(f"load: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+
+
+if __name__ == "__main__":
+    main()

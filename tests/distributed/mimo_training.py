@@ -1,0 +1,263 @@
+"""A compared case with images trained by megatron-core's own MIMO: MimoModel under Megatron's 1F1B, its encoder on other ranks.
+
+MIMO takes any module as an encoder; here it is Braid's, so that both train one model. Its LLM is megatron-core's GPTModel.
+Gradients are summed over data parallel ranks when the schedule has run, as by MIMO's DDP without overlap.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.mimo.config.base_configs import MimoModelConfig
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
+from megatron.core.pipeline_parallel import bridge_communicator, schedules
+from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
+from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
+from megatron.core.process_groups_config import MultiModuleProcessGroupCollection, ProcessGroupCollection
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+from torch.nn import Module
+
+from multimodal.data.packing import pack_encoder_microbatch
+from multimodal.model.stage_input import PackedInput
+from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.model.unit_stage import UnitStage
+from multimodal.values.assignment import Atom
+from tests.distributed.braid_training import Weights
+from tests.distributed.compared_case import MICRO_BATCH_SIZE, NUM_STEPS, ComparedCase
+from tests.distributed.megatron_training import (
+    build_optimizer,
+    language_arguments,
+    language_config,
+    load_language_weights,
+    megatron_without_cuda,
+    scale_gradients,
+    summed_loss,
+)
+from tests.distributed.random_source import RandomSource
+
+VISION, LANGUAGE = "vision", MIMO_LANGUAGE_MODULE_KEY
+IMAGE_TOKEN = -200
+_DIMENSIONS = ("tp", "cp", "pp", "dp", "ep", "expt_dp")
+
+
+class MimoLayout(NamedTuple):
+    """Ranks: those of the encoder come first."""
+
+    vision_dp: int
+    llm_pp: int
+    llm_dp: int
+
+    @property
+    def num_ranks(self) -> int:
+        """Of both."""
+        return self.vision_dp + self.llm_pp * self.llm_dp
+
+
+def mimo_losses(case: ComparedCase, weights: Weights, layout: MimoLayout) -> list[float]:
+    """Train 20 steps on this rank; returns the losses that it has summed up."""
+    with mimo_without_cuda():
+        trained = MimoTraining(case, weights, layout)
+        return [trained.train_step(trained.prepare(case.batch_of_step(number))) for number in range(NUM_STEPS)]
+
+
+@contextmanager
+def mimo_without_cuda() -> Iterator[None]:
+    """Replace what `megatron_without_cuda` does, and NCCL, which the bridge between modules asks for by name.
+
+    MIMO makes its own process groups, but attention still takes a buffer that Megatron's global groups come with.
+    """
+    parallel_state.destroy_model_parallel()
+    parallel_state._set_global_memory_buffer()
+    try:
+        with megatron_without_cuda(), patch.object(bridge_communicator, "dist", _Gloo()):
+            yield
+    finally:
+        BridgeCommunicator.destroy_bridge_pgs()
+        BridgeCommunicator.destroy_broadcast_pgs()
+        parallel_state.destroy_model_parallel()
+
+
+class MimoTraining:
+    """One rank of a run."""
+
+    def __init__(self, case: ComparedCase, weights: Weights, layout: MimoLayout) -> None:
+        self.case, self.layout = case, layout
+        self.grids = {
+            VISION: _make_grid(0, num_stages=1, num_replicas=layout.vision_dp),
+            LANGUAGE: _make_grid(layout.vision_dp, num_stages=layout.llm_pp, num_replicas=layout.llm_dp),
+        }
+        self.name = VISION if dist.get_rank() < layout.vision_dp else LANGUAGE
+        grid = self.grids[self.name]
+        self.groups = ProcessGroupCollection(**{name: grid.get_pg(name) for name in ("tp", "cp", "pp", "dp", "ep", "expt_dp")})
+        self.groups.dp_cp = grid.get_pg(["dp", "cp"])
+        self.groups.embd = self.groups.pos_embd = None
+        self.model = self._build_model(weights)
+        self.communicator = MultiModulePipelineCommunicator(
+            self.grids,
+            {VISION: [LANGUAGE], LANGUAGE: []},
+            self.model.config,
+            dim_mapping={"s": 0, "b": 1, "h": 2},
+            module_output_ndim={VISION: 2},
+        )
+        self.collection = MultiModuleProcessGroupCollection({self.name: self.groups}, LANGUAGE if self.name == LANGUAGE else None)
+        self.optimizer = build_optimizer(self.model)
+
+    def prepare(self, source: RandomSource) -> list["MimoMicrobatch"]:
+        """Return this rank's part of a global batch: samples in order, a microbatch to each replica of the LLM in turn.
+
+        An encoder's replica has those of several replicas of the LLM at once.
+        """
+        width, rank, size = self.layout.llm_dp, self.groups.dp.rank(), self.groups.dp.size()
+        share = width // size * MICRO_BATCH_SIZE
+        return [
+            MimoMicrobatch.load(source, range(first, first + share), with_pixels=self.name == VISION)
+            for first in range(rank * share, len(source), width * MICRO_BATCH_SIZE)
+        ]
+
+    def train_step(self, microbatches: Sequence["MimoMicrobatch"]) -> float:
+        """Train on a global batch; returns the loss that this rank has summed up, 0 but on the LLM's last stage."""
+        num_targets = sum(shape.num_target_tokens for shape in self.case.shapes)
+        self.optimizer.zero_grad()
+        found = schedules.forward_backward_pipelining_without_interleaving(
+            forward_step_func=_forward_step,
+            data_iterator=iter(microbatches),
+            model=self.model,
+            num_microbatches=len(microbatches),
+            seq_length=self.case.sequence_length,
+            micro_batch_size=MICRO_BATCH_SIZE,
+            p2p_communicator=self.communicator,
+            pg_collection=self.collection,
+        )
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        assert len(gradients) == len(list(self.model.parameters()))
+        for gradient in gradients:
+            dist.all_reduce(gradient, group=self.groups.dp)
+        scale_gradients([(gradients, self.groups.dp.size())], num_targets=num_targets)
+        self.optimizer.step()
+        return sum(found) / num_targets
+
+    def _build_model(self, weights: Weights) -> MimoModel:
+        stage, num_stages = self.groups.pp.rank(), self.layout.llm_pp
+        config = language_config(
+            self.case, num_stages=num_stages, variable_seq_lengths=True, moe_token_dispatcher_type="alltoall"
+        )
+        language = {
+            "config": config,
+            "pre_process": stage == 0,
+            "post_process": stage == num_stages - 1,
+            "pg_collection": self.groups,
+            **language_arguments(self.case),
+        }
+        encoder = ModuleSpec(module=_Encoder, params={"case": self.case, "groups": self.groups})
+        model = MimoModel(
+            MimoModelConfig(
+                language_model_spec=ModuleSpec(module=GPTModel, params=language),
+                modality_submodules_spec={
+                    VISION: ModuleSpec(module=VisionModalitySubmodules, submodules={"encoders": {"vit": encoder}})
+                },
+                special_token_ids={VISION: IMAGE_TOKEN},
+                module_to_grid_map=self.grids,
+            )
+        ).double()
+        if self.name == LANGUAGE:
+            load_language_weights(model.language_model, self.case, weights["llm"], stage=stage)
+        else:
+            model.modality_submodules[VISION].encoders["vit"].load(weights[VISION])
+        return model
+
+
+@dataclass(frozen=True)
+class MimoMicrobatch:
+    """Inputs of one forward."""
+
+    token_ids: Tensor
+    labels: Tensor
+    is_target: Tensor
+    images: PackedInput | None
+
+    @classmethod
+    def load(cls, source: RandomSource, samples: Sequence[int], *, with_pixels: bool) -> "MimoMicrobatch":
+        """Return some samples of a batch."""
+        texts = [source.text(index) for index in samples]
+        columns = ("token_ids", "labels", "is_target")
+        token_ids, labels, is_target = (torch.from_numpy(np.stack([getattr(t, column) for t in texts])) for column in columns)
+        for row, text in enumerate(texts):
+            for _, start, length in text.item_starts:
+                token_ids[row, start : start + length] = IMAGE_TOKEN
+        return cls(token_ids, labels, is_target, _pack_images(source, samples) if with_pixels else None)
+
+
+class _Encoder(Module):
+    """Braid's encoder with its projector, whole."""
+
+    def __init__(self, case: ComparedCase, groups: ProcessGroupCollection) -> None:
+        super().__init__()
+        unit = case.graph.unit(VISION)
+        self.stage = UnitStage(
+            graph=case.graph,
+            unit_name=VISION,
+            layers=range(len(unit.layers)),
+            groups=groups,
+            options=BuildOptions(Precision(torch.float64)),
+        )
+
+    def load(self, weights: Any) -> None:
+        with torch.no_grad():
+            for name, parameter in self.stage.named_parameters():
+                parameter.copy_(torch.from_numpy(weights[name]))
+
+    def forward(self, batch: PackedInput) -> Tensor:
+        output = self.stage(None, batch)
+        assert isinstance(output, Tensor)
+        return output
+
+
+class _Gloo:
+    """torch.distributed as the bridge between modules sees it, which asks for NCCL by name."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def new_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
+        return dist.new_group(ranks, backend="gloo")
+
+    def new_subgroups_by_enumeration(self, ranks: Sequence[Sequence[int]], backend: str) -> Any:
+        return dist.new_subgroups_by_enumeration(ranks, backend="gloo")
+
+
+def _make_grid(first_rank: int, *, num_stages: int, num_replicas: int) -> HyperCommGrid:
+    grid = HyperCommGrid([1, 1, num_stages, num_replicas, 1, 1], list(_DIMENSIONS), rank_offset=first_rank, backend="gloo")
+    for name in (*_DIMENSIONS, ["dp", "cp"]):
+        grid.create_pg(name)
+    return grid
+
+
+def _pack_images(source: RandomSource, samples: Sequence[int]) -> PackedInput:
+    atoms = [Atom(index, item) for index in samples for item in range(len(source.shapes[index].items))]
+    unit = source.graph.unit(VISION)
+    assert unit.item_input is not None
+    packed = pack_encoder_microbatch(
+        atoms, source=source, index_of_sample={i: i for i in samples}, item_input=unit.item_input, with_pixels=True
+    )
+    assert packed.patches is not None
+    return PackedInput(tuple(packed.cu_seqlens.diff().tolist()), packed.positions, patches=packed.patches.double())
+
+
+def _forward_step(batches: Iterator[MimoMicrobatch], model: MimoModel) -> tuple[Any, Callable[..., Any]]:
+    batch = next(batches)
+    positions = torch.arange(batch.token_ids.shape[1]).expand_as(batch.token_ids)
+    images = {VISION: {"vit": {"batch": batch.images}}} if batch.images is not None else None
+    output, _ = model(batch.token_ids, positions, None, labels=batch.labels, modality_inputs=images)
+    return output, partial(summed_loss, batch.is_target)
