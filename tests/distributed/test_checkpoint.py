@@ -4,13 +4,16 @@ import itertools
 import json
 import math
 import random
+import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+from megatron.runtime.checkpoint.storage import PieceWriter
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.training_case import (
     RankReport,
@@ -50,11 +53,46 @@ def test_the_same_plan_resumes_bit_for_bit(ranks: RankPool, tmp_path: Path, size
     case = case_of(TIED, sizes, dtype=dtype)
     expected: list[RankReport] = run(ranks, train_and_save, case, tmp_path, 3, 3)
     found: list[RankReport] = run(ranks, resume, case, tmp_path, 3)
+    assert_resumed_bit_for_bit(found, expected=expected)
+
+
+def assert_resumed_bit_for_bit(found: list[RankReport], *, expected: list[RankReport]) -> None:
     assert len({tuple(report.losses) for report in expected}) == 1
     for before, after in zip(expected, found, strict=True):
         assert after.losses == before.losses
         assert_equal(after.parameters_at_checkpoint, before.parameters_at_checkpoint)
         assert_equal(after.parameters_at_end, before.parameters_at_end)
+
+
+@pytest.mark.parametrize("shards_weights", [False, True])
+def test_steps_that_run_beside_a_save_are_not_in_it(ranks: RankPool, tmp_path: Path, shards_weights: bool) -> None:
+    """The file is held back until three steps later have changed every value."""
+    case = case_of(TIED, COLOCATED, dtype=torch.bfloat16, shards_weights=shards_weights, saves_in_background=True)
+    expected: list[RankReport] = run(ranks, train_while_saving, case, tmp_path, 3, 3)
+    found: list[RankReport] = run(ranks, resume, case, tmp_path, 3)
+    assert_resumed_bit_for_bit(found, expected=expected)
+
+
+def train_while_saving(case: TrainingCase, folder: Path, num_before: int, num_after: int) -> RankReport:
+    may_write, is_complete = threading.Event(), "step_00000003"
+    write = PieceWriter.write_data
+
+    def write_late(*args: Any) -> Any:
+        assert may_write.wait(60)
+        return write(*args)
+
+    with mock.patch.object(PieceWriter, "write_data", write_late):
+        training = Training(case)
+        for number in range(num_before):
+            training.train_step(number)
+        training.save(folder, step=num_before)
+        at_checkpoint = training.parameters()
+        losses = [training.train_step(number) for number in range(num_before, num_before + num_after)]
+        assert not (folder / is_complete).exists()
+        may_write.set()
+        training.finish_saving()
+    assert (folder / is_complete).exists()
+    return RankReport(losses, at_checkpoint, training.parameters())
 
 
 OTHER_PLANS = {

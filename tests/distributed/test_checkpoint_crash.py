@@ -1,5 +1,7 @@
 """kill -9 at random moments of saving: the newest complete checkpoint always loads, whole.
 
+Every other time savers write in the background, and change all values meanwhile.
+
 BRAID_CRASH_MOMENTS=200 tries that many moments.
 """
 
@@ -8,6 +10,7 @@ import multiprocessing
 import os
 import random
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,8 @@ def test_the_newest_complete_checkpoint_always_loads(ranks: RankPool, tmp_path: 
     folder = tmp_path / "checkpoints"
     num_interrupted, last_step = 0, 0
     for moment in range(NUM_MOMENTS):
-        kill_while_saving(tmp_path, folder, store=tmp_path / f"store-{moment}", generator=generator)
+        case = replace(SAVED, saves_in_background=moment % 2 == 1)
+        kill_while_saving(case, folder, store=tmp_path / f"store-{moment}", generator=generator)
         num_interrupted += any(".partial-" in path.name for path in folder.iterdir())
         newest = find_newest_checkpoint(folder)
         assert newest is not None
@@ -42,11 +46,11 @@ def test_the_newest_complete_checkpoint_always_loads(ranks: RankPool, tmp_path: 
     assert num_interrupted >= NUM_MOMENTS // 4, "hardly any save was interrupted: the moments are badly chosen"
 
 
-def kill_while_saving(tmp_path: Path, folder: Path, *, store: Path, generator: random.Random) -> None:
+def kill_while_saving(case: TrainingCase, folder: Path, *, store: Path, generator: random.Random) -> None:
     """Let two ranks save without end, and kill one, or both, at a random moment."""
     context = multiprocessing.get_context("fork")
     has_saved = context.Event()
-    savers = [context.Process(target=save_without_end, args=(rank, store, folder, has_saved)) for rank in range(2)]
+    savers = [context.Process(target=save_without_end, args=(case, rank, store, folder, has_saved)) for rank in range(2)]
     for saver in savers:
         saver.start()
     try:
@@ -63,14 +67,14 @@ def kill_while_saving(tmp_path: Path, folder: Path, *, store: Path, generator: r
             saver.join()
 
 
-def save_without_end(rank: int, store: Path, folder: Path, has_saved: Any) -> None:
+def save_without_end(case: TrainingCase, rank: int, store: Path, folder: Path, has_saved: Any) -> None:
     """Save step after step, every parameter and moment at the step's number; every third step twice, as after a resumption."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the error of a lost peer is expected
     gc.freeze()  # what is inherited from the parent takes longer to look through than a save
     torch.set_num_threads(1)
     platform.install()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=10))
-    training = Training(SAVED)
+    training = Training(case)
     training.train_step(0)
     newest = find_newest_checkpoint(folder)
     step = int(newest.name[5:13]) if newest else 0
@@ -80,7 +84,8 @@ def save_without_end(rank: int, store: Path, folder: Path, has_saved: Any) -> No
         fill(training, float(step))
         for _ in range(2 if step % 3 == 0 else 1):
             training.save(folder, step=step)
-        has_saved.set()
+        if find_newest_checkpoint(folder) is not None:
+            has_saved.set()
 
 
 def fill(training: Training, value: float) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.runtime.checkpoint import folder as checkpoint_folder
+from megatron.runtime.checkpoint.background_save import BackgroundSave
 from megatron.runtime.checkpoint.checkpoint import find_newest_checkpoint
 from megatron.runtime.checkpoint.manifest import read_newest, write_manifest
 from megatron.runtime.checkpoint.storage import PieceWriter
@@ -27,6 +28,7 @@ from tests.distributed.training_case import Training, TrainingCase, build_graph,
 
 GRAPH = build_graph()
 CASE = TrainingCase(GRAPH, build_plan(GRAPH, vision=(1, 1, 1), llm=(1, 1, 1)))
+BACKGROUND = replace(CASE, saves_in_background=True)
 
 
 def save_steps(case: TrainingCase, folder: Path, steps: list[int], keep_last: int = 5) -> None:
@@ -35,6 +37,7 @@ def save_steps(case: TrainingCase, folder: Path, steps: list[int], keep_last: in
     for step in steps:
         fill(training, float(step))
         training.save(folder, step=step, keep_last=keep_last)
+    training.finish_saving()
 
 
 def load(case: TrainingCase, folder: Path, load_optimizer: bool = True) -> tuple[int, set[float]]:
@@ -66,10 +69,17 @@ def save_error(case: TrainingCase, folder: Path, failure: str) -> str:
     }
     owner, name, rank = target[failure]
     training = Training(case)
+
+    def save() -> None:
+        training.save(folder, step=2)
+        if training.background is not None and training.background._thread is not None:
+            training.background._thread.join()
+            training.background.check()
+
     if dist.get_rank() != rank:
-        return error_of(lambda: training.save(folder, step=2))
+        return error_of(save)
     with mock.patch.object(owner, name, side_effect=OSError(28, "No space left on device")):
-        return error_of(lambda: training.save(folder, step=2))
+        return error_of(save)
 
 
 def fill(training: Training, value: float) -> None:
@@ -261,10 +271,13 @@ def test_another_precision(ranks: RankPool, tmp_path: Path) -> None:
     assert "--no-load-optim" in message
 
 
+@pytest.mark.parametrize("case", [CASE, BACKGROUND], ids=["at once", "in the background"])
 @pytest.mark.parametrize("failure", ["disk full on rank 1", "disk full on rank 0", "rename fails", "planning fails"])
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(ranks: RankPool, tmp_path: Path, failure: str) -> None:
-    run(ranks, save_steps, CASE, tmp_path, [1])
-    message = the_only(run(ranks, save_error, CASE, tmp_path, failure))
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(
+    ranks: RankPool, tmp_path: Path, failure: str, case: TrainingCase
+) -> None:
+    run(ranks, save_steps, case, tmp_path, [1])
+    message = the_only(run(ranks, save_error, case, tmp_path, failure))
     assert f"saving step 2 to {tmp_path} failed on rank" in message
     assert "No space left on device" in message
     assert "earlier checkpoints are untouched" in message
@@ -283,8 +296,22 @@ def save_anywhere(case: TrainingCase, folder: Path) -> str:
     return error_of(lambda: training.save(folder, step=1))
 
 
-def test_only_the_newest_are_kept(ranks: RankPool, tmp_path: Path) -> None:
-    run(ranks, save_steps, CASE, tmp_path, [10, 20, 30, 40], 2)
+def test_no_memory_for_a_copy_is_an_error_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    message = the_only(run(ranks, copy_error, BACKGROUND, tmp_path))
+    assert message == f"copying step 2 for {tmp_path} failed on rank 1: RuntimeError: no memory is left"
+    assert names(tmp_path) == []
+
+
+def copy_error(case: TrainingCase, folder: Path) -> str:
+    training = Training(case)
+    problem = RuntimeError("no memory is left") if dist.get_rank() == 1 else None
+    with mock.patch.object(BackgroundSave, "_copy", side_effect=problem, return_value=[]):
+        return error_of(lambda: training.save(folder, step=2))
+
+
+@pytest.mark.parametrize("case", [CASE, BACKGROUND], ids=["at once", "in the background"])
+def test_only_the_newest_are_kept(ranks: RankPool, tmp_path: Path, case: TrainingCase) -> None:
+    run(ranks, save_steps, case, tmp_path, [10, 20, 30, 40], 2)
     assert names(tmp_path) == ["step_00000030", "step_00000040"]
 
 

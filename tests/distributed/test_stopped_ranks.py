@@ -80,10 +80,16 @@ def send(number: signal.Signals, *ranks: int) -> Callable[[Sequence[int], Path],
     return act
 
 
-@pytest.mark.parametrize(("asked", "ranks"), [(signal.SIGTERM, (0, 1, 2)), (signal.SIGUSR1, (2,))], ids=["all ranks", "one rank"])
-def test_a_signal_saves_and_ends_well(tmp_path: Path, asked: signal.Signals, ranks: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("asked", "ranks", "flags"),
+    [(signal.SIGTERM, (0, 1, 2), ("--async-save", "--save-interval", 2)), (signal.SIGUSR1, (2,), ())],
+    ids=["all ranks, saving in the background", "one rank"],
+)
+def test_a_signal_saves_and_ends_well(
+    tmp_path: Path, asked: signal.Signals, ranks: tuple[int, ...], flags: tuple[object, ...]
+) -> None:
     saved = tmp_path / "saved"
-    ended = train(tmp_path, "--save", saved, meanwhile=send(asked, *ranks))
+    ended = train(tmp_path, "--save", saved, *flags, meanwhile=send(asked, *ranks))
     assert ended.exit_codes == (0,) * NUM_RANKS, ended.output
     last = logged_steps(tmp_path)[-1]
     newest = find_newest_checkpoint(saved)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron.runtime.checkpoint.background_save import BackgroundSave
 from megatron.runtime.checkpoint.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
 from megatron.runtime.feed.step_planner import plan_step
 from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
@@ -103,6 +104,7 @@ class TrainingCase:
     seed: int = 3
     vocab_size: int = 36
     shards_weights: bool = False
+    saves_in_background: bool = False
 
 
 class Training:
@@ -125,6 +127,7 @@ class Training:
             shards_weights=case.shards_weights,
         )
         self.session = Session(options, plan=case.plan)
+        self.background = BackgroundSave(TIMEOUT) if case.saves_in_background else None
 
     def train_step(self, number: int) -> float:
         """Train on the global batch that `number` draws; returns its loss."""
@@ -154,16 +157,22 @@ class Training:
             shards_weights=self.case.shards_weights,
         )
 
-    def save(self, folder: Path, *, step: int, keep_last: int = 2, run_state: dict[str, Any] | None = None) -> Path:
-        """Save a checkpoint."""
-        return save_checkpoint(
+    def save(self, folder: Path, *, step: int, keep_last: int = 2, run_state: dict[str, Any] | None = None) -> None:
+        """Save a checkpoint, or start to."""
+        save_checkpoint(
             folder,
             step=step,
             session=self.session,
             schedulers_state={"num_steps": step},
             run_state=run_state or {"seed": self.case.seed},
             keep_last=keep_last,
+            background=self.background,
         )
+
+    def finish_saving(self) -> None:
+        """Wait for a save in the background."""
+        if self.background is not None:
+            self.background.finish()
 
     def load(self, folder: Path, *, load_optimizer: bool = True, load_rng: bool = True) -> LoadedCheckpoint:
         """Load the newest checkpoint."""
@@ -215,6 +224,7 @@ def train_and_save(case: TrainingCase, folder: Path, num_before: int, num_after:
     training.save(folder, step=num_before)
     at_checkpoint = training.parameters()
     losses = [training.train_step(number) for number in range(num_before, num_before + num_after)]
+    training.finish_saving()
     return RankReport(losses, at_checkpoint, training.parameters())
 
 

@@ -1,19 +1,22 @@
 """Checkpoints: sharded, atomic, and independent of the plan.
 
 Every rank writes the pieces it holds (`storage`) into a hidden folder that gets its final name when all of it is on the disk
-(`folder`): a complete checkpoint is one that has its name. What fails on one rank becomes the same CheckpointError on all.
+(`folder`): a complete checkpoint is one that has its name. What fails on one rank becomes the same CheckpointError on all
+(`all_ranks`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed import ProcessGroup
 
+from megatron.runtime.checkpoint.all_ranks import on_all_ranks, on_first_rank, on_this_rank
+from megatron.runtime.checkpoint.background_save import BackgroundSave
 from megatron.runtime.checkpoint.folder import (
     complete_partial,
     damaged,
@@ -32,7 +35,7 @@ from megatron.runtime.checkpoint.manifest import (
     restore_random_state,
     write_manifest,
 )
-from megatron.runtime.checkpoint.storage import read_tensors, write_tensors
+from megatron.runtime.checkpoint.storage import WrittenFiles, read_tensors, write_tensors
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, adopt_group_steps, make_room, model_tensors, optimizer_tensors
 from multimodal.model.adapter import is_adapter
@@ -63,40 +66,77 @@ def save_checkpoint(
     run_state: Mapping[str, Any],
     keep_last: int,
     retain_interval: int | None = None,
-) -> Path:
+    check_right: Callable[[], None] = lambda: None,
+    background: BackgroundSave | None = None,
+) -> None:
     """Save the whole state of a run after `step` steps, and remove older ones; collective over all ranks.
 
     The `keep_last` newest stay, and those of steps that `retain_interval` divides.
 
-    schedulers_state and run_state are rank 0's and must fit into JSON. Returns the checkpoint's folder, in which a checkpoint of
-    the same step is replaced. Raises CheckpointError on every rank when it fails on any; earlier checkpoints are then untouched.
+    schedulers_state and run_state are rank 0's and must fit into JSON. A checkpoint of the same step is replaced.
+
+    check_right: called on rank 0 before anything is written, and again before it gets its name; may raise CheckpointError.
+
+    background: writes it while training goes on, once the save before it is done; this returns when the state is copied, and what
+    fails is raised by its `check` and `finish`.
+
+    Raises CheckpointError on every rank when it fails on any; earlier checkpoints are then untouched.
     """
-    what = f"saving step {step} to {folder}"
+    if background is not None:
+        background.finish()
     session.complete_parameters()
-    partial = on_first_rank(lambda: open_partial(folder, step=step), what=what)
+    manifest = Manifest(
+        step=step,
+        dtype=_dtype(session),
+        model=session.graph.to_dict(),
+        plan=session.plan.to_dict(),
+        run_state=dict(run_state),
+        schedulers_state=dict(schedulers_state),
+        random_state=capture_random_state(),
+        files={},
+        index_crc32=0,
+    )
+    tensors = [*model_tensors(session.state), *optimizer_tensors(session.state)]
+    keeping = partial(prune_checkpoints, folder, step=step, keep_last=keep_last, retain_interval=retain_interval)
+    write = partial(_write, folder, manifest, prune=keeping, check_right=check_right)
+    if background is None:
+        write(tensors, None)
+    else:
+        background.start(write, tensors, what=f"copying step {step} for {folder}")
+
+
+def _write(
+    folder: Path,
+    manifest: Manifest,
+    tensors: Sequence[HeldTensor],
+    group: ProcessGroup | None,
+    *,
+    prune: Callable[[], None],
+    check_right: Callable[[], None],
+) -> None:
+    """Write a checkpoint of all ranks, whose manifest lacks its files; collective over `group`, by default the run's."""
+    step, what = manifest.step, f"saving step {manifest.step} to {folder}"
+
+    def begin() -> Path:
+        check_right()
+        return open_partial(folder, step=step)
+
+    def complete(written: Sequence[WrittenFiles]) -> Path:
+        sizes = {name: size for files in written for name, size in files.sizes.items()}
+        write_manifest(partial_folder, replace(manifest, files=sizes, index_crc32=written[0].index_crc32))
+        check_right()
+        return complete_partial(partial_folder, step=step)
+
+    partial_folder = on_first_rank(begin, what=what, group=group)
     try:
-        tensors = [*model_tensors(session.state), *optimizer_tensors(session.state)]
-        written = on_all_ranks(lambda: write_tensors(partial, tensors), what=what)
-        manifest = Manifest(
-            step=step,
-            dtype=_dtype(session),
-            model=session.graph.to_dict(),
-            plan=session.plan.to_dict(),
-            run_state=dict(run_state),
-            schedulers_state=dict(schedulers_state),
-            random_state=capture_random_state(),
-            files={name: size for files in written for name, size in files.sizes.items()},
-            index_crc32=written[0].index_crc32,
-        )
-        final = on_first_rank(lambda: _complete(partial, manifest), what=what)
+        files = on_all_ranks(lambda: write_tensors(partial_folder, tensors, group=group), what=what, group=group)
+        final = on_first_rank(lambda: complete(files), what=what, group=group)
     except CheckpointError as problem:
-        if dist.get_rank() == 0 and partial.exists():
+        if dist.get_rank() == 0 and partial_folder.exists():
             with suppress(OSError):
-                remove_checkpoint(partial)
+                remove_checkpoint(partial_folder)
         raise CheckpointError(f"{problem}; earlier checkpoints are untouched: make room or correct --save, and resume") from None
-    what = f"{final} is complete, but removing older ones"
-    on_first_rank(lambda: prune_checkpoints(folder, step=step, keep_last=keep_last, retain_interval=retain_interval), what=what)
-    return final
+    on_first_rank(prune, what=f"{final} is complete, but removing older ones", group=group)
 
 
 def load_checkpoint(
@@ -144,11 +184,6 @@ def load_checkpoint(
     )
 
 
-def _complete(partial: Path, manifest: Manifest) -> Path:
-    write_manifest(partial, manifest)
-    return complete_partial(partial, step=manifest.step)
-
-
 def _find(
     folder: Path, graph: ModelGraph, dtype: str | None, check_run: Callable[[Path, Mapping[str, Any]], None] | None
 ) -> tuple[Path, Manifest]:
@@ -192,65 +227,3 @@ def _restore_random_state(path: Path, manifest: Manifest) -> None:
 
 def _dtype(session: Session) -> str:
     return str(session.options.build.precision.params_dtype).removeprefix("torch.")
-
-
-_Result = TypeVar("_Result")
-
-
-def on_all_ranks(action: Callable[[], _Result], *, what: str) -> list[_Result]:
-    """Run `action` on every rank and return the results of all of them, in rank order; for small ones.
-
-    what: names the step in the error. Raises CheckpointError on every rank when the action failed on any.
-    """
-    result = on_this_rank(action, what=what)
-    results: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(results, result)
-    return results
-
-
-def on_this_rank(action: Callable[[], _Result], *, what: str) -> _Result:
-    """Run `action` on every rank and return this rank's result alone; errors as in `on_all_ranks`.
-
-    Ranks tell each other in one number whether all went well, and more only if not.
-    """
-    found: list[_Result] = []
-    problem = None
-    try:
-        found.append(action())
-    except CheckpointError as error:
-        problem = str(error)
-    except CheckpointException as error:  # torch gathered it from all ranks
-        rank, (cause, _) = min(error.failures.items())
-        problem = str(cause) if isinstance(cause, CheckpointError) else f"{what} failed on rank {rank}: {_describe(cause)}"
-    except Exception as error:
-        problem = f"{what} failed on rank {dist.get_rank()}: {_describe(error)}"
-    _raise_together(problem)
-    return found[0]
-
-
-def _raise_together(problem: str | None) -> None:
-    has_failed = torch.tensor([problem is not None], dtype=torch.int32, device=torch.cuda.current_device())
-    dist.all_reduce(has_failed, op=dist.ReduceOp.MAX)
-    if not has_failed.item():
-        return
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    raise CheckpointError(_printable(next(filter(None, problems))))
-
-
-def on_first_rank(action: Callable[[], _Result], *, what: str) -> _Result:
-    """Run `action` on rank 0 alone and return its result on every rank; errors as in `on_all_ranks`."""
-    result = on_this_rank(lambda: action() if dist.get_rank() == 0 else None, what=what)
-    told: list[Any] = [result]
-    dist.broadcast_object_list(told, src=0)
-    first: _Result = told[0]
-    return first
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def _printable(message: str) -> str:
-    """Return a text without control characters: a message may quote a stranger's text from a checkpoint."""
-    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in message)

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -200,13 +201,15 @@ class WrittenFiles(NamedTuple):
     """The checksum of `tensors.json`, which rank 0 writes; 0 on other ranks."""
 
 
-def write_tensors(folder: Path, tensors: Sequence[HeldTensor]) -> WrittenFiles:
-    """Write the tensors of all ranks into `folder`; collective, files are on the disk when it returns.
+def write_tensors(folder: Path, tensors: Sequence[HeldTensor], *, group: ProcessGroup | None = None) -> WrittenFiles:
+    """Write the tensors of all ranks into `folder`; files are on the disk when it returns.
+
+    Collective over `group`, by default the run's.
 
     Raises torch's CheckpointException on every rank when any failed.
     """
     writer = PieceWriter(folder)
-    save({}, storage_writer=writer, planner=_PieceSavePlanner(tensors))
+    save({}, storage_writer=writer, planner=_PieceSavePlanner(tensors), process_group=group)
     return WrittenFiles(writer.sizes, writer.index_crc32)
 
 

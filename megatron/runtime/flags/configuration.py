@@ -254,6 +254,8 @@ class CheckpointConfig:
     """Newest checkpoints that are kept."""
     save_retain_interval: int | None = field(default=None, metadata=AT_LEAST_ONE)
     """Keep also the checkpoints of all steps that this divides."""
+    async_save: bool = False
+    """Copy the state to host memory, and write checkpoints from there while training goes on."""
     load: Path | None = field(default=None, metadata={"metavar": "DIR"})
     """Folder whose newest complete checkpoint is resumed, under any plan."""
     load_optim: bool = True

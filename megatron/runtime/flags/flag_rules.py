@@ -144,6 +144,7 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     ),
     IgnoredFlag("save_interval", ("save",), lambda c: c.checkpoint.save is None, _NO_SAVE),
     IgnoredFlag("save_retain_interval", ("save",), lambda c: c.checkpoint.save is None, _NO_SAVE),
+    IgnoredFlag("async_save", ("save",), lambda c: c.checkpoint.async_save and c.checkpoint.save is None, _NO_SAVE),
     IgnoredFlag("keep_last_checkpoints", ("save",), lambda c: c.checkpoint.save is None, _NO_SAVE),
     IgnoredFlag("load_optim", ("load",), lambda c: not c.checkpoint.load_optim and c.checkpoint.load is None, _NO_LOAD),
     IgnoredFlag("load_rng", ("load",), lambda c: not c.checkpoint.load_rng and c.checkpoint.load is None, _NO_LOAD),

@@ -162,7 +162,7 @@ NOT_AVAILABLE: Mapping[str, str] = MappingProxyType(
             "no-save-optim no-save-rng save-params-interval load-main-params-from-ckpt"
         ),
         "a checkpoint is written to --save, while training waits": (
-            "non-persistent-* replication replication-* async-save async-strategy async-ckpt-* use-persistent-ckpt-worker"
+            "non-persistent-* replication replication-* async-strategy async-ckpt-* use-persistent-ckpt-worker"
         ),
         "samples are read from a manifest; see docs/data.md": (
             "data-cache-path no-mmap-bin-files dataloader-* num-dataset-builder-threads object-storage-cache-path fim-* sft "

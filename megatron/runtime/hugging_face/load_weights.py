@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.runtime.checkpoint.checkpoint import on_this_rank
+from megatron.runtime.checkpoint.all_ranks import on_this_rank
 from megatron.runtime.hugging_face.named_weights import NamedWeights, as_in_files, check_weights, name_weights, parts_of
 from megatron.runtime.hugging_face.weight_files import WeightFiles
 from megatron.runtime.session import Session

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.runtime.checkpoint.checkpoint import on_all_ranks
+from megatron.runtime.checkpoint.all_ranks import on_all_ranks
 from megatron.runtime.hugging_face.weight_files import SavedWeight
 from megatron.runtime.state.held_tensors import HeldTensor, Piece
 from multimodal.hugging_face.architecture import Architecture

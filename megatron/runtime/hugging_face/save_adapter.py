@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.runtime.checkpoint.checkpoint import on_first_rank
+from megatron.runtime.checkpoint.all_ranks import on_first_rank
 from megatron.runtime.hugging_face.file_layout import in_one_file
 from megatron.runtime.hugging_face.named_weights import NamedWeights, as_modules, name_weights
 from megatron.runtime.hugging_face.save_weights import Export, check_hugging_face_target, name_vectors, write_folder

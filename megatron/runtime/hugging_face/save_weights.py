@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.runtime.checkpoint.checkpoint import on_all_ranks, on_first_rank, on_this_rank
+from megatron.runtime.checkpoint.all_ranks import on_all_ranks, on_first_rank, on_this_rank
 from megatron.runtime.checkpoint.folder import hidden_folder, remove_dead_folders, sync_folder
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
 from megatron.runtime.hugging_face.adapters import gather_adapters

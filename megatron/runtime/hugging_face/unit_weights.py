@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.runtime.checkpoint.checkpoint import on_all_ranks, on_first_rank
+from megatron.runtime.checkpoint.all_ranks import on_all_ranks, on_first_rank
 from megatron.runtime.hugging_face.load_weights import fill
 from megatron.runtime.hugging_face.named_weights import NamedWeights, as_in_files, check_weights, name_tensors, name_weights
 from megatron.runtime.hugging_face.weight_files import WeightFiles

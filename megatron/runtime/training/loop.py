@@ -123,6 +123,8 @@ def _run_steps(run: Run, reporter: Reporter, progress: _Progress, *, last_step: 
         agreed = check_agreement(step, number=number, wait_seconds=wait_seconds, stop=_wish_to_stop(run), device=device)
         if agreed.stop.is_signal or (agreed.stop and progress.step > run.done_steps):  # a short time has one step
             raise _StoppedError(agreed.stop)
+        if run.background_save is not None:
+            run.background_save.check()
         if number == run.done_steps + 1 and run.world.rank == 0:
             _warn_of_worse_pair(run, reporter, step)
         with profile.step(number):
@@ -155,6 +157,8 @@ def _warn_of_worse_pair(run: Run, reporter: Reporter, step: Step) -> None:
 def _save_last(run: Run, progress: _Progress) -> None:
     if run.config.checkpoint.save and progress.saved_step != progress.step and progress.step > run.done_steps:
         progress.saved_step = save(run, progress.step)
+    if run.background_save is not None:
+        run.background_save.finish()
 
 
 def _wish_to_stop(run: Run) -> StopReason:

@@ -5,11 +5,11 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.runtime.checkpoint.all_ranks import on_first_rank
 from megatron.runtime.checkpoint.checkpoint import (
     LoadedCheckpoint,
     find_newest_checkpoint,
     load_checkpoint,
-    on_first_rank,
     save_checkpoint,
 )
 from megatron.runtime.checkpoint.claim import FolderClaim
@@ -156,18 +156,21 @@ def _warn_of_earlier_run(run: Run) -> None:
 def save(run: Run, number: int) -> int:
     """Write a checkpoint after step `number` and return the number; collective.
 
+    With --async-save it has only been copied then; `run.background_save` says when it is written.
+
     Raises CheckpointError on every rank when it cannot be written, or another run has taken the folder.
     """
-    assert run.config.checkpoint.save is not None
-    if run.claim is not None:
-        on_first_rank(run.claim.check, what=f"saving step {number}")
+    checkpoint = run.config.checkpoint
+    assert checkpoint.save is not None
     save_checkpoint(
-        run.config.checkpoint.save,
+        checkpoint.save,
         step=number,
         session=run.session,
         schedulers_state=run.scheduler.state_dict(),
         run_state=run.described_data,
-        keep_last=run.config.checkpoint.keep_last_checkpoints,
-        retain_interval=run.config.checkpoint.save_retain_interval,
+        keep_last=checkpoint.keep_last_checkpoints,
+        retain_interval=checkpoint.save_retain_interval,
+        check_right=run.claim.check if run.claim is not None else lambda: None,
+        background=run.background_save,
     )
     return number

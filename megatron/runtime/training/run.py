@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megatron.runtime.checkpoint.background_save import BackgroundSave
 from megatron.runtime.checkpoint.claim import FolderClaim
 from megatron.runtime.emulation.emulated_stage import EmulatedStage
 from megatron.runtime.feed.data_sets import DataSets, RunData, build_data_sets, padded_vocab_size, with_vocabulary
@@ -57,6 +58,8 @@ class Run:
     """The waits that replace computations in an emulated run."""
     claim: FolderClaim | None = None
     """Keeps other runs from writing to --save."""
+    background_save: BackgroundSave | None = None
+    """Writes checkpoints while training goes on (--async-save)."""
     described_data: RunData = field(default_factory=dict)
     """The description of its data that checkpoints hold."""
     stop_requests: StopRequests = field(default_factory=lambda: StopRequests(Ending()))
@@ -113,6 +116,7 @@ def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests)
         trainer,
         exchanges=exchanges,
         emulation=emulation,
+        background_save=BackgroundSave(world.timeout) if config.checkpoint.async_save else None,
         stop_requests=stop_requests,
     )
 

@@ -1,0 +1,74 @@
+"""Steps that all ranks take together, such that what fails on one becomes the same CheckpointError on all."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+
+from multimodal.values.errors import CheckpointError
+
+_Result = TypeVar("_Result")
+
+
+def on_all_ranks(action: Callable[[], _Result], *, what: str, group: ProcessGroup | None = None) -> list[_Result]:
+    """Run `action` on every rank and return the results of all of them, in rank order; for small ones.
+
+    what: names the step in the error; group: a gloo group of all ranks, which a thread needs for itself; by default the run's.
+    Raises CheckpointError on every rank when the action failed on any.
+    """
+    result = on_this_rank(action, what=what, group=group)
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, result, group=group)
+    return results
+
+
+def on_this_rank(action: Callable[[], _Result], *, what: str, group: ProcessGroup | None = None) -> _Result:
+    """Run `action` on every rank and return this rank's result alone; errors as in `on_all_ranks`.
+
+    Ranks tell each other in one number whether all went well, and more only if not.
+    """
+    found: list[_Result] = []
+    problem = None
+    try:
+        found.append(action())
+    except CheckpointError as error:
+        problem = str(error)
+    except CheckpointException as error:  # torch gathered it from all ranks
+        rank, (cause, _) = min(error.failures.items())
+        problem = str(cause) if isinstance(cause, CheckpointError) else f"{what} failed on rank {rank}: {_describe(cause)}"
+    except Exception as error:
+        problem = f"{what} failed on rank {dist.get_rank()}: {_describe(error)}"
+    _raise_together(problem, group)
+    return found[0]
+
+
+def _raise_together(problem: str | None, group: ProcessGroup | None) -> None:
+    device = torch.device("cpu") if group is not None else torch.cuda.current_device()
+    has_failed = torch.tensor([problem is not None], dtype=torch.int32, device=device)
+    dist.all_reduce(has_failed, op=dist.ReduceOp.MAX, group=group)
+    if not has_failed.item():
+        return
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem, group=group)
+    raise CheckpointError(_printable(next(filter(None, problems))))
+
+
+def on_first_rank(action: Callable[[], _Result], *, what: str, group: ProcessGroup | None = None) -> _Result:
+    """Run `action` on rank 0 alone and return its result on every rank; errors as in `on_all_ranks`."""
+    result = on_this_rank(lambda: action() if dist.get_rank() == 0 else None, what=what, group=group)
+    told: list[Any] = [result]
+    dist.broadcast_object_list(told, src=0, group=group)
+    first: _Result = told[0]
+    return first
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _printable(message: str) -> str:
+    """Return a text without control characters: a message may quote a stranger's text from a checkpoint."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in message)

@@ -1,0 +1,86 @@
+"""A checkpoint is written while training goes on: from a copy in host memory, by a thread, one at a time.
+
+The thread of every rank does what a save without it does, in the same order, but over a process group of its own: so it is as
+atomic, what fails on one rank fails on all, and training stands still only for the copy.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.runtime.checkpoint.all_ranks import on_this_rank
+from megatron.runtime.state.held_tensors import HeldTensor
+
+_ALIGNMENT = 16
+"""Bytes at a multiple of which every piece of the copy starts, so that it can be read as numbers of any type."""
+
+Write = Callable[[Sequence[HeldTensor], ProcessGroup | None], None]
+
+
+class BackgroundSave:
+    """This rank's part of the save that is under way, if any; all ranks call its methods alike."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        """timeout: how long ranks wait for each other, the slowest one's writing included; collective."""
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._room = torch.empty(0, dtype=torch.uint8)
+        self._thread: threading.Thread | None = None
+        self._problem: BaseException | None = None
+
+    def start(self, write: Write, tensors: Sequence[HeldTensor], *, what: str) -> None:
+        """Copy what the tensors hold, and let a thread write the copies; nothing may be under way.
+
+        what: names the save in the CheckpointError that all ranks raise where one has no memory for the copy.
+        """
+        assert self._thread is None, "a save is under way; finish it first"
+        copies = on_this_rank(lambda: self._copy(tensors), what=what)
+        self._thread = threading.Thread(target=self._run, args=(write, copies), name="save", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise what the save under way has failed with, if it has by now; returns at once."""
+        if self._problem is not None:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the save under way is complete; raises what it failed with, CheckpointError on every rank."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
+
+    def _run(self, write: Write, copies: Sequence[HeldTensor]) -> None:
+        try:
+            write(copies, self._group)
+        except BaseException as problem:
+            self._problem = problem
+
+    def _copy(self, tensors: Sequence[HeldTensor]) -> list[HeldTensor]:
+        """Copy what this rank may have to write into one buffer, which is pinned for GPUs and kept for the next save."""
+        held = [tensor for tensor in tensors if not tensor.is_copy]
+        num_bytes = sum(_room_for(piece.values) for tensor in held for piece in tensor.pieces)
+        if len(self._room) < num_bytes:
+            self._room = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        copies, start = [], 0
+        for tensor in held:
+            pieces = []
+            for piece in tensor.pieces:
+                values = self._room[start : start + piece.values.nbytes].view(piece.values.dtype).view(piece.values.shape)
+                pieces.append(piece._replace(values=values.copy_(piece.values.detach(), non_blocking=True)))
+                start += _room_for(piece.values)
+            copies.append(replace(tensor, pieces=tuple(pieces)))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return copies
+
+
+def _room_for(values: Tensor) -> int:
+    return -(-values.nbytes // _ALIGNMENT) * _ALIGNMENT
