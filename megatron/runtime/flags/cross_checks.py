@@ -5,7 +5,8 @@ from typing import Any
 
 from megatron.runtime.flags.configuration import GROUPS, RunConfig
 from megatron.runtime.flags.field_flags import field_flags
-from megatron.runtime.flags.flag_rules import ENCODER_FLAGS, EXCLUSIVE_FLAGS, EXCLUSIVE_SIZES, IGNORED_FLAGS, RULES, IgnoredFlag
+from megatron.runtime.flags.flag_rules import RULES
+from megatron.runtime.flags.ignored_flags import ENCODER_FLAGS, EXCLUSIVE_FLAGS, EXCLUSIVE_SIZES, IGNORED_FLAGS, IgnoredFlag
 from megatron.runtime.flags.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLINGS
 from multimodal.cost.layers.registry import describe_layer
 from multimodal.values.backward_need import unit_is_trainable

@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron.runtime.flags.configuration import GROUPS
 from megatron.runtime.flags.cross_checks import shown_flag
 from megatron.runtime.flags.field_flags import FieldFlag, field_docstrings, field_flags
-from megatron.runtime.flags.flag_rules import ENCODER_FLAGS, EXCLUSIVE_FLAGS, EXCLUSIVE_SIZES, IGNORED_FLAGS
+from megatron.runtime.flags.ignored_flags import ENCODER_FLAGS, EXCLUSIVE_FLAGS, EXCLUSIVE_SIZES, IGNORED_FLAGS
 from megatron.runtime.flags.unit_flags import MICRO_BATCH_HELP, SIZE_SPELLINGS, plain_endings
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS, ScheduleRow, VirtualStages

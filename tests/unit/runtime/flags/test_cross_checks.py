@@ -10,7 +10,7 @@ from megatron.runtime.flags.arguments import choose_trained, freeze_units, parse
 from megatron.runtime.flags.configuration import GROUPS, RunConfig
 from megatron.runtime.flags.cross_checks import shown_flag
 from megatron.runtime.flags.field_flags import field_flags
-from megatron.runtime.flags.flag_rules import IGNORED_FLAGS
+from megatron.runtime.flags.ignored_flags import IGNORED_FLAGS
 from multimodal.values.errors import BraidError, ConfigError, PlanError
 from multimodal.values.model_graph import ModelGraph
 
@@ -60,6 +60,7 @@ IGNORED = [
     ("--eval-blank-images", "--eval-blank-images would be ignored: nothing is evaluated"),
     ("--save-interval 5", "--save-interval would be ignored: no checkpoint is written; add --save DIR"),
     ("--keep-last-checkpoints 5", "--keep-last-checkpoints would be ignored"),
+    ("--async-save", "--async-save would be ignored: no checkpoint is written"),
     ("--no-load-optim", "--no-load-optim would be ignored: no checkpoint is resumed; add --load DIR"),
     ("--no-load-rng", "--no-load-rng would be ignored"),
     ("--finetune --load d --no-load-optim", "--no-load-optim would be ignored: --finetune takes over the weights alone"),
@@ -201,10 +202,10 @@ def test_transformer_engine_must_be_installed(parse: Parse, monkeypatch: pytest.
     with pytest.raises(ConfigError, match="Transformer Engine is not installed"):
         parse("--transformer-impl transformer_engine")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr("megatron.runtime.flags.flag_rules._has_cuda", lambda: False)
+    monkeypatch.setattr("megatron.runtime.flags.device_rules._has_cuda", lambda: False)
     with pytest.raises(ConfigError, match="transformer_engine needs a CUDA device; use --transformer-impl local on a CPU"):
         parse("--transformer-impl transformer_engine")
-    monkeypatch.setattr("megatron.runtime.flags.flag_rules._has_cuda", lambda: True)
+    monkeypatch.setattr("megatron.runtime.flags.device_rules._has_cuda", lambda: True)
     with pytest.raises(ConfigError, match="has no float64"):
         parse("--transformer-impl transformer_engine --dtype float64")
     assert parse("--transformer-impl transformer_engine --bf16").model.transformer_impl == "transformer_engine"
@@ -247,7 +248,7 @@ def test_tensor_parallel_overlap_needs_ranks_and_braid_s_layers(parse: Parse, mo
     with pytest.raises(ConfigError, match="with or without --tp-comm-overlap; leave one of them out"):
         parse("--llm-tp 2 --tp-comm-overlap --emulate costs.yaml", world_size=3)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr("megatron.runtime.flags.flag_rules._has_cuda", lambda: True)
+    monkeypatch.setattr("megatron.runtime.flags.device_rules._has_cuda", lambda: True)
     with pytest.raises(ConfigError, match="layers have an overlap of their own, in user buffers that Braid does not set up"):
         parse("--llm-tp 2 --tp-comm-overlap --transformer-impl transformer_engine", world_size=3)
 
@@ -266,7 +267,7 @@ def test_sharded_weights_need_ranks_that_hold_the_same_ones(parse: Parse, monkey
     with pytest.raises(ConfigError, match="--emulate has no weights to gather"):
         parse(f"{flag} --vision-dp 2 --emulate costs.yaml", world_size=3)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr("megatron.runtime.flags.flag_rules._has_cuda", lambda: True)
+    monkeypatch.setattr("megatron.runtime.flags.device_rules._has_cuda", lambda: True)
     with pytest.raises(ConfigError, match="takes a layer's weights away between its forward and its backward"):
         parse(f"{flag} --vision-dp 2 --transformer-impl transformer_engine", world_size=3)
 

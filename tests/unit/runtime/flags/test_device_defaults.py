@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.runtime.flags import device_defaults, flag_rules
+from megatron.runtime.flags import device_defaults, device_rules
 from megatron.runtime.flags.arguments import build_plan, freeze_units, parse_arguments
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.flags.device_defaults import with_device_defaults
@@ -20,9 +20,9 @@ PLANNED = "gather-parameters,reduce-by-layer"
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine with CUDA and Transformer Engine 2.8."""
-    for module in (flag_rules.importlib.util, device_defaults):
+    for module in (device_rules.importlib.util, device_defaults):
         monkeypatch.setattr(module, "find_spec", lambda name: object())
-    monkeypatch.setattr(flag_rules, "_has_cuda", lambda: True)
+    monkeypatch.setattr(device_rules, "_has_cuda", lambda: True)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.8.0")
     return monkeypatch
 
@@ -81,10 +81,10 @@ def test_fp8_takes_transformer_engine_or_says_why_not(engine: pytest.MonkeyPatch
 
 
 def test_fp8_is_refused_without_cuda_or_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flag_rules, "_has_cuda", lambda: False)
+    monkeypatch.setattr(device_rules, "_has_cuda", lambda: False)
     with pytest.raises(ConfigError, match="--fp8-format hybrid needs a CUDA device"):
         defaults("--colocate-units --fp8-format hybrid")
-    monkeypatch.setattr(flag_rules, "_has_cuda", lambda: True)
+    monkeypatch.setattr(device_rules, "_has_cuda", lambda: True)
     with pytest.raises(ConfigError, match="runs by Transformer Engine's recipes, and that is not installed"):
         defaults("--colocate-units --fp8-format hybrid")
     with pytest.raises(ConfigError, match="--fp8-recipe would be ignored: no product is in FP8"):

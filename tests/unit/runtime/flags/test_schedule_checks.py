@@ -211,7 +211,7 @@ def test_the_same_where_it_means_something(parse: Parse, line: str, world_size: 
 
 def test_an_old_transformer_engine_cannot_split_backwards(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr("megatron.runtime.flags.flag_rules._has_cuda", lambda: True)
+    monkeypatch.setattr("megatron.runtime.flags.device_rules._has_cuda", lambda: True)
     for line in ("--schedule zb-h1", "--schedule-passes fill"):
         with pytest.raises(
             ConfigError,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.runtime.execution.step_clock import StepClock
-from megatron.runtime.flags import flag_rules
+from megatron.runtime.flags import device_rules
 from megatron.runtime.flags.arguments import parse_arguments
 from megatron.runtime.flags.configuration import LoggingConfig
 from megatron.runtime.report.reporting import ConsoleReporter
@@ -94,7 +94,7 @@ def test_nsight_is_told_when_to_start_and_stop(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_what_could_not_be_done_is_refused(monkeypatch: pytest.MonkeyPatch, flags: str, message: str) -> None:
-    monkeypatch.setattr(flag_rules, "_has_cuda", lambda: False)
+    monkeypatch.setattr(device_rules, "_has_cuda", lambda: False)
     with pytest.raises(ConfigError, match=message):
         parse(flags)
 

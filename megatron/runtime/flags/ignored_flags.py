@@ -1,0 +1,192 @@
+"""Flags that would have no effect, or set the same thing twice, as tables; `cross_checks` and the page of flags read them."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from megatron.runtime.flags.configuration import RunConfig
+from multimodal.balance import BALANCERS
+from multimodal.schedule.builders import BUILDERS
+
+
+class IgnoredFlag(NamedTuple):
+    """A flag that has no effect under some condition."""
+
+    name: str
+    """The field's name."""
+    because_of: tuple[str, ...]
+    """Fields that decide it. When one of them was given on the command line, the flag of a configuration file just yields."""
+    is_ignored: Callable[[RunConfig], bool]
+    reason: str
+
+
+_NO_DECAY = "--lr-decay-style constant never lowers the learning rate; choose another style or leave it out"
+_NO_WSD = "it belongs to --lr-decay-style WSD; choose that style or leave it out"
+_NO_EVALUATION = "nothing is evaluated; add --eval-iters N or leave it out"
+_NO_MANIFEST = "--data-path digits reads no image files; use a manifest or leave it out"
+_NO_SAVE = "no checkpoint is written; add --save DIR or leave it out"
+_NO_LOAD = "no checkpoint is resumed; add --load DIR or leave it out"
+_EMULATED = "--emulate waits as long as its table says, whatever would compute; leave one of them out"
+_FINETUNE = "--finetune takes over the weights alone; leave it out"
+_NO_WEIGHTS = "it takes over the weights of --load; add --load DIR or leave it out"
+_PLACE_ITEMS = " and ".join(name for name, row in BALANCERS.items() if row.places_items)
+_BY_COSTS = " and ".join(name for name, row in BUILDERS.items() if row.needs_costs)
+_PREDICT = " and ".join(name for name, row in BALANCERS.items() if row.needs_costs)
+_NO_PROJECT = "Weights & Biases gets nothing; add --wandb-project NAME or leave it out"
+_STYLE, _EVALUATION = ("lr_decay_style",), ("eval_iters",)
+
+IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
+    IgnoredFlag("min_lr", _STYLE, lambda c: c.optimizer.lr_decay_style == "constant", _NO_DECAY),
+    IgnoredFlag("lr_decay_iters", _STYLE, lambda c: c.optimizer.lr_decay_style == "constant", _NO_DECAY),
+    IgnoredFlag("lr_wsd_decay_iters", _STYLE, lambda c: c.optimizer.lr_decay_style != "WSD", _NO_WSD),
+    IgnoredFlag("lr_wsd_decay_style", _STYLE, lambda c: c.optimizer.lr_decay_style != "WSD", _NO_WSD),
+    IgnoredFlag(
+        "lr_warmup_init",
+        ("lr_warmup_iters", "lr_warmup_fraction"),
+        lambda c: not c.optimizer.lr_warmup_iters and not c.optimizer.lr_warmup_fraction,
+        "there is no warm-up; add --lr-warmup-iters N or leave it out",
+    ),
+    *(
+        IgnoredFlag(
+            name, ("lora_rank",), lambda c: c.model.lora_rank is None, "there are no adapters; add --lora-rank N or leave it out"
+        )
+        for name in ("lora_alpha", "lora_targets")
+    ),
+    IgnoredFlag(
+        "tokenizer_model",
+        ("tokenizer_type",),
+        lambda c: c.data.tokenizer_type == "ByteTokenizer",
+        "a ByteTokenizer needs no file; add --tokenizer-type HuggingFaceTokenizer or leave it out",
+    ),
+    IgnoredFlag(
+        "chat_template",
+        ("tokenizer_type",),
+        lambda c: c.data.chat_template is not None and c.data.tokenizer_type == "ByteTokenizer",
+        "bytes have no special tokens that a template could write; add --tokenizer-type HuggingFaceTokenizer or leave it out",
+    ),
+    IgnoredFlag(
+        "chat_template",
+        ("data_path",),
+        lambda c: c.data.chat_template is not None and c.data.data_path == "digits",
+        "digits are asked about in turns of Braid's own; leave it out",
+    ),
+    IgnoredFlag(
+        "balance_granularity",
+        ("balance",),
+        lambda c: not BALANCERS[c.training.balance].places_items,
+        f"only --balance {_PLACE_ITEMS} place an encoder's items by themselves; choose one or leave it out",
+    ),
+    IgnoredFlag(
+        "cluster",
+        ("balance", "schedule"),
+        lambda c: not BALANCERS[c.training.balance].needs_costs and not BUILDERS[c.training.schedule].needs_costs,
+        f"only --balance {_PREDICT} and --schedule {_BY_COSTS} go by durations; choose one or leave it out",
+    ),
+    IgnoredFlag(
+        "tp_comm_overlap_parts",
+        ("tp_comm_overlap",),
+        lambda c: not c.parallelism.tp_comm_overlap,
+        "tensor parallel collectives are not cut; add --tp-comm-overlap or leave it out",
+    ),
+    IgnoredFlag(
+        "num_workers",
+        ("lengths_from",),
+        lambda c: c.data.lengths_from == "decode",
+        "--lengths-from decode loads in a thread, as samples are exchanged; leave it out",
+    ),
+    IgnoredFlag(
+        "digits_samples",
+        ("data_path",),
+        lambda c: c.data.data_path != "digits",
+        "the samples come from a manifest; use --data-path digits or leave it out",
+    ),
+    IgnoredFlag(
+        "split",
+        ("data_path",),
+        lambda c: c.data.data_path == "digits",
+        "--data-path digits holds out handwritten digits of its own; leave it out",
+    ),
+    IgnoredFlag(
+        "allow_outside_paths",
+        ("data_path",),
+        lambda c: c.data.allow_outside_paths and c.data.data_path == "digits",
+        _NO_MANIFEST,
+    ),
+    IgnoredFlag("max_image_pixels", ("data_path",), lambda c: c.data.data_path == "digits", _NO_MANIFEST),
+    IgnoredFlag("eval_interval", _EVALUATION, lambda c: not c.evaluation.eval_iters, _NO_EVALUATION),
+    IgnoredFlag(
+        "eval_blank_images",
+        _EVALUATION,
+        lambda c: c.evaluation.eval_blank_images and not c.evaluation.eval_iters,
+        _NO_EVALUATION,
+    ),
+    IgnoredFlag("save_interval", ("save",), lambda c: c.checkpoint.save is None, _NO_SAVE),
+    IgnoredFlag("save_retain_interval", ("save",), lambda c: c.checkpoint.save is None, _NO_SAVE),
+    IgnoredFlag("async_save", ("save",), lambda c: c.checkpoint.async_save and c.checkpoint.save is None, _NO_SAVE),
+    IgnoredFlag("keep_last_checkpoints", ("save",), lambda c: c.checkpoint.save is None, _NO_SAVE),
+    IgnoredFlag("load_optim", ("load",), lambda c: not c.checkpoint.load_optim and c.checkpoint.load is None, _NO_LOAD),
+    IgnoredFlag("load_rng", ("load",), lambda c: not c.checkpoint.load_rng and c.checkpoint.load is None, _NO_LOAD),
+    IgnoredFlag("load_optim", ("finetune",), lambda c: not c.checkpoint.load_optim and c.checkpoint.finetune, _FINETUNE),
+    IgnoredFlag("load_rng", ("finetune",), lambda c: not c.checkpoint.load_rng and c.checkpoint.finetune, _FINETUNE),
+    IgnoredFlag("finetune", ("load",), lambda c: c.checkpoint.finetune and c.checkpoint.load is None, _NO_WEIGHTS),
+    IgnoredFlag(
+        "timeline_interval",
+        ("report_dir",),
+        lambda c: c.logging.report_dir is None,
+        "timelines are drawn into the report; add --report-dir DIR or leave it out",
+    ),
+    *(
+        IgnoredFlag(name, ("profile",), lambda c: not c.logging.profile, "nothing is profiled; add --profile or leave it out")
+        for name in ("profile_step_start", "profile_step_end", "profile_ranks", "use_pytorch_profiler")
+    ),
+    *(
+        IgnoredFlag(name, ("wandb_project",), lambda c: c.logging.wandb_project is None, _NO_PROJECT)
+        for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir")
+    ),
+    *(
+        IgnoredFlag(
+            name,
+            ("emulate",),
+            lambda c: c.training.emulate is not None and not BALANCERS[c.training.balance].needs_costs,
+            _EMULATED,
+        )
+        for name in ("transformer_impl", "attention_backend", "recompute_granularity", "fp8_format")
+    ),
+    IgnoredFlag(
+        "fp8_recipe",
+        ("fp8_format",),
+        lambda c: c.model.fp8_format is None,
+        "no product is in FP8; add --fp8-format or leave it out",
+    ),
+    IgnoredFlag(
+        "colocate_units",
+        ("model",),
+        lambda c: c.parallelism.colocate_units and len(c.parallelism.units) == 1,
+        "the model has one unit, which has nobody to share ranks with; leave it out",
+    ),
+    IgnoredFlag(
+        "attention_mask",
+        ("model",),
+        lambda c: c.model.attention_mask != "causal" and len(c.parallelism.units) == 1,
+        "the model has one unit, so there are no items among its tokens; leave it out",
+    ),
+)
+
+ENCODER_FLAGS = {
+    "attention_mask": "it says how the LLM sees items",
+    "balance_granularity": "it says how their items are placed",
+    "eval_blank_images": "it blanks what they take",
+}
+"""Fields that mean nothing without an encoder -> why."""
+
+EXCLUSIVE_FLAGS: tuple[tuple[str, str, str], ...] = (
+    ("lr_warmup_iters", "lr_warmup_fraction", "both set the length of the warm-up"),
+    ("finetune", "pretrained_checkpoint", "both start from weights alone; --finetune takes those of --load"),
+    ("finetune", "load_hf", "both start from weights alone; --finetune takes those of --load"),
+    ("pretrained_checkpoint", "load_hf", "both start from weights alone"),
+    ("plan", "colocate_units", "a plan already says which ranks each unit has"),
+)
+
+EXCLUSIVE_SIZES: tuple[tuple[str, str, str], ...] = (
+    ("virtual_pipeline_size", "layers_per_virtual_stage", "both say how many virtual stages a pipeline rank holds"),
+)
+"""The rules of one unit's flags."""
