@@ -1,11 +1,15 @@
 """What gets installed, and that it leaves the installed megatron-core visible."""
 
 import importlib.util
+import re
 import tomllib
+from fnmatch import fnmatch
 
 from setuptools import find_namespace_packages
 
-from tests.sanity.repository import ROOT
+from tests.sanity.repository import ROOT, list_text_files
+
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 
 def test_megatron_stays_a_namespace():
@@ -26,3 +30,27 @@ def test_only_braids_packages_are_installed():
     packages = set(find_namespace_packages(ROOT, include=find["include"], exclude=find["exclude"]))
     assert {"multimodal", "multimodal.values", "multimodal.balance", "megatron.runtime"} <= packages
     assert all(f"{name}.".startswith(("multimodal.", "megatron.runtime.")) for name in packages)
+
+
+def is_left_out_of_the_image(path):
+    """As docker reads .dockerignore, for the patterns that are there: a name at the root, or with **/ in any folder."""
+    patterns = (ROOT / ".dockerignore").read_text().split()
+    parts = path.relative_to(ROOT).parts
+    return any(
+        any(fnmatch(part, pattern.removeprefix("**/")) for part in (parts if pattern.startswith("**/") else parts[:1]))
+        for pattern in patterns
+    )
+
+
+def test_the_image_gets_all_that_is_built_and_run_and_builds_its_own_kernels():
+    assert not [path for path in list_text_files() if is_left_out_of_the_image(path)]
+    assert is_left_out_of_the_image(ROOT / "multimodal" / "_kernels.cpython-311-x86_64-linux-gnu.so")
+    assert "assert kernels is not None" in DOCKERFILE
+
+
+def test_the_image_asks_for_extras_that_exist_and_lies_where_slurm_looks_for_it():
+    extras = re.search(r"'\.\[([\w,]+)\]'", DOCKERFILE)[1].split(",")
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(extras) <= known.keys()
+    folder = re.search(r"^WORKDIR (\S+)$", DOCKERFILE, re.MULTILINE)[1]
+    assert f'BRAID="${{BRAID:-{folder}}}"' in (ROOT / "scripts" / "slurm" / "pretrain.sh").read_text()
