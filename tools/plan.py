@@ -19,11 +19,14 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.runtime.flags.arguments import freeze_units
+from multimodal.cost.checkpoint_size import CheckpointSize, checkpoint_size
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.adapters import adapt_units
 from multimodal.cost.layers.layer import Implementation
 from multimodal.cost.layers.registry import linear_layers, read_model
 from multimodal.cost.seconds.layer_profile import LayerProfile
+from multimodal.cost.stage_layers import StageLayers
+from multimodal.cost.step_memory import default_zero_stage
 from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.communicators import max_communicators_per_rank
 from multimodal.plan.planners import PLANNERS, TEMPLATE_PLANNERS
@@ -37,7 +40,6 @@ from multimodal.plan.planners.search.prediction import SEED, Prediction
 from multimodal.plan.planners.templates.describe import describe_templates, report_templates
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import BraidError, ConfigError
-from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import UnitPlan
 from tools.command_line import Parser, at_least_zero, count, counts_by_unit, format_seconds, run_tool
 
@@ -186,9 +188,18 @@ def plan(name: str, request: PlanningRequest, flags: argparse.Namespace) -> Pred
     return plan_or_advise(PLANNERS[name], request, max_actions=max_actions, plan=planner)
 
 
-def report(planned: PredictedRun, *, graph: ModelGraph, filling: FillingReport | None = None) -> dict[str, Any]:
+def size_of_checkpoint(run: PlannedRun, request: PlanningRequest) -> CheckpointSize:
+    """Return the size of a checkpoint under a plan."""
+    bytes_per_element = request.cluster.bytes_per_element
+    zero_stage = default_zero_stage(bytes_per_element) if run.sharding == "optim" else 3
+    layers = StageLayers(request.graph, run.plan, request.vocab_size)
+    return checkpoint_size(layers, bytes_per_element=bytes_per_element, zero_stage=zero_stage)
+
+
+def report(planned: PredictedRun, request: PlanningRequest, *, filling: FillingReport | None = None) -> dict[str, Any]:
     """Return the JSON object of one plan; filling: of one whose schedule fills bubbles."""
     run, prediction = planned
+    graph = request.graph
     return {
         "planner": run.planner,
         "iteration_seconds": prediction.iteration_seconds,
@@ -213,6 +224,7 @@ def report(planned: PredictedRun, *, graph: ModelGraph, filling: FillingReport |
         "data_parallel_sharding_strategy": run.sharding,
         "objective_seconds": run.objective_seconds,
         "max_communicators_per_rank": max_communicators_per_rank(graph, run.plan),
+        "checkpoint": size_of_checkpoint(run, request)._asdict(),
         "replica_share": prediction.replica_share,
         "notes": list(run.notes),
         **(asdict(filling) if filling else {}),
@@ -242,6 +254,7 @@ def print_plan(planned: PredictedRun, request: PlanningRequest, *, cluster: Path
         f"floor {format_seconds(prediction.floor_seconds)}, busiest ranks {format_seconds(prediction.busiest_seconds)}), "
         f"MFU {prediction.mfu:.1%}, {prediction.tokens_per_second_per_gpu:.5g} tokens/s per GPU\n"
         f"peak memory {prediction.peak_memory_bytes / 1e9:.2f} GB of {request.cluster.memory_gb:g} GB"
+        f"\n{size_of_checkpoint(run, request).describe()}"
     )
     if BUILDERS[run.schedule].can_train:
         console.print(run.training_flags(cluster))
@@ -387,12 +400,12 @@ def run(argv: Sequence[str]) -> None:
     if flags.picture is not None:
         draw_plans({name: other.prediction for name, other in compared.items() if isinstance(other, PredictedRun)}, flags.picture)
     if flags.json:
-        answer = report(planned, graph=request.graph, filling=filling)
+        answer = report(planned, request, filling=filling)
         if flags.compare:
             answer["compare"] = {
                 name: {"error": other}
                 if isinstance(other, str)
-                else report(other, graph=request.graph, filling=report_filling(other.run, request))
+                else report(other, request, filling=report_filling(other.run, request))
                 for name, other in compared.items()
             }
         print(json.dumps(answer))

@@ -20,6 +20,7 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.placement import drop_idle_samples
+from multimodal.cost.checkpoint_size import CheckpointSize, checkpoint_size
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
 from multimodal.cost.item_shares import DEFAULT_BLOCK_SIZE
@@ -232,6 +233,11 @@ def check_virtual_stages(builder: str, graph: ModelGraph, plan: Plan) -> None:
         )
 
 
+def size_of_checkpoint(costs: ModelCosts) -> CheckpointSize:
+    """Return the size of a checkpoint under the plan of a step."""
+    return checkpoint_size(costs.stages, bytes_per_element=costs.cluster.bytes_per_element, zero_stage=costs.options.zero_stage)
+
+
 def print_tables(report: dict[str, Any], *, memory_bytes: float | None) -> None:
     """Print a report for a person."""
     console = Console(width=120, highlight=False)
@@ -267,6 +273,7 @@ def run(argv: Sequence[str]) -> None:
     simulations = [simulate_step(step, builder=flags.schedule, passes=passes) for step in steps]
     costs = steps[0].costs
     after = costs.update_seconds if isinstance(costs, ModelCosts) else 0.0
+    saved = size_of_checkpoint(costs) if isinstance(costs, ModelCosts) else None
     report = {"schedule": " + ".join([flags.schedule, *names]), **report_simulations(simulations, update_seconds=after)}
     if flags.trace is not None:
         write_chrome_trace(simulations[0].timeline, flags.trace)
@@ -274,9 +281,12 @@ def run(argv: Sequence[str]) -> None:
         draw_timeline(simulations[0].timeline, flags.picture, title=f"Simulated: {report['schedule']}")
     if flags.json:
         of_step = steps[0].step
-        print(json.dumps({**report, "max_communicators_per_rank": max_communicators_per_rank(of_step.graph, of_step.plan)}))
-    else:
-        print_tables(report, memory_bytes=Cluster.from_file(flags.cluster).memory_gb * 1e9 if flags.cluster else None)
+        report["max_communicators_per_rank"] = max_communicators_per_rank(of_step.graph, of_step.plan)
+        print(json.dumps(report if saved is None else {**report, "checkpoint": saved._asdict()}))
+        return
+    print_tables(report, memory_bytes=Cluster.from_file(flags.cluster).memory_gb * 1e9 if flags.cluster else None)
+    if saved is not None:
+        print(saved.describe())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

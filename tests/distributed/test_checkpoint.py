@@ -14,6 +14,9 @@ import pytest
 import torch
 
 from megatron.runtime.checkpoint.storage import PieceWriter
+from multimodal.cost.checkpoint_size import checkpoint_size
+from multimodal.cost.stage_layers import StageLayers
+from multimodal.cost.step_memory import default_zero_stage
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.training_case import (
     RankReport,
@@ -54,6 +57,18 @@ def test_the_same_plan_resumes_bit_for_bit(ranks: RankPool, tmp_path: Path, size
     expected: list[RankReport] = run(ranks, train_and_save, case, tmp_path, 3, 3)
     found: list[RankReport] = run(ranks, resume, case, tmp_path, 3)
     assert_resumed_bit_for_bit(found, expected=expected)
+    assert_has_predicted_size(tmp_path / "step_00000003", case)
+
+
+def assert_has_predicted_size(checkpoint: Path, case: TrainingCase) -> None:
+    width = case.dtype.itemsize
+    layers = StageLayers(case.graph, case.plan, case.vocab_size)
+    predicted = checkpoint_size(layers, bytes_per_element=width, zero_stage=default_zero_stage(width))
+    sizes = [file.stat().st_size for file in checkpoint.glob("*.bin")]
+    num_counts = sum(key.startswith("step.") for key in json.loads((checkpoint / "tensors.json").read_text()))
+    assert sum(sizes) == predicted.num_bytes + 4 * num_counts
+    assert len(list(checkpoint.iterdir())) == predicted.num_files
+    assert max(sizes) < 2 * predicted.most_written_bytes
 
 
 def assert_resumed_bit_for_bit(found: list[RankReport], *, expected: list[RankReport]) -> None:

@@ -56,6 +56,8 @@ def test_json_has_the_keys_and_the_plan_file_runs_in_the_simulator(flags, tmp_pa
     report = json.loads(capsys.readouterr().out)
     assert report["iteration_seconds"] == pytest.approx(answer["iteration_seconds"])
     assert report["peak_memory_bytes"] == answer["peak_memory_bytes"]
+    assert report["checkpoint"] == answer["checkpoint"]
+    assert answer["checkpoint"]["num_files"] == answer["num_gpus_used"] + 2
 
 
 def test_a_baseline_that_cannot_be_run_is_predicted_and_says_so(flags, tmp_path, capsys):
