@@ -19,7 +19,6 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.runtime.flags.arguments import freeze_units
-from multimodal.cost.checkpoint_size import CheckpointSize, checkpoint_size
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.adapters import adapt_units
 from multimodal.cost.layers.layer import Implementation
@@ -28,6 +27,7 @@ from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_memory import default_zero_stage
 from multimodal.data.length_table import read_length_table, uniform_lengths
+from multimodal.plan.checkpoint_size import CheckpointSize, checkpoint_size
 from multimodal.plan.communicators import max_communicators_per_rank
 from multimodal.plan.planners import PLANNERS, TEMPLATE_PLANNERS
 from multimodal.plan.planners.plan_file import write_plan_file

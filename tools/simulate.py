@@ -20,7 +20,6 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.placement import drop_idle_samples
-from multimodal.cost.checkpoint_size import CheckpointSize, checkpoint_size
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
 from multimodal.cost.item_shares import DEFAULT_BLOCK_SIZE
@@ -34,6 +33,7 @@ from multimodal.cost.step_memory import ZERO_STAGES, default_zero_stage
 from multimodal.cost.table_costs import TableCosts
 from multimodal.cost.table_model import build_table_step, replicate_encoders
 from multimodal.data.length_table import read_length_table, uniform_lengths
+from multimodal.plan.checkpoint_size import CheckpointSize, checkpoint_size
 from multimodal.plan.communicators import max_communicators_per_rank
 from multimodal.plan.planners.planning_request import OVERLAPPED_PARTS
 from multimodal.schedule.build_schedule import build_schedule

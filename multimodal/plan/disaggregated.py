@@ -1,8 +1,12 @@
-"""Every unit on ranks of its own (DistTrain, Cornstarch): the encoders' first, in the graph's order, then the LLM's."""
+"""Every unit on ranks of its own (DistTrain, Cornstarch): the encoders' first, in the graph's order, then the LLM's.
 
-from collections.abc import Mapping
+Unless that would split tensor parallel groups over nodes.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from multimodal.plan.node_placement import split_units
 from multimodal.plan.unit_grid import build_unit_plan
 from multimodal.plan.unit_sizes import UnitSizes, complete_sizes, describe_sizes
 from multimodal.values.errors import PlanError
@@ -10,22 +14,41 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, validate_plan
 
 
-def plan_disaggregated(graph: ModelGraph, *, sizes: Mapping[str, UnitSizes], world_size: int, is_folded: bool = False) -> Plan:
+def plan_disaggregated(
+    graph: ModelGraph,
+    *,
+    sizes: Mapping[str, UnitSizes],
+    world_size: int,
+    is_folded: bool = False,
+    ranks_per_node: int | None = None,
+) -> Plan:
     """Give each unit `tp x cp x pp x dp` ranks of its own, one unit after the other.
+
+    Where that would split tensor parallel groups over nodes, units with large groups come first: groups whose sizes divide the
+    ranks of a node, and each other, then lie inside nodes.
 
     sizes: unit name -> sizes; a unit that is not named has size 1 in everything but its data parallel size, which is open.
     At most one unit may leave its data parallel size open; it takes all ranks that the others leave.
     world_size: number of processes; all of them must be used. is_folded: two virtual stages per rank form a V (ZB-V).
+    ranks_per_node: None where that is not known, or they are all on one.
     Raises PlanError, with the arithmetic, when the ranks do not come out even.
     """
     complete = _fill_open_size(complete_sizes(sizes, graph.unit_names), world_size=world_size)
-    units, first_rank = {}, 0
-    for unit in graph.units:
-        units[unit.name] = build_unit_plan(unit, sizes=complete[unit.name], first_rank=first_rank, is_folded=is_folded)
-        first_rank += len(units[unit.name].ranks)
-    plan = Plan(units)
+    plan = _place(graph, graph.unit_names, complete, is_folded=is_folded)
+    if ranks_per_node is not None and split_units(plan, ranks_per_node=ranks_per_node):
+        order = sorted(graph.unit_names, key=lambda name: -complete[name].tensor_parallel_size)
+        other = _place(graph, order, complete, is_folded=is_folded)
+        plan = min(plan, other, key=lambda each: len(split_units(each, ranks_per_node=ranks_per_node)))
     validate_plan(plan, graph=graph, world_size=world_size)
     return plan
+
+
+def _place(graph: ModelGraph, order: Sequence[str], sizes: Mapping[str, UnitSizes], *, is_folded: bool) -> Plan:
+    units, first_rank = {}, 0
+    for name in order:
+        units[name] = build_unit_plan(graph.unit(name), sizes=sizes[name], first_rank=first_rank, is_folded=is_folded)
+        first_rank += len(units[name].ranks)
+    return Plan({name: units[name] for name in graph.unit_names})
 
 
 def _fill_open_size(sizes: dict[str, UnitSizes], *, world_size: int) -> dict[str, UnitSizes]:

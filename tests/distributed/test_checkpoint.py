@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from megatron.runtime.checkpoint.storage import PieceWriter
-from multimodal.cost.checkpoint_size import checkpoint_size
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_memory import default_zero_stage
+from multimodal.plan.checkpoint_size import checkpoint_size
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.training_case import (
     RankReport,

@@ -50,7 +50,7 @@ def parse_arguments(argv: Sequence[str], *, environ: Mapping[str, str]) -> RunCo
     frozen_graph = choose_trained(graph, config.model)
     check_config(config, graph=frozen_graph)
     _check_input_file("--plan", config.parallelism.plan)
-    plan = build_plan(config, frozen_graph, _world_size(environ))
+    plan = build_plan(config, frozen_graph, _world_size(environ), ranks_per_node=find_ranks_per_node(environ))
     check_plan(config, graph=frozen_graph, plan=plan)
     check_schedule(config, graph=frozen_graph, plan=plan)
     _check_input_file("--emulate", config.training.emulate)
@@ -171,8 +171,14 @@ def _world_size(environ: Mapping[str, str]) -> int:
     return int(text)
 
 
-def build_plan(config: RunConfig, graph: ModelGraph, world_size: int) -> Plan:
-    """Build the plan that the flags ask for on `world_size` processes.
+def find_ranks_per_node(environ: Mapping[str, str]) -> int | None:
+    """Return the processes on a node, as torchrun says; None where a launcher does not."""
+    text = environ.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdecimal() and int(text[:9]) else None
+
+
+def build_plan(config: RunConfig, graph: ModelGraph, world_size: int, *, ranks_per_node: int | None = None) -> Plan:
+    """Build the plan that the flags ask for on `world_size` processes, `ranks_per_node` of them on a node where that is known.
 
     A plan file is taken as it is; `--colocate-units` shares all ranks; else every unit gets ranks of its own. One process and
     sizes of 1 throughout can only be colocated, so that needs no flag. Raises PlanError when the plan does not fit.
@@ -183,8 +189,12 @@ def build_plan(config: RunConfig, graph: ModelGraph, world_size: int) -> Plan:
     is_alone = world_size == 1 and all(
         sizes.ranks_per_replica == 1 and sizes.data_parallel_size in (None, 1) for sizes in parallelism.units.values()
     )
-    planner = plan_colocated if parallelism.colocate_units or is_alone else plan_disaggregated
-    return planner(graph, sizes=parallelism.units, world_size=world_size, is_folded=BUILDERS[config.training.schedule].is_folded)
+    is_folded = BUILDERS[config.training.schedule].is_folded
+    if parallelism.colocate_units or is_alone:
+        return plan_colocated(graph, sizes=parallelism.units, world_size=world_size, is_folded=is_folded)
+    return plan_disaggregated(
+        graph, sizes=parallelism.units, world_size=world_size, is_folded=is_folded, ranks_per_node=ranks_per_node
+    )
 
 
 def choose_trained(graph: ModelGraph, model: ModelConfig) -> ModelGraph:

@@ -61,7 +61,8 @@ PLACEMENT = """\
 
 - By default every unit has ranks of its own (*disaggregated*): the encoders first, in the order of the model file, then the
   LLM, then generators. The units' ranks, `tp x cp x pp x dp` each, must add up to the number of processes. One unit's data
-  parallel size may be left out; it then follows.
+  parallel size may be left out; it then follows. On several nodes, where that would put a tensor parallel group on two of
+  them, the units with the largest groups come first, and the run says so.
 - With `--colocate-units` every unit spans all ranks, and its data parallel size is `processes / (tp x cp x pp)`. This is also
   what happens, without the flag, with one process and no size above 1.
 - With `--plan FILE.yaml` the plan says everything.

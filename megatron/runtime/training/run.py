@@ -1,5 +1,6 @@
 """One rank's run: model, data, optimizers and trainer as the flags ask for them, resumed where they ask for that."""
 
+import logging
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,7 +15,7 @@ from megatron.runtime.checkpoint.claim import FolderClaim
 from megatron.runtime.emulation.emulated_stage import EmulatedStage
 from megatron.runtime.feed.data_sets import DataSets, RunData, build_data_sets, padded_vocab_size, with_vocabulary
 from megatron.runtime.feed.sample_exchange import SampleExchange
-from megatron.runtime.flags.arguments import build_plan, choose_trained
+from megatron.runtime.flags.arguments import build_plan, choose_trained, find_ranks_per_node
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.flags.device_defaults import with_device_defaults
 from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
@@ -33,10 +34,13 @@ from multimodal.attention.bitfield import MaskMode
 from multimodal.cost.layers.registry import read_model
 from multimodal.kernels import describe_kernels, kernels
 from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.plan.node_placement import describe_placement
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import passes_named
 from multimodal.values.errors import CheckpointError, ConfigError, ModelError
 from multimodal.values.model_graph import ModelGraph
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -84,7 +88,12 @@ def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests)
             check_hugging_face_target(config.checkpoint.save_hf, graph=graph, like=like)
         if config.checkpoint.save_adapter:
             check_adapter_target(config.checkpoint.save_adapter, graph=graph, like=like)
-    plan = build_plan(config, graph, world.size)
+    ranks_per_node = find_ranks_per_node(os.environ)
+    plan = build_plan(config, graph, world.size, ranks_per_node=ranks_per_node)
+    if ranks_per_node is not None and world.rank == 0:
+        is_given = config.parallelism.plan is not None
+        for line in describe_placement(graph, plan, ranks_per_node=ranks_per_node, is_given=is_given):
+            logger.info(line)
     config = with_device_defaults(config, graph=graph, plan=plan, has_cuda=torch.cuda.is_available())
     data = build_data_sets(config, graph, in_turn=world.in_turn("index"))
     graph = with_vocabulary(graph, data.tokenizer)

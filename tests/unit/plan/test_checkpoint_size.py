@@ -2,10 +2,10 @@
 
 import pytest
 
-from multimodal.cost.checkpoint_size import CheckpointSize, checkpoint_size
 from multimodal.cost.layers.adapters import resolve_adapters
 from multimodal.cost.layers.registry import linear_layers
 from multimodal.cost.stage_layers import StageLayers
+from multimodal.plan.checkpoint_size import CheckpointSize, checkpoint_size
 from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
