@@ -92,6 +92,11 @@ class ModelCosts:
         """Peak FLOP/s of all ranks together."""
         return self.step.plan.num_ranks * self.cluster.peak_tflops * 1e12
 
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes of an accelerator's memory."""
+        return self.cluster.memory_gb * 1e9
+
     @cached_property
     def computations(self) -> ComputationSeconds:
         """Seconds of computations."""

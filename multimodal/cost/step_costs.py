@@ -59,6 +59,10 @@ class StepCosts(Protocol):
     def options(self) -> RunOptions | None:
         """Options of the run, which decide what collectives its layers have; None where they are not known."""
 
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes of a rank's memory; infinite where they are not known."""
+
     def compute(self, action: Action) -> ComputeCost:
         """Cost of one forward, backward, input gradient or weight gradient."""
 
@@ -82,6 +86,11 @@ class ActionCosts(StepCosts, Protocol):
     def options(self) -> RunOptions | None:
         """None."""
         return None
+
+    @property
+    def memory_bytes(self) -> float:
+        """Infinite."""
+        return float("inf")
 
     def transfer(self, send: Action) -> TransferCost:
         """Cost of the message that a send starts."""

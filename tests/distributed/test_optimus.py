@@ -15,6 +15,7 @@ from megatron.runtime.feed.agreement import check_agreement
 from megatron.runtime.launch.stop_requests import StopReason
 from multimodal.cost.cluster import Cluster, Network, NodeLink
 from multimodal.schedule.text import schedule_to_text
+from multimodal.values.action import ActionKind
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import AssignmentError
 from multimodal.values.model_graph import ModelGraph
@@ -26,7 +27,7 @@ from tests.distributed.launch import launch
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.small_run import working_flags, write_working_files
-from tests.distributed.test_every_builder import UNITS
+from tests.distributed.test_every_builder import IMAGE, UNITS
 from tools import plan
 
 LINKS = NodeLink(1.0, 60.0), Network(1.0, 100.0, 1)
@@ -80,6 +81,31 @@ def test_segments_run_inside_waits_where_these_are_long(ranks: RankPool) -> None
     """So the test above holds such schedules against one process, too."""
     slow, even = (ranks.run(count_inside, build_case(each), world_size=4)[0] for each in (SLOW, EVEN))
     assert not any(slow.values()) and all(even.values()) and set(even) == {"audio", "vision"}
+
+
+def halves_by_unit(case: GradientCase) -> set[str]:
+    """The units of which backwards are in two."""
+    actions = [action for lane in plan_case(case).schedule.lanes for action in lane.actions]
+    return {action.unit for action in actions if action.kind is ActionKind.WEIGHT_GRADIENT}
+
+
+def test_weight_gradients_of_encoders_on_the_ranks_of_the_llm_fill(ranks: RankPool) -> None:
+    """Two stages of the encoder on those of the LLM: the first waits for the second one's input gradients alone.
+
+    An encoder's microbatch has four times the tokens that the LLM gets of it.
+    """
+    graph = ModelGraph.from_dict(
+        {"units": {"vision": {**UNITS["vision"], "image": {**IMAGE, "merge_size": 2}}, "llm": UNITS["llm"]}}
+    )
+    replicas = (Replica((Stage((0,), ((0, 2),)), Stage((1,), ((2, 4),)))),)
+    shapes = tuple(SampleShape((("vision", 1, size),), 2 + size, 2) for size in (1, 2, 3, 1, 2, 1))
+    source = RandomSource(graph, shapes, 12)
+    count = range(len(shapes))
+    assignment = Assignment.from_dict({unit: [[[(each, item)] for each in count]] for unit, item in (("vision", 0), ("llm", -1))})
+    plan = Plan({"vision": UnitPlan(replicas), "llm": UnitPlan(replicas)})
+    case = GradientCase(graph, plan, assignment, source, builder="optimus-zb", cluster=SLOW)
+    assert ranks.run(halves_by_unit, case, world_size=2)[0] == {"vision", "llm"}
+    assert_matches(case, ranks)
 
 
 def agree(case: GradientCase, others: Cluster) -> str:

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from multimodal.cost.step_costs import StepCosts
-from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, interleaved_spans, is_interleaved
+from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, is_interleaved
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
 from multimodal.schedule.compile_schedule import connected_lanes
+from multimodal.schedule.encoder_limits import encoder_limits
 from multimodal.schedule.encoder_ranges import Parts, PlacedParts, count_fine_pieces, cut_finely, join_parts
 from multimodal.schedule.fill_idle_lanes import FilledLanes, LanesToFill
 from multimodal.schedule.inside_slots import NO_CARRIER
@@ -50,38 +51,54 @@ def build_optimus(
     (`fill_idle_lanes`). So the number of forwards before the pipeline and of backwards after it, which Algorithm 2 finds by
     moving one microbatch after another into bubbles, follows from the clock.
 
-    memory_factor: microbatches that a stage of an encoder keeps at most, over those of 1F1B. More than that only where the LLM's
-    order would never go on otherwise.
-    splits_backwards: weight gradients of the LLM, of generators and of encoders on ranks of their own fill, too, as far as the
-    LLM's stages keep what they would without (`weights_before_forwards`). Encoders on the LLM's ranks fill as they are.
+    memory_factor: microbatches that a stage of an encoder keeps at most, over those of 1F1B (`encoder_limits`). More than that
+    only where the LLM's order would never go on otherwise.
+    splits_backwards: weight gradients fill, too, where that makes the step shorter, as far as the LLM's stages keep what they
+    would without (`weights_before_forwards`): those of all units, or of all but the encoders on the LLM's ranks, which can then
+    run in ranges of segments.
     """
     interleaves = is_interleaved(step.plan.units[step.graph.backbone.name])
     in_line = (build_interleaved_1f1b if interleaves else build_one_f_one_b)(step)
-    if splits_backwards and not step.forward_only:
-        in_line = split_in_line(in_line, _units_to_split(step))
-        step = in_line.step
-    whole = _Filling(in_line, step, costs, limits := _limits(step, memory_factor))
+    if not splits_backwards or step.forward_only:
+        return _fill_pipelines(in_line, costs, memory_factor).schedule
+    found = (_fill_pipelines(split_in_line(in_line, units), costs, memory_factor) for units in _ways_to_split(step))
+    return min(found, key=lambda filled: filled.end).schedule
+
+
+class _Filled(NamedTuple):
+    """A schedule, and when the last of its pipelines ends; infinite where any is as 1F1B orders it."""
+
+    schedule: Schedule
+    end: float
+
+
+def _fill_pipelines(in_line: Schedule, costs: StepCosts, memory_factor: float) -> _Filled:
+    """Fill every pipeline of a step whose LLM keeps its order."""
+    step = in_line.step
+    whole = _Filling(in_line, step, costs, memory_factor)
     alike = whole.alike_pipelines()
-    fine = _fill_finely(whole, [group[0] for group in sorted(alike, key=len, reverse=True)], costs, limits)
+    fine = _fill_finely(whole, [group[0] for group in sorted(alike, key=len, reverse=True)], costs, memory_factor)
     lanes = [PlacedParts(*[np.zeros(0, np.int64)] * 5)] * len(step.plan.lanes)
+    end = 0.0
     for group in alike:
         ways = [whole, fine] if fine is not None and fine.has_cut(group[0]) else [whole]
         found = [filled for way in ways if (filled := way.fill(group[0])) is not None]
         best = min(found, key=lambda filled: filled.lanes.end, default=None)
         placed = whole.in_order(group[0]) if best is None else best.place()
+        end = max(end, math.inf if best is None else best.lanes.end)
         for pipeline in group:
             for lane, parts in zip(pipeline.tolist(), whole.moved(placed, group[0], pipeline), strict=True):
                 lanes[lane] = parts
-    return place_reductions(join_parts(step, lanes))
+    return _Filled(place_reductions(join_parts(step, lanes)), end)
 
 
-def _fill_finely(whole: "_Filling", pipelines: Sequence[Integers], costs: StepCosts, limits: Integers) -> "_Filling | None":
+def _fill_finely(whole: "_Filling", pipelines: Sequence[Integers], costs: StepCosts, memory_factor: float) -> "_Filling | None":
     """Cut the encoders of as many pipelines as may be; None where nothing can run inside the LLM's computations.
 
     Nothing can where these tell nobody when they wait, and where replicas share weights, which they must gather in one order.
     """
     step = whole.cut
-    units = frozenset(shared_encoders(step)).difference(_units_to_split(step) if step.cuts.split else ())
+    units = frozenset(shared_encoders(step)).difference(place.unit for place in step.cuts.split)
     options = costs.options or MOST_COLLECTIVES
     if not units or step.cuts.segments or options.hides_waits or options.zero_stage >= 3:
         return None
@@ -91,7 +108,7 @@ def _fill_finely(whole: "_Filling", pipelines: Sequence[Integers], costs: StepCo
         if num_segments + count <= MOST_SEGMENTS:
             lanes, num_segments = lanes | set(pipeline.tolist()), num_segments + count
     cut = cut_finely(step, units, lanes=lanes)
-    fine = _Filling(whole.in_line, cut, costs, limits, inside=units, lanes=lanes) if lanes else None
+    fine = _Filling(whole.in_line, cut, costs, memory_factor, inside=units, lanes=lanes) if lanes else None
     return fine if fine is not None and fine.has_waits else None
 
 
@@ -103,17 +120,18 @@ class _Filling:
         in_line: Schedule,
         cut: StepGraph,
         costs: StepCosts,
-        limits: Integers,
+        memory_factor: float,
         *,
         inside: frozenset[str] = frozenset(),
         lanes: Collection[int] | None = None,
     ) -> None:
         """Ask for all costs.
 
-        in_line: of the uncut step; limits: as `_limits` returns them; inside: encoders that may run inside the LLM's work; lanes:
-        those of the pipelines that are filled; None: all.
+        in_line: of the uncut step; memory_factor: as for `encoder_limits`; inside: encoders that may run inside the LLM's work;
+        lanes: those of the pipelines that are filled; None: all.
         """
-        self.in_line, self.limits, self.cut = in_line, limits, cut
+        self.in_line, self.cut = in_line, cut
+        self.limits = encoder_limits(cut, costs, memory_factor=memory_factor)
         self.work, uncut = step_work(cut), in_line.work
         self.parts = Parts.of(uncut, self.work)
         self.piece_of_part = np.zeros(self.work.num_computed, np.int64)
@@ -318,26 +336,15 @@ class _FilledPipeline(NamedTuple):
         return self.way.place(self)
 
 
-def _units_to_split(step: StepGraph) -> list[str]:
-    """Return the LLM, the generators, and the encoders that share no rank with the LLM."""
+def _ways_to_split(step: StepGraph) -> list[list[str]]:
+    """Return the units whose backwards are in two: none; all but the encoders on the LLM's ranks; and, if these train, all."""
     ranks = set(step.plan.units[step.graph.backbone.name].ranks)
     encoders = {unit.name for unit in step.graph.encoders}
-    return [name for name in step.graph.unit_names if name not in encoders or ranks.isdisjoint(step.plan.units[name].ranks)]
+    trained = [name for name in step.graph.unit_names if _has_backward(step, name)]
+    apart = [name for name in trained if name not in encoders or ranks.isdisjoint(step.plan.units[name].ranks)]
+    return [[], apart, trained] if len(apart) < len(trained) else [[], apart]
 
 
-def _limits(step: StepGraph, memory_factor: float) -> Integers:
-    """Return, for each of the numbered stages, how many microbatches an encoder may have in flight there; -1: any number."""
-    keys = step_work(step).stages
-    if step.forward_only or math.isinf(memory_factor):
-        return np.full(len(keys), -1)
-    encoders = {unit.name for unit in step.graph.encoders}
-    spans = interleaved_spans(step)
-
-    def limit(unit: str, replica: int, stage: int) -> int:
-        if unit not in encoders or not step.backward_need(unit, replica, stage).has_backward:
-            return -1
-        held = step.plan.units[unit].replicas[replica]
-        own = len(held.stages) - held.virtual_stages[stage].stage_index
-        return math.ceil(memory_factor * (own + spans[unit, replica, stage]))
-
-    return np.array([limit(*key) for key in keys], np.int64)
+def _has_backward(step: StepGraph, unit: str) -> bool:
+    stages = range(step.plan.units[unit].num_virtual_stages)
+    return any(step.backward_need(unit, 0, stage).has_backward for stage in stages)

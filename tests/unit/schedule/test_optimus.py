@@ -1,3 +1,4 @@
+import math
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
@@ -89,7 +90,7 @@ def most_kept(schedule: Schedule, lane: int) -> int:
     """The most microbatches of the encoder in a lane that are between their forward and their backward."""
     kept, most = 0, 0
     for action in (action for action in schedule.lanes[lane].actions if action.unit == "vision"):
-        kept += {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}.get(action.kind, 0)
+        kept += {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT_GRADIENT: -1}.get(action.kind, 0)
         most = max(most, kept)
     return most
 
@@ -104,6 +105,28 @@ def test_a_lean_schedule_keeps_at_most_twice_what_1f1b_keeps() -> None:
     vision, llm = step.graph.units
     frozen = replace(step, graph=replace(step.graph, units=(replace(vision, freeze_module=True, freeze_projector=True), llm)))
     assert build_schedule(BUILDERS["optimus-lean"].with_costs(costs), frozen) == optimus(frozen, costs), "it keeps nothing"
+
+
+@dataclass(frozen=True)
+class LimitedCosts(GivenCosts):
+    """A rank's memory, of which weights take 1,000 bytes and a microbatch takes 10 in each stage."""
+
+    memory_bytes: float = float("inf")
+
+    def static_bytes(self, lane: int) -> int:
+        return 1000
+
+
+@pytest.mark.parametrize(("schedule", "limit"), [("optimus", 16), ("optimus-zb", 16), ("optimus-lean", 6)])
+def test_an_encoder_on_its_own_rank_keeps_what_fits_into_its_memory(schedule: str, limit: int) -> None:
+    """1F1B keeps one microbatch of its own and the two of the LLM, which is so slow that the encoder could encode all ahead."""
+    sizes = {"vision": (1, 1, 1), "llm": (1, 2, 1)}
+    step = build_case(build_graph("vision"), sizes, {unit: deal(16, 1) for unit in sizes})
+    (lane,) = step.lanes_of("vision", 0, 0)
+    assert most_kept(build_schedule(BUILDERS["1f1b"], step), lane) == 3
+    for room, expected in ((math.inf, limit), (59, 5), (0, 3)):
+        costs = LimitedCosts(seconds=costs_with(0.1).seconds, memory_bytes=(1000 + room) / 0.9)
+        assert most_kept(build_schedule(BUILDERS[schedule].with_costs(costs), step), lane) == expected
 
 
 def test_the_share_of_encoder_work_in_bubbles() -> None:

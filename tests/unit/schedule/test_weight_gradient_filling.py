@@ -61,6 +61,27 @@ def test_weight_gradients_fill_what_encoders_leave(num_microbatches: int, encode
     assert ("vision", ActionKind.BACKWARD) in kinds, "an encoder on the LLM's ranks can run in ranges of segments instead"
 
 
+@pytest.mark.parametrize(("num_stages", "num_microbatches", "seconds"), [(2, 8, (78, 74)), (4, 8, (90, 80)), (4, 2, (40, 30))])
+def test_weight_gradients_of_an_encoder_of_several_stages_on_the_ranks_of_the_llm_fill(
+    num_stages: int, num_microbatches: int, seconds: tuple[int, int]
+) -> None:
+    """A stage of the encoder waits for the next one's input gradients alone; it takes two seconds where the LLM's takes one."""
+    sizes = {"vision": (1, num_stages, 1), "llm": (1, num_stages, 1)}
+    step = build_case(build_graph("vision"), sizes, {unit: deal(num_microbatches, 1) for unit in sizes}, colocated=True)
+    costs = costs_of(llm=1.0, vision=2.0)
+    assert (seconds_of("optimus", step, costs), seconds_of("optimus-zb", step, costs)) == seconds
+    schedule = build_schedule(BUILDERS["optimus-zb"].with_costs(costs), step)
+    assert {action.unit for lane in schedule.lanes for action in lane.actions if action.kind in HALVES} == {"vision", "llm"}
+
+
+def test_backwards_stay_whole_where_halves_gain_nothing() -> None:
+    sizes = {"vision": (1, 1, 1), "llm": (1, 1, 1)}
+    step = build_case(build_graph("vision"), sizes, {unit: deal(4, 1) for unit in sizes}, colocated=True)
+    costs = costs_of(llm=1.0, vision=1.0)
+    schedules = [build_schedule(BUILDERS[name].with_costs(costs), step) for name in ("optimus", "optimus-zb")]
+    assert schedule_to_text(schedules[0]) == schedule_to_text(schedules[1])
+
+
 def test_an_encoder_on_its_own_ranks_does_weight_gradients_while_it_would_wait() -> None:
     sizes = {"vision": (1, 2, 1), "llm": (1, 2, 1)}
     step = build_case(build_graph("vision"), sizes, {unit: deal(8, 1) for unit in sizes})

@@ -1,0 +1,65 @@
+"""How many microbatches a stage of an encoder may have in flight while it fills the LLM's bubbles."""
+
+import math
+from collections import defaultdict
+
+import numpy as np
+
+from multimodal.cost.step_costs import StepCosts
+from multimodal.schedule.builders.interleaved_1f1b import interleaved_spans
+from multimodal.values.arrays.rows import Integers
+from multimodal.values.step_graph import StageKey, StepGraph
+from multimodal.values.step_work import step_work
+
+MEMORY_SHARE = 0.9
+"""Of a rank's memory, what may be counted on, as planners do by default."""
+
+
+def encoder_limits(step: StepGraph, costs: StepCosts, *, memory_factor: float) -> Integers:
+    """Return, for each of the numbered stages, how many microbatches an encoder may have in flight there; -1: any number.
+
+    As many as 1F1B keeps; up to `memory_factor` times as many, which may be infinite, on the LLM's ranks, where planners count on
+    it, and on ranks of its own as far as these fit into the memory that `costs` know of.
+    """
+    keys = step_work(step).stages
+    limits = np.full(len(keys), -1)
+    room = {} if step.forward_only else _room_by_memory(step, costs)
+    if step.forward_only or (math.isinf(memory_factor) and not room):
+        return limits
+    encoders, spans = {unit.name for unit in step.graph.encoders}, interleaved_spans(step)
+    for number, key in enumerate(keys):
+        if key[0] in encoders and step.backward_need(*key).has_backward:
+            held = step.plan.units[key[0]].replicas[key[1]]
+            in_1f1b = len(held.stages) - held.virtual_stages[key[2]].stage_index + spans[key]
+            most = max(in_1f1b, min(memory_factor * in_1f1b, room.get(key, math.inf)))
+            limits[number] = -1 if math.isinf(most) else math.ceil(most)
+    return limits
+
+
+def _room_by_memory(step: StepGraph, costs: StepCosts) -> dict[StageKey, float]:
+    """Return how many of the largest microbatches fit at a time into each stage of the encoders on ranks of their own.
+
+    Stages on the same ranks have equally many. Nothing where the memory is not known, or microbatches take none of it.
+    """
+    ranks = set(step.plan.units[step.graph.backbone.name].ranks)
+    apart = [unit.name for unit in step.graph.encoders if ranks.isdisjoint(step.plan.units[unit.name].ranks)]
+    if math.isinf(costs.memory_bytes):
+        return {}
+    kept, lane_of = defaultdict[int, int](int), dict[StageKey, int]()
+    for name in apart:
+        sizes = _largest_kept(step, costs, name)
+        for replica, stage in np.ndindex(sizes.shape):
+            lane_of[name, replica, stage] = lane = step.lanes_of(name, replica, stage)[0]
+            kept[lane] += int(sizes[replica, stage])
+    free = {lane: MEMORY_SHARE * costs.memory_bytes - costs.static_bytes(lane) for lane, size in kept.items() if size}
+    return {key: free[lane] // kept[lane] for key, lane in lane_of.items() if lane in free}
+
+
+def _largest_kept(step: StepGraph, costs: StepCosts, unit: str) -> Integers:
+    """[num_replicas, num_stages] bytes per rank that the largest microbatch keeps."""
+    work = step_work(step)
+    pieces = work.pieces.units[unit]
+    kept = costs.kept_bytes(work, pieces.forward.ravel()).reshape(pieces.forward.shape)
+    found = np.zeros((pieces.placed.num_replicas, len(kept)), np.int64)
+    np.maximum.at(found, pieces.placed.replica_of_microbatch, kept.T)
+    return found
