@@ -13,6 +13,9 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 
+MOST_DEALT = 4
+"""Assignments with encoders dealt by idle time whose steps are predicted: those with the least work on the busiest rank."""
+
 
 def balance_auto(
     lengths: Sequence[SampleLengths],
@@ -25,8 +28,10 @@ def balance_auto(
     """Return the assignment with the shortest predicted step among the candidates; the data's order is one of them.
 
     Candidates are what the balancers make of the batch, and the LLM's balanced microbatches reordered as DistTrain does, with
-    encoders balanced by themselves or beside them. The prediction is that of `options.predictor`, or without it
-    `busiest_replicas_work`. Ties go to the first, so the result is never predicted to be worse than none.
+    encoders balanced by themselves or beside them; and where several encoder pipelines lie beside an LLM replica, all of these
+    with encoders' microbatches dealt by the idle time of their ranks (`deal_by_idle_time`). The prediction is that of
+    `options.predictor`, or without it `busiest_replicas_work`. Ties go to the first, so the result is never predicted to be worse
+    than none.
     All of it is deterministic, so that ranks agree: what is bounded is the number of candidates and the size of what is
     simulated, not the time that they take.
 
@@ -54,7 +59,13 @@ def _unique(candidates: Iterable[Assignment]) -> Iterator[Assignment]:
 
 def _shortest(candidates: Sequence[Assignment], lengths: Sequence[SampleLengths], predictor: Predictor) -> Assignment:
     """Return the first of the candidates that take shortest, without predicting those that cannot win."""
-    predictions = predictor.predict_each(candidates, lengths)
+    predictions = list(predictor.predict_each(candidates, lengths))
+    dealt = [each for prediction in predictions for each in prediction.dealt_by_idle_time]
+    if others := list(_unique((*candidates, *dealt)))[len(candidates) :]:
+        predicted = zip(others, predictor.predict_each(others, lengths), strict=True)
+        promising = sorted(predicted, key=lambda each: each[1].least_seconds)[:MOST_DEALT]
+        candidates = [*candidates, *(assignment for assignment, _ in promising)]
+        predictions += [prediction for _, prediction in promising]
     best_seconds, best = float("inf"), -1
     for index in sorted(range(len(candidates)), key=lambda index: predictions[index].least_seconds):
         if predictions[index].least_seconds > best_seconds:

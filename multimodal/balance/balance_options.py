@@ -31,6 +31,10 @@ class Prediction(Protocol):
     def least_seconds(self) -> float:
         """A lower bound of `seconds` that is computed quickly."""
 
+    @property
+    def dealt_by_idle_time(self) -> tuple[Assignment, ...]:
+        """The same microbatches on other encoder pipelines, which are given what fills the idle time of their ranks."""
+
 
 class Predictor(Protocol):
     """Predicts steps, deterministically."""

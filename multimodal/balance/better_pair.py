@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from multimodal.balance import BALANCERS, placements_of, step_predictor
+from multimodal.balance import BALANCERS, placements_of
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.placement import drop_idle_samples
 from multimodal.balance.step_predictor import StepPrediction, StepPredictor
@@ -12,7 +12,6 @@ from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import BraidError
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.step_graph import StepGraph
 
 CLEARLY = 1.2
 """Predictions that differ by a smaller factor say nothing for sure."""
@@ -43,7 +42,7 @@ def find_better_pair(
     if BALANCERS[balance].needs_costs:
         return None
     prediction = _predict(lengths, Pair(balance, schedule), predictor=predictor, options=options)
-    if prediction is None or not _is_simulated(prediction.costs.step):
+    if prediction is None or not prediction.is_simulated:
         return None
     chosen = Pair(balance, schedule, prediction.seconds)
     most = chosen.seconds / CLEARLY
@@ -58,13 +57,6 @@ def find_better_pair(
         if better.seconds < most:
             return chosen, better
     return None
-
-
-def _is_simulated(step: StepGraph) -> bool:
-    """Return True for steps that the predictor simulates, instead of giving the least that they can take."""
-    plan = step.plan.units
-    counts = {name: sum(step.num_microbatches(name, each) for each in range(plan[name].data_parallel_size)) for name in plan}
-    return sum(2 * counts[name] * plan[name].num_virtual_stages for name in plan) <= step_predictor.MOST_SIMULATED_COMPUTATIONS
 
 
 def _alternatives(chosen: Pair, predictor: StepPredictor) -> Iterator[Pair]:
@@ -101,6 +93,7 @@ def _predict(
 def _seconds(prediction: StepPrediction | None, most: float) -> float:
     """Return the simulated step; infinite where it must be longer than `most`, or the schedule does not suit the plan."""
     try:
-        return prediction.seconds if prediction is not None and prediction.least_seconds < most else math.inf
+        is_promising = prediction is not None and prediction.is_simulated and prediction.least_seconds < most
+        return prediction.seconds if prediction is not None and is_promising else math.inf
     except BraidError:
         return math.inf

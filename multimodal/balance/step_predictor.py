@@ -6,18 +6,21 @@ from functools import cached_property
 
 import numpy as np
 
+from multimodal.balance.encoder_pipelines import deal_by_idle_time, lane_seconds
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import DEFAULT_OPTIONS, RunOptions
 from multimodal.schedule.build_schedule import ScheduleCache
+from multimodal.schedule.builders import ScheduleRow
 from multimodal.schedule.simulate import simulate_seconds
 from multimodal.values.arrays.length_arrays import LengthBatch
-from multimodal.values.arrays.rows import row_numbers, take_rows
 from multimodal.values.assignment import Assignment
 from multimodal.values.sample_lengths import SampleLengths
 
 MOST_SIMULATED_COMPUTATIONS = 20_000
 """Forwards and backwards of a step, over all lanes, up to which it is simulated: about a tenth of a second."""
+ORDERING = 10
+"""The same for a schedule that is ordered by durations, for every step anew: so many times fewer."""
 
 
 @dataclass(frozen=True)
@@ -59,26 +62,33 @@ class StepPrediction:
     @cached_property
     def seconds(self) -> float:
         """Seconds of the step: simulated, or where that would take long, the least it can take. Raises ScheduleError."""
-        if self._num_computations > MOST_SIMULATED_COMPUTATIONS:
+        if not self.is_simulated:
             return self.least_seconds
         return simulate_seconds(self.schedules.find(self.costs.step.assignment, self.costs).compiled, self.costs)
 
     @cached_property
     def least_seconds(self) -> float:
         """A lower bound for every schedule: the computations of the busiest lane. O(microbatches x stages)."""
-        plan = self.costs.step.plan
-        work_of_lane = np.zeros(len(plan.lanes))
-        for unit in self.costs.step.assignment.placed:
-            seconds, table = self.costs.computations.of_replicas(unit), plan.stage_tables[unit]
-            by_replica = np.arange(seconds.size).reshape(seconds.shape).T.ravel()
-            starts, lanes = take_rows(table.lane_starts, table.lanes, by_replica)
-            np.add.at(work_of_lane, lanes, seconds.T.ravel()[row_numbers(starts)])
+        plan, work_of_lane = self.costs.step.plan, np.zeros(len(self.costs.step.plan.lanes))
+        for unit, placed in self.costs.step.assignment.placed.items():
+            seconds, _ = self.costs.computations.of_both(unit)
+            work_of_lane += lane_seconds(plan, unit, seconds, placed.replica_of_microbatch)
         return float(work_of_lane.max(initial=0.0))
 
     @property
-    def _num_computations(self) -> int:
+    def dealt_by_idle_time(self) -> tuple[Assignment, ...]:
+        """The same microbatches, encoders' dealt by the idle time of their ranks, in both ways of `deal_by_idle_time`."""
+        builder = self.schedules.builder
+        fills = isinstance(builder, ScheduleRow) and builder.runs_segments and not self.costs.options.hides_waits
+        dealt = (deal_by_idle_time(self.costs, fills_waits=fills, largest_first=each) for each in (False, True))
+        return tuple(each for each in dealt if each is not None)
+
+    @property
+    def is_simulated(self) -> bool:
+        """True if the step is not too large to be simulated."""
         step = self.costs.step
-        return sum(
+        num_computations = sum(
             2 * placed.num_microbatches * step.plan.units[unit].num_virtual_stages
             for unit, placed in step.assignment.placed.items()
         )
+        return num_computations * (ORDERING if self.schedules.needs_costs else 1) <= MOST_SIMULATED_COMPUTATIONS

@@ -103,12 +103,17 @@ class ComputationSeconds:
 
     def of_replicas(self, unit: str) -> Floats:
         """[num_stages, num_replicas] seconds of all forwards and backwards of each stage."""
-        placed, seconds = self.step.assignment.placed[unit], self.of_unit(unit)[0]
-        shape = seconds.shape[1], placed.num_replicas
+        placed = self.step.assignment.placed[unit]
+        return np.stack([np.bincount(placed.replica_of_microbatch, row, placed.num_replicas) for row in self.of_both(unit)[0]])
+
+    def of_both(self, unit: str) -> Floats:
+        """[2, num_stages, num_microbatches] seconds of forward and backward together, and of these the waits inside layers."""
+        placed, seconds = self.step.assignment.placed[unit], self.of_unit(unit)
+        shape = seconds.shape[2], placed.num_replicas
         needs = [self.step.backward_need(unit, replica, stage).has_backward for stage, replica in np.ndindex(shape)]
         has_backward = np.array(needs, bool).reshape(shape)[:, placed.replica_of_microbatch]
-        of_both = np.where(has_backward, seconds[0] + seconds[1], seconds[0])
-        return np.stack([np.bincount(placed.replica_of_microbatch, row, placed.num_replicas) for row in of_both])
+        found: Floats = np.where(has_backward, seconds[:, 0] + seconds[:, 1], seconds[:, 0])
+        return found
 
     def of_unit(self, unit: str, *, of_subsets: bool = False) -> Floats:
         """[2, kinds, num_stages, num_rows] seconds of the `COMPUTATIONS`, and of these the waits for collectives inside layers.

@@ -1,0 +1,156 @@
+"""Who encodes what: an encoder's microbatches dealt over its pipelines on the ranks of one LLM replica by their idle time."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from multimodal.cost.model_costs import ModelCosts
+from multimodal.cost.step_costs import Floats
+from multimodal.values.arrays.rows import Integers, row_numbers, row_starts, take_rows
+from multimodal.values.assignment import Assignment, PlacedAtoms
+from multimodal.values.plan import Plan
+from multimodal.values.step_graph import StepGraph
+
+
+def deal_by_idle_time(costs: ModelCosts, *, fills_waits: bool, largest_first: bool) -> Assignment | None:
+    """Return a step's assignment with encoders' microbatches dealt anew over the pipelines that lie beside each LLM replica.
+
+    Microbatches stay as they are, and on the ranks of the same LLM replica, whose microbatches its m encoder pipelines share
+    (Optimus 4.1). Each pipeline's part is the time in which its busiest rank computes nothing else, up to a level that all of
+    them reach. In the order in which the LLM needs them, every microbatch goes to the pipeline that then has least of its part;
+    or the largest first to the one with the least work, which comes closer to the level. Encoders that lie elsewhere, or have one
+    pipeline beside an LLM replica, stay as they are; None where all do.
+
+    fills_waits: whether encoders run while the LLM waits for tensor parallel collectives. O(microbatches x pipelines).
+    """
+    step, plan = costs.step, costs.step.plan
+    found = {unit.name: _pipelines(plan, unit.name, llm=step.graph.backbone.name) for unit in step.graph.encoders}
+    beside = {name: pipelines for name, pipelines in found.items() if pipelines is not None}
+    if not beside:
+        return None
+    placed, busy = dict(step.assignment.placed), np.zeros(len(plan.lanes))
+    for name in placed:
+        if name not in beside:
+            computing, waiting = costs.computations.of_both(name)
+            seconds = computing - waiting if fills_waits else computing
+            busy += lane_seconds(plan, name, seconds, placed[name].replica_of_microbatch)
+    for name, pipelines in beside.items():
+        seconds, _ = costs.computations.of_both(name)
+        needed = _order_of_need(step, name)
+        owners = pipelines.owners[placed[name].replica_of_microbatch]
+        on_busiest = _on_busiest_rank(plan, name, seconds)
+        turns = _turns(owners, np.argsort(-on_busiest, kind="stable") if largest_first else needed, len(pipelines.replicas))
+        others = _busiest(plan, name, busy)[pipelines.replicas]
+        parts = None if largest_first else _parts(np.bincount(owners, on_busiest, len(others)).astype(np.float64), others)
+        replicas = _deal(on_busiest, turns, pipelines.replicas, others, parts)
+        placed[name] = _with_replicas(placed[name], replicas, needed)
+        busy += lane_seconds(plan, name, seconds, replicas)
+    return Assignment.of_arrays(placed)
+
+
+def lane_seconds(plan: Plan, unit: str, seconds: Floats, replicas: Integers) -> Floats:
+    """Return what a unit's microbatches take in each lane: [num_stages, num_microbatches] seconds, and the replica of each."""
+    num_replicas, table = plan.units[unit].data_parallel_size, plan.stage_tables[unit]
+    of_stages = np.stack([np.bincount(replicas, row, num_replicas) for row in seconds])
+    by_replica = np.arange(of_stages.size).reshape(of_stages.shape).T.ravel()
+    starts, lanes = take_rows(table.lane_starts, table.lanes, by_replica)
+    return np.bincount(lanes, of_stages.T.ravel()[row_numbers(starts)], len(plan.lanes)).astype(np.float64)
+
+
+class _Pipelines(NamedTuple):
+    """An encoder's pipelines beside LLM replicas."""
+
+    replicas: Integers
+    """[num_llm_replicas, m] the encoder's replicas that lie on the ranks of each."""
+    owners: Integers
+    """[num_replicas] the LLM replica on whose ranks each lies."""
+
+
+def _pipelines(plan: Plan, unit: str, *, llm: str) -> _Pipelines | None:
+    """Find them; None unless each LLM replica has equally many, and more than one."""
+    num_owners = plan.units[llm].data_parallel_size
+    owner_of_rank = {rank: index for index, replica in enumerate(plan.units[llm].replicas) for rank in replica.ranks}
+    owners: list[int] = []
+    for replica in plan.units[unit].replicas:
+        found = {owner_of_rank.get(rank, -1) for rank in replica.ranks}
+        if len(found) > 1 or -1 in found:
+            return None
+        owners += found
+    counts = np.bincount(owners, minlength=num_owners)
+    if counts.min() != counts.max() or counts.max() == 1:
+        return None
+    by_owner = np.argsort(owners, kind="stable").reshape(num_owners, -1)
+    return _Pipelines(by_owner, np.array(owners, np.int64))
+
+
+def _order_of_need(step: StepGraph, unit: str) -> Integers:
+    """Return an encoder's microbatches in the order in which their consumers' first microbatches need them."""
+    placed = step.assignment.placed
+    needed_at = np.full(placed[unit].num_microbatches, np.iinfo(np.int64).max)
+    for target in step.graph.downstream(unit):
+        sources, targets = step.routes.of_edge(unit, target)
+        np.minimum.at(needed_at, sources, placed[target].index_in_replica[targets])
+    return np.lexsort((placed[unit].replica_of_microbatch, placed[unit].index_in_replica, needed_at))
+
+
+def _on_busiest_rank(plan: Plan, unit: str, seconds: Floats) -> Floats:
+    """[num_microbatches] the seconds that each takes on the busiest ranks of a pipeline: of all their layer ranges."""
+    stages = [stage.stage_index for stage in plan.units[unit].replicas[0].virtual_stages]
+    found = np.zeros((max(stages) + 1, seconds.shape[1]))
+    np.add.at(found, stages, seconds)
+    busiest: Floats = found.max(axis=0)
+    return busiest
+
+
+def _busiest(plan: Plan, unit: str, busy: Floats) -> Floats:
+    """[num_replicas] the seconds of the busiest lane of each of a unit's replicas."""
+    table, num_replicas = plan.stage_tables[unit], plan.units[unit].data_parallel_size
+    found = np.zeros(num_replicas)
+    np.maximum.at(found, row_numbers(table.lane_starts) % num_replicas, busy[table.lanes])
+    return found
+
+
+def _deal(seconds: Floats, turns: Integers, pipelines: Integers, busy: Floats, parts: Floats | None) -> Integers:
+    """Return the replica that takes each microbatch: that with the least of its part, or without parts with the least work.
+
+    seconds: of each microbatch; turns: as `_turns` returns them; pipelines, busy, parts: [num_owners, m] replicas, the seconds of
+    their other work and those that they are to take.
+    """
+    given, found = np.zeros(busy.shape), np.zeros(len(seconds), np.int64)
+    for row in turns:
+        here = np.flatnonzero(row >= 0)
+        taken = seconds[row[here]]
+        if parts is None:
+            chosen = (busy[here] + given[here]).argmin(axis=1)
+        else:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                shares = np.where(parts[here] > 0, (given[here] + taken[:, None]) / parts[here], np.inf)
+            chosen = shares.argmin(axis=1)
+        given[here, chosen] += taken
+        found[row[here]] = pipelines[here, chosen]
+    return found
+
+
+def _parts(totals: Floats, busy: Floats) -> Floats:
+    """[num_owners, m] what each pipeline is to take of an LLM replica's total: up to one level for all that take any."""
+    ascending = np.sort(busy, axis=1)
+    levels = (totals[:, None] + np.cumsum(ascending, axis=1)) / np.arange(1, busy.shape[1] + 1)
+    parts: Floats = np.maximum(0.0, levels.min(axis=1, keepdims=True) - busy)
+    return parts
+
+
+def _turns(owners: Integers, order: Integers, num_owners: int) -> Integers:
+    """[most microbatches of an LLM replica, num_owners] the microbatches of each in this order, side by side; -1: none."""
+    ordered = order[np.argsort(owners[order], kind="stable")]
+    counts = np.bincount(owners, minlength=num_owners)
+    found = np.full((int(counts.max(initial=0)), num_owners), -1)
+    found[np.arange(len(ordered)) - np.repeat(row_starts(counts)[:-1], counts), owners[ordered]] = ordered
+    return found
+
+
+def _with_replicas(placed: PlacedAtoms, replicas: Integers, needed: Integers) -> PlacedAtoms:
+    """Return microbatches placed on other replicas, on each in the order in which they are needed."""
+    order = needed[np.argsort(replicas[needed], kind="stable")]
+    starts, atoms = take_rows(placed.atom_starts, np.arange(len(placed.sample_ids)), order)
+    counts = np.bincount(replicas, minlength=placed.num_replicas)
+    return PlacedAtoms(placed.sample_ids[atoms], placed.item_indices[atoms], starts, row_starts(counts))
