@@ -163,10 +163,13 @@ class SegmentPass:
         return nullcontext() if self._saved is None else self._saved
 
     def _spans(self, first: int, last: int) -> Iterable[tuple[int, int]]:
-        """Cut parts where pieces begin or end, and between layers."""
-        layers = self._segments.layers
-        cuts = [part for part in range(first + 1, last) if part in self._bounds or layers[part] != layers[part - 1]]
+        """Cut parts where pieces begin or end, and around layers that are computed again."""
+        cuts = [part for part in range(first + 1, last) if part in self._bounds or self._is_around_repeated(part)]
         return pairwise((first, *cuts, last)) if last > first else ()
+
+    def _is_around_repeated(self, part: int) -> bool:
+        before, after = self._segments.layers[part - 1 : part + 1]
+        return before != after and self.has_backward and (self._stage.recomputes(before) or self._stage.recomputes(after))
 
     def _advance(self, first: int, last: int) -> None:
         point, layers = self._point.arrived(), self._segments.layers
