@@ -4,24 +4,31 @@ from collections.abc import Iterator
 from itertools import product
 
 from multimodal.plan.planners.estimate.candidate import Candidate
-from multimodal.plan.planners.estimate.step_estimate import choose_candidate
+from multimodal.plan.planners.estimate.step_estimate import choose_candidates
 from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.plan.planners.megatron import shared_data_parallel_sizes, shared_stage_sizes, with_replicas
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
+from multimodal.plan.planners.search.shortest_run import shortest_run
 
 MOST_EXTRA_STAGES = 8
+NEAR = 1.02
+"""Steps by the formula, over the shortest, between which it cannot decide: the best of each number of replicas is simulated."""
 
 
 def plan_encoders_colocated(request: PlanningRequest) -> PlannedRun:
     """Plan one pipeline whose first stages hold a part of every encoder, and whose others hold the LLM, then generators.
 
-    All units have the same dp, the encoders the same tp, cp and pp, the others the same tp and cp.
+    All units have the same dp, the encoders the same tp, cp and pp, the others the same tp and cp. Where the formula
+    cannot decide between numbers of replicas, simulation does.
     Raises PlanError when nothing fits.
     """
-    chosen, seconds = choose_candidate(request, _candidates(request))
+    best: dict[int, tuple[Candidate, float]] = {}
+    for candidate, seconds in choose_candidates(request, _candidates(request), within=NEAR):
+        best.setdefault(candidate.layouts[request.graph.backbone.name].data_parallel_size, (candidate, seconds))
     schedule = "encoders-colocated" if len(request.graph.encoders) > 1 else "1f1b"
-    return chosen.to_run(request, seconds=seconds, schedule=schedule)
+    runs = (candidate.to_run(request, seconds=seconds, schedule=schedule) for candidate, seconds in best.values())
+    return shortest_run(runs, request)
 
 
 def _candidates(request: PlanningRequest) -> Iterator[Candidate]:

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
 from multimodal.plan.planners.estimate.candidate import Candidate, build_run, fits, num_unit_microbatches
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes, stage_times
@@ -16,10 +15,8 @@ from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
 from multimodal.plan.planners.search.partitions import best_partition
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
-from multimodal.plan.planners.search.prediction import nominal_seconds, predict_run
-from multimodal.plan.planners.search.run_variants import first_balances, placements
-from multimodal.plan.planners.search.trials import RANKING
-from multimodal.values.errors import BraidError, PlanError
+from multimodal.plan.planners.search.shortest_run import simulate_run, with_first_balance
+from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan, Replica, UnitPlan
 
@@ -243,18 +240,10 @@ class _Search:
 
     def predict(self, run: PlannedRun) -> PredictedRun | None:
         """Simulate a run; None where it is impossible, or does not fit the memory."""
-        size: dict[str, Any] = {
-            "max_actions": int(self.request.max_actions * RANKING.share),
-            "filling": RANKING.filling,
-            "kept_replicas": 1,
-        }
-        self.nominal_seconds += nominal_seconds(run, self.request, **size, num_batches=1)
-        try:
-            prediction = predict_run(run, self.request, **size, is_checked=False)
-        except BraidError:
-            return None
+        predicted, nominal = simulate_run(run, self.request)
+        self.nominal_seconds += nominal
         self.num_simulated += 1
-        return PredictedRun(run, prediction) if prediction.peak_memory_bytes <= self.request.planned_memory_bytes else None
+        return predicted
 
     def _run(self, scored: _Scored) -> PlannedRun:
         request, candidate = self.request, scored.candidate
@@ -263,7 +252,7 @@ class _Search:
         is_virtual = any(layout.virtual_stages > 1 for layout in candidate.layouts.values())
         schedule = scored.schedule if fills else plain_schedule(has_virtual_stages=is_virtual)
         run = build_run(request, plan, schedule=schedule, seconds=scored.seconds)
-        return replace(run, balance=next(iter(first_balances(placements(run, request)[0], request)), run.balance))
+        return with_first_balance(run, request)
 
 
 def _check_sizes(request: PlanningRequest) -> None:

@@ -1,5 +1,6 @@
 """The time of a step in closed form (Entrain, Eq. 4.2), what lengths that vary add to it, and the choice of the shortest."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -240,28 +241,54 @@ def choose(
     least_seconds: a candidate for which this alone is longer than the best step found is not looked at any further.
     Raises PlanError when none fits GPUs and memory.
     """
-    best: tuple[float, int] | None = None
-    chosen: Choice | None = None
+    chosen, best_seconds = choose_near(request, candidates, seconds=seconds, fits=fits, least_seconds=least_seconds)[0]
+    return chosen, best_seconds
+
+
+def choose_near(
+    request: PlanningRequest,
+    candidates: Iterable[Choice],
+    *,
+    seconds: Callable[[Choice], float],
+    fits: Callable[[Choice], bool],
+    least_seconds: Callable[[Choice], float] = lambda _: 0.0,
+    within: float = 1.0,
+) -> list[tuple[Choice, float]]:
+    """Return the candidates that fit and whose steps are at most `within` times the shortest, in order, with their seconds.
+
+    Of equals, those with fewer GPUs come first. least_seconds, and what is raised: as for `choose`.
+    """
+    best, found = math.inf, list[tuple[float, int, Choice]]()
     for candidate in candidates:
-        if candidate.num_gpus > request.num_gpus or (best is not None and least_seconds(candidate) > best[0]):
+        if candidate.num_gpus > request.num_gpus or least_seconds(candidate) > within * best:
             continue
-        rank = (seconds(candidate), candidate.num_gpus)
-        if (best is None or rank < best) and fits(candidate):
-            best, chosen = rank, candidate
-    if best is None or chosen is None:
+        taken = seconds(candidate)
+        if taken <= within * best and fits(candidate):
+            best = min(best, taken)
+            found.append((taken, candidate.num_gpus, candidate))
+    if not found:
         raise infeasible(request)
-    return chosen, best[0]
+    near = sorted((each for each in found if each[0] <= within * best), key=lambda each: each[:2])
+    return [(candidate, taken) for taken, _, candidate in near]
 
 
 def choose_candidate(
     request: PlanningRequest, candidates: Iterable[Candidate], *, times: PlanningTimes | None = None
 ) -> tuple[Candidate, float]:
-    """Do so by `estimate_seconds` and by the memory estimate."""
+    """Return the best by `estimate_seconds` and by the memory estimate."""
+    return choose_candidates(request, candidates, times=times)[0]
+
+
+def choose_candidates(
+    request: PlanningRequest, candidates: Iterable[Candidate], *, times: PlanningTimes | None = None, within: float = 1.0
+) -> list[tuple[Candidate, float]]:
+    """Return those that are within so many times the best by `estimate_seconds` and by the memory estimate (`choose_near`)."""
     times = times or PlanningTimes(request)
-    return choose(
+    return choose_near(
         request,
         candidates,
         seconds=partial(estimate_seconds, times),
         fits=partial(fits, MemoryEstimate(request)),
         least_seconds=partial(lower_bound_seconds, times),
+        within=within,
     )

@@ -1,0 +1,56 @@
+"""Runs simulated by the planner that makes them: those between which its formula cannot decide."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.search.plan_to_fit import PredictedRun
+from multimodal.plan.planners.search.prediction import nominal_seconds, predict_run
+from multimodal.plan.planners.search.run_variants import first_balances, placements
+from multimodal.plan.planners.search.trials import RANKING
+from multimodal.values.errors import BraidError
+
+
+class Simulated(NamedTuple):
+    """What came of a run, and the nominal seconds that it took to find out."""
+
+    predicted: PredictedRun | None
+    """None where the run is impossible, or does not fit the memory."""
+    nominal_seconds: float
+
+
+def simulate_run(run: PlannedRun, request: PlanningRequest) -> Simulated:
+    """Simulate a run as closely as runs are ranked."""
+    size: dict[str, Any] = {
+        "max_actions": int(request.max_actions * RANKING.share),
+        "filling": RANKING.filling,
+        "kept_replicas": 1,
+    }
+    nominal = nominal_seconds(run, request, **size, num_batches=1)
+    try:
+        prediction = predict_run(run, request, **size, is_checked=False)
+    except BraidError:
+        return Simulated(None, nominal)
+    is_fitting = prediction.peak_memory_bytes <= request.planned_memory_bytes
+    return Simulated(PredictedRun(run, prediction) if is_fitting else None, nominal)
+
+
+def shortest_run(runs: Iterable[PlannedRun], request: PlanningRequest) -> PlannedRun:
+    """Return the run with the shortest step, each simulated with the balancer that its plan is tried with first.
+
+    One run is not simulated; the first is returned where none fits the memory.
+    """
+    waiting = list(runs)
+    if len(waiting) == 1:
+        return waiting[0]
+    found = [simulate_run(with_first_balance(run, request), request) for run in waiting]
+    ranked = [(each.predicted.key, index) for index, each in enumerate(found) if each.predicted is not None]
+    _, chosen = min(ranked, default=((0.0, 0), 0))
+    return replace(waiting[chosen], nominal_seconds=sum(each.nominal_seconds for each in found))
+
+
+def with_first_balance(run: PlannedRun, request: PlanningRequest) -> PlannedRun:
+    """Return the run with the balancer that plans of its placement are tried with first."""
+    return replace(run, balance=next(iter(first_balances(placements(run, request)[0], request)), run.balance))
