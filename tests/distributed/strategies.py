@@ -94,19 +94,30 @@ def inside_cases(draw: st.DrawFn) -> GradientCase:
 
 @st.composite
 def plans_on_shared_ranks(draw: st.DrawFn, graph: ModelGraph) -> Plan:
-    """The LLM with TP 2, PP 1-2 and virtual stages; encoders on its ranks with TP 1-2, PP up to the LLM's, replicas to match."""
-    num_stages = draw(st.integers(1, 2))
-    groups = [(0, 1), (2, 3)][:num_stages]
+    """The LLM with TP 2 or 4, PP 1-4, V 1-2 on up to 8 ranks; on these, encoders with TP 1-2 and a PP that divides it."""
+    llm = graph.backbone
+    sizes = [2, 4] if _divides(4, llm) else [2]
+    shapes = [(size, count) for size in sizes for count in range(1, 5) if size * count <= 8 and count <= len(llm.layers)]
+    llm_size, num_stages = draw(st.sampled_from(shapes))
+    groups = [tuple(range(first, first + llm_size)) for first in range(0, llm_size * num_stages, llm_size)]
     units: dict[str, UnitPlan] = {}
     for unit in graph.units:
         is_encoder = unit.role is Role.ENCODER
-        size = draw(st.sampled_from([1, 2])) if is_encoder else 2
-        pipeline_size = draw(st.sampled_from([1, num_stages])) if is_encoder else num_stages
+        size = draw(st.sampled_from([1, 2])) if is_encoder else llm_size
+        counts = [count for count in range(1, num_stages + 1) if num_stages % count == 0 and count <= len(unit.layers)]
+        pipeline_size = draw(st.sampled_from(counts)) if is_encoder else num_stages
         ranges = draw(layer_ranges(len(unit.layers), pipeline_size))
-        parts = [[group[first : first + size] for group in groups] for first in range(0, 2, size)]
+        parts = [[group[first : first + size] for group in groups] for first in range(0, llm_size, size)]
         pipelines = [part[first : first + pipeline_size] for part in parts for first in range(0, num_stages, pipeline_size)]
         units[unit.name] = UnitPlan(tuple(Replica(tuple(map(Stage, pipeline, ranges))) for pipeline in pipelines), size)
     return Plan(units)
+
+
+def _divides(size: int, unit: Unit) -> bool:
+    """Return whether a unit can have this tensor parallel size."""
+    shape = unit.transformer
+    numbers = shape.num_attention_heads, shape.num_query_groups or size, shape.ffn_hidden_size, shape.hidden_size
+    return all(number % size == 0 for number in numbers)
 
 
 @st.composite
