@@ -19,9 +19,8 @@ from multimodal.schedule.draw import draw_comparison
 from multimodal.schedule.passes import PASSES
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.values.action import Action
+from multimodal.values.action import Action, LayerRange
 from multimodal.values.assignment import Assignment, Atom
-from multimodal.values.dependencies import begins_early
 from multimodal.values.schedule import Schedule
 from multimodal.values.step_graph import StepGraph
 from multimodal.values.timeline import Timeline
@@ -79,7 +78,7 @@ class _ExampleCosts(TableCosts):
 
     def collective_seconds(self, action: Action) -> float:
         """Seconds of a reduction."""
-        share = 1.0 if action.covers is None else 0.75 if begins_early(action) else 0.25
+        share = 1.0 if action.covers is None else 0.25 if action.covers == LayerRange(0, 1) else 0.75
         return self.reduction_seconds * share
 
 

@@ -21,7 +21,6 @@ from multimodal.cost.step_costs import ComputeCost, Floats, PieceCosts
 from multimodal.cost.step_memory import GRADIENT_BYTES, StepMemory
 from multimodal.cost.update_seconds import update_seconds
 from multimodal.values.action import Action, ActionKind, Resource
-from multimodal.values.dependencies import begins_early
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.step_graph import StepGraph
 from multimodal.values.step_work import RESOURCE_NUMBERS, Integers, StepWork
@@ -136,6 +135,8 @@ class ModelCosts:
         bytes_per_weight = GRADIENT_BYTES if is_reduction else self.cluster.bytes_per_element
         num_passes = 1 if self.options.zero_stage else 2 if is_reduction else 0  # without sharing: one all-reduce
         stage = (action.unit, action.replica, action.stage)
+        if self.step.plan.units[action.unit].is_unlike:  # its optimizer is not shared, so there is an all-reduce and no gather
+            return 2 * self.stage_costs.over_unlike(action) if is_reduction else 0.0
         seconds = num_passes * self.stage_costs.over_replicas(stage, bytes_per_weight, trained_only=True)
         return seconds if action.covers is None else self._reduction_piece_seconds(action, seconds)
 
@@ -146,7 +147,7 @@ class ModelCosts:
         """
         weights = self.stages.trained_weights(reduction[1:4])
         share = weights[0] / sum(weights)
-        return whole_seconds * (1 - share if begins_early(reduction) else share)
+        return whole_seconds * (1 - share if self.step.begins_early(reduction) else share)
 
     @cached_property
     def update_seconds(self) -> float:

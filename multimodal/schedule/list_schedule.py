@@ -111,7 +111,7 @@ def _reductions(work: StepWork) -> tuple[Integers, Integers]:
     stages = work.computed_stages[pieces]
     is_idle = np.array([unit.placed.num_microbatches == 0 for unit in work.pieces.units.values()], bool)
     units, indices = work.pieces.unit_of_stage[stages], work.pieces.index_of_stage[stages]
-    order = np.lexsort((work.replicas[pieces], -indices, -units, is_idle[units]))
+    order = np.lexsort((work.pieces.parts[pieces], work.replicas[pieces], -indices, -units, is_idle[units]))
     starts, lanes = work.lanes_of(pieces[order])
     by_lane = np.argsort(lanes, kind="stable")
     return lanes[by_lane], pieces[order][row_numbers(starts)][by_lane]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
-from multimodal.values.action import Action, ActionKind, Coverage, LayerRange, Place, SegmentRange
+from multimodal.values.action import Action, ActionKind, Coverage, Place, SegmentRange
 from multimodal.values.assignment import Assignment, MicrobatchPlace
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.plan import Plan
@@ -35,10 +35,10 @@ def computations(step: StepGraph) -> tuple[Action, ...]:
     for unit in step.graph.unit_names:
         sizes = step.plan.units[unit]
         for stage in range(sizes.num_virtual_stages):
-            layers = [replica.virtual_stages[stage].layers for replica in sizes.replicas]
-            needs = {each: step.backward_need(unit, layers.index(each), stage) for each in dict.fromkeys(layers)}
-            for replica in range(sizes.data_parallel_size):
-                need = needs[layers[replica]]
+            for replica, each in enumerate(sizes.replicas):
+                if stage >= len(each.virtual_stages):
+                    continue
+                need = step.backward_need(unit, replica, stage)
                 microbatches = range(step.num_microbatches(unit, replica))
                 actions += _forwards(unit, replica, stage, microbatches, step.cuts)
                 if need.has_backward:
@@ -84,13 +84,8 @@ def _backwards(unit: str, replica: int, stage: int, microbatches: range, need: B
 def _collectives(step: StepGraph, unit: str, replica: int, stage: int) -> Iterator[Action]:
     if step.cuts.gathers_parameters:
         yield Action(ActionKind.GATHER_PARAMETERS, unit, replica, stage)
-    for layers in reduction_pieces(step, unit, replica, stage):
+    for layers in step.reductions(unit, replica, stage):
         yield Action(ActionKind.REDUCE_GRADIENTS, unit, replica, stage, covers=layers)
-
-
-def reduction_pieces(step: StepGraph, unit: str, replica: int, stage: int) -> tuple[Coverage, ...]:
-    """Return what the reductions of a stage cover, in order."""
-    return step.cuts.reductions(unit, stage, num_layers=len(step.plan.virtual_stage(unit, replica, stage).layers))
 
 
 def dependencies(action: Action, step: StepGraph, *, lowered: bool = False) -> tuple[Action, ...]:
@@ -99,8 +94,8 @@ def dependencies(action: Action, step: StepGraph, *, lowered: bool = False) -> t
     A forward needs the forward of the stage before it; at a unit's first stage, the last-stage forwards of every upstream
     microbatch that routes to it. A backward needs its own forward and the backward of the stage after it; at a unit's last
     stage, the first-stage backwards of every downstream microbatch that it routes to. Reducing a stage's gradients needs all
-    its backwards on that replica; where that is done by layer, the first piece begins with the last microbatch's backward: it
-    needs all others, and what that backward needs.
+    its backwards on that replica; where that is done by layer, all pieces but the last begin with the last microbatch's
+    backward: they need all others, and what that backward needs. A piece needs the one before it.
 
     In a split backward the input gradient takes the backward's place, and the weight gradient needs it. Where a microbatch's
     backward is cut into sample subsets, a subset's backward needs the same subset at the stage after it; at the last stage, the
@@ -189,7 +184,7 @@ def _forward_needs(action: Action, step: StepGraph) -> Iterator[Action]:
         return
     for route in step.routes.to_target.get(_microbatch(action), ()):
         source = route.source
-        last_stage = step.plan.units[source.unit].num_virtual_stages - 1
+        last_stage = step.plan.units[source.unit].num_stages_of(source.replica) - 1
         yield _last_forward(Place(source.unit, source.replica, last_stage, source.microbatch), step)
 
 
@@ -203,7 +198,7 @@ def _backward_needs(action: Action, step: StepGraph) -> Iterator[Action]:
         return
     # What lies downstream of a stage that has a backward always has one, too: the gradient comes through it.
     yield _last_forward(action.place, step)
-    if action.stage < step.plan.units[action.unit].num_virtual_stages - 1:
+    if action.stage < step.plan.units[action.unit].num_stages_of(action.replica) - 1:
         after = _input_gradients(action.place._replace(stage=action.stage + 1), step)
         yield from (each for each in after if action.subset in (-1, each.subset))
         return
@@ -225,24 +220,19 @@ def _weight_needs(action: Action, step: StepGraph) -> Iterator[Action]:
 
 
 def _reduce_needs(action: Action, step: StepGraph) -> Iterator[Action]:
-    pieces = reduction_pieces(step, *action[1:4])
+    pieces, is_early = step.reductions(*action[1:4]), step.begins_early(action)
     if action.covers != pieces[0]:
-        yield action._replace(covers=pieces[0])
+        yield action._replace(covers=pieces[pieces.index(action.covers) - 1])
     last_microbatch = step.num_microbatches(action.unit, action.replica) - 1
     for microbatch in range(last_microbatch + 1):
         place = action.place._replace(microbatch=microbatch)
         completing = step.cuts.gradients(place)
-        if begins_early(action) and microbatch == last_microbatch:
+        if is_early and microbatch == last_microbatch:
             first = step.cuts.backwards(place)[0] if place in step.cuts.segments else completing[-1]
             yield from _backward_needs(Action(step.cuts.gradient_kind(place), *place, covers=first), step)
             completing = completing[:-1]
         for covers in completing:
             yield Action(step.cuts.last_kind(place), *place, covers=covers)
-
-
-def begins_early(reduction: Action) -> bool:
-    """Return True if a reduction by layer starts with the last microbatch's backward instead of after it."""
-    return isinstance(reduction.covers, LayerRange) and reduction.covers.first > 0
 
 
 def _send_forward_needs(action: Action, step: StepGraph) -> Iterator[Action]:

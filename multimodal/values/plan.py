@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,8 @@ class Stage:
         metadata={"key": "layers", "minimum": 0, "maximum": MOST_LAYERS + 2, "min_entries": 1}
     )
     """Half-open ranges of the unit's layer list; several when the stage is virtual."""
+    tensor_parallel_size: int | None = field(default=None, metadata=_SIZE)
+    """Its own, where replicas are not alike; None: that of its unit."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,11 @@ class UnitPlan:
     tensor_parallel_size: int = field(default=1, metadata=_SIZE)
     context_parallel_size: int = field(default=1, metadata=_SIZE)
     microbatch_shares: tuple[int, ...] = field(default=(), metadata={"minimum": 0, "maximum": MOST_SHARE})
-    """Of an encoder: the shares of an LLM replica's microbatches that its own replicas take, as whole numbers; none: all alike.
+    """Whole numbers. Of the LLM: the share of a step's microbatches that each of its replicas takes; none: by their ranks.
 
-    With m shares and d replicas of the LLM, replica j d + r of the encoder takes share j of the microbatches of the LLM's replica
-    r: the partition over m encoder pipelines (Optimus 4.1), of microbatches that are dealt in turn.
+    Of an encoder: the shares of an LLM replica's microbatches that its own replicas take; none: all alike. With m shares and d
+    replicas of the LLM, replica j d + r of the encoder takes share j of the microbatches of the LLM's replica r: the partition
+    over m encoder pipelines (Optimus 4.1), of microbatches that are dealt in turn.
     """
 
     @property
@@ -85,18 +88,43 @@ class UnitPlan:
 
     @property
     def num_virtual_stages(self) -> int:
-        """Layer ranges that a microbatch passes through (the same for every replica)."""
-        return len(self.replicas[0].virtual_stages)
+        """Layer ranges that a microbatch passes through: the same for every replica, or the most where they are not alike."""
+        return max(len(replica.virtual_stages) for replica in self.replicas)
 
-    def tensor_parallel_groups(self, stage: Stage) -> tuple[tuple[int, ...], ...]:
+    def num_stages_of(self, replica: int) -> int:
+        """Layer ranges that a microbatch of a replica passes through."""
+        return len(self.replicas[replica].virtual_stages)
+
+    @cached_property
+    def is_unlike(self) -> bool:
+        """True if replicas differ in the layers or the tensor parallel sizes of their stages."""
+        forms = {tuple((stage.layer_ranges, self.tensor_size(stage)) for stage in replica.stages) for replica in self.replicas}
+        return len(forms) > 1
+
+    @cached_property
+    def shared_ranges(self) -> tuple[range, ...]:
+        """The unit's layers, cut wherever any replica cuts them: all layers of a range have the same ranks."""
+        stages = [stage.layers for replica in self.replicas for stage in replica.virtual_stages]
+        return tuple(range(*pair) for pair in pairwise(sorted({bound for layers in stages for bound in (layers.start, layers.stop)})))
+
+    def tensor_size(self, stage: Stage | VirtualStage) -> int:
+        """Return the tensor parallel size of one of its stages."""
+        return len(stage.ranks) // self.context_parallel_size
+
+    @property
+    def tensor_sizes(self) -> tuple[int, ...]:
+        """The tensor parallel sizes of its stages, each once, ascending."""
+        return tuple(sorted({self.tensor_size(stage) for replica in self.replicas for stage in replica.stages}))
+
+    def tensor_parallel_groups(self, stage: Stage | VirtualStage) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of one of its stages, by context parallel rank."""
-        size = self.tensor_parallel_size
+        size = self.tensor_size(stage)
         return tuple(stage.ranks[first : first + size] for first in range(0, len(stage.ranks), size))
 
     def context_parallel_rank(self, rank: int) -> int:
         """Return the context parallel rank of a rank of this unit: the index of its tokens among those of a sequence."""
         stage = next(stage for replica in self.replicas for stage in replica.stages if rank in stage.ranks)
-        return stage.ranks.index(rank) // self.tensor_parallel_size
+        return stage.ranks.index(rank) // self.tensor_size(stage)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -108,10 +136,10 @@ class StageTable(NamedTuple):
     """The virtual stages of a unit, stage by stage, replica by replica."""
 
     lane_starts: Integers
-    """[num_stages x num_replicas + 1] into the lanes."""
+    """[num_stages x num_replicas + 1] into the lanes; none where a replica has fewer stages than others."""
     lanes: Integers
     rank_groups: Integers
-    """[num_stages x num_replicas] the same number for the same ranks, in all units."""
+    """[num_stages x num_replicas] the same number for the same ranks, in all units; -1 where a replica has no such stage."""
 
 
 @dataclass(frozen=True)
@@ -173,10 +201,13 @@ class Plan:
         for name, unit in self.units.items():
             of_stages: list[int] = []
             for stage in range(unit.num_virtual_stages):
-                of_stages += [groups.setdefault(each.virtual_stages[stage].ranks, len(groups)) for each in unit.replicas]
+                of_stages += [
+                    groups.setdefault(each.virtual_stages[stage].ranks, len(groups)) if stage < len(each.virtual_stages) else -1
+                    for each in unit.replicas
+                ]
             for ranks, group in islice(groups.items(), len(lanes), None):
                 lanes[group] = tuple(dict.fromkeys(map(self.lane_of_rank.__getitem__, ranks)))
-            rows = [lanes[group] for group in of_stages]
+            rows = [lanes[group] if group >= 0 else () for group in of_stages]
             tables[name] = StageTable(row_starts(list(map(len, rows))), integers(chain.from_iterable(rows)), integers(of_stages))
         return tables
 
@@ -219,7 +250,11 @@ def _unit_plan_to_dict(unit: UnitPlan) -> dict[str, Any]:
         "replicas": [
             {
                 "stages": [
-                    {"ranks": list(stage.ranks), "layers": [list(pair) for pair in stage.layer_ranges]}
+                    {
+                        "ranks": list(stage.ranks),
+                        "layers": [list(pair) for pair in stage.layer_ranges],
+                        **({} if (size := stage.tensor_parallel_size) is None else {"tensor_parallel_size": size}),
+                    }
                     for stage in replica.stages
                 ]
             }
@@ -295,32 +330,13 @@ def _place_of_repeated_rank(name: str, unit: UnitPlan) -> tuple[str | int, ...]:
 
 def _validate_unit(unit: UnitPlan, *, graph: ModelGraph, name: str) -> None:
     num_layers = len(graph.unit(name).layers)
-    group_size = unit.tensor_parallel_size * unit.context_parallel_size
-    shape = graph.unit(name).transformer
     for what, size in (
         ("tensor_parallel_size", unit.tensor_parallel_size),
         ("context_parallel_size", unit.context_parallel_size),
     ):
         if size < 1:
             raise PlanError(f"unit '{name}': {what} is {size}; set it to at least 1", place=("units", name, what))
-    for what, size in (
-        ("num_attention_heads", shape.num_attention_heads),
-        ("num_query_groups", shape.query_groups),
-        ("ffn_hidden_size", shape.ffn_hidden_size),
-    ):
-        if size % unit.tensor_parallel_size:
-            raise PlanError(
-                f"unit '{name}': {what} {size} is not divisible by tensor parallel size {unit.tensor_parallel_size}; "
-                f"choose a --{name.replace('_', '-')}-tensor-model-parallel-size that divides it (in a plan file, "
-                "tensor_parallel_size)",
-                place=("units", name, "tensor_parallel_size"),
-            )
-    if graph.unit(name).module is not None and group_size > 1:
-        raise PlanError(
-            f"unit '{name}': tp {unit.tensor_parallel_size} x cp {unit.context_parallel_size} would cut a module of "
-            "transformers, which is one piece; give it replicas instead (tp 1, cp 1)",
-            place=("units", name, "tensor_parallel_size" if unit.tensor_parallel_size > 1 else "context_parallel_size"),
-        )
+    _validate_tensor_size(unit, unit.tensor_parallel_size, graph=graph, name=name, place=("units", name))
     if len(set(unit.ranks)) != len(unit.ranks):
         raise PlanError(
             f"unit '{name}': a rank appears in two of its stages; each rank may hold one stage of a unit",
@@ -330,29 +346,75 @@ def _validate_unit(unit: UnitPlan, *, graph: ModelGraph, name: str) -> None:
         where = f"unit '{name}', replica {replica_index}"
         place = ("units", name, "replicas", replica_index)
         for stage_index, stage in enumerate(replica.stages):
-            if len(stage.ranks) != group_size:
-                raise PlanError(
-                    f"{where}, stage {stage_index}: tp {unit.tensor_parallel_size} x cp {unit.context_parallel_size} needs "
-                    f"{group_size} ranks, found {len(stage.ranks)} {list(stage.ranks)}",
-                    place=(*place, "stages", stage_index),
-                )
-            if list(stage.ranks) != sorted(set(stage.ranks)):
-                raise PlanError(
-                    f"{where}, stage {stage_index}: ranks {list(stage.ranks)} must be listed in ascending order",
-                    place=(*place, "stages", stage_index),
-                )
+            _validate_ranks(
+                unit, stage, graph=graph, name=name, where=f"{where}, stage {stage_index}", place=(*place, "stages", stage_index)
+            )
         if not _covers(replica, num_layers):
             ranges = [list(pair) for stage in replica.stages for pair in stage.layer_ranges]
             raise PlanError(
                 f"{where}: its layer ranges {ranges} must cover layers 0 to {num_layers - 1} once each "
-                f"({graph.unit(name).layers[0]}, {shape.num_layers} transformer layers, {graph.unit(name).layers[-1]})",
+                f"({graph.unit(name).layers[0]}, {graph.unit(name).transformer.num_layers} transformer layers, "
+                f"{graph.unit(name).layers[-1]})",
                 place=place,
             )
-    ranges_of = [[stage.layer_ranges for stage in replica.stages] for replica in unit.replicas]
-    if different := [index for index, each in enumerate(ranges_of) if each != ranges_of[0]]:
+        _validate_likeness(unit, replica, where=where, place=place)
+
+
+def _validate_tensor_size(unit: UnitPlan, size: int, *, graph: ModelGraph, name: str, place: tuple[str | int, ...]) -> None:
+    shape = graph.unit(name).transformer
+    for what, divided in (
+        ("num_attention_heads", shape.num_attention_heads),
+        ("num_query_groups", shape.query_groups),
+        ("ffn_hidden_size", shape.ffn_hidden_size),
+    ):
+        if divided % size:
+            raise PlanError(
+                f"unit '{name}': {what} {divided} is not divisible by tensor parallel size {size}; "
+                f"choose a --{name.replace('_', '-')}-tensor-model-parallel-size that divides it (in a plan file, "
+                "tensor_parallel_size)",
+                place=(*place, "tensor_parallel_size"),
+            )
+    if graph.unit(name).module is not None and size * unit.context_parallel_size > 1:
         raise PlanError(
-            f"unit '{name}': replicas with different stages are not available yet; give all the same layer ranges",
-            place=("units", name, "replicas", different[0]),
+            f"unit '{name}': tp {size} x cp {unit.context_parallel_size} would cut a module of "
+            "transformers, which is one piece; give it replicas instead (tp 1, cp 1)",
+            place=(*place, "tensor_parallel_size") if size > 1 else ("units", name, "context_parallel_size"),
+        )
+
+
+def _validate_ranks(
+    unit: UnitPlan, stage: Stage, *, graph: ModelGraph, name: str, where: str, place: tuple[str | int, ...]
+) -> None:
+    size = unit.tensor_parallel_size
+    if stage.tensor_parallel_size is not None:
+        size = stage.tensor_parallel_size
+        if size < 1:
+            raise PlanError(f"{where}: tensor_parallel_size is {size}; set it to at least 1", place=place)
+        _validate_tensor_size(unit, size, graph=graph, name=name, place=place)
+    if len(stage.ranks) != size * unit.context_parallel_size:
+        raise PlanError(
+            f"{where}: tp {size} x cp {unit.context_parallel_size} needs {size * unit.context_parallel_size} ranks, found "
+            f"{len(stage.ranks)} {list(stage.ranks)}",
+            place=place,
+        )
+    if list(stage.ranks) != sorted(set(stage.ranks)):
+        raise PlanError(f"{where}: ranks {list(stage.ranks)} must be listed in ascending order", place=place)
+
+
+def _validate_likeness(unit: UnitPlan, replica: Replica, *, where: str, place: tuple[str | int, ...]) -> None:
+    """Refuse what replicas that differ cannot have."""
+    sizes = [unit.tensor_size(stage) for stage in replica.stages]
+    if len(set(sizes)) > 1:
+        raise PlanError(
+            f"{where}: its stages have tensor parallel sizes {sizes}, but activations pass from rank to rank; give the stages of "
+            "a replica one size (other replicas may have others)",
+            place=place,
+        )
+    if unit.is_unlike and any(len(stage.layer_ranges) > 1 for stage in replica.stages):
+        raise PlanError(
+            f"{where}: a stage holds several layer ranges, which only replicas that are alike may have; give every stage one "
+            "range, or all replicas the same stages",
+            place=place,
         )
 
 
@@ -361,8 +423,11 @@ def _validate_shares(plan: Plan, *, graph: ModelGraph, name: str) -> None:
     if not shares:
         return
     place = ("units", name, "microbatch_shares")
+    if name == llm:
+        _validate_llm_shares(plan.units[name], name=name, place=place)
+        return
     if graph.unit(name).role is not Role.ENCODER:
-        raise PlanError(f"unit '{name}': microbatch_shares are for encoders alone; leave them out", place=place)
+        raise PlanError(f"unit '{name}': microbatch_shares are for encoders and the LLM alone; leave them out", place=place)
     wanted, num_replicas = plan.units[llm].data_parallel_size * len(shares), plan.units[name].data_parallel_size
     if wanted != num_replicas:
         raise PlanError(
@@ -373,6 +438,19 @@ def _validate_shares(plan: Plan, *, graph: ModelGraph, name: str) -> None:
         )
     if not any(shares):
         raise PlanError(f"unit '{name}': microbatch_shares are all 0; give one replica at least something to do", place=place)
+
+
+def _validate_llm_shares(unit: UnitPlan, *, name: str, place: tuple[str | int, ...]) -> None:
+    shares = unit.microbatch_shares
+    if len(shares) != unit.data_parallel_size:
+        raise PlanError(
+            f"unit '{name}': found {len(shares)} microbatch_shares for {unit.data_parallel_size} replicas; give one for each",
+            place=place,
+        )
+    if min(shares) < 1:
+        raise PlanError(
+            f"unit '{name}': microbatch_shares are {list(shares)}; give every replica of the LLM a share of at least 1", place=place
+        )
 
 
 def _covers(replica: Replica, num_layers: int) -> bool:

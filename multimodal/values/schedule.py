@@ -73,7 +73,7 @@ class Schedule:
         rows = tuple(lanes)
         _check_ranks(rows, step.plan)
         check_coverages(rows, step)
-        step = step.with_cuts(read_cuts(chain.from_iterable(lane.actions for lane in rows)))
+        step = step.with_cuts(read_cuts(chain.from_iterable(lane.actions for lane in rows), step.plan))
         numbers = step_work(step).numbers(lowered=lowered)
         pieces = [list(map(numbers.get, lane.actions)) for lane in rows]
         if any(None in lane for lane in pieces) or not _belong(step_work(step), pieces):

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from multimodal.values.action import Action, Coverage, LayerRange
 from multimodal.values.arrays.length_arrays import LengthArrays, LengthBatch
 from multimodal.values.arrays.rows import Integers
 from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace, PlacedAtoms, Routes
@@ -126,9 +127,30 @@ class StepGraph:
         return tuple(
             (unit, replica, stage)
             for unit in self.graph.unit_names
-            for replica in range(self.plan.units[unit].data_parallel_size)
-            for stage in range(self.plan.units[unit].num_virtual_stages)
+            for replica, each in enumerate(self.plan.units[unit].replicas)
+            for stage in range(len(each.virtual_stages))
         )
+
+    def reductions(self, unit: str, replica: int, stage: int) -> tuple[Coverage, ...]:
+        """Return what the reductions of a stage that trains something cover, in the order in which they run.
+
+        Where replicas are not alike, these are trained ranges of layers that the same ranks hold, from the last to the first;
+        by layer, the first layer of each is a piece of its own, since it may be the first one of a stage.
+        """
+        layers, held = self.plan.virtual_stage(unit, replica, stage).layers, self.plan.units[unit]
+        is_by_layer = (unit, stage) in self.cuts.reduced_by_layer
+        if not held.is_unlike:
+            return (LayerRange(1, len(layers)), LayerRange(0, 1)) if is_by_layer else (None,)
+        ranges = [each for each in held.shared_ranges if each.start in layers]
+        if is_by_layer:
+            ranges = [part for each in ranges for part in (each[:1], each[1:])]
+        trained = (each for each in reversed(ranges) if any(map(self.graph.unit(unit).is_trainable, each)))
+        return tuple(LayerRange(each.start - layers.start, each.stop - layers.start) for each in trained)
+
+    def begins_early(self, reduction: Action) -> bool:
+        """Return True if a reduction by layer starts with the last microbatch's backward instead of after it."""
+        is_by_layer = (reduction.unit, reduction.stage) in self.cuts.reduced_by_layer
+        return is_by_layer and reduction.covers != self.reductions(*reduction[1:4])[-1]
 
     def consumers(self, microbatch: MicrobatchPlace) -> tuple[tuple[Atom, ...], ...]:
         """Return the atoms of an encoder's microbatch by the downstream microbatch that consumes them: its sample subsets.

@@ -7,7 +7,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from multimodal.values.action import ACTION_TABLE, Action, Resource
+from multimodal.values.action import ACTION_TABLE, Action, LayerRange, Resource
 from multimodal.values.arrays.needs import piece_needs
 from multimodal.values.arrays.pieces import KIND_NUMBERS, KINDS, Bytes, Pieces
 from multimodal.values.arrays.rows import Integers, group_rows, row_numbers, row_starts, take_rows
@@ -192,8 +192,12 @@ class StepWork:
         """Per piece its collective (-1: none); per collective the pieces that take part (starts, numbers), replica by replica."""
         members = np.flatnonzero(_RESOURCE_OF_KIND[self.kinds] == RESOURCE_NUMBERS[Resource.COLLECTIVE])
         stages = self.computed_stages[members]
+        parts = self.pieces.parts[members] + 1
         first_stages = stages - self.replicas[members]  # the numbers of a stage's replicas follow each other
-        keys = (first_stages * len(KINDS) + self.kinds[members]) * 3 + self.pieces.parts[members]
+        for unit in self.pieces.units.values():
+            if self.plan.units[unit.unit].is_unlike:
+                self._join_unlike(unit.first_stage, unit.sizes.size, members, first_stages, parts)
+        keys = (first_stages * len(KINDS) + self.kinds[members]) * (1 + int(parts.max(initial=0))) + parts
         _, first, collectives = np.unique(keys, return_index=True, return_inverse=True)
         in_order = np.empty(len(first), np.int64)
         in_order[np.argsort(first)] = np.arange(len(first))
@@ -201,3 +205,16 @@ class StepWork:
         collective_of = np.full(self.num_computed + 2 * self.num_messages, -1)
         collective_of[members] = collectives
         return collective_of, *group_rows(collectives, members, len(first))
+
+    def _join_unlike(self, first_stage: int, num_stages: int, members: Integers, stages: Integers, parts: Integers) -> None:
+        """Join the reductions of a unit whose replicas are not alike, in place: by their first layer instead of stage and part.
+
+        Gathers have nothing to wait for: replicas that are not alike keep their optimizer state whole.
+        """
+        own = np.flatnonzero((self.computed_stages[members] >= first_stage) & (self.computed_stages[members] < first_stage + num_stages))
+        for index, piece in zip(own.tolist(), members[own].tolist(), strict=True):
+            action = self.pieces.action(piece)
+            stages[index] = int(self.computed_stages[piece])
+            if isinstance(action.covers, LayerRange):
+                stages[index] = first_stage
+                parts[index] = 1 + self.plan.virtual_stage(*action[1:4]).layers.start + action.covers.first

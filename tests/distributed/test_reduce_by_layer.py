@@ -18,7 +18,6 @@ from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.assignment import Assignment
-from multimodal.values.dependencies import begins_early
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.schedule import Lane, Schedule, lane_of
@@ -124,7 +123,7 @@ def split_last_backwards(schedule: Schedule) -> Schedule:
 
     def rewritten(lane: Lane) -> Iterator[Action]:
         for before, action in zip((None, *lane.actions), lane.actions, strict=False):
-            if before is not None and begins_early(before) and action.kind is ActionKind.BACKWARD:
+            if before is not None and schedule.step.begins_early(before) and action.kind is ActionKind.BACKWARD:
                 yield from (action._replace(kind=kind) for kind in (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT))
             else:
                 yield action

@@ -19,7 +19,6 @@ from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightG
 from multimodal.values.action import Action, ActionKind, SegmentRange
 from multimodal.values.assignment import MicrobatchPlace, Route
 from multimodal.values.backward_need import BackwardNeed, has_trainable_output, stage_backward_need
-from multimodal.values.dependencies import begins_early
 
 
 @dataclass(frozen=True)
@@ -109,8 +108,11 @@ class RunningStep(StepMessages):
 
     def reduce_gradients(self, action: Action) -> None:
         """Start a reduction, or the last part of one after the backward that did the rest; before it, get ready for that."""
-        unit = self.executor.gradients[action.unit]
-        self.start_collective(action, unit.expect_last_backward if begins_early(action) else unit.start_reduction)
+        unit, is_early = self.executor.gradients[action.unit], self.step.graph_step.begins_early(action)
+        if isinstance(unit, UnlikeGradients):
+            self.start_collective(action, partial(unit.reduce, covers=action.covers, is_early=is_early))
+            return
+        self.start_collective(action, unit.expect_last_backward if is_early else unit.start_reduction)
 
     def _forward_segments(self, action: Action) -> None:
         """Run a range of segments; the first one collects, the last one hands on."""

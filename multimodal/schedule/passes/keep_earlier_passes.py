@@ -61,14 +61,14 @@ def _check_fillers(schedule: Schedule) -> None:
 
 def _plain(schedule: Schedule) -> Schedule:
     """The same actions with whole reductions and without fillers."""
-    lanes = map(with_whole_reductions, schedule.lanes)
+    lanes = (with_whole_reductions(lane, schedule.step) for lane in schedule.lanes)
     return schedule.with_lanes(lane_of(lane.ranks, lane.actions) for lane in lanes)
 
 
 def _with_early_reductions(lane: Lane, stages: Set[tuple[str, int]]) -> Lane:
     """Move the reductions of these stages to right behind the last backward that they need."""
     actions = list(lane.actions)
-    for reduction in [action for action in actions if action.kind is ActionKind.REDUCE_GRADIENTS]:
+    for reduction in [action for action in reversed(actions) if action.kind is ActionKind.REDUCE_GRADIENTS]:
         own = [at for at, action in enumerate(actions) if action.microbatch >= 0 and action[1:4] == reduction[1:4]]
         if (reduction.unit, reduction.stage) in stages and own:
             actions.remove(reduction)

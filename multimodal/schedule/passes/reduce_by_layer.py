@@ -1,11 +1,11 @@
 """Let a stage's gradients be reduced layer by layer while the backward of its last microbatch still runs."""
 
 from collections.abc import Iterator, Set
+from dataclasses import replace
 
 from multimodal.schedule.execute_lanes import execute_lanes
-from multimodal.values.action import Action, ActionKind, LayerRange
+from multimodal.values.action import Action, ActionKind
 from multimodal.values.assignment import MicrobatchPlace
-from multimodal.values.dependencies import begins_early
 from multimodal.values.schedule import Lane, Schedule, Slot, SlotMode
 from multimodal.values.step_graph import StepGraph
 
@@ -18,8 +18,9 @@ def reduce_by_layer(schedule: Schedule) -> Schedule:
     same calls in the same order. It is done where, in all lanes of all replicas, the reduction stands right after the whole
     backward of the last microbatch, or there is no microbatch. Others stay whole: where weight gradients come apart from the
     backward, where another reduction has to go first, where microbatches end in another order, and of stages of
-    one layer. Where lanes would then wait for each other in a circle if reductions blocked, all stay whole.
-    O(actions + dependencies).
+    one layer. Where replicas are not alike, there are more parts (`StepGraph.reductions`), all stages of a unit are cut or none,
+    and the last part alone stands behind the backward. Where lanes would then wait for each other in a circle if reductions
+    blocked, all stay whole. O(actions + dependencies).
     """
     if schedule.step.cuts.reduced_by_layer:
         return schedule
@@ -30,32 +31,57 @@ def cut_reductions(schedule: Schedule, stages: Set[tuple[str, int]]) -> Schedule
     """Cut the whole reductions of these (unit, virtual stage) where they can be cut, or none."""
     step = schedule.step
     cut = set(stages) - {
-        (action.unit, action.stage)
+        key
         for lane in schedule.lanes
         for position, action in enumerate(lane.actions)
         if action.kind is ActionKind.REDUCE_GRADIENTS and not _can_be_cut(lane, position, step)
+        for key in _cut_together(action, step)
     }
-    rewritten = schedule.with_lanes(_with_pieces(lane, cut, step) for lane in schedule.lanes)
+    aimed = step.with_cuts(replace(step.cuts, reduced_by_layer=frozenset(cut)))
+    rewritten = schedule.with_lanes(_with_pieces(lane, aimed) for lane in schedule.lanes)
     return schedule if execute_lanes(rewritten).stuck else rewritten
 
 
-def with_whole_reductions(lane: Lane) -> Lane:
+def with_whole_reductions(lane: Lane, step: StepGraph) -> Lane:
     """Undo `reduce_by_layer`: one reduction after the backward that ends the stage's gradients."""
-    kept = (slot for slot in lane.slots if not begins_early(slot.action))
-    whole = (Slot(slot.action._replace(covers=None)) if isinstance(slot.action.covers, LayerRange) else slot for slot in kept)
-    return Lane(lane.ranks, tuple(whole))
+    whole, slots = step.with_cuts(replace(step.cuts, reduced_by_layer=frozenset())), list[Slot]()
+    for slot in lane.slots:
+        if slot.action.kind is not ActionKind.REDUCE_GRADIENTS or (slot.action.unit, slot.action.stage) not in step.cuts.reduced_by_layer:
+            slots.append(slot)
+        elif not step.begins_early(slot.action):
+            slots += _reductions(slot.action, whole)
+    return Lane(lane.ranks, tuple(slots))
+
+
+def _reductions(action: Action, step: StepGraph) -> list[Slot]:
+    """Return all reductions of an action's stage in a step."""
+    return [Slot(action._replace(covers=covers)) for covers in step.reductions(*action[1:4])]
 
 
 def _reduced_stages(schedule: Schedule) -> Iterator[tuple[str, int]]:
+    step = schedule.step
     for lane in schedule.lanes:
-        yield from ((each.unit, each.stage) for each in lane.actions if each.kind is ActionKind.REDUCE_GRADIENTS)
+        for action in lane.actions:
+            if action.kind is ActionKind.REDUCE_GRADIENTS:
+                yield from _cut_together(action, step)
+
+
+def _cut_together(reduction: Action, step: StepGraph) -> list[tuple[str, int]]:
+    """Return the stages that are cut if a reduction's is."""
+    unit = step.plan.units[reduction.unit]
+    stages = range(unit.num_virtual_stages) if unit.is_unlike else (reduction.stage,)
+    return [(reduction.unit, stage) for stage in stages]
 
 
 def _can_be_cut(lane: Lane, position: int, step: StepGraph) -> bool:
-    """Return True if the reduction at a position of a lane follows the backward that ends it."""
+    """Return True if the reduction at a position of a lane follows the backward that ends it, or other parts of it do."""
     reduction = lane.actions[position]
     num_microbatches = step.num_microbatches(reduction.unit, reduction.replica)
-    if len(step.plan.virtual_stage(*reduction[1:4]).layers) < 2:
+    if step.plan.units[reduction.unit].is_unlike:
+        position -= step.reductions(*reduction[1:4]).index(reduction.covers)
+        if not step.assignment.placed[reduction.unit].num_microbatches:
+            return False
+    elif len(step.plan.virtual_stage(*reduction[1:4]).layers) < 2:
         return False
     if num_microbatches == 0:
         return True
@@ -66,15 +92,18 @@ def _can_be_cut(lane: Lane, position: int, step: StepGraph) -> bool:
     return position > 0 and lane.actions[position - 1] == last and is_plain
 
 
-def _with_pieces(lane: Lane, cut: set[tuple[str, int]], step: StepGraph) -> Lane:
+def _with_pieces(lane: Lane, step: StepGraph) -> Lane:
+    """Put the reductions of a step by layer in the place of whole ones."""
     slots: list[Slot] = []
     for slot in lane.slots:
         action = slot.action
-        if action.kind is not ActionKind.REDUCE_GRADIENTS or (action.unit, action.stage) not in cut:
+        if action.kind is not ActionKind.REDUCE_GRADIENTS or (action.unit, action.stage) not in step.cuts.reduced_by_layer:
             slots.append(slot)
             continue
+        if slots and slots[-1].action.kind is ActionKind.REDUCE_GRADIENTS and slots[-1].action[1:4] == action[1:4]:
+            continue  # all are there
+        *early, last = _reductions(action, step)
         has_backward = bool(slots) and slots[-1].action[:4] == (ActionKind.BACKWARD, *action[1:4])
-        num_layers = len(step.plan.virtual_stage(*action[1:4]).layers)
-        slots.insert(len(slots) - has_backward, Slot(action._replace(covers=LayerRange(1, num_layers))))
-        slots.append(Slot(action._replace(covers=LayerRange(0, 1))))
+        slots[len(slots) - has_backward : len(slots) - has_backward] = early
+        slots.append(last)
     return Lane(lane.ranks, tuple(slots))

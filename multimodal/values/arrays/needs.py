@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from multimodal.values.action import ActionKind
-from multimodal.values.arrays.pieces import KIND_NUMBERS, Pieces, UnitPieces
+from multimodal.values.arrays.pieces import KIND_NUMBERS, Bools, Pieces, UnitPieces
 from multimodal.values.arrays.routes import Routes
 from multimodal.values.arrays.rows import Integers, group_rows, row_numbers, take_rows
 from multimodal.values.model_graph import ModelGraph
@@ -35,17 +35,17 @@ def _of_computations(unit: UnitPieces, pieces: Pieces, graph: ModelGraph, routes
         stages, microbatches = np.nonzero(unit.trains[:, unit.placed.replica_of_microbatch])
         replicas = unit.placed.replica_of_microbatch[microbatches]
         yield unit.forward[stages, microbatches], unit.collective[stages, replicas]
-    yield unit.forward[1:].ravel(), unit.last_forward[:-1].ravel()
+    yield unit.forward[1:][unit.is_there[1:]], unit.last_forward[:-1][unit.is_there[1:]]
     for source in sorted(graph.upstream(unit.unit)):
         given, taken = routes.of_edge(source, unit.unit)
         in_order = np.argsort(taken, kind="stable")
-        yield unit.forward[0][taken[in_order]], pieces.units[source].last_forward[-1][given[in_order]]
+        yield unit.forward[0][taken[in_order]], pieces.units[source].outputs[given[in_order]]
     found = unit.gradients
     if unit.is_cut:
         yield from _of_later_ranges(unit)
         found = found.where(found.is_first)
     yield found.pieces, unit.last_forward[found.stages, found.microbatches]
-    is_inner = found.stages < len(unit.forward) - 1
+    is_inner = found.stages < unit.last_stages[found.microbatches]
     after, microbatches = found.stages[is_inner] + 1, found.microbatches[is_inner]
     subsets: Integers = np.where(unit.num_subsets[microbatches] > 0, found.parts[is_inner], 0)
     yield found.pieces[is_inner], unit.input_gradient[after, microbatches] + subsets * unit.width[after, microbatches]
@@ -65,7 +65,7 @@ def _of_later_ranges(unit: UnitPieces) -> Iterator[_Needs]:
 
 def _of_consumers(unit: UnitPieces, pieces: Pieces, graph: ModelGraph, routes: Routes) -> _Needs:
     """Return the gradients that a unit's last stage needs from other units; a sample subset needs those of one consumer."""
-    last, columns = len(unit.forward) - 1, []
+    columns = []
     for number, target in enumerate(sorted(graph.downstream(unit.unit))):
         given, taken = routes.of_edge(unit.unit, target)
         placed = pieces.units[target].placed
@@ -75,7 +75,7 @@ def _of_consumers(unit: UnitPieces, pieces: Pieces, graph: ModelGraph, routes: R
     given, gradients, indices, replicas, numbers = (
         np.concatenate([empty, *column]) for column in (zip(*columns, strict=True) if columns else ((),) * 5)
     )
-    has_backward = unit.width[last][given] > 0
+    has_backward = unit.width[unit.last_stages[given], given] > 0
     given, gradients, indices, replicas, numbers = (each[has_backward] for each in (given, gradients, indices, replicas, numbers))
     is_cut = unit.num_subsets[given] > 0
     # Consumers of a cut microbatch come by microbatch, then replica, as its subsets do; others by unit, replica, microbatch.
@@ -83,34 +83,43 @@ def _of_consumers(unit: UnitPieces, pieces: Pieces, graph: ModelGraph, routes: R
     order = np.lexsort((keys[2], keys[1], keys[0], given))
     given, gradients, is_cut = given[order], gradients[order], is_cut[order]
     index = np.arange(len(given)) - np.searchsorted(given, given)
-    return unit.backward[last][given] + np.where(is_cut, index * unit.width[last][given], 0), gradients
+    last = unit.last_stages[given]
+    return unit.backward[last, given] + np.where(is_cut, index * unit.width[last, given], 0), gradients
 
 
 def _of_reductions(unit: UnitPieces, rows: tuple[Integers, Integers]) -> Iterator[_Needs]:
-    """Yield the needs of reductions: a stage's last gradients; by layer, the first piece begins with the last backward.
+    """Yield the needs of reductions: the piece before, and a stage's last gradients; by layer, most begin with the last backward.
 
     rows: what computations need.
     """
     found, replicas = unit.gradients, unit.placed.replica_of_microbatch[unit.gradients.microbatches]
     owners = unit.collective[found.stages, replicas] + unit.num_gathers
-    is_trained = unit.trains[found.stages, replicas]
-    is_by_layer = is_trained & (unit.num_reductions[found.stages] > 1)
-    whole = is_trained & ~is_by_layer
-    whole = whole & found.is_last if unit.is_cut else whole
-    yield owners[whole], found.last_pieces[whole]
-    if not (unit.num_reductions > 1).any():
-        return
-    in_last = is_by_layer & (unit.placed.index_in_replica[found.microbatches] == unit.placed.counts[replicas] - 1)
+    counts = unit.trains * unit.num_reductions
+    num_early = np.where(unit.is_by_layer, counts - 1, 0)[found.stages, replicas]
+    is_last = found.is_last if unit.is_cut else np.ones(len(replicas), bool)
+    for part in range(int(counts.max(initial=0))):
+        later = unit.collective[counts > part] + unit.num_gathers + part if part else np.zeros(0, np.int64)
+        yield later, later - 1
+        whole = (counts[found.stages, replicas] > part) & (num_early <= part) & is_last
+        yield owners[whole] + part, found.last_pieces[whole]
+        if (is_early := num_early > part).any():
+            yield from _of_early_reductions(unit, rows, is_early, owners + part)
+
+
+def _of_early_reductions(
+    unit: UnitPieces, rows: tuple[Integers, Integers], is_early: Bools, owners: Integers
+) -> Iterator[_Needs]:
+    """Yield the needs of reductions that begin with their stage's last backward.
+
+    is_early: the gradients of their stages; owners: the reduction that each belongs to.
+    """
+    found, replicas = unit.gradients, unit.placed.replica_of_microbatch[unit.gradients.microbatches]
+    in_last = is_early & (unit.placed.index_in_replica[found.microbatches] == unit.placed.counts[replicas] - 1)
     ends = np.append((found.microbatches[1:] != found.microbatches[:-1]) | (np.diff(found.stages) != 0), True)
     begins = in_last & np.where(found.num_ranges > 1, found.is_first, ends)
-    before = is_by_layer & ~in_last & found.is_last
+    before = is_early & ~in_last & found.is_last
     yield owners[before], found.last_pieces[before]
     starts, needs = take_rows(*rows, found.pieces[begins])
     yield owners[begins][row_numbers(starts)], needs
     earlier = in_last & ~ends & (found.num_ranges == 1)
     yield owners[earlier], found.last_pieces[earlier]
-    cut = unit.trains & (unit.num_reductions[:, None] > 1)
-    first = unit.collective[cut] + unit.num_gathers
-    yield first + 1, first
-    ending = is_by_layer & found.is_last
-    yield owners[ending] + 1, found.last_pieces[ending]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from multimodal.values.action import Action, ActionKind, Coverage, Place, SampleSubset
 from multimodal.values.arrays.placed_atoms import PlacedAtoms
 from multimodal.values.arrays.rows import Integers, row_starts
+from multimodal.values.assignment import Assignment
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.step_graph import Cuts, StageKey, StageSplit, StepGraph
 
@@ -46,6 +47,8 @@ class UnitPieces:
     """[num_stages, num_replicas]"""
     trains: Bools
     """[num_stages, num_replicas] True where gradients of weights are computed."""
+    num_stages: Integers
+    """[num_replicas] stages; the grids have as many rows as the replica with most of them."""
     num_subsets: Integers
     """[num_microbatches] sample subsets that backwards are cut into; 0: not cut."""
     is_split: Bools
@@ -58,7 +61,26 @@ class UnitPieces:
     """True if any forward or backward runs in ranges of segments."""
     num_gathers: int
     num_reductions: Integers
-    """[num_stages] pieces that the reduction of a stage is cut into."""
+    """[num_stages, num_replicas] pieces that the reduction of a stage is cut into."""
+    is_by_layer: Bools
+    """[num_stages, num_replicas] True where all of these but the last begin with the last backward."""
+
+    @cached_property
+    def is_there(self) -> Bools:
+        """[num_stages, num_microbatches] True where the microbatch's replica has the stage."""
+        found: Bools = np.arange(len(self.has_backward))[:, None] <= self.last_stages
+        return found
+
+    @cached_property
+    def last_stages(self) -> Integers:
+        """[num_microbatches] the last stage that each microbatch passes through."""
+        return self.num_stages[self.placed.replica_of_microbatch] - 1
+
+    @cached_property
+    def outputs(self) -> Integers:
+        """[num_microbatches] the piece that completes the unit's output."""
+        found: Integers = self.last_forward[self.last_stages, np.arange(self.placed.num_microbatches)]
+        return found
 
     @cached_property
     def width(self) -> Integers:
@@ -75,13 +97,16 @@ class UnitPieces:
     @cached_property
     def sizes(self) -> Integers:
         """[num_stages, num_replicas] pieces."""
-        of_collectives = self.trains * (self.num_gathers + self.num_reductions[:, None])
+        of_collectives = self.trains * (self.num_gathers + self.num_reductions)
         return self._forwards_of_replica + self._of_replica(self._of_backwards) + of_collectives
 
     @cached_property
     def _forwards_of_replica(self) -> Integers:
-        """[num_stages or 1, num_replicas] pieces of forwards."""
-        return self._of_replica(self.num_forwards) if self.is_cut else self.placed.counts[None]
+        """[num_stages, num_replicas] pieces of forwards."""
+        if self.is_cut:
+            return self._of_replica(self.num_forwards * self.is_there)
+        found: Integers = self.placed.counts * (np.arange(len(self.has_backward))[:, None] < self.num_stages)
+        return found
 
     def _of_replica(self, sizes: Integers) -> Integers:
         """Add up [num_stages, num_microbatches] pieces: [num_stages, num_replicas]."""
@@ -127,7 +152,7 @@ class UnitPieces:
     @cached_property
     def collective(self) -> Integers:
         """[num_stages, num_replicas] the number of the first collective, where there is one."""
-        of_collectives = self.trains * (self.num_gathers + self.num_reductions[:, None])
+        of_collectives = self.trains * (self.num_gathers + self.num_reductions)
         found: Integers = self._first + self.sizes - of_collectives
         return found
 
@@ -190,6 +215,7 @@ class Pieces:
 
     def __init__(self, step: StepGraph) -> None:
         self.cuts, self.plan = step.cuts, step.plan
+        self._reductions = StepGraph(step.graph, step.plan, Assignment({}), step.cuts).reductions
         self.units: dict[str, UnitPieces] = {}
         first_piece, first_stage = 0, 0
         for unit in step.graph.unit_names:
@@ -213,9 +239,10 @@ class Pieces:
 
     def _fill(self, unit: UnitPieces) -> None:
         index = unit.placed.index_in_replica
-        self.kinds[unit.forward] = _FORWARD
-        self.microbatches[unit.forward] = index
-        for stage, microbatch in np.argwhere(unit.num_forwards > 1).tolist() if unit.is_cut else ():
+        forward = unit.forward[unit.is_there]
+        self.kinds[forward] = _FORWARD
+        self.microbatches[forward] = np.broadcast_to(index, unit.forward.shape)[unit.is_there]
+        for stage, microbatch in np.argwhere((unit.num_forwards > 1) & unit.is_there).tolist() if unit.is_cut else ():
             ranges = slice(int(unit.forward[stage, microbatch]), int(unit.last_forward[stage, microbatch]) + 1)
             self.kinds[ranges] = _FORWARD
             self.microbatches[ranges] = index[microbatch]
@@ -227,11 +254,12 @@ class Pieces:
             self.microbatches[pieces] = index[found.microbatches]
             self.parts[pieces] = found.parts
         for stage in np.flatnonzero(unit.trains.any(axis=1)).tolist():
-            first = unit.collective[stage][unit.trains[stage]]
+            first, counts = (grid[stage][unit.trains[stage]] for grid in (unit.collective, unit.num_reductions))
             self.kinds[first] = _GATHER
-            for part in range(int(unit.num_reductions[stage])):
-                self.kinds[first + unit.num_gathers + part] = _REDUCTION
-                self.parts[first + unit.num_gathers + part] = part
+            for part in range(int(counts.max())):
+                pieces = first[counts > part] + unit.num_gathers + part
+                self.kinds[pieces] = _REDUCTION
+                self.parts[pieces] = part
 
     @cached_property
     def is_range(self) -> Bools:
@@ -320,8 +348,7 @@ class Pieces:
             if cut is None:
                 return SampleSubset(part)
             return (cut.forwards if kind == _FORWARD else cut.backwards)[part]
-        layers = self.plan.virtual_stage(unit, replica, index).layers
-        return self.cuts.reductions(unit, index, num_layers=len(layers))[part]
+        return self._reductions(unit, replica, index)[part]
 
 
 def _or_none(parts: Sequence[int]) -> list[int | None]:
@@ -331,8 +358,9 @@ def _or_none(parts: Sequence[int]) -> list[int | None]:
 def _unit_pieces(step: StepGraph, unit: str, first_piece: int, first_stage: int) -> UnitPieces:
     placed, cuts, plan = step.assignment.placed[unit], step.cuts, step.plan.units[unit]
     needs = [_needs_of_stage(step, unit, stage) for stage in range(plan.num_virtual_stages)]
-    reductions = [len(cuts.reductions(unit, stage, num_layers=1)) for stage in range(len(needs))]
     shape = len(needs), plan.data_parallel_size
+    num_reductions = np.array([_num_reductions(step, unit, stage) for stage in range(len(needs))], np.int64).reshape(shape)
+    is_cut = np.array([(unit, stage) in cuts.reduced_by_layer for stage in range(len(needs))], bool)
     return UnitPieces(
         unit=unit,
         placed=placed,
@@ -343,18 +371,29 @@ def _unit_pieces(step: StepGraph, unit: str, first_piece: int, first_stage: int)
         num_subsets=_subsets(cuts, unit, placed),
         is_split=_splits(cuts, unit, placed, len(needs)),
         num_gathers=int(cuts.gathers_parameters),
-        num_reductions=np.array(reductions, np.int64),
+        num_stages=np.array(list(map(plan.num_stages_of, range(shape[1]))), np.int64),
+        num_reductions=num_reductions,
+        is_by_layer=is_cut[:, None] & (num_reductions > 1),
         **_ranges(cuts, unit, placed, len(needs)),
     )
 
 
 def _needs_of_stage(step: StepGraph, unit: str, stage: int) -> list[BackwardNeed]:
     """Return what the backward of a stage computes in each replica; replicas with the same layers are alike."""
-    layers = [replica.virtual_stages[stage].layers for replica in step.plan.units[unit].replicas]
-    needs: Mapping[range, BackwardNeed] = {
-        each: step.backward_need(unit, layers.index(each), stage) for each in dict.fromkeys(layers)
-    }
-    return [needs[each] for each in layers]
+    replicas, known = step.plan.units[unit].replicas, dict[range | None, BackwardNeed]({None: BackwardNeed.NONE})
+    layers = [each.virtual_stages[stage].layers if stage < len(each.virtual_stages) else None for each in replicas]
+    for replica, each in enumerate(layers):
+        if each not in known:
+            known[each] = step.backward_need(unit, replica, stage)
+    return [known[each] for each in layers]
+
+
+def _num_reductions(step: StepGraph, unit: str, stage: int) -> list[int]:
+    """Return how many pieces the reduction of a stage is cut into in each replica."""
+    plan = step.plan.units[unit]
+    if not plan.is_unlike:
+        return [len(step.reductions(unit, 0, stage))] * plan.data_parallel_size
+    return [len(step.reductions(unit, replica, stage)) if stage < plan.num_stages_of(replica) else 0 for replica in range(plan.data_parallel_size)]
 
 
 def _subsets(cuts: Cuts, unit: str, placed: PlacedAtoms) -> Integers:

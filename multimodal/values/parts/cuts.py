@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
-from multimodal.values.action import ActionKind, Coverage, LayerRange, Place, SampleSubset, SegmentRange
+from multimodal.values.action import ActionKind, Coverage, Place, SampleSubset, SegmentRange
 from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.errors import ScheduleError
 
@@ -98,7 +98,8 @@ class Cuts:
     """True if replicas gather a stage's updated parameters before its first forward (ZeRO-1)."""
     reduced_by_layer: frozenset[tuple[str, int]] = frozenset()
     """(unit, virtual stage) whose gradients are reduced in two pieces: all layers but the first, layer by layer during the last
-    microbatch's backward, and then the first layer, whose gradients are complete last."""
+    microbatch's backward, and then the first layer, whose gradients are complete last. Of a unit whose replicas are not alike,
+    all stages or none: these have more pieces, see `StepGraph.reductions`."""
     segments: Mapping[Place, SegmentCut] = field(default_factory=dict)
     """Places whose forward or backward runs in ranges of segments (Optimus, section 4.2)."""
 
@@ -140,10 +141,6 @@ class Cuts:
     def last_kind(self, place: Place) -> ActionKind:
         """Return the kind of the action after which a place's weight gradients are complete."""
         return ActionKind.WEIGHT_GRADIENT if place in self.split else ActionKind.BACKWARD
-
-    def reductions(self, unit: str, stage: int, *, num_layers: int) -> tuple[Coverage, ...]:
-        """Return what the reductions of a stage cover, in the order in which they run."""
-        return (LayerRange(1, num_layers), LayerRange(0, 1)) if (unit, stage) in self.reduced_by_layer else _WHOLE
 
 
 UNCUT = Cuts()

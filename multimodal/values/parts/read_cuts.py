@@ -3,24 +3,38 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from multimodal.values.action import Action, ActionKind, LayerRange, Place, SampleSubset, SegmentRange, action_to_text
+from multimodal.values.action import (
+    ACTION_TABLE,
+    Action,
+    ActionKind,
+    LayerRange,
+    Place,
+    Resource,
+    SampleSubset,
+    SegmentRange,
+    action_to_text,
+)
 from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.errors import ScheduleError
 from multimodal.values.parts.lane import Lane, slot_error
-from multimodal.values.step_graph import UNCUT, Cuts, SegmentCut, StepGraph
+from multimodal.values.plan import Plan
+from multimodal.values.step_graph import UNCUT, Cuts, SegmentCut, StageKey, StepGraph
 
 _Entry = tuple[int, int, Action]
 """Lane, position in it, and action."""
 
 
-def read_cuts(actions: Iterable[Action]) -> Cuts:
-    """Read how a step is cut from the actions of its schedule. O(actions)."""
+def read_cuts(actions: Iterable[Action], plan: Plan) -> Cuts:
+    """Read how a step is cut from the actions of its schedule, lane after lane. O(actions)."""
     split: set[Place] = set()
     num_subsets: dict[MicrobatchPlace, int] = {}
     gathers, by_layer = False, set()
     ranges: dict[Place, list[Action]] = defaultdict(list)
+    unlike = _UnlikeReductions(plan)
     for action in actions:
         kind = action.kind
+        if action.unit in unlike.units:
+            unlike.note(action)
         if kind is ActionKind.INPUT_GRADIENT or kind is ActionKind.WEIGHT_GRADIENT:
             split.add(action.place)
         elif kind is ActionKind.GATHER_PARAMETERS:
@@ -30,11 +44,34 @@ def read_cuts(actions: Iterable[Action]) -> Cuts:
             num_subsets[microbatch] = max(num_subsets.get(microbatch, 0), action.covers.index + 1)
         elif isinstance(action.covers, SegmentRange):
             ranges[action.place].append(action)
-        elif isinstance(action.covers, LayerRange):
+        elif isinstance(action.covers, LayerRange) and action.unit not in unlike.units:
             by_layer.add((action.unit, action.stage))
     segments = {place: _segment_cut(pieces) for place, pieces in ranges.items()}
-    cuts = Cuts(frozenset(split), num_subsets, gathers, frozenset(by_layer), segments)
+    cuts = Cuts(frozenset(split), num_subsets, gathers, frozenset(by_layer | unlike.by_layer), segments)
     return UNCUT if cuts == UNCUT else cuts
+
+
+class _UnlikeReductions:
+    """The units whose replicas are not alike, and which of them reduce by layer: where a stage computes after a reduction of its own.
+
+    Their reductions cover layers in either case.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.units = {name: unit for name, unit in plan.units.items() if unit.is_unlike}
+        self.by_layer: set[tuple[str, int]] = set()
+        self._reducing: set[StageKey] = set()
+        self._seen: set[Action] = set()
+
+    def note(self, action: Action) -> None:
+        """Note an action of such a unit; in the first lane that has it, where several execute a stage."""
+        if action in self._seen:
+            return
+        self._seen.add(action)
+        if action.kind is ActionKind.REDUCE_GRADIENTS:
+            self._reducing.add(action[1:4])
+        elif action[1:4] in self._reducing and ACTION_TABLE[action.kind].resource is Resource.COMPUTE:
+            self.by_layer.update((action.unit, stage) for stage in range(self.units[action.unit].num_virtual_stages))
 
 
 def _segment_cut(pieces: Sequence[Action]) -> SegmentCut:
@@ -101,7 +138,7 @@ def _range_error(entry: _Entry, end: int, wanted: int, lanes: Sequence[Lane]) ->
 
 def _check_subsets(entries: Sequence[_Entry], lanes: Sequence[Lane], step: StepGraph) -> None:
     """Check that sample subsets are those that the assignment's routes make, all of them, in an encoder."""
-    found = read_cuts(action for _, _, action in entries).num_subsets
+    found = read_cuts((action for _, _, action in entries), step.plan).num_subsets
     encoders = {unit.name for unit in step.graph.encoders}
     for index, position, action in entries:
         microbatch = MicrobatchPlace(action.unit, action.replica, action.microbatch)

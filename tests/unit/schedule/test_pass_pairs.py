@@ -15,7 +15,7 @@ from multimodal.schedule.simulate import timeline_of_unit_costs
 from multimodal.schedule.text import schedule_from_text, schedule_to_text
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import Action, ActionKind, LayerRange
-from multimodal.values.dependencies import begins_early, dependencies, needs_message
+from multimodal.values.dependencies import dependencies, needs_message
 from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.schedule import Lane, Schedule
 from multimodal.values.step_graph import StepGraph
@@ -85,7 +85,7 @@ def num_leading_gathers(actions: tuple[Action, ...]) -> int:
 
 def assert_halves_of_reductions_stand_by_their_backward(actions: tuple[Action, ...]) -> None:
     for position, action in enumerate(actions):
-        if action.kind is ActionKind.REDUCE_GRADIENTS and begins_early(action):
+        if action.kind is ActionKind.REDUCE_GRADIENTS and action.covers not in (None, LayerRange(0, 1)):
             rest, first_layer = actions[position + 1 : position + 3], action._replace(covers=LayerRange(0, 1))
             assert first_layer in rest
             assert rest[0] == first_layer or rest[0].kind is ActionKind.BACKWARD

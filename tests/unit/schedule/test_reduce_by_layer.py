@@ -12,8 +12,7 @@ from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.text import schedule_from_text, schedule_to_text
 from multimodal.schedule.validate import validate_schedule
-from multimodal.values.action import Action, ActionKind
-from multimodal.values.dependencies import begins_early
+from multimodal.values.action import Action, ActionKind, LayerRange
 from multimodal.values.errors import ScheduleError
 from multimodal.values.step_graph import StepGraph
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
@@ -132,7 +131,7 @@ class ReductionCosts(UniformCosts):
 
     def collective_seconds(self, action: Action) -> float:
         assert action.kind is ActionKind.REDUCE_GRADIENTS
-        return self.whole * (1.0 if action.covers is None else 0.75 if begins_early(action) else 0.25)
+        return self.whole * (1.0 if action.covers is None else 0.25 if action.covers == LayerRange(0, 1) else 0.75)
 
 
 @pytest.mark.parametrize("whole", [0.4, 2.0, 8.0])

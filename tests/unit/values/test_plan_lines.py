@@ -70,7 +70,8 @@ def test_a_missing_unit_points_to_the_units(plan_file):
 @pytest.mark.parametrize(
     ("unit", "shares", "message"),
     [
-        ("llm", (1,), "unit 'llm': microbatch_shares are for encoders alone; leave them out"),
+        ("llm", (1, 1), "unit 'llm': found 2 microbatch_shares for 1 replicas; give one for each"),
+        ("llm", (0,), "unit 'llm': microbatch_shares are \\[0\\]; give every replica of the LLM a share of at least 1"),
         ("vision", (0,), "unit 'vision': microbatch_shares are all 0; give one replica at least something to do"),
         ("vision", (1, 2), "2 microbatch_shares for each of the 1 replicas of 'llm' are for 2 replicas, found 1; give one share"),
     ],
