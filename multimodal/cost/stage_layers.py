@@ -25,6 +25,10 @@ class StageLayers:
     vocab_size: int
     """Padded."""
 
+    def tensor_size(self, stage: StageKey) -> int:
+        """Return the tensor parallel size of a stage."""
+        return self.plan.units[stage[0]].tensor_size(self.plan.virtual_stage(*stage))
+
     def counts(self, stage: StageKey) -> LayerCounts:
         """Return the number of layers of each kind and need in a stage."""
         if stage not in self._counts:

@@ -79,10 +79,13 @@ class StepMemory:
             plan, of_layers = self.layers.plan.units[unit], dict[object, Floats]()
             found = np.zeros((plan.num_virtual_stages, placed.num_microbatches))
             for stage, replica in np.ndindex(len(found), plan.data_parallel_size):
+                if stage >= plan.num_stages_of(replica):
+                    continue
                 counts, own = self.layers.counts((unit, replica, stage)), slice(*placed.microbatch_starts[replica : replica + 2])
-                like = tuple(counts.items()), stage == 0
+                size = self.layers.tensor_size((unit, replica, stage))
+                like = tuple(counts.items()), size, stage == 0
                 if like not in of_layers:
-                    of_layers[like] = self._stage_bytes(unit, counts, kept, is_first=stage == 0)
+                    of_layers[like] = self._stage_bytes(unit, counts, kept, tensor_size=size, is_first=stage == 0)
                 found[stage, own] = of_layers[like][own]
             self._kept_bytes[unit] = np.round(found).astype(np.int64)
         return self._kept_bytes[unit]
@@ -95,22 +98,28 @@ class StepMemory:
         """
         plan, hidden_size = self.layers.plan.units[unit], self.layers.graph.unit(unit).transformer.hidden_size
         num_rows = add_loads(self.loads.kept(unit)).num_tokens / plan.context_parallel_size
-        size = plan.tensor_parallel_size if self.options.sequence_parallel else 1
-        per_stage = []
-        for stage in range(plan.num_virtual_stages):
-            counts = self.layers.counts((unit, 0, stage))
-            cut = [each for each in counts if len(LAYER_KINDS[each[0]].segments) > 1 and each[1].has_backward]
-            kept = [each for each in cut if not (self.options.recompute == "full" and LAYER_KINDS[each[0]].recomputes)]
-            per_stage.append(sum(counts[each] * (1 / size + each[1].trains_weights * (1 - 1 / size)) for each in kept))
+        replicas = self.loads.step.assignment.placed[unit].replica_of_microbatch
+        per_replica = np.zeros((plan.num_virtual_stages, plan.data_parallel_size))
+        for replica in range(plan.data_parallel_size if plan.is_unlike else 1):
+            for stage in range(plan.num_stages_of(replica)):
+                per_replica[stage, replica if plan.is_unlike else slice(None)] = self._cut_rows((unit, replica, stage))
         bytes_per_row = 2 * hidden_size * self.bytes_per_element
-        return np.round(np.outer(per_stage, np.atleast_1d(num_rows)) * bytes_per_row).astype(np.int64)
+        return np.round(per_replica[:, replicas] * np.atleast_1d(num_rows) * bytes_per_row).astype(np.int64)
 
-    def _stage_bytes(self, unit: str, counts: LayerCounts, kept: RankLoad, *, is_first: bool) -> Floats:
+    def _cut_rows(self, stage: StageKey) -> float:
+        """Return the rows that a stage keeps for one token where it runs in ranges of segments."""
+        counts, size = self.layers.counts(stage), self.layers.tensor_size(stage) if self.options.sequence_parallel else 1
+        cut = [each for each in counts if len(LAYER_KINDS[each[0]].segments) > 1 and each[1].has_backward]
+        kept = [each for each in cut if not (self.options.recompute == "full" and LAYER_KINDS[each[0]].recomputes)]
+        return sum(counts[each] * (1 / size + each[1].trains_weights * (1 - 1 / size)) for each in kept)
+
+    def _stage_bytes(self, unit: str, counts: LayerCounts, kept: RankLoad, *, tensor_size: int, is_first: bool) -> Floats:
         """Return the bytes that each microbatch keeps in a stage of these layers."""
         layers = sum(
-            count * self._rank_bytes(unit, layer, need, kept, self.options.recompute) for (layer, need), count in counts.items()
+            count * self._rank_bytes(unit, layer, need, kept, self.options.recompute, tensor_size=tensor_size)
+            for (layer, need), count in counts.items()
         )
-        received = self._received_bytes(unit, counts, add_loads(kept), is_first=is_first)
+        received = self._received_bytes(unit, counts, add_loads(kept), tensor_size=tensor_size, is_first=is_first)
         return layers + received + np.zeros(np.shape(kept.whole.num_tokens))
 
     def static_bytes(self, rank: int) -> int:
@@ -138,24 +147,28 @@ class StepMemory:
             self.bytes_per_element * (here + next_one + gradient) + bytes_per_gradient * gone
             for here, next_one, gradient, gone in zip(weights, [0, *weights], gradients, [*gradients[1:], 0], strict=False)
         )
-        return peak / sizes.tensor_parallel_size
+        return peak / self.layers.tensor_size(stage)
 
-    def _rank_bytes(self, unit: str, layer: str, need: BackwardNeed, kept: RankLoad, recompute: Recompute | None) -> float:
+    def _rank_bytes(
+        self, unit: str, layer: str, need: BackwardNeed, kept: RankLoad, recompute: Recompute | None, *, tensor_size: int
+    ) -> float:
         """Return the bytes that a layer keeps of a load, or as an array, those of loads whose numbers are arrays."""
         sizes, described = self.layers.plan.units[unit], self.layers.describe(unit, layer)
         total = 0.0
         for load, is_spread in ((kept.whole, False), (kept.cut, True)):
             case = ActivationCase(need, self.bytes_per_element, self.options.transformer_impl, recompute, is_spread)
             total = total + described.activation_bytes(load, case).all_ranks(
-                tensor_parallel_size=sizes.tensor_parallel_size, sequence_parallel=self.options.sequence_parallel
+                tensor_parallel_size=tensor_size, sequence_parallel=self.options.sequence_parallel
             )
-        return total / (sizes.tensor_parallel_size * sizes.context_parallel_size)
+        return total / (tensor_size * sizes.context_parallel_size)
 
     @cached_property
     def _kept_bytes(self) -> dict[str, Integers]:
         return {}
 
-    def _received_bytes(self, unit: str, counts: LayerCounts, load: UnitLoad, *, is_first: bool) -> float | Floats:
+    def _received_bytes(
+        self, unit: str, counts: LayerCounts, load: UnitLoad, *, tensor_size: int, is_first: bool
+    ) -> float | Floats:
         """Return the bytes of received hidden states or encoders' outputs for which a gradient is sent back."""
         if not any(need.sends_gradient for _, need in counts):
             return 0.0
@@ -165,7 +178,7 @@ class StepMemory:
             return hidden_bytes * self.loads.num_received_rows(unit) / sizes.context_parallel_size
         if self.bytes_per_element >= 4 or self.options.transformer_impl == "transformer_engine":
             return 0.0  # the first norm keeps the very same tensor
-        num_ranks = sizes.context_parallel_size * (sizes.tensor_parallel_size if self.options.sequence_parallel else 1)
+        num_ranks = sizes.context_parallel_size * (tensor_size if self.options.sequence_parallel else 1)
         return hidden_bytes * load.num_tokens / num_ranks
 
     def _message_bytes(self, stage: StageKey) -> float:
@@ -173,9 +186,9 @@ class StepMemory:
         unit, replica, index = stage
         sizes = self.layers.plan.units[unit]
         mean = self.loads.mean(unit, replica)
-        num_ranks = sizes.context_parallel_size * (sizes.tensor_parallel_size if self.options.sequence_parallel else 1)
+        num_ranks = sizes.context_parallel_size * (self.layers.tensor_size(stage) if self.options.sequence_parallel else 1)
         inside = mean.num_tokens * self.layers.graph.unit(unit).transformer.hidden_size / num_ranks
-        is_last = index == sizes.num_virtual_stages - 1
+        is_last = index == sizes.num_stages_of(replica) - 1
         widths = sum(self.layers.graph.unit(name).transformer.hidden_size for name in self._targets(unit))
         outputs = mean.num_outputs * widths / sizes.context_parallel_size
         activations = inside if index else 0.0
@@ -188,7 +201,10 @@ class StepMemory:
         return self.layers.graph.downstream(unit) if is_encoder else ()
 
     def weight_bytes(self, stage: StageKey) -> float:
-        """Return the bytes of a stage's weights, gradients and optimizer state, per rank."""
+        """Return the bytes of a stage's weights, gradients and optimizer state, per rank.
+
+        Replicas that are not alike share nothing: each keeps its optimizer state whole.
+        """
         sizes = self.layers.plan.units[stage[0]]
         num_trained = self.layers.num_weights(stage, trained_only=True)
         num_frozen = self.layers.num_weights(stage, trained_only=False) - num_trained
@@ -196,13 +212,13 @@ class StepMemory:
             layer_static_bytes(
                 num_weights,
                 is_trained=is_trained,
-                data_parallel_size=sizes.data_parallel_size * sizes.context_parallel_size,
+                data_parallel_size=1 if sizes.is_unlike else sizes.data_parallel_size * sizes.context_parallel_size,
                 zero_stage=self.options.zero_stage,
                 bytes_per_element=self.bytes_per_element,
             )
             for num_weights, is_trained in ((num_trained, True), (num_frozen, False))
         )
-        return total / sizes.tensor_parallel_size
+        return total / self.layers.tensor_size(stage)
 
     def _working_bytes(self, stage: StageKey) -> float:
         """Return the bytes in use while one layer runs: those it recomputes, and those it gathers.
@@ -217,10 +233,13 @@ class StepMemory:
         if self.options.recompute == "full":
             kept = self.loads.fullest(unit, stage[1])
             repeated = [(layer, need) for layer, need in counts if LAYER_KINDS[layer].recomputes]
-            working = max((self._rank_bytes(unit, layer, need, kept, None) for layer, need in repeated), default=0.0)
+            size = self.layers.tensor_size(stage)
+            working = max(
+                (self._rank_bytes(unit, layer, need, kept, None, tensor_size=size) for layer, need in repeated), default=0.0
+            )
         working += self.gathered_bytes(stage)
         if sizes.context_parallel_size > 1:
             shape = self.layers.graph.unit(unit).transformer
             bytes_per_group = 2 * shape.head_channels * self.loads.num_gathered(unit, stage[1]) * self.bytes_per_element
-            working += held_key_bytes(shape.query_groups // sizes.tensor_parallel_size, bytes_per_group=bytes_per_group)
+            working += held_key_bytes(shape.query_groups // self.layers.tensor_size(stage), bytes_per_group=bytes_per_group)
         return working

@@ -14,8 +14,12 @@ def update_seconds(stages: StageLayers, *, options: RunOptions, cluster: Cluster
 
     Without one, the optimizer's bytes over the memory bandwidth; 0 where the cluster does not say it.
     """
-    # Replicas of a stage are alike, so one rank of each kind is enough.
-    held = {tuple((unit, 0, stage) for unit, _, stage in keys) for keys in stages.of_rank.values()}
+    # Where replicas are alike, one rank of each kind is enough.
+    units = stages.plan.units
+    held = {
+        tuple((unit, replica if units[unit].is_unlike else 0, stage) for unit, replica, stage in keys)
+        for keys in stages.of_rank.values()
+    }
     shares = [_updated_weights(stages, keys, options) for keys in held]
     if profile is not None:
         return profile.seconds + max(
@@ -46,7 +50,8 @@ def _updated_weights(stages: StageLayers, keys: Collection[StageKey], options: R
     weights: dict[str, float] = {}
     for unit, replica, stage in keys:
         sizes = stages.plan.units[unit]
-        num_sharers = sizes.data_parallel_size * sizes.context_parallel_size if options.zero_stage else 1
+        is_shared = bool(options.zero_stage) and not sizes.is_unlike
+        num_sharers = sizes.data_parallel_size * sizes.context_parallel_size if is_shared else 1
         num_weights = stages.num_weights((unit, replica, stage), trained_only=True)
-        weights[unit] = weights.get(unit, 0.0) + num_weights / sizes.tensor_parallel_size / num_sharers
+        weights[unit] = weights.get(unit, 0.0) + num_weights / stages.tensor_size((unit, replica, stage)) / num_sharers
     return weights

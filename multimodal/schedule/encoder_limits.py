@@ -27,8 +27,9 @@ def encoder_limits(step: StepGraph, costs: StepCosts, *, memory_factor: float) -
     if step.forward_only or (math.isinf(memory_factor) and not room):
         return limits
     encoders, spans = {unit.name for unit in step.graph.encoders}, interleaved_spans(step)
+    there = set(step.stages)
     for number, key in enumerate(keys):
-        if key[0] in encoders and step.backward_need(*key).has_backward:
+        if key[0] in encoders and key in there and step.backward_need(*key).has_backward:
             held = step.plan.units[key[0]].replicas[key[1]]
             in_1f1b = len(held.stages) - held.virtual_stages[key[2]].stage_index + spans[key]
             most = max(in_1f1b, min(memory_factor * in_1f1b, room.get(key, math.inf)))
@@ -48,7 +49,7 @@ def _room_by_memory(step: StepGraph, costs: StepCosts) -> dict[StageKey, float]:
     kept, lane_of = defaultdict[int, int](int), dict[StageKey, int]()
     for name in apart:
         sizes = _largest_kept(step, costs, name)
-        for replica, stage in np.ndindex(sizes.shape):
+        for _, replica, stage in (key for key in step.stages if key[0] == name):
             lane_of[name, replica, stage] = lane = step.lanes_of(name, replica, stage)[0]
             kept[lane] += int(sizes[replica, stage])
     free = {lane: MEMORY_SHARE * costs.memory_bytes - costs.static_bytes(lane) for lane, size in kept.items() if size}

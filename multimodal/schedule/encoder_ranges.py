@@ -35,7 +35,8 @@ class Parts(NamedTuple):
         first, counts = np.full(uncut.num_computed, -1), np.zeros(uncut.num_computed, np.int64)
         for name, old in uncut.pieces.units.items():
             new, has_backward = work.pieces.units[name], old.width > 0
-            first[old.forward], counts[old.forward] = new.forward, new.num_forwards
+            forward = old.forward[old.is_there]
+            first[forward], counts[forward] = new.forward[old.is_there], new.num_forwards[old.is_there]
             first[old.backward[has_backward]] = new.backward[has_backward]
             counts[old.backward[has_backward]] = new.num_backwards[has_backward]
             is_split = old.width > 1

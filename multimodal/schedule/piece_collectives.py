@@ -31,13 +31,14 @@ class PieceCollectives(NamedTuple):
     def of(cls, work: StepWork, pieces: Integers, *, options: RunOptions) -> "PieceCollectives":
         """Find them. O(pieces log pieces)."""
         plans = [work.plan.units[name] for name in work.pieces.units]
-        sizes = [plan.tensor_parallel_size * plan.context_parallel_size for plan in plans]
+        sizes = [max(plan.tensor_sizes) * plan.context_parallel_size for plan in plans]
         fits, ends = np.ones(len(pieces), bool), np.zeros(len(pieces), bool)
         stages, (firsts, lasts) = work.computed_stages[pieces], work.pieces.segment_bounds
         units, indices = work.pieces.unit_of_stage[stages], work.pieces.index_of_stage[stages]
         shared = np.flatnonzero(np.array(sizes)[units] > 1)
-        columns = [each[shared] for each in (units, indices, work.kinds[pieces].astype(np.int64), firsts[pieces], lasts[pieces])]
-        keys = _as_one_number(columns)  # replicas have the same layers
+        replicas = np.where(np.array([plan.is_unlike for plan in plans])[units], work.replicas[pieces], 0)  # others' are alike
+        columns = (units, indices, replicas, work.kinds[pieces].astype(np.int64), firsts[pieces], lasts[pieces])
+        keys = _as_one_number([each[shared] for each in columns])
         _, examples, which = np.unique(keys, return_index=True, return_inverse=True)
         layers = StageLayers(work.graph, work.plan, vocab_size=0)
         for number, example in enumerate(examples.tolist()):
@@ -51,7 +52,7 @@ class PieceCollectives(NamedTuple):
 
 def own_waits(action: Action, layers: StageLayers, *, options: RunOptions) -> tuple[Wait, ...]:
     """Return the waits of a computation, or of its range of segments, for its own tensor parallel ranks."""
-    if layers.plan.units[action.unit].tensor_parallel_size == 1:
+    if layers.tensor_size(action[1:4]) == 1:
         return ()
     covers = action.covers if isinstance(action.covers, SegmentRange) else None
     lora = layers.graph.unit(action.unit).lora

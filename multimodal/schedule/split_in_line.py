@@ -27,7 +27,7 @@ def split_in_line(schedule: Schedule, units: Collection[str]) -> Schedule:
     first, num_parts = np.full((2, work.num_computed), -1)
     for name, old in work.pieces.units.items():
         new = step_work(split).pieces.units[name]
-        first[old.forward], num_parts[old.forward] = new.forward, 1
+        first[old.forward[old.is_there]], num_parts[old.forward[old.is_there]] = new.forward[old.is_there], 1
         is_there = old.width > 0
         first[old.backward[is_there]], num_parts[old.backward[is_there]] = new.backward[is_there], new.width[is_there]
     kept = first[schedule.pieces] >= 0

@@ -57,7 +57,7 @@ class _SlotOrder:
     @property
     def is_in_one_lane(self) -> bool:
         """True if every piece belongs to one lane."""
-        return self.work.num_stage_lanes == len(self.work.stages)
+        return self.work.is_in_one_lane
 
     def slots_of(self, pieces: Integers, lanes: Integers) -> Integers:
         """Return the slot in which each piece stands in a lane; -1 where it does not."""

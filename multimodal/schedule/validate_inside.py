@@ -78,7 +78,7 @@ class _Checks:
 
         def problem(text: str) -> str:
             index = int(np.argmax(self.inside.waits >= counts))
-            size = self.step.plan.units[self._action(int(self.inside.carriers[index])).unit].tensor_parallel_size
+            size = self.layers.tensor_size(self._action(int(self.inside.carriers[index]))[1:4])
             found = f"numbered from 0, over {size} tensor parallel ranks" if size > 1 else "its tensor parallel size is 1"
             return (
                 f"it runs inside wait {self.inside.waits[index]} of {text}, which has {counts[index]} waits ({found}); "
@@ -89,7 +89,7 @@ class _Checks:
 
     def _count_waits(self, stage: int, kind: int) -> int:
         key = self.work.stages[stage]
-        if self.step.plan.units[key[0]].tensor_parallel_size == 1 or self.options.hides_waits:
+        if self.layers.tensor_size(key) == 1 or self.options.hides_waits:
             return 0
         lora = self.step.graph.unit(key[0]).lora
         return len(computation_waits(KINDS[kind], self.layers.in_order(key), options=self.options, lora=lora))
@@ -104,7 +104,7 @@ class _Checks:
                 return f"it exchanges keys and values over {plan.context_parallel_size} context parallel ranks; run it by itself"
             wait = next(wait for wait in own_waits(action, self.layers, options=self.own_options) if not wait.is_at_end)
             return (
-                f"it waits for a collective of {plan.tensor_parallel_size} tensor parallel ranks in its segment {wait.segment} "
+                f"it waits for a collective of {plan.tensor_size(self.step.plan.virtual_stage(*action[1:4]))} tensor parallel ranks in its segment {wait.segment} "
                 f"({layers[wait.layer][0]}); run it by itself, or in ranges that end with their collectives"
             )
 

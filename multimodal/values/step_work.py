@@ -78,10 +78,22 @@ class StepWork:
         """Number of pairs of a stage and one of its lanes."""
         return len(self.lane_rows[1])
 
+    @property
+    def first_lanes(self) -> Integers:
+        """[num_stages] the first lane of each stage; of those that a replica lacks, of no use."""
+        starts, lanes = self.lane_rows
+        found: Integers = np.append(lanes, 0)[starts[:-1]]
+        return found
+
+    @cached_property
+    def is_in_one_lane(self) -> bool:
+        """True if every stage, and so every piece, belongs to one lane."""
+        return bool((np.diff(self.lane_rows[0]) == 1).all())
+
     def stage_lanes(self, stages: Integers, lanes: Integers) -> Integers:
         """Return a number of each pair of a stage and one of its lanes."""
         starts, of_stages = self.lane_rows
-        if len(of_stages) == len(starts) - 1:
+        if self.is_in_one_lane:
             return stages
         keys = row_numbers(starts) * (int(of_stages.max()) + 1) + of_stages
         by_key = np.argsort(keys)

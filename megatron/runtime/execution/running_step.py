@@ -108,7 +108,7 @@ class RunningStep(StepMessages):
 
     def reduce_gradients(self, action: Action) -> None:
         """Start a reduction, or the last part of one after the backward that did the rest; before it, get ready for that."""
-        unit, is_early = self.executor.gradients[action.unit], self.step.graph_step.begins_early(action)
+        unit, is_early = self.executor.gradients[action.unit], self.step.schedule.step.begins_early(action)
         if isinstance(unit, UnlikeGradients):
             self.start_collective(action, partial(unit.reduce, covers=action.covers, is_early=is_early))
             return

@@ -109,9 +109,11 @@ class ComputationSeconds:
     def of_both(self, unit: str) -> Floats:
         """[2, num_stages, num_microbatches] seconds of forward and backward together, and of these the waits inside layers."""
         placed, seconds = self.step.assignment.placed[unit], self.of_unit(unit)
-        shape = seconds.shape[2], placed.num_replicas
-        needs = [self.step.backward_need(unit, replica, stage).has_backward for stage, replica in np.ndindex(shape)]
-        has_backward = np.array(needs, bool).reshape(shape)[:, placed.replica_of_microbatch]
+        has_backward = np.zeros((seconds.shape[2], placed.num_replicas), bool)
+        for name, replica, stage in self.step.stages:
+            if name == unit:
+                has_backward[stage, replica] = self.step.backward_need(name, replica, stage).has_backward
+        has_backward = has_backward[:, placed.replica_of_microbatch]
         found: Floats = np.where(has_backward, seconds[:, 0] + seconds[:, 1], seconds[:, 0])
         return found
 
@@ -144,13 +146,13 @@ class ComputationSeconds:
         if (unit, stage) not in self._known_segments:
             rows, replicas = self._rows(unit, False), self.step.assignment.placed[unit].replica_of_microbatch
             whole = self.of_unit(unit)[:, :, stage]
-            num_segments = self.stages.stages.num_segments((unit, 0, stage))
-            found = np.zeros((*whole.shape[:2], num_segments, whole.shape[2]))
-            for key, where in self.stages.alike(unit):
-                chosen = np.flatnonzero(where[stage][replicas])
+            of_keys = [(key, np.flatnonzero(where[stage][replicas])) for key, where in self.stages.alike(unit)]
+            counts = {key: self.stages.stages.num_segments(key) for key, chosen in of_keys if len(chosen)}
+            found = np.zeros((*whole.shape[:2], max(counts.values(), default=0), whole.shape[2]))
+            for key, chosen in of_keys:
                 if len(chosen):
-                    found[..., chosen] = self._of_rows(rows, chosen, partial(self.stages.segments, key))
-            found += ((whole - found.sum(axis=2)) / num_segments)[:, :, None]
+                    own = self._of_rows(rows, chosen, partial(self.stages.segments, key))
+                    found[:, :, : counts[key], chosen] = own + ((whole[..., chosen] - own.sum(axis=2)) / counts[key])[:, :, None]
             before = np.cumsum(found, axis=2)
             self._known_segments[unit, stage] = np.concatenate((np.zeros_like(before[:, :, :1]), before), axis=2)
         return self._known_segments[unit, stage]

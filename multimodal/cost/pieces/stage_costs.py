@@ -17,7 +17,7 @@ from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.stage_layers import StageKey, StageLayers
 from multimodal.cost.step_memory import GRADIENT_BYTES
 from multimodal.cost.unit_load import ComputedLoad, Floats
-from multimodal.values.action import ActionKind
+from multimodal.values.action import Action, ActionKind, LayerRange
 from multimodal.values.backward_need import BackwardNeed
 
 COMPUTATIONS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
@@ -54,8 +54,7 @@ class StageCosts:
     def _like(self, key: StageKey) -> object:
         """Return a value that stages have in common that take the same seconds for the same load."""
         unit, counts = key[0], self.stages.counts(key)
-        plan = self.stages.plan.units[unit]
-        if plan.tensor_parallel_size * plan.context_parallel_size == 1:
+        if len(self.stages.plan.virtual_stage(*key).ranks) == 1:
             return tuple(counts.items())
         shared = self._sharing(key)
         return tuple(counts.items()), tuple(self.layer_costs.collectives(unit, layer, **shared) for layer, _ in counts)
@@ -109,7 +108,7 @@ class StageCosts:
 
     def waits(self, stage: StageKey, kind: ActionKind, load: ComputedLoad) -> list[float]:
         """Return the seconds of a whole computation's waits for tensor parallel ranks, in order; of arrays, arrays."""
-        if self.options.hides_waits or self.stages.plan.units[stage[0]].tensor_parallel_size == 1:
+        if self.options.hides_waits or self.stages.tensor_size(stage) == 1:
             return []
         return [seconds for _, seconds in self._timed_waits(kind, stage, load)]
 
@@ -126,8 +125,7 @@ class StageCosts:
 
     def over_replicas(self, stage: StageKey, bytes_per_weight: float, *, trained_only: bool) -> float:
         """Seconds of one ring over all ranks that have the same shard of a stage's weights."""
-        unit = self.stages.plan.units[stage[0]]
-        size = unit.tensor_parallel_size
+        unit, size = self.stages.plan.units[stage[0]], self.stages.tensor_size(stage)
         num_bytes = bytes_per_weight * self.stages.num_weights(stage, trained_only=trained_only) / size
         key = stage[0], stage[2], num_bytes
         if key not in self._rings:
@@ -135,12 +133,26 @@ class StageCosts:
             self._rings[key] = collective_seconds(num_bytes, ranks=peers, cluster=self.layer_costs.cluster)
         return self._rings[key]
 
+    def over_unlike(self, reduction: Action) -> float:
+        """Seconds of one ring over all ranks that have a shard of some layers, of a unit whose replicas are not alike.
+
+        The slowest rank's: one with the largest share of the layers.
+        """
+        unit, stage = self.stages.plan.units[reduction.unit], self.stages.plan.virtual_stage(*reduction[1:4])
+        assert isinstance(reduction.covers, LayerRange)
+        layers = stage.layers[reduction.covers.first : reduction.covers.end]
+        holders = [each for replica in unit.replicas for each in replica.virtual_stages if layers.start in each.layers]
+        size = min(map(unit.tensor_size, holders))
+        needs = self.stages.in_order(reduction[1:4])[reduction.covers.first : reduction.covers.end]
+        num_weights = sum(self.stages.trained_layer_weights(reduction.unit, layer, need) for layer, need in needs)
+        peers = [group[0] for each in holders for group in unit.tensor_parallel_groups(each)]
+        return collective_seconds(GRADIENT_BYTES * num_weights / size, ranks=peers, cluster=self.layer_costs.cluster)
+
     def _sharing(self, stage: StageKey) -> dict[str, Any]:
         """Return how the ranks of a stage share a layer, as arguments of `LayerCosts.seconds`: as if on the first nodes."""
-        sizes = self.stages.plan.units[stage[0]]
         return {
-            "tensor_parallel_size": sizes.tensor_parallel_size,
-            "context_parallel_size": sizes.context_parallel_size,
+            "tensor_parallel_size": self.stages.tensor_size(stage),
+            "context_parallel_size": self.stages.plan.units[stage[0]].context_parallel_size,
             "recompute": self.options.recompute,
             "ranks": self._on_first_nodes(self.stages.plan.virtual_stage(*stage).ranks),
         }

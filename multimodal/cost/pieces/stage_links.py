@@ -43,6 +43,9 @@ class StageLinks:
             plan = self.plan.units[unit]
             for stage in range(plan.num_virtual_stages):
                 for replica in plan.replicas:
+                    if stage >= len(replica.virtual_stages):
+                        of_stages.append(0)
+                        continue
                     ranks = replica.virtual_stages[stage].ranks
                     group = groups.setdefault(frozenset(ranks), len(groups))
                     if group == len(costs):

@@ -40,7 +40,7 @@ def _rank(work: StepWork, *, step: StepGraph) -> tuple[Integers, ...]:
     is_forward = work.kinds == KIND_NUMBERS[ActionKind.FORWARD]
     is_upstream = unit < step.graph.unit_names.index(step.graph.backbone.name)
     after, before = (
-        integers(of_stage[key] for key in work.stages)[work.computed_stages] for of_stage in (rounds.after, rounds.before)
+        integers(of_stage.get(key, 0) for key in work.stages)[work.computed_stages] for of_stage in (rounds.after, rounds.before)
     )
     progress = np.where(is_forward, -1, 1)
     return (
@@ -124,7 +124,7 @@ class _Flows:
 
     def is_joined(self, source: _ReplicaKey, target: _ReplicaKey) -> bool:
         """Return True if `target` begins on the lanes where `source` ends, and both route to no other replica of their units."""
-        last = self.plan.units[source[0]].num_virtual_stages - 1
+        last = self.plan.units[source[0]].num_stages_of(source[1]) - 1
         is_alone = self.targets[source, target[0]] == {target} and self.sources[target, source[0]] == {source}
         return is_alone and self.plan.lanes_of_stage(*source, last) == self.plan.lanes_of_stage(*target, 0)
 

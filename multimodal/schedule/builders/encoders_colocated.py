@@ -67,7 +67,7 @@ def _chains(kind: ActionKind, encoders: list[str], step: StepGraph, existing: fr
     unit = step.plan.units[encoders[0]] if encoders else None
     for replica in range(unit.data_parallel_size if unit else 0):
         for microbatch in range(max(step.num_microbatches(encoder, replica) for encoder in encoders)):
-            stages = range(unit.num_virtual_stages if unit else 0)
+            stages = range(unit.num_stages_of(replica) if unit else 0)
             chain = [tuple(Action(kind, encoder, replica, stage, microbatch) for encoder in encoders) for stage in stages]
             if kind is ActionKind.BACKWARD:
                 chain = [fused[::-1] for fused in chain[::-1]]

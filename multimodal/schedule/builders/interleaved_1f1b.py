@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import takewhile
 
 from multimodal.schedule.builders.interleaved_chain import chain_actions, chain_of_replica, dealt_positions
-from multimodal.schedule.builders.one_f_one_b import forward_floors, microbatch_spans
+from multimodal.schedule.builders.one_f_one_b import forward_floors, microbatch_spans, stage_limits
 from multimodal.schedule.builders.unit_order import Order, Step, chunk_stages, num_chunks, order_of, ordered_pieces
 from multimodal.schedule.list_schedule import Policy, list_schedule
 from multimodal.values.action import ActionKind
@@ -35,7 +35,7 @@ def build_interleaved_1f1b(step: StepGraph) -> Schedule:
         return list_schedule(step, Policy(orders=orders))
     interleaved = {unit: is_interleaved(plan.units[unit]) for unit in graph.unit_names}
     depths, spans = _depths(step), interleaved_spans(step)
-    limits = {(unit, replica, stage): depths[unit] - stage + span for (unit, replica, stage), span in spans.items()}
+    limits = stage_limits(plan, depths=depths, spans=spans)
     groups: dict[StageKey, StageKey] = {}
     for unit in (unit for unit in interleaved if interleaved[unit]):
         _limit_stages(unit, step, spans, limits, groups)

@@ -93,7 +93,7 @@ class _Pauses:
             stages = np.broadcast_to(np.arange(len(unit.forward))[:, None], unit.forward.shape)
             there = unit.width > 0
             for number, pieces, at, way, chosen in (
-                (numbers[0], unit.forward, forward, stages, np.ones_like(there)),
+                (numbers[0], unit.forward, forward, stages, unit.is_there),
                 (numbers[1], unit.backward, backward, -stages, there),
             ):
                 index = np.broadcast_to(unit.placed.index_in_replica, pieces.shape)
@@ -160,9 +160,10 @@ class _Pauses:
     def _of_generator(self, unit: UnitPieces, groups: Integers) -> _Moments:
         given, taken = self.step.routes.of_edge(self.llm.unit, unit.unit)
         ready, needed = np.zeros(groups.max(initial=-1) + 1), np.full(len(groups), np.inf)
-        np.maximum.at(ready, groups[taken], self.end[self.llm.forward[-1]][given])
-        goes_back = self.llm.width[-1][given] > 0
-        np.minimum.at(needed, taken[goes_back], self.start[self.llm.backward[-1]][given[goes_back]])
+        np.maximum.at(ready, groups[taken], self.end[self.llm.outputs][given])
+        last = self.llm.last_stages[given], given
+        goes_back = self.llm.width[last] > 0
+        np.minimum.at(needed, taken[goes_back], self.start[self.llm.backward[last]][goes_back])
         at = np.minimum(ready[groups], needed)
         moments = np.broadcast_to(at, unit.forward.shape)
         return _Moments(moments, moments)

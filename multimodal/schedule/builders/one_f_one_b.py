@@ -30,8 +30,19 @@ def forward_limits(step: StepGraph) -> dict[StageKey, int]:
     consumer only; its limit shapes a lane that it shares with other stages (alone in a lane, there is nothing to order).
     """
     depths = {unit: step.plan.units[unit].num_virtual_stages for unit in step.graph.unit_names}
-    spans = microbatch_spans(step, depths=depths)
-    return {(unit, replica, stage): depths[unit] - stage + span for (unit, replica, stage), span in spans.items()}
+    return stage_limits(step.plan, depths=depths, spans=microbatch_spans(step, depths=depths))
+
+
+def stage_limits(plan: Plan, *, depths: Mapping[str, int], spans: Mapping[StageKey, int]) -> dict[StageKey, int]:
+    """Return how many microbatches each stage may have in flight, given those of its unit's first stage and of what is downstream.
+
+    A replica with fewer stages than others needs that many fewer.
+    """
+    limits: dict[StageKey, int] = {}
+    for (unit, replica, stage), span in spans.items():
+        num_lacking = plan.units[unit].num_virtual_stages - plan.units[unit].num_stages_of(replica)
+        limits[unit, replica, stage] = depths[unit] - num_lacking - stage + span
+    return limits
 
 
 def forward_floors(plan: Plan, limits: Mapping[StageKey, int]) -> Mapping[StageKey, int]:
@@ -59,8 +70,8 @@ def microbatch_spans(step: StepGraph, *, depths: Mapping[str, int]) -> dict[Stag
         wanted = {1, target_depth} if targets else set()
         of_depths = {depth: _spans(step, unit, depth) for depth in wanted}
         none = [0] * step.plan.units[unit].data_parallel_size
-        for stage in range(step.plan.units[unit].num_virtual_stages):
-            for replica in range(len(none)):
+        for replica in range(len(none)):
+            for stage in range(step.plan.units[unit].num_stages_of(replica)):
                 keeps = step.backward_need(unit, replica, stage).has_backward
                 spans[unit, replica, stage] = of_depths.get(target_depth if keeps else 1, none)[replica]
     return spans

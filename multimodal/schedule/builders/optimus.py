@@ -152,8 +152,7 @@ class _Filling:
         work = self.work
         is_asked = work.kinds != _REDUCTION
         if lanes is not None:
-            starts, lanes_of_stages = work.lane_rows
-            is_asked &= np.isin(lanes_of_stages[starts[:-1]], list(lanes))[work.computed_stages]
+            is_asked &= np.isin(work.first_lanes, list(lanes))[work.computed_stages]
         computed, messages = np.flatnonzero(is_asked), np.flatnonzero(is_asked[work.message_ends[1]])
         found = costs.of_pieces(work, np.concatenate((computed, work.num_computed + 2 * messages)))
         nanoseconds = np.round((found.seconds + found.latency_seconds) * _NANOSECONDS).astype(np.int64)
@@ -246,13 +245,12 @@ class _Filling:
     @cached_property
     def _pieces_of_lane(self) -> Mapping[int, Integers]:
         """The first lane of each pipeline -> its computations."""
-        starts, lanes = self.work.lane_rows
         pipelines = self.cut.once(connected_lanes)
         pipeline_of_lane = np.zeros(self.in_line.num_lanes, np.int64)
         for index, pipeline in enumerate(pipelines):
             pipeline_of_lane[list(pipeline)] = index
         pieces = np.flatnonzero(self.work.kinds != _REDUCTION)
-        owners = pipeline_of_lane[lanes[starts[:-1]]][self.work.computed_stages[pieces]]
+        owners = pipeline_of_lane[self.work.first_lanes][self.work.computed_stages[pieces]]
         ends = np.cumsum(np.bincount(owners, minlength=len(pipelines)))
         rows = np.split(pieces[np.argsort(owners, kind="stable")], ends[:-1])
         return {pipeline[0]: row for pipeline, row in zip(pipelines, rows, strict=True)}
@@ -346,5 +344,4 @@ def _ways_to_split(step: StepGraph) -> list[list[str]]:
 
 
 def _has_backward(step: StepGraph, unit: str) -> bool:
-    stages = range(step.plan.units[unit].num_virtual_stages)
-    return any(step.backward_need(unit, 0, stage).has_backward for stage in stages)
+    return any(step.backward_need(*key).has_backward for key in step.stages if key[0] == unit)

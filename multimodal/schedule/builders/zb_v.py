@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-from multimodal.schedule.builders.one_f_one_b import forward_floors, microbatch_spans
+from multimodal.schedule.builders.one_f_one_b import forward_floors, microbatch_spans, stage_limits
 from multimodal.schedule.builders.unit_order import Order, Step, chunk_stages, num_chunks, order_of, ordered_pieces
 from multimodal.schedule.builders.zb_h1 import storage_limits
 from multimodal.schedule.list_schedule import Policy, list_schedule, split_all
@@ -37,7 +37,7 @@ def build_zb_v(step: StepGraph) -> Schedule:
         )
     depths = {unit: plan.units[unit].num_virtual_stages for unit in graph.unit_names}
     spans = microbatch_spans(step, depths=depths)
-    limits = {(unit, replica, stage): depths[unit] - stage + span for (unit, replica, stage), span in spans.items()}
+    limits = stage_limits(plan, depths=depths, spans=spans)
     storage = storage_limits(step, limits)
     groups: dict[StageKey, StageKey] = {}
     for unit in shaped:

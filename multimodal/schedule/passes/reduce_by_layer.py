@@ -38,8 +38,16 @@ def cut_reductions(schedule: Schedule, stages: Set[tuple[str, int]]) -> Schedule
         for key in _cut_together(action, step)
     }
     aimed = step.with_cuts(replace(step.cuts, reduced_by_layer=frozenset(cut)))
+    cut -= {(unit, stage) for unit, stage in cut if step.plan.units[unit].is_unlike and not _hides_anything(aimed, unit)}
+    aimed = step.with_cuts(replace(step.cuts, reduced_by_layer=frozenset(cut)))
     rewritten = schedule.with_lanes(_with_pieces(lane, aimed) for lane in schedule.lanes)
     return schedule if execute_lanes(rewritten).stuck else rewritten
+
+
+def _hides_anything(step: StepGraph, unit: str) -> bool:
+    """Return True if a reduction of any stage of a unit begins before the stage's last backward."""
+    stages = (stage for stage in step.stages if stage[0] == unit and step.num_microbatches(*stage[:2]))
+    return any(step.backward_need(*stage).trains_weights and len(step.reductions(*stage)) > 1 for stage in stages)
 
 
 def with_whole_reductions(lane: Lane, step: StepGraph) -> Lane:
@@ -79,8 +87,6 @@ def _can_be_cut(lane: Lane, position: int, step: StepGraph) -> bool:
     num_microbatches = step.num_microbatches(reduction.unit, reduction.replica)
     if step.plan.units[reduction.unit].is_unlike:
         position -= step.reductions(*reduction[1:4]).index(reduction.covers)
-        if not step.assignment.placed[reduction.unit].num_microbatches:
-            return False
     elif len(step.plan.virtual_stage(*reduction[1:4]).layers) < 2:
         return False
     if num_microbatches == 0:

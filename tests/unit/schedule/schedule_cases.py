@@ -1,6 +1,7 @@
 """Small graphs, plans and assignments for the schedule tests, and strategies for random ones."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from hypothesis import strategies as st
 
@@ -110,6 +111,10 @@ def cases(draw: st.DrawFn) -> StepGraph:
             continue
         dp, pp, tp = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
         layout = draw(st.sampled_from([{}, {}, {"chunks": 2}, {"v_shaped": True}]))
+        if draw(st.integers(0, 3)) == 0:
+            units[name] = draw(unlike_unit_plans(len(graph.unit(name).layers), first_rank=first_rank))
+            first_rank = first_rank if colocated else 1 + max(units[name].ranks)
+            continue
         units[name] = build_unit_plan(graph, name, dp=dp, pp=pp, tp=tp, first_rank=first_rank, **layout)
         first_rank += 0 if colocated else dp * pp * tp
     num_items = [[draw(st.integers(0, 2)) for _ in encoders] for _ in range(draw(st.integers(1, 6)))]
@@ -120,6 +125,32 @@ def cases(draw: st.DrawFn) -> StepGraph:
     placed["llm"] = [Atom(sample) for sample in range(len(num_items))]
     assignment = Assignment({name: draw(groupings_of(atoms, units[name].data_parallel_size)) for name, atoms in placed.items()})
     return StepGraph(graph, Plan(units), assignment)
+
+
+@st.composite
+def unlike_unit_plans(
+    draw: st.DrawFn, num_layers: int, *, first_rank: int = 0, tensor_sizes: Sequence[int] = (1, 2), most_ranks: int = 8
+) -> UnitPlan:
+    """Two or three replicas on consecutive ranks, each with its own number of stages, cuts and tensor parallel size."""
+    replicas: list[Replica] = []
+    free = range(first_rank, first_rank + most_ranks)
+    for index in range(draw(st.integers(2, 3))):
+        fitting = [
+            (size, count)
+            for size in tensor_sizes
+            for count in (1, 2, 3)
+            if count <= num_layers and size * count + (index == 0) <= len(free)
+        ]
+        if not fitting:
+            break
+        size, count = draw(st.sampled_from(fitting))
+        inner = draw(st.permutations(range(1, num_layers)))[: count - 1]
+        bounds = [0, *sorted(inner), num_layers]
+        groups = [tuple(free[stage * size : (stage + 1) * size]) for stage in range(count)]
+        stages = zip(groups, pairwise(bounds), strict=True)
+        replicas.append(Replica(tuple(Stage(ranks, (layers,), size) for ranks, layers in stages)))
+        free = free[size * count :]
+    return UnitPlan(tuple(replicas))
 
 
 def builders_for(case: StepGraph) -> list[str]:

@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given, settings
 
 from multimodal.schedule.builders import BUILDERS
-from multimodal.values.action import ACTION_TABLE, Resource
+from multimodal.values.action import ACTION_TABLE, Action, LayerRange, Resource
 from multimodal.values.dependencies import dependencies
 from multimodal.values.schedule import Schedule, read_cuts
 from multimodal.values.step_graph import StepGraph
@@ -50,8 +50,23 @@ def check_numbers(schedule: Schedule) -> None:
         if is_collective:
             together = [work.actions[member] for member in rows(*members)[collective]]
             assert action in together and number in rows(*members)[collective]
-            size = step.plan.units[action.unit].data_parallel_size
-            assert together == [action._replace(replica=replica) for replica in range(size)]
+            assert sorted(together) == takers_of(action, step)
+
+
+def takers_of(action: Action, step: StepGraph) -> list[Action]:
+    """The collectives of all replicas that are one with an action: of the stage, or where replicas differ, of the layers."""
+    unit = step.plan.units[action.unit]
+    if not unit.is_unlike:
+        return [action._replace(replica=replica) for replica in range(unit.data_parallel_size)]
+    if not isinstance(action.covers, LayerRange):
+        return [action]
+    layers = step.plan.virtual_stage(*action[1:4]).layers[action.covers.first : action.covers.end]
+    found = []
+    for replica, each in enumerate(unit.replicas):
+        (stage,) = (stage for stage in each.virtual_stages if layers.start in stage.layers)
+        first = layers.start - stage.layers.start
+        found.append(Action(action.kind, action.unit, replica, stage.index, covers=LayerRange(first, first + len(layers))))
+    return sorted(found)
 
 
 def test_work_is_numbered_once_for_all_steps_of_one_shape() -> None:
