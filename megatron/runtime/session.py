@@ -20,6 +20,7 @@ from megatron.runtime.execution.executor import Executor
 from megatron.runtime.gradients.gradients import UnitGradients, clip_gradients, global_gradient_norm
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
 from megatron.runtime.gradients.unit_optimizer import build_unit_optimizer
+from megatron.runtime.gradients.unlike_gradients import UnlikeGradients
 from megatron.runtime.state.handover import hold_state, take_over
 from megatron.runtime.state.held_tensors import TrainedState
 from megatron.runtime.step.step import Step, StepResult
@@ -169,7 +170,8 @@ class Session:
 
     def _counts_in_norm(self, unit: str) -> bool:
         is_sharded: bool = self.optimizers[unit].config.use_distributed_optimizer
-        return is_sharded or self.memberships[unit].groups.dp_cp.rank() == 0
+        member = self.memberships[unit]
+        return member.is_first_holder or (is_sharded and not member.is_unlike)
 
     def _check_plan(self, plan: Plan) -> None:
         validate_plan(plan, graph=self.graph, world_size=dist.get_world_size())
@@ -204,6 +206,8 @@ class Session:
 
     def _build_gradients(self, member: Membership) -> UnitGradients | ShardedUnit:
         own = {index: module for (unit, index), module in self.stages.items() if unit == member.unit}
+        if member.is_unlike:
+            return UnlikeGradients(own, membership=member, unit=self.plan.units[member.unit], book=self._groups)
         if self.options.shards_weights and member.groups.dp_cp.size() > 1:
             return ShardedUnit(own, graph=self.graph, membership=member)
         return UnitGradients(
@@ -240,7 +244,7 @@ def _build_stages(
 
 def check_vocabulary(vocab_size: int, *, graph: ModelGraph, plan: Plan) -> None:
     """Raise PlanError when the padded vocabulary cannot be split over the LLM's tensor parallel ranks."""
-    tensor_parallel_size = plan.units[graph.backbone.name].tensor_parallel_size
+    tensor_parallel_size = math.lcm(*plan.units[graph.backbone.name].tensor_sizes)
     if vocab_size % tensor_parallel_size:
         raise PlanError(
             f"the padded vocabulary of {vocab_size} is not divisible by the LLM's tensor parallel size {tensor_parallel_size}; "

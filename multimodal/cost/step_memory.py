@@ -103,8 +103,9 @@ class StepMemory:
         for replica in range(plan.data_parallel_size if plan.is_unlike else 1):
             for stage in range(plan.num_stages_of(replica)):
                 per_replica[stage, replica if plan.is_unlike else slice(None)] = self._cut_rows((unit, replica, stage))
-        bytes_per_row = 2 * hidden_size * self.bytes_per_element
-        return np.round(per_replica[:, replicas] * np.atleast_1d(num_rows) * bytes_per_row).astype(np.int64)
+        kept = per_replica[:, replicas] * np.atleast_1d(num_rows) * (2 * hidden_size * self.bytes_per_element)
+        found: Integers = np.round(kept).astype(np.int64)
+        return found
 
     def _cut_rows(self, stage: StageKey) -> float:
         """Return the rows that a stage keeps for one token where it runs in ranges of segments."""

@@ -15,7 +15,8 @@ from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.model.adapter import attach_adapters
 from multimodal.model.collectives import RankLink, share_rows
 from multimodal.model.layers.layer_kind import HeadOutput, LayerContext, LayerPart, StagePass, State
-from multimodal.model.layers.registry import kind_of
+from multimodal.model.layers.registry import kind_of, sharding_of
+from multimodal.model.parameter_sharding import ParameterSharding
 from multimodal.model.rotary import rotary_frequencies
 from multimodal.model.stage_input import PackedInput, pack_lengths, pad_rows
 from multimodal.model.stage_segments import StageSegments, join_segments
@@ -112,6 +113,10 @@ class UnitStage(MegatronModule):
             return None
         weight: Tensor = self.layers["0"].word_embeddings.weight  # type: ignore[union-attr, assignment]
         return weight
+
+    def sharding(self, name: str) -> ParameterSharding:
+        """Return how tensor parallel ranks split one of this stage's parameters."""
+        return sharding_of(self.unit, name)
 
     def num_rows(self, num_tokens: int) -> int:
         """Return the rows of this rank's hidden states between layers; num_tokens: held by its tensor parallel group."""

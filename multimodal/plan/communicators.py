@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
+from multimodal.plan.weight_parts import reduction_groups
 from multimodal.values.action import Place
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, UnitPlan
@@ -84,10 +85,13 @@ def group_ranks(graph: ModelGraph, plan: Plan) -> Iterator[tuple[int, ...]]:
                 yield from ((rank,) for rank in stage.ranks)
                 yield from unit.tensor_parallel_groups(stage)
                 yield from zip(*unit.tensor_parallel_groups(stage), strict=True)
+        if unit.is_unlike:
+            yield from reduction_groups(graph, name, unit)
+            continue
         for index, stage in enumerate(unit.replicas[0].stages):
             yield from (data_parallel_ranks(unit, index, position) for position in range(len(stage.ranks)))
-            yield from (holders_of_parameters(unit, index, tensor_rank) for tensor_rank in range(unit.tensor_parallel_size))
-        for tensor_rank in range(unit.tensor_parallel_size):
+            yield from (holders_of_parameters(unit, index, tensor_rank) for tensor_rank in range(unit.tensor_size(stage)))
+        for tensor_rank in range(unit.tensor_sizes[0]):
             yield from embedding_ranks(unit, tensor_rank, are_tied=graph.unit(name).ties_embeddings)
 
 

@@ -104,8 +104,8 @@ class _Checks:
                 return f"it exchanges keys and values over {plan.context_parallel_size} context parallel ranks; run it by itself"
             wait = next(wait for wait in own_waits(action, self.layers, options=self.own_options) if not wait.is_at_end)
             return (
-                f"it waits for a collective of {plan.tensor_size(self.step.plan.virtual_stage(*action[1:4]))} tensor parallel ranks in its segment {wait.segment} "
-                f"({layers[wait.layer][0]}); run it by itself, or in ranges that end with their collectives"
+                f"it waits for a collective of {self.layers.tensor_size(action[1:4])} tensor parallel ranks in its segment "
+                f"{wait.segment} ({layers[wait.layer][0]}); run it by itself, or in ranges that end with their collectives"
             )
 
         self._refuse(~self.collectives.fits_inside, problem)

@@ -105,7 +105,9 @@ class UnitPlan:
     def shared_ranges(self) -> tuple[range, ...]:
         """The unit's layers, cut wherever any replica cuts them: all layers of a range have the same ranks."""
         stages = [stage.layers for replica in self.replicas for stage in replica.virtual_stages]
-        return tuple(range(*pair) for pair in pairwise(sorted({bound for layers in stages for bound in (layers.start, layers.stop)})))
+        return tuple(
+            range(*pair) for pair in pairwise(sorted({bound for layers in stages for bound in (layers.start, layers.stop)}))
+        )
 
     def tensor_size(self, stage: Stage | VirtualStage) -> int:
         """Return the tensor parallel size of one of its stages."""
@@ -449,7 +451,8 @@ def _validate_llm_shares(unit: UnitPlan, *, name: str, place: tuple[str | int, .
         )
     if min(shares) < 1:
         raise PlanError(
-            f"unit '{name}': microbatch_shares are {list(shares)}; give every replica of the LLM a share of at least 1", place=place
+            f"unit '{name}': microbatch_shares are {list(shares)}; give every replica of the LLM a share of at least 1",
+            place=place,
         )
 
 

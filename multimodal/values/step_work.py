@@ -223,7 +223,9 @@ class StepWork:
 
         Gathers have nothing to wait for: replicas that are not alike keep their optimizer state whole.
         """
-        own = np.flatnonzero((self.computed_stages[members] >= first_stage) & (self.computed_stages[members] < first_stage + num_stages))
+        own = np.flatnonzero(
+            (self.computed_stages[members] >= first_stage) & (self.computed_stages[members] < first_stage + num_stages)
+        )
         for index, piece in zip(own.tolist(), members[own].tolist(), strict=True):
             action = self.pieces.action(piece)
             stages[index] = int(self.computed_stages[piece])

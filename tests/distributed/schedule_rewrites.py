@@ -39,12 +39,13 @@ class SplitStages:
         return split.with_lanes(lane_of(lane.ranks, self._delay(lane.actions)) for lane in split.lanes)
 
     def _delay(self, actions: Sequence[Action]) -> tuple[Action, ...]:
-        """Move weight gradients to right before the reduction of their stage."""
+        """Move weight gradients to right before the first reduction of their stage."""
         delayed = [action for action in actions if self._is_delayed(action)]
         found: list[Action] = []
         for action in actions:
             if action.kind is ActionKind.REDUCE_GRADIENTS:
                 found += [each for each in delayed if each.place[:3] == action.place[:3]]
+                delayed = [each for each in delayed if each.place[:3] != action.place[:3]]
             if not self._is_delayed(action):
                 found.append(action)
         return tuple(found)

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -33,10 +34,13 @@ PROJECTORS: list[dict[str, Any]] = [{}, {"projector_hidden_size": 6}, {"has_line
 
 
 @st.composite
-def gradient_cases(draw: st.DrawFn) -> GradientCase:
-    """Anything that the runtime must get right."""
+def gradient_cases(draw: st.DrawFn, *, has_unlike_replicas: bool | None = None) -> GradientCase:
+    """Anything that the runtime must get right.
+
+    has_unlike_replicas: True: in the LLM or another unit; False: in none.
+    """
     graph = draw(graphs())
-    plan = draw(plans(graph))
+    plan = draw(plans(graph, has_unlike_replicas=has_unlike_replicas))
     source = RandomSource(graph, draw(samples((*graph.encoders, *graph.generators))), VOCAB_SIZE)
     assignment = draw(assignments(graph, plan, source))
     step = StepGraph(graph, plan, assignment)
@@ -220,10 +224,16 @@ def transformers(draw: st.DrawFn, *, channels: Sequence[int], has_rotary_positio
 
 
 @st.composite
-def plans(draw: st.DrawFn, graph: ModelGraph) -> Plan:
-    """Each unit on any of up to eight ranks, in any order: apart, on the same ranks, or overlapping in part."""
+def plans(draw: st.DrawFn, graph: ModelGraph, *, has_unlike_replicas: bool | None = None) -> Plan:
+    """Each unit on any of up to eight ranks, in any order: apart, on the same ranks, or overlapping in part.
+
+    Replicas of a unit may be unlike.
+    """
+    unlike = set(graph.unit_names) if has_unlike_replicas is None and draw(st.integers(0, 2)) == 0 else set()
+    if has_unlike_replicas:
+        unlike = {draw(st.sampled_from(graph.unit_names)), draw(st.sampled_from(graph.unit_names))}
     overlap = draw(st.sampled_from(["disjoint", "same", "any", *(["copies"] if graph.encoders else [])]))
-    if overlap == "copies":
+    if overlap == "copies" and not unlike:
         return draw(plans_with_copies(graph))
     units: dict[str, UnitPlan] = {}
     free = list(draw(st.permutations(range(MAX_RANKS)))) if draw(st.booleans()) else list(range(MAX_RANKS))
@@ -231,7 +241,10 @@ def plans(draw: st.DrawFn, graph: ModelGraph) -> Plan:
         num_units_left = len(graph.unit_names) - position - 1
         ranks = draw(st.permutations(range(MAX_RANKS))) if overlap == "any" else free
         budget = len(ranks) - (num_units_left if overlap == "disjoint" else 0)
-        units[name] = draw(unit_plans(graph.unit(name), ranks, budget))
+        if overlap == "disjoint" and unlike & set(graph.unit_names[position + 1 :]):
+            budget = max(1, budget - 3)
+        build = unlike_unit_plans if name in unlike and budget >= 3 else unit_plans
+        units[name] = draw(build(graph.unit(name), ranks, budget))
         if overlap == "disjoint":
             free = [rank for rank in free if rank not in units[name].ranks]
     return _renumber(units)
@@ -266,6 +279,34 @@ def unit_plans(draw: st.DrawFn, unit: Unit, ranks: Sequence[int], budget: int) -
     taken = [tuple(sorted(ranks[index * size : (index + 1) * size])) for index in range(dp * pp)]
     replicas = [Replica(tuple(Stage(taken[replica * pp + stage], ranges[stage]) for stage in range(pp))) for replica in range(dp)]
     return UnitPlan(tuple(replicas), tp, cp)
+
+
+@st.composite
+def unlike_unit_plans(draw: st.DrawFn, unit: Unit, ranks: Sequence[int], budget: int) -> UnitPlan:
+    """Two or three replicas within `budget` ranks, each with TP 1, 2 or 4 and PP 1-3 of its own, cut anywhere; CP 1-2."""
+    shape = unit.transformer
+    allowed = [
+        size
+        for size in (1, 2, 4)
+        if not any(each % size for each in (shape.num_attention_heads, shape.query_groups, shape.ffn_hidden_size))
+    ]
+    cp = draw(st.sampled_from([1, 1, 1, 2])) if budget >= 6 else 1
+    replicas: list[Replica] = []
+    free = list(ranks[:budget])
+    for index in range(draw(st.integers(2, 3))):
+        grid = itertools.product((1, 2, 3), allowed)
+        kept = cp if index == 0 else 0
+        sizes = [(pp, tp) for pp, tp in grid if pp * tp * cp + kept <= len(free) and pp <= len(unit.layers)]
+        if not sizes:
+            break
+        pp, tp = draw(st.sampled_from(sizes))
+        inner = draw(st.permutations(range(1, len(unit.layers))))[: pp - 1]
+        bounds = [0, *sorted(inner), len(unit.layers)]
+        taken, free = free[: pp * tp * cp], free[pp * tp * cp :]
+        groups = [tuple(sorted(taken[stage * tp * cp : (stage + 1) * tp * cp])) for stage in range(pp)]
+        stages = zip(groups, itertools.pairwise(bounds), strict=True)
+        replicas.append(Replica(tuple(Stage(group, (layers,), tp) for group, layers in stages)))
+    return UnitPlan(tuple(replicas), context_parallel_size=cp)
 
 
 @st.composite
@@ -348,7 +389,7 @@ def _renumber(units: dict[str, UnitPlan]) -> Plan:
     new = {rank: index for index, rank in enumerate(used)}
 
     def renumbered(stage: Stage) -> Stage:
-        return Stage(tuple(new[rank] for rank in stage.ranks), stage.layer_ranges)
+        return replace(stage, ranks=tuple(sorted(new[rank] for rank in stage.ranks)))
 
     def moved(unit: UnitPlan) -> UnitPlan:
         replicas = tuple(Replica(tuple(map(renumbered, replica.stages))) for replica in unit.replicas)

@@ -26,6 +26,16 @@ class Membership:
     ranks) and what megatron-core asks for beside; pp is this rank alone, as the plan numbers layers and stages."""
     embedding_group: dist.ProcessGroup | None
     """This rank and its counterpart with the same share of weights, when one is in the first stage and one in the last."""
+    is_unlike: bool = False
+    """True if the replicas are not alike: dp and dp_cp are this rank alone, and gradients are reduced by layer and part."""
+
+    @property
+    def is_first_holder(self) -> bool:
+        """True if this rank is the first of those that hold the same weights: it counts, or writes, what all of them have."""
+        if self.is_unlike:
+            return self.replica_index == 0 and self.context_parallel_rank == 0
+        is_first: bool = self.groups.dp_cp.rank() == 0
+        return is_first
 
 
 class GroupBook:
@@ -69,11 +79,14 @@ def build_memberships(graph: ModelGraph, plan: Plan, *, rank: int, book: GroupBo
 def _membership(model: Unit, unit: UnitPlan, replica_index: int, stage_index: int, *, rank: int, book: GroupBook) -> Membership:
     stage = unit.replicas[replica_index].stages[stage_index]
     position = stage.ranks.index(rank)
-    context_rank, tensor_rank = divmod(position, unit.tensor_parallel_size)
-    alone, data = book[(rank,)], book[data_parallel_ranks(unit, stage_index, position)]
+    context_rank, tensor_rank = divmod(position, unit.tensor_size(stage))
     tensor, context = (book[peers] for peers in _peers(unit, stage, position))
-    holders = book[holders_of_parameters(unit, stage_index, tensor_rank)]
-    ends = next((pair for pair in embedding_ranks(unit, tensor_rank, are_tied=model.ties_embeddings) if rank in pair), None)
+    alone = data = holders = book[(rank,)]
+    ends = None
+    if not unit.is_unlike:
+        data = book[data_parallel_ranks(unit, stage_index, position)]
+        holders = book[holders_of_parameters(unit, stage_index, tensor_rank)]
+        ends = next((pair for pair in embedding_ranks(unit, tensor_rank, are_tied=model.ties_embeddings) if rank in pair), None)
     embedding = book[ends] if ends else None
     groups = ProcessGroupCollection(
         **dict.fromkeys(("tp", "mp"), tensor),
@@ -84,11 +97,11 @@ def _membership(model: Unit, unit: UnitPlan, replica_index: int, stage_index: in
         **dict.fromkeys(("pp", "ep", "expt_dp", "intra_expt_dp", "expt_tp", "tp_ep", "tp_ep_pp"), alone),
         embd=embedding,
     )
-    return Membership(model.name, replica_index, stage_index, context_rank, groups, embedding)
+    return Membership(model.name, replica_index, stage_index, context_rank, groups, embedding, unit.is_unlike)
 
 
 def _peers(unit: UnitPlan, stage: Stage, position: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The tensor and the context parallel group of a rank of a stage."""
     groups = unit.tensor_parallel_groups(stage)
-    context_rank, tensor_rank = divmod(position, unit.tensor_parallel_size)
+    context_rank, tensor_rank = divmod(position, unit.tensor_size(stage))
     return groups[context_rank], tuple(group[tensor_rank] for group in groups)

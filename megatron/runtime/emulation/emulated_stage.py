@@ -18,6 +18,8 @@ from multimodal.cost.layers.registry import count_segments
 from multimodal.cost.step_costs import ComputeCost
 from multimodal.model.layers.layer_kind import HeadOutput, LayerPart, StagePass, State
 from multimodal.model.layers.registry import kind_of
+from multimodal.model.parameter_sharding import WHOLE as WHOLE_PARAMETER
+from multimodal.model.parameter_sharding import ParameterSharding
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.stage_segments import StageSegments
 from multimodal.model.unit_stage import UnitStage
@@ -70,6 +72,10 @@ class EmulatedStage(UnitStage):
     def shared_embedding_weight(self) -> Tensor | None:
         """None: nothing is tied here."""
         return None
+
+    def sharding(self, name: str) -> ParameterSharding:
+        """Every rank has a number of its own."""
+        return WHOLE_PARAMETER
 
     def forward(self, hidden: Tensor | None, batch: PackedInput, item_embeddings: Tensor | None = None) -> Tensor | HeadOutput:
         """Wait; the same shapes in and out as a real stage."""

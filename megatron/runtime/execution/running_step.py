@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,11 +13,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.runtime.execution.activation_store import SavedTensors, size_of
 from megatron.runtime.execution.segment_pass import SegmentPass
 from megatron.runtime.execution.step_messages import RankResources, StepMessages, microbatch_of
+from megatron.runtime.gradients.unlike_gradients import UnlikeGradients
 from megatron.runtime.step.step import Step
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
-from multimodal.values.action import Action, ActionKind, SegmentRange
+from multimodal.values.action import Action, ActionKind, LayerRange, SegmentRange
 from multimodal.values.assignment import MicrobatchPlace, Route
 from multimodal.values.backward_need import BackwardNeed, has_trainable_output, stage_backward_need
 
@@ -109,10 +111,11 @@ class RunningStep(StepMessages):
     def reduce_gradients(self, action: Action) -> None:
         """Start a reduction, or the last part of one after the backward that did the rest; before it, get ready for that."""
         unit, is_early = self.executor.gradients[action.unit], self.step.schedule.step.begins_early(action)
-        if isinstance(unit, UnlikeGradients):
-            self.start_collective(action, partial(unit.reduce, covers=action.covers, is_early=is_early))
-            return
-        self.start_collective(action, unit.expect_last_backward if is_early else unit.start_reduction)
+        start = unit.expect_last_backward if is_early else unit.start_reduction
+        if isinstance(unit, UnlikeGradients) and not is_early:
+            assert isinstance(action.covers, LayerRange)
+            start = partial(unit.start_reduction_of, layers=action.covers)
+        self.start_collective(action, start)
 
     def _forward_segments(self, action: Action) -> None:
         """Run a range of segments; the first one collects, the last one hands on."""

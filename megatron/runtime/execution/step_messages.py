@@ -161,7 +161,7 @@ class StepMessages(LaneRun):
 
     def _last_place(self, source: MicrobatchPlace) -> Place:
         """A microbatch in its unit's last stage."""
-        last = self.executor.plan.units[source.unit].num_virtual_stages - 1
+        last = self.executor.plan.units[source.unit].num_stages_of(source.replica) - 1
         return Place(source.unit, source.replica, last, source.microbatch)
 
     def _hidden_shape(self, place: Place, covers: Coverage) -> tuple[int, ...]:

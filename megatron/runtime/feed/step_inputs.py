@@ -55,7 +55,8 @@ def load_inputs(
         found = found.with_windows_of(unit)
         if options is None:
             return found
-        sizes = unit_plan.tensor_parallel_size, unit_plan.context_parallel_size
+        stage = unit_plan.replicas[place.replica].stages[0]  # all stages of a replica have one size
+        sizes = unit_plan.tensor_size(stage), unit_plan.context_parallel_size
         return prepare_input(found, InputContext(step.graph, unit, options, *sizes))
 
     inputs: dict[MicrobatchPlace, PackedInput] = {}

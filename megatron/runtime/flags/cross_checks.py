@@ -125,7 +125,7 @@ def _check_encoder_flags(config: RunConfig, *, graph: ModelGraph) -> None:
 def check_plan(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> None:
     """Check the rules that depend on the parallel sizes; raises ConfigError."""
     for name in ("sequence_parallel", "tp_comm_overlap"):
-        if getattr(config.parallelism, name) and all(unit.tensor_parallel_size == 1 for unit in plan.units.values()):
+        if getattr(config.parallelism, name) and all(max(unit.tensor_sizes) == 1 for unit in plan.units.values()):
             raise ConfigError(
                 f"{shown_flag(name)} would be ignored: every unit's tensor parallel size is 1; raise one (such as "
                 "--tensor-model-parallel-size 2) or leave it out"

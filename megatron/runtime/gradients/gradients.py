@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from torch.nn import Parameter
 from megatron.runtime.communication.units import Membership
 from megatron.runtime.gradients.scheduled_collectives import (
     ReductionByLayer,
+    buckets_of_replicas,
+    finish_gradient_reduction,
     nothing_to_wait_for,
     overlapping,
     start_gradient_reduction,
@@ -70,7 +73,10 @@ class UnitGradients:
     def expect_last_backward(self, stage_index: int) -> Callable[[], None]:
         """Let the next backward of a stage start its reduction, layer by layer; `start_reduction` then starts what is left."""
         if stage_index not in self._by_layer:
-            self._by_layer[stage_index] = ReductionByLayer(self.wrapped[stage_index], prepare=self._sum_over_tensor_parallel)
+            wrapped = self.wrapped[stage_index]
+            buckets = list(buckets_of_replicas(wrapped, prepare=self._sum_over_tensor_parallel))
+            finish = partial(finish_gradient_reduction, wrapped)
+            self._by_layer[stage_index] = ReductionByLayer(wrapped, buckets=buckets, finish=finish)
         self._by_layer[stage_index].expect_last_backward()
         return nothing_to_wait_for
 
@@ -79,7 +85,7 @@ class UnitGradients:
         if group.size() > 1:
             for parameter in parameters:
                 if parameter.requires_grad and getattr(parameter, "sequence_parallel", False):
-                    dist.all_reduce(_main_gradient(parameter), group=group)
+                    dist.all_reduce(main_gradient(parameter), group=group)
 
     @property
     def has_whole_parameters(self) -> bool:
@@ -117,7 +123,7 @@ class UnitGradients:
             for stage in self.stages.values()
             if getattr(stage.shared_embedding_weight, "shared_embedding", False)
         ]
-        gradients = [_main_gradient(copy) for copy in copies if copy is not None and copy.requires_grad]
+        gradients = [main_gradient(copy) for copy in copies if copy is not None and copy.requires_grad]
         sum_copies(gradients, self.membership.embedding_group)
 
 
@@ -135,7 +141,8 @@ def wrap_in_gradient_buffers(
     return DistributedDataParallel(stage.config, config, stage, pg_collection=groups)
 
 
-def _main_gradient(parameter: Tensor) -> Tensor:
+def main_gradient(parameter: Tensor) -> Tensor:
+    """Return the buffer that backwards add a parameter's gradient to."""
     gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
     return gradient
 

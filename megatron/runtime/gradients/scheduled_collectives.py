@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,14 +25,21 @@ from torch.nn import Parameter
 from multimodal.model.unit_stage import UnitStage
 
 
+class Bucket(NamedTuple):
+    """Parameters whose gradients are reduced at once."""
+
+    parameters: Sequence[Parameter]
+    start: Callable[[], None]
+    """Starts reducing them, once their gradients are complete; collective."""
+
+
 class ReductionByLayer:
     """One stage's buckets, in the order in which backwards fill them: the last layers come first."""
 
-    def __init__(self, wrapped: DistributedDataParallel, *, prepare: Callable[[Iterable[Parameter]], None]) -> None:
-        """prepare: called with the parameters of a bucket, whose gradients are complete, before it is reduced; collective."""
-        self._wrapped, self._prepare = wrapped, prepare
-        self._buckets = [*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups]
-        self._parameters = [[each for part in bucket.buckets for each in part.params_list] for bucket in self._buckets]
+    def __init__(self, wrapped: DistributedDataParallel, *, buckets: Sequence[Bucket], finish: Callable[[], None]) -> None:
+        """finish: waits for all buckets that were started."""
+        self._buckets, self._finish = buckets, finish
+        self._parameters = [bucket.parameters for bucket in buckets]
         self._bucket_of = {each: index for index, parameters in enumerate(self._parameters) for each in parameters}
         self._missing: list[set[Parameter]] = []
         self.num_started = 0
@@ -59,11 +67,11 @@ class ReductionByLayer:
         while self.num_started < self.num_buckets:
             self._start_next()
         self.is_expecting = False
-        return partial(finish_gradient_reduction, self._wrapped)
+        return self._finish
 
     def note(self, parameter: Parameter) -> None:
         """A backward has added a parameter's gradient to its buffer."""
-        if not self.is_expecting:
+        if not self.is_expecting or parameter not in self._bucket_of:
             return
         index = self._bucket_of[parameter]
         assert index >= self.num_started, "a gradient came after its bucket was reduced"
@@ -72,10 +80,24 @@ class ReductionByLayer:
             self._start_next()
 
     def _start_next(self) -> None:
-        self._prepare(self._parameters[self.num_started])
-        with overlapping(self._wrapped, "overlap_grad_reduce"):
-            self._buckets[self.num_started].start_grad_sync()
+        self._buckets[self.num_started].start()
         self.num_started += 1
+
+
+def buckets_of_replicas(wrapped: DistributedDataParallel, *, prepare: Callable[[Iterable[Parameter]], None]) -> Iterator[Bucket]:
+    """Yield Megatron's buckets of a stage.
+
+    prepare: called with the parameters of a bucket, whose gradients are complete, before it is reduced; collective.
+    """
+
+    def start(bucket: Any, parameters: Sequence[Parameter]) -> None:
+        prepare(parameters)
+        with overlapping(wrapped, "overlap_grad_reduce"):
+            bucket.start_grad_sync()
+
+    for bucket in (*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups):
+        parameters = [each for part in bucket.buckets for each in part.params_list]
+        yield Bucket(parameters, partial(start, bucket, parameters))
 
 
 def _note(

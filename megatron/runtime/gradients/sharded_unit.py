@@ -159,6 +159,11 @@ class ShardedUnit:
             yield from self.sharded[index].layers.values()
 
     @property
+    def is_trained(self) -> bool:
+        """True if this rank takes part in training anything."""
+        return any(layer.is_trained for layer in self.layers)
+
+    @property
     def pieces(self) -> tuple[WeightPiece, ...]:
         """This rank's share of all parameters."""
         return tuple(piece for layer in self.layers for piece in layer.pieces)

@@ -1,7 +1,7 @@
 """AdamW over one unit's parameters on this rank: Megatron's DistributedOptimizer (ZeRO-1), or its plain one in float64.
 
 Where weights are sharded themselves (ZeRO-3), it is the plain one over this rank's pieces: each element is stepped by the rank
-that keeps it.
+that keeps it. So it is where replicas are not alike, whose pieces are all that they hold.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from megatron.runtime.gradients.gradients import UnitGradients
 from megatron.runtime.gradients.sharded_layer import WeightPiece
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
+from megatron.runtime.gradients.unlike_gradients import UnlikeGradients
 
 
 def build_unit_optimizer(gradients: UnitGradients | ShardedUnit, *, config: OptimizerConfig) -> MegatronOptimizer | None:
@@ -30,8 +31,8 @@ def build_unit_optimizer(gradients: UnitGradients | ShardedUnit, *, config: Opti
     groups are made here: biases and norms without weight decay, all else with it, both present on every rank.
     """
     build_adam = partial(_build_adam, config=config)
-    if isinstance(gradients, ShardedUnit):
-        if not any(layer.is_trained for layer in gradients.layers):
+    if isinstance(gradients, UnlikeGradients | ShardedUnit):
+        if not gradients.is_trained:
             return None
         trained = [piece for piece in gradients.pieces if piece.gradient is not None]
         sharded = ShardedOptimizer(trained, config=config, build_adam=build_adam, init_state=_init_state)

@@ -256,6 +256,8 @@ def _own_tensors(tensors: Iterable[HeldTensor], session: Session) -> Iterator[He
             if not tensor.is_copy:
                 yield tensor
             continue
+        if member.is_unlike and not member.is_first_holder:
+            continue
         replicas = groups.dp_cp
         if zlib.crc32(tensor.key.encode()) % replicas.size() != replicas.rank():
             continue

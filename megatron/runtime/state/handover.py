@@ -66,7 +66,10 @@ _Holders = Mapping[str, Mapping[Box, list[int]]]
 
 
 def _find_holders(held: Iterable[HeldTensor]) -> _Holders:
-    """Gather who holds what; collective. Copies count where they are cut like what they are copies of."""
+    """Gather who holds what; collective.
+
+    Copies count where they are cut like what they are copies of, or hold what nobody else does.
+    """
     originals = _boxes_by_key(tensor for tensor in held if not tensor.is_copy)
     told: list[tuple[_Boxes, _Boxes]] = _gather((originals, _boxes_by_key(tensor for tensor in held if tensor.is_copy)))
     found: dict[str, dict[Box, list[int]]] = {}
@@ -77,8 +80,10 @@ def _find_holders(held: Iterable[HeldTensor]) -> _Holders:
     for rank, (_, boxes_by_key) in enumerate(told):
         for key, boxes in boxes_by_key.items():
             for box in boxes:
-                if rank not in (ranks := found.get(key, {}).get(box, [rank])):
-                    ranks.append(rank)
+                of_key = found.setdefault(key, {})
+                if box in of_key or not any(_intersection(box, other) for other in of_key):
+                    ranks = of_key.setdefault(box, [])
+                    ranks += [rank] * (rank not in ranks)
     return found
 
 

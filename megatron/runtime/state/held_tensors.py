@@ -20,6 +20,7 @@ from megatron.runtime.gradients.gradients import UnitGradients
 from megatron.runtime.gradients.sharded_layer import WeightPiece
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
 from megatron.runtime.gradients.unit_optimizer import ShardedOptimizer
+from megatron.runtime.gradients.unlike_gradients import UnlikeGradients
 from multimodal.model.adapter import Adapter, is_adapter
 from multimodal.model.layers.registry import sharding_of
 from multimodal.model.parameter_sharding import WHOLE, ParameterSharding, full_shape
@@ -70,7 +71,8 @@ class HeldTensor:
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
     is_copy: bool
-    """Another holds the same and writes it: of tied embeddings the first stage, of what is not split tensor parallel rank 0."""
+    """Another holds the same and writes it: of tied embeddings the first stage, of what is not split tensor parallel rank 0, and
+    where replicas are not alike the first one."""
 
 
 class _Parameter(NamedTuple):
@@ -79,6 +81,8 @@ class _Parameter(NamedTuple):
     value: Tensor
     sharding: ParameterSharding
     stage: UnitStage
+    is_replica: bool
+    """True if replicas are not alike, and another one holds and writes the same."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -86,7 +90,11 @@ class _Parameter(NamedTuple):
 
     @property
     def is_copy(self) -> bool:
-        return getattr(self.value, "shared", False) or (self.sharding == WHOLE and self.stage.groups.tp.rank() > 0)
+        return (
+            self.is_replica
+            or getattr(self.value, "shared", False)
+            or (self.sharding == WHOLE and self.stage.groups.tp.rank() > 0)
+        )
 
     def key(self, kind: str) -> str:
         return f"{kind}.{self.unit}.{self.name}"
@@ -194,8 +202,10 @@ def adopt_group_steps(state: TrainedState, loaded: Iterable[HeldTensor]) -> None
 
 def _parameters(state: TrainedState) -> Iterator[_Parameter]:
     for (unit, _), stage in state.stages.items():
+        gradients = state.gradients.get(unit)
+        is_replica = isinstance(gradients, UnlikeGradients) and not gradients.membership.is_first_holder
         for name, value in stage.named_parameters():
-            yield _Parameter(unit, name, value, sharding_of(stage.unit, name), stage)
+            yield _Parameter(unit, name, value, sharding_of(stage.unit, name), stage, is_replica)
 
 
 def _optimizer_parts(state: TrainedState) -> Iterator[tuple[_Parameter, _OptimizerPart]]:

@@ -3,7 +3,7 @@
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -181,6 +181,11 @@ def _timed(steps: Iterator[Step]) -> Iterator[tuple[Step, float]]:
         yield step, time.perf_counter() - start
 
 
+def _each(sizes: Iterable[int]) -> str:
+    """Show the sizes of a unit's replicas: one, or those of replicas that are not alike."""
+    return "/".join(map(str, sorted(set(sizes))))
+
+
 def describe_run(run: Run) -> str:
     """Describe in a few lines which units run where."""
     lines = []
@@ -190,7 +195,8 @@ def describe_run(run: Run) -> str:
         frozen = f", adapters of rank {trained.lora.rank}" if trained.lora else ", frozen" if trained.freeze_module else ""
         context = f"cp {unit.context_parallel_size} x " if unit.context_parallel_size > 1 else ""
         lines.append(
-            f"{name}: dp {unit.data_parallel_size} x pp {len(unit.replicas[0].stages)} x {context}tp {unit.tensor_parallel_size} "
+            f"{name}: dp {unit.data_parallel_size} x pp {_each(len(replica.stages) for replica in unit.replicas)} x {context}"
+            f"tp {_each(unit.tensor_sizes)} "
             f"on rank{'s' * (len(ranks) > 1)} {'-'.join(map(str, dict.fromkeys((ranks[0], ranks[-1]))))}{frozen}"
         )
     samples = f"{len(run.data.train)} training samples, {run.config.training.global_batch_size} a step"

@@ -35,7 +35,7 @@ def describe_attention(graph: ModelGraph, plan: Plan, options: BuildOptions) -> 
     """Return the backend of every unit, or of all where it is the same."""
     choices = {}
     for unit in graph.units:
-        sizes = plan.units[unit.name].tensor_parallel_size, plan.units[unit.name].context_parallel_size
+        sizes = max(plan.units[unit.name].tensor_sizes), plan.units[unit.name].context_parallel_size
         choice = attention_choice(InputContext(graph, unit, options, *sizes))
         choices[unit.name] = " and ".join(dict.fromkeys((choice.backend, choice.alone)))
     if len(set(choices.values())) == 1:

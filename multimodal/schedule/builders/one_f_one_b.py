@@ -34,7 +34,7 @@ def forward_limits(step: StepGraph) -> dict[StageKey, int]:
 
 
 def stage_limits(plan: Plan, *, depths: Mapping[str, int], spans: Mapping[StageKey, int]) -> dict[StageKey, int]:
-    """Return how many microbatches each stage may have in flight, given those of its unit's first stage and of what is downstream.
+    """Return how many microbatches each stage may have in flight, given those of its unit's first stage and those downstream.
 
     A replica with fewer stages than others needs that many fewer.
     """

@@ -54,7 +54,10 @@ def with_whole_reductions(lane: Lane, step: StepGraph) -> Lane:
     """Undo `reduce_by_layer`: one reduction after the backward that ends the stage's gradients."""
     whole, slots = step.with_cuts(replace(step.cuts, reduced_by_layer=frozenset())), list[Slot]()
     for slot in lane.slots:
-        if slot.action.kind is not ActionKind.REDUCE_GRADIENTS or (slot.action.unit, slot.action.stage) not in step.cuts.reduced_by_layer:
+        if (
+            slot.action.kind is not ActionKind.REDUCE_GRADIENTS
+            or (slot.action.unit, slot.action.stage) not in step.cuts.reduced_by_layer
+        ):
             slots.append(slot)
         elif not step.begins_early(slot.action):
             slots += _reductions(slot.action, whole)

@@ -1,6 +1,6 @@
 """The pieces of a step's work as grids of numbers: stage by microbatch of every unit."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -393,7 +393,10 @@ def _num_reductions(step: StepGraph, unit: str, stage: int) -> list[int]:
     plan = step.plan.units[unit]
     if not plan.is_unlike:
         return [len(step.reductions(unit, 0, stage))] * plan.data_parallel_size
-    return [len(step.reductions(unit, replica, stage)) if stage < plan.num_stages_of(replica) else 0 for replica in range(plan.data_parallel_size)]
+    return [
+        len(step.reductions(unit, replica, stage)) if stage < plan.num_stages_of(replica) else 0
+        for replica in range(plan.data_parallel_size)
+    ]
 
 
 def _subsets(cuts: Cuts, unit: str, placed: PlacedAtoms) -> Integers:

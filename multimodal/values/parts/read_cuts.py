@@ -52,9 +52,9 @@ def read_cuts(actions: Iterable[Action], plan: Plan) -> Cuts:
 
 
 class _UnlikeReductions:
-    """The units whose replicas are not alike, and which of them reduce by layer: where a stage computes after a reduction of its own.
+    """The units whose replicas are not alike, and which of them reduce by layer.
 
-    Their reductions cover layers in either case.
+    Their reductions cover layers in either case; by layer, stages compute after reductions of their own.
     """
 
     def __init__(self, plan: Plan) -> None:

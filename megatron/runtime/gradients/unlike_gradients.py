@@ -1,0 +1,196 @@
+"""Gradients of a unit whose replicas are not alike: reduced layer by layer, part by part, over whoever holds each.
+
+Parts are cut wherever a replica's tensor parallel ranks cut (`multimodal/plan/weight_parts`). All ranks go through layers from
+the last to the first, and through the parts of each in their order, so those of a group make the same calls in the same order.
+Every rank keeps the optimizer state of its whole stage.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron.runtime.communication.units import GroupBook, Membership
+from megatron.runtime.gradients.gradients import UnitGradients, main_gradient
+from megatron.runtime.gradients.scheduled_collectives import Bucket, ReductionByLayer, nothing_to_wait_for
+from megatron.runtime.gradients.sharded_layer import WeightPiece
+from multimodal.model.parameter_sharding import ParameterSharding
+from multimodal.model.unit_stage import UnitStage
+from multimodal.plan.weight_parts import (
+    WeightPart,
+    holders_of_embeddings,
+    holders_of_layer,
+    weight_parts,
+    whole_holders,
+)
+from multimodal.values.action import LayerRange
+from multimodal.values.plan import UnitPlan, VirtualStage
+
+
+class PartSum(NamedTuple):
+    """Gradients that are reduced in one collective."""
+
+    views: Sequence[Tensor]
+    """Of this rank's gradients, in the order of the parameters."""
+    group: dist.ProcessGroup
+    is_counted: Sequence[bool]
+    """False for gradients of which another rank of this replica has the same ones: they are not added once more."""
+
+
+class UnlikeGradients(UnitGradients):
+    """Gradient buffers and reductions of this rank's stages of one such unit."""
+
+    def __init__(self, stages: Mapping[int, UnitStage], *, membership: Membership, unit: UnitPlan, book: GroupBook) -> None:
+        super().__init__(stages, membership=membership, is_sharded=False)
+        self._unit, self._book = unit, book
+        self._running: dict[int, list[Callable[[], None]]] = {index: [] for index in stages}
+
+    @property
+    def is_trained(self) -> bool:
+        """True if this rank trains anything."""
+        return bool(self.wrapped)
+
+    @property
+    def pieces(self) -> list[WeightPiece]:
+        """All trained parameters of this rank, each whole."""
+        return [
+            WeightPiece(each, range(each.numel()), each.detach().view(-1), main_gradient(each).view(-1))
+            for wrapped in self.wrapped.values()
+            for each in wrapped.parameters()
+            if each.requires_grad
+        ]
+
+    def start_reduction_of(self, stage_index: int, *, layers: LayerRange) -> Callable[[], None]:
+        """Start summing the gradients of some layers of a stage; returns what waits for them.
+
+        After `expect_last_backward` these are the stage's last, and all is waited for that was started since.
+        """
+        by_layer = self._by_layer.get(stage_index)
+        if by_layer is not None and by_layer.is_expecting:
+            return by_layer.complete()
+        first = self.stages[stage_index].layer_range.start
+        for layer in reversed(range(first + layers.first, first + layers.end)):
+            self._start_layer(stage_index, layer)
+        return partial(self._finish, stage_index)
+
+    def expect_last_backward(self, stage_index: int) -> Callable[[], None]:
+        """Let the next backward of a stage start its reductions, layer by layer; `start_reduction_of` starts what is left."""
+        if stage_index not in self._by_layer:
+            layers = [each for each in reversed(self.stages[stage_index].layer_range) if self._parameters(stage_index, each)]
+            buckets = [
+                Bucket([each for _, each in self._parameters(stage_index, layer)], partial(self._start_layer, stage_index, layer))
+                for layer in layers
+            ]
+            finish = partial(self._finish, stage_index)
+            self._by_layer[stage_index] = ReductionByLayer(self.wrapped[stage_index], buckets=buckets, finish=finish)
+        if not self._by_layer[stage_index].is_expecting:
+            self._by_layer[stage_index].expect_last_backward()
+        return nothing_to_wait_for
+
+    def sum_shared_embeddings(self) -> None:
+        """Give all copies of tied word embeddings, on first and last stages of all replicas, the sum of their gradients."""
+        copies = [stage.shared_embedding_weight for stage in self.stages.values()]
+        gradients = [main_gradient(copy) for copy in copies if copy is not None and copy.requires_grad]
+        if not gradients:
+            return
+        gradients[0].copy_(torch.stack(gradients).sum(0))
+        holders = holders_of_embeddings(self._unit)
+        for part in weight_parts(self._unit, holders):
+            if self._has(part):
+                view = _part_of(gradients[0], ParameterSharding(0), part, rank=self._tensor_rank, size=self._tensor_size)
+                start_sum(PartSum([view], self._book[part.ranks], [True]))()
+        for gradient in gradients[1:]:
+            gradient.copy_(gradients[0])
+
+    @property
+    def _tensor_rank(self) -> int:
+        rank: int = self.membership.groups.tp.rank()
+        return rank
+
+    @property
+    def _tensor_size(self) -> int:
+        size: int = self.membership.groups.tp.size()
+        return size
+
+    def _has(self, part: WeightPart) -> bool:
+        """Return True if this rank holds a part."""
+        return part.first * self._tensor_size // part.num_parts == self._tensor_rank
+
+    def _start_layer(self, stage_index: int, layer: int) -> None:
+        """Start summing one layer's gradients over all ranks that hold any of it."""
+        parameters = self._parameters(stage_index, layer)
+        sums = part_sums(
+            self.stages[stage_index], parameters, holders=holders_of_layer(self._unit, layer), unit=self._unit, book=self._book
+        )
+        self._running[stage_index] += [start_sum(each) for each in sums]
+
+    def _finish(self, stage_index: int) -> None:
+        for finish in self._running[stage_index]:
+            finish()
+        self._running[stage_index].clear()
+
+    def _parameters(self, stage_index: int, layer: int) -> list[tuple[str, Parameter]]:
+        """Return a layer's trained parameters by name, without tied embeddings."""
+        stage = self.stages[stage_index]
+        named = stage.layers[str(layer)].named_parameters(prefix=f"layers.{layer}")
+        return [(name, each) for name, each in named if each.requires_grad and each is not stage.shared_embedding_weight]
+
+
+def part_sums(
+    stage: UnitStage,
+    parameters: Sequence[tuple[str, Parameter]],
+    *,
+    holders: Sequence[VirtualStage],
+    unit: UnitPlan,
+    book: GroupBook,
+) -> Iterator[PartSum]:
+    """Yield the sums of one layer's gradients that this rank takes part in: part by part, then of what every rank has whole.
+
+    A gradient that each tensor parallel rank has of its own tokens (sequence parallelism) is added for all of them; one that all
+    of them have alike is added for the first.
+    """
+    rank, size = stage.groups.tp.rank(), stage.groups.tp.size()
+    shardings = [(each, stage.sharding(name)) for name, each in parameters]
+    sharded = [(each, sharding) for each, sharding in shardings if sharding.dimension is not None]
+    whole = [each for each, sharding in shardings if sharding.dimension is None]
+    for part in weight_parts(unit, holders) if sharded else ():
+        if part.first * size // part.num_parts == rank:
+            views = [_part_of(main_gradient(each), sharding, part, rank=rank, size=size) for each, sharding in sharded]
+            yield PartSum(views, book[part.ranks], [True] * len(views))
+    if whole:
+        is_counted = [rank == 0 or getattr(each, "sequence_parallel", False) for each in whole]
+        yield PartSum([main_gradient(each) for each in whole], book[whole_holders(holders)], is_counted)
+
+
+def start_sum(part: PartSum) -> Callable[[], None]:
+    """Start adding up gradients over their group; returns what waits for the sums and puts them in place."""
+    flat = torch.cat(
+        [
+            (view if counts else torch.zeros_like(view)).reshape(-1)
+            for view, counts in zip(part.views, part.is_counted, strict=True)
+        ]
+    )
+    work = dist.all_reduce(flat, group=part.group, async_op=True)
+
+    def finish() -> None:
+        work.wait()
+        for view, total in zip(part.views, flat.split([view.numel() for view in part.views]), strict=True):
+            view.copy_(total.view(view.shape))
+
+    return finish
+
+
+def _part_of(shard: Tensor, sharding: ParameterSharding, part: WeightPart, *, rank: int, size: int) -> Tensor:
+    """Return the part of a shard, [num_blocks, ...]: of every block as much. A view.
+
+    rank, size: of the shard, among tensor parallel ranks.
+    """
+    dimension, blocks = sharding.dimension, sharding.num_blocks
+    assert dimension is not None
+    rows = shard.shape[dimension] // blocks
+    first, end = (bound * rows * size // part.num_parts - rank * rows for bound in (part.first, part.end))
+    return shard.unflatten(dimension, (blocks, rows)).narrow(dimension + 1, first, end - first)
