@@ -176,6 +176,11 @@ class Session:
     def _check_plan(self, plan: Plan) -> None:
         validate_plan(plan, graph=self.graph, world_size=dist.get_world_size())
         check_vocabulary(self.options.vocab_size, graph=self.graph, plan=plan)
+        if self.options.shards_weights and (unlike := [name for name, unit in plan.units.items() if unit.is_unlike]):
+            raise PlanError(
+                f"unit '{unlike[0]}': replicas that share weights must hold the same ones, and these differ in their stages; give "
+                "all the same stages, or do not share weights"
+            )
 
     def _build(self, plan: Plan) -> None:
         rank, options, device = dist.get_rank(), self.options, platform.device()

@@ -11,6 +11,7 @@ from multimodal.balance.disttrain import balance_disttrain
 from multimodal.balance.entrain import balance_entrain
 from multimodal.balance.in_order import balance_in_order, balance_sorted
 from multimodal.balance.orchmllm import balance_every_unit, balance_llm_only, balance_whole_samples
+from multimodal.balance.unlike_replicas import balance_unlike, has_unequal_shares
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, UnitPlan
@@ -56,7 +57,9 @@ class BalancerRow:
     """True if neither a search nor `auto` should try it on other plans."""
 
     def __call__(self, lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
-        """Place every sample and every item: a row is a `Balancer`."""
+        """Place every sample and every item: a row is a `Balancer`. Replicas of unequal shares go through `balance_unlike`."""
+        if has_unequal_shares(graph, plan):
+            return balance_unlike(lengths, graph=graph, plan=plan, balancer=self, options=options)
         return self.balance(lengths, graph=graph, plan=plan, options=options)
 
     def suits(self, placements: Collection[Placement]) -> bool:

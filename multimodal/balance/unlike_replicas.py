@@ -1,9 +1,9 @@
 """Places a global batch on replicas that are not alike: each gets microbatches, and work, in proportion to its speed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
-from multimodal.balance import BalancerRow
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
 from multimodal.values.arrays.length_arrays import LengthBatch
@@ -14,29 +14,82 @@ from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.sample_lengths import SampleLengths
 
 
+class BalancerOfOneReplica(Protocol):
+    """A row of `BALANCERS`."""
+
+    @property
+    def keeps_samples_whole(self) -> bool:
+        """True if a microbatch of an encoder holds the items of one of the LLM's."""
+
+    def __call__(self, lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
+        """Place every sample and every item."""
+
+
+def has_unequal_shares(graph: ModelGraph, plan: Plan) -> bool:
+    """Return True if replicas take unequal shares of a batch: those of a unit differ, or the plan gives the LLM shares."""
+    return plan.has_unlike_replicas or bool(plan.units[graph.backbone.name].microbatch_shares)
+
+
+def shares_of(graph: ModelGraph, plan: Plan, unit: str) -> tuple[int, ...]:
+    """Return the share of a batch that each replica of a unit takes: what the plan says, or as many parts as it has ranks."""
+    held, llm = plan.units[unit], plan.units[graph.backbone.name]
+    if not held.microbatch_shares:
+        return tuple(len(replica.ranks) for replica in held.replicas)
+    if unit == graph.backbone.name:
+        return held.microbatch_shares
+    return tuple(share for share in held.microbatch_shares for _ in llm.replicas)
+
+
 def balance_unlike(
     lengths: Sequence[SampleLengths],
     *,
     graph: ModelGraph,
-    shares: Sequence[int],
-    balancer: BalancerRow,
+    plan: Plan,
+    balancer: BalancerOfOneReplica,
     options: BalanceOptions,
 ) -> Assignment:
-    """Place every sample, and its items beside it, on replicas of all units with `shares` microbatches.
+    """Place every sample, and its items, on replicas of all units, in proportion to `shares_of`.
 
     The balancer makes all microbatches as it would for a single replica. The heaviest ones are dealt first, each to the replica
-    whose work per microbatch of its share stays least. balancer: one that keeps samples whole. With fewer samples than
+    of the LLM whose work per microbatch of its share stays least. A unit with as many replicas as the LLM follows it; the
+    microbatches of others are dealt likewise, by their number. balancer: one that keeps samples whole. With fewer samples than
     microbatches, replicas get fewer. Raises AssignmentError. O(samples + microbatches x replicas).
     """
     if not balancer.keeps_samples_whole:
         raise AssignmentError("replicas that are not alike need a balancer that keeps samples whole; choose another --balance")
-    if not shares or min(shares) < 1:
-        raise AssignmentError(f"every replica needs at least one microbatch, found shares of {list(shares)}")
-    whole = balancer(lengths, graph=graph, plan=_one_replica(graph), options=replace(options, num_microbatches=sum(shares)))
+    shares = shares_of(graph, plan, graph.backbone.name)
+    count = options.count_microbatches(len(lengths), num_replicas=len(shares)) * len(shares)
+    if options.num_microbatches is None:
+        count = -(-len(lengths) // options.micro_batch_size)
+    counts = share_microbatches(max(count, len(shares)), shares)
+    whole = balancer(lengths, graph=graph, plan=_one_replica(graph), options=replace(options, num_microbatches=sum(counts)))
     microbatches = whole.units[graph.backbone.name][0]
     of_sample = {atom.sample_id: index for index, microbatch in enumerate(microbatches) for atom in microbatch}
-    owners = _deal(_microbatch_work(microbatches, graph, lengths, options), shares)
-    return Assignment({name: _split(replicas[0], of_sample, owners, len(shares)) for name, replicas in whole.units.items()})
+    owners = _deal(_microbatch_work(microbatches, graph, lengths, options), counts)
+    placed = {}
+    for name, (own,) in whole.units.items():
+        own_shares = shares_of(graph, plan, name)
+        owners_here = [owners[of_sample[microbatch[0].sample_id]] for microbatch in own]
+        if len(own_shares) != len(shares):
+            owners_here = _deal([1.0] * len(own), share_microbatches(len(own), own_shares))
+        placed[name] = _split(own, owners_here, len(own_shares))
+    return Assignment(placed)
+
+
+def share_microbatches(count: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """Return how many of `count` microbatches each replica gets, in proportion to its share; at least one each where there are.
+
+    Each gets the whole part of its proportion; what is left goes to those with the largest rest. O(replicas log replicas).
+    """
+    total = sum(shares)
+    counts = [count * share // total for share in shares]
+    by_rest = sorted(range(len(shares)), key=lambda each: (-(count * shares[each] % total), each))
+    for each in by_rest[: count - sum(counts)]:
+        counts[each] += 1
+    while count >= len(shares) and min(counts) == 0:
+        counts[counts.index(max(counts))] -= 1
+        counts[counts.index(0)] += 1
+    return tuple(counts)
 
 
 def _one_replica(graph: ModelGraph) -> Plan:
@@ -61,11 +114,9 @@ def _deal(work: Sequence[float], shares: Sequence[int]) -> list[int]:
     return owners
 
 
-def _split(
-    microbatches: Sequence[Microbatch], of_sample: Mapping[int, int], owners: Sequence[int], num_replicas: int
-) -> tuple[tuple[Microbatch, ...], ...]:
-    """Deal a unit's microbatches, each to where the LLM's microbatch of its samples goes."""
+def _split(microbatches: Sequence[Microbatch], owners: Sequence[int], num_replicas: int) -> tuple[tuple[Microbatch, ...], ...]:
+    """Give each microbatch to its owner; they keep their order."""
     found: list[list[Microbatch]] = [[] for _ in range(num_replicas)]
-    for microbatch in microbatches:
-        found[owners[of_sample[microbatch[0].sample_id]]].append(microbatch)
+    for microbatch, owner in zip(microbatches, owners, strict=True):
+        found[owner].append(microbatch)
     return tuple(map(tuple, found))

@@ -155,6 +155,11 @@ class Plan:
         """World size that this plan is for."""
         return 1 + max(rank for unit in self.units.values() for rank in unit.ranks)
 
+    @property
+    def has_unlike_replicas(self) -> bool:
+        """True if the replicas of any unit differ in their stages."""
+        return any(unit.is_unlike for unit in self.units.values())
+
     @cached_property
     def lanes(self) -> tuple[tuple[int, ...], ...]:
         """Rank groups that act as one: ranks that belong to exactly the same stages, ordered by their first rank."""

@@ -15,7 +15,16 @@ from megatron.runtime.training.trainer import Trainer, build_scheduler
 from multimodal.values.errors import CheckpointError, PlanError
 from multimodal.values.plan import Plan
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.training_case import RankParameters, Training, TrainingCase, build_graph, build_plan, join_parameters, run
+from tests.distributed.training_case import (
+    RankParameters,
+    Training,
+    TrainingCase,
+    build_graph,
+    build_plan,
+    build_unlike_plan,
+    join_parameters,
+    run,
+)
 
 TIED, DRAWING = build_graph(tied=True), build_graph(with_generator=True)
 ONE_RANK = {"vision": (1, 1, 1), "llm": (1, 1, 1), "painter": (1, 1, 1), "colocated": True}
@@ -23,11 +32,13 @@ WIDE = {"vision": (1, 1, 2), "llm": (2, 1, 2)}
 DEEP = {"vision": (2, 1, 1), "llm": (1, 2, 2)}
 SPREAD = {"vision": (1, 2, 1), "llm": (1, 1, 2, 2)}
 COLOCATED = {"vision": (2, 1, 3), "llm": (1, 3, 2), "colocated": True}
+UNLIKE = build_unlike_plan()
 DRAWING_WIDE = {"vision": (1, 1, 2), "llm": (2, 1, 1), "painter": (1, 1, 2)}
 DRAWING_DEEP = {"vision": (1, 1, 1), "llm": (1, 3, 1), "painter": (2, 1, 1)}
 CHANGES = {
     "tied: there and back over a pipeline": (TIED, (WIDE, DEEP, WIDE)),
     "tied: context parallel, shared ranks, own ranks": (TIED, (SPREAD, COLOCATED, DEEP)),
+    "tied: replicas that differ, and back": (TIED, (WIDE, UNLIKE, DEEP)),
     "with a generator": (DRAWING, (DRAWING_WIDE, DRAWING_DEEP, DRAWING_WIDE)),
 }
 STEPS_A_PLAN = 2
@@ -43,8 +54,8 @@ class Report:
     parameters: RankParameters
 
 
-def plans_of(graph: Any, sizes: tuple[dict[str, Any], ...]) -> list[Plan]:
-    return [build_plan(graph, **each) for each in sizes]
+def plans_of(graph: Any, sizes: tuple[dict[str, Any] | Plan, ...]) -> list[Plan]:
+    return [each if isinstance(each, Plan) else build_plan(graph, **each) for each in sizes]
 
 
 def train(case: TrainingCase, plans: list[Plan], steps_a_plan: int) -> Report:
@@ -68,6 +79,7 @@ def train(case: TrainingCase, plans: list[Plan], steps_a_plan: int) -> Report:
         *((name, torch.float64, False) for name in CHANGES),
         ("tied: there and back over a pipeline", torch.float64, True),
         ("tied: context parallel, shared ranks, own ranks", torch.float32, False),
+        ("tied: replicas that differ, and back", torch.float32, False),
     ],
     ids=str,
 )

@@ -16,8 +16,8 @@ from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
 from megatron.runtime.session import Session, SessionOptions
 from megatron.runtime.step.step import LossSums, Step
 from megatron.runtime.step.token_placement import ContextSharing
+from multimodal.balance import BALANCERS, UNBALANCED
 from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.in_order import balance_in_order
 from multimodal.model.layers.registry import sharding_of
 from multimodal.model.parameter_sharding import ParameterSharding
 from multimodal.model.transformer_config import BuildOptions, Precision
@@ -27,7 +27,7 @@ from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.passes import Pass
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.values.model_graph import ImageInput, ModelGraph, Role, Transformer, Unit
-from multimodal.values.plan import Plan
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.distributed.gradient_case import whole_weights
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import TIMEOUT, RankPool
@@ -81,6 +81,16 @@ def build_graph(
         freeze_module="painter" in frozen,
     )
     return ModelGraph((vision, llm, painter), (("vision", "llm"), ("llm", "painter")))
+
+
+def build_unlike_plan() -> Plan:
+    """Six ranks, for an encoder and an LLM that share some of them; replicas of both differ in TP, PP and cuts."""
+    wide, deep = Replica((Stage((0, 1), ((0, 4),), 2),)), Replica((Stage((2,), ((0, 1),)), Stage((3,), ((1, 4),))))
+    llm = (
+        Replica((Stage((0, 1), ((0, 2),), 2), Stage((2, 3), ((2, 5),), 2))),
+        Replica((Stage((4,), ((0, 1),)), Stage((5,), ((1, 5),)))),
+    )
+    return Plan({"vision": UnitPlan((wide, deep)), "llm": UnitPlan(llm, microbatch_shares=(3, 1))})
 
 
 def build_plan(graph: ModelGraph, *, colocated: bool = False, **units: tuple[int, ...]) -> Plan:
@@ -145,7 +155,7 @@ class Training:
         source = RandomSource(self.case.graph, shapes, self.case.vocab_size, seed=number)
         lengths = [source.lengths(index) for index in range(len(source))]
         graph, plan = self.case.graph, self.session.plan
-        assignment = balance_in_order(lengths, graph=graph, plan=plan, options=BalanceOptions(micro_batch_size=1))
+        assignment = BALANCERS[UNBALANCED](lengths, graph=graph, plan=plan, options=BalanceOptions(micro_batch_size=1))
         return plan_step(
             source,
             lengths=lengths,

@@ -8,6 +8,8 @@ from megatron.runtime.flags.field_flags import field_flags
 from megatron.runtime.flags.flag_rules import RULES
 from megatron.runtime.flags.ignored_flags import ENCODER_FLAGS, EXCLUSIVE_FLAGS, EXCLUSIVE_SIZES, IGNORED_FLAGS, IgnoredFlag
 from megatron.runtime.flags.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLINGS
+from multimodal.balance import BALANCERS
+from multimodal.balance.unlike_replicas import has_unequal_shares
 from multimodal.cost.layers.registry import describe_layer
 from multimodal.values.backward_need import unit_is_trainable
 from multimodal.values.errors import ConfigError, ModelError
@@ -138,6 +140,7 @@ def check_plan(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> None:
             f"unit's data parallel size (such as --{LLM}-data-parallel-size 2) or leave it out"
         )
     _check_context_parallelism(config, graph=graph, plan=plan)
+    _check_unlike_replicas(config, graph=graph, plan=plan)
     num_replicas = plan.units[graph.backbone.name].data_parallel_size
     if config.training.global_batch_size < num_replicas:
         raise ConfigError(
@@ -154,6 +157,23 @@ def _check_num_microbatches(config: RunConfig, *, num_replicas: int) -> None:
             f"--global-batch-size {batch} gives a replica of the LLM {count} microbatches of --micro-batch-size {microbatch} in "
             f"one step, and no schedule is made of more than {MAX_MICROBATCHES}; lower the former, raise the latter or "
             f"--{LLM}-data-parallel-size"
+        )
+
+
+def _check_unlike_replicas(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> None:
+    """Refuse what replicas that differ, or that take unequal shares of the batch, cannot have."""
+    unlike = [name for name, unit in plan.units.items() if unit.is_unlike]
+    if unlike and config.parallelism.shards_weights:
+        raise ConfigError(
+            f"--data-parallel-sharding-strategy optim_grads_params: the replicas of unit '{unlike[0]}' differ in their stages, and "
+            "replicas that share weights must hold the same ones; leave it out, or give all replicas the same stages"
+        )
+    row = BALANCERS[config.training.balance]
+    if has_unequal_shares(graph, plan) and not row.keeps_samples_whole:
+        whole = ", ".join(name for name, other in BALANCERS.items() if other.keeps_samples_whole)
+        what = f"the replicas of unit '{unlike[0]}' differ" if unlike else "the plan gives the LLM's replicas shares of their own"
+        raise ConfigError(
+            f"--balance {config.training.balance} cannot deal unequal shares of a batch: {what}; choose one of {whole}"
         )
 
 
