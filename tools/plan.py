@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -36,8 +36,10 @@ from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, Sharding
 from multimodal.plan.planners.search.filling_report import FillingReport, report_filling, with_filling
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun, plan_per_gpu
-from multimodal.plan.planners.search.prediction import SEED, Prediction
+from multimodal.plan.planners.search.prediction import SEED, Prediction, predict_run
 from multimodal.plan.planners.templates.describe import describe_templates, report_templates
+from multimodal.plan.planners.templates.template_plan import run_of_templates
+from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import BraidError, ConfigError
 from multimodal.values.plan import UnitPlan
@@ -73,6 +75,9 @@ def build_parser() -> Parser:
     how.add_argument("--plan", type=_given_plan, metavar="plan.yaml", help="Refused: tools/simulate.py evaluates a given plan.")
     output = parser.add_argument_group("output")
     output.add_argument("--output", type=Path, metavar="plan.yaml", help="Write the plan, for pretrain_mllm.py --plan.")
+    output.add_argument(
+        "--output-plan", type=Path, metavar="plan.yaml", help="Write the plan of the templates' replicas at the start."
+    )
     output.add_argument("--json", action="store_true", help="Print one JSON object instead of tables.")
     output.add_argument("--picture", type=Path, metavar="OUT.png", help="Draw the compared plans' step times.")
     return parser
@@ -231,17 +236,21 @@ def report(planned: PredictedRun, request: PlanningRequest, *, filling: FillingR
     }
 
 
-def unit_sizes(unit: UnitPlan) -> dict[str, int]:
-    """Name the sizes of one unit."""
-    num_stages = len(unit.replicas[0].stages)
+def unit_sizes(unit: UnitPlan) -> dict[str, int | list[int]]:
+    """Name the sizes of one unit; where replicas differ, of each its stages, and the tensor parallel sizes that there are."""
+    counts = [len(replica.stages) for replica in unit.replicas]
     return {
         "dp": unit.data_parallel_size,
-        "tp": unit.tensor_parallel_size,
+        "tp": list(unit.tensor_sizes) if unit.is_unlike else unit.tensor_sizes[0],
         "cp": unit.context_parallel_size,
-        "pp": num_stages,
+        "pp": counts if unit.is_unlike else counts[0],
         "virtual_stages": max(len(stage.layer_ranges) for stage in unit.replicas[0].stages),
         "gpus": len(set(unit.ranks)),
     }
+
+
+def _shown(size: int | list[int]) -> str:
+    return str(size) if isinstance(size, int) else "/".join(map(str, size))
 
 
 def print_plan(planned: PredictedRun, request: PlanningRequest, *, cluster: Path) -> None:
@@ -261,8 +270,10 @@ def print_plan(planned: PredictedRun, request: PlanningRequest, *, cluster: Path
     units = Table("unit", "tp", "cp", "pp", "virtual", "dp", "GPUs", "transformer layers per stage", box=None)
     for name, unit in run.plan.units.items():
         sizes = unit_sizes(unit)
-        layers = ", ".join(str(sum(end - first for first, end in stage.layer_ranges)) for stage in unit.replicas[0].stages)
-        units.add_row(name, *(str(sizes[key]) for key in ("tp", "cp", "pp", "virtual_stages", "dp", "gpus")), layers)
+        replicas = unit.replicas if unit.is_unlike else unit.replicas[:1]
+        counts = [[sum(end - first for first, end in stage.layer_ranges) for stage in replica.stages] for replica in replicas]
+        layers = " | ".join(", ".join(map(str, of_replica)) for of_replica in counts)
+        units.add_row(name, *(_shown(sizes[key]) for key in ("tp", "cp", "pp", "virtual_stages", "dp", "gpus")), layers)
     console.print(units)
     above = Table("above the floor", "share of the step", box=None)
     for kind, share in prediction.above_floor.items():
@@ -284,7 +295,7 @@ def print_comparison(compared: Mapping[str, PredictedRun | str]) -> None:
             continue
         run, prediction = other
         units = ", ".join(
-            f"{unit} " + "x".join(str(unit_sizes(plan)[key]) for key in ("tp", "cp", "pp", "dp"))
+            f"{unit} " + "x".join(_shown(unit_sizes(plan)[key]) for key in ("tp", "cp", "pp", "dp"))
             for unit, plan in run.plan.units.items()
         )
         table.add_row(
@@ -338,11 +349,11 @@ def compare(flags: argparse.Namespace, request: PlanningRequest, main_plan: Pred
     """Let all compared planners plan; those that cannot give their error's text."""
     compared: dict[str, PredictedRun | str] = {}
     for name in dict.fromkeys((*flags.compare, flags.planner)):
-        if name in TEMPLATE_PLANNERS:
-            compared[name] = TEMPLATE_PLANNERS[name].why_not_compared
-            continue
         try:
-            compared[name] = main_plan if name == flags.planner else plan(name, request, flags)
+            if name in TEMPLATE_PLANNERS:
+                compared[name] = plan_first_instances(name, request, 0)[1]  # as the others: with no node to spare
+            else:
+                compared[name] = main_plan if name == flags.planner else plan(name, request, flags)
         except BraidError as problem:
             compared[name] = str(problem)
     return compared
@@ -386,6 +397,8 @@ def run(argv: Sequence[str]) -> None:
         return
     if flags.fault_tolerance is not None:
         raise ConfigError(f"--fault-tolerance is for --planner {', '.join(TEMPLATE_PLANNERS)}; leave it out, or choose that")
+    if flags.output_plan is not None:
+        raise ConfigError(f"--output-plan is for --planner {', '.join(TEMPLATE_PLANNERS)}; use --output")
     planned, filling = with_filling(plan(flags.planner, request, flags), request)
     compared = compare(flags, request, planned) if flags.compare else {flags.planner: planned}
     if flags.output is not None:
@@ -415,6 +428,16 @@ def run(argv: Sequence[str]) -> None:
         print_comparison(compared)
 
 
+def plan_first_instances(name: str, request: PlanningRequest, fault_tolerance: int) -> tuple[TemplateSet, PredictedRun]:
+    """Plan templates; return them and the run of the replicas that they are used for at first. Raises PlanError."""
+    started = time.perf_counter()
+    templates = TEMPLATE_PLANNERS[name](request, fault_tolerance=fault_tolerance)
+    found = run_of_templates(templates, request, planner=name)
+    found = replace(found, planning_seconds=time.perf_counter() - started)
+    predicted = predict_run(found, request, max_actions=request.max_actions, num_batches=request.num_batches)
+    return templates, PredictedRun(found, predicted)
+
+
 def run_templates(flags: argparse.Namespace, request: PlanningRequest) -> None:
     """Plan templates, write and print them as the flags ask; raises BraidError."""
     if flags.compare or flags.picture or flags.prefer != "time" or flags.simulate_all:
@@ -423,8 +446,19 @@ def run_templates(flags: argparse.Namespace, request: PlanningRequest) -> None:
         )
     started = time.perf_counter()
     fault_tolerance = DEFAULT_FAULT_TOLERANCE if flags.fault_tolerance is None else flags.fault_tolerance
-    templates = TEMPLATE_PLANNERS[flags.planner](request, fault_tolerance=fault_tolerance)
-    seconds = time.perf_counter() - started
+    if flags.output_plan is None:
+        templates = TEMPLATE_PLANNERS[flags.planner](request, fault_tolerance=fault_tolerance)
+        seconds = time.perf_counter() - started
+    else:
+        templates, planned = plan_first_instances(flags.planner, request, fault_tolerance)
+        seconds = planned.run.planning_seconds
+        write_plan_file(
+            flags.output_plan,
+            *planned,
+            made_for=made_for(flags),
+            cluster=flags.cluster,
+            simulate_flags=simulate_flags(flags, request, planned.run),
+        )
     if flags.output is not None:
         templates.to_file(flags.output)
     if flags.json:

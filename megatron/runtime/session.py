@@ -178,8 +178,8 @@ class Session:
         check_vocabulary(self.options.vocab_size, graph=self.graph, plan=plan)
         if self.options.shards_weights and (unlike := [name for name, unit in plan.units.items() if unit.is_unlike]):
             raise PlanError(
-                f"unit '{unlike[0]}': replicas that share weights must hold the same ones, and these differ in their stages; give "
-                "all the same stages, or do not share weights"
+                f"unit '{unlike[0]}': replicas that share weights must hold the same ones, and these differ in their stages; "
+                "give all the same stages, or do not share weights"
             )
 
     def _build(self, plan: Plan) -> None:

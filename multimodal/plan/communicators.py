@@ -65,7 +65,8 @@ def _links(graph: ModelGraph, plan: Plan) -> Iterator[tuple[Track, tuple[int, ..
         for replica in unit.replicas:
             for first, second in pairwise(replica.virtual_stages):
                 if first.ranks != second.ranks:
-                    yield Track("forward", first.index % 2), first.ranks, second.ranks, True
+                    is_paired = len(first.ranks) == len(second.ranks)
+                    yield Track("forward", first.index % 2), first.ranks, second.ranks, is_paired
         for target in graph.downstream(name):
             ends = _ranks_of(unit, -1), _ranks_of(plan.units[target], 0)
             if len(set(ends[0]) | set(ends[1])) > 1:

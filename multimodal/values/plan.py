@@ -97,9 +97,9 @@ class UnitPlan:
 
     @cached_property
     def is_unlike(self) -> bool:
-        """True if replicas differ in the layers or the tensor parallel sizes of their stages."""
-        forms = {tuple((stage.layer_ranges, self.tensor_size(stage)) for stage in replica.stages) for replica in self.replicas}
-        return len(forms) > 1
+        """True if stages differ in their tensor parallel sizes, or replicas in the layers of their stages."""
+        forms = {tuple(stage.layer_ranges for stage in replica.stages) for replica in self.replicas}
+        return len(forms) > 1 or len(self.tensor_sizes) > 1
 
     @cached_property
     def shared_ranges(self) -> tuple[range, ...]:
@@ -410,13 +410,6 @@ def _validate_ranks(
 
 def _validate_likeness(unit: UnitPlan, replica: Replica, *, where: str, place: tuple[str | int, ...]) -> None:
     """Refuse what replicas that differ cannot have."""
-    sizes = [unit.tensor_size(stage) for stage in replica.stages]
-    if len(set(sizes)) > 1:
-        raise PlanError(
-            f"{where}: its stages have tensor parallel sizes {sizes}, but activations pass from rank to rank; give the stages of "
-            "a replica one size (other replicas may have others)",
-            place=place,
-        )
     if unit.is_unlike and any(len(stage.layer_ranges) > 1 for stage in replica.stages):
         raise PlanError(
             f"{where}: a stage holds several layer ranges, which only replicas that are alike may have; give every stage one "

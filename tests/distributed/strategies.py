@@ -283,7 +283,7 @@ def unit_plans(draw: st.DrawFn, unit: Unit, ranks: Sequence[int], budget: int) -
 
 @st.composite
 def unlike_unit_plans(draw: st.DrawFn, unit: Unit, ranks: Sequence[int], budget: int) -> UnitPlan:
-    """Two or three replicas within `budget` ranks, each with TP 1, 2 or 4 and PP 1-3 of its own, cut anywhere; CP 1-2."""
+    """Two or three replicas within `budget` ranks, each with PP 1-3, and stages of TP 1, 2 or 4, cut anywhere; CP 1-2."""
     shape = unit.transformer
     allowed = [
         size
@@ -302,10 +302,12 @@ def unlike_unit_plans(draw: st.DrawFn, unit: Unit, ranks: Sequence[int], budget:
         pp, tp = draw(st.sampled_from(sizes))
         inner = draw(st.permutations(range(1, len(unit.layers))))[: pp - 1]
         bounds = [0, *sorted(inner), len(unit.layers)]
-        taken, free = free[: pp * tp * cp], free[pp * tp * cp :]
-        groups = [tuple(sorted(taken[stage * tp * cp : (stage + 1) * tp * cp])) for stage in range(pp)]
-        stages = zip(groups, itertools.pairwise(bounds), strict=True)
-        replicas.append(Replica(tuple(Stage(group, (layers,), tp) for group, layers in stages)))
+        stages: list[Stage] = []
+        for layers in itertools.pairwise(bounds):
+            own = tp if draw(st.booleans()) else draw(st.sampled_from([size for size in allowed if size <= tp]))
+            taken, free = free[: own * cp], free[own * cp :]
+            stages.append(Stage(tuple(sorted(taken)), (layers,), own))
+        replicas.append(Replica(tuple(stages)))
     return UnitPlan(tuple(replicas), context_parallel_size=cp)
 
 

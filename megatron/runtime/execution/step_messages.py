@@ -5,12 +5,14 @@ Activations go forward and gradients back, wherever the other end runs.
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
+from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.runtime.communication.broker import Broker, Link, MessageKey
+from megatron.runtime.communication.broker import Broker, Link, MessageKey, RowShares
 from megatron.runtime.execution.activation_store import storage_identity
 from megatron.runtime.execution.lane_run import LaneRun
 from megatron.runtime.execution.step_clock import StepClock
@@ -24,6 +26,9 @@ from multimodal.values.assignment import MicrobatchPlace, Route
 from multimodal.values.dependencies import must_travel
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
+
+_FAR_APART = 2**40
+"""More rows than a sample subset has."""
 
 
 class RankResources:
@@ -96,12 +101,17 @@ class StepMessages(LaneRun):
 
     def complete(self, key: MessageKey) -> Tensor:
         """Return what a message has brought to this rank and its tensor parallel peers."""
+        is_inside = key.source.unit == key.target.unit
+        if is_inside and self.executor.any_stage(key.target.unit).options.sequence_parallel:
+            return self.broker.complete(key)  # of rows that its peers do not have
         return self.broker.complete(key, self.executor.tensor_parallel_group(key.target.unit))
 
     def link(self, key: MessageKey) -> Link:
         """Return the ranks and the shape of a message."""
         upstream, downstream = (key.source, key.target) if key.direction == "forward" else (key.target, key.source)
         ranks = self.executor.ranks_of(key.source), self.executor.ranks_of(key.target)
+        if upstream.unit == downstream.unit and len(ranks[0]) != len(ranks[1]):
+            return self._resized_link(key, *ranks)
         if upstream.unit == downstream.unit:
             return Link(*ranks, self._hidden_shape(downstream, key.covers), is_replicated=False)
         source, target = microbatch_of(upstream), microbatch_of(downstream)
@@ -163,6 +173,39 @@ class StepMessages(LaneRun):
         """A microbatch in its unit's last stage."""
         last = self.executor.plan.units[source.unit].num_stages_of(source.replica) - 1
         return Place(source.unit, source.replica, last, source.microbatch)
+
+    def _resized_link(self, key: MessageKey, source_ranks: tuple[int, ...], target_ranks: tuple[int, ...]) -> Link:
+        """Return the link of hidden states between stages of different tensor parallel sizes, for one context parallel rank.
+
+        Under sequence parallelism each rank has rows of its own, and stages pad to different numbers: what one end lacks is zero.
+        """
+        unit, context_rank = key.source.unit, self.executor.context_parallel_rank(key.source.unit)
+        plan = self.executor.plan.units[unit]
+        groups = [
+            plan.tensor_parallel_groups(plan.replicas[each.replica].virtual_stages[each.stage])[context_rank]
+            for each in (key.source, key.target)
+        ]
+        width = self.step.graph.unit(unit).transformer.hidden_size
+        if not self.executor.any_stage(unit).options.sequence_parallel:
+            rows = self._hidden_shape(key.source, key.covers)[0]
+            return Link(*groups, (rows, 1, width), is_replicated=True)
+        given, taken = (self._rows_by_rank(key.source, key.covers, size=len(group)) for group in groups)
+        shares = RowShares(given=given, taken=taken)
+        return Link(*groups, (sum(map(len, given)), 1, width), is_replicated=True, rows=shares)
+
+    def _rows_by_rank(self, place: Place, covers: Coverage, *, size: int) -> tuple[NDArray[np.int64], ...]:
+        """Return the rows of each tensor parallel rank of a stage of this size; sample subsets are far apart in their numbers."""
+        rank, context = self.executor.context_parallel_rank(place.unit), self.executor.any_stage(place.unit).context.input_context
+        num_tokens = self.step.placement.num_tokens(microbatch_of(place), rank=rank)
+        of_subsets = [
+            (index, context._replace(tensor_parallel_size=size).num_padded_rows(count) // size)
+            for index, count in enumerate(num_tokens)
+            if covers in (None, SampleSubset(index))
+        ]
+        return tuple(
+            np.concatenate([index * _FAR_APART + number * rows + np.arange(rows) for index, rows in of_subsets])
+            for number in range(size)
+        )
 
     def _hidden_shape(self, place: Place, covers: Coverage) -> tuple[int, ...]:
         """Hidden states of this rank's tokens, of one sample subset or all."""

@@ -55,7 +55,7 @@ def load_inputs(
         found = found.with_windows_of(unit)
         if options is None:
             return found
-        stage = unit_plan.replicas[place.replica].stages[0]  # all stages of a replica have one size
+        stage = next(each for each in unit_plan.replicas[place.replica].stages if rank in each.ranks)
         sizes = unit_plan.tensor_size(stage), unit_plan.context_parallel_size
         return prepare_input(found, InputContext(step.graph, unit, options, *sizes))
 

@@ -165,8 +165,8 @@ def _check_unlike_replicas(config: RunConfig, *, graph: ModelGraph, plan: Plan) 
     unlike = [name for name, unit in plan.units.items() if unit.is_unlike]
     if unlike and config.parallelism.shards_weights:
         raise ConfigError(
-            f"--data-parallel-sharding-strategy optim_grads_params: the replicas of unit '{unlike[0]}' differ in their stages, and "
-            "replicas that share weights must hold the same ones; leave it out, or give all replicas the same stages"
+            f"--data-parallel-sharding-strategy optim_grads_params: the replicas of unit '{unlike[0]}' differ in their stages, "
+            "and replicas that share weights must hold the same ones; leave it out, or give all replicas the same stages"
         )
     row = BALANCERS[config.training.balance]
     if has_unequal_shares(graph, plan) and not row.keeps_samples_whole:

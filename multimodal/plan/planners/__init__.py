@@ -83,8 +83,6 @@ class TemplatePlannerRow:
     """Its effect, in one line."""
     source: str
     """The paper that it comes from."""
-    why_not_compared: str
-    """Why the simulator cannot judge it beside the plans of the others."""
 
     def __call__(self, request: PlanningRequest, *, fault_tolerance: int) -> TemplateSet:
         """Plan; raises PlanError, which names the planner."""
@@ -176,8 +174,6 @@ _TEMPLATE_ROWS = (
         plan_templates,
         "templates of a whole replica for every number of nodes, of which any number of nodes can be made up",
         "Oobleck 2.4",
-        "it plans templates, whose replicas differ, and not one plan that could be simulated; "
-        "see its own seconds with --planner oobleck",
     ),
 )
 

@@ -38,8 +38,8 @@ def write_plan_file(
         "# To edit: every replica of a unit lists its pipeline stages; `ranks` (ascending, tensor x context parallel size)",
         "# share a stage: neighbours its layers by tensor parallelism, groups of neighbours its tokens by context parallelism.",
         "# `layers` are half-open ranges of the unit's layer list, which also counts what stands before the first and after the",
-        "# last transformer layer (patch or token embedding; projector or head). All ranks from 0 on must be used, and all",
-        "# replicas of a unit must have the same ranges.",
+        "# last transformer layer (patch or token embedding; projector or head). All ranks from 0 on must be used. Replicas of a",
+        "# unit may have other stages than each other; a stage may say its own `tensor_parallel_size`.",
         *plan_lines(run.plan),
     ]
     Path(path).write_text("\n".join(lines) + "\n")
@@ -77,7 +77,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
 
 def _stage(stage: Stage) -> str:
     ranges = ", ".join(_list(pair) for pair in stage.layer_ranges)
-    return f"{{ranks: {_list(stage.ranks)}, layers: [{ranges}]}}"
+    size = "" if stage.tensor_parallel_size is None else f", tensor_parallel_size: {stage.tensor_parallel_size}"
+    return f"{{ranks: {_list(stage.ranks)}, layers: [{ranges}]{size}}}"
 
 
 def _list(numbers: Sequence[int]) -> str:

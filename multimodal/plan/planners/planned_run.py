@@ -54,7 +54,7 @@ class PlannedRun:
     @property
     def has_tensor_parallelism(self) -> bool:
         """True if some unit has a tensor parallel size above 1."""
-        return any(unit.tensor_parallel_size > 1 for unit in self.plan.units.values())
+        return any(max(unit.tensor_sizes) > 1 for unit in self.plan.units.values())
 
     @property
     def flags(self) -> str:

@@ -8,7 +8,7 @@ from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import read_plan
+from multimodal.values.plan import Plan, read_plan
 from tests.sanity.repository import ROOT
 from tools.plan import main
 from tools.simulate import main as simulate_main
@@ -173,17 +173,23 @@ def test_templates_are_planned_written_and_described(flags, tmp_path, capsys):
         assert sum(gpus for _, _, gpus in each["stages"]) == 4 * each["nodes"]
     assert sum(each["nodes"] for each in answer["instances"]) == 3 and len(answer["instances"]) == len(found.instances) >= 2
     assert answer["iteration_seconds"] == max(each["seconds"] for each in answer["instances"])
-    text = plan(capsys, *flags, *data)
+    text = plan(capsys, *flags, *data, "--output-plan", str(tmp_path / "plan.yaml"))
+    made = Plan.from_file(tmp_path / "plan.yaml")
+    assert made.num_ranks == 12
+    assert made.units["llm"].microbatch_shares == tuple(each.num_microbatches for each in found.instances)
+    assert "--balance whole-sample" in (tmp_path / "plan.yaml").read_text()
     assert "templates of 1 to 2 nodes of 4 GPUs" in text and "runs on 2 nodes and more" in text
 
 
-def test_templates_are_left_out_of_comparisons_and_flags_for_one_plan_refused(flags, capsys):
+def test_templates_are_compared_by_their_first_replicas_and_flags_for_one_plan_refused(flags, capsys):
     data = ["--uniform-lengths", "vision=64,llm=128", "--planner", "megatron", "--compare", "megatron,oobleck", "--json"]
     answer = json.loads(plan(capsys, *flags, *data))
-    assert "not one plan" in answer["compare"]["oobleck"]["error"]
+    found = answer["compare"]["oobleck"]
+    assert found["iteration_seconds"] > 0 and found["num_gpus_used"] == answer["compare"]["megatron"]["num_gpus_used"]
     for more, problem in (
         (["--planner", "oobleck", "--compare", "megatron"], "leave --compare"),
         (["--planner", "megatron", "--fault-tolerance", "1"], "--fault-tolerance is for --planner oobleck"),
+        (["--planner", "megatron", "--output-plan", "plan.yaml"], "--output-plan is for --planner oobleck; use --output"),
         (["--planner", "oobleck", "--fault-tolerance", "-1"], "expected an integer of at least 0, found '-1'"),
         (["--planner", "oobleck", "--num-gpus", "6"], "use 4 or 8"),
     ):

@@ -12,6 +12,7 @@ import numpy as np
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.placement import drop_idle_samples
+from multimodal.balance.unlike_replicas import has_unequal_shares
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageLayers
@@ -304,6 +305,8 @@ def choose_share(
     num_actions = _num_actions(run, _busy_units(run.plan, request), request.global_batch_size)
     if max_actions is None or common == 1 or num_actions <= max_actions or run.sharding != "optim":
         return 1  # replicas that share weights meet in every layer
+    if has_unequal_shares(request.graph, run.plan):
+        return 1  # no replica stands for another one
     most = max(1, min(sizes) // kept_replicas) if request.lengths_vary else common
     divisors = (share for share in range(1, min(common, most) + 1) if common % share == 0)
     shares = [share for share in divisors if kept_plan(run.plan, request, share) is not None]

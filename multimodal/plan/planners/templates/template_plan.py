@@ -1,0 +1,84 @@
+"""The plan of replicas that templates are used for: stages, ranks and shares of the batch, as a run takes them."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.templates.describe import step_seconds
+from multimodal.plan.planners.templates.template_set import Instance, PipelineTemplate, TemplateSet
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+
+SCHEDULE, PASSES, BALANCE = "1f1b", ("reduce-by-layer",), "whole-sample"
+"""What templates are planned for, and a balancer that gives unlike replicas equal work."""
+
+
+def plan_instances(templates: TemplateSet, instances: Sequence[Instance], *, llm: str) -> Plan:
+    """Return the plan of some replicas on nodes one after another; ranks count on from node to node.
+
+    A stage that holds layers of two units is one of both, on the same ranks. On a node, larger stages come first, so tensor
+    parallel groups of one size lie side by side. llm: the unit whose replicas have the instances' shares of the batch.
+    """
+    replicas: dict[str, list[Replica]] = {unit.name: [] for unit in templates.chain}
+    first_rank = 0
+    for instance in instances:
+        template = templates.template(instance.nodes)
+        ranks = _ranks(template, templates.gpus_per_node, first_rank)
+        first_rank += instance.nodes * templates.gpus_per_node
+        first = 0
+        for unit in templates.chain:
+            layers = range(first, first + unit.num_layers)
+            replicas[unit.name].append(Replica(tuple(_stages(template, ranks, layers))))
+            first = layers.stop
+    shares = tuple(instance.num_microbatches for instance in instances)
+    units = {name: _with_common_size(tuple(found)) for name, found in replicas.items()}
+    return Plan({name: replace(unit, microbatch_shares=shares) if name == llm else unit for name, unit in units.items()})
+
+
+def run_of_templates(templates: TemplateSet, request: PlanningRequest, *, planner: str) -> PlannedRun:
+    """Return the run of the replicas that a set is used for at first."""
+    return PlannedRun(
+        plan_instances(templates, templates.instances, llm=request.graph.backbone.name),
+        planner=planner,
+        schedule=SCHEDULE,
+        passes=PASSES if len(templates.instances) > 1 else (),
+        balance=BALANCE,
+        micro_batch_size=templates.micro_batch_size,
+        recompute="full" if templates.recompute_granularity == "full" else request.recompute,
+        transformer_impl=request.implementation(SCHEDULE),
+        objective_seconds=step_seconds(templates),
+    )
+
+
+def _ranks(template: PipelineTemplate, gpus_per_node: int, first_rank: int) -> list[tuple[int, ...]]:
+    """Return the ranks of every stage."""
+    used, found = Counter[int](), [()] * len(template.stages)  # type: list[tuple[int, ...]]
+    for index in sorted(range(len(template.stages)), key=lambda index: (-template.stages[index].gpus, index)):
+        stage = template.stages[index]
+        first = first_rank + stage.node * gpus_per_node + used[stage.node]
+        found[index] = tuple(range(first, first + stage.gpus))
+        used[stage.node] += stage.gpus
+    return found
+
+
+def _stages(template: PipelineTemplate, ranks: Sequence[tuple[int, ...]], layers: range) -> list[Stage]:
+    """Return the stages that hold some layers of the chain, which are one unit's."""
+    found = []
+    for stage, own in zip(template.stages, ranks, strict=True):
+        first, end = max(stage.first_layer, layers.start), min(stage.last_layer + 1, layers.stop)
+        if first < end:
+            found.append(Stage(own, ((first - layers.start, end - layers.start),), len(own)))
+    return found
+
+
+def _with_common_size(replicas: tuple[Replica, ...]) -> UnitPlan:
+    """Return a unit with the tensor parallel size of most of its stages; others say their own."""
+    size = Counter(len(stage.ranks) for replica in replicas for stage in replica.stages).most_common(1)[0][0]
+    plain = (
+        Replica(
+            tuple(replace(stage, tensor_parallel_size=None) if len(stage.ranks) == size else stage for stage in replica.stages)
+        )
+        for replica in replicas
+    )
+    return UnitPlan(tuple(plain), size)
