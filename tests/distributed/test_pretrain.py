@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from multimodal.plan.planners.templates.template_plan import plan_instances
+from multimodal.plan.planners.templates.template_set import ChainUnit, Instance, PipelineTemplate, TemplateSet, TemplateStage
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.distributed.launch import REPOSITORY, launch
 
@@ -119,6 +121,42 @@ def test_a_plan_file_gives_any_layout(tmp_path: Path, one_process: list[dict[str
         tmp_path / "log.jsonl", "--dtype", "float64", "--train-iters", 3, "--plan", tmp_path / "plan.yaml", num_ranks=3
     )
     assert losses(entries) == pytest.approx(losses(one_process), rel=0, abs=1e-9)
+
+
+def template(nodes: int, *stages: tuple[int, int, int, int]) -> PipelineTemplate:
+    """stages: first layer, last layer, GPUs, node."""
+    return PipelineTemplate(nodes, 1, 1.0, tuple(TemplateStage(*stage, 1.0, 2.0) for stage in stages))
+
+
+def test_replicas_of_templates_train_as_one_process_and_save_for_any_plan(
+    tmp_path: Path, one_process: list[dict[str, Any]]
+) -> None:
+    """One replica on two nodes and one on one; the first stage of each holds the encoder and the LLM's first layers."""
+    templates = TemplateSet(
+        num_nodes=3,
+        gpus_per_node=2,
+        fault_tolerance=1,
+        micro_batch_size=4,
+        num_microbatches=3,
+        recompute_granularity=None,
+        chain=(ChainUnit("vision", 4), ChainUnit("llm", 8)),
+        layer_bytes=(1,) * 12,
+        instances=(Instance(2, 2), Instance(1, 1)),
+        templates=(template(1, (0, 7, 1, 0), (8, 11, 1, 0)), template(2, (0, 5, 2, 0), (6, 8, 1, 1), (9, 11, 1, 1))),
+    )
+    plan = plan_instances(templates, templates.instances, llm="llm")
+    assert [replica.ranks for replica in plan.units["vision"].replicas] == [(0, 1), (4,)]
+    assert plan.units["llm"].is_unlike and plan.units["llm"].microbatch_shares == (2, 1)
+    plan.to_file(tmp_path / "plan.yaml")
+    how = ("--sequence-parallel", "--micro-batch-size", 4, "--balance", "whole-sample", "--schedule-passes", "reduce-by-layer")
+    common = ("--dtype", "float64", "--save", tmp_path / "saved", "--load", tmp_path / "saved", "--save-interval", 2)
+    given = (*common, *how, "--plan", tmp_path / "plan.yaml", "--train-iters", 3, "--exit-interval", 2)
+    entries = train(tmp_path / "log.jsonl", *given, num_ranks=6)
+    alone = ("--vision-dp", 1, "--llm-pp", 1, "--train-iters", 3)
+    entries += train(tmp_path / "alone.jsonl", *common, *alone, num_ranks=1)
+    for key in ("loss", "grad_norm"):
+        found, expected = ([entry[key] for entry in each] for each in (entries, one_process))
+        assert found == pytest.approx(expected, rel=0, abs=1e-9)
 
 
 def test_a_generator_trains_alike_whatever_its_sizes(tmp_path: Path) -> None:
