@@ -16,9 +16,10 @@ from megatron.runtime.execution.activation_store import ActivationStore
 from megatron.runtime.execution.running_step import RunningStep
 from megatron.runtime.execution.step_inputs import StepInputs
 from megatron.runtime.feed import step_inputs, step_planner
-from megatron.runtime.gradients import gradients, sharded_layer
+from megatron.runtime.gradients import gradients, sharded_layer, unlike_gradients
 from megatron.runtime.gradients.gradients import UnitGradients
 from megatron.runtime.gradients.sharded_layer import ShardedLayer
+from megatron.runtime.gradients.unlike_gradients import PartSum, UnlikeGradients, part_sums, start_sum
 from megatron.runtime.session import Session
 from megatron.runtime.step.step import Step
 from multimodal.attention import context_parallel
@@ -50,6 +51,7 @@ def _run_with(name: str, case: GradientCase) -> RankGradients:
         **ERRORS_OF_CONTEXT_PARALLELISM,
         **ERRORS_OF_CUT_ITEMS,
         **ERRORS_OF_SHARDED_WEIGHTS,
+        **ERRORS_OF_UNLIKE_REPLICAS,
     }
     with errors[name]():
         return run_step(build_session(case), plan_case(case))
@@ -452,3 +454,51 @@ ERRORS_IN_CUT_BACKWARDS: Mapping[str, Callable[[], Any]] = {
     "a gradient goes to another sample subset": _subsets_exchanged,
 }
 """Those that only a schedule with split backwards and sample subsets can meet."""
+
+
+@contextmanager
+def _parts_not_summed() -> Iterator[None]:
+    def started(part: PartSum) -> Callable[[], None]:
+        is_part = part.group.size() == 2  # a rank of each replica; what is not cut is held by three
+        return (lambda: None) if is_part else start_sum(part)
+
+    with patch.object(unlike_gradients, "start_sum", started):
+        yield
+
+
+@contextmanager
+def _other_part_of_whole_matrices() -> Iterator[None]:
+    original = unlike_gradients._part_of
+
+    def taken(shard: torch.Tensor, sharding: Any, part: Any, *, rank: int, size: int) -> torch.Tensor:
+        mirrored = part._replace(first=part.num_parts - part.end, end=part.num_parts - part.first)
+        return original(shard, sharding, part if size > 1 else mirrored, rank=rank, size=size)
+
+    with patch.object(unlike_gradients, "_part_of", taken):
+        yield
+
+
+@contextmanager
+def _norms_of_the_first_tensor_parallel_rank() -> Iterator[None]:
+    def summed(stage: UnitStage, *args: Any, **options: Any) -> Iterator[PartSum]:
+        for part in part_sums(stage, *args, **options):
+            is_whole = part.group.size() == 3
+            yield part._replace(is_counted=[stage.groups.tp.rank() == 0] * len(part.views)) if is_whole else part
+
+    with patch.object(unlike_gradients, "part_sums", summed):
+        yield
+
+
+@contextmanager
+def _tied_embeddings_not_summed() -> Iterator[None]:
+    with patch.object(UnlikeGradients, "sum_shared_embeddings", lambda gradients: None):
+        yield
+
+
+ERRORS_OF_UNLIKE_REPLICAS: dict[str, Callable[[], Any]] = {
+    "parts are not summed over replicas": _parts_not_summed,
+    "a whole matrix gives its other half": _other_part_of_whole_matrices,
+    "norms of one tensor parallel rank's tokens alone": _norms_of_the_first_tensor_parallel_rank,
+    "tied embeddings of every replica and stage apart": _tied_embeddings_not_summed,
+}
+"""In a case of replicas that differ in TP and PP."""

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.runtime.communication.units import Membership
 from megatron.runtime.flags.configuration import OptimizerSettings
 from megatron.runtime.state.handover import hold_state, take_over
 from megatron.runtime.state.held_tensors import model_tensors, optimizer_tensors
@@ -51,6 +53,8 @@ class Report:
     """What one rank reports."""
 
     losses: list[float]
+    norms: list[float]
+    """Of the gradients, step by step."""
     parameters: RankParameters
 
 
@@ -63,14 +67,15 @@ def train(case: TrainingCase, plans: list[Plan], steps_a_plan: int) -> Report:
     training = Training(case)
     scheduler = build_scheduler(SETTINGS, training.session, train_iters=10)
     trainer = Trainer(training.session, scheduler=scheduler, settings=SETTINGS, peak_tflops=1.0)
-    losses = []
+    losses, norms = [], []
     for index, plan in enumerate(plans):
         if index:
             trainer.change_plan(plan)
         for number in range(index * steps_a_plan, (index + 1) * steps_a_plan):
             report, _ = trainer.train_step(training.plan_step(number), number=number)
             losses.append(report.loss)
-    return Report(losses, training.parameters())
+            norms.append(report.grad_norm)
+    return Report(losses, norms, training.parameters())
 
 
 @pytest.mark.parametrize(
@@ -95,9 +100,22 @@ def test_training_goes_on_as_if_nothing_had_happened(
     assert len({tuple(report.losses) for report in found}) == 1
     tolerance = 1e-9 if dtype == torch.float64 else 2e-5
     assert np.allclose(found[0].losses, expected.losses, rtol=tolerance, atol=0)
+    assert np.allclose(found[0].norms, expected.norms, rtol=10 * tolerance, atol=0)
     whole = join_parameters(plans[-1], [report.parameters for report in found])
     for key, values in join_parameters(reference.plan, [expected.parameters]).items():
         assert np.allclose(whole[key], values, rtol=tolerance, atol=1e-9 if dtype == torch.float64 else 1e-4), key
+
+
+def train_counting_twice(case: TrainingCase, plans: list[Plan], steps_a_plan: int) -> Report:
+    """The same with gradients of every replica in the norm, by which they are clipped."""
+    with patch.object(Membership, "is_first_holder", True):
+        return train(case, plans, steps_a_plan)
+
+
+def test_an_element_that_counts_twice_in_the_norm_is_seen(ranks: RankPool) -> None:
+    case = TrainingCase(TIED, UNLIKE, torch.float64)
+    found, wrong = (run(ranks, each, case, [UNLIKE], 1)[0].norms for each in (train, train_counting_twice))
+    assert wrong[0] > 1.1 * found[0]
 
 
 def there_and_back(case: TrainingCase, other: Plan) -> tuple[int, bool]:

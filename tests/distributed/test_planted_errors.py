@@ -8,7 +8,7 @@ from multimodal.attention.bitfield import MaskMode
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan, Replica
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.step_graph import StepGraph
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.gradient_comparison import MismatchError, assert_matches
@@ -18,6 +18,7 @@ from tests.distributed.planted_errors import (
     ERRORS_OF_GENERATORS,
     ERRORS_OF_MASKS,
     ERRORS_OF_SHARDED_WEIGHTS,
+    ERRORS_OF_UNLIKE_REPLICAS,
     PLANTED_ERRORS,
     planted,
 )
@@ -112,6 +113,24 @@ def test_the_case_with_sharded_weights_passes(ranks: RankPool, case: GradientCas
 def test_a_planted_error_of_sharded_weights_is_seen(ranks: RankPool, case: GradientCase, error: str) -> None:
     with pytest.raises(MismatchError, match=r"^(loss|gradient of) .* (instead of|is off by) "):
         assert_matches(replace(case, shards_weights=True), ranks, run=planted(error))
+
+
+@pytest.fixture(scope="module")
+def unlike_case(case: GradientCase) -> GradientCase:
+    """The same, with an LLM of one replica with TP 2 and one with PP 2."""
+    wide = Replica((Stage((0, 1), ((0, 4),), 2),))
+    deep = Replica((Stage((2,), ((0, 2),)), Stage((3,), ((2, 4),))))
+    return replace(case, plan=Plan({**case.plan.units, "llm": UnitPlan((wide, deep))}))
+
+
+def test_the_case_of_unlike_replicas_passes(ranks: RankPool, unlike_case: GradientCase) -> None:
+    assert_matches(unlike_case, ranks)
+
+
+@pytest.mark.parametrize("error", ERRORS_OF_UNLIKE_REPLICAS)
+def test_a_planted_error_of_unlike_replicas_is_seen(ranks: RankPool, unlike_case: GradientCase, error: str) -> None:
+    with pytest.raises(MismatchError, match=r"^gradient of .* is off by "):
+        assert_matches(unlike_case, ranks, run=planted(error))
 
 
 @pytest.fixture(scope="module")
