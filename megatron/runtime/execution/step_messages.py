@@ -181,17 +181,17 @@ class StepMessages(LaneRun):
         """
         unit, context_rank = key.source.unit, self.executor.context_parallel_rank(key.source.unit)
         plan = self.executor.plan.units[unit]
-        groups = [
+        source, target = (
             plan.tensor_parallel_groups(plan.replicas[each.replica].virtual_stages[each.stage])[context_rank]
             for each in (key.source, key.target)
-        ]
+        )
         width = self.step.graph.unit(unit).transformer.hidden_size
         if not self.executor.any_stage(unit).options.sequence_parallel:
             rows = self._hidden_shape(key.source, key.covers)[0]
-            return Link(*groups, (rows, 1, width), is_replicated=True)
-        given, taken = (self._rows_by_rank(key.source, key.covers, size=len(group)) for group in groups)
+            return Link(source, target, (rows, 1, width), is_replicated=True)
+        given, taken = (self._rows_by_rank(key.source, key.covers, size=len(group)) for group in (source, target))
         shares = RowShares(given=given, taken=taken)
-        return Link(*groups, (sum(map(len, given)), 1, width), is_replicated=True, rows=shares)
+        return Link(source, target, (sum(map(len, given)), 1, width), is_replicated=True, rows=shares)
 
     def _rows_by_rank(self, place: Place, covers: Coverage, *, size: int) -> tuple[NDArray[np.int64], ...]:
         """Return the rows of each tensor parallel rank of a stage of this size; sample subsets are far apart in their numbers."""

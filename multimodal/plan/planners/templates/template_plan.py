@@ -53,7 +53,8 @@ def run_of_templates(templates: TemplateSet, request: PlanningRequest, *, planne
 
 def _ranks(template: PipelineTemplate, gpus_per_node: int, first_rank: int) -> list[tuple[int, ...]]:
     """Return the ranks of every stage."""
-    used, found = Counter[int](), [()] * len(template.stages)  # type: list[tuple[int, ...]]
+    used = Counter[int]()
+    found: list[tuple[int, ...]] = [()] * len(template.stages)
     for index in sorted(range(len(template.stages)), key=lambda index: (-template.stages[index].gpus, index)):
         stage = template.stages[index]
         first = first_rank + stage.node * gpus_per_node + used[stage.node]
