@@ -4,8 +4,9 @@ A training step must not make the host wait for the device, nor the device for w
 alone (masks, work lists, rows) is derived on the CPU ahead of the step, and its tensors travel together (`Parcel`).
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -72,7 +73,7 @@ class DerivedValues:
 
 
 class Parcel(NamedTuple):
-    """A value whose tensors lie in one buffer, so that it takes one copy, and one shared file between processes."""
+    """A value whose tensors lie in one buffer, so that it takes one copy."""
 
     contents: Any
     """The value, with slots in place of tensors."""
@@ -82,21 +83,7 @@ class Parcel(NamedTuple):
     @classmethod
     def pack(cls, value: Any) -> "Parcel":
         """Copy the tensors of a value, all on the CPU, into a buffer."""
-        tensors: dict[int, Tensor] = {}
-        slots: dict[int, Slot] = {}
-        size = 0
-        for tensor in tensors_of(value):
-            if id(tensor) not in slots:
-                tensors[id(tensor)], slots[id(tensor)] = tensor, Slot(size, tensor.shape, tensor.dtype)
-                size += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-        parcel = cls(map_tensors(value, lambda tensor: slots[id(tensor)]), torch.empty(size, dtype=torch.uint8))
-        for key, tensor in tensors.items():
-            _view(parcel.buffer, slots[key]).copy_(tensor)
-        return parcel
-
-    def pin_memory(self) -> "Parcel":
-        """Return it in memory that a device copies from while the host goes on."""
-        return self._replace(buffer=self.buffer.pin_memory())
+        return Parcels.pack({"": value})[""]
 
     def copy_to(self, device: torch.device) -> "Parcel":
         """Start copying it to a device, on the current stream; complete for what follows on that stream."""
@@ -105,6 +92,62 @@ class Parcel(NamedTuple):
     def open(self) -> Any:
         """Return the value; its tensors are views of the buffer."""
         return map_tensors(self.contents, lambda slot: _view(self.buffer, slot))
+
+
+class Parcels(Mapping[Hashable, Parcel]):
+    """Parcels by key whose buffers are parts of one: so all of them take one shared file between processes."""
+
+    def __init__(self, contents: Mapping[Hashable, Any], starts: Sequence[int], buffer: Tensor) -> None:
+        """starts: in the buffer, of each parcel and of the end."""
+        self._contents, self._starts, self._buffer = contents, starts, buffer
+        self._parts = {key: slice(*ends) for key, ends in zip(contents, pairwise(starts), strict=True)}
+
+    @classmethod
+    def pack(cls, values: Mapping[Hashable, Any]) -> "Parcels":
+        """Copy the tensors of values, all on the CPU, into a buffer."""
+        slots = [dict(_slots(value)) for value in values.values()]
+        sizes = [max((_end(slot) for _, slot in each.values()), default=0) for each in slots]
+        starts = [0, *accumulate(sizes)]
+        contents = {
+            key: map_tensors(value, lambda tensor, each=each: each[id(tensor)][1])
+            for (key, value), each in zip(values.items(), slots, strict=True)
+        }
+        buffer = torch.empty(starts[-1], dtype=torch.uint8)
+        for start, each in zip(starts, slots, strict=False):
+            for tensor, slot in each.values():
+                _view(buffer[start:], slot).copy_(tensor)
+        return cls(contents, starts, buffer)
+
+    def pin_memory(self) -> "Parcels":
+        """Return them in memory that a device copies from while the host goes on."""
+        return Parcels(self._contents, self._starts, self._buffer.pin_memory())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Parcels, (self._contents, self._starts, self._buffer)
+
+    def __getitem__(self, key: Hashable) -> Parcel:
+        return Parcel(self._contents[key], self._buffer[self._parts[key]])
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._contents)
+
+    def __len__(self) -> int:
+        return len(self._contents)
+
+
+def _slots(value: Any) -> Iterator[tuple[int, tuple[Tensor, Slot]]]:
+    """Yield the tensors of a value by their identity, each once, and their places one after another."""
+    seen, start = set(), 0
+    for tensor in tensors_of(value):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            slot = Slot(start, tensor.shape, tensor.dtype)
+            start = _end(slot)
+            yield id(tensor), (tensor, slot)
+
+
+def _end(slot: Slot) -> int:
+    return slot.start - (-slot.shape.numel() * slot.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
 def _view(buffer: Tensor, slot: Slot) -> Tensor:

@@ -1,8 +1,9 @@
 """The ranks of each layer: unit -> replicas -> stages -> ranks and layer ranges."""
 
+import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,6 +151,14 @@ class Plan:
 
     units: Mapping[str, UnitPlan] = field(default_factory=dict)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the units folded up: a process that takes step after step of one plan makes one value of them."""
+        return _unfolded, (self._folded,)
+
+    @cached_property
+    def _folded(self) -> bytes:
+        return pickle.dumps(dict(self.units), protocol=pickle.HIGHEST_PROTOCOL)
+
     @cached_property
     def num_ranks(self) -> int:
         """World size that this plan is for."""
@@ -281,6 +290,11 @@ def read_plan(path: str | Path, *, graph: ModelGraph, world_size: int | None = N
     except PlanError as problem:
         raise at_line(path, problem) from None
     return plan
+
+
+@lru_cache(maxsize=4)
+def _unfolded(folded: bytes) -> Plan:
+    return Plan(pickle.loads(folded))
 
 
 def validate_plan(plan: Plan, *, graph: ModelGraph, world_size: int) -> None:

@@ -49,10 +49,11 @@ if [[ -n "$IMAGE" ]]; then
     container=(--container-image="$IMAGE" --container-mounts="$MOUNTS" --container-workdir="$SLURM_SUBMIT_DIR")
 fi
 
+# Ranks are counted in Slurm's order of nodes, in which neighbours are close; torchrun's own rendezvous would sort them by name.
 srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" ${container[@]+"${container[@]}"} \
-    torchrun \
+    bash -c 'exec torchrun --node-rank="$SLURM_NODEID" "$@"' torchrun \
     --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" \
-    --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \
+    --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" --rdzv-backend=static --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \
     "$BRAID/pretrain_mllm.py" --config "$CONFIG" \
     --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval "$SAVE_INTERVAL" ${limits[@]+"${limits[@]}"} \
     --tensorboard-dir "$RUN/tensorboard" --log-json "$RUN/log.jsonl" --report-dir "$RUN" "$@"

@@ -60,6 +60,17 @@ def test_any_sizes_log_the_same_losses(
     assert norms[0] == pytest.approx(norms[1], rel=0, abs=1e-9)
 
 
+def test_a_run_on_several_nodes_says_where_its_groups_are(tmp_path: Path, one_process: list[dict[str, Any]]) -> None:
+    """Ranks that take themselves for those of two nodes: the encoder in front would put the LLM's group on both."""
+    config = ("--config", REPOSITORY / "examples" / "digits" / "config.yaml", *SETTINGS, "--log-json", tmp_path / "log.jsonl")
+    sizes = ("--vision-dp", 1, "--llm-pp", 1, "--llm-tp", 2, "--dtype", "float64", "--train-iters", 3)
+    launched = launch([*config, *sizes], num_ranks=3, environment={"LOCAL_WORLD_SIZE": "2"})
+    assert launched.exit_codes == (0,) * 3, launched.output
+    assert "ranks go to llm, vision, in this order" in launched.outputs[0]
+    found = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert losses(found) == pytest.approx(losses(one_process), rel=0, abs=1e-9)
+
+
 def write_manifest(folder: Path) -> Path:
     """Ten samples with none to two images before their text."""
     lines = []

@@ -9,7 +9,7 @@ from megatron.runtime.step.balance_report import BalanceReport
 from megatron.runtime.step.decision import StepDecision
 from megatron.runtime.step.folded_lengths import FoldedLengths
 from megatron.runtime.step.token_placement import DEFAULT_SHARING, ContextSharing, RouteKey, RouteRows, TokenPlacement
-from multimodal.attention.device_values import Parcel
+from multimodal.attention.device_values import Parcels
 from multimodal.model.stage_input import PackedInput
 from multimodal.schedule.align_replicas import Joins
 from multimodal.values.assignment import MicrobatchPlace
@@ -17,6 +17,7 @@ from multimodal.values.timeline import TimelineEvent
 
 TOTALS = ("num_target_tokens", "num_generated_values", "num_tokens")
 """Facts of a whole global batch, which a training process should not add up anew."""
+NO_PARCELS = Parcels.pack({})
 ROUTES = "routes"
 """The parcel of `Step.route_rows`."""
 
@@ -33,7 +34,7 @@ class Step(StepDecision):
     """Inputs of microbatches that run in sample subsets, one per subset."""
     route_rows: Mapping[RouteKey, RouteRows] = field(default_factory=dict)
     """The rows that this rank gives and takes on its routes."""
-    parcels: Mapping[Hashable, Parcel] = field(default_factory=dict)
+    parcels: Parcels = field(default_factory=lambda: NO_PARCELS)
     """The inputs by microbatch, and ROUTES, of a step that is packed; it has none elsewhere."""
     joins: Joins = ()
     """Computations of other replicas that each lane joins; empty where weights are not sharded."""
@@ -65,7 +66,7 @@ class Step(StepDecision):
         contents: dict[Hashable, Any] = {ROUTES: self.route_rows}
         contents |= {place: self.inputs_of(place) for place in (*self.inputs, *self.subset_inputs)}
         self.placement.forget_routes()
-        parcels = {key: Parcel.pack(value) for key, value in contents.items()}
+        parcels = Parcels.pack(contents)
         for total in TOTALS:
             getattr(self, total)
         own = self._own_samples((*self.inputs, *self.subset_inputs))
@@ -82,7 +83,7 @@ class Step(StepDecision):
 
     def pin_memory(self) -> "Step":
         """Return a packed step in memory that a device copies from while the host goes on; torch's loaders call this."""
-        return self.changed(parcels={key: parcel.pin_memory() for key, parcel in self.parcels.items()})
+        return self.changed(parcels=self.parcels.pin_memory())
 
     def inputs_of(self, place: MicrobatchPlace) -> tuple[PackedInput, ...]:
         """Returns this rank's inputs of a microbatch, one per sample subset, of a step that is not packed."""
