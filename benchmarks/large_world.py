@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -64,6 +65,8 @@ SIZES = {
 NUM_RANKS, SAMPLES_PER_REPLICA, TIMEOUT = 3072, 64, timedelta(minutes=10)
 RANKS = {"encoder": 0, "LLM, first stage": 512, "LLM, last stage": 3071}
 MOST_COMMUNICATORS, MOST_SECONDS = 16, 0.010
+HAS_PAIRS = hasattr(unit_groups, "message_pairs")
+"""True in a checkout from before ranks shared communicators."""
 
 
 def draw_lengths(seed: int) -> list[SampleLengths]:
@@ -78,12 +81,12 @@ def draw_lengths(seed: int) -> list[SampleLengths]:
 
 
 def count_communicators(graph: ModelGraph, plan: Plan) -> int:
-    """Return those of the busiest rank; in a checkout with one for each pair and direction, of the ranks looked at here."""
-    try:
-        from multimodal.plan.communicators import max_communicators_per_rank
-    except ImportError:
-        pairs = unit_groups.message_pairs(graph, plan)  # type: ignore[attr-defined]
-        return max(sum(rank in pair for pair in pairs) for rank in RANKS.values())
+    """Return those of the busiest rank; in a checkout with one for each pair and direction, the most of these for a rank."""
+    if HAS_PAIRS:
+        ends = Counter(rank for pair in unit_groups.message_pairs(graph, plan) for rank in pair)  # type: ignore[attr-defined]
+        return max(ends.values())
+    from multimodal.plan.communicators import max_communicators_per_rank
+
     return max_communicators_per_rank(graph, plan)
 
 
@@ -92,10 +95,10 @@ def measure_groups(graph: ModelGraph, plan: Plan, *, rank: int) -> float:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=NUM_RANKS)
     start = time.perf_counter()
     book = unit_groups.GroupBook(rank=rank, timeout=TIMEOUT)
-    unit_groups.build_memberships(graph, plan, rank=rank, book=book)
+    model = () if HAS_PAIRS else (graph,)
+    unit_groups.build_memberships(*model, plan, rank=rank, book=book)
     connect(graph, plan, rank=rank)
-    seconds = time.perf_counter() - start
-    return seconds
+    return time.perf_counter() - start
 
 
 def connect(graph: ModelGraph, plan: Plan, *, rank: int) -> None:
@@ -103,12 +106,12 @@ def connect(graph: ModelGraph, plan: Plan, *, rank: int) -> None:
     from megatron.runtime.communication.message_channel import MessageChannel
 
     device = torch.device("cpu")
-    try:
-        from multimodal.plan.communicators import message_partners
-    except ImportError:
+    if HAS_PAIRS:
         pairs = unit_groups.message_pairs(graph, plan)  # type: ignore[attr-defined]
         MessageChannel(rank=rank, world_size=NUM_RANKS, timeout=TIMEOUT).connect(pairs, device=device)  # type: ignore[call-arg]
         return
+    from multimodal.plan.communicators import message_partners
+
     partners = message_partners(graph, plan, rank=rank)
     MessageChannel(world_size=NUM_RANKS, tracks=partners, timeout=TIMEOUT).connect(partners, device=device)
 

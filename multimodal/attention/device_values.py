@@ -6,6 +6,7 @@ alone (masks, work lists, rows) is derived on the CPU ahead of the step, and its
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -106,14 +107,12 @@ class Parcels(Mapping[Hashable, Parcel]):
     def pack(cls, values: Mapping[Hashable, Any]) -> "Parcels":
         """Copy the tensors of values, all on the CPU, into a buffer."""
         slots = [dict(_slots(value)) for value in values.values()]
-        sizes = [max((_end(slot) for _, slot in each.values()), default=0) for each in slots]
-        starts = [0, *accumulate(sizes)]
-        contents = {
-            key: map_tensors(value, lambda tensor, each=each: each[id(tensor)][1])
-            for (key, value), each in zip(values.items(), slots, strict=True)
-        }
+        starts = [0, *accumulate(max((_end(slot) for _, slot in each.values()), default=0) for each in slots)]
         buffer = torch.empty(starts[-1], dtype=torch.uint8)
-        for start, each in zip(starts, slots, strict=False):
+        contents = {}
+        for (key, value), each, start in zip(values.items(), slots, starts, strict=False):
+            places = {name: slot for name, (_, slot) in each.items()}
+            contents[key] = map_tensors(value, partial(_place_of, places))
             for tensor, slot in each.values():
                 _view(buffer[start:], slot).copy_(tensor)
         return cls(contents, starts, buffer)
@@ -144,6 +143,10 @@ def _slots(value: Any) -> Iterator[tuple[int, tuple[Tensor, Slot]]]:
             slot = Slot(start, tensor.shape, tensor.dtype)
             start = _end(slot)
             yield id(tensor), (tensor, slot)
+
+
+def _place_of(places: Mapping[int, Slot], tensor: Tensor) -> Slot:
+    return places[id(tensor)]
 
 
 def _end(slot: Slot) -> int:

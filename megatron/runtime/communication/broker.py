@@ -18,7 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.runtime.communication.message_channel import MessageChannel
+from megatron.runtime.communication.message_channel import Arrival, MessageChannel
 from multimodal.attention.device_values import CPU, DerivedValues, map_tensors
 from multimodal.plan.communicators import track_of
 from multimodal.values.action import Coverage, Place
@@ -210,7 +210,7 @@ class _Incoming:
     link: Link
     buffer: Tensor
     first_row: int
-    waiting: list[dist.Work]
+    waiting: Sequence[Arrival]
 
 
 class Broker:
@@ -265,7 +265,7 @@ class Broker:
 
     def _start(
         self, key: MessageKey, *, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]] = ()
-    ) -> list[dist.Work]:
+    ) -> Sequence[Arrival]:
         assert self._channel is not None, "a rank alone sends no messages"
         return self._channel.start(track_of(key.direction, key.source, key.target), sends=sends, receives=receives)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,12 +14,37 @@ MOST_CONNECTED_RANKS = 64
 """The largest world in which all ranks of neighbouring units are connected at the start."""
 
 
+class Arrival(Protocol):
+    """A receive that is under way: a dist.Work, or one with a copy behind it."""
+
+    def wait(self) -> object:
+        """Have what comes next on this stream, or without streams this thread, wait for it."""
+
+
+class StagedReceive:
+    """A receive into host memory, and the copy from there to the buffer of a device, on the stream that waits for it."""
+
+    def __init__(self, work: dist.Work, *, landing: Tensor, buffer: Tensor) -> None:
+        self._work, self._landing, self._buffer = work, landing, buffer
+
+    def wait(self) -> None:
+        """Wait for the receive, and start the copy."""
+        self._work.wait()
+        self._buffer.copy_(self._landing, non_blocking=True)
+
+
+def needs_staging(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """True of a device's tensor on gloo, which reduces and gathers such tensors, but sends host memory alone."""
+    return tensor.is_cuda and dist.get_backend(group) == "gloo"
+
+
 class MessageChannel:
     """One group over all ranks for each track of messages.
 
     The messages of a track follow each other on a rank, on a stream of their own; both ends come to them in the schedule's one
     order. Every call is a group of sends and receives: NCCL runs these at once, on the track's communicator, where single ones
-    would make another communicator for each pair of ranks.
+    would make another communicator for each pair of ranks. On gloo, messages of GPUs travel through host memory, which is slow:
+    it lets several ranks share a GPU, as NCCL does not.
     """
 
     def __init__(self, *, world_size: int, tracks: Iterable[Track], timeout: timedelta) -> None:
@@ -28,22 +54,30 @@ class MessageChannel:
 
     def start(
         self, track: Track, *, sends: Sequence[tuple[Tensor, int]] = (), receives: Sequence[tuple[Tensor, int]] = ()
-    ) -> list[dist.Work]:
+    ) -> Sequence[Arrival]:
         """Start one message: tensors and the ranks they go to, contiguous buffers and the ranks they are filled by.
 
         What is sent is kept until it has left and must not be changed. Returns what to wait for before buffers are read.
         """
         group = self._groups[track]
-        kept = [(tensor.contiguous(), target) for tensor, target in sends]
+        kept = [(tensor.cpu() if needs_staging(tensor, group) else tensor.contiguous(), target) for tensor, target in sends]
+        landings = [_landing(buffer) if needs_staging(buffer, group) else buffer for buffer, _ in receives]
         calls = [dist.P2POp(dist.isend, tensor, target, group=group) for tensor, target in kept]
-        calls += [dist.P2POp(dist.irecv, buffer, source, group=group) for buffer, source in receives]
+        calls += [
+            dist.P2POp(dist.irecv, landing, source, group=group) for landing, (_, source) in zip(landings, receives, strict=True)
+        ]
         if not calls:
             return []
         works = dist.batch_isend_irecv(calls)
         is_one_work = len(works) < len(calls)
         self._sent = [(work, tensors) for work, tensors in self._sent if not work.is_completed()]
         self._sent += [(work, [tensor for tensor, _ in kept]) for work in (works if is_one_work else works[: len(kept)])]
-        return works if is_one_work else works[len(kept) :]
+        if is_one_work:
+            return works
+        return [
+            work if landing is buffer else StagedReceive(work, landing=landing, buffer=buffer)
+            for work, landing, (buffer, _) in zip(works[len(kept) :], landings, receives, strict=True)
+        ]
 
     def finish_sends(self) -> None:
         """Wait until everything sent has left."""
@@ -73,3 +107,7 @@ class MessageChannel:
             for work in self.start(track, sends=sends, receives=list(zip(bytes_of[len(targets) :], sources, strict=True))):
                 work.wait()
         self.finish_sends()
+
+
+def _landing(buffer: Tensor) -> Tensor:
+    return torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=torch.cuda.is_available())
