@@ -86,7 +86,9 @@ def all_checks(folder: Path, *, is_quick: bool) -> Iterator[Check]:
     """Yield every check; folder: where they may write."""
     python = sys.executable
     here = str(Path(__file__).resolve())
-    yield Check("tests", "tests/gpu", (python, "-m", "pytest", "-q", str(ROOT / "tests/gpu")), _read_tests)
+    tests = (python, "-m", "pytest", "-q", str(ROOT / "tests/gpu"), "-k")
+    yield Check("tests", "tests/gpu", (*tests, "not on_one_gpu"), _read_tests)
+    yield Check("ranks", "several ranks on one GPU, over gloo", (*tests, "on_one_gpu"), _read_tests)
     for queues in ("1", "8"):
         command = (python, here, "--measure", "queues")
         yield Check("queues", f"{queues} hardware queues", command, _read_last, {"CUDA_DEVICE_MAX_CONNECTIONS": queues})

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, pairwise
+from typing import Any
 
 import numpy as np
 
@@ -39,6 +40,13 @@ class Schedule:
     """Results of this schedule alone, for those that make them to find again."""
     _lanes: dict[int, Lane] = field(default_factory=dict, init=False, repr=False)
     """Results of `lane`: a schedule from another process need not number the step's work again."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the numbers narrow, what is the same everywhere not at all, nor `made`: a training process takes one a step."""
+        pieces = self.pieces.astype(np.int32) if self.pieces.max(initial=0) < 2**31 else self.pieces
+        modes = self.modes if self.modes.any() else None
+        waits = self.waits if (self.waits != NO_WAIT).any() else None
+        return _unpickled, (self.step, self.lane_starts, pieces, modes, waits, self.lowered, self._lanes)
 
     @classmethod
     def of_numbers(
@@ -147,6 +155,27 @@ class Schedule:
         """Return the same schedule of a step of the same shape, such as the next global batch's."""
         same = self.lane_starts, self.pieces, self.modes, self.waits, self.lowered
         return Schedule(self.step.with_assignment(step.assignment), *same)
+
+
+def _unpickled(
+    step: StepGraph,
+    lane_starts: Integers,
+    pieces: Integers,
+    modes: Bytes | None,
+    waits: Integers | None,
+    lowered: bool,
+    lanes: dict[int, Lane],
+) -> Schedule:
+    found = Schedule(
+        step,
+        lane_starts,
+        pieces.astype(np.int64, copy=False),
+        np.zeros(len(pieces), np.uint8) if modes is None else modes,
+        np.full(len(pieces), NO_WAIT) if waits is None else waits,
+        lowered,
+    )
+    found._lanes.update(lanes)
+    return found
 
 
 def _check_ranks(lanes: Sequence[Lane], plan: Plan) -> None:

@@ -188,17 +188,17 @@ class PlanningRequest:
         return 3 if self.sharding == "optim_grads_params" else default_zero_stage(self.cluster.bytes_per_element)
 
     def implementation(self, schedule: str) -> Implementation:
-        """Return the layers for a schedule: fused ones need bfloat16, whole backwards, unsharded weights, no adapters."""
+        """Return the layers for a schedule: fused ones need bfloat16, whole layers, unsharded weights, no adapters."""
         if self.transformer_impl is not None:
             return self.transformer_impl
-        is_local = self.tp_comm_overlap or BUILDERS[schedule].splits_backwards
+        is_local = self.tp_comm_overlap or BUILDERS[schedule].runs_segments
         is_local = is_local or self.cluster.dtype != "bfloat16" or self.zero_stage == 3
         is_local = is_local or any(unit.lora is not None for unit in self.graph.units)
         return "local" if is_local else "transformer_engine"
 
     def allows(self, schedule: str) -> bool:
         """Return True if the implementation that a person has decided on can run a schedule."""
-        return self.implementation(schedule) == "local" or (not BUILDERS[schedule].splits_backwards and self.zero_stage != 3)
+        return self.implementation(schedule) == "local" or (not BUILDERS[schedule].runs_segments and self.zero_stage != 3)
 
     def passes(self, plan: Plan) -> tuple[str, ...]:
         """Passes that every planned run has, so that collectives over replicas hide behind computations as far as they can.

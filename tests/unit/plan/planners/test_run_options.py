@@ -36,17 +36,18 @@ def test_the_schedules_that_split_backwards_are_known(name):
 
 def test_fused_layers_are_counted_on_only_where_they_can_run():
     asked = request(TEXT_ONLY)
-    assert asked.implementation("1f1b") == "transformer_engine" and asked.implementation("zb-h1") == "local"
+    assert asked.implementation("1f1b") == asked.implementation("zb-h1") == "transformer_engine"
+    assert asked.implementation("optimus") == "local", "it runs pieces of layers"
     wide = replace(asked, cluster=replace(CLUSTER, dtype="float32"))
     assert wide.implementation("1f1b") == "local"
     fused = replace(asked, transformer_impl="transformer_engine")
-    assert fused.allows("1f1b") and not fused.allows("zb-h1") and asked.allows("zb-h1")
+    assert fused.allows("zb-h1") and not fused.allows("optimus") and asked.allows("optimus")
 
 
 def test_braid_tries_no_schedule_that_the_wanted_layers_cannot_run():
     run = PLANNERS["braid"](request(TEXT_ONLY, transformer_impl="transformer_engine"))
-    assert not BUILDERS[run.schedule].splits_backwards and "--transformer-impl transformer_engine" in run.flags
-    assert not any("zb-h1" in note for note in run.notes)
+    assert not BUILDERS[run.schedule].runs_segments and "--transformer-impl transformer_engine" in run.flags
+    assert not any(f"; {name}, --balance" in note for note in run.notes for name, row in BUILDERS.items() if row.runs_segments)
 
 
 def test_layouts_with_hidden_collectives_are_listed_and_stay_so_with_other_schedules():
