@@ -123,22 +123,31 @@ class Routes:
 
 
 class _RoutesByEnd(Mapping[MicrobatchPlace, tuple[Route, ...]]):
-    """Routes by one of their ends, made when asked for."""
+    """Routes by one of their ends, made when asked for: those of a replica together, as its ranks ask for all of them."""
 
     def __init__(self, routes: Routes, ends: Integers) -> None:
         self._routes = routes
         self._order = np.argsort(ends, kind="stable")
         self._ends = ends[self._order]
         self._made: dict[MicrobatchPlace, tuple[Route, ...]] = {}
+        self._made_replicas: set[tuple[str, int]] = set()
 
     def __getitem__(self, place: MicrobatchPlace) -> tuple[Route, ...]:
-        if place not in self._made:
-            number = self._routes.microbatches.number(place)
-            first, last = np.searchsorted(self._ends, (number, number + 1))
-            if first == last:
-                raise KeyError(place)
-            self._made[place] = self._routes.make(self._order[first:last])
+        unit, replica, microbatch = place
+        if (unit, replica) not in self._made_replicas:
+            first = self._routes.microbatches.number(place) - microbatch
+            self._make(unit, replica, first)
         return self._made[place]
+
+    def _make(self, unit: str, replica: int, first: int) -> None:
+        """Make the routes of a replica whose first microbatch has this number."""
+        count = int(self._routes.microbatches.placed[unit].counts[replica])
+        starts = np.searchsorted(self._ends, np.arange(first, first + count + 1)).tolist()
+        made = self._routes.make(self._order[starts[0] : starts[-1]])
+        for index, (start, end) in enumerate(pairwise(starts)):
+            if end > start:
+                self._made[MicrobatchPlace(unit, replica, index)] = made[start - starts[0] : end - starts[0]]
+        self._made_replicas.add((unit, replica))
 
     def __iter__(self) -> Iterator[MicrobatchPlace]:
         return iter(self._routes.microbatches.places(np.unique(self._ends)))
