@@ -15,6 +15,7 @@ REGISTRIES = {
 CHOOSING = {
     *(f"multimodal/plan/planners/{name}.py" for name in ("entrain", "encoders_colocated", "encoders_replicated", "optimus")),
     "multimodal/plan/planners/planning_request.py",
+    "multimodal/plan/planners/templates/template_plan.py",
     "tools/draw_passes.py",
 }
 """Planners that plan for one schedule, pass or balancer, and the example that each pass is drawn on."""
