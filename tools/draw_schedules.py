@@ -44,7 +44,7 @@ def figure_of(name: str, row: ScheduleRow) -> Figure:
     on_llm_ranks = ((2, 3), (2, 3))
     if row.virtual_stages is VirtualStages.EXPECTED:
         return Figure(title, llm_stages=V_SHAPED if row.is_folded else INTERLEAVED)
-    if row.copies_encoders or row.num_rounds or row.needs_costs:
+    if row.copies_encoders or row.num_rounds or (row.needs_costs and not row.fills_memory):
         return Figure(title, encoder_ranks=on_llm_ranks, is_replicated=row.copies_encoders)
     return Figure(title, encoder_ranks=((0, 1), (0, 1))) if row.fewest_encoders > 1 else Figure(title)
 

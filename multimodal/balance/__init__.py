@@ -1,7 +1,7 @@
 """Balancers: they turn lengths into an Assignment, every rank the same one. Each has a row of facts."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
@@ -9,6 +9,7 @@ from multimodal.balance.auto import balance_auto
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.disttrain import balance_disttrain
 from multimodal.balance.entrain import balance_entrain
+from multimodal.balance.fit_tokens import fit_tokens
 from multimodal.balance.in_order import balance_in_order, balance_sorted
 from multimodal.balance.orchmllm import balance_every_unit, balance_llm_only, balance_whole_samples
 from multimodal.balance.unlike_replicas import balance_unlike, has_unequal_shares
@@ -49,6 +50,8 @@ class BalancerRow:
     """True if a microbatch of an encoder holds the items of one of the LLM's; chains of layers over all lanes need that."""
     places_items: bool = False
     """True if it may encode the items of a sample in different places."""
+    defers: bool = False
+    """True if the LLM may run a sample later than encoders do, and microbatches may be fewer than asked for (Entrain)."""
     needs_costs: bool = False
     """True if it predicts steps, and so needs a description of the machine."""
     tried_first_on: frozenset[Placement] = frozenset()
@@ -57,7 +60,22 @@ class BalancerRow:
     """True if neither a search nor `auto` should try it on other plans."""
 
     def __call__(self, lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
-        """Place every sample and every item: a row is a `Balancer`. Replicas of unequal shares go through `balance_unlike`."""
+        """Place every sample and every item: a row is a `Balancer`. Replicas of unequal shares go through `balance_unlike`.
+
+        Where microbatches of equal work have more tokens than `tokens_per_microbatch`, there are more of them.
+        """
+        assignment = self._balance(lengths, graph=graph, plan=plan, options=options)
+        if options.tokens_per_microbatch is None:
+            return assignment
+
+        def balance(num_microbatches: int) -> Assignment:
+            given = replace(options, num_microbatches=num_microbatches)
+            return self._balance(lengths, graph=graph, plan=plan, options=given)
+
+        most, backbone = options.tokens_per_microbatch, graph.backbone.name
+        return fit_tokens(assignment, lengths, most=most, backbone=backbone, balance=balance)
+
+    def _balance(self, lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
         if has_unequal_shares(graph, plan):
             return balance_unlike(lengths, graph=graph, plan=plan, balancer=self, options=options)
         return self.balance(lengths, graph=graph, plan=plan, options=options)
@@ -126,12 +144,14 @@ BALANCERS: dict[str, BalancerRow] = {
         balance=balance_entrain,
         meaning="microbatches even for encoders and LLM apart: some samples run one microbatch later in the LLM",
         source="Entrain, Alg. 4",
+        defers=True,
         tried_first_on=frozenset({Placement.SHARED_RANKS}),
     ),
     "auto": BalancerRow(
         balance=_balance_auto,
         meaning="whichever of the others is predicted to take shortest for the batch at hand",
         places_items=True,
+        defers=True,
         needs_costs=True,
     ),
 }

@@ -1,6 +1,6 @@
 """Tries the balancers on the batch at hand and takes the one whose step is predicted to be shortest."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from multimodal.balance.balance_options import BalanceOptions, Predictor
@@ -8,6 +8,7 @@ from multimodal.balance.batch_work import BatchWork, read_batch, sum_floats_by
 from multimodal.balance.disttrain import reorder_llm
 from multimodal.balance.orchmllm import balance_llm
 from multimodal.balance.placement import follow_llm, place_every_unit
+from multimodal.balance.predicted.shortest import pick_shortest, unique
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -46,32 +47,19 @@ def balance_auto(
     ]
     if options.predictor is None:
         return min(candidates, key=lambda assignment: busiest_replicas_work(assignment, work, plan=plan))
-    return _shortest(list(_unique(candidates)), work.lengths, options.predictor)
-
-
-def _unique(candidates: Iterable[Assignment]) -> Iterator[Assignment]:
-    seen: list[Assignment] = []
-    for candidate in candidates:
-        if candidate not in seen:
-            seen.append(candidate)
-            yield candidate
+    return _shortest(list(unique(candidates)), work.lengths, options.predictor)
 
 
 def _shortest(candidates: Sequence[Assignment], lengths: Sequence[SampleLengths], predictor: Predictor) -> Assignment:
     """Return the first of the candidates that take shortest, without predicting those that cannot win."""
     predictions = list(predictor.predict_each(candidates, lengths))
     dealt = [each for prediction in predictions for each in prediction.dealt_by_idle_time]
-    if others := list(_unique((*candidates, *dealt)))[len(candidates) :]:
+    if others := list(unique((*candidates, *dealt)))[len(candidates) :]:
         predicted = zip(others, predictor.predict_each(others, lengths), strict=True)
         promising = sorted(predicted, key=lambda each: each[1].least_seconds)[:MOST_DEALT]
         candidates = [*candidates, *(assignment for assignment, _ in promising)]
         predictions += [prediction for _, prediction in promising]
-    best_seconds, best = float("inf"), -1
-    for index in sorted(range(len(candidates)), key=lambda index: predictions[index].least_seconds):
-        if predictions[index].least_seconds > best_seconds:
-            break
-        best_seconds, best = min((best_seconds, best), (predictions[index].seconds, index))
-    return candidates[best]
+    return pick_shortest(candidates, predictions)
 
 
 def busiest_replicas_work(assignment: Assignment, work: BatchWork, *, plan: Plan) -> float:

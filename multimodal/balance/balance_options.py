@@ -52,17 +52,34 @@ class Granularity(StrEnum):
     """All items of a sample together, as the papers do."""
 
 
+class MicrobatchCount(StrEnum):
+    """The number of microbatches that a balancer makes where single samples are longer than an even microbatch."""
+
+    GIVEN = "given"
+    """As many as `micro_batch_size` asks for."""
+    EFFECTIVE = "effective"
+    """Entrain's K_eff: as many as can all have the encoders' work of the longest sample."""
+    PREDICTED = "predicted"
+    """Whichever of these, or of what lies between, is predicted to take shortest."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BalanceOptions:
     """Sizes, costs and all other inputs that shape an assignment."""
 
     micro_batch_size: int = 1
     """Samples in one microbatch of the LLM. Balancers that equalise work take it as the mean: it sets their number."""
+    tokens_per_microbatch: int | None = None
+    """Most tokens of the LLM in one microbatch, in place of a number of samples; a longer sample has one of its own."""
     num_microbatches: int | None = None
     """Microbatches of every LLM replica, in place of their size; with fewer samples a replica has fewer."""
     encoder_micro_batch_sizes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """Encoder -> most items in one of its microbatches; an encoder that is not named follows the LLM's microbatches."""
     granularity: Granularity = Granularity.ITEM
+    microbatch_count: MicrobatchCount = MicrobatchCount.GIVEN
+    """For balancers that can lower the number (`BalancerRow.defers`)."""
+    merges_encoders: bool = False
+    """True if encoders count as one, whose work is the sum of theirs, for balancers that defer (Entrain 4.5)."""
     unit_costs: Mapping[str, UnitCost] = field(default_factory=lambda: MappingProxyType({}))
     """Unit -> its cost as a function of lengths in tokens; a unit that is not named costs its FLOPs (see `BatchWork`)."""
     ranks_per_node: int = 8
@@ -71,8 +88,13 @@ class BalanceOptions:
     predictor: Predictor | None = None
     """Predicts the steps that `auto` compares; without it, `auto` compares the largest work of a replica."""
 
-    def count_microbatches(self, num_samples: int, *, num_replicas: int) -> int:
-        """Return how many microbatches every LLM replica gets: `num_microbatches`, or as many as `micro_batch_size` makes."""
+    def count_microbatches(self, num_samples: int, *, num_replicas: int, num_tokens: int) -> int:
+        """Return how many microbatches every LLM replica gets: `num_microbatches`, or as many as their size makes.
+
+        num_tokens: of all samples in the LLM.
+        """
+        if self.tokens_per_microbatch is not None and self.num_microbatches is None:
+            return max(1, ceil(num_tokens / (num_replicas * self.tokens_per_microbatch)))
         return self.num_microbatches or ceil(num_samples / (num_replicas * self.micro_batch_size))
 
 
@@ -103,6 +125,8 @@ def _option_problems(graph: ModelGraph, options: BalanceOptions) -> Iterator[str
     encoders = [unit.name for unit in graph.encoders]
     if options.micro_batch_size < 1:
         yield f"micro batch size {options.micro_batch_size} must be at least 1; set --micro-batch-size"
+    if options.tokens_per_microbatch is not None and options.tokens_per_microbatch < 1:
+        yield f"{options.tokens_per_microbatch} tokens per microbatch; there must be at least 1"
     if options.num_microbatches is not None and options.num_microbatches < 1:
         yield f"{options.num_microbatches} microbatches per replica; there must be at least 1"
     for name, size in options.encoder_micro_batch_sizes.items():

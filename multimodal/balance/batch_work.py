@@ -42,6 +42,11 @@ class BatchWork:
         """Samples of the batch."""
         return len(self.arrays)
 
+    def count_microbatches(self, num_replicas: int) -> int:
+        """Return how many microbatches each of the LLM's replicas gets, as the options ask for."""
+        num_tokens = int(self.arrays.num_tokens.sum())
+        return self.options.count_microbatches(self.num_samples, num_replicas=num_replicas, num_tokens=num_tokens)
+
     @cached_property
     def _flops(self) -> Mapping[str, UnitFlops]:
         vocab_size = self.options.vocab_size

@@ -35,7 +35,7 @@ def balance_disttrain(lengths: Sequence[SampleLengths], *, graph: ModelGraph, pl
     bins = partition_longest_first(work.whole_sample_flops().tolist(), num_bins=num_replicas)
     sizes = integers(map(len, bins))
     samples = integers(chain.from_iterable(map(sorted, bins)))
-    count = options.count_microbatches(len(samples), num_replicas=num_replicas)
+    count = work.count_microbatches(num_replicas)
     groups = cut_replicas(samples, np.ones(len(samples), np.int64), sizes, counts=np.full(num_replicas, count))
     return follow_llm(reorder_llm(groups, work, plan=plan), work, plan=plan)
 

@@ -1,14 +1,17 @@
 """Balances the encoders' and the LLM's microbatches apart by deferring LLM work (Entrain 4.5)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 import numpy as np
+import numpy.typing as npt
 
 from multimodal.balance.algorithms.entrain_assignment import assign_entrain
-from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.batch_work import read_batch
+from multimodal.balance.balance_options import BalanceOptions, MicrobatchCount
+from multimodal.balance.batch_work import BatchWork, read_batch, sum_floats_by
 from multimodal.balance.orchmllm import balance_every_unit
 from multimodal.balance.placement import Groups, follow_llm
+from multimodal.balance.predicted.shortest import choose_shortest
 from multimodal.values.arrays.rows import group_rows, row_starts
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
@@ -20,22 +23,59 @@ def balance_entrain(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan
     """Let a sample's LLM part run one microbatch after its encoder part where that evens out both (Entrain, Alg. 4).
 
     Samples move whole: an encoder's microbatch k holds the items of the samples that a replica of the LLM encodes in its round k,
-    dealt over the encoder's replicas. Several encoders are balanced each for itself. Best with the `eager-1f1b` builder and the
-    `split-backward` pass, which keep a deferred sample from holding up the others. A batch with fewer samples than replicas is
-    balanced like `balance_every_unit`.
+    dealt over the encoder's replicas. Several encoders are balanced each for itself, or by the sum of their work per rank
+    (`merges_encoders`). Best with the `eager-1f1b` builder and the `split-backward` pass, which keep a deferred sample from
+    holding up the others. A batch with fewer samples than replicas is balanced like `balance_every_unit`.
+
+    With `MicrobatchCount.PREDICTED` the assignments of K, K / 2, K / 4, ... and K_eff microbatches are predicted, and the
+    shortest is taken, the one of K where they tie or there is no predictor.
 
     The result does not depend on the order of `lengths`. Raises AssignmentError as `validate_inputs` does.
     """
     work = read_batch(lengths, graph=graph, options=options)
-    num_replicas, num_samples = plan.units[graph.backbone.name].data_parallel_size, work.num_samples
-    if num_samples < num_replicas:
+    if work.num_samples < plan.units[graph.backbone.name].data_parallel_size:
         return balance_every_unit(lengths, graph=graph, plan=plan, options=options)
-    encoder_loads = [work.sample_amounts(unit.name) for unit in graph.encoders] or [np.zeros(num_samples, np.int64)]
+    encoder_loads = _encoder_loads(work, plan)
+    candidates = (_assign(work, encoder_loads, plan=plan, fewest=fewest) for fewest in _fewest_microbatches(work, plan))
+    if options.predictor is None:
+        return next(candidates)
+    return choose_shortest(candidates, work.lengths, options.predictor)
+
+
+def _fewest_microbatches(work: BatchWork, plan: Plan) -> Iterator[int]:
+    """Yield how few microbatches a replica may have, in each assignment to try."""
+    num_replicas = plan.units[work.graph.backbone.name].data_parallel_size
+    most = work.count_microbatches(num_replicas)
+    if work.options.microbatch_count is not MicrobatchCount.EFFECTIVE:
+        yield most
+    if work.options.microbatch_count is MicrobatchCount.PREDICTED:
+        yield from takewhile(lambda count: count > 1, (most >> halvings for halvings in range(1, most.bit_length())))
+    if work.options.microbatch_count is not MicrobatchCount.GIVEN:
+        yield 1
+
+
+def _encoder_loads(work: BatchWork, plan: Plan) -> npt.ArrayLike:
+    """[num_rows, num_samples]: a row for each encoder, or one of all their seconds at equal speed of all ranks."""
+    encoders = [unit.name for unit in work.graph.encoders]
+    if not work.options.merges_encoders:
+        return np.stack([work.sample_amounts(unit) for unit in encoders] or [np.zeros(work.num_samples, np.int64)])
+    merged = np.zeros((1, work.num_samples))
+    for unit in encoders:
+        samples = work.of_unit(unit).samples
+        for flops in work.flops(unit):
+            merged[0] += sum_floats_by(samples, flops, work.num_samples) / len(plan.units[unit].ranks)
+    return merged
+
+
+def _assign(work: BatchWork, encoder_loads: npt.ArrayLike, *, plan: Plan, fewest: int) -> Assignment:
+    backbone, num_samples = work.graph.backbone.name, work.num_samples
+    num_replicas = plan.units[backbone].data_parallel_size
     replicas, encoded, run, counts = assign_entrain(
-        work.amounts(graph.backbone.name),
-        encoder_loads=np.stack(encoder_loads),
+        work.amounts(backbone),
+        encoder_loads=encoder_loads,
         num_replicas=num_replicas,
-        num_microbatches=options.count_microbatches(num_samples, num_replicas=num_replicas),
+        num_microbatches=work.count_microbatches(num_replicas),
+        min_num_microbatches=fewest,
     )
     num_rounds = max(counts)
     first_of_sample = num_rounds * np.asarray(replicas, np.int64)

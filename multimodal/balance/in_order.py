@@ -41,6 +41,17 @@ def balance_sorted(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan:
     return _deal_in_order(np.argsort(-work.arrays.num_tokens, kind="stable"), work, plan=plan)
 
 
+def _pack(num_tokens: Integers, *, most: int) -> Integers:
+    """Return the starts of microbatches that take samples as they come while they have room, and the number of samples."""
+    starts, room = [0], most
+    for index, tokens in enumerate(num_tokens.tolist()):
+        if tokens > room and index > starts[-1]:
+            starts.append(index)
+            room = most
+        room -= tokens
+    return np.array([*starts, len(num_tokens)])
+
+
 def _deal_in_order(samples: Integers, work: BatchWork, *, plan: Plan) -> Assignment:
     """samples: numbers of `BatchWork`."""
     options, num_replicas = work.options, plan.units[work.graph.backbone.name].data_parallel_size
@@ -50,6 +61,8 @@ def _deal_in_order(samples: Integers, work: BatchWork, *, plan: Plan) -> Assignm
             np.array([0, len(samples)]),
             np.array([options.num_microbatches * num_replicas]),
         )
+    elif options.tokens_per_microbatch is not None:
+        starts = _pack(work.arrays.num_tokens[samples], most=options.tokens_per_microbatch)
     else:
         starts = np.append(np.arange(0, len(samples), options.micro_batch_size), len(samples))
     return follow_llm(deal(starts, samples, num_replicas=num_replicas), work, plan=plan)

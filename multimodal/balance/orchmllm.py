@@ -62,7 +62,7 @@ def balance_llm(work: BatchWork, *, plan: Plan) -> Groups:
 def _balance_samples(work: BatchWork, amounts: Integers, cost: UnitCost, *, plan: Plan) -> Groups:
     """Balance samples over the LLM's replicas, then over equally many microbatches in each (fewer where samples are few)."""
     num_replicas = plan.units[work.graph.backbone.name].data_parallel_size
-    wanted = work.options.count_microbatches(len(amounts), num_replicas=num_replicas)
+    wanted = work.count_microbatches(num_replicas)
     replicas = post_balance_array(amounts, num_bins=num_replicas, cost=cost).astype(np.int64)
     starts, samples = group_rows(replicas, np.arange(len(amounts)), num_replicas)
     count = min(wanted, int(np.diff(starts).max()))

@@ -58,11 +58,14 @@ def balance_unlike(
     if not balancer.keeps_samples_whole:
         raise AssignmentError("replicas that are not alike need a balancer that keeps samples whole; choose another --balance")
     shares = shares_of(graph, plan, graph.backbone.name)
-    count = options.count_microbatches(len(lengths), num_replicas=len(shares)) * len(shares)
-    if options.num_microbatches is None:
-        count = -(-len(lengths) // options.micro_batch_size)
+    if options.num_microbatches is not None:
+        count = options.num_microbatches * len(shares)
+    else:
+        num_tokens = int(LengthBatch.of(lengths).arrays.num_tokens.sum())
+        count = options.count_microbatches(len(lengths), num_replicas=1, num_tokens=num_tokens)
     counts = share_microbatches(max(count, len(shares)), shares)
-    whole = balancer(lengths, graph=graph, plan=_one_replica(graph), options=replace(options, num_microbatches=sum(counts)))
+    alone = replace(options, num_microbatches=sum(counts), tokens_per_microbatch=None, predictor=None)
+    whole = balancer(lengths, graph=graph, plan=_one_replica(graph), options=alone)
     microbatches = whole.units[graph.backbone.name][0]
     of_sample = {atom.sample_id: index for index, microbatch in enumerate(microbatches) for atom in microbatch}
     owners = _deal(_microbatch_work(microbatches, graph, lengths, options), counts)

@@ -1,5 +1,6 @@
 """The samples that each global batch consumes: a pure function of the step, so that resuming is exact."""
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -7,7 +8,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from multimodal.balance.placement import turns_of
+from multimodal.values.arrays.rows import Integers, row_starts
 from multimodal.values.errors import ConfigError, DataError
+
+_TURNS = 10_000
+"""Weights of a mixture are kept to this fraction."""
 
 
 class DrawnSample(NamedTuple):
@@ -19,34 +25,89 @@ class DrawnSample(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class GlobalBatches:
-    """The endless sequence of global batches; an epoch visits every sample once, and a batch may span two epochs."""
+class DataPart:
+    """One data set of a mixture."""
 
     num_samples: int
-    """Samples in the source."""
+    weight: float = 1.0
+    """Its share of every global batch, in any unit."""
+    position: int = 0
+    """Samples that were drawn from it before the first step of `GlobalBatches`, by a run that is resumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalBatches:
+    """The endless sequence of global batches: data sets in turns by their weights.
+
+    An epoch of a data set visits every sample of it once; a batch may span two epochs.
+    """
+
+    parts: tuple[DataPart, ...]
+    """The data sets, whose samples the source lists one set after another."""
     global_batch_size: int
     seed: int
     shuffle: bool = True
-    """Draw a new order each epoch; False: the source's own order."""
+    """Draw a new order each epoch; False: the data set's own order."""
+    first_step: int = 0
+    """The step (from 0) from which on these batches are drawn."""
+    first_sample: int = 0
+    """Samples that were consumed before."""
 
     def __post_init__(self) -> None:
-        if self.num_samples < 1:
+        if not self.parts or any(part.num_samples < 1 for part in self.parts):
             raise DataError("there are 0 samples to draw batches from; check --data-path and --split")
         if self.global_batch_size < 1:
             raise ConfigError(f"--global-batch-size is {self.global_batch_size}; set it to 1 or more")
 
     def batch(self, step: int) -> tuple[DrawnSample, ...]:
         """Return the samples of global batch `step` (from 0), in the order of consumption."""
-        first = step * self.global_batch_size
+        first = (step - self.first_step) * self.global_batch_size
+        numbers = np.arange(first, first + self.global_batch_size)
+        turns, shares, before = _turns(self._weights)
+        rounds, places = np.divmod(numbers, len(turns))
+        owners = turns[places]
+        drawn = np.array([part.position for part in self.parts])[owners] + rounds * shares[owners] + before[places, owners]
+        offsets = row_starts([part.num_samples for part in self.parts])
         return tuple(
-            DrawnSample(sample_id, self._source_index(sample_id)) for sample_id in range(first, first + self.global_batch_size)
+            DrawnSample(sample_id, int(offsets[part]) + self._index_in_part(part, count))
+            for sample_id, part, count in zip(
+                (self.first_sample + numbers).tolist(), owners.tolist(), drawn.tolist(), strict=True
+            )
         )
 
-    def _source_index(self, sample_id: int) -> int:
-        epoch, position = divmod(sample_id, self.num_samples)
-        return int(_epoch_order(self.num_samples, self.seed, epoch)[position]) if self.shuffle else position
+    def positions(self, step: int) -> tuple[int, ...]:
+        """Return how many samples of each data set are consumed before step `step`."""
+        turns, shares, before = _turns(self._weights)
+        rounds, place = divmod((step - self.first_step) * self.global_batch_size, len(turns))
+        return tuple(
+            part.position + rounds * share + count
+            for part, share, count in zip(self.parts, shares.tolist(), before[place].tolist(), strict=True)
+        )
+
+    @property
+    def _weights(self) -> tuple[float, ...]:
+        return tuple(part.weight for part in self.parts)
+
+    def _index_in_part(self, part: int, count: int) -> int:
+        num_samples = self.parts[part].num_samples
+        epoch, position = divmod(count, num_samples)
+        return int(_epoch_order(num_samples, self.seed, epoch)[position]) if self.shuffle else position
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
+def _turns(weights: tuple[float, ...]) -> tuple[Integers, Integers, Integers]:
+    """Return whose turn it is in one round, [num_turns]; turns of each; and those before each turn, [num_turns, num_parts]."""
+    if len(weights) == 1:
+        return np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros((1, 1), np.int64)
+    total = math.fsum(weights)
+    shares = [max(1, round(_TURNS * weight / total)) for weight in weights]
+    divisor = math.gcd(*shares)
+    shares = [share // divisor for share in shares]
+    turns = turns_of(tuple(shares))
+    is_turn = turns[:, None] == np.arange(len(shares))
+    return turns, np.array(shares), np.cumsum(is_turn, axis=0) - is_turn
+
+
+@lru_cache(maxsize=64)
 def _epoch_order(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, epoch)))).permutation(num_samples)

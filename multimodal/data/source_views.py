@@ -81,6 +81,24 @@ class InterleavedSource(SourceView):
         return self._sources[index % len(self._sources)], index // len(self._sources)
 
 
+class JoinedSources(SourceView):
+    """The samples of several sources, one source after another."""
+
+    def __init__(self, sources: Sequence[SampleSource]) -> None:
+        """sources: at least one."""
+        self._sources, self._starts = tuple(sources), np.cumsum([0, *map(len, sources)])
+
+    def __len__(self) -> int:
+        """Count the samples."""
+        return int(self._starts[-1])
+
+    def _at(self, index: int) -> tuple[SampleSource, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return self._sources[number], index - int(self._starts[number])
+
+
 class BlankImages(SourceView):
     """The texts and lengths of a source with zeros (mid-grey) for pixels and with silence, to see whether a model uses them."""
 

@@ -1,15 +1,17 @@
 """Every balancer, with every rank loading what it was assigned or samples exchanged: loss and gradients of one process."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from multimodal.balance import BALANCERS
-from multimodal.balance.balance_options import BalanceOptions, Granularity
+from multimodal.balance.balance_options import BalanceOptions, Granularity, MicrobatchCount
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster, Network, NodeLink
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.step_graph import StepGraph, validate_assignment
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.gradient_comparison import assert_matches
@@ -17,16 +19,18 @@ from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_every_builder import MODELS, build_case
 
 CLUSTER = Cluster(4, 0.1, 8.0, NodeLink(1.0, 60.0), Network(1.0, 100.0, 1))
+SCARCE = replace(CLUSTER, memory_gb=1e-5)
+"""Memory for some microbatches of these models, not for all."""
 GRANULARITIES = {"orchmllm": (Granularity.ITEM, Granularity.SAMPLE)}
 
 
-def balanced_case(name: str, model: str, *, granularity: Granularity = Granularity.ITEM) -> GradientCase:
+def balanced_case(name: str, model: str, *, builder: str = "1f1b", **given: Any) -> GradientCase:
     """The LLM has 2 replicas, a generator 3, encoders 1 or 2: each unit places the samples otherwise."""
-    case = build_case("1f1b", MODELS[model])
+    case = build_case(builder, MODELS[model])
     graph, plan = case.graph, case.plan
     lengths = [case.source.lengths(index) for index in range(len(case.source))]
-    predictor = StepPredictor(ScheduleCache(graph, plan, BUILDERS["1f1b"]), CLUSTER, case.source.vocab_size)
-    options = BalanceOptions(granularity=granularity, ranks_per_node=4, predictor=predictor, vocab_size=case.source.vocab_size)
+    predictor = StepPredictor(ScheduleCache(graph, plan, BUILDERS[builder]), CLUSTER, case.source.vocab_size)
+    options = BalanceOptions(ranks_per_node=4, predictor=predictor, vocab_size=case.source.vocab_size, **given)
     assignment = BALANCERS[name](lengths, graph=graph, plan=plan, options=options)
     validate_assignment(StepGraph(graph, plan, assignment), lengths)
     return replace(case, assignment=assignment)
@@ -39,3 +43,12 @@ def test_every_balancer_trains_every_model(ranks: RankPool, name: str, model: st
     for granularity in GRANULARITIES.get(name, (Granularity.ITEM,)):
         case = balanced_case(name, model, granularity=granularity)
         assert_matches(replace(case, exchanges_samples=exchanges_samples), ranks)
+
+
+@pytest.mark.parametrize("count", [MicrobatchCount.EFFECTIVE, MicrobatchCount.PREDICTED])
+@pytest.mark.parametrize("builder", ["eager-1f1b-memory", "zb-memory", "zb-h1", "zb-v"])
+def test_deferral_under_schedules_that_run_ahead(ranks: RankPool, builder: str, count: MicrobatchCount) -> None:
+    """Entrain's own rows: merged encoders, its number of microbatches, backwards cut by sample, forwards within memory."""
+    case = balanced_case("entrain", "two encoders and LLM", builder=builder, microbatch_count=count, merges_encoders=True)
+    cluster = SCARCE if BUILDERS[builder].needs_costs else None
+    assert_matches(replace(case, passes=(split_backward,), cluster=cluster), ranks)

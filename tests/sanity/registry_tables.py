@@ -33,6 +33,8 @@ def schedule_table() -> str:
 def _kept(row: ScheduleRow) -> str:
     if row.keeps_all:
         return "all of a round" if row.num_rounds > 1 else "all"
+    if row.fills_memory:
+        return "as memory allows"
     return "as 1F1B" if row.in_flight == 1 else f"{row.in_flight:g} x 1F1B"
 
 

@@ -6,28 +6,28 @@ A resumed run must go on with the same data, in the same order.
 import hashlib
 import importlib.metadata
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.flags.configuration import DIGITS, RunConfig
 from multimodal.data.chat.chat_format import ChatFormat
 from multimodal.data.chat.chat_template import ChatTemplate, find_chat_template
 from multimodal.data.digits import DigitsSource
 from multimodal.data.digits_to_draw import DigitsToDrawSource
 from multimodal.data.forms.sample_files import open_sample_files
+from multimodal.data.global_batches import DataPart
 from multimodal.data.index.index_cache import IndexCache
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.sample_source import SampleSource
-from multimodal.data.source_views import InterleavedSource, SourceSubset
+from multimodal.data.source_views import InterleavedSource, JoinedSources, SourceSubset
 from multimodal.data.splits import split_indices
 from multimodal.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from multimodal.values.errors import CheckpointError, ConfigError
 from multimodal.values.model_graph import ModelGraph, Unit
 
-DIGITS = "digits"
 logger = logging.getLogger(__name__)
 
 
@@ -38,6 +38,9 @@ class DataSets:
     train: SampleSource
     valid: SampleSource
     tokenizer: Tokenizer
+    train_parts: tuple[DataPart, ...] = ()
+    """The data sets of a mixture, in the order in which `train` has their samples; none: all of it is one."""
+    valid_parts: tuple[DataPart, ...] = ()
 
 
 def build_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractContextManager[None] | None = None) -> DataSets:
@@ -45,29 +48,45 @@ def build_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractCo
 
     in_turn: lets one rank of a node index the data, and then the others, who find its index; None: nobody waits.
     """
-    if config.data.data_path == DIGITS:
+    if config.data.is_digits:
         return _digits(config, graph, build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model))
     tokenizer, chat = _tokenizer(config)
     with in_turn or nullcontext():
-        source = ManifestSource(
-            config.data.data_path,
-            graph=graph,
-            tokenizer=tokenizer,
-            seq_length=config.data.seq_length,
-            needs_items_first=config.model.attention_mask == "prefix",
-            allows_outside_paths=config.data.allow_outside_paths,
-            max_image_pixels=config.data.max_image_pixels,
-            chat=chat,
-            cache=IndexCache(" ".join(map(str, (*tokenizer_digests(config).values(), *_versions())))),
-        )
+        sources = [
+            _manifest(named.path, config=config, graph=graph, tokenizer=tokenizer, chat=chat) for named in config.data.mixture
+        ]
+    parts = [split_indices(len(source), split=config.data.split, seed=config.training.seed) for source in sources]
+    train = [SourceSubset(source, part.train) for source, part in zip(sources, parts, strict=True)]
+    valid = [SourceSubset(source, part.valid) for source, part in zip(sources, parts, strict=True)]
+    weights = [named.weight or float(len(part.train)) for named, part in zip(config.data.mixture, parts, strict=True)]
+    return DataSets(
+        train[0] if len(train) == 1 else JoinedSources(train),
+        valid[0] if len(valid) == 1 else JoinedSources(valid),
+        tokenizer,
+        tuple(DataPart(len(part), weight) for part, weight in zip(train, weights, strict=True)),
+        tuple(DataPart(len(part), weight) for part, weight in zip(valid, weights, strict=True)),
+    )
+
+
+def _manifest(
+    path: str, *, config: RunConfig, graph: ModelGraph, tokenizer: Tokenizer, chat: ChatFormat | None
+) -> ManifestSource:
+    source = ManifestSource(
+        path,
+        graph=graph,
+        tokenizer=tokenizer,
+        seq_length=config.data.seq_length,
+        needs_items_first=config.model.attention_mask == "prefix",
+        allows_outside_paths=config.data.allow_outside_paths,
+        max_image_pixels=config.data.max_image_pixels,
+        chat=chat,
+        cache=IndexCache(" ".join(map(str, (*tokenizer_digests(config).values(), *_versions())))),
+    )
     for reason, count in source.skipped.items():
-        logger.info("%s: left out %d samples %s", config.data.data_path, count, reason)
+        logger.info("%s: left out %d samples %s", path, count, reason)
     if source.num_cut:
-        logger.info(
-            "%s: cut %d samples to %d tokens (--seq-length)", config.data.data_path, source.num_cut, config.data.seq_length
-        )
-    parts = split_indices(len(source), split=config.data.split, seed=config.training.seed)
-    return DataSets(SourceSubset(source, parts.train), SourceSubset(source, parts.valid), tokenizer)
+        logger.info("%s: cut %d samples to %d tokens (--seq-length)", path, source.num_cut, config.data.seq_length)
+    return source
 
 
 def _tokenizer(config: RunConfig) -> tuple[Tokenizer, ChatFormat | None]:
@@ -177,20 +196,22 @@ class _Compared(NamedTuple):
     shown: str = ""
     """The entry that messages show instead; empty: itself."""
     unit: str = ""
+    may_change: bool = False
+    """True if --new-phase may change it."""
 
 
 _COMPARED = (
     _Compared("seed", "--seed"),
-    _Compared("global_batch_size", "--global-batch-size"),
-    _Compared("data_digest", "--data-path", shown="data_path"),
-    _Compared("digits_samples", "--digits-samples"),
-    _Compared("split", "--split"),
-    _Compared("seq_length", "--seq-length"),
+    _Compared("global_batch_size", "--global-batch-size", may_change=True),
+    _Compared("data_digest", "--data-path", shown="data_path", may_change=True),
+    _Compared("digits_samples", "--digits-samples", may_change=True),
+    _Compared("split", "--split", may_change=True),
+    _Compared("seq_length", "--seq-length", may_change=True),
     _Compared("tokenizer_type", "--tokenizer-type"),
     _Compared("tokenizer_digest", "--tokenizer-model", shown="tokenizer_model"),
-    _Compared("chat_template_digest", "--chat-template", shown="chat_template"),
+    _Compared("chat_template_digest", "--chat-template", shown="chat_template", may_change=True),
     _Compared("attention_mask", "--attention-mask"),
-    _Compared("num_train_samples", "--data-path", unit="training samples"),
+    _Compared("num_train_samples", "--data-path", unit="training samples", may_change=True),
 )
 """In the order in which differences are told: the last follows from those before it, unless image files changed."""
 
@@ -200,14 +221,17 @@ def describe_data(config: RunConfig, data: DataSets) -> RunData:
 
     Files count by their content, so that they may move.
     """
-    is_digits = config.data.data_path == DIGITS
+    is_digits = config.data.is_digits
+    digests = [DIGITS] if is_digits else [open_sample_files(named.path).digest for named in config.data.mixture]
+    parts = data.train_parts or (DataPart(len(data.train)),)
+    split = None if is_digits else config.data.split
     return {
         "seed": config.training.seed,
         "global_batch_size": config.training.global_batch_size,
-        "data_path": config.data.data_path,
-        "data_digest": DIGITS if is_digits else open_sample_files(config.data.data_path).digest,
+        "data_path": " ".join(config.data.data_path),
+        "data_digest": digests[0] if len(parts) == 1 else _joined_digest(digests, parts),
         "digits_samples": config.data.digits_samples if is_digits else None,
-        "split": None if is_digits else config.data.split,
+        "split": split,
         "seq_length": config.data.seq_length,
         "tokenizer_type": config.data.tokenizer_type,
         "tokenizer_model": config.data.tokenizer_model,
@@ -215,21 +239,36 @@ def describe_data(config: RunConfig, data: DataSets) -> RunData:
         **tokenizer_digests(config),
         "attention_mask": config.model.attention_mask,
         "num_train_samples": len(data.train),
+        "data_sets": [
+            [data_set_name(digest, split, part.num_samples), part.weight] for digest, part in zip(digests, parts, strict=True)
+        ],
     }
 
 
-def check_same_data(where: str, *, saved: RunData, current: RunData) -> None:
+def data_set_name(digest: str, split: str | None, num_samples: int) -> str:
+    """Return the name of a data set whose order of samples is the same wherever the name is."""
+    return f"{digest} {split} {num_samples}"
+
+
+def _joined_digest(digests: Sequence[str], parts: Sequence[DataPart]) -> str:
+    joined = repr([(digest, part.weight) for digest, part in zip(digests, parts, strict=True)])
+    return hashlib.blake2b(joined.encode(), digest_size=16).hexdigest()
+
+
+def check_same_data(where: str, *, saved: RunData, current: RunData, is_new_phase: bool = False) -> None:
     """Raise CheckpointError with the first difference that would make a resumed run go on otherwise than it was.
 
-    where: names the checkpoint. What only one of the two knows is not compared.
+    where: names the checkpoint; is_new_phase: let that change which --new-phase may. What only one of the two knows is not
+    compared.
     """
-    for name, flag, shown, unit in _COMPARED:
-        if name not in saved or saved[name] == current[name]:
+    for name, flag, shown, unit, may_change in _COMPARED:
+        if name not in saved or saved[name] == current[name] or (is_new_phase and may_change):
             continue
         before, now = (_show(data, name, shown, unit) for data in (saved, current))
+        or_change = "add --new-phase to go on otherwise from here, " if may_change else ""
         raise CheckpointError(
             f"{where}: it was trained with {flag} {before}, this run has {now}, so the data would not go on as it was; use "
-            f"{flag} {before}, or start another run from its weights alone: --finetune, with a --save of its own"
+            f"{flag} {before}, {or_change}or start another run from its weights alone: --finetune, with a --save of its own"
         )
 
 

@@ -277,8 +277,10 @@ def _at_flag(path: Path, problem: ConfigError) -> BraidError:
     return at_line(path, ConfigError(str(problem), place=tuple(named[:1])))
 
 
-def beside(path: Path, value: str | Path) -> Any:
-    """Return the path relative to the folder of the configuration file where that exists, else as it stands."""
+def beside(path: Path, value: str | Path | tuple[str, ...]) -> Any:
+    """Return the path, or each of several, relative to the configuration file's folder where that exists, else as it stands."""
+    if isinstance(value, tuple):
+        return tuple(beside(path, each) for each in value)
     candidate = path.parent / value
     return type(value)(candidate) if candidate.exists() else value
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from multimodal.balance import BALANCERS, UNBALANCED
+from multimodal.data.mixture import NamedData, read_mixture
 from multimodal.data.sample_source import DEFAULT_MAX_PIXELS
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS, simulated_only
@@ -24,6 +25,8 @@ A_COUNT: Mapping[str, Any] = MappingProxyType({"minimum": 1, "maximum": 10**9})
 INPUT_PATH: Mapping[str, Any] = MappingProxyType({"input_path": True})
 """Inside a configuration file, such a path is looked up beside that file first."""
 DEFAULT_SAVE_INTERVAL = 1000
+DIGITS = "digits"
+"""In the place of a path of data: handwritten digits."""
 PER_UNIT: Mapping[str, Any] = MappingProxyType({"per_unit": True})
 """Filled from the flags that carry a unit's name; has no flag of its own."""
 
@@ -125,6 +128,8 @@ class TrainingConfig:
 
     micro_batch_size: int = field(default=1, metadata=AT_LEAST_ONE)
     """Samples in one microbatch of the LLM; the mean where --balance equalises their work."""
+    tokens_per_microbatch: int | None = field(default=None, metadata=A_COUNT)
+    """Most tokens of the LLM in one microbatch, in place of a number of samples; a longer sample has one of its own."""
     encoder_micro_batch_sizes: Mapping[str, int] = field(default_factory=dict, metadata=PER_UNIT)
     """Items in one microbatch of an encoder; an encoder that is not named follows the LLM's microbatches."""
     global_batch_size: int = field(metadata={"minimum": 1, "maximum": 2**17})
@@ -157,6 +162,12 @@ class TrainingConfig:
     """Method that distributes samples and items over replicas and microbatches."""
     balance_granularity: Literal["item", "sample"] = "item"
     """The unit that balancing an encoder moves: each image or clip by itself, or all of a sample together."""
+    balance_num_microbatches: Literal["given", "effective", "predicted"] = "given"
+    """The number of microbatches that --balance entrain (also as tried by auto) makes: as --micro-batch-size asks; as many as can
+    all have the encoders' work of the longest sample (Entrain's K_eff); or whichever is predicted to take shortest."""
+    merge_encoders: bool = False
+    """--balance entrain: balance all encoders as one, by the sum of their work (--schedule encoders-colocated also runs them
+    so)."""
     cluster: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "C.yaml"})
     """The machine whose durations --balance auto and schedules made from durations go by; by default one like this."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
@@ -205,9 +216,9 @@ class OptimizerSettings:
 class DataConfig:
     """The training data."""
 
-    data_path: str = field(metadata={**INPUT_PATH, "metavar": "DATA|digits"})
-    """A manifest, chats in JSON (messages or LLaVA's conversations) or a data set of Hugging Face on disk; or the word digits:
-    handwritten digits that are composed on the fly."""
+    data_path: tuple[str, ...] = field(metadata={**INPUT_PATH, "metavar": "DATA|digits"})
+    """A manifest, chats in JSON (messages or LLaVA's conversations) or a data set of Hugging Face on disk; several, each with a
+    weight before it or none (0.7 A 0.3 B); or the word digits: handwritten digits that are composed on the fly."""
     tokenizer_type: Literal["ByteTokenizer", "HuggingFaceTokenizer"] = "ByteTokenizer"
     """Tokenizer of texts."""
     tokenizer_model: str | None = field(default=None, metadata={**INPUT_PATH, "metavar": "PATH"})
@@ -229,6 +240,16 @@ class DataConfig:
     """Processes per rank that load and decode ahead; 0 loads in the training process."""
     digits_samples: int = field(default=10000, metadata=A_COUNT)
     """--data-path digits: number of training samples."""
+
+    @property
+    def is_digits(self) -> bool:
+        """True if the samples are handwritten digits."""
+        return self.data_path == (DIGITS,)
+
+    @property
+    def mixture(self) -> tuple[NamedData, ...]:
+        """The data sets with their weights; raises ConfigError."""
+        return read_mixture(self.data_path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,6 +284,9 @@ class CheckpointConfig:
     """Start with a fresh optimizer."""
     load_rng: bool = True
     """Start with fresh random generators."""
+    new_phase: bool = False
+    """Resume --load with another global batch size, data, frozen units or learning rate schedule: each data set goes on where
+    it was left, and the learning rate begins its schedule anew if that or what is trained changes. No effect without a change."""
     finetune: bool = False
     """Start at step 0 from the weights alone of --load; or go on from --save once that holds a checkpoint."""
     pretrained_checkpoint: Path | None = field(default=None, metadata={"metavar": "DIR"})

@@ -122,6 +122,10 @@ def _check_encoder_flags(config: RunConfig, *, graph: ModelGraph) -> None:
                 raise ConfigError(
                     f"{flag.flag} would be ignored: {ENCODER_FLAGS[flag.name]}, and the model has no encoder; leave it out"
                 )
+    if config.training.merge_encoders and len(graph.encoders) == 1:
+        raise ConfigError(
+            f"--merge-encoders would be ignored: '{graph.encoders[0].name}' is the only encoder of the model; leave it out"
+        )
 
 
 def check_plan(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> None:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from megatron.runtime.checkpoint.folder import folder_of_run
+from megatron.runtime.flags.configuration import DIGITS
 from megatron.runtime.flags.device_rules import DEVICE_RULES, Rule, named_passes
 from multimodal.data.sample_source import PILLOW_MAX_PIXELS
 from multimodal.schedule.passes import PASSES
@@ -72,9 +73,18 @@ RULES: tuple[Rule, ...] = (
         "lower it, and scale larger images down",
     ),
     Rule(
-        lambda c: c.evaluation.eval_iters > 0 and c.data.data_path != "digits" and not any(_proportions(c.data.split)[1:2]),
+        lambda c: c.evaluation.eval_iters > 0 and not c.data.is_digits and not any(_proportions(c.data.split)[1:2]),
         "--eval-iters {c.evaluation.eval_iters} needs validation samples, but --split {c.data.split} leaves none; use a second "
         "proportion above 0 or --eval-iters 0",
+    ),
+    Rule(
+        lambda c: c.training.tokens_per_microbatch is not None and c.training.balance_num_microbatches == "effective",
+        "--balance-num-microbatches effective makes microbatches as large as the longest sample's, whatever "
+        "--tokens-per-microbatch {c.training.tokens_per_microbatch} allows; leave one of them out",
+    ),
+    Rule(
+        lambda c: DIGITS in c.data.data_path and not c.data.is_digits,
+        "--data-path {c.data.data_path}: handwritten digits cannot be part of a mixture; give digits alone, or paths",
     ),
     Rule(
         lambda c: c.logging.profile and c.logging.profile_step_start >= c.logging.profile_step_end,

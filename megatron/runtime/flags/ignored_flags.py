@@ -19,6 +19,13 @@ class IgnoredFlag(NamedTuple):
     reason: str
 
 
+def goes_by_durations(config: RunConfig) -> bool:
+    """Return True if predicted durations decide anything in a run."""
+    balancer = BALANCERS[config.training.balance]
+    is_predicted = balancer.defers and config.training.balance_num_microbatches == "predicted"
+    return balancer.needs_costs or is_predicted or BUILDERS[config.training.schedule].needs_costs
+
+
 _NO_DECAY = "--lr-decay-style constant never lowers the learning rate; choose another style or leave it out"
 _NO_WSD = "it belongs to --lr-decay-style WSD; choose that style or leave it out"
 _NO_EVALUATION = "nothing is evaluated; add --eval-iters N or leave it out"
@@ -28,6 +35,7 @@ _NO_LOAD = "no checkpoint is resumed; add --load DIR or leave it out"
 _EMULATED = "--emulate waits as long as its table says, whatever would compute; leave one of them out"
 _FINETUNE = "--finetune takes over the weights alone; leave it out"
 _NO_WEIGHTS = "it takes over the weights of --load; add --load DIR or leave it out"
+_DEFER = " and ".join(name for name, row in BALANCERS.items() if row.defers)
 _PLACE_ITEMS = " and ".join(name for name, row in BALANCERS.items() if row.places_items)
 _BY_COSTS = " and ".join(name for name, row in BUILDERS.items() if row.needs_costs)
 _PREDICT = " and ".join(name for name, row in BALANCERS.items() if row.needs_costs)
@@ -66,7 +74,7 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     IgnoredFlag(
         "chat_template",
         ("data_path",),
-        lambda c: c.data.chat_template is not None and c.data.data_path == "digits",
+        lambda c: c.data.chat_template is not None and c.data.is_digits,
         "digits are asked about in turns of Braid's own; leave it out",
     ),
     IgnoredFlag(
@@ -75,10 +83,19 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         lambda c: not BALANCERS[c.training.balance].places_items,
         f"only --balance {_PLACE_ITEMS} place an encoder's items by themselves; choose one or leave it out",
     ),
+    *(
+        IgnoredFlag(
+            name,
+            ("balance",),
+            lambda c: not BALANCERS[c.training.balance].defers,
+            f"only --balance {_DEFER} group an encoder's samples otherwise than the LLM's; choose one or leave it out",
+        )
+        for name in ("balance_num_microbatches", "merge_encoders")
+    ),
     IgnoredFlag(
         "cluster",
-        ("balance", "schedule"),
-        lambda c: not BALANCERS[c.training.balance].needs_costs and not BUILDERS[c.training.schedule].needs_costs,
+        ("balance", "balance_num_microbatches", "schedule"),
+        lambda c: not goes_by_durations(c),
         f"only --balance {_PREDICT} and --schedule {_BY_COSTS} go by durations; choose one or leave it out",
     ),
     IgnoredFlag(
@@ -96,22 +113,22 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     IgnoredFlag(
         "digits_samples",
         ("data_path",),
-        lambda c: c.data.data_path != "digits",
+        lambda c: not c.data.is_digits,
         "the samples come from a manifest; use --data-path digits or leave it out",
     ),
     IgnoredFlag(
         "split",
         ("data_path",),
-        lambda c: c.data.data_path == "digits",
+        lambda c: c.data.is_digits,
         "--data-path digits holds out handwritten digits of its own; leave it out",
     ),
     IgnoredFlag(
         "allow_outside_paths",
         ("data_path",),
-        lambda c: c.data.allow_outside_paths and c.data.data_path == "digits",
+        lambda c: c.data.allow_outside_paths and c.data.is_digits,
         _NO_MANIFEST,
     ),
-    IgnoredFlag("max_image_pixels", ("data_path",), lambda c: c.data.data_path == "digits", _NO_MANIFEST),
+    IgnoredFlag("max_image_pixels", ("data_path",), lambda c: c.data.is_digits, _NO_MANIFEST),
     IgnoredFlag("eval_interval", _EVALUATION, lambda c: not c.evaluation.eval_iters, _NO_EVALUATION),
     IgnoredFlag(
         "eval_blank_images",
@@ -127,6 +144,7 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     IgnoredFlag("load_rng", ("load",), lambda c: not c.checkpoint.load_rng and c.checkpoint.load is None, _NO_LOAD),
     IgnoredFlag("load_optim", ("finetune",), lambda c: not c.checkpoint.load_optim and c.checkpoint.finetune, _FINETUNE),
     IgnoredFlag("load_rng", ("finetune",), lambda c: not c.checkpoint.load_rng and c.checkpoint.finetune, _FINETUNE),
+    IgnoredFlag("new_phase", ("load",), lambda c: c.checkpoint.new_phase and c.checkpoint.load is None, _NO_LOAD),
     IgnoredFlag("finetune", ("load",), lambda c: c.checkpoint.finetune and c.checkpoint.load is None, _NO_WEIGHTS),
     IgnoredFlag(
         "timeline_interval",
@@ -174,12 +192,16 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
 ENCODER_FLAGS = {
     "attention_mask": "it says how the LLM sees items",
     "balance_granularity": "it says how their items are placed",
+    "balance_num_microbatches": "it lowers the number where one sample's items would fill a microbatch",
+    "merge_encoders": "it balances them as one",
     "eval_blank_images": "it blanks what they take",
 }
 """Fields that mean nothing without an encoder -> why."""
 
 EXCLUSIVE_FLAGS: tuple[tuple[str, str, str], ...] = (
     ("lr_warmup_iters", "lr_warmup_fraction", "both set the length of the warm-up"),
+    ("micro_batch_size", "tokens_per_microbatch", "both say how large a microbatch is"),
+    ("finetune", "new_phase", "the former starts at step 0, the latter goes on"),
     ("finetune", "pretrained_checkpoint", "both start from weights alone; --finetune takes those of --load"),
     ("finetune", "load_hf", "both start from weights alone; --finetune takes those of --load"),
     ("pretrained_checkpoint", "load_hf", "both start from weights alone"),

@@ -11,7 +11,6 @@ from megatron.runtime import platform
 from megatron.runtime.checkpoint.checkpoint import find_newest_checkpoint
 from megatron.runtime.execution.step_clock import gather_timeline
 from megatron.runtime.feed.agreement import agree_to_stop, check_agreement
-from megatron.runtime.feed.data_sets import DIGITS
 from megatron.runtime.feed.step_planner import StepPlanner, load_steps, load_steps_in_thread
 from megatron.runtime.flags.configuration import GROUPS, RunConfig
 from megatron.runtime.hugging_face.save_adapter import save_adapter
@@ -26,12 +25,13 @@ from megatron.runtime.training.paths import describe_paths
 from megatron.runtime.training.prediction import EmulationTable, build_predictor, describe_better_pair
 from megatron.runtime.training.resumption import release, save
 from megatron.runtime.training.run import Run
+from megatron.runtime.training.small_batch import describe_small_batch
 from multimodal.attention.bitfield import MaskMode
 from multimodal.balance import BALANCERS
 from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
-from multimodal.balance.balance_options import BalanceOptions, Granularity
+from multimodal.balance.balance_options import BalanceOptions, Granularity, MicrobatchCount
 from multimodal.balance.step_predictor import StepPredictor
-from multimodal.data.global_batches import GlobalBatches
+from multimodal.data.global_batches import DataPart, GlobalBatches
 from multimodal.data.sample_source import SampleSource
 from multimodal.data.source_views import BlankImages
 from multimodal.kernels import describe_kernels
@@ -148,10 +148,13 @@ def _run_steps(run: Run, reporter: Reporter, progress: _Progress, *, last_step: 
 
 
 def _warn_of_worse_pair(run: Run, reporter: Reporter, step: Step) -> None:
-    """Rank 0 alone looks for a better balancer or schedule, on the first global batch; the others wait in the step."""
-    warning = describe_better_pair(run.config, tuple(step.lengths.values()), options=_balance_options(run, _predictor(run)))
-    if warning is not None:
-        reporter.say(warning)
+    """Rank 0 alone looks for a better balancer, schedule or batch size at the first step; the others wait in the step."""
+    for warning in (
+        describe_better_pair(run.config, tuple(step.lengths.values()), options=_balance_options(run, _predictor(run))),
+        describe_small_batch(run.config, run.data.train, graph=run.session.graph, plan=run.session.plan),
+    ):
+        if warning is not None:
+            reporter.say(warning)
 
 
 def _save_last(run: Run, progress: _Progress) -> None:
@@ -238,14 +241,16 @@ def describe_end(run: Run, summary: RunSummary) -> str:
 
 def _train_planner(run: Run) -> StepPlanner:
     training = run.config.training
-    return _planner(run, run.data.train, seed=training.seed, shuffle=run.config.data.data_path != DIGITS, forward_only=False)
+    parts, size = run.data.train_parts or (DataPart(len(run.data.train)),), training.global_batch_size
+    batches = GlobalBatches(parts, size, training.seed, shuffle=not run.config.data.is_digits)
+    return _planner(run, run.data.train, batches=run.phase.go_on(batches, run.described_data), forward_only=False)
 
 
-def _planner(run: Run, source: SampleSource, *, seed: int, shuffle: bool, forward_only: bool) -> StepPlanner:
+def _planner(run: Run, source: SampleSource, *, batches: GlobalBatches, forward_only: bool) -> StepPlanner:
     training, predictor = run.config.training, _predictor(run)
     return StepPlanner(
         source,
-        batches=GlobalBatches(len(source), training.global_batch_size, seed, shuffle=shuffle),
+        batches=batches,
         schedules=run.session.schedules(forward_only=forward_only),
         balancer=BALANCERS[training.balance],
         rank=run.world.rank,
@@ -272,8 +277,11 @@ def _balance_options(run: Run, predictor: StepPredictor) -> BalanceOptions:
     training = run.config.training
     return BalanceOptions(
         micro_batch_size=training.micro_batch_size,
+        tokens_per_microbatch=training.tokens_per_microbatch,
         encoder_micro_batch_sizes=training.encoder_micro_batch_sizes,
         granularity=Granularity(training.balance_granularity),
+        microbatch_count=MicrobatchCount(training.balance_num_microbatches),
+        merges_encoders=training.merge_encoders,
         ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "8")),
         vocab_size=run.session.options.vocab_size,
         predictor=predictor,
@@ -315,7 +323,9 @@ def _evaluate(run: Run, reporter: Reporter, number: int) -> tuple[EvaluationRepo
 
 
 def _evaluate_on(run: Run, source: SampleSource) -> EvaluationReport:
-    planner = _planner(run, source, seed=0, shuffle=False, forward_only=True)
+    parts = run.data.valid_parts or (DataPart(len(source)),)
+    batches = GlobalBatches(parts, run.config.training.global_batch_size, seed=0, shuffle=False)
+    planner = _planner(run, source, batches=batches, forward_only=True)
     steps = range(run.config.evaluation.eval_iters)
     return run.trainer.evaluate(_until_stopped(run, _load(run, planner, steps)))
 

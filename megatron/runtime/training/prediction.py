@@ -13,7 +13,7 @@ import torch
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.step.step import Step
 from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.better_pair import find_better_pair
+from multimodal.balance.predicted.better_pair import find_better_pair
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster, Network, NodeLink, peak_tflops
 from multimodal.cost.cost_table import CostTable

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,11 +16,13 @@ from megatron.runtime.checkpoint.checkpoint import (
 from megatron.runtime.checkpoint.claim import FolderClaim
 from megatron.runtime.checkpoint.folder import damaged, step_of
 from megatron.runtime.feed.data_sets import RunData, check_same_data, describe_data
-from megatron.runtime.flags.configuration import CheckpointConfig
+from megatron.runtime.feed.phase import find_phase
+from megatron.runtime.flags.configuration import CheckpointConfig, OptimizerSettings, RunConfig
 from megatron.runtime.hugging_face.load_weights import load_hugging_face
 from megatron.runtime.hugging_face.unit_weights import load_units
 from megatron.runtime.training.run import Run
-from multimodal.values.errors import CheckpointError
+from megatron.runtime.training.trainer import build_scheduler
+from multimodal.values.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +50,8 @@ def resume(run: Run) -> None:
         run.claim = _claim(checkpoint.save)
     try:
         if checkpoint.save or checkpoint.load:
-            run.described_data = on_first_rank(lambda: describe_data(run.config, run.data), what="reading --data-path")
+            described = on_first_rank(lambda: describe_data(run.config, run.data), what="reading --data-path")
+            run.described_data = {**described, **_describe_training(run)}
         start = on_first_rank(lambda: choose_start(checkpoint), what="looking for checkpoints")
         if start is not None:
             _load(run, start)
@@ -113,7 +117,8 @@ def _load(run: Run, start: Start) -> None:
 
     def check_run(path: Path, saved: RunData) -> None:
         if start.is_resumption:
-            check_same_data(f"{start.flag} {path}", saved=saved, current=run.described_data)
+            is_new_phase = checkpoint.new_phase
+            check_same_data(f"{start.flag} {path}", saved=saved, current=run.described_data, is_new_phase=is_new_phase)
 
     loaded = load_checkpoint(
         start.folder,
@@ -127,11 +132,61 @@ def _load(run: Run, start: Start) -> None:
         return
     for unit in loaded.units_with_fresh_optimizer:
         logger.info("unit '%s' is trained now but was not then: its optimizer starts anew", unit)
-    if checkpoint.load_optim:
+    _begin_phase(run, loaded)
+    if not checkpoint.load_optim:
+        run.scheduler.step(increment=loaded.step - run.phase.learning_rate_first_step)
+    elif loaded.step > run.phase.learning_rate_first_step or not loaded.step:
         _restore_scheduler(run, loaded)
-    else:
-        run.scheduler.step(increment=loaded.step)
     run.done_steps = loaded.step
+
+
+def _describe_training(run: Run) -> RunData:
+    """Return what begins a new schedule of the learning rate where --new-phase changes it."""
+    settings = vars(run.config.optimizer)
+    frozen = [unit.name for unit in run.session.graph.units if unit.freeze_module]
+    projectors = [unit.name for unit in run.session.graph.units if unit.freeze_projector]
+    adapted = [unit.name for unit in run.session.graph.units if unit.lora is not None]
+    return {
+        "learning_rate": {name: value for name, value in settings.items() if "lr" in name},
+        "trained": {"frozen": frozen, "frozen_projectors": projectors, "adapted": adapted},
+        "phase": run.phase.to_dict(),
+    }
+
+
+def _begin_phase(run: Run, loaded: LoadedCheckpoint) -> None:
+    """Take up the checkpoint's phase, or begin another one; raises CheckpointError or ConfigError."""
+    try:
+        run.phase = find_phase(loaded.run_state, run.described_data, step=loaded.step, may_change=run.config.checkpoint.new_phase)
+    except (TypeError, ValueError, KeyError, AttributeError) as problem:  # of whatever a stranger may have written there
+        raise damaged(loaded.path, f"its phase cannot be read ({problem!r})") from problem
+    run.described_data = {**run.described_data, "phase": run.phase.to_dict()}
+    if run.phase.first_step == loaded.step and run.config.checkpoint.new_phase:
+        logger.info("a new phase begins after step %d, %d samples", loaded.step, run.phase.first_sample)
+    if first_step := run.phase.learning_rate_first_step:
+        run.scheduler = run.trainer.scheduler = build_scheduler(
+            schedule_of_phase(run.config, first_step=first_step),
+            run.session,
+            train_iters=run.config.training.train_iters - first_step,
+        )
+        logger.info("the learning rate's schedule began after step %d", first_step)
+
+
+def schedule_of_phase(config: RunConfig, *, first_step: int) -> OptimizerSettings:
+    """Return the settings of a learning rate whose schedule begins after `first_step`: steps count from there.
+
+    What is not given follows from the steps that are left. Raises ConfigError where these are too few.
+    """
+    settings, left = config.optimizer, config.training.train_iters - first_step
+    decay = settings.lr_decay_iters if "lr_decay_iters" in config.given else left
+    fraction = settings.lr_warmup_fraction
+    warmup = settings.lr_warmup_iters if fraction is None else int(fraction * max(0, decay or 0))
+    if left < 1 or warmup >= (decay or 0):
+        raise ConfigError(
+            f"--new-phase: of --train-iters {config.training.train_iters}, {first_step} steps are done, which leaves "
+            f"{max(left, 0)} for a schedule of the learning rate with {warmup} steps of warm-up; raise --train-iters or shorten "
+            "the warm-up"
+        )
+    return replace(settings, lr_decay_iters=decay, lr_warmup_iters=warmup)
 
 
 def _restore_scheduler(run: Run, loaded: LoadedCheckpoint) -> None:

@@ -14,6 +14,7 @@ from megatron.runtime.checkpoint.background_save import BackgroundSave
 from megatron.runtime.checkpoint.claim import FolderClaim
 from megatron.runtime.emulation.emulated_stage import EmulatedStage
 from megatron.runtime.feed.data_sets import DataSets, RunData, build_data_sets, padded_vocab_size, with_vocabulary
+from megatron.runtime.feed.phase import Phase
 from megatron.runtime.feed.sample_exchange import SampleExchange
 from megatron.runtime.flags.arguments import build_plan, choose_trained, find_ranks_per_node
 from megatron.runtime.flags.configuration import RunConfig
@@ -64,6 +65,8 @@ class Run:
     """Keeps other runs from writing to --save."""
     background_save: BackgroundSave | None = None
     """Writes checkpoints while training goes on (--async-save)."""
+    phase: Phase = field(default_factory=Phase)
+    """The steps of one kind that the run is in."""
     described_data: RunData = field(default_factory=dict)
     """The description of its data that checkpoints hold."""
     stop_requests: StopRequests = field(default_factory=lambda: StopRequests(Ending()))

@@ -11,19 +11,19 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from megatron.runtime.feed.data_sets import DIGITS, DataSets, tokenizer_digests
-from megatron.runtime.flags.configuration import GROUPS, RunConfig
+from megatron.runtime.feed.data_sets import DataSets, tokenizer_digests
+from megatron.runtime.flags.configuration import DIGITS, GROUPS, RunConfig
 from megatron.runtime.flags.field_flags import field_flags
+from megatron.runtime.flags.ignored_flags import goes_by_durations
 from megatron.runtime.flags.unit_flags import SIZE_SPELLINGS
 from megatron.runtime.launch.distributed_setup import StartValues
 from megatron.runtime.training.prediction import assumed_cluster
-from multimodal.balance import BALANCERS, UNBALANCED
+from multimodal.balance import UNBALANCED
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
 from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.sample_source import SampleSource
 from multimodal.kernels import kernels
-from multimodal.schedule.builders import BUILDERS
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 
@@ -107,13 +107,17 @@ def _tokenizer_values(config: RunConfig, data: DataSets, vocab_size: int) -> Map
 
 def _data_values(config: RunConfig, data: DataSets) -> Mapping[str, str]:
     """Handwritten digits need no values: flags and seed say everything about them."""
-    if config.data.data_path == DIGITS:
+    if config.data.is_digits:
         return {"--data-path": DIGITS}
     values = {"--data-path": "a manifest"}
     for name, source in (("training", data.train), ("validation", data.valid)):
         values[f"the number of {name} samples"] = str(len(source))
         values[f"the digest of the lengths of {name} samples"] = _digest_of_lengths(source)
-    return {**values, "the digest of the manifest": open_sample_files(config.data.data_path).digest}
+    for number, named in enumerate(config.data.mixture):
+        which = f" {number + 1}" if number else ""
+        values[f"the digest of the manifest{which}"] = open_sample_files(named.path).digest
+        values[f"the weight of the manifest{which}"] = str(named.weight)
+    return values
 
 
 def _digest_of_lengths(source: SampleSource) -> str:
@@ -129,7 +133,7 @@ def _cost_values(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from _flat("emulate", CostTable.from_file(config.training.emulate))
     if config.training.cluster is not None:
         yield from _flat("cluster", Cluster.from_file(config.training.cluster))
-    elif BALANCERS[config.training.balance].needs_costs or BUILDERS[config.training.schedule].needs_costs:
+    elif goes_by_durations(config):
         yield from _flat("cluster", assumed_cluster())
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.builders.breadth_first import build_breadth_first
 from multimodal.schedule.builders.dip import build_dip
-from multimodal.schedule.builders.eager_1f1b import build_eager_1f1b
+from multimodal.schedule.builders.eager_1f1b import build_eager_1f1b, build_eagerest_1f1b
 from multimodal.schedule.builders.encoders_colocated import build_encoders_colocated
 from multimodal.schedule.builders.encoders_replicated import build_encoders_replicated, replicate_microbatches
 from multimodal.schedule.builders.gpipe import build_gpipe
@@ -18,7 +18,7 @@ from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b
 from multimodal.schedule.builders.nested import build_nested
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
 from multimodal.schedule.builders.optimus import build_optimus
-from multimodal.schedule.builders.zb_h1 import build_zb_h1
+from multimodal.schedule.builders.zb_h1 import build_eager_zero_bubble, build_zb_h1
 from multimodal.schedule.builders.zb_v import build_zb_v, is_v_shaped
 from multimodal.schedule.unit_cost import UnitCosts
 from multimodal.values.model_graph import ModelGraph
@@ -83,6 +83,8 @@ class ScheduleRow:
     """A verb and an object, such as `arranges encoders`, for the message if there are fewer."""
     needs_costs: bool = False
     """True if the order depends on durations; the schedule is built anew for every step."""
+    fills_memory: bool = False
+    """True if stages keep as many microbatches as memory has room for beyond `in_flight`."""
     needs_messages: bool = False
     """True if it changes nothing where every rank holds the whole model."""
     otherwise: str = "1f1b"
@@ -169,6 +171,14 @@ BUILDERS: dict[str, ScheduleRow] = {
         in_flight=EAGER_FACTOR,
         needs_messages=True,
     ),
+    "eager-1f1b-memory": ScheduleRow(
+        build=build_eagerest_1f1b,
+        meaning="1F1B whose forwards run ahead as far as the memory model allows",
+        source="Entrain 4.5.3",
+        fills_memory=True,
+        needs_costs=True,
+        needs_messages=True,
+    ),
     "interleaved-1f1b": ScheduleRow(
         build=build_interleaved_1f1b,
         meaning="1F1B over layer ranges dealt to the stages in turn",
@@ -193,6 +203,16 @@ BUILDERS: dict[str, ScheduleRow] = {
         is_folded=True,
         layout=_V_SHAPED,
         otherwise="zb-h1",
+    ),
+    "zb-memory": ScheduleRow(
+        build=build_eager_zero_bubble,
+        meaning="zb-h1 whose forwards run ahead as far as the memory model allows",
+        source=f"Entrain 4.5.3; {_ZERO_BUBBLE}",
+        splits_backwards=True,
+        virtual_stages=VirtualStages.OPTIONAL,
+        fills_memory=True,
+        needs_costs=True,
+        needs_messages=True,
     ),
     "dip": ScheduleRow(
         build=build_dip,

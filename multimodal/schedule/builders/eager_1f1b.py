@@ -1,12 +1,15 @@
 """Eager 1F1B: as many warm-up forwards as memory allows before the steady phase (Entrain 4.5.3)."""
 
 import math
+from collections.abc import Mapping
 
+from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.builders.one_f_one_b import forward_floors, forward_limits
+from multimodal.schedule.builders.room_ahead import build_within_memory
 from multimodal.schedule.list_schedule import Policy, list_schedule
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.step_graph import StageKey, StepGraph
 
 
 def build_eager_1f1b(step: StepGraph, *, memory_factor: float = 2.0) -> Schedule:
@@ -21,5 +24,23 @@ def build_eager_1f1b(step: StepGraph, *, memory_factor: float = 2.0) -> Schedule
     if not memory_factor >= 1:
         raise ScheduleError(f"eager-1f1b: memory_factor must be at least 1 (1 is 1F1B), found {memory_factor}")
     limits = forward_limits(step)
-    eager = {stage: math.floor(memory_factor * limit) for stage, limit in limits.items()}
+    return _build(step, limits, {stage: math.floor(memory_factor * limit) for stage, limit in limits.items()})
+
+
+def build_eagerest_1f1b(step: StepGraph, *, costs: StepCosts) -> Schedule:
+    """Build eager 1F1B with as many microbatches in flight as memory has room for, in the compute dialect.
+
+    What microbatches keep, and what a rank has room for, `costs` says. Of several depths within this room the one with the
+    shortest step is taken (`build_within_memory`), 1F1B's among them.
+    """
+    limits = forward_limits(step)
+    return build_within_memory(
+        step,
+        limits,
+        costs=costs,
+        build=lambda scaled: _build(step, limits, {stage: scaled(stage, limit) for stage, limit in limits.items()}),
+    )
+
+
+def _build(step: StepGraph, limits: Mapping[StageKey, int], eager: Mapping[StageKey, int]) -> Schedule:
     return list_schedule(step, Policy(forward_limits=eager, forward_floors=forward_floors(step.plan, limits)))

@@ -1,6 +1,10 @@
 """ZB-H1: 1F1B whose weight gradients wait for idle slots, within 1F1B's memory (Qi et al., Zero Bubble Pipeline Parallelism)."""
 
+from collections.abc import Callable
+
+from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.builders.one_f_one_b import forward_floors, forward_limits
+from multimodal.schedule.builders.room_ahead import build_within_memory
 from multimodal.schedule.list_schedule import Policy, list_schedule, split_all
 from multimodal.values.schedule import Schedule
 from multimodal.values.step_graph import StageKey, StepGraph
@@ -20,6 +24,30 @@ def build_zb_h1(step: StepGraph) -> Schedule:
         forwards_go_first=True,
     )
     return list_schedule(split_all(step), policy)
+
+
+def build_eager_zero_bubble(step: StepGraph, *, costs: StepCosts) -> Schedule:
+    """Build ZB-H1 whose forwards run ahead as far as the memory of each lane has room for, in the compute dialect.
+
+    A stage stores more microbatches between forward and weight gradient than in ZB-H1 where memory allows that, and runs a
+    forward whenever no input gradient is ready: for assignments that make some of these late (Entrain 4.5.3), and, with
+    enough memory, with less of ZB-H1's bubble (ZB-H2 of the same paper). Of several depths, ZB-H1's order among them, the one
+    with the shortest step is taken (`build_within_memory`).
+    """
+    limits = forward_limits(step)
+    stored = storage_limits(step, limits)
+    floors = forward_floors(step.plan, limits)
+
+    def build(scaled: Callable[[StageKey, int], int]) -> Schedule:
+        policy = Policy(
+            forward_limits={stage: scaled(stage, limit) for stage, limit in limits.items()},
+            forward_floors=floors,
+            storage_limits={stage: scaled(stage, limit) for stage, limit in stored.items()},
+            forwards_go_first=all(scaled(stage, limit) == limit for stage, limit in limits.items()),
+        )
+        return list_schedule(split_all(step), policy)
+
+    return build_within_memory(step, stored, costs=costs, build=build)
 
 
 def storage_limits(step: StepGraph, limits: dict[StageKey, int]) -> dict[StageKey, int]:

@@ -26,7 +26,7 @@ CONFIG = RunConfig(
     parallelism=ParallelismConfig(),
     training=TrainingConfig(global_batch_size=4, train_iters=10),
     optimizer=OptimizerSettings(lr=0.1),
-    data=DataConfig(data_path="digits", digits_samples=6),
+    data=DataConfig(data_path=("digits",), digits_samples=6),
 )
 
 

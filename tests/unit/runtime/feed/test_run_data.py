@@ -30,7 +30,7 @@ def config(tmp_path: Path) -> RunConfig:
         training=TrainingConfig(global_batch_size=4, train_iters=10),
         optimizer=OptimizerSettings(lr=0.1),
         data=DataConfig(
-            data_path=str(tmp_path / "manifest.jsonl"),
+            data_path=(str(tmp_path / "manifest.jsonl"),),
             tokenizer_type="HuggingFaceTokenizer",
             tokenizer_model=str(tmp_path / "tokenizer.json"),
         ),
@@ -50,8 +50,13 @@ def change(config: RunConfig, group: str, **values: Any) -> RunConfig:
 @pytest.mark.parametrize(
     ("group", "name", "now", "words"),
     [
-        ("training", "seed", 7, "with --seed 1234, this run has 7, so the data would not go on as it was; use --seed 1234, or"),
-        ("training", "global_batch_size", 8, "--global-batch-size 4, this run has 8"),
+        (
+            "training",
+            "seed",
+            7,
+            "with --seed 1234, this run has 7, so the data would not go on as it was; use --seed 1234, or start",
+        ),
+        ("training", "global_batch_size", 8, "use --global-batch-size 4, add --new-phase to go on otherwise from here, or start"),
         ("data", "split", "9,1", "--split 969,30,1, this run has 9,1"),
         ("data", "seq_length", 64, "--seq-length 4096, this run has 64"),
         ("data", "tokenizer_type", "ByteTokenizer", "--tokenizer-type HuggingFaceTokenizer, this run has ByteTokenizer"),
@@ -70,14 +75,19 @@ def test_flags_that_must_be_the_same(config: RunConfig, group: str, name: str, n
 @pytest.mark.parametrize(("flag", "name"), [("--data-path", "data_path"), ("--tokenizer-model", "tokenizer_model")])
 def test_files_count_by_their_content(config: RunConfig, tmp_path: Path, flag: str, name: str) -> None:
     saved = describe(config)
-    file = Path(getattr(config.data, name))
+    is_data = name == "data_path"
+    file = Path(config.data.data_path[0] if is_data else str(config.data.tokenizer_model))
+
+    def named(path: Path) -> Any:
+        return (str(path),) if is_data else str(path)
+
     (tmp_path / "moved").mkdir()
     moved = file.rename(tmp_path / "moved" / file.name)
     for place in (moved, moved.parent):  # the file, or the folder that holds it
-        check_same_data("--load d", saved=saved, current=describe(change(config, "data", **{name: str(place)})))
+        check_same_data("--load d", saved=saved, current=describe(change(config, "data", **{name: named(place)})))
     moved.write_text("another\n")
     with pytest.raises(CheckpointError) as problem:
-        check_same_data("--load d", saved=saved, current=describe(change(config, "data", **{name: str(moved)})))
+        check_same_data("--load d", saved=saved, current=describe(change(config, "data", **{name: named(moved)})))
     assert f"trained with {flag} {file} (content " in str(problem.value)
     assert f"this run has {moved} (content " in str(problem.value)
 
@@ -88,7 +98,7 @@ def test_the_same_manifest_with_other_usable_samples(config: RunConfig) -> None:
 
 
 def test_digits_have_no_file(config: RunConfig) -> None:
-    digits = change(config, "data", data_path="digits", digits_samples=50)
+    digits = change(config, "data", data_path=("digits",), digits_samples=50)
     saved = describe(digits)
     check_same_data("--load d", saved=saved, current=describe(change(digits, "data", split="1")))
     with pytest.raises(CheckpointError, match="--digits-samples 50, this run has 60"):
@@ -113,3 +123,14 @@ def test_what_may_change(config: RunConfig, group: str, values: dict[str, Any]) 
 
 def test_what_an_older_checkpoint_does_not_know_is_not_compared(config: RunConfig) -> None:
     check_same_data("--load d", saved={"seed": 1234}, current=describe(config))
+
+
+def test_a_new_phase_may_change_data_and_batches_but_not_seed_or_tokenizer(config: RunConfig) -> None:
+    for group, values in (("training", {"global_batch_size": 8}), ("data", {"split": "9,1"}), ("data", {"seq_length": 64})):
+        current = describe(change(config, group, **values), num_samples=7)
+        check_same_data("--load d", saved=describe(config), current=current, is_new_phase=True)
+    for group, values in (("training", {"seed": 8}), ("data", {"tokenizer_type": "ByteTokenizer"})):
+        with pytest.raises(CheckpointError, match="the data would not go on as it was"):
+            check_same_data(
+                "--load d", saved=describe(config), current=describe(change(config, group, **values)), is_new_phase=True
+            )

@@ -159,9 +159,11 @@ def test_input_paths_are_found_beside_the_configuration_file(parse: Parse, tmp_p
     (tmp_path / "manifest.jsonl").touch()
     config = parse(file={"data-path": "manifest.jsonl", "save": "runs", "vision-dp": 1})
     assert config.model.model == tmp_path / "model.yaml"
-    assert config.data.data_path == str(tmp_path / "manifest.jsonl")
+    assert config.data.data_path == (str(tmp_path / "manifest.jsonl"),)
+    mixed = parse(file={"data-path": [0.5, "manifest.jsonl", 1, "elsewhere.jsonl"], "vision-dp": 1})
+    assert mixed.data.mixture == ((str(tmp_path / "manifest.jsonl"), 0.5), ("elsewhere.jsonl", 1.0))
     assert config.checkpoint.save == Path("runs")
-    assert parse(file={"data-path": "elsewhere.jsonl", "vision-dp": 1}).data.data_path == "elsewhere.jsonl"
+    assert parse(file={"data-path": "elsewhere.jsonl", "vision-dp": 1}).data.data_path == ("elsewhere.jsonl",)
 
 
 @pytest.mark.parametrize(

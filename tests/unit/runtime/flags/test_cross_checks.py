@@ -50,7 +50,14 @@ IGNORED = [
         "--chat-template would be ignored: digits are asked about in turns of Braid's own",
     ),
     ("--balance-granularity sample", "--balance-granularity would be ignored: only --balance orchmllm and auto"),
-    ("--cluster c.yaml --balance orchmllm", "--cluster would be ignored: only --balance auto and --schedule optimus"),
+    ("--cluster c.yaml --balance orchmllm", "--cluster would be ignored: only --balance auto and --schedule eager-1f1b-memory"),
+    ("--cluster c.yaml --balance entrain", "--cluster would be ignored: only --balance auto"),
+    (
+        "--balance-num-microbatches effective",
+        "--balance-num-microbatches would be ignored: only --balance entrain and auto group",
+    ),
+    ("--new-phase", "--new-phase would be ignored: no checkpoint is resumed"),
+    ("--merge-encoders --balance orchmllm", "--merge-encoders would be ignored: only --balance entrain and auto group"),
     ("--num-workers 1 --lengths-from decode", "--num-workers would be ignored: --lengths-from decode loads in a thread"),
     ("--digits-samples 5 --data-path m.jsonl", "--digits-samples would be ignored: the samples come from a manifest"),
     ("--split 8,1,1", "--split would be ignored: --data-path digits holds out"),
@@ -325,6 +332,18 @@ def test_what_is_about_encoders_needs_one(tmp_path: Path, line: str) -> None:
         parse_arguments(
             ["--model", str(tmp_path / "model.yaml"), *base, "--llm-dp", "1", *line.split()], environ={"WORLD_SIZE": "2"}
         )
+
+
+def test_one_encoder_has_no_other_to_be_merged_with(parse: Parse) -> None:
+    with pytest.raises(ConfigError, match="--merge-encoders would be ignored: 'vision' is the only encoder"):
+        parse("--balance entrain --merge-encoders")
+
+
+def test_a_predicted_number_of_microbatches_goes_by_durations(parse: Parse) -> None:
+    cluster = Path("examples/clusters/cpu.yaml").resolve()
+    assert parse(f"--balance entrain --balance-num-microbatches predicted --cluster {cluster}").training.cluster == cluster
+    with pytest.raises(ConfigError, match="--cluster would be ignored"):
+        parse(f"--balance entrain --balance-num-microbatches effective --cluster {cluster}")
 
 
 def test_every_replica_needs_a_sample(parse: Parse) -> None:

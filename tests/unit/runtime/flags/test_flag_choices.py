@@ -15,7 +15,7 @@ from multimodal.attention.attention_backend import BACKEND_NAMES
 from multimodal.attention.bitfield import MaskMode
 from multimodal.balance import BALANCERS
 from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
-from multimodal.balance.balance_options import Granularity
+from multimodal.balance.balance_options import Granularity, MicrobatchCount
 from multimodal.cost.layers.layer import Implementation, Recompute
 from multimodal.plan.planners.planning_request import Sharding
 from multimodal.schedule.builders import BUILDERS
@@ -47,4 +47,5 @@ def test_other_choices_are_those_of_what_they_choose() -> None:
     assert choices(ParallelismConfig, "context_parallel_distribution") == set(TokenDistribution)
     assert choices(ParallelismConfig, "data_parallel_sharding_strategy") == set(get_args(Sharding))
     assert choices(TrainingConfig, "balance_granularity") == set(Granularity)
+    assert choices(TrainingConfig, "balance_num_microbatches") == set(MicrobatchCount)
     assert choices(TrainingConfig, "recompute_granularity") == set(get_args(Recompute))

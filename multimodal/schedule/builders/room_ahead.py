@@ -1,0 +1,99 @@
+"""The room that memory leaves for forwards ahead of those that a schedule needs, and how much of it to use."""
+
+from collections.abc import Callable, Iterator, Mapping
+from math import floor, isinf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multimodal.cost.step_costs import StepCosts
+from multimodal.schedule.encoder_limits import MEMORY_SHARE
+from multimodal.schedule.execute_lanes import execute_lanes
+from multimodal.values.action import ActionKind
+from multimodal.values.arrays.rows import Integers
+from multimodal.values.schedule import Schedule
+from multimodal.values.step_graph import StageKey, StepGraph
+from multimodal.values.step_work import KIND_NUMBERS, step_work
+
+_FORWARD = KIND_NUMBERS[ActionKind.FORWARD]
+FACTORS = (1.0, 1.25, 1.5, 1.75, 2.0, 3.0, 4.0)
+"""Microbatches kept at most, over those that a schedule needs."""
+_TRIED = (1.0, 2.0, 4.0)
+"""Too many forwards ahead delay backwards; so that much is tried."""
+
+
+def build_within_memory(
+    step: StepGraph,
+    limits: Mapping[StageKey, int],
+    *,
+    costs: StepCosts,
+    build: Callable[[Callable[[StageKey, int], int]], Schedule],
+) -> Schedule:
+    """Return the shortest of the schedules that keep up to 1, 2 and 4 times `limits` where memory has room for it.
+
+    limits: the microbatches that each stage keeps at least; build: makes a schedule of a function that scales a stage's limit.
+    """
+    room = factors_within_memory(step, limits, costs=costs)
+    best, shortest = float("inf"), None
+    for most in sorted({min(tried, max(room.values(), default=1.0)) for tried in _TRIED}):
+        schedule = build(lambda stage, limit, most=most: floor(min(most, room[stage]) * limit))  # type: ignore[misc]
+        seconds = costs.of_pieces(schedule.work, np.arange(schedule.work.num_computed)).seconds
+        duration = execute_lanes(schedule, seconds=seconds).duration_seconds
+        if shortest is None or duration < best:
+            best, shortest = duration, schedule
+    assert shortest is not None
+    return shortest
+
+
+def factors_within_memory(step: StepGraph, limits: Mapping[StageKey, int], *, costs: StepCosts) -> dict[StageKey, float]:
+    """Return, for each stage, the largest of `FACTORS` that its lanes' memory allows for the limits of all of their stages.
+
+    The largest microbatches count, so whichever are kept fit. Replicas that exchange samples run as far ahead as the fullest of
+    their lanes allows: elsewhere it would only wait. 1 where the limits themselves do not fit, the largest where costs know no
+    memory (`StepCosts.memory_bytes`). O(microbatches x stages log).
+    """
+    if isinf(costs.memory_bytes):
+        return dict.fromkeys(step.stages, FACTORS[-1])
+    needed = np.zeros((len(step.plan.lanes), len(FACTORS)))
+    for stage, kept in _kept_bytes(step, costs):
+        sums = np.append(0, np.cumsum(np.sort(kept)[::-1]))
+        counts = np.floor(np.array(FACTORS) * limits[stage]).astype(np.int64)
+        needed[list(step.lanes_of(*stage))] += sums[np.minimum(counts, len(kept))]
+    room = MEMORY_SHARE * costs.memory_bytes - np.array([costs.static_bytes(lane) for lane in range(len(needed))])
+    of_lane = np.maximum(np.count_nonzero(needed <= room[:, None], axis=1) - 1, 0)
+    groups = _exchanging_replicas(step)
+    least: dict[int, int] = {}
+    for stage in step.stages:
+        group = groups[stage[:2]]
+        least[group] = min(least.get(group, len(FACTORS)), *of_lane[list(step.lanes_of(*stage))].tolist())
+    return {stage: FACTORS[least[groups[stage[:2]]]] for stage in step.stages}
+
+
+def _kept_bytes(step: StepGraph, costs: StepCosts) -> Iterator[tuple[StageKey, Integers]]:
+    """Yield what each microbatch of a stage keeps there, of the stages that have any."""
+    work = step_work(step)
+    forwards = np.flatnonzero(work.kinds == _FORWARD)
+    kept, stages = costs.kept_bytes(work, forwards), work.computed_stages[forwards]
+    order = np.argsort(stages, kind="stable")
+    numbers, starts = np.unique(stages[order], return_index=True)
+    yield from zip((work.stages[number] for number in numbers.tolist()), np.split(kept[order], starts[1:]), strict=True)
+
+
+def _exchanging_replicas(step: StepGraph) -> dict[tuple[str, int], int]:
+    """Return the number of the group of each (unit, replica): those between which samples travel, directly or not."""
+    places = sorted({stage[:2] for stage in step.stages})
+    numbers = {place: number for number, place in enumerate(places)}
+    groups: NDArray[np.int64] = np.arange(len(places))
+    pairs = [
+        (numbers[source, first], numbers[target, second])
+        for source, target in step.graph.edges
+        for first, second in step.replica_routes(source, target)
+    ]
+    ends = np.array(pairs, np.int64).reshape(-1, 2)
+    before = None
+    while before is None or not np.array_equal(before, groups):
+        before = groups.copy()
+        least = groups[ends].min(axis=1)
+        for side in (0, 1):
+            np.minimum.at(groups, ends[:, side], least)
+    return {place: int(groups[number]) for place, number in numbers.items()}
