@@ -52,6 +52,8 @@ class BalancerRow:
     """True if it may encode the items of a sample in different places."""
     defers: bool = False
     """True if the LLM may run a sample later than encoders do, and microbatches may be fewer than asked for (Entrain)."""
+    judges: bool = False
+    """True if it predicts steps to choose among assignments of its own, where it can."""
     needs_costs: bool = False
     """True if it predicts steps, and so needs a description of the machine."""
     tried_first_on: frozenset[Placement] = frozenset()
@@ -137,6 +139,7 @@ BALANCERS: dict[str, BalancerRow] = {
         balance=balance_disttrain,
         meaning="samples balanced over replicas, and microbatches in an order that keeps pipelines full",
         source="DistTrain, Alg. 2 and 3",
+        judges=True,
         keeps_samples_whole=True,
         tried_first_on=frozenset({Placement.OWN_RANKS, Placement.CHAIN, Placement.SHARED_RANKS, Placement.SHARED_PIPELINE}),
     ),

@@ -1,6 +1,7 @@
 """Balances as DistTrain does: samples over replicas by their whole work, microbatches in an order that keeps pipelines full."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain, pairwise
 
 import numpy as np
@@ -11,6 +12,7 @@ from multimodal.balance.algorithms.reorder_microbatches import reorder_microbatc
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork, read_batch, sum_floats_by
 from multimodal.balance.placement import Groups, cut_replicas, follow_llm
+from multimodal.balance.predicted.shortest import choose_shortest
 from multimodal.values.arrays.rows import integers, row_numbers, take_rows
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph, Role
@@ -22,7 +24,9 @@ def balance_disttrain(lengths: Sequence[SampleLengths], *, graph: ModelGraph, pl
     """Reorder samples over the LLM's replicas (DistTrain, Alg. 2), then each replica's microbatches (Alg. 3).
 
     A sample weighs its work in all units together, and stays whole: encoders take the items of the LLM's microbatches. Inside a
-    replica, microbatches of equally many samples are cut in the order of their ids and then reordered.
+    replica, microbatches of equally many samples are cut in the order of their ids and then reordered. Where there is an
+    `options.predictor`, the order is the one of `order_llm` with the shortest step under the run's own schedule, stages and
+    virtual stages; that of the ids is one of them.
 
     Alg. 2's listing goes through the samples by ascending work, but its bound of 4/3 (Graham's) is that of descending work: in
     ascending order, the largest samples come when nothing small is left to even them out. Here the order is descending; the
@@ -37,20 +41,78 @@ def balance_disttrain(lengths: Sequence[SampleLengths], *, graph: ModelGraph, pl
     samples = integers(chain.from_iterable(map(sorted, bins)))
     count = work.count_microbatches(num_replicas)
     groups = cut_replicas(samples, np.ones(len(samples), np.int64), sizes, counts=np.full(num_replicas, count))
-    return follow_llm(reorder_llm(groups, work, plan=plan), work, plan=plan)
+    if options.predictor is None:
+        return follow_llm(reorder_llm(groups, work, plan=plan), work, plan=plan)
+    ordered = (follow_llm(each, work, plan=plan) for each in order_llm(groups, work, plan=plan))
+    return choose_shortest(ordered, work.lengths, options.predictor)
+
+
+def order_llm(llm: Groups, work: BatchWork, *, plan: Plan) -> Iterator[Groups]:
+    """Yield each replica's microbatches in several orders that may keep its pipeline full, and as they are.
+
+    Alg. 3 knows a pipeline whose stages have all one or all several virtual stages, and no messages. So others compete: Alg. 3
+    with the virtual stages of the LLM; light microbatches first and last and heavy ones in the middle, so that pipelines fill
+    and drain quickly; and descending.
+    """
+    seconds = _stage_seconds(llm, work, plan=plan)
+    yield reorder_llm(llm, work, plan=plan)
+    backbone = plan.units[work.graph.backbone.name]
+    if (num_chunks := backbone.num_virtual_stages // len(backbone.replicas[0].stages)) > 1:
+        is_llm = _is_stage_of_llm(work, plan)
+        yield _reordered(llm, partial(_fill_waits, _with_chunks(seconds, is_llm, num_chunks), num_stages=seconds.shape[1]))
+    sizes = seconds.sum(axis=(0, 1))
+    yield _reordered(llm, partial(_light_outside, sizes))
+    yield _reordered(llm, lambda own: np.argsort(-sizes[own], kind="stable"))
+    yield llm
 
 
 def reorder_llm(llm: Groups, work: BatchWork, *, plan: Plan) -> Groups:
     """Put each replica's microbatches into the order in which its pipeline waits least (DistTrain, Alg. 3)."""
     seconds = _stage_seconds(llm, work, plan=plan)
+    return _reordered(llm, partial(_fill_waits, seconds, num_stages=seconds.shape[1]))
+
+
+def _reordered(llm: Groups, order_of: Callable[[slice], npt.ArrayLike]) -> Groups:
+    """Reorder each replica's microbatches; order_of: from their range to their numbers in it."""
     order = np.arange(len(llm.atom_starts) - 1)
     for first, last in pairwise(llm.microbatch_starts.tolist()):
-        if last - first >= 3:  # the first stays first, and of the rest there must be a choice
-            forward, backward = seconds[:, :, first:last]
-            found = reorder_microbatches(forward, backward_seconds=backward, num_stages=len(forward))
-            order[first:last] = first + np.array(found)
+        if last - first >= 2:
+            order[first:last] = first + np.asarray(order_of(slice(first, last)), np.int64)
     atom_starts, atoms = take_rows(llm.atom_starts, llm.atoms, order)
     return Groups(atoms, atom_starts, llm.microbatch_starts)
+
+
+def _fill_waits(seconds: npt.NDArray[np.float64], own: slice, *, num_stages: int) -> npt.ArrayLike:
+    """Return the order of Alg. 3 of some microbatches; seconds: [2, num_virtual_stages, num_microbatches]."""
+    if own.stop - own.start < 3:  # the first stays first, and of the rest there must be a choice
+        return range(own.stop - own.start)
+    forward, backward = seconds[:, :, own]
+    return reorder_microbatches(forward, backward_seconds=backward, num_stages=num_stages)
+
+
+def _light_outside(sizes: npt.NDArray[np.float64], own: slice) -> npt.ArrayLike:
+    """Return an order in which sizes rise to the middle and fall again."""
+    rising = np.argsort(sizes[own], kind="stable")
+    return np.concatenate((rising[::2], rising[1::2][::-1]))
+
+
+def _with_chunks(seconds: npt.NDArray[np.float64], is_llm: npt.NDArray[np.bool_], num_chunks: int) -> npt.NDArray[np.float64]:
+    """Return the seconds of virtual stages: the LLM's even parts, and those of other units in the first chunk alone."""
+    shares = np.where(is_llm, 1 / num_chunks, np.arange(num_chunks)[:, None] == 0)
+    chunks: npt.NDArray[np.float64] = np.concatenate([seconds * share[:, None] for share in shares], axis=1)
+    return chunks
+
+
+def _is_stage_of_llm(work: BatchWork, plan: Plan) -> npt.NDArray[np.bool_]:
+    """Return which stages of `_stage_seconds` are the LLM's, [num_stages]."""
+    return np.concatenate([np.full(count, role is Role.BACKBONE) for role, _, count in _roles(work, plan)])
+
+
+def _roles(work: BatchWork, plan: Plan) -> Iterator[tuple[Role, list[str], int]]:
+    """Yield the units of each role that have work in this batch, and how many stages they have."""
+    for role in (Role.ENCODER, Role.BACKBONE, Role.GENERATOR):
+        units = [unit.name for unit in work.graph.units if unit.role is role and work.of_unit(unit.name).num_tokens.any()]
+        yield role, units, max((len(plan.units[unit].replicas[0].stages) for unit in units), default=0)
 
 
 def _stage_seconds(llm: Groups, work: BatchWork, *, plan: Plan) -> npt.NDArray[np.float64]:
@@ -64,9 +126,7 @@ def _stage_seconds(llm: Groups, work: BatchWork, *, plan: Plan) -> npt.NDArray[n
     num_microbatches, by_sample = len(llm.atom_starts) - 1, np.arange(len(llm.atoms) + 1)
     microbatch_of_sample = row_numbers(llm.atom_starts)
     stages_by_role = []
-    for role in (Role.ENCODER, Role.BACKBONE, Role.GENERATOR):
-        units = [unit.name for unit in work.graph.units if unit.role is role and work.of_unit(unit.name).num_tokens.any()]
-        num_stages = max((len(plan.units[unit].replicas[0].stages) for unit in units), default=0)
+    for role, units, num_stages in _roles(work, plan):
         slowest = np.zeros((2, num_stages, num_microbatches))
         for unit in units:
             rows = work.item_rows(unit) if role is Role.ENCODER else (by_sample, by_sample[:-1])

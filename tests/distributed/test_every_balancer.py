@@ -52,3 +52,8 @@ def test_deferral_under_schedules_that_run_ahead(ranks: RankPool, builder: str, 
     case = balanced_case("entrain", "two encoders and LLM", builder=builder, microbatch_count=count, merges_encoders=True)
     cluster = SCARCE if BUILDERS[builder].needs_costs else None
     assert_matches(replace(case, passes=(split_backward,), cluster=cluster), ranks)
+
+
+@pytest.mark.parametrize("builder", ["interleaved-1f1b", "zb-v"])
+def test_microbatches_in_the_order_chosen_for_virtual_stages(ranks: RankPool, builder: str) -> None:
+    assert_matches(balanced_case("disttrain", "encoder, LLM and generator", builder=builder), ranks)

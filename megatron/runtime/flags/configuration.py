@@ -169,7 +169,8 @@ class TrainingConfig:
     """--balance entrain: balance all encoders as one, by the sum of their work (--schedule encoders-colocated also runs them
     so)."""
     cluster: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "C.yaml"})
-    """The machine whose durations --balance auto and schedules made from durations go by; by default one like this."""
+    """The machine whose durations --balance auto, the order of --balance disttrain and schedules made from durations go by; by
+    default one like this."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library; by default nccl where CUDA is present, else gloo."""
     allow_python_kernels: bool = False

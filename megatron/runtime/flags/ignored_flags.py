@@ -23,7 +23,7 @@ def goes_by_durations(config: RunConfig) -> bool:
     """Return True if predicted durations decide anything in a run."""
     balancer = BALANCERS[config.training.balance]
     is_predicted = balancer.defers and config.training.balance_num_microbatches == "predicted"
-    return balancer.needs_costs or is_predicted or BUILDERS[config.training.schedule].needs_costs
+    return balancer.needs_costs or balancer.judges or is_predicted or BUILDERS[config.training.schedule].needs_costs
 
 
 _NO_DECAY = "--lr-decay-style constant never lowers the learning rate; choose another style or leave it out"
@@ -38,7 +38,7 @@ _NO_WEIGHTS = "it takes over the weights of --load; add --load DIR or leave it o
 _DEFER = " and ".join(name for name, row in BALANCERS.items() if row.defers)
 _PLACE_ITEMS = " and ".join(name for name, row in BALANCERS.items() if row.places_items)
 _BY_COSTS = " and ".join(name for name, row in BUILDERS.items() if row.needs_costs)
-_PREDICT = " and ".join(name for name, row in BALANCERS.items() if row.needs_costs)
+_PREDICT = " and ".join(name for name, row in BALANCERS.items() if row.needs_costs or row.judges)
 _NO_PROJECT = "Weights & Biases gets nothing; add --wandb-project NAME or leave it out"
 _STYLE, _EVALUATION = ("lr_decay_style",), ("eval_iters",)
 

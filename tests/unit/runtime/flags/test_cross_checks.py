@@ -50,8 +50,8 @@ IGNORED = [
         "--chat-template would be ignored: digits are asked about in turns of Braid's own",
     ),
     ("--balance-granularity sample", "--balance-granularity would be ignored: only --balance orchmllm and auto"),
-    ("--cluster c.yaml --balance orchmllm", "--cluster would be ignored: only --balance auto and --schedule eager-1f1b-memory"),
-    ("--cluster c.yaml --balance entrain", "--cluster would be ignored: only --balance auto"),
+    ("--cluster c.yaml --balance orchmllm", "--cluster would be ignored: only --balance disttrain and auto and --schedule eager"),
+    ("--cluster c.yaml --balance entrain", "--cluster would be ignored: only --balance disttrain"),
     (
         "--balance-num-microbatches effective",
         "--balance-num-microbatches would be ignored: only --balance entrain and auto group",
