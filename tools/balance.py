@@ -76,9 +76,8 @@ def _costs(text: str) -> dict[str, UnitCost]:
 
 
 def _cost(text: str) -> UnitCost:
-    form, _, weight = text.partition(":")
     try:
-        return UnitCost(CostForm(form), float(weight or 0))
+        return UnitCost.from_text(text)
     except ValueError as problem:
         raise argparse.ArgumentTypeError(f"'{text}' is no cost: {problem}; the forms are {', '.join(CostForm)}") from None
 

@@ -50,6 +50,8 @@ class BalancerRow:
     """True if a microbatch of an encoder holds the items of one of the LLM's; chains of layers over all lanes need that."""
     places_items: bool = False
     """True if it may encode the items of a sample in different places."""
+    weighs_units: bool = False
+    """True if it equalises costs of units that a run declares, padding included; others know FLOPs or tokens only."""
     defers: bool = False
     """True if the LLM may run a sample later than encoders do, and microbatches may be fewer than asked for (Entrain)."""
     judges: bool = False
@@ -119,6 +121,7 @@ BALANCERS: dict[str, BalancerRow] = {
         balance=balance_llm_only,
         meaning="the LLM's work balanced over replicas, then over microbatches",
         source="OrchMLLM 3.2",
+        weighs_units=True,
         keeps_samples_whole=True,
     ),
     "whole-sample": BalancerRow(
@@ -131,7 +134,8 @@ BALANCERS: dict[str, BalancerRow] = {
     "orchmllm": BalancerRow(
         balance=balance_every_unit,
         meaning="every unit balanced by itself",
-        source="OrchMLLM, Alg. 2",
+        source="OrchMLLM, Alg. 2, 4 and 5",
+        weighs_units=True,
         places_items=True,
         tried_first_on=frozenset({Placement.OWN_RANKS, Placement.PHASES}),
     ),
@@ -154,6 +158,7 @@ BALANCERS: dict[str, BalancerRow] = {
         balance=_balance_auto,
         meaning="whichever of the others is predicted to take shortest for the batch at hand",
         places_items=True,
+        weighs_units=True,
         defers=True,
         needs_costs=True,
     ),

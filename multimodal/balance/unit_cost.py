@@ -48,6 +48,12 @@ class UnitCost:
                 f"a unit's cost has quadratic weight {self.quadratic_weight}; give a finite number that is not negative"
             )
 
+    @classmethod
+    def from_text(cls, text: str) -> "UnitCost":
+        """Read `padded`, `linear+quadratic:0.001`; raises ValueError or AssignmentError, which is one, for anything else."""
+        form, _, weight = text.partition(":")
+        return cls(CostForm(form), float(weight or 0))
+
     def batch_cost(self, lengths: Sequence[float]) -> float:
         """Return the cost of a batch of these lengths, in tokens; an empty batch costs nothing. O(n)."""
         if not len(lengths):

@@ -7,8 +7,13 @@ import pytest
 
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions, Granularity, MicrobatchCount
+from multimodal.balance.batch_work import BatchWork
+from multimodal.balance.nodes.arrange_replicas import NodeArrangement
 from multimodal.balance.step_predictor import StepPredictor
+from multimodal.balance.unit_cost import UnitCost
 from multimodal.cost.cluster import Cluster, Network, NodeLink
+from multimodal.plan.colocated import plan_colocated
+from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes.split_backward import split_backward
@@ -57,3 +62,27 @@ def test_deferral_under_schedules_that_run_ahead(ranks: RankPool, builder: str, 
 @pytest.mark.parametrize("builder", ["interleaved-1f1b", "zb-v"])
 def test_microbatches_in_the_order_chosen_for_virtual_stages(ranks: RankPool, builder: str) -> None:
     assert_matches(balanced_case("disttrain", "encoder, LLM and generator", builder=builder), ranks)
+
+
+@pytest.mark.parametrize("exchanges_samples", [False, True])
+def test_batches_rearranged_over_nodes(ranks: RankPool, exchanges_samples: bool) -> None:
+    """Two nodes of two ranks that all units share: the encoders' batches change places, and nothing else."""
+    case = build_case("1f1b", MODELS["two encoders and LLM"])
+    sizes = {name: UnitSizes(tensor_parallel_size=2 if name == "llm" else 1) for name in case.graph.unit_names}
+    case = replace(case, plan=plan_colocated(case.graph, sizes=sizes, world_size=4), exchanges_samples=exchanges_samples)
+    lengths = [case.source.lengths(index) for index in range(len(case.source))]
+    options = BalanceOptions(ranks_per_node=2, vocab_size=case.source.vocab_size)
+    balanced = BALANCERS["orchmllm"](lengths, graph=case.graph, plan=case.plan, options=options)
+    arrangement = NodeArrangement(2, bytes_per_element=8, num_decoding_ranks=4 * exchanges_samples)
+    work = BatchWork(case.graph, lengths, options)
+    arranged, sent = arrangement.arrange(balanced, work, plan=case.plan, sample_ids=range(len(lengths)))
+    assert sent.after < sent.before and arranged != balanced
+    assert_matches(replace(case, assignment=arranged), ranks)
+
+
+@pytest.mark.parametrize("name", [name for name, row in BALANCERS.items() if row.weighs_units])
+def test_units_of_declared_costs(ranks: RankPool, name: str) -> None:
+    """The encoders as if they padded (Alg. 4 and 5), the LLM with attention's square (Alg. 2's other form)."""
+    costs = {"vision": "padded", "audio": "padded-attention:0.1", "llm": "linear+quadratic:0.01"}
+    declared = {unit: UnitCost.from_text(text) for unit, text in costs.items()}
+    assert_matches(balanced_case(name, "two encoders and LLM", unit_costs=declared), ranks)

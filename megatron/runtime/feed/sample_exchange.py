@@ -41,8 +41,9 @@ class _Described(NamedTuple):
 class ExchangedSamples:
     """The part of a global batch that this rank was sent, as a `SampleSource` addressed by sample id."""
 
-    def __init__(self, described: Mapping[int, _Described], pieces: Mapping[Piece, Any]) -> None:
-        self._described, self._pieces = described, pieces
+    def __init__(self, described: Mapping[int, _Described], pieces: Mapping[Piece, Any], *, bytes_between_nodes: int = 0) -> None:
+        """bytes_between_nodes: that all ranks sent to other nodes in the exchange."""
+        self._described, self._pieces, self.bytes_between_nodes = described, pieces, bytes_between_nodes
 
     def __len__(self) -> int:
         """Count the samples of the global batch."""
@@ -85,9 +86,9 @@ class DecodedShare:
 class SampleExchange:
     """Collective over all ranks; they must call its methods in the same order, from one thread each."""
 
-    def __init__(self, *, rank: int, world_size: int, timeout: timedelta) -> None:
-        """Make the group; collective."""
-        self._rank, self._world_size = rank, world_size
+    def __init__(self, *, rank: int, world_size: int, timeout: timedelta, ranks_per_node: int | None = None) -> None:
+        """Make the group; collective. ranks_per_node: by which bytes between nodes are counted, by default one node of all."""
+        self._rank, self._world_size, self._ranks_per_node = rank, world_size, ranks_per_node or world_size
         self._group = dist.new_group(list(range(world_size)), backend="gloo", timeout=timeout)
 
     def decode(self, source: SampleSource, *, source_index: Mapping[int, int]) -> DecodedShare:
@@ -126,7 +127,14 @@ class SampleExchange:
         ]
         incoming = self._all_to_all(outgoing)
         received = {piece: content for message in incoming for piece, content in pickle.loads(message).items()}
-        return ExchangedSamples(share.described, received)
+        return ExchangedSamples(share.described, received, bytes_between_nodes=self._add_up(outgoing))
+
+    def _add_up(self, outgoing: Sequence[bytes]) -> int:
+        """Return the bytes that all ranks together send to other nodes."""
+        node = self._rank // self._ranks_per_node
+        total = torch.tensor(sum(len(message) for rank, message in enumerate(outgoing) if rank // self._ranks_per_node != node))
+        dist.all_reduce(total, group=self._group)
+        return int(total)
 
     def _all_to_all(self, outgoing: Sequence[bytes]) -> list[bytes]:
         sizes = torch.tensor([len(message) for message in outgoing])

@@ -28,6 +28,8 @@ from megatron.runtime.step.step import Step
 from megatron.runtime.step.token_placement import DEFAULT_SHARING, ContextSharing
 from multimodal.balance import Balancer
 from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.batch_work import BatchWork
+from multimodal.balance.nodes.arrange_replicas import NodeArrangement
 from multimodal.balance.placement import drop_idle_samples
 from multimodal.cost.flops import step_flops
 from multimodal.cost.step_costs import StepCosts
@@ -63,11 +65,13 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         shards_weights: bool = False,
         costs_of: CostsOf | None = None,
         build: BuildOptions | None = None,
+        arrangement: NodeArrangement | None = None,
     ) -> None:
         """exchange: decode first, then send samples where they are needed; is_emulated: load no data (`with_emulated_inputs`).
 
-        costs_of, build: as `costs_of` and `options` of `plan_step`.
+        costs_of, build: as `costs_of` and `options` of `plan_step`; arrangement: permutes encoders' batches over replicas.
         """
+        self._arrangement = arrangement
         self._build = build
         self._costs_of = costs_of
         self._is_emulated, self._exchange, self._sharing = is_emulated, exchange, sharing
@@ -85,11 +89,20 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         graph, plan = self._schedules.graph, self._schedules.plan
         start = time.perf_counter()
         assignment = self._balancer(lengths, graph=graph, plan=plan, options=self._options)
+        node_bytes = None
+        if self._arrangement is not None:
+            work = BatchWork(graph, lengths, self._options)
+            assignment, node_bytes = self._arrangement.arrange(assignment, work, plan=plan, sample_ids=list(source_index))
         balance = report_balance(
-            self._schedules.step(assignment), lengths, options=self._options, balance_seconds=time.perf_counter() - start
+            self._schedules.step(assignment),
+            lengths,
+            options=self._options,
+            balance_seconds=time.perf_counter() - start,
+            node_bytes=node_bytes,
         )
         if self._exchange and share:
             source = self._exchange.exchange(share, self._schedules.step(assignment))
+            balance = replace(balance, exchanged_node_bytes=source.bytes_between_nodes)
             source_index = {sample_id: sample_id for sample_id in source_index}
         planned = plan_step(
             source,

@@ -12,11 +12,13 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from multimodal.balance import BALANCERS, UNBALANCED
+from multimodal.balance.unit_cost import CostForm, UnitCost
 from multimodal.data.mixture import NamedData, read_mixture
 from multimodal.data.sample_source import DEFAULT_MAX_PIXELS
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS, simulated_only
 from multimodal.schedule.passes import PASSES
+from multimodal.values.errors import ConfigError
 
 AT_LEAST_ONE: Mapping[str, Any] = MappingProxyType({"minimum": 1})
 AT_LEAST_ZERO: Mapping[str, Any] = MappingProxyType({"minimum": 0})
@@ -162,6 +164,12 @@ class TrainingConfig:
     """Method that distributes samples and items over replicas and microbatches."""
     balance_granularity: Literal["item", "sample"] = "item"
     """The unit that balancing an encoder moves: each image or clip by itself, or all of a sample together."""
+    unit_costs: tuple[str, ...] = field(default=(), metadata={"metavar": "UNIT=FORM[:W]"})
+    """Costs that balancers equalise in place of a unit's FLOPs, for units whose module pads: linear, linear+quadratic:W, padded
+    or padded-attention:W, in tokens; W weighs the quadratic term."""
+    rearrange_nodes: bool = False
+    """Permute the batches of every encoder over its replicas such that least crosses nodes (OrchMLLM, Alg. 3), whoever balances
+    them: outputs for the LLM and, with --lengths-from decode, raw samples. Prints the bytes with the balance."""
     balance_num_microbatches: Literal["given", "effective", "predicted"] = "given"
     """The number of microbatches that --balance entrain (also as tried by auto) makes: as --micro-batch-size asks; as many as can
     all have the encoders' work of the longest sample (Entrain's K_eff); or whichever is predicted to take shortest."""
@@ -177,6 +185,24 @@ class TrainingConfig:
     """Train on CUDA although the C++ kernels are not there, and decide every step with their slow Python references."""
     distributed_timeout_minutes: float = field(default=10.0, metadata={"minimum": 0.01, "maximum": 30000})
     """Minutes that a rank waits for its peers before the run ends with an error."""
+
+    @property
+    def declared_costs(self) -> dict[str, UnitCost]:
+        """Unit -> its declared cost, by the names that --unit-costs has; raises ConfigError."""
+        found: dict[str, UnitCost] = {}
+        for words in self.unit_costs:
+            name, _, text = words.partition("=")
+            try:
+                cost = UnitCost.from_text(text)
+            except ValueError as problem:
+                raise ConfigError(
+                    f"--unit-costs {words}: expected UNIT=FORM or UNIT=FORM:W with one of the forms {', '.join(CostForm)}, "
+                    f"such as vision=padded-attention:0.001 ({problem})"
+                ) from None
+            if name in found:
+                raise ConfigError(f"--unit-costs: unit '{name}' is there twice; keep one")
+            found[name] = cost
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

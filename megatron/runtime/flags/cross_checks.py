@@ -122,6 +122,9 @@ def _check_encoder_flags(config: RunConfig, *, graph: ModelGraph) -> None:
                 raise ConfigError(
                     f"{flag.flag} would be ignored: {ENCODER_FLAGS[flag.name]}, and the model has no encoder; leave it out"
                 )
+    for name in config.training.declared_costs:
+        if name not in graph.unit_names:
+            raise ConfigError(f"--unit-costs {name}: the model has no such unit; its units are {', '.join(graph.unit_names)}")
     if config.training.merge_encoders and len(graph.encoders) == 1:
         raise ConfigError(
             f"--merge-encoders would be ignored: '{graph.encoders[0].name}' is the only encoder of the model; leave it out"

@@ -35,6 +35,7 @@ _NO_LOAD = "no checkpoint is resumed; add --load DIR or leave it out"
 _EMULATED = "--emulate waits as long as its table says, whatever would compute; leave one of them out"
 _FINETUNE = "--finetune takes over the weights alone; leave it out"
 _NO_WEIGHTS = "it takes over the weights of --load; add --load DIR or leave it out"
+_WEIGH = " and ".join(name for name, row in BALANCERS.items() if row.weighs_units)
 _DEFER = " and ".join(name for name, row in BALANCERS.items() if row.defers)
 _PLACE_ITEMS = " and ".join(name for name, row in BALANCERS.items() if row.places_items)
 _BY_COSTS = " and ".join(name for name, row in BUILDERS.items() if row.needs_costs)
@@ -91,6 +92,12 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
             f"only --balance {_DEFER} group an encoder's samples otherwise than the LLM's; choose one or leave it out",
         )
         for name in ("balance_num_microbatches", "merge_encoders")
+    ),
+    IgnoredFlag(
+        "unit_costs",
+        ("balance",),
+        lambda c: bool(c.training.unit_costs) and not BALANCERS[c.training.balance].weighs_units,
+        f"only --balance {_WEIGH} balance units by costs of their own; choose one or leave it out",
     ),
     IgnoredFlag(
         "cluster",
@@ -193,6 +200,7 @@ ENCODER_FLAGS = {
     "attention_mask": "it says how the LLM sees items",
     "balance_granularity": "it says how their items are placed",
     "balance_num_microbatches": "it lowers the number where one sample's items would fill a microbatch",
+    "rearrange_nodes": "it moves their batches",
     "merge_encoders": "it balances them as one",
     "eval_blank_images": "it blanks what they take",
 }

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork, Imbalance, unit_imbalance
 from multimodal.balance.in_order import balance_in_order
+from multimodal.balance.nodes.arrange_replicas import NodeBytes
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.step_graph import StepGraph
 
@@ -25,12 +26,18 @@ class BalanceReport:
     """Milliseconds to compute the assignment, in the background."""
     assign_wait_ms: float = 0.0
     """Milliseconds that the step waited for its assignment and data, on the rank that waited longest."""
+    node_bytes: NodeBytes | None = None
+    """Bytes between nodes, of what node-wise rearrangement weighs; None without it."""
+    exchanged_node_bytes: int | None = None
+    """Bytes that ranks sent to other nodes when they exchanged raw samples, as sent; None where they exchange none."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain form, for the log."""
         return {
             "assign_wait_ms": self.assign_wait_ms,
             "balance_ms": self.balance_ms,
+            **({"node_bytes": self.node_bytes._asdict()} if self.node_bytes is not None else {}),
+            **({"exchanged_node_bytes": self.exchanged_node_bytes} if self.exchanged_node_bytes is not None else {}),
             "imbalance": {
                 unit: {"before_balancing": _named(self.imbalance_before[unit]), "after_balancing": _named(after)}
                 for unit, after in self.imbalance_after.items()
@@ -47,6 +54,7 @@ class BalanceMean:
     def _start_anew(self) -> None:
         self._first_step = self._last_step = self._num_steps = 0
         self._wait_ms = 0.0
+        self._node_bytes: NDArray[np.float64] | None = None
         self._sums: dict[str, NDArray[np.float64]] = {}
 
     def add(self, number: int, report: BalanceReport) -> None:
@@ -56,6 +64,8 @@ class BalanceMean:
         self._first_step, self._last_step = self._first_step or number, number
         self._num_steps += 1
         self._wait_ms += report.assign_wait_ms
+        if report.node_bytes is not None:
+            self._node_bytes = np.array(report.node_bytes) + (0.0 if self._node_bytes is None else self._node_bytes)
         for unit, after in report.imbalance_after.items():
             both = np.array([report.imbalance_before[unit], after])
             self._sums[unit] = self._sums.get(unit, 0.0) + both
@@ -69,6 +79,9 @@ class BalanceMean:
         means = {unit: [Imbalance(*each) for each in total / self._num_steps] for unit, total in self._sums.items()}
         units = [f"{unit}: {_describe(before, after)}" for unit, (before, after) in means.items()]
         waited = [f"waited {wait_ms:.0f} ms a step for data"] if wait_ms >= 0.5 else []
+        if self._node_bytes is not None:
+            before, after = self._node_bytes / self._num_steps / 1e6
+            waited = [f"{after:.3g} MB a step between nodes (before rearrangement {before:.3g} MB)", *waited]
         self._start_anew()
         return f"balance of step {steps}: {'; '.join([*units, *waited])}"
 
@@ -108,6 +121,7 @@ def report_balance(
     *,
     options: BalanceOptions,
     balance_seconds: float,
+    node_bytes: NodeBytes | None = None,
 ) -> BalanceReport:
     """Hold an assignment against the data loader's order. O(atoms)."""
     work = BatchWork(step.graph, lengths, options)
@@ -116,4 +130,5 @@ def report_balance(
         {name: unit_imbalance(before, work, unit=name) for name in step.graph.unit_names},
         {name: unit_imbalance(step.assignment, work, unit=name) for name in step.graph.unit_names},
         balance_ms=1e3 * balance_seconds,
+        node_bytes=node_bytes,
     )

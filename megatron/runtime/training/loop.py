@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
+
 from megatron.runtime import platform
 from megatron.runtime.checkpoint.checkpoint import find_newest_checkpoint
 from megatron.runtime.execution.step_clock import gather_timeline
@@ -30,6 +32,7 @@ from multimodal.attention.bitfield import MaskMode
 from multimodal.balance import BALANCERS
 from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.balance.balance_options import BalanceOptions, Granularity, MicrobatchCount
+from multimodal.balance.nodes.arrange_replicas import NodeArrangement
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.data.global_batches import DataPart, GlobalBatches
 from multimodal.data.sample_source import SampleSource
@@ -265,6 +268,18 @@ def _planner(run: Run, source: SampleSource, *, batches: GlobalBatches, forward_
         ),
         costs_of=run.emulation.costs_of if run.emulation is not None else predictor.costs,
         build=run.session.options.build,
+        arrangement=_arrangement(run),
+    )
+
+
+def _arrangement(run: Run) -> NodeArrangement | None:
+    """Return what --rearrange-nodes goes by; None without it."""
+    if not run.config.training.rearrange_nodes:
+        return None
+    return NodeArrangement(
+        int(os.environ.get("LOCAL_WORLD_SIZE", "8")),
+        bytes_per_element=getattr(torch, run.config.training.dtype).itemsize,
+        num_decoding_ranks=run.world.size if run.exchanges is not None else 0,
     )
 
 
@@ -282,6 +297,7 @@ def _balance_options(run: Run, predictor: StepPredictor) -> BalanceOptions:
         granularity=Granularity(training.balance_granularity),
         microbatch_count=MicrobatchCount(training.balance_num_microbatches),
         merges_encoders=training.merge_encoders,
+        unit_costs=training.declared_costs,
         ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "8")),
         vocab_size=run.session.options.vocab_size,
         predictor=predictor,

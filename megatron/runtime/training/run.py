@@ -117,7 +117,9 @@ def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests)
     )
     exchanges = None
     if config.data.lengths_from == "decode":
-        build = partial(SampleExchange, rank=world.rank, world_size=world.size, timeout=world.timeout)
+        build = partial(
+            SampleExchange, rank=world.rank, world_size=world.size, timeout=world.timeout, ranks_per_node=ranks_per_node
+        )
         exchanges = build(), build()
     return Run(
         config,

@@ -54,7 +54,8 @@ def collect_start_values(config: RunConfig, *, graph: ModelGraph, plan: Plan, da
 
 def _environment_names(config: RunConfig) -> tuple[str, ...]:
     """Balancers ask for the size of a node, which may differ where nothing is balanced."""
-    return ("WORLD_SIZE",) if config.training.balance == UNBALANCED else ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    ignores_nodes = config.training.balance == UNBALANCED and not config.training.rearrange_nodes
+    return ("WORLD_SIZE",) if ignores_nodes else ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def _flag_values(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ from megatron.runtime.flags.configuration import GROUPS, RunConfig
 from megatron.runtime.flags.cross_checks import shown_flag
 from megatron.runtime.flags.field_flags import field_flags
 from megatron.runtime.flags.ignored_flags import IGNORED_FLAGS
+from multimodal.balance.unit_cost import CostForm, UnitCost
 from multimodal.values.errors import BraidError, ConfigError, PlanError
 from multimodal.values.model_graph import ModelGraph
 
@@ -56,6 +57,7 @@ IGNORED = [
         "--balance-num-microbatches effective",
         "--balance-num-microbatches would be ignored: only --balance entrain and auto group",
     ),
+    ("--unit-costs vision=padded --balance disttrain", "--unit-costs would be ignored: only --balance llm-only and orchmllm"),
     ("--new-phase", "--new-phase would be ignored: no checkpoint is resumed"),
     ("--merge-encoders --balance orchmllm", "--merge-encoders would be ignored: only --balance entrain and auto group"),
     ("--num-workers 1 --lengths-from decode", "--num-workers would be ignored: --lengths-from decode loads in a thread"),
@@ -332,6 +334,27 @@ def test_what_is_about_encoders_needs_one(tmp_path: Path, line: str) -> None:
         parse_arguments(
             ["--model", str(tmp_path / "model.yaml"), *base, "--llm-dp", "1", *line.split()], environ={"WORLD_SIZE": "2"}
         )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("vision=square", r"--unit-costs vision=square: expected UNIT=FORM or UNIT=FORM:W with one of the forms linear, "),
+        ("vision", "--unit-costs vision: expected UNIT=FORM"),
+        ("vision=padded:x", "--unit-costs vision=padded:x: expected UNIT=FORM"),
+        ("vision=linear+quadratic:-1", "give a finite number that is not negative"),
+        ("vision=padded vision=linear", "--unit-costs: unit 'vision' is there twice"),
+        ("sound=padded", "--unit-costs sound: the model has no such unit; its units are vision, language"),
+    ],
+)
+def test_costs_of_units_are_checked_at_the_start(parse: Parse, words: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(f"--balance orchmllm --unit-costs {words}")
+    config = parse("--balance orchmllm --unit-costs vision=padded-attention:0.5 language=linear")
+    assert config.training.declared_costs == {
+        "vision": UnitCost(CostForm.PADDED_ATTENTION, 0.5),
+        "language": UnitCost(CostForm.LINEAR),
+    }
 
 
 def test_one_encoder_has_no_other_to_be_merged_with(parse: Parse) -> None:

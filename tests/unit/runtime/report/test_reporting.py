@@ -12,6 +12,7 @@ from megatron.runtime.flags.configuration import LoggingConfig
 from megatron.runtime.report.reporting import ConsoleReporter, EvaluationReport, StepReport, check_places
 from megatron.runtime.step.balance_report import BalanceReport
 from multimodal.balance.batch_work import Imbalance
+from multimodal.balance.nodes.arrange_replicas import NodeBytes
 from multimodal.values.errors import ConfigError
 from multimodal.values.timeline import Timeline
 from tests.unit.runtime.report.test_json_log import room_for
@@ -62,6 +63,16 @@ def test_the_balance_of_a_short_run_is_told_at_its_end(run: Run) -> None:
     *_, last = run(LoggingConfig(), steps=range(1, 2), balance=unchanged)
     assert last.startswith("balance of step 1: llm")
     assert not any("balance" in line for line in run(LoggingConfig(), balance=BalanceReport()))
+
+
+def test_bytes_between_nodes_are_told_where_they_are_rearranged(run: Run) -> None:
+    unchanged = {"llm": Imbalance(1.2, 1.3, 0.1)}
+    balance = BalanceReport(unchanged, unchanged, node_bytes=NodeBytes(5_200_000, 3_100_000), exchanged_node_bytes=77)
+    *_, last = run(LoggingConfig(log_interval=10), steps=range(5, 8), balance=balance)
+    assert last.endswith("1.30x the mean; 3.1 MB a step between nodes (before rearrangement 5.2 MB)")
+    assert balance.to_dict()["node_bytes"] == {"before": 5_200_000, "after": 3_100_000}
+    assert balance.to_dict()["exchanged_node_bytes"] == 77
+    assert "node_bytes" not in BalanceReport(unchanged, unchanged).to_dict()
 
 
 def test_what_the_longest_item_does_alone_is_told_beside_it(run: Run) -> None:

@@ -1,0 +1,101 @@
+"""Claim: node-wise rearrangement takes bytes from the network between nodes, under every balancer that places items.
+
+A vision-language model (`balanced_iteration.py`) on 8 nodes of 8 GPUs, all units on all of them: 64 replicas of the encoder, 16
+of the LLM (tp 4), 512 samples a step. The table has the megabytes that a step sends between nodes, of encoder outputs and
+gradients, and with `decode` of raw images as well, without and with --rearrange-nodes; and the simulated seconds of the step
+(`dip`).
+
+Run `python benchmarks/node_traffic.py [--lengths DIR] [--num-batches N] [--json]`.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from balanced_iteration import LENGTHS, MODEL, ROOT, VOCAB_SIZE, long_tailed
+from rich.console import Console
+from rich.table import Table
+
+from multimodal.balance import BALANCERS
+from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.batch_work import BatchWork
+from multimodal.balance.nodes.arrange_replicas import NodeArrangement
+from multimodal.balance.step_predictor import StepPredictor
+from multimodal.cost.cluster import Cluster
+from multimodal.data.length_table import read_length_table
+from multimodal.plan.colocated import plan_colocated
+from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.schedule.build_schedule import ScheduleCache
+from multimodal.schedule.builders import BUILDERS
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
+
+NUM_RANKS, RANKS_PER_NODE, GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE = 64, 8, 512, 4
+BALANCERS_SHOWN = ("none", "orchmllm")
+IMAGE = {"patch_size": 14, "in_channels": 3, "merge_size": 2}
+
+
+def measure(samples: Sequence[SampleLengths], *, num_batches: int) -> dict[str, dict[str, float]]:
+    """Return balancer and source of lengths -> means over batches."""
+    units = {name: {**unit, **({"image": IMAGE} if name == "vision" else {})} for name, unit in MODEL.items()}
+    graph = ModelGraph.from_dict({"units": units})
+    sizes = {"vision": UnitSizes(), "llm": UnitSizes(tensor_parallel_size=4)}
+    plan = plan_colocated(graph, sizes=sizes, world_size=NUM_RANKS)
+    cluster = Cluster.from_file(ROOT / "examples" / "clusters" / "h100.yaml")
+    predictor = StepPredictor(ScheduleCache(graph, plan, BUILDERS["dip"]), cluster, VOCAB_SIZE)
+    options = BalanceOptions(micro_batch_size=MICRO_BATCH_SIZE, vocab_size=VOCAB_SIZE, ranks_per_node=RANKS_PER_NODE)
+    found: dict[str, list[tuple[float, ...]]] = {}
+    for lengths in draw_length_batches(samples, batch_size=GLOBAL_BATCH_SIZE, num_batches=num_batches, seed=0):
+        work, ids = BatchWork(graph, lengths, options), [sample.sample_id for sample in lengths]
+        for name in BALANCERS_SHOWN:
+            assignment = BALANCERS[name](lengths, graph=graph, plan=plan, options=options)
+            for source, num_decoding in (("index", 0), ("decode", NUM_RANKS)):
+                arrangement = NodeArrangement(RANKS_PER_NODE, num_decoding_ranks=num_decoding)
+                arranged, sent = arrangement.arrange(assignment, work, plan=plan, sample_ids=ids)
+                seconds = [each.seconds for each in predictor.predict_each((assignment, arranged), lengths)]
+                row = sent.before / 1e6, sent.after / 1e6, *seconds
+                found.setdefault(f"{name}, {source}", []).append(row)
+    columns = ("mb_before", "mb_after", "seconds_before", "seconds_after")
+    return {name: dict(zip(columns, map(statistics.fmean, zip(*rows, strict=True)), strict=True)) for name, rows in found.items()}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure, print, and say whether the claim holds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=Path, default=LENGTHS, metavar="DIR")
+    parser.add_argument("--num-batches", type=int, default=1, metavar="N")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args(argv)
+    graph = ModelGraph.from_dict({"units": MODEL})
+    files = sorted(given.lengths.glob("*.csv.gz")) if given.lengths.is_dir() else []
+    data = {path.name.removesuffix(".csv.gz"): read_length_table(path, graph=graph) for path in files}
+    data = {name: samples for name, samples in data.items() if any(sample.items for sample in samples)}
+    rows = {
+        name: measure(samples, num_batches=given.num_batches)
+        for name, samples in (data or {"long-tailed, generated": long_tailed()}).items()
+    }
+    holds = all(
+        row[f"orchmllm, {source}"]["mb_after"] < row[f"orchmllm, {source}"]["mb_before"]
+        for row in rows.values()
+        for source in ("index", "decode")
+    )
+    if given.json:
+        print(json.dumps({"rows": rows, "holds": holds}))
+        return
+    columns = list(next(iter(rows.values())))
+    table = Table("lengths", *columns, title="MB between nodes without > with (seconds of a step)", box=None)
+    for name, row in rows.items():
+        shown = (row[column].values() for column in columns)
+        table.add_row(name, *(f"{mb:.0f} > {after:.0f} ({first:.3f} > {then:.3f} s)" for mb, after, first, then in shown))
+    console = Console(width=170, highlight=False)
+    console.print(table)
+    console.print(f"rearrangement takes bytes from the network under orchmllm: {'holds' if holds else 'does not hold'}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
