@@ -5,7 +5,7 @@ no time are more than two steps' gathered keys and values held: they are not kep
 sends the gradients home by reduce-scatter while the next group is computed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,13 +97,13 @@ class _ContextAttention(torch.autograd.Function):
     def backward(ctx: Any, mixed_gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         query, key, value = ctx.saved_tensors
         context: ContextGroup = ctx.context
-        gathered = _gather_groups(key, value, context)
-        steps = zip(_steps(query, key, context), _steps(mixed_gradient, key, context), gathered, strict=True)
         kept: list[_AttendedGroup] = ctx.kept[::-1]
+        gathered = _gather_groups(key, value, context, rooms=[group.reopen for group in ctx.kept])
+        steps = zip(_steps(query, key, context), _steps(mixed_gradient, key, context), gathered, strict=True)
         query_gradients, sent = [], []
         for queries, gradient, keys_values in steps:
             group = kept.pop() if kept else _AttendedGroup(ctx.attend, queries, keys_values)
-            of_queries, of_keys, of_values = group.gradients(gradient, keys_values)
+            of_queries, of_keys, of_values = group.gradients(gradient)
             query_gradients.append(of_queries)
             sent.append(_Reduction(of_keys, of_values, context))
             for earlier in sent[:-1]:
@@ -129,11 +129,14 @@ class _AttendedGroup:
         self._keys_values.untyped_storage().resize_(0)
         return self._mixed.detach()
 
-    def gradients(self, gradient: Tensor, keys_values: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of queries, keys and values; keys_values: the same, gathered anew if they were released."""
-        if keys_values is not self._keys_values:
-            self._keys_values.untyped_storage().resize_(keys_values.untyped_storage().nbytes())
-            self._keys_values.data.copy_(keys_values)  # past autograd's count of changes: it has seen these values
+    def reopen(self) -> Tensor:
+        """Return the memory of the keys and values again, to be filled with the same."""
+        room = self._keys_values.data  # past autograd's count of changes: it has seen these values
+        room.untyped_storage().resize_(room.numel() * room.element_size())
+        return room
+
+    def gradients(self, gradient: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of queries, keys and values."""
         return torch.autograd.grad(self._mixed, self._leaves, gradient)
 
 
@@ -156,15 +159,21 @@ def _at_once(context: ContextGroup) -> int:
     return context.groups_at_once
 
 
-def _gather_groups(key: Tensor, value: Tensor, context: ContextGroup) -> Iterator[Tensor]:
-    """Yield every step's keys, and values beside them, of the whole sequence, having started the gather of the step after."""
+def _gather_groups(
+    key: Tensor, value: Tensor, context: ContextGroup, *, rooms: Sequence[Callable[[], Tensor]] = ()
+) -> Iterator[Tensor]:
+    """Yield every step's keys, and values beside them, of the whole sequence, having started the gather of the step after.
+
+    rooms: return, for each step, memory to put them into; by default new memory.
+    """
     size = _at_once(context)
     steps = list(zip(key.split(size, dim=1), value.split(size, dim=1), strict=True))
     coming = [_start_gather(*steps[0], context)]
-    for following in (*steps[1:], None):
+    for step, following in enumerate((*steps[1:], None)):
         work, gathered = coming.pop()
         work.wait()
-        in_order = gathered.index_select(0, context.gathered_rows)
+        rows = context.gathered_rows
+        in_order = torch.index_select(gathered, 0, rows, out=rooms[step]()) if rooms else gathered.index_select(0, rows)
         del gathered
         if following is not None:
             coming.append(_start_gather(*following, context))
