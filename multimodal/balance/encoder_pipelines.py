@@ -67,7 +67,9 @@ class _Pipelines(NamedTuple):
 
 
 def _pipelines(plan: Plan, unit: str, *, llm: str) -> _Pipelines | None:
-    """Find them; None unless each LLM replica has equally many, and more than one."""
+    """Find them; None unless each LLM replica has equally many, more than one, and they are alike."""
+    if plan.units[unit].is_unlike:
+        return None
     num_owners = plan.units[llm].data_parallel_size
     owner_of_rank = {rank: index for index, replica in enumerate(plan.units[llm].replicas) for rank in replica.ranks}
     owners: list[int] = []

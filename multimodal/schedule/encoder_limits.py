@@ -60,7 +60,8 @@ def _largest_kept(step: StepGraph, costs: StepCosts, unit: str) -> Integers:
     """[num_replicas, num_stages] bytes per rank that the largest microbatch keeps."""
     work = step_work(step)
     pieces = work.pieces.units[unit]
-    kept = costs.kept_bytes(work, pieces.forward.ravel()).reshape(pieces.forward.shape)
+    kept, is_there = np.zeros(pieces.forward.shape, np.int64), pieces.forward >= 0
+    kept[is_there] = costs.kept_bytes(work, pieces.forward[is_there])
     found = np.zeros((pieces.placed.num_replicas, len(kept)), np.int64)
     np.maximum.at(found, pieces.placed.replica_of_microbatch, kept.T)
     return found

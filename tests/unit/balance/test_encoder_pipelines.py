@@ -129,7 +129,9 @@ def test_encoders_without_a_choice_stay_where_they_are(build_sample):
     )
     one_each = plan_of(stage_layers=(8,), num_replicas=2)
     uneven = plan_of(stage_layers=(4, 4), num_replicas=2, num_encoders=3)
-    for plan in (elsewhere, across, one_each, uneven):
+    long, short = Replica((Stage((0,), ((0, 4),)), Stage((1,), ((4, 8),)))), Replica((Stage((2,), ((0, 8),)),))
+    unlike = Plan({"vision": UnitPlan((long, short)), "llm": plan_of(stage_layers=(3, 3, 2)).units["llm"]})
+    for plan in (elsewhere, across, one_each, uneven, unlike):
         assert deal_by_idle_time(costs_of(plan, lengths), fills_waits=False, largest_first=False) is None
 
 

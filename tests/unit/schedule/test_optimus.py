@@ -67,6 +67,7 @@ class WaitingCosts(RandomCosts):
     """Only the LLM waits, and only where several ranks work on it."""
 
     has_waits: bool = True
+    memory_bytes: float = math.inf
 
     def compute(self, action: Action) -> ComputeCost:
         found = super().compute(action)
@@ -74,10 +75,13 @@ class WaitingCosts(RandomCosts):
 
 
 @settings(max_examples=80)
-@given(case=cases(), forward_only=st.booleans(), seed=st.integers(0, 2**20))
-def test_the_kernel_equals_its_reference_and_gives_valid_schedules(case: StepGraph, forward_only: bool, seed: int) -> None:
+@given(case=cases(), forward_only=st.booleans(), seed=st.integers(0, 2**20), memory_bytes=st.sampled_from([math.inf, 1200.0]))
+def test_the_kernel_equals_its_reference_and_gives_valid_schedules(
+    case: StepGraph, forward_only: bool, seed: int, memory_bytes: float
+) -> None:
     step = replace(case, forward_only=forward_only)
-    costs = WaitingCosts(seed=seed, num_waits=2, has_waits=step.plan.units["llm"].tensor_parallel_size > 1)
+    has_waits = step.plan.units["llm"].tensor_parallel_size > 1
+    costs = WaitingCosts(seed=seed, num_waits=2, has_waits=has_waits, memory_bytes=memory_bytes)
     assert filling.kernels is not None
     for name in ("optimus", "optimus-lean"):
         builder = BUILDERS[name].with_costs(costs)
