@@ -71,7 +71,8 @@ def synthetic_input(stage: UnitStage, *, num_tokens: int, num_sequences: int = 1
     parts, item_embeddings = kind.random_input(stage.context, num_tokens=num_tokens, num_sequences=num_sequences)
     hidden = None
     if kind.takes_hidden:
-        hidden = stage.context.random(stage.num_rows(num_tokens), 1, unit.transformer.hidden_size).requires_grad_()
+        width = stage.context.graph.width_behind(unit.name, index - 1)
+        hidden = stage.context.random(stage.num_rows(num_tokens), 1, width).requires_grad_()
     on_device: dict[str, Any] = {"positions": positions.to(torch.cuda.current_device())}
     if whole.window_order is not None:
         on_device["window_order"] = whole.window_order.to(torch.cuda.current_device())

@@ -82,10 +82,10 @@ class StepMemory:
                 if stage >= plan.num_stages_of(replica):
                     continue
                 counts, own = self.layers.counts((unit, replica, stage)), slice(*placed.microbatch_starts[replica : replica + 2])
-                size = self.layers.tensor_size((unit, replica, stage))
-                like = tuple(counts.items()), size, stage == 0
+                size, width = self.layers.tensor_size((unit, replica, stage)), self._width_before((unit, replica, stage))
+                like = tuple(counts.items()), size, stage == 0, width
                 if like not in of_layers:
-                    of_layers[like] = self._stage_bytes(unit, counts, kept, tensor_size=size, is_first=stage == 0)
+                    of_layers[like] = self._stage_bytes(unit, counts, kept, tensor_size=size, is_first=stage == 0, width=width)
                 found[stage, own] = of_layers[like][own]
             self._kept_bytes[unit] = np.round(found).astype(np.int64)
         return self._kept_bytes[unit]
@@ -114,13 +114,20 @@ class StepMemory:
         kept = [each for each in cut if not (self.options.recompute == "full" and LAYER_KINDS[each[0]].recomputes)]
         return sum(counts[each] * (1 / size + each[1].trains_weights * (1 - 1 / size)) for each in kept)
 
-    def _stage_bytes(self, unit: str, counts: LayerCounts, kept: RankLoad, *, tensor_size: int, is_first: bool) -> Floats:
-        """Return the bytes that each microbatch keeps in a stage of these layers."""
+    def _width_before(self, stage: StageKey) -> int:
+        """Return the channels of what comes into a stage; of a unit's first one: of what takes the places of items."""
+        first = self.layers.plan.virtual_stage(*stage).layers.start
+        return self.layers.graph.width_behind(stage[0], max(0, first - 1))
+
+    def _stage_bytes(
+        self, unit: str, counts: LayerCounts, kept: RankLoad, *, tensor_size: int, is_first: bool, width: int
+    ) -> Floats:
+        """Return the bytes that each microbatch keeps in a stage of these layers; width: channels of what comes in."""
         layers = sum(
             count * self._rank_bytes(unit, layer, need, kept, self.options.recompute, tensor_size=tensor_size)
             for (layer, need), count in counts.items()
         )
-        received = self._received_bytes(unit, counts, add_loads(kept), tensor_size=tensor_size, is_first=is_first)
+        received = self._received_bytes(unit, counts, add_loads(kept), tensor_size=tensor_size, is_first=is_first, width=width)
         return layers + received + np.zeros(np.shape(kept.whole.num_tokens))
 
     def static_bytes(self, rank: int) -> int:
@@ -168,19 +175,18 @@ class StepMemory:
         return {}
 
     def _received_bytes(
-        self, unit: str, counts: LayerCounts, load: UnitLoad, *, tensor_size: int, is_first: bool
+        self, unit: str, counts: LayerCounts, load: UnitLoad, *, tensor_size: int, is_first: bool, width: int
     ) -> float | Floats:
         """Return the bytes of received hidden states or encoders' outputs for which a gradient is sent back."""
         if not any(need.sends_gradient for _, need in counts):
             return 0.0
-        hidden_bytes = self.bytes_per_element * self.layers.graph.unit(unit).transformer.hidden_size
-        sizes = self.layers.plan.units[unit]
+        sizes, num_channels = self.layers.plan.units[unit], width
         if is_first:
-            return hidden_bytes * self.loads.num_received_rows(unit) / sizes.context_parallel_size
+            return self.bytes_per_element * width * self.loads.num_received_rows(unit) / sizes.context_parallel_size
         if self.bytes_per_element >= 4 or self.options.transformer_impl == "transformer_engine":
-            return 0.0  # the first norm keeps the very same tensor
+            num_channels -= self.layers.graph.unit(unit).transformer.hidden_size  # the first norm keeps the very same tensor
         num_ranks = sizes.context_parallel_size * (tensor_size if self.options.sequence_parallel else 1)
-        return hidden_bytes * load.num_tokens / num_ranks
+        return self.bytes_per_element * num_channels * load.num_tokens / num_ranks
 
     def _message_bytes(self, stage: StageKey) -> float:
         """Return the bytes of received messages: activations from the stage before, gradients from the one after."""
@@ -188,12 +194,11 @@ class StepMemory:
         sizes = self.layers.plan.units[unit]
         mean = self.loads.mean(unit, replica)
         num_ranks = sizes.context_parallel_size * (self.layers.tensor_size(stage) if self.options.sequence_parallel else 1)
-        inside = mean.num_tokens * self.layers.graph.unit(unit).transformer.hidden_size / num_ranks
         is_last = index == sizes.num_stages_of(replica) - 1
-        widths = sum(self.layers.graph.unit(name).transformer.hidden_size for name in self._targets(unit))
-        outputs = mean.num_outputs * widths / sizes.context_parallel_size
-        activations = inside if index else 0.0
-        gradients = outputs if is_last else inside
+        width = self.layers.graph.width_behind(unit, self.layers.plan.virtual_stage(*stage).layers.stop - 1)
+        activations = mean.num_tokens * self._width_before(stage) / num_ranks if index else 0.0
+        outputs = mean.num_outputs * width * len(self._targets(unit)) / sizes.context_parallel_size
+        gradients = outputs if is_last else mean.num_tokens * width / num_ranks
         return self.bytes_per_element * (OPEN_ACTIVATIONS * activations + OPEN_GRADIENTS * gradients)
 
     def _targets(self, unit: str) -> tuple[str, ...]:

@@ -25,8 +25,9 @@ class EncoderMicrobatch:
     patches: torch.Tensor | None
     """[num_tokens, patch_dim], of the items' type, merge-window order; None where only positions were asked for."""
     positions: torch.Tensor
-    """[num_tokens, 2], int64: (row, column) of each patch in its image; CLASS_POSITION twice for a class token. Of sound
-    [num_tokens, 3], as `audio_positions` says."""
+    """[num_tokens, 2], int64: (row, column) of each patch in its image; CLASS_POSITION twice for a class token. [num_tokens, 4]
+    with the rows and columns of the image, where learned positions are stretched to it. Of sound [num_tokens, 3], as
+    `audio_positions` says."""
     cu_seqlens: torch.Tensor
     """[num_items + 1], int32: the start of each item among the patches, and the total."""
 
@@ -115,7 +116,10 @@ def _positions(grid: tuple[int, int], item_input: ItemInput) -> npt.NDArray[np.i
     """Return the places of all tokens of an item."""
     if isinstance(item_input, AudioInput):
         return audio_positions(grid, audio=item_input)
-    return _with_class(patch_positions(grid, merge_size=item_input.merge_size), item_input.class_token, CLASS_POSITION)
+    places = patch_positions(grid, merge_size=item_input.merge_size)
+    if item_input.position_grid is not None:
+        places = np.concatenate((places, np.broadcast_to(np.array(grid), places.shape)), axis=1)
+    return _with_class(places, item_input.class_token, CLASS_POSITION)
 
 
 def _with_class(rows: npt.NDArray[Any], class_token: str | None, value: int) -> npt.NDArray[Any]:

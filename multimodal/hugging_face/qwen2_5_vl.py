@@ -1,5 +1,6 @@
 """Qwen2.5-VL: a vision encoder at native resolution with windows, a merger, and a Qwen2 whose positions have rows and columns."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require, with_defaults
@@ -85,19 +86,22 @@ def read_qwen2_5_vl(config: Config) -> dict[str, Any]:
     return {"units": {"vision": read_native_vision(config.get("vision_config") or {}, llm["hidden_size"]), "llm": llm}}
 
 
-def read_placed_text(config: Config, *, defaults: Config) -> dict[str, Any]:
+def read_placed_text(
+    config: Config, *, defaults: Config, family: str = "qwen2", sections: Sequence[int] = _SECTIONS
+) -> dict[str, Any]:
     """Return an LLM whose tokens have a time, rows and columns.
 
-    Its configuration stands beside the encoder's, or, in earlier versions, around it. defaults: what a key that it lacks means.
+    Its configuration stands beside the encoder's, or, in earlier versions, around it. defaults: what a key that it lacks means;
+    family: the model_type of the text model that it is; sections: where it names none.
     """
     given = config.get("text_config") or config
-    text = {**defaults, **{key: value for key, value in given.items() if value is not None}, "model_type": "qwen2"}
+    text = {**with_defaults(given, defaults), "model_type": family}
     if config.get("tie_word_embeddings") is not None:
         text["tie_word_embeddings"] = config["tie_word_embeddings"]
     rotary = {**(text.pop("rope_scaling", None) or {}), **(text.pop("rope_parameters", None) or {})}
     kinds = {rotary.pop("rope_type", "default"), rotary.pop("type", "default")} - {"mrope"}
     unit = read_text_unit({**text, "rope_parameters": {**rotary, "rope_type": max(kinds, default="default")}}, where="the LLM's ")
-    return {**unit, "rotary_sections": list(rotary.get("mrope_section", _SECTIONS))}
+    return {**unit, "rotary_sections": list(rotary.get("mrope_section", sections))}
 
 
 def read_native_vision(given: Config, text_size: int) -> dict[str, Any]:
@@ -106,11 +110,7 @@ def read_native_vision(given: Config, text_size: int) -> dict[str, Any]:
     require(vision, {"hidden_act": ("silu",)}, where="vision_config: ")
     rotary = vision.get("rope_parameters") or {}
     require(rotary, {"rope_type": ("axial", "default"), "rope_theta": (10000, 10000.0)}, where="vision_config: ")
-    if vision["out_hidden_size"] != text_size:
-        raise ModelError(
-            f"vision_config: out_hidden_size is {vision['out_hidden_size']}, but the LLM's hidden_size {text_size}; correct "
-            "one of them"
-        )
+    check_output_size(vision["out_hidden_size"], text_size)
     channels = vision.get("in_channels", vision.get("in_chans", 3))
     return {
         "role": "encoder",
@@ -119,6 +119,12 @@ def read_native_vision(given: Config, text_size: int) -> dict[str, Any]:
         "layernorm_epsilon": 1e-6,
         "image": {**_PIXELS, **read_keys(_IMAGE_KEYS, vision), "in_channels": channels, "has_patch_bias": False},
     }
+
+
+def check_output_size(found: int, text_size: int) -> None:
+    """Raise ModelError where an encoder says that it speaks to another LLM."""
+    if found != text_size:
+        raise ModelError(f"vision_config: out_hidden_size is {found}, but the LLM's hidden_size {text_size}; correct one of them")
 
 
 QWEN2_5_VL = Architecture(

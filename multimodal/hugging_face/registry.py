@@ -11,6 +11,7 @@ from multimodal.hugging_face.processors import read_processors, with_processors
 from multimodal.hugging_face.qwen2_5_omni import QWEN2_5_OMNI
 from multimodal.hugging_face.qwen2_5_vl import QWEN2_5_VL
 from multimodal.hugging_face.qwen2_audio import QWEN2_AUDIO
+from multimodal.hugging_face.qwen3_vl import QWEN3_VL
 from multimodal.hugging_face.text_models import TEXT_FAMILIES, text_architecture
 from multimodal.values.errors import BraidError, ModelError
 from multimodal.values.file_form import read_mapping
@@ -23,6 +24,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         *map(text_architecture, TEXT_FAMILIES.values()),
         LLAVA,
         QWEN2_5_VL,
+        QWEN3_VL,
         INTERNVL,
         QWEN2_AUDIO,
         *QWEN2_5_OMNI,

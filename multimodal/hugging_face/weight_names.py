@@ -69,7 +69,10 @@ def fused_qkv(unit: Unit, keys: Sequence[str], num_rows: int) -> Iterator[Rows]:
 
 
 class Weight(NamedTuple):
-    """A module of ours and the modules of theirs that make it up; weight and bias go by the same names on both sides."""
+    """A module of ours and the modules of theirs that make it up; weight and bias go by the same names on both sides.
+
+    `{}` in their names is the number of one of several alike inside a layer.
+    """
 
     ours: str
     theirs: tuple[str, ...]
@@ -105,11 +108,12 @@ def rows_of(names: UnitNames, unit: Unit, parameter: str, *, num_rows: int) -> t
     table = names.first if index == 0 else names.last if is_last else names.body
     prefix = "" if index == 0 or is_last else names.prefix.format(index - 1)
     module, _, tensor = name.rpartition(".")
+    number = next((part for part in module.split(".") if part.isdigit()), "")
     for entry in table:
         if isinstance(entry, Tensor):
             if entry.ours == name:
                 return (Rows(prefix + entry.theirs, 0, 0, num_rows),)
-        elif entry.ours == module:
-            keys = [f"{prefix}{theirs}.{tensor}" for theirs in entry.theirs]
+        elif entry.ours.format(number) == module:
+            keys = [f"{prefix}{theirs.format(number)}.{tensor}" for theirs in entry.theirs]
             return tuple(entry.merge(unit, keys, num_rows))
     return ()

@@ -14,13 +14,15 @@ def rotary_frequencies(
     base: float,
     dtype: torch.dtype,
     sections: Sequence[int] = (),
+    is_interleaved: bool = False,
     scaling: Sequence[float] = (),
 ) -> Tensor:
     """Return the angles by which megatron-core's layers rotate queries and keys.
 
     positions: [num_tokens] or [num_tokens, num_axes], integers. The channel pairs of a head are shared evenly among the axes, as
     Qwen2-VL's vision encoder does with rows and columns. With `sections` (its LLM), the pairs of one axis are `sections[axis]`
-    successive ones of those that a single axis would have; `scaling`: as Transformer.rotary_scaling has it, for one axis.
+    successive ones of those that a single axis would have, or, where they are interleaved (Qwen3-VL's), every third one as long
+    as there are some, and all others are the first axis's; `scaling`: as Transformer.rotary_scaling has it, for one axis.
 
     Shape: [num_tokens, 1, 1, head_channels] in `dtype` (float32, or float64 for exact checks).
     """
@@ -28,9 +30,8 @@ def rotary_frequencies(
         positions = positions[:, None]
     if sections:
         exponent = torch.arange(0, head_channels, 2, device=positions.device, dtype=dtype) / head_channels
-        axes = positions.expand(-1, len(sections)).to(dtype).split(1, dim=1)
-        of_pairs = [axis.expand(-1, count) for axis, count in zip(axes, sections, strict=True)]
-        angles = torch.cat(of_pairs, dim=1) * (1.0 / base**exponent)
+        axes = torch.tensor(axes_of_pairs(sections, is_interleaved=is_interleaved), device=positions.device)
+        angles = positions.expand(-1, len(sections)).to(dtype).index_select(1, axes) * (1.0 / base**exponent)
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
     num_axes = positions.shape[1]
     channels = head_channels // num_axes
@@ -38,6 +39,14 @@ def rotary_frequencies(
     inverse = _slowed(1.0 / base**exponent, scaling)  # [channels / 2]
     angles = (positions.to(dtype)[:, :, None] * inverse).flatten(1)  # [num_tokens, head_channels / 2]
     return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
+def axes_of_pairs(sections: Sequence[int], *, is_interleaved: bool) -> list[int]:
+    """Return the axis by which each pair of channels turns."""
+    num_axes, num_pairs = len(sections), sum(sections)
+    if not is_interleaved:
+        return [axis for axis, count in enumerate(sections) for _ in range(count)]
+    return [axis if pair < num_axes * sections[axis] else 0 for pair in range(num_pairs) for axis in (pair % num_axes,)]
 
 
 def _slowed(inverse: Tensor, scaling: Sequence[float]) -> Tensor:

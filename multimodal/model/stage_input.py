@@ -1,6 +1,6 @@
 """Inputs of a stage beside the activations of the stage before it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -25,8 +25,9 @@ class PackedInput:
     lengths: tuple[int, ...]
     """Tokens of each packed sequence."""
     positions: Tensor
-    """[num_tokens] (text), [num_tokens, 2] (rows and columns of patches) or [num_tokens, 3] (time, row and column in an LLM; what
-    `audio_positions` says of tokens of sound)."""
+    """[num_tokens] (text), [num_tokens, 2] (rows and columns of patches), [num_tokens, 3] (time, row and column in an LLM; what
+    `audio_positions` says of tokens of sound) or [num_tokens, 4] (row and column of patches, and how many of both their image
+    has, where learned positions are stretched to it)."""
     patches: Tensor | None = None
     """[num_tokens, patch_channels]: the input of an encoder's first stage, or the target of a generator's last stage."""
     token_ids: Tensor | None = None
@@ -59,6 +60,12 @@ class PackedInput:
         """Number of tokens that this rank holds."""
         return sum(self.lengths) if self.share is None else self.share.num_tokens
 
+    @property
+    def places(self) -> Tensor:
+        """The positions that rotate queries and keys."""
+        is_stretched = self.positions.dim() > 1 and self.positions.shape[1] == 4
+        return self.positions[:, :2] if is_stretched else self.positions
+
     def with_windows_of(self, unit: Unit) -> "PackedInput":
         """Return the same input with the windows of an encoder's images, or the chunks of its clips; itself without these."""
         if not unit.has_windows:
@@ -67,7 +74,7 @@ class PackedInput:
             places, size = self.positions[:, :1], unit.audio.chunk_tokens or 0
         else:
             assert unit.image is not None
-            places, size = self.positions, unit.image.window_patches
+            places, size = self.places, unit.image.window_patches
         order, lengths = order_by_window(places, self.own_lengths, size=size)
         return replace(self, window_order=order, window_lengths=lengths)
 
@@ -108,6 +115,19 @@ def pad_rows(tensor: Tensor, num_rows: int) -> Tensor:
     """Append zero rows up to `num_rows`."""
     missing = num_rows - tensor.shape[0]
     return tensor if missing == 0 else torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:])))
+
+
+def pad_channels(rows: Tensor, num_channels: int) -> Tensor:
+    """Append channels of zeros; rows: [num_rows, channels]."""
+    missing = num_channels - rows.shape[1]
+    return rows if missing == 0 else torch.nn.functional.pad(rows, (0, missing))
+
+
+def stack_items(outputs: Iterable[Tensor]) -> Tensor | None:
+    """Return what other units gave, one below the other; not all encoders have channels for the LLM's first layers."""
+    found = list(outputs)
+    widest = max((tensor.shape[1] for tensor in found), default=0)
+    return torch.cat([pad_channels(tensor, widest) for tensor in found]) if found else None
 
 
 def share_input(batch: PackedInput, share: RankShare) -> PackedInput:

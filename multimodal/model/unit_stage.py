@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.model.adapter import attach_adapters
+from multimodal.model.carried_states import CarriedStates, join
 from multimodal.model.collectives import RankLink, share_rows
 from multimodal.model.layers.layer_kind import HeadOutput, LayerContext, LayerPart, StagePass, State
 from multimodal.model.layers.registry import kind_of, sharding_of
@@ -65,6 +67,7 @@ class UnitStage(MegatronModule):
         super().__init__(build_transformer_config(unit, tensor_parallel_size=groups.tp.size(), options=options))
         self.unit, self.layer_range, self.groups, self.options = unit, layers, groups, options
         self.context = LayerContext(graph, unit, self.config, groups, options, vocab_size)
+        self.carried = CarriedStates(graph, unit_name)
         self.guard: LayerGuard | None = None
         self.waits = TensorParallelWaits()
         """Told of the collectives of a forward or backward of the whole stage."""
@@ -129,23 +132,31 @@ class UnitStage(MegatronModule):
     def forward(self, hidden: Tensor | None, batch: PackedInput, item_embeddings: Tensor | None = None) -> Tensor | HeadOutput:
         """Run the stage.
 
-        hidden: [rows, 1, hidden_size] from the stage before, rows = `num_rows(batch.num_tokens)`; None on the first stage.
-        item_embeddings: [num_item_tokens, hidden_size], the encoders' outputs in the order of `batch.item_rows`; a generator's
+        hidden: [rows, 1, channels] from the stage before, rows = `num_rows(batch.num_tokens)`, channels as the graph's
+        `width_behind` says: hidden_size, unless more travels beside hidden states; None on the first stage.
+        item_embeddings: [num_item_tokens, channels], the encoders' outputs in the order of `batch.item_rows`; a generator's
         first stage: [num_images, the LLM's hidden size], what `batch.condition_rows` counts.
-        Returns the same shape as `hidden`; [num_merged_tokens, output_size] after an encoder's projector; a HeadOutput after the
-        head.
+        Returns such hidden states; [num_merged_tokens, channels] after an encoder's projector; a HeadOutput after the head.
         """
-        output: Tensor | HeadOutput | None = hidden
+        state = () if hidden is None else self.carried.split(hidden, behind=self.layer_range.start - 1)
         given = self.prepare(batch, item_embeddings)
         with self.precision():
             for index in self.layer_range:
-                if self.guard is not None:
-                    output = self.guard.before(index, output)  # type: ignore[arg-type]
-                output = self.run_layer(index, output, given)  # type: ignore[arg-type]
-                if self.guard is not None:
-                    output = self.guard.after(index, output)
-        assert output is not None
-        return output
+                found = self._advance(index, state, given)
+                if isinstance(found, HeadOutput):
+                    return found
+                state = found
+        return join(state)
+
+    def _advance(self, index: int, state: State, given: StagePass) -> State | HeadOutput:
+        """Run one layer on what came out of the one before it."""
+        carried, hidden = self.carried.enter(index, state)
+        if self.guard is not None:
+            hidden = self.guard.before(index, hidden)
+        output = self.run_layer(index, hidden, given)  # type: ignore[arg-type]
+        if self.guard is not None:
+            output = self.guard.after(index, output)
+        return output if isinstance(output, HeadOutput) else self.carried.leave(index, carried, output)
 
     def precision(self) -> AbstractContextManager[None]:
         """Return the context in which layers of Transformer Engine multiply in FP8, scaled alike on tensor parallel ranks."""
@@ -200,7 +211,8 @@ class UnitStage(MegatronModule):
                 "optim_grads_params, or use a --schedule that runs whole stages"
             )
         if self._segments is None:
-            self._segments = join_segments((index, self._layer_segments(index)) for index in self.layer_range)
+            joined = join_segments((index, self._layer_segments(index)) for index in self.layer_range)
+            self._segments = replace(joined, parts=self.carried.between_stages(joined.parts, self.layer_range))
         return self._segments
 
     def recomputes(self, index: int) -> bool:
@@ -216,11 +228,10 @@ class UnitStage(MegatronModule):
     def _layer_segments(self, index: int) -> tuple[tuple[LayerPart, ...], ...]:
         kind = kind_of(self.unit, index)
         if kind.num_segments > 1:
-            return kind.segments(self.layers[str(index)])
+            return self.carried.past(index, kind.segments(self.layers[str(index)]))
 
         def whole(state: State, given: StagePass) -> State:
-            output = self.run_layer(index, state[0] if state else None, given)  # type: ignore[arg-type]
-            return (output,) if isinstance(output, Tensor) else output  # type: ignore[return-value]
+            return self._advance(index, state, given)  # type: ignore[return-value]  # a head's output is a tuple, too
 
         return ((LayerPart(whole),),)
 
@@ -229,11 +240,12 @@ class UnitStage(MegatronModule):
         if not self.unit.transformer.has_rotary_positions:
             return None
         frequencies = rotary_frequencies(
-            batch.positions,
+            batch.places,
             head_channels=self.unit.transformer.head_channels,
             base=self.unit.transformer.rotary_base,
             dtype=self.options.precision.rotary_dtype,
             sections=self.unit.transformer.rotary_sections,
+            is_interleaved=self.unit.transformer.has_interleaved_sections,
             scaling=self.unit.transformer.rotary_scaling,
         )
         return pad_rows(frequencies, self._num_padded_rows(batch.num_tokens))

@@ -87,6 +87,8 @@ class Unit:
             first = "audio_embedding"
         if self.role is Role.ENCODER and self.image is not None and self.image.image_size is not None:
             first = "learned_patch_embedding"
+        if self.role is Role.ENCODER and self.image is not None and self.image.position_grid is not None:
+            first = "stretched_patch_embedding"
         if self.has_linear_projector:
             last = "linear_projector"
         if self.module is not None:
@@ -152,6 +154,11 @@ class Unit:
         is_averaged = self.audio is not None and self.audio.merge == "averaged"
         return self.transformer.hidden_size * (1 if is_averaged else self.merge_factor)
 
+    @property
+    def deepstack_layers(self) -> tuple[int, ...]:
+        """Transformer layers of an encoder, counted from 0, whose output goes to the LLM as well."""
+        return self.image.deepstack_layers if self.role is Role.ENCODER and self.image is not None else ()
+
     def is_trainable(self, layer_index: int) -> bool:
         """True if any of this layer's parameters are trained."""
         return self.trains_weights(layer_index) or bool(self.adapted_modules(layer_index))
@@ -212,6 +219,23 @@ class ModelGraph:
     def downstream(self, name: str) -> tuple[str, ...]:
         """Units that consume this unit's outputs."""
         return tuple(target for source, target in self.edges if source == name)
+
+    def num_carried(self, name: str, layer: int) -> int:
+        """Return how many hidden states travel beside those that come out of a unit's layer (deepstack).
+
+        An encoder's are those of its layers that go to the LLM as well; the LLM adds one behind each of its first layers.
+        """
+        unit = self.unit(name)
+        if unit.role is Role.BACKBONE:
+            return max(0, max((len(self.unit(each).deepstack_layers) for each in self.upstream(name)), default=0) - layer)
+        return sum(each < layer for each in unit.deepstack_layers)
+
+    def width_behind(self, name: str, layer: int) -> int:
+        """Return the channels of what comes out of a unit's layer, with all that travels beside it."""
+        unit = self.unit(name)
+        targets = self.downstream(name) if unit.role is Role.ENCODER and layer == len(unit.layers) - 1 else ()
+        speaks = self.unit(targets[0]) if targets else unit
+        return speaks.transformer.hidden_size * (1 + self.num_carried(name, layer))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain form, read back by `from_dict`."""
@@ -299,6 +323,12 @@ def _check_graph(graph: ModelGraph) -> None:
         if unit.role is Role.GENERATOR and not graph.upstream(unit.name):
             raise ModelError(f"unit '{unit.name}' is fed by nobody; add an edge [{backbones[0]}, {unit.name}]", place=("edges",))
         _check_unit(unit)
+        if (most := graph.backbone.transformer.num_layers) < len(unit.deepstack_layers):
+            raise ModelError(
+                f"unit '{unit.name}': deepstack_layers has {len(unit.deepstack_layers)} layers, and the backbone only {most} to "
+                "take them; leave some out",
+                place=("units", unit.name, "image"),
+            )
 
 
 def _check_edge(graph: ModelGraph, index: int) -> None:
@@ -321,6 +351,8 @@ def _check_edge(graph: ModelGraph, index: int) -> None:
 def _problem_of_module(unit: Unit) -> str:
     if unit.role is not Role.ENCODER or unit.image is None or unit.image.image_size is None or unit.image.num_frames > 1:
         return "module belongs to encoders of images of one size; give the unit an image with image_size, or leave module out"
+    if unit.deepstack_layers:
+        return "module is one layer; leave deepstack_layers out"
     if unit.layer_kinds is not None:
         return "module takes the place of all layers but the projector; leave layers out"
     return ""
@@ -362,12 +394,20 @@ def _check_unit(unit: Unit) -> None:
             f"rotary_sections {list(shape.rotary_sections)} must belong to the backbone and add up to half its channels per head "
             f"({shape.head_channels // 2}); correct them",
         )
+    if shape.has_interleaved_sections and not shape.rotary_sections:
+        fail("has_interleaved_sections", "has_interleaved_sections is of rotary_sections, which are missing; add them")
     if len(shape.rotary_sections) not in (0, 3):
         fail("rotary_sections", f"expected 3 numbers, for time, row and column, found {len(shape.rotary_sections)}; correct them")
     if shape.rotary_scaling and (unit.role is not Role.BACKBONE or len(shape.rotary_scaling) != 4):
         fail("rotary_scaling", f"expected 4 numbers, and of the backbone only, found {len(shape.rotary_scaling)}; correct them")
     if shape.rotary_scaling and shape.rotary_scaling[1] >= shape.rotary_scaling[2]:
         fail("rotary_scaling", "its low_freq_factor must be below its high_freq_factor; correct them")
+    if unit.deepstack_layers and (unit.has_linear_projector or unit.deepstack_layers[-1] >= shape.num_layers):
+        fail(
+            "image",
+            f"deepstack_layers {list(unit.deepstack_layers)} need projectors of two products and must be below num_layers "
+            f"{shape.num_layers}; correct them",
+        )
     if unit.has_linear_projector and unit.projector_hidden_size is not None:
         fail("projector_hidden_size", "a linear projector has no inner width; remove one of the two")
     rotary_axes = 4 if unit.role is Role.ENCODER or unit.image is not None else 2
@@ -379,7 +419,8 @@ def _check_unit(unit: Unit) -> None:
         )
     if unit.role is Role.GENERATOR and unit.image is not None and unit.image.class_token is not None:
         fail("image", "class_token belongs to encoders; remove it here")
-    if unit.role is Role.GENERATOR and unit.image is not None and unit.image.max_tiles > 1:
-        fail("image", "max_tiles belongs to encoders; remove it here")
+    for key, default in (("max_tiles", 1), ("position_grid", None), ("deepstack_layers", ())):
+        if unit.role is Role.GENERATOR and unit.image is not None and getattr(unit.image, key) != default:
+            fail("image", f"{key} belongs to encoders; remove it here")
     if unit.image is not None and (problem := problem_of_image(unit.image)):
         fail("image", problem)

@@ -28,7 +28,7 @@ from multimodal.data.sample_source import SampleSource
 from multimodal.model.adapter import UP
 from multimodal.model.layers.registry import sharding_of
 from multimodal.model.parameter_sharding import ParameterSharding, full_shape, take_shard
-from multimodal.model.stage_input import PackedInput
+from multimodal.model.stage_input import PackedInput, stack_items
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
 from multimodal.schedule.build_schedule import ScheduleCache
@@ -303,7 +303,7 @@ def _sample_losses(case: GradientCase, stages: Mapping[str, UnitStage], index: i
         generator_rows=torch.tensor([start for _, start, _ in generated]) if generated else None,
     )
     backbone = case.graph.backbone.name
-    output = stages[backbone](None, batch, torch.cat(embeddings) if embeddings else None)
+    output = stages[backbone](None, batch, stack_items(embeddings))
     losses = {backbone: output.loss_sum}
     for row, (unit, _, image) in enumerate(generated):
         made = replace(image, condition_rows=torch.zeros(image.num_tokens, dtype=torch.long))

@@ -48,6 +48,8 @@ class RangeCase:
     num_frozen: int = 0
     """Layers that are frozen, from the first."""
     has_backward: bool = True
+    deepstack: tuple[int, ...] = ()
+    """Layers of the encoder that go to the LLM."""
 
 
 @cache
@@ -59,7 +61,7 @@ def _groups(world: dist.ProcessGroup) -> ProcessGroupCollection:
 
 def build_stage(case: RangeCase) -> UnitStage:
     """The stage on this rank; all ranks are tensor parallel."""
-    image = {"patch_size": 2, "in_channels": 1}
+    image = {"patch_size": 2, "in_channels": 1, "deepstack_layers": list(case.deepstack)}
     shape = {**SHAPE, **(case.transformer or {})}
     units = {"vision": {"role": "encoder", "image": image, **shape}, "llm": {"role": "backbone", **shape}}
     stage = UnitStage(
@@ -82,10 +84,12 @@ def build_stage(case: RangeCase) -> UnitStage:
 
 
 def _inputs(stage: UnitStage, case: RangeCase) -> tuple[Tensor | None, PackedInput, Tensor | None]:
-    batch, items = (PATCHES, None) if case.unit == "vision" else (TEXT, ITEMS.clone().requires_grad_(case.has_backward))
+    batch, items = (PATCHES, None) if case.unit == "vision" else (TEXT, ITEMS.repeat(1, 1 + len(case.deepstack)))
+    if items is not None:
+        items.requires_grad_(case.has_backward)
     hidden = None
     if not stage.is_first:
-        shape = (stage.num_rows(batch.num_tokens), 1, SHAPE["hidden_size"])
+        shape = (stage.num_rows(batch.num_tokens), 1, stage.context.graph.width_behind(case.unit, case.first - 1))
         seed = dist.get_rank() if case.sequence_parallel else 0
         hidden = torch.randn(shape, generator=torch.manual_seed(seed), dtype=torch.float64)
         hidden.requires_grad_(case.has_backward and case.num_frozen == 0)

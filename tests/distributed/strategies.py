@@ -175,7 +175,22 @@ def graphs(
         for name in generator_names
     ]
     edges = (*((name, "llm") for name in names), *(("llm", name) for name in generator_names))
-    return ModelGraph((*encoder_units, llm, *generator_units), edges)
+    return draw(deepstacks(ModelGraph((*encoder_units, llm, *generator_units), edges)))
+
+
+@st.composite
+def deepstacks(draw: st.DrawFn, graph: ModelGraph) -> ModelGraph:
+    """The same with learned positions of images, and with layers of their encoder that go to the LLM, or without."""
+
+    def changed(unit: Unit) -> Unit:
+        if unit.role is not Role.ENCODER or unit.image is None:
+            return unit
+        most = 0 if unit.has_linear_projector else min(unit.transformer.num_layers, graph.backbone.transformer.num_layers)
+        layers = draw(st.sets(st.integers(0, unit.transformer.num_layers - 1), max_size=most)) if most else ()
+        position_grid = draw(st.sampled_from([None, 3]))
+        return replace(unit, image=replace(unit.image, position_grid=position_grid, deepstack_layers=tuple(sorted(layers))))
+
+    return replace(graph, units=tuple(map(changed, graph.units)))
 
 
 @st.composite

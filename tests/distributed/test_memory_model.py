@@ -32,6 +32,13 @@ FROZEN = ModelGraph(
     tuple(replace(unit, freeze_module=True) for unit in GRAPH.units),
     GRAPH.edges,
 )
+DEEPSTACK = ModelGraph(
+    tuple(
+        replace(unit, image=replace(unit.image, deepstack_layers=(0, 1, 3)) if unit.image is not None else None)
+        for unit in GRAPH.units
+    ),
+    GRAPH.edges,
+)
 PLAN = Plan.from_dict(
     {
         "units": {
@@ -83,6 +90,10 @@ def predicted_bytes(case: GradientCase) -> list[int]:
 @pytest.mark.parametrize("graph", [GRAPH, FROZEN], ids=["trained", "frozen"])
 def test_peaks_are_predicted(ranks: RankPool, graph: ModelGraph, builder: str, recompute: str | None) -> None:
     check(ranks, case_of(graph, PLAN, builder=builder, recompute=recompute))
+
+
+def test_peaks_with_more_between_stages_are_predicted(ranks: RankPool) -> None:
+    check(ranks, case_of(DEEPSTACK, PLAN))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -128,7 +128,7 @@ class EmulatedStage(UnitStage):
 
     def _output_shape(self, batch: PackedInput) -> tuple[int, ...]:
         assert isinstance(batch, EmulatedInput)
-        width = kind_of(self.unit, self.layer_range.stop - 1).output_size(self.context)
+        width = self.context.graph.width_behind(self.unit.name, self.layer_range.stop - 1)
         if not self.is_last:
             return self.num_rows(batch.num_tokens), 1, width
         return (batch.num_output_rows if batch.hands_on else 1), width

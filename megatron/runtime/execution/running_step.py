@@ -16,7 +16,7 @@ from megatron.runtime.execution.step_messages import RankResources, StepMessages
 from megatron.runtime.gradients.unlike_gradients import UnlikeGradients
 from megatron.runtime.step.step import Step
 from multimodal.model.layers.layer_kind import HeadOutput
-from multimodal.model.stage_input import PackedInput
+from multimodal.model.stage_input import PackedInput, stack_items
 from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
 from multimodal.values.action import Action, ActionKind, LayerRange, SegmentRange
 from multimodal.values.assignment import MicrobatchPlace, Route
@@ -166,7 +166,7 @@ class RunningStep(StepMessages):
         if hidden is not None:
             hidden.requires_grad_(has_backward and need.sends_gradient)
         with torch.set_grad_enabled(has_backward):
-            embeddings = torch.cat([tensor for _, tensor in items]) if items else None
+            embeddings = stack_items(tensor for _, tensor in items)
         running = SegmentPass(
             stage,
             stage.prepare(batch, embeddings),
@@ -228,7 +228,7 @@ class RunningStep(StepMessages):
         has_backward: bool,
     ) -> Tensor | None:
         """Run one sample subset; returns what the stage hands on, or None when it gives a loss alone."""
-        embeddings = torch.cat([tensor for _, tensor in items]) if items else None
+        embeddings = stack_items(tensor for _, tensor in items)
         counts_memory = has_backward and self.executor.device.type == "cpu"
         saved = SavedTensors(self.executor.parameter_storages) if counts_memory else None
         is_deferred = action.place in self.step.cuts.split or self.stage(action.place).delays_weight_gradients

@@ -24,7 +24,7 @@ from multimodal.model.unit_stage import UnitStage
 from multimodal.values.action import Action, Coverage, Place, SampleSubset
 from multimodal.values.assignment import MicrobatchPlace, Route
 from multimodal.values.dependencies import must_travel
-from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 
 _FAR_APART = 2**40
@@ -113,15 +113,14 @@ class StepMessages(LaneRun):
         if upstream.unit == downstream.unit and len(ranks[0]) != len(ranks[1]):
             return self._resized_link(key, *ranks)
         if upstream.unit == downstream.unit:
-            return Link(*ranks, self._hidden_shape(downstream, key.covers), is_replicated=False)
+            shape = self._hidden_shape(downstream, key.covers, width=self._width_behind(upstream))
+            return Link(*ranks, shape, is_replicated=False)
         source, target = microbatch_of(upstream), microbatch_of(downstream)
         (route,) = (route for route in self.step.routes.from_source[source] if route.target == target)
-        # An encoder's projector speaks the LLM's language; a generator translates what the LLM says itself.
-        is_encoder = self.step.graph.unit(upstream.unit).role is Role.ENCODER
-        hidden_size = self.step.graph.unit(downstream.unit if is_encoder else upstream.unit).transformer.hidden_size
+        width = self._width_behind(upstream)
         rows = self.inputs.row_shares(route)
         rows = rows.reversed if rows is not None and key.direction == "backward" else rows
-        return Link(*ranks, (self.step.num_rows_of_route(route), hidden_size), is_replicated=True, rows=rows)
+        return Link(*ranks, (self.step.num_rows_of_route(route), width), is_replicated=True, rows=rows)
 
     def collect_inputs(self, action: Action) -> tuple[Tensor | None, tuple[tuple[Route, Tensor], ...]]:
         """Take what a forward needs: hidden states of the stage before, or upstream outputs by route at a unit's first stage."""
@@ -185,9 +184,9 @@ class StepMessages(LaneRun):
             plan.tensor_parallel_groups(plan.replicas[each.replica].virtual_stages[each.stage])[context_rank]
             for each in (key.source, key.target)
         )
-        width = self.step.graph.unit(unit).transformer.hidden_size
+        width = self._width_behind(min(key.source, key.target, key=lambda place: place.stage))
         if not self.executor.any_stage(unit).options.sequence_parallel:
-            rows = self._hidden_shape(key.source, key.covers)[0]
+            rows = self._hidden_shape(key.source, key.covers, width=width)[0]
             return Link(source, target, (rows, 1, width), is_replicated=True)
         given, taken = (self._rows_by_rank(key.source, key.covers, size=len(group)) for group in (source, target))
         shares = RowShares(given=given, taken=taken)
@@ -207,13 +206,18 @@ class StepMessages(LaneRun):
             for number in range(size)
         )
 
-    def _hidden_shape(self, place: Place, covers: Coverage) -> tuple[int, ...]:
+    def _width_behind(self, place: Place) -> int:
+        """Channels of what a virtual stage hands on."""
+        layers = self.executor.plan.virtual_stage(place.unit, place.replica, place.stage).layers
+        return self.step.graph.width_behind(place.unit, layers.stop - 1)
+
+    def _hidden_shape(self, place: Place, covers: Coverage, *, width: int) -> tuple[int, ...]:
         """Hidden states of this rank's tokens, of one sample subset or all."""
         rank = self.executor.context_parallel_rank(place.unit)
         num_tokens = self.step.placement.num_tokens(microbatch_of(place), rank=rank)
         num_rows = map(self.executor.any_stage(place.unit).num_rows, num_tokens)
         rows = sum(num for index, num in enumerate(num_rows) if covers in (None, SampleSubset(index)))
-        return (rows, 1, self.step.graph.unit(place.unit).transformer.hidden_size)
+        return rows, 1, width
 
 
 def microbatch_of(place: Place) -> MicrobatchPlace:

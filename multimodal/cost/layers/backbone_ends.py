@@ -38,6 +38,11 @@ class TokenEmbeddingLayer(Layer):
         """Nothing is counted: token ids take a few bytes."""
         return ActivationBytes()
 
+    def traffic(self, bytes_per_element: int) -> LayerTraffic:
+        """Rows are read and written; what is added behind the first layers (read two, write one) counts here, too."""
+        moved, num_added = float(bytes_per_element * self.unit.transformer.hidden_size), self.graph.num_carried(self.unit.name, 0)
+        return LayerTraffic((2 + (2 + 3) * num_added) * moved, (2 + 2 * num_added) * moved)
+
 
 class HeadLayer(Layer):
     """Logits of target tokens only."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from multimodal.cost.layers.layer import ActivationBytes, ActivationCase, Layer, LayerFlops, LinearShape
+from multimodal.cost.layers.layer import ActivationBytes, ActivationCase, Layer, LayerFlops, LayerTraffic, LinearShape
 from multimodal.cost.layers.segments import Exchange, Segment
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.values.model_graph import ImageInput, Role, Unit
@@ -17,8 +17,10 @@ class PatchEmbeddingLayer(Layer):
 
     @classmethod
     def fits(cls, unit: Unit) -> bool:
-        """True if the unit takes images, and they have no class token."""
-        return unit.audio is None and (unit.image is None or unit.image.class_token is None)
+        """True if the unit takes images, and they have no class token and no learned positions."""
+        return unit.audio is None and (
+            unit.image is None or (unit.image.class_token is None and unit.image.position_grid is None)
+        )
 
     @property
     def num_weights(self) -> int:
@@ -68,6 +70,26 @@ class LearnedPatchEmbeddingLayer(PatchEmbeddingLayer):
     def _image(self) -> ImageInput:
         assert self.unit.image is not None, f"unit '{self.unit.name}' has no image"
         return self.unit.image
+
+
+class StretchedPatchEmbeddingLayer(PatchEmbeddingLayer):
+    """Patches of images of any size, with positions between those of a square of learned ones."""
+
+    @classmethod
+    def fits(cls, unit: Unit) -> bool:
+        """True if the unit has a square of positions."""
+        return unit.image is not None and unit.image.position_grid is not None
+
+    @property
+    def num_vector_entries(self) -> int:
+        """Positions and the bias."""
+        assert self.unit.image is not None and self.unit.image.position_grid is not None
+        return super().num_vector_entries + self.unit.image.position_grid**2 * self.unit.transformer.hidden_size
+
+    def traffic(self, bytes_per_element: int) -> LayerTraffic:
+        """Four positions are read, weighed and added, one after the other."""
+        moved = float(bytes_per_element * self.unit.transformer.hidden_size)
+        return LayerTraffic((2 + 4 * 4) * moved, (1 + 4 * 2) * moved)
 
 
 class AudioEmbeddingLayer(PatchEmbeddingLayer):
@@ -120,7 +142,7 @@ class AudioEmbeddingLayer(PatchEmbeddingLayer):
 
 
 class ProjectorLayer(Layer):
-    """Two products with a GELU between them (Qwen2-VL's patch merger)."""
+    """Two products with a GELU between them (Qwen2-VL's patch merger); once more for each earlier layer that goes to the LLM."""
 
     segments = (Segment("all", forward=(Exchange.GATHER, Exchange.SUM), backward=(Exchange.SUM,)),)
     position = "last"
@@ -136,7 +158,7 @@ class ProjectorLayer(Layer):
     @property
     def num_weights(self) -> int:
         """Both matrices; 0 where no items are described."""
-        return sum(shape.num_inputs * shape.num_outputs for shape in self.linear_layers.values())
+        return sum(shape.num_alike * shape.num_inputs * shape.num_outputs for shape in self.linear_layers.values())
 
     @property
     def linear_layers(self) -> Mapping[str, LinearShape]:
@@ -144,14 +166,15 @@ class ProjectorLayer(Layer):
         if self.unit.item_input is None:
             return {}
         return {
-            "linear_fc1": LinearShape(self.unit.merged_size, self._inner_size),
-            "linear_fc2": LinearShape(self._inner_size, self._output_size, is_split_by_inputs=True),
+            "linear_fc1": LinearShape(self.unit.merged_size, self._inner_size, num_alike=1 + self._num_more),
+            "linear_fc2": LinearShape(self._inner_size, self._output_size, is_split_by_inputs=True, num_alike=1 + self._num_more),
         }
 
     @property
     def num_vector_entries(self) -> int:
         """The norm and both biases."""
-        return self._norm_entries + self._inner_size + self._output_size
+        more = self._num_more * self._merged_norm_entries
+        return self._norm_entries + more + (1 + self._num_more) * (self._inner_size + self._output_size)
 
     @property
     def can_be_built(self) -> bool:
@@ -161,17 +184,26 @@ class ProjectorLayer(Layer):
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
         """Norm and both products; tokens are gathered before the first, so nothing but the inner width is divided."""
         size, trains, hidden = case.bytes_per_element, case.need.trains_weights, self.unit.transformer.hidden_size
-        inner = self._inner_size * (2 if trains else 1)
+        inner = self._inner_size * (2 if trains else 1) * (1 + self._num_more)
         num_merged = load.num_outputs * self.unit.merged_size / hidden
         num_normalised = num_merged if self.unit.projector_norm == "merged" else load.num_tokens
         norm = num_normalised * self.exit_norm_bytes(case) if self._norm_entries else 0.0
-        return ActivationBytes(0.0, 1.0 * size * load.num_outputs * inner, norm + (num_merged * size * hidden if trains else 0.0))
+        norm += self._num_more * num_merged * self.exit_norm_bytes(case)
+        inputs = num_merged * size * hidden * (1 + self._num_more) if trains else 0.0
+        return ActivationBytes(0.0, 1.0 * size * load.num_outputs * inner, norm + inputs)
 
     @property
     def _norm_entries(self) -> int:
-        hidden = self.unit.transformer.hidden_size
-        width = {"patches": 1, "merged": self.unit.merged_size // hidden, "none": 0}[self.unit.projector_norm]
-        return width * self.norm_vector_entries()
+        entries = {"patches": self.norm_vector_entries(), "merged": self._merged_norm_entries, "none": 0}
+        return entries[self.unit.projector_norm]
+
+    @property
+    def _merged_norm_entries(self) -> int:
+        return self.unit.merged_size // self.unit.transformer.hidden_size * self.norm_vector_entries()
+
+    @property
+    def _num_more(self) -> int:
+        return len(self.unit.deepstack_layers)
 
     @property
     def _inner_size(self) -> int:

@@ -66,10 +66,12 @@ class LinearShape(NamedTuple):
     num_outputs: int
     is_split_by_inputs: bool = False
     """True if tensor parallel ranks share its inputs, False if they share its outputs."""
+    num_alike: int = 1
+    """Linear layers of this name and shape in the layer."""
 
     def num_adapter_weights(self, rank: int) -> int:
         """Return the weights of adapters of this rank."""
-        return rank * (self.num_inputs + self.num_outputs)
+        return self.num_alike * rank * (self.num_inputs + self.num_outputs)
 
 
 class ActivationCase(NamedTuple):
@@ -209,12 +211,12 @@ class Layer(ABC):
 
     def _with_adapters(self, kept: ActivationBytes, load: UnitLoad, size: int) -> ActivationBytes:
         """Add what adapters keep: their inputs, and what the first of their products gives, on every tensor parallel rank."""
-        per_input = 1.0 * size * self._num_counted(load)
+        per_input, shapes = 1.0 * size * self._num_counted(load), self._adapted_shapes
         whole, split = (
-            per_input * sum(shape.num_inputs for shape in self._adapted_shapes if shape.is_split_by_inputs == is_split)
+            per_input * sum(each.num_alike * each.num_inputs for each in shapes if each.is_split_by_inputs == is_split)
             for is_split in (False, True)
         )
-        replicated = kept.replicated + per_input * self._rank * len(self.adapted)
+        replicated = kept.replicated + per_input * self._rank * sum(each.num_alike for each in shapes)
         if self.is_at_exit:  # such layers gather their tokens before their products
             return ActivationBytes(kept.whole, kept.split + split, replicated + whole)
         return ActivationBytes(kept.whole + whole, kept.split + split, replicated)

@@ -13,6 +13,7 @@ from multimodal.cost.layers.encoder_ends import (
     LinearProjectorLayer,
     PatchEmbeddingLayer,
     ProjectorLayer,
+    StretchedPatchEmbeddingLayer,
 )
 from multimodal.cost.layers.generator_ends import GeneratorHeadLayer, GeneratorProjectorLayer
 from multimodal.cost.layers.layer import Layer
@@ -27,6 +28,7 @@ from multimodal.values.model_graph import ModelGraph, Unit
 LAYER_KINDS: dict[str, type[Layer]] = {
     "patch_embedding": PatchEmbeddingLayer,
     "learned_patch_embedding": LearnedPatchEmbeddingLayer,
+    "stretched_patch_embedding": StretchedPatchEmbeddingLayer,
     "audio_embedding": AudioEmbeddingLayer,
     "token_embedding": TokenEmbeddingLayer,
     "transformer": TransformerLayer,

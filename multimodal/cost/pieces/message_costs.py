@@ -42,7 +42,12 @@ class MessageCosts:
         return found
 
     def _inside(self, work: StepWork, unit: str, sources: Integers) -> Integers:
-        hidden = self.loads.step.graph.unit(unit).transformer.hidden_size
+        replicas, graph = self.loads.step.plan.units[unit].replicas, self.loads.step.graph
+        stages = work.computed_stages[sources]
+        ends, numbers = np.unique(stages, return_inverse=True)
+        places = zip(work.pieces.replica_of_stage[ends].tolist(), work.pieces.index_of_stage[ends].tolist(), strict=True)
+        layers = (replicas[replica].virtual_stages[index].layers for replica, index in places)
+        hidden: Integers = np.array([graph.width_behind(unit, each.stop - 1) for each in layers], np.int64)[numbers]
         rows, parts, kept = work.pieces.numbers_in_unit[sources], work.pieces.parts[sources], self.loads.kept(unit)
         num_tokens = np.asarray(kept.whole.num_tokens + kept.cut.num_tokens)[rows]
         is_subset = (parts >= 0) & ~work.pieces.is_range[sources]
@@ -56,5 +61,5 @@ class MessageCosts:
         graph, routes = self.loads.step.graph, self.loads.routes_from(source).find(sources, targets, unit=target)
         if graph.unit(source).role is Role.ENCODER:
             num_rows = np.asarray(self.loads.of_routes(source).num_outputs)
-            return num_rows[routes] * graph.unit(target).transformer.hidden_size
+            return num_rows[routes] * graph.width_behind(source, len(graph.unit(source).layers) - 1)
         return self.loads.num_conditions(source, target)[routes] * graph.unit(source).transformer.hidden_size

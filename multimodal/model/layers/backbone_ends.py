@@ -16,6 +16,7 @@ from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear
 from multimodal.model.layers.cross_entropy import vocab_parallel_cross_entropy
 from multimodal.model.layers.layer_kind import HeadOutput, LayerContext, LayerKind, StagePass
 from multimodal.model.norm import Norm
+from multimodal.model.stage_input import pad_channels
 from multimodal.model.tensor_parallel_waits import TensorParallelWaits
 
 
@@ -24,8 +25,11 @@ class TokenEmbedding(torch.nn.Module):
 
     waits: TensorParallelWaits | None = None
 
-    def __init__(self, *, config: TransformerConfig, groups: ProcessGroupCollection, vocab_size: int) -> None:
+    def __init__(
+        self, *, config: TransformerConfig, groups: ProcessGroupCollection, vocab_size: int, num_channels: int | None = None
+    ) -> None:
         super().__init__()
+        self.num_channels = num_channels or config.hidden_size
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size, config.hidden_size, init_method=config.init_method, config=config, tp_group=groups.tp
         )
@@ -34,14 +38,15 @@ class TokenEmbedding(torch.nn.Module):
     def forward(self, token_ids: Tensor, item_rows: Tensor | None, item_embeddings: Tensor | None) -> Tensor:
         """Look up and fill in.
 
-        token_ids: [num_tokens]; item_rows: [num_item_tokens], where each row of item_embeddings [num_item_tokens, hidden_size]
-        goes.
+        token_ids: [num_tokens]; item_rows: [num_item_tokens], where each row of item_embeddings [num_item_tokens, channels]
+        goes; what the LLM's first layers are given of items is in the channels behind those of hidden states.
 
-        Returns [num_tokens, 1, hidden_size], the same on every tensor parallel rank.
+        Returns [num_tokens, 1, channels], the same on every tensor parallel rank.
         """
         hidden = sum_rows(self._look_up(token_ids), self.link._replace(waits=self.waits))
+        hidden = pad_channels(hidden, self.num_channels)
         if item_rows is not None and item_embeddings is not None:
-            hidden = hidden.index_copy(0, item_rows, item_embeddings.to(hidden.dtype))
+            hidden = hidden.index_copy(0, item_rows, pad_channels(item_embeddings, self.num_channels).to(hidden.dtype))
         return hidden[:, None]
 
     def _look_up(self, token_ids: Tensor) -> Tensor:
@@ -62,7 +67,12 @@ class TokenEmbeddingKind(LayerKind):
 
     def build(self, context: LayerContext, index: int) -> TokenEmbedding:
         """Build it for the padded vocabulary."""
-        return TokenEmbedding(config=context.config, groups=context.groups, vocab_size=context.vocab_size)
+        return TokenEmbedding(
+            config=context.config,
+            groups=context.groups,
+            vocab_size=context.vocab_size,
+            num_channels=context.graph.width_behind(context.unit.name, 0),
+        )
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
         """Look all tokens up."""

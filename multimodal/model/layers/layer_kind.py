@@ -203,10 +203,6 @@ class LayerKind(ABC):
         """Return the whole of a matrix that is not drawn at random; None: it is."""
         return None
 
-    def output_size(self, context: LayerContext) -> int:
-        """Return the width of the layer's output."""
-        return context.unit.transformer.hidden_size
-
     def num_tokens_per_output(self, unit: Unit) -> int:
         """Return how many tokens leave as one."""
         return 1

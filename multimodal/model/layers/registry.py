@@ -2,10 +2,15 @@
 
 from multimodal.model.layers.audio_embedding import AudioEmbeddingKind
 from multimodal.model.layers.backbone_ends import HeadKind, TokenEmbeddingKind
-from multimodal.model.layers.encoder_ends import LearnedPatchEmbeddingKind, LinearProjectorKind, PatchEmbeddingKind, ProjectorKind
 from multimodal.model.layers.generator_ends import GeneratorHeadKind, GeneratorProjectorKind
 from multimodal.model.layers.layer_kind import LayerKind
 from multimodal.model.layers.opaque import OpaqueKind
+from multimodal.model.layers.patch_embeddings import (
+    LearnedPatchEmbeddingKind,
+    PatchEmbeddingKind,
+    StretchedPatchEmbeddingKind,
+)
+from multimodal.model.layers.projectors import LinearProjectorKind, ProjectorKind
 from multimodal.model.layers.transformer import TransformerKind
 from multimodal.model.layers.windowed_transformer import WindowedTransformerKind
 from multimodal.model.parameter_sharding import ParameterSharding
@@ -15,6 +20,7 @@ from multimodal.values.model_graph import Unit
 LAYER_KINDS: dict[str, LayerKind] = {
     "patch_embedding": PatchEmbeddingKind(),
     "learned_patch_embedding": LearnedPatchEmbeddingKind(),
+    "stretched_patch_embedding": StretchedPatchEmbeddingKind(),
     "audio_embedding": AudioEmbeddingKind(),
     "token_embedding": TokenEmbeddingKind(),
     "transformer": TransformerKind(),

@@ -114,7 +114,7 @@ def reshard_seconds(request: PlanningRequest, candidate: Candidate) -> float:
         load = request.load(source, candidate.micro_batch_size)
         is_encoder = unit.role is Role.ENCODER
         tokens = load.num_outputs if is_encoder else load.num_tokens
-        hidden = graph.unit(target).transformer.hidden_size if is_encoder else unit.transformer.hidden_size
+        hidden = graph.width_behind(source, len(unit.layers) - 1)
         first = max(here, there)
         cost = message_cost(
             2.0 * tokens * hidden, source_ranks=range(here), target_ranks=range(first, first + there), cluster=cluster

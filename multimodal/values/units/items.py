@@ -37,6 +37,12 @@ class ImageInput:
     """Frames that a patch reaches over; an image is repeated in all of them."""
     window_size: int | None = field(default=None, metadata=up_to(2**14))
     """Encoders: pixels of both sides of the windows inside of which patches attend; None: to the whole image."""
+    position_grid: int | None = field(default=None, metadata=up_to(2**10))
+    """Encoders at native resolution: both sides of a square of learned positions, which is stretched to every image's patches
+    (Qwen3-VL); None: there are none."""
+    deepstack_layers: tuple[int, ...] = field(default=(), metadata={"minimum": 0, "maximum": MOST_LAYERS - 1})
+    """Encoders: transformer layers, counted from 0, whose output goes to the LLM as well: through a projector of its own, behind
+    one of its first transformer layers each (Qwen3-VL)."""
     full_attention_layers: tuple[int, ...] = field(default=(), metadata={"minimum": 0, "maximum": MOST_LAYERS - 1})
     """Encoders with windows: transformer layers, counted from 0, in which patches attend to the whole image nevertheless."""
 
@@ -150,6 +156,10 @@ def problem_of_image(image: ImageInput) -> str:
             f"window_size {image.window_size} must be at least patch_size x merge_size = {factor}, and images have no "
             "class_token; correct it, or leave it out"
         )
+    if image.position_grid is not None and image.image_size is not None:
+        return "position_grid is for images that keep their size; leave it out, or image_size"
+    if list(image.deepstack_layers) != sorted(set(image.deepstack_layers)):
+        return f"deepstack_layers {list(image.deepstack_layers)} must increase; correct them"
     if image.class_token == "kept" and image.merge_size > 1:
         return "class_token kept is a token that nothing can be merged with; use merge_size 1, or class_token dropped"
     return ""

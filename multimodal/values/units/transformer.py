@@ -41,6 +41,8 @@ class Transformer:
     """Backbone only: Llama 3.1's rule for long contexts: factor, low_freq_factor, high_freq_factor, original context length."""
     rotary_sections: tuple[int, ...] = field(default=(), metadata={"minimum": 1, "maximum": 2**16})
     """Backbone only: channel pairs of a head that turn by time, row and column (M-RoPE); none: all by the token's place."""
+    has_interleaved_sections: bool = False
+    """Backbone only: these pairs take turns (Qwen3-VL), and do not follow each other axis by axis."""
     init_method_std: float = field(default=0.02, metadata={"above": 0, "maximum": 1000})
 
     @property

@@ -209,6 +209,33 @@ def test_stages_keep_the_sum_of_their_layers(unit: str, shape: str, recompute: A
     assert predicted == pytest.approx(saved_bytes(stage, None, batch), rel=0.1)
 
 
+@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+@pytest.mark.parametrize("unit", ["vision", "llm"])
+def test_deepstack_is_counted(unit: str, recompute: Any) -> None:
+    """Parameters exactly; what a whole unit keeps, in which hidden states travel beside others, within a tenth."""
+    image = {**IMAGE, "deepstack_layers": [0, 2], "position_grid": 3}
+    units = {"vision": {"role": "encoder", **GPT, "image": image}, "llm": {"role": "backbone", **QWEN3}}
+    graph, num_tokens = ModelGraph.from_dict({"units": units}), 128
+    described = graph.unit(unit)
+    options, layers = BuildOptions(recompute=recompute), range(len(described.layers))
+    stage = UnitStage(
+        graph=graph, unit_name=unit, layers=layers, groups=groups(1), options=options, vocab_size=VOCABULARY
+    ).train()
+    places, items = torch.arange(num_tokens), None
+    if unit == "vision":
+        places = torch.stack((places, places, 128 + places, 128 + places), 1)
+        batch, load = PackedInput((64, 64), places, patches=torch.randn(num_tokens, 16)), UnitLoad(num_tokens, 0, num_tokens // 4)
+    else:
+        rows = torch.arange(48)
+        given = {"token_ids": places, "target_rows": rows, "targets": rows, "item_rows": rows}
+        batch, load = PackedInput((100, 28), places, **given), UnitLoad(num_tokens, 0, 48)
+        items = torch.randn(48, 3 * 64)
+    costs = {"need": BackwardNeed.FULL, "bytes_per_element": 4, "implementation": "local", "recompute": recompute}
+    predicted = sum(layer_activation_bytes(graph, unit, kind, load, vocab_size=VOCABULARY, **costs) for kind in described.layers)
+    assert predicted == pytest.approx(saved_bytes(stage, None, batch, items), rel=0.1)
+    assert unit_parameters(graph, described, vocab_size=VOCABULARY) == sum(each.numel() for each in stage.parameters())
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_parameters_are_counted_as_they_are_built(shape: str) -> None:
     graph = graph_of(shape)

@@ -24,7 +24,7 @@ def qwen2_5_vl(image: ImageInput) -> Callable[[int, int], int]:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     size = {"shortest_edge": image.min_pixels, "longest_edge": image.max_pixels}
-    processor = Qwen2VLImageProcessorPil(size=size, patch_size=14, merge_size=2, temporal_patch_size=2)
+    processor = Qwen2VLImageProcessorPil(size=size, patch_size=image.patch_size, merge_size=2, temporal_patch_size=2)
     return count(Qwen2_5_VLProcessor, image_processor=processor)
 
 
@@ -64,6 +64,7 @@ def count(processor: Any, **attributes: Any) -> Callable[[int, int], int]:
 FAMILIES: Mapping[str, tuple[ImageInput, Callable[[ImageInput], Callable[[int, int], int]]]] = {
     "Qwen2.5-VL": (ImageInput(num_frames=2, max_pixels=12845056), qwen2_5_vl),
     "Qwen2.5-VL, narrow bounds": (ImageInput(num_frames=2, min_pixels=200704, max_pixels=401408), qwen2_5_vl),
+    "Qwen3-VL": (ImageInput(num_frames=2, patch_size=16, min_pixels=65536, max_pixels=16777216), qwen2_5_vl),
     "LLaVA": (ImageInput(image_size=336, merge_size=1, class_token="dropped", fit="crop"), llava("default")),
     "LLaVA with its class token": (ImageInput(image_size=336, merge_size=1, class_token="kept", fit="crop"), llava("full")),
     "InternVL": (ImageInput(image_size=448, class_token="dropped"), internvl),

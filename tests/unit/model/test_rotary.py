@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
-from multimodal.model.rotary import rotary_frequencies
+from multimodal.model.rotary import axes_of_pairs, rotary_frequencies
 
 
 def rotate(vector: torch.Tensor, position: list[int], *, base: float = 100.0) -> torch.Tensor:
@@ -40,3 +40,9 @@ def test_only_distances_count(first: list[int], second: list[int], shift: list[i
     after = rotate(query, moved[0]) @ rotate(key, moved[1])
     assert float(before) == pytest.approx(float(after), abs=1e-12)
     assert float(before) != pytest.approx(float(query @ key), abs=1e-3)
+
+
+def test_sections_follow_each_other_or_take_turns() -> None:
+    assert axes_of_pairs((1, 3, 2), is_interleaved=False) == [0, 1, 1, 1, 2, 2]
+    assert axes_of_pairs((3, 1, 2), is_interleaved=True) == [0, 1, 2, 0, 0, 2]
+    assert axes_of_pairs((24, 20, 20), is_interleaved=True) == [0, 1, 2] * 20 + [0] * 4

@@ -38,6 +38,11 @@ PLAIN = {"activation": "gelu", "normalization": "LayerNorm", "add_bias_linear": 
         RangeCase("vision", first=1, last=3),
         RangeCase("llm"),
         RangeCase("llm", first=1, last=4, num_frozen=1),
+        RangeCase("vision", deepstack=(0, 1)),
+        RangeCase("vision", first=2, last=4, deepstack=(0, 1)),
+        RangeCase("vision", first=1, last=2, deepstack=(0,)),
+        RangeCase("llm", last=2, deepstack=(0, 1)),
+        RangeCase("llm", first=2, last=3, deepstack=(0, 1)),
     ],
     ids=str,
 )
