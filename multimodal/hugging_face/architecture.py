@@ -57,6 +57,19 @@ class Architecture:
     """Tensors that some files have beside those that they are copies of, where word embeddings are tied."""
 
 
+@dataclass(frozen=True)
+class Encoder:
+    """One family of encoders that an LLM of another folder may be composed with, and of what it has beside."""
+
+    name: str
+    """As `architectures` in config.json says."""
+    to_unit: Callable[[Config], dict[str, Any]]
+    """From a config.json to the plain form of an encoder; raises ModelError for what cannot be computed here."""
+    names: UnitNames
+    unused: tuple[str, ...]
+    """Beginnings of the names of tensors that are no part of the encoder, and are copied."""
+
+
 def read_keys(keys: tuple[Key, ...], config: Config) -> dict[str, Any]:
     """Return the fields of a unit that a config.json gives."""
     found = {key.ours: key.default if config.get(key.theirs) is None else config[key.theirs] for key in keys}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from multimodal.hugging_face.processors import read_processors, with_processors
-from multimodal.hugging_face.registry import CONFIG_NAME, read_graph
+from multimodal.hugging_face.registry import CONFIG_NAME, is_known_encoder, read_encoder, read_graph
 from multimodal.values.errors import BraidError, ModelError
 from multimodal.values.file_form import read_mapping, write_mapping
 from multimodal.values.model_graph import ModelGraph, Role
@@ -37,17 +37,18 @@ def compose(
     llm: str | Path,
     encoders: Mapping[str, str | Path],
     projector: str = "mlp",
-    merge_size: int = 1,
+    merge_size: int | Mapping[str, int] = 1,
     freeze: Sequence[str] = (),
     callbacks: Mapping[str, Mapping[str, str]] | None = None,
     output: str | Path = "model.yaml",
 ) -> ModelGraph:
     """Write a model file of an LLM behind encoders, and return its graph. Weights stay in their folders, which runs read.
 
-    llm: the folder of a text model that can be trained here; encoders: a unit's name -> the folder of an encoder of images of one
-    size, which is taken as it is; projector: one of `PROJECTORS`; merge_size: merge_size x merge_size patches become one token;
-    freeze: units whose module is not trained, or `<unit>.projector`; callbacks: unit -> one of `CALLBACKS` -> the function,
-    as `package.module:function`. Raises ModelError where the parts do not fit.
+    llm: the folder of a text model that can be trained here; encoders: a unit's name -> the folder of a Whisper, or of an encoder
+    of images of one size, which is taken as it is; projector: one of `PROJECTORS`; merge_size: merge_size x merge_size patches
+    become one token, and so many neighbours of sound; of all encoders, or by unit; freeze: units whose module is not trained, or
+    `<unit>.projector`; callbacks: unit -> one of `CALLBACKS` -> the function, as `package.module:function`. Raises ModelError
+    where the parts do not fit.
     """
     if projector not in PROJECTORS:
         raise ModelError(f"compose: projector '{projector}' is not known; use one of {', '.join(PROJECTORS)}")
@@ -57,9 +58,12 @@ def compose(
             f"compose: llm {llm} is no text model, but has {', '.join(language.unit_names)}; give one without encoders"
         )
     backbone = language.to_dict()["units"][language.backbone.name] | {"weights": str(Path(llm).absolute())}
-    units = {name: _encoder(name, Path(folder), projector, merge_size, language) for name, folder in encoders.items()}
+    sizes = merge_size if isinstance(merge_size, Mapping) else dict.fromkeys(encoders, merge_size)
+    units = {name: _encoder(name, Path(folder), projector, sizes.get(name, 1), language) for name, folder in encoders.items()}
     for name, functions in (callbacks or {}).items():
-        _unit(units, name, "callbacks")["module"] |= _checked_callbacks(name, functions)
+        if "module" not in _unit(units, name, "callbacks"):
+            raise ModelError(f"compose: callbacks of '{name}', which is no module of transformers; leave them out")
+        units[name]["module"] |= _checked_callbacks(name, functions)
     units["llm"] = backbone
     for entry in freeze:
         name = entry.removesuffix(_OF_PROJECTOR)
@@ -73,6 +77,26 @@ def _encoder(name: str, folder: Path, projector: str, merge_size: int, language:
     if not (folder / CONFIG_NAME).is_file():
         raise ModelError(f"{where}: there is no such file; give the folder of a model of Hugging Face")
     whole = read_mapping(folder / CONFIG_NAME, error=ModelError)
+    norm, has_llm_width = PROJECTORS[projector]
+    described: dict[str, Any] = {"weights": str(folder.absolute())}
+    if has_llm_width:
+        described["projector_hidden_size"] = language.backbone.transformer.hidden_size
+    try:
+        if is_known_encoder(whole):
+            unit = _with_merging(read_encoder(folder)[0].to_unit(whole), merge_size)
+        else:
+            unit = {**_module(whole, folder, merge_size=merge_size, where=where), "projector_norm": norm}
+        return dict(with_processors({"units": {name: {**unit, **described}}}, read_processors(folder))["units"][name])
+    except BraidError as problem:
+        raise ModelError(str(problem) if str(problem).startswith(where) else f"{where}: {problem}") from None
+
+
+def _with_merging(unit: Mapping[str, Any], merge_size: int) -> dict[str, Any]:
+    return {**unit, "audio": {**unit["audio"], "merge": "joined", "merge_factor": merge_size}}
+
+
+def _module(whole: Mapping[str, Any], folder: Path, *, merge_size: int, where: str) -> dict[str, Any]:
+    """Return an encoder of images that is taken as it is."""
     config = whole.get("vision_config", whole)
     missing = [key for key in (*_NAMES.values(), "image_size", "patch_size") if not isinstance(config.get(key), int)]
     if missing:
@@ -89,27 +113,18 @@ def _encoder(name: str, folder: Path, projector: str, merge_size: int, language:
                 f"{where}: model_type {whole.get('model_type')!r} has no tower that is known; expected {', '.join(_TOWERS)}"
             )
         module["class"] = _TOWERS[whole["model_type"]]
-    norm, has_llm_width = PROJECTORS[projector]
-    unit = {
+    return {
         "role": "encoder",
         **shape,
         "ffn_hidden_size": config.get("intermediate_size", int(config.get("mlp_ratio", 4) * config["hidden_size"])),
         "has_rotary_positions": False,
         "image": image,
         "module": module,
-        "weights": str(folder.absolute()),
-        "projector_norm": norm,
         "normalization": "LayerNorm",
         "activation": "gelu",
         "add_bias_linear": True,
         "layernorm_epsilon": config.get("layer_norm_eps", 1e-6),
     }
-    if has_llm_width:
-        unit["projector_hidden_size"] = language.backbone.transformer.hidden_size
-    try:
-        return dict(with_processors({"units": {name: unit}}, read_processors(folder))["units"][name])
-    except BraidError as problem:
-        raise ModelError(f"{where}: {problem}") from None
 
 
 def _unit(units: Mapping[str, dict[str, Any]], name: str, argument: str) -> dict[str, Any]:

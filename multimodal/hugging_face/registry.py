@@ -1,10 +1,11 @@
 """All families of Hugging Face's models that can be trained here, and which of them a folder or a model graph is of."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from multimodal.hugging_face.architecture import Architecture
+from multimodal.hugging_face.architecture import Architecture, Encoder
 from multimodal.hugging_face.internvl import INTERNVL
 from multimodal.hugging_face.llava import LLAVA
 from multimodal.hugging_face.processors import read_processors, with_processors
@@ -13,11 +14,13 @@ from multimodal.hugging_face.qwen2_5_vl import QWEN2_5_VL
 from multimodal.hugging_face.qwen2_audio import QWEN2_AUDIO
 from multimodal.hugging_face.qwen3_vl import QWEN3_VL
 from multimodal.hugging_face.text_models import TEXT_FAMILIES, text_architecture
+from multimodal.hugging_face.whisper import WHISPERS
 from multimodal.values.errors import BraidError, ModelError
 from multimodal.values.file_form import read_mapping
 from multimodal.values.model_graph import ModelGraph, Unit
 
 CONFIG_NAME = "config.json"
+Family = TypeVar("Family", Architecture, Encoder)
 ARCHITECTURES: dict[str, Architecture] = {
     architecture.name: architecture
     for architecture in (
@@ -31,6 +34,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     )
 }
 """By the name that `architectures` in config.json has."""
+ENCODERS: dict[str, Encoder] = {encoder.name: encoder for encoder in WHISPERS}
+"""Likewise."""
 _FREE = frozenset(
     ("name", "freeze_module", "freeze_projector", "vocab_size", "has_exact_vocabulary", "min_pixels", "max_pixels", "max_tiles")
 )
@@ -39,19 +44,38 @@ _FREE = frozenset(
 
 def read_config(folder: str | Path) -> tuple[Architecture, dict[str, Any]]:
     """Return the family and the config.json of a folder; raises ModelError for a family that is not known."""
+    return _find(folder, ARCHITECTURES)
+
+
+def read_encoder(folder: str | Path) -> tuple[Encoder, dict[str, Any]]:
+    """Return the family and the config.json of an encoder's folder; raises ModelError for a family that is not known."""
+    return _find(folder, ENCODERS)
+
+
+def is_known_encoder(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is of an encoder whose layers can be trained here."""
+    return _name_of(config) in ENCODERS
+
+
+def _name_of(config: Mapping[str, Any]) -> Any:
+    named = config.get("architectures")
+    return named[0] if isinstance(named, list) and len(named) == 1 and isinstance(named[0], str) else None
+
+
+def _find(folder: str | Path, known: Mapping[str, Family]) -> tuple[Family, dict[str, Any]]:
     path = Path(folder) / CONFIG_NAME
     if not path.is_file():
         raise ModelError(f"{folder}: there is no {CONFIG_NAME}; give the folder of a model of Hugging Face")
     config = read_mapping(path, error=ModelError)
-    named = config.get("architectures")
-    name = named[0] if isinstance(named, list) and len(named) == 1 else named
-    if not isinstance(name, str) or name not in ARCHITECTURES:
+    name = _name_of(config)
+    if name not in known:
         raise ModelError(
-            f"{path}: architectures is {named!r}, which cannot be trained here; expected one of {', '.join(ARCHITECTURES)}"
+            f"{path}: architectures is {config.get('architectures')!r}, which cannot be trained here; expected one of "
+            f"{', '.join(known)}"
         )
     if config.get("quantization_config") is not None:
         raise ModelError(f"{path}: quantization_config: quantised weights cannot be trained; take the model that it was made of")
-    return ARCHITECTURES[name], config
+    return known[name], config
 
 
 def read_graph(folder: str | Path) -> ModelGraph:

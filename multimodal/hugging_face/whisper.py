@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from multimodal.hugging_face.architecture import Config, Key, read_keys, require, with_defaults
+from multimodal.hugging_face.architecture import Config, Encoder, Key, read_keys, require, with_defaults
 from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight, grouped_qkv_without_key_bias
 from multimodal.values.errors import ModelError
 
@@ -39,8 +39,12 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {
 """What a feature extractor computes here."""
 
 
-def audio_names(prefix: str, *, last_norm: str, product: str) -> UnitNames:
-    """Return the names of an encoder, all of which begin with `prefix`; last_norm, product: what else they are called."""
+def audio_names(prefix: str, *, last_norm: str, product: str | None = None) -> UnitNames:
+    """Return the names of an encoder, all of which begin with `prefix`; last_norm: what follows its layers.
+
+    product: the matrix behind that, where there is one.
+    """
+    product_names = (Tensor("weight", f"{product}.weight"), Tensor("bias", f"{product}.bias")) if product else ()
     return UnitNames(
         first=(
             Weight("conv1", (f"{prefix}conv1",)),
@@ -59,11 +63,7 @@ def audio_names(prefix: str, *, last_norm: str, product: str) -> UnitNames:
             Weight("mlp.linear_fc1", ("fc1",)),
             Weight("mlp.linear_fc2", ("fc2",)),
         ),
-        last=(
-            Weight("norm", (last_norm,)),
-            Tensor("weight", f"{product}.weight"),
-            Tensor("bias", f"{product}.bias"),
-        ),
+        last=(Weight("norm", (last_norm,)), *product_names),
         prefix=prefix + "layers.{}.",
     )
 
@@ -93,6 +93,19 @@ def read_audio_unit(given: Config, *, audio: Mapping[str, Any] | None = None) ->
             **(audio or {}),
         },
     }
+
+
+def read_whisper(config: Config) -> dict[str, Any]:
+    """Return the plain form of an encoder of a Whisper, with a projector that is to be said; raises ModelError likewise."""
+    return {**read_audio_unit(config), "has_linear_projector": False, "projector_norm": "patches"}
+
+
+def _whisper(name: str, prefix: str) -> Encoder:
+    names = audio_names(f"{prefix}encoder.", last_norm=f"{prefix}encoder.layer_norm")
+    return Encoder(name, read_whisper, names, unused=(f"{prefix}decoder.", "proj_out."))
+
+
+WHISPERS = (_whisper("WhisperForConditionalGeneration", "model."), _whisper("WhisperModel", ""))
 
 
 def with_features(unit: dict[str, Any], features: Config) -> dict[str, Any]:

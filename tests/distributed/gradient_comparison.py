@@ -25,6 +25,7 @@ def assert_matches(
     *,
     run: Callable[[GradientCase], RankGradients] = run_on_rank,
     expected: RankGradients | None = None,
+    tolerance: float = TOLERANCE,
 ) -> None:
     """Loss and every gradient, on every replica and every copy, within 1e-9 of one process; raises MismatchError.
 
@@ -35,7 +36,7 @@ def assert_matches(
     found: list[RankGradients] = ranks.run(run, case, world_size=case.plan.num_ranks)
     for unit, expected_sum in expected.loss_sums.items():
         loss_sum = sum(rank.loss_sums.get(unit, 0.0) for rank in found)
-        if not abs(loss_sum - expected_sum) <= TOLERANCE * max(1.0, abs(expected_sum)):
+        if not abs(loss_sum - expected_sum) <= tolerance * max(1.0, abs(expected_sum)):
             raise MismatchError(f"loss of {unit} {loss_sum} instead of {expected_sum}")
     seen: set[tuple[str, str]] = set()
     for unit_name, unit in case.plan.units.items():
@@ -43,18 +44,20 @@ def assert_matches(
             for stage in replica.stages:
                 for group in unit.tensor_parallel_groups(stage):
                     where = f"replica {replica_index}, ranks {group} of {stage.ranks}"
-                    seen |= _compare_shards([found[rank] for rank in group], expected, unit_name, where)
+                    seen |= _compare_shards([found[rank] for rank in group], expected, unit_name, where, tolerance)
     if seen != set(expected.gradients):
         raise MismatchError(f"gradients are missing: {sorted(set(expected.gradients) - seen)[:3]}")
 
 
-def _compare_shards(shards: Sequence[RankGradients], expected: RankGradients, unit: str, where: str) -> set[tuple[str, str]]:
+def _compare_shards(
+    shards: Sequence[RankGradients], expected: RankGradients, unit: str, where: str, tolerance: float
+) -> set[tuple[str, str]]:
     keys = {key for key in shards[0].gradients if key[0] == unit}
     for key in sorted(keys):
         reference, sharding = expected.gradients[key], shards[0].shardings[key]
         parts = [torch.from_numpy(shard.gradients[key]) for shard in shards]
         copies = parts if sharding == WHOLE else [join_shards(parts, sharding)]
-        bound = TOLERANCE * max(SMALLEST_SCALE, float(np.abs(reference).max()))
+        bound = tolerance * max(SMALLEST_SCALE, float(np.abs(reference).max()))
         error = max(float(np.abs(copy.numpy() - reference).max()) for copy in copies)
         if not error <= bound:
             raise MismatchError(f"gradient of {key} is off by {error} (largest element {np.abs(reference).max()}) on {where}")

@@ -14,7 +14,7 @@ from multimodal.cost.layers.registry import read_model
 from multimodal.data.sample_source import SampleSource
 from multimodal.values.model_graph import ModelGraph
 from tests.distributed.gradient_case import GradientCase, RankGradients
-from tests.distributed.gradient_comparison import assert_matches
+from tests.distributed.gradient_comparison import TOLERANCE, assert_matches
 from tests.distributed.hugging_face_case import FromFolder, Marks, PaddedSource, gradients_here, logits_here
 from tests.distributed.random_source import SampleShape
 from tests.distributed.rank_pool import RankPool
@@ -48,11 +48,12 @@ class Comparison:
     def case(self, sizes: Mapping[str, Any], *, graph: ModelGraph | None = None, **options: Any) -> GradientCase:
         return case_of(graph or self.graph, self.shapes, sizes, marks=self.marks, **options)
 
-    def assert_under_plans(self, plans: Plans, ranks: RankPool) -> None:
+    def assert_under_plans(self, plans: Plans, ranks: RankPool, *, tolerance: float = TOLERANCE) -> None:
         """The same loss and gradients, and files that are the same byte for byte."""
         for name, (sizes, options) in plans.items():
             target = self.folder.parent / name
-            assert_matches(self.case(sizes, **options), ranks, run=FromFolder(self.folder, target), expected=self.expected)
+            run = FromFolder(self.folder, target)
+            assert_matches(self.case(sizes, **options), ranks, run=run, expected=self.expected, tolerance=tolerance)
             for path in self.folder.glob("*.safetensors"):
                 assert (target / path.name).read_bytes() == path.read_bytes(), f"{path.name} under {name}"
 
@@ -66,7 +67,7 @@ def compare_logits(
     inputs: Inputs = only_text,
     marks: Marks = (),
 ) -> Comparison:
-    """Build a model and hold the logits of all target tokens against Braid's in one process, within 1e-12."""
+    """Build a model and hold the logits of all target tokens and all gradients against Braid's in one process, within 1e-12."""
     model = build_wide_model(make, folder, max_shard_size="10KB")
     graph = read_model(folder)
     sizes: dict[str, Any] = {unit.name: (1, 1, 1) for unit in graph.units}
@@ -79,7 +80,7 @@ def compare_logits(
         assert np.abs(mine[:, :VOCABULARY] - theirs).max() < 1e-12
     (gradients,) = ranks.run(gradients_here, run, alone, gradients_by_key(model), world_size=1)
     comparison = Comparison(folder, graph, shapes, marks, RankGradients({"llm": loss_sum}, gradients, {}))
-    comparison.assert_under_plans({"alone": (sizes, {})}, ranks)
+    comparison.assert_under_plans({"alone": (sizes, {})}, ranks, tolerance=1e-12)
     return comparison
 
 

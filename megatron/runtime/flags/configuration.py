@@ -138,6 +138,8 @@ class TrainingConfig:
     """Samples in one optimizer step, over all replicas."""
     train_iters: int = field(metadata=A_COUNT)
     """Optimizer steps in all, those before a resumption included."""
+    skip_train: bool = False
+    """Train no step: evaluate, and write what --save-hf and --save-adapter ask for."""
     exit_interval: int | None = field(default=None, metadata=AT_LEAST_ONE)
     """Stop after the next step that this divides."""
     exit_duration_in_mins: float | None = field(default=None, metadata={"above": 0, "maximum": 10**9})

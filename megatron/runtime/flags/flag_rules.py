@@ -24,7 +24,7 @@ def _proportions(split: str) -> list[float]:
         proportions = [float(part) for part in split.split(",")]
     except ValueError:
         return []
-    is_split = len(proportions) <= 3 and all(0 <= part < float("inf") for part in proportions) and proportions[0] > 0
+    is_split = len(proportions) <= 3 and all(0 <= part < float("inf") for part in proportions) and sum(proportions) > 0
     return proportions if is_split else []
 
 
@@ -35,6 +35,13 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.training.micro_batch_size > c.training.global_batch_size,
         "--micro-batch-size {c.training.micro_batch_size} is larger than --global-batch-size {c.training.global_batch_size}; "
         "lower the former or raise the latter",
+    ),
+    Rule(
+        lambda c: (
+            c.training.skip_train
+            and not (c.evaluation.eval_iters or c.checkpoint.save_hf is not None or c.checkpoint.save_adapter is not None)
+        ),
+        "--skip-train leaves nothing to do; add --eval-iters N or --save-hf DIR, or leave it out",
     ),
     Rule(
         lambda c: c.optimizer.min_lr > c.optimizer.lr,
@@ -63,7 +70,7 @@ RULES: tuple[Rule, ...] = (
         "--tokenizer-type HuggingFaceTokenizer needs its file; add --tokenizer-model PATH",
     ),
     Rule(
-        lambda c: not _proportions(c.data.split),
+        lambda c: not _proportions(c.data.split) or not (_proportions(c.data.split)[0] > 0 or c.training.skip_train),
         "--split {c.data.split!r} must be one to three proportions (training, validation, test), the first above 0, such as "
         "969,30,1",
     ),

@@ -174,8 +174,7 @@ NOT_AVAILABLE: Mapping[str, str] = MappingProxyType(
             "null-tokenizer-* vocab-extra-ids trust-remote-code"
         ),
         "evaluation has --eval-iters, --eval-interval and the training batch size": (
-            "start-eval-at-iter eval-*-batch-size skip-train full-validation multiple-validation-sets validation-set-names "
-            "test-mode"
+            "start-eval-at-iter eval-*-batch-size full-validation multiple-validation-sets validation-set-names test-mode"
         ),
         "the log has its columns; --log-json has all of them": (
             "log-params-norm log-progress log-validation-ppl-to-tensorboard log-memory-* log-device-memory-used "

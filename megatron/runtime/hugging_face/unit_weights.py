@@ -10,8 +10,8 @@ from megatron.runtime.hugging_face.named_weights import NamedWeights, as_in_file
 from megatron.runtime.hugging_face.weight_files import WeightFiles
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, model_tensors
-from multimodal.hugging_face.registry import read_config
-from multimodal.hugging_face.weight_names import Rows
+from multimodal.hugging_face.registry import read_config, read_encoder
+from multimodal.hugging_face.weight_names import Rows, rows_of
 from multimodal.model.adapter import is_adapter
 from multimodal.model.layers.opaque import rename_keys
 from multimodal.values.errors import CheckpointError, ModelError
@@ -71,8 +71,12 @@ def name_unit(tensors: Iterable[HeldTensor], graph: ModelGraph, unit: Unit, *, w
     if unit.module is not None:
         names = name_tensors(own, lambda key, shape: (Rows(_module_key(key), 0, 0, shape[0]),), what=what)
         return UnitWeights(folder, on_first_rank(lambda: _found_in(folder, names, unit), what=what))
+    if unit.audio is not None:
+        return UnitWeights(folder, _encoder_names(own, unit, folder, what=what))
     if unit.role is not Role.BACKBONE:
-        raise CheckpointError(f"unit '{unit.name}' has weights {folder}, which only the LLM and modules of transformers may have")
+        raise CheckpointError(
+            f"unit '{unit.name}' has weights {folder}, which only the LLM, encoders of sound and modules of transformers may have"
+        )
 
     on_all_ranks(lambda: read_config(folder)[0].name, what=what)
     architecture, config = read_config(folder)
@@ -90,11 +94,36 @@ def name_unit(tensors: Iterable[HeldTensor], graph: ModelGraph, unit: Unit, *, w
     return UnitWeights(folder, on_first_rank(check, what=what))
 
 
+def _encoder_names(own: Iterable[HeldTensor], unit: Unit, folder: Path, *, what: str) -> NamedWeights:
+    """Return the names of an encoder whose layers are Braid's, in a folder that may have more beside it."""
+    on_all_ranks(lambda: read_encoder(folder)[0].name, what=what)
+    encoder, _ = read_encoder(folder)
+
+    def rows(key: str, shape: tuple[int, ...]) -> tuple[Rows, ...]:
+        return rows_of(encoder.names, unit, key.split(".", 2)[2], num_rows=shape[0])
+
+    names = name_tensors(own, rows, what=what)
+
+    def check() -> NamedWeights:
+        with WeightFiles(folder) as files:
+            unused = [key for key in files.weights if key.startswith(encoder.unused)]
+            check_weights(folder, names, found=files.weights, unused=unused, grown_from=(0, 0))
+            return names
+
+    return on_first_rank(check, what=what)
+
+
 def is_of_projector(graph: ModelGraph, key: str) -> bool:
-    """Return whether a tensor (`model.<unit>.layers.<layer>. ...`) is of an encoder's projector."""
-    _, name, _, layer, _ = key.split(".", 4)
+    """Return whether a tensor (`model.<unit>.layers.<layer>. ...`) is of an encoder's projector, and not of what is before it.
+
+    The norm behind an encoder's layers comes from its folder, where that has one: the projector begins with it.
+    """
+    _, name, _, layer, tensor = key.split(".", 4)
     unit = graph.unit(name)
-    return unit.role is Role.ENCODER and int(layer) == len(unit.layers) - 1
+    if unit.role is not Role.ENCODER or int(layer) != len(unit.layers) - 1:
+        return False
+    has_own_norm = unit.audio is not None and unit.weights is not None and unit.module is None
+    return not (has_own_norm and unit.projector_norm == "patches" and tensor.startswith("norm."))
 
 
 def _module_key(key: str) -> str:

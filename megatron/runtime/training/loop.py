@@ -92,11 +92,12 @@ def _train(run: Run, reporter: Reporter) -> RunSummary:
     progress = _Progress(run.done_steps)
     run.stop_requests.begin_training()
     try:
-        _run_steps(run, reporter, progress, last_step=last_step)
+        if last_step > run.done_steps:
+            _run_steps(run, reporter, progress, last_step=last_step)
         _save_last(run, progress)
         if run.config.evaluation.eval_iters and progress.evaluated_step != last_step:
             progress.evaluation = _evaluate(run, reporter, last_step)
-        if progress.step == run.config.training.train_iters:
+        if progress.step == run.config.training.train_iters or run.config.training.skip_train:
             _export(run, reporter)
     except _StoppedError as stopped:
         progress.stop = stopped.reason
@@ -363,6 +364,8 @@ def _build_reporter(run: Run) -> Reporter:
 
 
 def _last_step(config: RunConfig, done_steps: int) -> int:
+    if config.training.skip_train:
+        return done_steps
     last = max(done_steps, config.training.train_iters)
     interval = config.training.exit_interval
     return min(last, (done_steps // interval + 1) * interval) if interval else last
