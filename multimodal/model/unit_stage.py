@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.model.adapter import attach_adapters
-from multimodal.model.carried_states import CarriedStates, join
 from multimodal.model.collectives import RankLink, share_rows
+from multimodal.model.layers.carried_states import CarriedStates, join
 from multimodal.model.layers.layer_kind import HeadOutput, LayerContext, LayerPart, StagePass, State
 from multimodal.model.layers.registry import kind_of, sharding_of
 from multimodal.model.parameter_sharding import ParameterSharding
