@@ -1,7 +1,9 @@
 """A model's chat template: where its folder keeps it, its rendering by transformers, and what in it the assistant says.
 
 The assistant's spans are those that the template marks ({% generation %}). Where it marks none, they lie between what it renders
-of the messages before an answer, with the prompt for one, and of the messages up to it; both must begin the whole.
+of the messages before an answer, with the prompt for one, and of the messages up to it; both must begin the whole. Where the
+latter does not, since the template writes an answer otherwise once more follows it (Qwen3 leaves out its thoughts), the span is
+what stands in the whole for it.
 """
 
 import json
@@ -23,7 +25,10 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
 """Some templates write today's date, which would make the same sample another one every day; theirs where they are told none."""
 _TOKEN_AT_END = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])$")
+_TOKEN_IN_FRONT = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 _PROBE = "is it a list?"
+_MARK = "\U0010fffc"
+"""A letter of private use, which stands for an answer."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +81,36 @@ class ChatTemplate:
                 continue
             before, _ = self._render(messages[:index], with_prompt=True)
             upto = text if index + 1 == len(messages) else self._render(messages[: index + 1])[0]
-            if not (text.startswith(before) and text.startswith(upto) and len(before) < len(upto)):
+            if text.startswith(before) and text.startswith(upto) and len(before) < len(upto):
+                spans.append((len(before), len(upto) - self._space_behind_token(upto[len(before) :])))
+            elif (span := self._span_in_whole(text, messages, index)) is not None and text.startswith(before):
+                spans.append(span)
+            else:
                 raise DataError(self._no_spans(f"what it renders of the first {index + 1} messages does not begin the whole"))
-            end = len(upto)
-            spans.append((len(before), end - self._space_behind_token(upto[len(before) :])))
         return spans
+
+    def _span_in_whole(self, text: str, messages: Sequence[Message], index: int) -> Span | None:
+        """Return what the whole has of an answer that it writes otherwise than what ends with it: without its thoughts.
+
+        Another text in its place shows where it begins and ends. None where the whole is then not the same around it.
+        """
+        content = [{"type": "text", "text": _MARK}] if self.takes_parts else _MARK
+        marked, _ = self._render([*messages[:index], {**messages[index], "content": content}, *messages[index + 1 :]])
+        before, _, behind = marked.partition(_MARK)
+        end = len(text) - len(behind)
+        shown = text[len(before) : end].strip()
+        is_alike = marked.count(_MARK) == 1 and text.startswith(before) and text.endswith(behind)
+        if not (is_alike and shown and _text_of(messages[index]).strip().endswith(shown)):
+            return None
+        return len(before), end + self._token_in_front(behind)
+
+    def _token_in_front(self, behind: str) -> int:
+        """Count the letters of the token that ends a turn, right behind an answer."""
+        eos_token = self.tokens.get("eos_token")
+        if eos_token and behind.startswith(eos_token):
+            return len(eos_token)
+        found = _TOKEN_IN_FRONT.match(behind)
+        return found.end() if found else 0
 
     def _space_behind_token(self, answer: str) -> int:
         """Count the space that follows the token that ends a turn: no model is asked for it."""
@@ -118,6 +148,11 @@ class ChatTemplate:
                 "--chat-template FILE"
             ) from problem
         return rendered[0], [(start, end) for start, end in spans[0]] if self.marks_spans else []
+
+
+def _text_of(message: Message) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def find_chat_template(tokenizer: str | Path, *, chosen: str | None) -> ChatTemplate | None:

@@ -197,10 +197,18 @@ def test_long_samples_lose_their_end(open_model: Callable[..., Model]) -> None:
         assert cut.is_trained.tolist() == whole.is_trained[:length].tolist()
 
 
-def test_prefixes_that_do_not_stay_are_refused_by_line(open_model: Callable[..., Model]) -> None:
-    """One question and answer can be told; an answer behind which others follow is rendered otherwise."""
+def test_earlier_answers_are_trained_as_the_whole_has_them(open_model: Callable[..., Model]) -> None:
+    """An answer behind which others follow is rendered otherwise: without its thoughts."""
     model = open_model(FORGETFUL)
     assert model.trained_text(model.build(TURNS[:2])).startswith("<think>")
+    expected = "an 1st\nanswer\n<|im_end|><think>\n\n</think>\n\nthe end<|im_end|>"
+    assert model.trained_text(model.build(TURNS)) == expected
+
+
+@pytest.mark.parametrize("earlier", ["'...'", "message['content'] | upper", "''"])
+def test_answers_that_do_not_stay_are_refused_by_line(earlier: str, open_model: Callable[..., Model]) -> None:
+    text = f"(message['content'] if loop.last or message['role'] == 'user' else {earlier})"
+    model = open_model(FORGETFUL.replace("message['content']", text))
     with pytest.raises(DataError, match=r"line 3: .*jinja: what the assistant says cannot be told .* first 2 messages does not"):
         model.build(TURNS)
 
