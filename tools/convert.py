@@ -2,6 +2,7 @@
 
 python tools/convert.py --load-hf DIR --save CHECKPOINTS      what --pretrained-checkpoint starts from
 python tools/convert.py --load CHECKPOINTS --save-hf DIR      what transformers load (--like DIR: as that has it)
+python tools/convert.py --load CHECKPOINTS --save-adapter DIR --like DIR   its adapters apart, as PEFT loads them
 python tools/convert.py --load-hf DIR --save-hf DIR           the same weights, written anew
 
 One process holds the whole model, in the type that it has where it is read. A run converts without that, on all its ranks:
@@ -30,6 +31,7 @@ from megatron.runtime.checkpoint.checkpoint import load_checkpoint, save_checkpo
 from megatron.runtime.checkpoint.index import read_index
 from megatron.runtime.checkpoint.manifest import read_newest
 from megatron.runtime.hugging_face.load_weights import load_hugging_face
+from megatron.runtime.hugging_face.save_adapter import check_adapter_target, save_adapter
 from megatron.runtime.hugging_face.save_weights import check_hugging_face_target, save_hugging_face
 from megatron.runtime.hugging_face.weight_files import WeightFiles
 from megatron.runtime.session import Session, SessionOptions
@@ -60,9 +62,10 @@ def build_parser() -> Parser:
     sources.add_argument("--load", type=Path, metavar="CHECKPOINTS", help="Folder of a run, or one of its checkpoints, to read.")
     targets = parser.add_mutually_exclusive_group(required=True)
     targets.add_argument("--save-hf", type=Path, metavar="DIR", help="New folder of Hugging Face to write.")
+    targets.add_argument("--save-adapter", type=Path, metavar="DIR", help="New folder for the adapters of a run, as PEFT has it.")
     targets.add_argument("--save", type=Path, metavar="CHECKPOINTS", help="Folder that gets a checkpoint of step 0.")
     parser.add_argument(
-        "--like", type=Path, metavar="DIR", help="Folder whose names, types, files and tokenizer --save-hf takes."
+        "--like", type=Path, metavar="DIR", help="Folder whose names, types, files and tokenizer --save-hf takes; adapters' base."
     )
     parser.add_argument(
         "--make-vocab-size-divisible-by", type=count, default=128, metavar="N", help="--load-hf: as the run will have it (128)."
@@ -75,12 +78,16 @@ def run(argv: Sequence[str]) -> None:
     flags = build_parser().parse_args(argv)
     if flags.load is not None and flags.save is not None:
         raise ConfigError("--load and --save: both are checkpoints of Braid, so there is nothing to convert; use --save-hf")
-    if flags.like is not None and flags.save_hf is None:
-        raise ConfigError("--like would be ignored: it says what --save-hf writes; leave it out")
+    if flags.like is not None and flags.save is not None:
+        raise ConfigError("--like would be ignored: it says what --save-hf and --save-adapter write; leave it out")
+    if flags.save_adapter is not None and flags.load is None:
+        raise ConfigError("--save-adapter: a folder of Hugging Face has no adapters; give a run's checkpoints with --load")
     source = _read_hugging_face(flags) if flags.load_hf is not None else _read_checkpoint(flags.load)
     like = flags.like or flags.load_hf
     if flags.save_hf is not None:
         check_hugging_face_target(flags.save_hf, graph=source.graph, like=like)
+    if flags.save_adapter is not None:
+        _check_adapters(flags.save_adapter, source.graph, flags.load, like=like)
     with _session(source) as session:
         if flags.load_hf is not None:
             load_hugging_face(flags.load_hf, session=session)
@@ -88,9 +95,17 @@ def run(argv: Sequence[str]) -> None:
             load_checkpoint(flags.load, session=session, load_optimizer=False, load_rng=False)
         if flags.save_hf is not None:
             save_hugging_face(flags.save_hf, session=session, like=like)
+        elif flags.save_adapter is not None:
+            save_adapter(flags.save_adapter, session=session, like=like)
         else:
             save_checkpoint(flags.save, step=0, session=session, schedulers_state={}, run_state={}, keep_last=1)
-    print(f"{flags.load_hf or flags.load} is now also in {flags.save_hf or flags.save}")
+    print(f"{flags.load_hf or flags.load} is now also in {flags.save_hf or flags.save_adapter or flags.save}")
+
+
+def _check_adapters(target: Path, graph: ModelGraph, checkpoint: Path, *, like: Path | None) -> None:
+    if all(unit.lora is None for unit in graph.units):
+        raise ConfigError(f"--save-adapter: the run in {checkpoint} has no adapters; use --save-hf")
+    check_adapter_target(target, graph=graph, like=like)
 
 
 def _read_hugging_face(flags: Any) -> _Source:

@@ -16,6 +16,7 @@ pytest.importorskip("transformers", reason="transformers is not installed (pip i
 from safetensors.torch import load_file
 from torch.nn.utils import parametrize
 
+from megatron.runtime.checkpoint.checkpoint import save_checkpoint
 from megatron.runtime.hugging_face.save_adapter import save_adapter
 from megatron.runtime.hugging_face.save_weights import save_hugging_face
 from multimodal.cost.layers.adapters import adapt_units
@@ -29,6 +30,7 @@ from tests.distributed.hugging_face_comparison import Plans, case_of, only_text,
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_hugging_face_text import SAMPLES, llama
 from tests.distributed.wide_transformers import build_wide_model, double_precision
+from tools import convert
 
 RANK, ALPHA = 2, 6.0
 PREFIX = "base_model.model."
@@ -48,6 +50,7 @@ class WithAdapters(FromFolder):
         assert self.target is not None
         save_adapter(self.target / "adapter", session=session, like=self.folder)
         save_hugging_face(self.target / "merged", session=session, like=self.folder)
+        save_checkpoint(self.target / "run", step=0, session=session, schedulers_state={}, run_state={}, keep_last=1)
         return run_step(session, plan_case(case))
 
 
@@ -123,5 +126,12 @@ def test_adapters_are_those_of_peft_under_any_plan(ranks: RankPool, tmp_path: Pa
         merged = type(model).from_pretrained(tmp_path / "alone" / "merged", dtype=torch.float64)
     for mine, of_adapters in zip(run_transformers(merged, alone.source, only_text)[0], logits, strict=True):
         assert np.abs(mine - of_adapters).max() < 1e-12
+    converted = tmp_path / "converted"
+    assert (
+        convert.main(["--load", str(tmp_path / "tp 2, pp 2" / "run"), "--save-adapter", str(converted), "--like", str(folder)])
+        == 0
+    )
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (converted / name).read_bytes() == (tmp_path / "alone" / "adapter" / name).read_bytes()
     plain = replace(graph, units=(replace(graph.backbone, lora=None),))
     assert read_model(tmp_path / "alone" / "merged") == plain
