@@ -1,5 +1,6 @@
 """An LLM and encoders from folders of their own: a model file, weights from each, and folders like each at the end."""
 
+import json
 import sys
 from dataclasses import replace
 from functools import partial
@@ -14,9 +15,11 @@ pytest.importorskip("transformers", reason="transformers is not installed (pip i
 from safetensors.torch import load_file
 
 import multimodal
+from megatron.runtime.hugging_face.save_adapter import save_adapter
 from megatron.runtime.hugging_face.save_weights import save_hugging_face
 from megatron.runtime.hugging_face.unit_weights import load_units
-from multimodal.cost.layers.registry import read_model
+from multimodal.cost.layers.adapters import adapt_units
+from multimodal.cost.layers.registry import linear_layers, read_model
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import CheckpointError, ModelError
 from multimodal.values.model_graph import ModelGraph
@@ -145,6 +148,33 @@ def test_a_whisper_hears_what_transformers_hear(folders: Path, ranks: RankPool, 
     frames = torch.from_numpy(case.source.frames(0, 0)).double()  # type: ignore[attr-defined]
     with torch.no_grad(), double_precision():
         assert torch.allclose(torch.from_numpy(found), ear(frames.t()[None]).last_hidden_state[0], atol=1e-12)
+
+
+def save_apart(case: GradientCase, target: str) -> None:
+    """Runs on a rank."""
+    session = build_session(case)
+    load_units(session)
+    save_adapter(Path(target), session=session)
+
+
+def test_adapters_and_projectors_are_written_apart(folders: Path, ranks: RankPool, tmp_path: Path) -> None:
+    encoders, output = {"audio": folders / "whisper"}, tmp_path / "model.yaml"
+    graph = multimodal.compose(llm=folders / "llm", encoders=encoders, freeze=["audio"], output=output)
+    graph = adapt_units(graph, linear_layers(graph), rank=2, alpha=4.0, targets=())
+    case = comparison.case_of(graph, CLIPS, {"audio": (1, 1, 1), "llm": (2, 2, 1)})
+    ranks.run(save_apart, case, str(tmp_path / "apart"), world_size=case.plan.num_ranks)
+    adapters = load_file(tmp_path / "apart" / "llm" / "adapter_model.safetensors")
+    modules = {key.split(".")[-3] for key in adapters}
+    assert modules == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert all(key.startswith("base_model.model.model.layers.") for key in adapters)
+    config = json.loads((tmp_path / "apart" / "llm" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["modules_to_save"]) == (str(folders / "llm"), None)
+    kept = {key.split(".", 3)[3] for key in load_file(tmp_path / "apart" / "projectors" / "model.safetensors")}
+    assert kept == {
+        *(f"mlp.linear_fc{index}.{kind}" for index in (1, 2) for kind in ("weight", "bias")),
+        "norm.weight",
+        "norm.bias",
+    }
 
 
 def heard(case: GradientCase) -> Any:

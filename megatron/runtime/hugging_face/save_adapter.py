@@ -11,15 +11,22 @@ from typing import Any
 from megatron.runtime.checkpoint.all_ranks import on_first_rank
 from megatron.runtime.hugging_face.file_layout import in_one_file
 from megatron.runtime.hugging_face.named_weights import NamedWeights, as_modules, name_weights
-from megatron.runtime.hugging_face.save_weights import Export, check_hugging_face_target, name_vectors, write_folder
+from megatron.runtime.hugging_face.save_weights import (
+    Export,
+    check_hugging_face_target,
+    name_vectors,
+    projectors_export,
+    write_folder,
+)
 from megatron.runtime.hugging_face.unit_weights import is_composed
 from megatron.runtime.hugging_face.weight_files import ADAPTER_NAME
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, model_tensors
+from multimodal.hugging_face.architecture import Architecture
 from multimodal.hugging_face.registry import architecture_of, read_config
 from multimodal.model.adapter import is_adapter
 from multimodal.values.errors import CheckpointError, ModelError
-from multimodal.values.model_graph import Lora, ModelGraph
+from multimodal.values.model_graph import Lora, ModelGraph, Role
 
 CONFIG_NAME = "adapter_config.json"
 _PREFIX = "base_model.model."
@@ -28,10 +35,11 @@ _ENDINGS = (".lora_A.weight", ".lora_B.weight")
 
 def check_adapter_target(folder: Path, *, graph: ModelGraph, like: Path | None) -> None:
     """Raise CheckpointError or ModelError for what would only show after training: no place, or more trained than is written."""
-    if is_composed(graph):
+    others = [unit.name for unit in graph.units if unit.lora is not None and unit.role is not Role.BACKBONE]
+    if is_composed(graph) and others:
         raise CheckpointError(
-            f"--save-adapter {folder}: the units come from folders of their own, so no model of transformers has all adapters; "
-            "use --save-hf, which adds them to the weights"
+            f"--save-adapter {folder}: unit '{others[0]}' has adapters, and of units from folders of their own only the LLM's "
+            "are written apart; use --save-hf, which adds them to the weights"
         )
     check_hugging_face_target(folder, graph=graph, like=like, flag="--save-adapter")
     for unit in graph.units:
@@ -51,13 +59,42 @@ def save_adapter(folder: Path, *, session: Session, like: Path | None = None) ->
     what, graph = f"saving to {folder}", session.graph
     session.complete_parameters()
     on_first_rank(lambda: _checked(folder, graph, like), what=what)
-    architecture = read_config(like)[0] if like is not None else architecture_of(graph)
     tensors = [tensor for tensor in model_tensors(session.state) if _is_written(tensor, graph)]
+    if like is None and is_composed(graph):
+        _save_parts(folder, session=session, tensors=tensors, what=what)
+        return
+    architecture = read_config(like)[0] if like is not None else architecture_of(graph)
+    export = _prepare(tensors, session, graph=graph, architecture=architecture, base=like, what=what)
+    write_folder(folder, export, session=session, tensors=tensors)
+
+
+def _save_parts(folder: Path, *, session: Session, tensors: Sequence[HeldTensor], what: str) -> None:
+    """Write a composed model's adapters as of the LLM alone, and its projectors beside them."""
+    unit = session.graph.backbone
+    assert unit.weights is not None
+    base, own = Path(unit.weights), [tensor for tensor in tensors if is_adapter(tensor.key)]
+    architecture = read_config(base)[0]
+    export = _prepare(own, session, graph=ModelGraph((unit,)), architecture=architecture, base=base, what=what)
+    write_folder(folder / unit.name, export, session=session, tensors=own)
+    if any(each.trains_weights(len(each.layers) - 1) for each in session.graph.encoders):
+        projectors = [tensor for tensor in tensors if not is_adapter(tensor.key)]
+        export = projectors_export(session, projectors, what=what)
+        write_folder(folder / "projectors", export, session=session, tensors=projectors)
+
+
+def _prepare(
+    tensors: Sequence[HeldTensor],
+    session: Session,
+    *,
+    graph: ModelGraph,
+    architecture: Architecture,
+    base: Path | None,
+    what: str,
+) -> Export:
     names = as_modules(name_weights(tensors, graph=graph, architecture=architecture, what=what), architecture, prefix=_PREFIX)
     dtype = session.options.build.precision.params_dtype
     layout = in_one_file(ADAPTER_NAME, names, dtype, is_vector=name_vectors(tensors, names, what=what))
-    config = adapter_config(names, graph=graph, base=like)
-    write_folder(folder, Export(names, layout, config, CONFIG_NAME), session=session, tensors=tensors)
+    return Export(names, layout, adapter_config(names, graph=graph, base=base), CONFIG_NAME)
 
 
 def adapter_config(names: NamedWeights, *, graph: ModelGraph, base: Path | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,11 +130,18 @@ def _parts(session: Session, what: str) -> Iterator[tuple[str, Export, Collectio
             layout = like_files(theirs.names, files.weights, files.metadata)
         config = read_mapping(theirs.folder / CONFIG_NAME, error=CheckpointError)
         yield unit.name, Export(theirs.names, layout, config, like=theirs.folder), theirs.names.rows
-    projectors = [tensor for tensor in tensors if is_of_projector(session.graph, tensor.key)]
+    projectors = projectors_export(
+        session, [tensor for tensor in tensors if is_of_projector(session.graph, tensor.key)], what=what
+    )
+    yield "projectors", projectors, projectors.names.rows
+
+
+def projectors_export(session: Session, projectors: Sequence[HeldTensor], *, what: str) -> Export:
+    """Return the folder of a composed model's projectors, under their names here; collective."""
     names = name_tensors(projectors, lambda key, shape: (Rows(key.removeprefix("model."), 0, 0, shape[0]),), what=what)
     vectors = name_vectors(projectors, names, what=what)
     layout = in_one_file(SINGLE_NAME, names, session.options.build.precision.params_dtype, is_vector=vectors)
-    yield "projectors", Export(names, layout, session.graph.to_dict(), "model.json"), names.rows
+    return Export(names, layout, session.graph.to_dict(), "model.json")
 
 
 def _prepare(session: Session, like: Path | None, *, what: str) -> Export:
