@@ -13,6 +13,8 @@ from tests.distributed.hugging_face_comparison import VOCABULARY, Plans, compare
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_hugging_face_qwen2_5_vl import IMAGE_TOKEN, SAMPLES, images_of
 
+MARKS = (("vision", 59, 58),)
+"""Older versions of transformers find images by the token before them."""
 PLANS: Plans = {
     "vision dp 2, llm tp 2 and pp 3": ({"vision": (1, 1, 2), "llm": (2, 3, 1)}, {"sequence_parallel": True}),
     "vision tp 2 and pp 3, llm zb-h1": (
@@ -60,5 +62,5 @@ def test_logits_and_gradients_equal_transformers(is_tied: bool, ranks: RankPool,
     def make() -> Any:
         return qwen3_vl(tie_word_embeddings=is_tied)
 
-    comparison = compare_logits(make, tmp_path / "model", ranks, shapes=SAMPLES, inputs=images_of)
+    comparison = compare_logits(make, tmp_path / "model", ranks, shapes=SAMPLES, inputs=images_of, marks=MARKS)
     comparison.assert_under_plans(dict(list(PLANS.items())[: 1 if is_tied else None]), ranks)
