@@ -20,7 +20,7 @@ from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_costs import ComputeCost, Floats, PieceCosts
 from multimodal.cost.step_memory import GRADIENT_BYTES, StepMemory
 from multimodal.cost.update_seconds import update_seconds
-from multimodal.values.action import Action, ActionKind, Resource
+from multimodal.values.action import Action, ActionKind, LayerRange, Resource
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.step_graph import StepGraph
 from multimodal.values.step_work import RESOURCE_NUMBERS, Integers, StepWork
@@ -147,7 +147,7 @@ class ModelCosts:
         """
         weights = self.stages.trained_weights(reduction[1:4])
         share = weights[0] / sum(weights)
-        return whole_seconds * (1 - share if self.step.begins_early(reduction) else share)
+        return whole_seconds * (share if reduction.covers == LayerRange(0, 1) else 1 - share)
 
     @cached_property
     def update_seconds(self) -> float:

@@ -169,6 +169,13 @@ class Plan:
         """True if the replicas of any unit differ in their stages."""
         return any(unit.is_unlike for unit in self.units.values())
 
+    @property
+    def has_alike_copies(self) -> bool:
+        """True if ranks of any unit hold the same parameters, and can share its optimizer: replicas that do not differ."""
+        return any(
+            unit.data_parallel_size * unit.context_parallel_size > 1 and not unit.is_unlike for unit in self.units.values()
+        )
+
     @cached_property
     def lanes(self) -> tuple[tuple[int, ...], ...]:
         """Rank groups that act as one: ranks that belong to exactly the same stages, ordered by their first rank."""

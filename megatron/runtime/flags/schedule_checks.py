@@ -103,6 +103,7 @@ def useful_passes(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> tuple[
     name = config.training.schedule
     choice = _Choice(name, BUILDERS[name], (), graph, plan, str(config.parallelism.plan or ""))
     zero_stage = 3 if config.parallelism.shards_weights else 0 if config.training.dtype == "float64" else 1
+    zero_stage = zero_stage if plan.has_alike_copies else 0
     return tuple(
         name
         for name, row in PASSES.items()

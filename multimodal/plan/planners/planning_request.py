@@ -212,7 +212,8 @@ class PlanningRequest:
         )
         if not has_copies or self.zero_stage == 3:
             return ()
-        return tuple(name for name, row in PASSES.items() if row.is_planned and self.zero_stage >= row.least_zero_stage)
+        zero_stage = self.zero_stage if plan.has_alike_copies else 0
+        return tuple(name for name, row in PASSES.items() if row.is_planned and zero_stage >= row.least_zero_stage)
 
     def run_options(
         self,

@@ -4,14 +4,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from multimodal.balance import BALANCERS, Placement
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.templates.describe import step_seconds
 from multimodal.plan.planners.templates.template_set import Instance, PipelineTemplate, TemplateSet
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-
-SCHEDULE, PASSES, BALANCE = "1f1b", ("reduce-by-layer",), "whole-sample"
-"""What templates are planned for, and a balancer that gives unlike replicas equal work."""
 
 
 def plan_instances(templates: TemplateSet, instances: Sequence[Instance], *, llm: str) -> Plan:
@@ -37,18 +35,21 @@ def plan_instances(templates: TemplateSet, instances: Sequence[Instance], *, llm
 
 
 def run_of_templates(templates: TemplateSet, request: PlanningRequest, *, planner: str) -> PlannedRun:
-    """Return the run of the replicas that a set is used for at first."""
-    return PlannedRun(
+    """Return the run of the replicas that a set is used for at first.
+
+    In 1F1B, for which templates are planned, with the passes that cost nothing, and a balancer that keeps samples whole.
+    """
+    run = PlannedRun(
         plan_instances(templates, templates.instances, llm=request.graph.backbone.name),
         planner=planner,
-        schedule=SCHEDULE,
-        passes=PASSES if len(templates.instances) > 1 else (),
-        balance=BALANCE,
+        balance=next(
+            name for name, row in BALANCERS.items() if row.keeps_samples_whole and Placement.CHAIN in row.tried_first_on
+        ),
         micro_batch_size=templates.micro_batch_size,
         recompute="full" if templates.recompute_granularity == "full" else request.recompute,
-        transformer_impl=request.implementation(SCHEDULE),
         objective_seconds=step_seconds(templates),
     )
+    return replace(run, passes=request.passes(run.plan), transformer_impl=request.implementation(run.schedule))
 
 
 def _ranks(template: PipelineTemplate, gpus_per_node: int, first_rank: int) -> list[tuple[int, ...]]:
