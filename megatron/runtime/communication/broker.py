@@ -288,7 +288,7 @@ class Broker:
         if not link.is_replicated:
             return received
         target = _index_of(self._rank, link.target_groups)
-        if group is not None and group.size() > 1 and len(received):
+        if group is not None and len(link.target_groups[target]) > 1 and len(received):
             received = received.new_empty((len(received) * group.size(), *received.shape[1:]))
             dist.all_gather_into_tensor(received, incoming.buffer, group=group)
         return _in_order(received[: link.num_received(target)], link.rows, target)

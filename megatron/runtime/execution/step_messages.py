@@ -101,9 +101,6 @@ class StepMessages(LaneRun):
 
     def complete(self, key: MessageKey) -> Tensor:
         """Return what a message has brought to this rank and its tensor parallel peers."""
-        is_inside = key.source.unit == key.target.unit
-        if is_inside and self.executor.any_stage(key.target.unit).options.sequence_parallel:
-            return self.broker.complete(key)  # of rows that its peers do not have
         return self.broker.complete(key, self.executor.tensor_parallel_group(key.target.unit))
 
     def link(self, key: MessageKey) -> Link:
